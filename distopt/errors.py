@@ -1,0 +1,121 @@
+"""The one tree of exceptions.
+
+Every message states the fact, where it happened (rank and host, if more than one rank is involved) and the cure.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CommunicatorClosedError",
+    "CommunicatorError",
+    "DataError",
+    "DistoptError",
+    "GradientError",
+    "LaunchError",
+    "MismatchError",
+    "MissingDependencyError",
+    "PeerLostError",
+    "RankFailedError",
+    "StalledError",
+    "StateError",
+    "UsageError",
+    "WireMemoryError",
+]
+
+
+class DistoptError(Exception):
+    """Base of everything that distopt raises on its own account.
+
+    Attributes:
+        exit_code: of a script that this error ends. With 2 the message says all that its user needs, and the launchers
+            print that one line; otherwise they print the traceback.
+    """
+
+    exit_code: int = 1
+
+
+class UsageError(DistoptError, ValueError):
+    """An argument or a setting has a value that cannot be used."""
+
+    exit_code = 2
+
+
+class MissingDependencyError(DistoptError, ImportError):
+    """An optional package or library that was asked for is absent; the message says how to install it."""
+
+    exit_code = 2
+
+
+class LaunchError(DistoptError, RuntimeError):
+    """The processes of the job do not agree on who they are, or did not find each other."""
+
+    exit_code = 2
+
+
+class RankFailedError(LaunchError):
+    """A rank that this process started has failed; the others have been ended.
+
+    Attributes:
+        rank: the rank that failed first.
+        exit_code: its exit code; 128 + n if signal n ended it, as shells count.
+        details: its traceback, or what else is known about its end.
+    """
+
+    def __init__(self, rank: int, exit_code: int, details: str) -> None:
+        super().__init__(rank, exit_code, details)
+        self.rank = rank
+        self.exit_code = exit_code
+        self.details = details
+
+    def __str__(self) -> str:
+        return self.details
+
+
+class CommunicatorError(DistoptError, RuntimeError):
+    """A collective failed. The communicator cannot be used any more."""
+
+
+class CommunicatorClosedError(CommunicatorError):
+    """The communicator was used after `close`, or a peer closed it while this rank was still waiting."""
+
+
+class PeerLostError(CommunicatorError):
+    """A peer process ended while this rank needed it."""
+
+
+class StalledError(CommunicatorError, TimeoutError):
+    """A peer is alive but did not arrive within the time-out."""
+
+
+class MismatchError(CommunicatorError):
+    """Ranks called different collectives, or the same one with different types or counts."""
+
+
+class WireMemoryError(CommunicatorError, MemoryError):
+    """Shared or registered memory could not be allocated."""
+
+
+class DataError(DistoptError, ValueError):
+    """A data file is missing, truncated or corrupt."""
+
+    exit_code = 2
+
+
+class StateError(DistoptError, ValueError):
+    """A file of saved states is truncated, foreign, or does not fit the model. Nothing was changed."""
+
+    exit_code = 2
+
+
+class GradientError(DistoptError, ArithmeticError):
+    """A gradient is NaN or infinite; the message names parameter, step and rank.
+
+    Attributes:
+        rank: the rank whose gradient it is, where known.
+        index: element of the bucket, where known.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, index: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.index = index

@@ -1,0 +1,66 @@
+"""Settings that come from the environment, read in one place.
+
+| variable | default | meaning |
+| --- | --- | --- |
+| `DISTOPT_TIMEOUT` | 120 | seconds after which a collective with an absent peer raises |
+| `DISTOPT_STALL_WARNING` | 10 | seconds after which such a collective warns |
+| `DISTOPT_BACKEND` | auto | communicator: auto, or a name of `distopt.comm.BACKENDS` |
+| `DISTOPT_DEVICE` | auto | `cpu`, or `cuda` to make a missing GPU an error, or `auto` |
+| `DISTOPT_DATA_DIR` | | folder that holds data sets |
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Values of the `DISTOPT_*` variables; times in seconds."""
+
+    timeout: float = 120.0
+    stall_warning: float = 10.0
+    backend: str = "auto"
+    device: str = "auto"
+    data_dir: str | None = None
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
+        """Read the variables of `env` (default: the process environment).
+
+        Raises:
+            UsageError: a value cannot be used; the message names the variable.
+        """
+        env = os.environ if env is None else env
+        device = env.get("DISTOPT_DEVICE", cls.device)
+        if device not in ("auto", "cpu", "cuda"):
+            raise UsageError(f"DISTOPT_DEVICE={device!r} is not one of auto, cpu, cuda")
+        return cls(
+            timeout=_seconds(env, "DISTOPT_TIMEOUT", cls.timeout),
+            stall_warning=_seconds(env, "DISTOPT_STALL_WARNING", cls.stall_warning),
+            backend=env.get("DISTOPT_BACKEND", cls.backend),
+            device=device,
+            data_dir=env.get("DISTOPT_DATA_DIR") or None,
+        )
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:  # NaN fails too
+        raise UsageError(f"{name}={text!r} is not a positive number of seconds")
+    return value
