@@ -1,0 +1,246 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+
+#include "bind.h"
+#include "reduce_kernels.h"
+#include "shm_communicator.h"
+
+namespace nb = nanobind;
+
+namespace distopt {
+namespace {
+
+using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
+
+void raise_as_python(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const ShmError& error) {
+    static const char* const names[] = {"CommunicatorError", "UsageError",   "LaunchError",   "CommunicatorClosedError",
+                                        "PeerLostError",     "StalledError", "MismatchError", "WireMemoryError"};
+    const nb::object type = nb::module_::import_("distopt.errors").attr(names[static_cast<int>(error.kind())]);
+    PyErr_SetString(type.ptr(), error.what());
+  }
+}
+
+// Contiguous arrays by the buffer protocol: a fraction of the time that DLPack takes, and held until released.
+class Buffers {
+ public:
+  Buffers() = default;
+  ~Buffers() {
+    if (!Py_IsInitialized()) return;  // at the end of the process the arrays are gone already
+    nb::gil_scoped_acquire gil;       // the last to let go may be a thread that waits without it
+    for (int i = 0; i < count_; ++i) PyBuffer_Release(&views_[i]);
+  }
+  Buffers(const Buffers&) = delete;
+  Buffers& operator=(const Buffers&) = delete;
+
+  const Py_buffer& add(nb::handle array, int flags) {
+    Py_buffer& view = views_[count_];
+    if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_C_CONTIGUOUS | flags) != 0) throw nb::python_error();
+    ++count_;
+    return view;
+  }
+
+ private:
+  Py_buffer views_[2];
+  int count_ = 0;
+};
+
+struct ShmWork {
+  std::shared_ptr<ShmCommunicator> communicator;
+  std::shared_ptr<Operation> operation;
+};
+
+using Shared = std::shared_ptr<ShmCommunicator>;
+
+Request make_request(OpKind kind, int dtype, const char* label) {
+  Request request;
+  request.kind = kind;
+  request.dtype = static_cast<DType>(dtype);
+  request.label = label;
+  return request;
+}
+
+// `array` is the input; `out` the output, or None where the operation works in place.
+ShmWork start(Shared communicator, Request request, nb::handle array, nb::handle out) {
+  auto buffers = std::make_shared<Buffers>();
+  const Py_buffer& input = buffers->add(array, PyBUF_WRITABLE);
+  const Py_buffer& output = out.is_none() ? input : buffers->add(out, PyBUF_WRITABLE);
+  const Py_buffer& part = request.kind == OpKind::reduce_scatter ? output : input;
+  request.input = static_cast<const char*>(input.buf);
+  request.output = static_cast<char*>(output.buf);
+  request.count = static_cast<std::size_t>(part.len) / item_bytes(request.dtype);
+  request.owner = std::move(buffers);
+  nb::gil_scoped_release release;
+  auto operation = communicator->start(std::move(request));
+  return {std::move(communicator), std::move(operation)};
+}
+
+ShmWork all_reduce(Shared communicator, nb::handle array, int dtype, int op, const char* label) {
+  Request request = make_request(OpKind::all_reduce, dtype, label);
+  request.op = static_cast<RedOp>(op);
+  return start(std::move(communicator), std::move(request), array, nb::none());
+}
+
+ShmWork reduce_scatter(Shared communicator, nb::handle array, nb::handle out, int dtype, int op, const char* label) {
+  Request request = make_request(OpKind::reduce_scatter, dtype, label);
+  request.op = static_cast<RedOp>(op);
+  return start(std::move(communicator), std::move(request), array, out);
+}
+
+ShmWork all_gather(Shared communicator, nb::handle array, nb::handle out, int dtype, const char* label) {
+  return start(std::move(communicator), make_request(OpKind::all_gather, dtype, label), array, out);
+}
+
+ShmWork broadcast(Shared communicator, nb::handle array, int root, int dtype, const char* label) {
+  Request request = make_request(OpKind::broadcast, dtype, label);
+  request.root = root;
+  return start(std::move(communicator), std::move(request), array, nb::none());
+}
+
+nb::dlpack::dtype storage_of(DType dtype) {
+  switch (dtype) {
+    case DType::float64:
+      return nb::dtype<double>();
+    case DType::float16:
+      return {static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
+    case DType::bfloat16:
+      return nb::dtype<std::uint16_t>();
+    case DType::int32:
+      return nb::dtype<std::int32_t>();
+    case DType::int64:
+      return nb::dtype<std::int64_t>();
+    default:
+      return nb::dtype<float>();
+  }
+}
+
+// A flat NumPy array on memory that `owner` keeps alive.
+nb::object flat_array(std::shared_ptr<char> memory, std::size_t count, DType dtype) {
+  void* data = memory.get();
+  auto* owner = new std::shared_ptr<char>(std::move(memory));
+  nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<char>*>(p); });
+  return nb::cast(nb::ndarray<nb::numpy>(data, {count}, capsule, {}, storage_of(dtype)));
+}
+
+nb::object empty(ShmCommunicator& communicator, std::size_t count, int dtype, std::uint64_t bytes_available) {
+  std::shared_ptr<char> memory;
+  {
+    nb::gil_scoped_release release;
+    memory = communicator.empty(count, static_cast<DType>(dtype), bytes_available);
+  }
+  return flat_array(std::move(memory), count, static_cast<DType>(dtype));
+}
+
+nb::list all_gather_ragged(ShmCommunicator& communicator, nb::handle array, int dtype, const char* label) {
+  Request request = make_request(OpKind::all_gather_ragged, dtype, label);
+  auto buffers = std::make_shared<Buffers>();
+  const Py_buffer& input = buffers->add(array, 0);
+  request.input = static_cast<const char*>(input.buf);
+  request.count = static_cast<std::size_t>(input.len) / item_bytes(request.dtype);
+  request.owner = std::move(buffers);
+  std::vector<std::shared_ptr<char>> memory;
+  std::vector<std::size_t> counts;
+  auto allocate = [&](const std::vector<std::uint64_t>& all) {
+    std::vector<char*> outputs;
+    for (std::uint64_t count : all) {
+      counts.push_back(count);
+      // At least one byte, so that no array is at the null address.
+      memory.emplace_back(new char[count * item_bytes(static_cast<DType>(dtype)) + 1], std::default_delete<char[]>());
+      outputs.push_back(memory.back().get());
+    }
+    return outputs;
+  };
+  {
+    nb::gil_scoped_release release;
+    communicator.all_gather_ragged(std::move(request), allocate);
+  }
+  nb::list arrays;
+  for (std::size_t q = 0; q < counts.size(); ++q)
+    arrays.append(flat_array(std::move(memory[q]), counts[q], static_cast<DType>(dtype)));
+  return arrays;
+}
+
+void barrier(ShmCommunicator& communicator) {
+  nb::gil_scoped_release release;
+  auto operation = communicator.start(Request{});
+  communicator.wait(*operation, communicator.default_timeout());
+}
+
+Shared create(int fd, int rank, std::vector<std::string> names, double timeout, double stall_warning,
+              nb::callable warn) {
+  Hooks hooks;
+  hooks.check_signals = [] {
+    nb::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  };
+  hooks.warn = [warn](const std::string& text) {
+    nb::gil_scoped_acquire gil;
+    warn(text);
+  };
+  return std::make_shared<ShmCommunicator>(fd, rank, std::move(names), Limits{timeout, stall_warning},
+                                           std::move(hooks));
+}
+
+void reduce(const std::vector<Array>& outputs, const std::vector<Array>& inputs, int dtype, int op) {
+  std::vector<void*> outs;
+  std::vector<const void*> ins;
+  for (const Array& array : outputs) outs.push_back(array.data());
+  for (const Array& array : inputs) ins.push_back(array.data());
+  for (const auto* arrays : {&outputs, &inputs})
+    for (const Array& array : *arrays)
+      if (array.nbytes() != inputs.at(0).nbytes() || array.itemsize() != item_bytes(static_cast<DType>(dtype)))
+        throw std::invalid_argument("all arrays must have the same size and the item size of the type");
+  nb::gil_scoped_release release;
+  reduce_kernels().reduce(outs.data(), static_cast<int>(outs.size()), ins.data(), static_cast<int>(ins.size()),
+                          inputs.at(0).size(), static_cast<DType>(dtype), static_cast<RedOp>(op));
+}
+
+}  // namespace
+
+void bind_shm(nb::module_& m) {
+  nb::register_exception_translator(raise_as_python);
+
+  nb::class_<ShmWork>(m, "ShmWork", "A collective under way in shared memory.")
+      .def(
+          "done", [](ShmWork& work) { return work.communicator->test(*work.operation); },
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Local. Move the operation forward without waiting; whether it has finished.")
+      .def(
+          "wait",
+          [](ShmWork& work, std::optional<double> timeout) {
+            work.communicator->wait(*work.operation, timeout.value_or(work.communicator->default_timeout()));
+          },
+          nb::arg("timeout") = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
+          "Wait for the end, at most `timeout` seconds.");
+
+  nb::class_<ShmCommunicator>(m, "ShmCommunicator", "Collectives over the ranks of one host; arguments are trusted.")
+      .def(nb::new_(&create), nb::arg("fd"), nb::arg("rank"), nb::arg("names"), nb::arg("timeout"),
+           nb::arg("stall_warning"), nb::arg("warn"))
+      .def("count_cores", &ShmCommunicator::count_cores)
+      .def("use_wire_memory_of", &ShmCommunicator::use_wire_memory_of, nb::keep_alive<1, 2>())
+      .def("empty", &empty)
+      .def("all_reduce", &all_reduce)
+      .def("reduce_scatter", &reduce_scatter)
+      .def("all_gather", &all_gather)
+      .def("all_gather_ragged", &all_gather_ragged)
+      .def("broadcast", &broadcast)
+      .def("barrier", &barrier)
+      .def("progress", &ShmCommunicator::progress, nb::call_guard<nb::gil_scoped_release>())
+      .def("close", &ShmCommunicator::close);
+
+  m.def("create_segment", &create_segment, nb::arg("world_size"), nb::arg("chunk_bytes"),
+        nb::arg("named_fallback") = false, "Descriptor of the memory that the ranks of one host are to share.");
+  m.def(
+      "reduce", &reduce, nb::arg("outputs"), nb::arg("inputs"), nb::arg("dtype"), nb::arg("op"),
+      "Element-wise reduction of equally long arrays in the order given, written to every output (tests, benchmarks).");
+}
+
+}  // namespace distopt

@@ -1,0 +1,150 @@
+// The innermost product of convolutions and linear layers, included by *_kernels.cpp: a block of C stays in registers
+// while one row of packed B and one column of A go by (Goto and van de Geijn, "Anatomy of High-Performance Matrix
+// Multiplication", ACM TOMS 34(3), 2008, section 6). Lowering writes B straight into the packed form, which a BLAS
+// would make from a lowered matrix once more.
+#pragma once
+
+#include "vectors.h"
+
+namespace distopt::DISTOPT_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr Index kTileRows = 6, kTileVectors = 4;  // 24 of 32 registers hold C
+#else
+constexpr Index kTileRows = 6, kTileVectors = 2;  // 12 of 16
+#endif
+
+// Columns of a packed panel, and the most rows that it has: at 64 float columns it takes 32 KiB and so stays in the
+// first cache while every row of A passes over it.
+template <class T>
+constexpr Index kPanel = kTileVectors * kLanes<T>;
+constexpr Index kPanelRows = 128;
+
+// Keeps a value in a register at this point: without it GCC 12 reloads B for every row of A and spills the block of C
+// in every iteration, which halves the speed.
+template <class V>
+inline void keep_in_register(V& value) {
+#if defined(__x86_64__)
+  __asm__("" : "+v"(value));
+#else
+  (void)value;
+#endif
+}
+
+// A[i, k] = a[i * row + k * inner].
+template <class T>
+struct Left {
+  const T* a;
+  Index row, inner;
+};
+
+// What happens to a block of C as it is stored.
+template <class T>
+struct Finish {
+  bool accumulate;  // add to C instead of overwriting it
+  const T* bias;    // one per row of C, added after the product; or null
+  bool relu;
+};
+
+template <class T, Index R, Index V>
+inline void tile(Index inner, Left<T> left, const T* b, T* c, Index c_row, Index columns, const Finish<T>& finish) {
+  constexpr Index lanes = kLanes<T>;
+  Vec<T> sum[R][V] = {};
+  const T* a = left.a;
+  for (Index k = 0; k < inner; ++k, a += left.inner, b += kPanel<T>) {
+    Vec<T> right[V];
+#pragma GCC unroll 8
+    for (Index j = 0; j < V; ++j) {
+      right[j] = load(b + j * lanes);
+      keep_in_register(right[j]);
+    }
+#pragma GCC unroll 8
+    for (Index i = 0; i < R; ++i) {
+#pragma GCC unroll 8
+      for (Index j = 0; j < V; ++j) {
+        sum[i][j] = multiply_add(a[i * left.row], right[j], sum[i][j]);
+        keep_in_register(sum[i][j]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (Index i = 0; i < R; ++i) {
+#pragma GCC unroll 8
+    for (Index j = 0; j < V; ++j) {
+      T* to = c + i * c_row + j * lanes;
+      const Index count = columns - j * lanes;
+      Vec<T> v = sum[i][j];
+      if (finish.accumulate) v += count < lanes ? load_some(to, count) : load(to);
+      if (finish.bias) v += finish.bias[i];
+      if (finish.relu) v = v < 0 ? Vec<T>{} : v;  // a NaN stays
+      if (count < lanes)
+        store_some(to, v, count);
+      else
+        store(to, v);
+    }
+  }
+}
+
+// Asks for the rows of A that the next tile will read: each is too short for the processor to foresee.
+template <class T>
+inline void prefetch_rows(Left<T> left, Index rows, Index inner) {
+  constexpr Index line = 64 / sizeof(T);
+  for (Index i = 0; i < rows; ++i)
+    for (Index k = 0; k < inner; k += line) __builtin_prefetch(left.a + i * left.row + k);
+}
+
+// The rows are dealt out evenly: a narrow last tile would wait for loads.
+template <class T, Index V>
+void panel_of(Index rows, Index inner, Left<T> left, const T* b, T* c, Index c_row, Index columns, Finish<T> finish) {
+  for (Index tiles = (rows + kTileRows - 1) / kTileRows; tiles > 0; --tiles) {
+    const Index some = (rows + tiles - 1) / tiles;
+    if (left.inner == 1) prefetch_rows<T>({left.a + some * left.row, left.row, 1}, smaller(some, rows - some), inner);
+    switch (some) {
+      case 6:
+        tile<T, 6, V>(inner, left, b, c, c_row, columns, finish);
+        break;
+      case 5:
+        tile<T, 5, V>(inner, left, b, c, c_row, columns, finish);
+        break;
+      case 4:
+        tile<T, 4, V>(inner, left, b, c, c_row, columns, finish);
+        break;
+      case 3:
+        tile<T, 3, V>(inner, left, b, c, c_row, columns, finish);
+        break;
+      case 2:
+        tile<T, 2, V>(inner, left, b, c, c_row, columns, finish);
+        break;
+      default:
+        tile<T, 1, V>(inner, left, b, c, c_row, columns, finish);
+    }
+    rows -= some;
+    c += some * c_row;
+    left.a += some * left.row;
+    if (finish.bias) finish.bias += some;
+  }
+}
+
+// C[rows, columns] = A[rows, inner] B[inner, columns]; B is one packed panel, `inner` rows of kPanel elements, of
+// which the first `columns` count.
+template <class T>
+void multiply_panel(Index rows, Index inner, Left<T> left, const T* b, T* c, Index c_row, Index columns,
+                    Finish<T> finish) {
+  static_assert(kTileRows == 6, "panel_of() has one case for each number of rows");
+  switch ((columns + kLanes<T> - 1) / kLanes<T>) {
+#if defined(__AVX512F__)
+    case 4:
+      return panel_of<T, 4>(rows, inner, left, b, c, c_row, columns, finish);
+    case 3:
+      return panel_of<T, 3>(rows, inner, left, b, c, c_row, columns, finish);
+#endif
+    case 2:
+      return panel_of<T, 2>(rows, inner, left, b, c, c_row, columns, finish);
+    default:
+      return panel_of<T, 1>(rows, inner, left, b, c, c_row, columns, finish);
+  }
+}
+
+}  // namespace
+}  // namespace distopt::DISTOPT_ISA

@@ -1,0 +1,82 @@
+#include "linear_kernels.h"
+
+#include "gemm_tile.h"
+
+namespace distopt::DISTOPT_ISA {
+namespace {
+
+// C[rows, columns] (+)= A B, with B[inner, columns] in rows that are `b_row` apart.
+template <class T>
+void multiply(Index rows, Index inner, Index columns, Left<T> left, const T* b, Index b_row, T* c, bool accumulate,
+              bool relu, T* panel) {
+  for (Index j = 0; j < columns; j += kPanel<T>) {
+    const Index width = smaller(columns - j, kPanel<T>);
+    for (Index k = 0; k < inner; k += kPanelRows) {
+      const Index depth = smaller(inner - k, kPanelRows);
+      for (Index i = 0; i < depth; ++i)
+        __builtin_memcpy(panel + i * kPanel<T>, b + (k + i) * b_row + j, width * sizeof(T));
+      multiply_panel<T>(rows, depth, {left.a + k * left.inner, left.row, left.inner}, panel, c + j, columns, width,
+                        {accumulate || k > 0, nullptr, relu && k + depth == inner});
+    }
+  }
+}
+
+template <class T>
+Index work_size(const LinearShape& s) {
+  return (kPanelRows + s.in) * kPanel<T> + s.n * s.out;
+}
+
+template <class T>
+void forward(const LinearShape& s, const T* x, const T* w, const T* bias, T* y, bool relu, T* work) {
+  for (Index i = 0; bias && i < s.n; ++i) __builtin_memcpy(y + i * s.out, bias, s.out * sizeof(T));
+  multiply<T>(s.n, s.in, s.out, {x, s.in, 1}, w, s.out, y, bias != nullptr, relu, work);
+}
+
+// g = dy where the ReLU let y pass, and 0 elsewhere.
+template <class T>
+void mask_gradient(Index count, const T* __restrict__ dy, const T* __restrict__ y, T* __restrict__ g) {
+  for (Index i = 0; i < count; ++i) g[i] = y[i] <= 0 ? 0 : dy[i];
+}
+
+// dx = g w^T. It is dx^T that is computed, as w g^T: then only g and dx are transposed, not w.
+template <class T>
+void backward_input(const LinearShape& s, const T* g, const T* w, T* dx, T* panel, T* transposed) {
+  for (Index n = 0; n < s.n; n += kPanel<T>) {
+    const Index width = smaller(s.n - n, kPanel<T>);
+    for (Index k = 0; k < s.out; k += kPanelRows) {
+      const Index depth = smaller(s.out - k, kPanelRows);
+      for (Index j = 0; j < width; ++j)
+        for (Index i = 0; i < depth; ++i) panel[i * kPanel<T> + j] = g[(n + j) * s.out + k + i];
+      multiply_panel<T>(s.in, depth, {w + k, s.out, 1}, panel, transposed, kPanel<T>, width, {k > 0, nullptr, false});
+    }
+    for (Index j = 0; j < width; ++j)
+      for (Index i = 0; i < s.in; ++i) dx[(n + j) * s.in + i] = transposed[i * kPanel<T> + j];
+  }
+}
+
+template <class T>
+void backward(const LinearShape& s, const T* dy, const T* y, const T* x, const T* w, T* dw, T* db, T* dx, T* work) {
+  T *const panel = work, *const transposed = panel + kPanelRows * kPanel<T>,
+           *const masked = transposed + s.in * kPanel<T>;
+  if (y) mask_gradient(s.n * s.out, dy, y, masked);
+  const T* const g = y ? masked : dy;
+  if (db) {
+    for (Index j = 0; j < s.out; ++j) db[j] = 0;
+    for (Index i = 0; i < s.n; ++i)
+      for (Index j = 0; j < s.out; ++j) db[j] += g[i * s.out + j];
+  }
+  if (s.n == 0) __builtin_memset(dw, 0, s.in * s.out * sizeof(T));
+  multiply<T>(s.in, s.n, s.out, {x, 1, s.in}, g, s.out, dw, false, false, panel);
+  if (dx) backward_input(s, g, w, dx, panel, transposed);
+}
+
+template <class T>
+constexpr LinearTable<T> table_of = {&work_size<T>, &forward<T>, &backward<T>};
+
+const LinearKernels table = {table_of<float>, table_of<double>};
+
+}  // namespace
+
+const LinearKernels& linear_kernels() { return table; }
+
+}  // namespace distopt::DISTOPT_ISA

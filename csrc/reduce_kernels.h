@@ -1,0 +1,20 @@
+// Reductions of n equally long arrays, element by element in rank order.
+#pragma once
+
+#include "isa.h"
+#include "types.h"
+
+namespace distopt {
+
+struct ReduceKernels {
+  // For every i < count: out[i] = ((in[0][i] op in[1][i]) op in[2][i]) ... ; mean divides the sum by n.
+  // 16-bit floats accumulate in float32 and round once, to nearest even. Integer sums wrap around. In max and min the
+  // first NaN wins, and the first of equal values (0 and -0). `outs` are n_outs arrays that all receive the result;
+  // each may be one of the inputs. Arrays need not be aligned.
+  void (*reduce)(void* const* outs, int n_outs, const void* const* ins, int n_ins, std::size_t count, DType dtype,
+                 RedOp op);
+};
+
+DISTOPT_DECLARE_KERNELS(ReduceKernels, reduce_kernels)
+
+}  // namespace distopt

@@ -1,0 +1,69 @@
+// Operations in words, for error messages.
+#include <cstring>
+
+#include "shm_operation.h"
+
+namespace distopt {
+namespace {
+
+std::string with_commas(std::uint64_t value) {
+  std::string digits = std::to_string(value);
+  for (std::size_t at = digits.size(); at > 3;) digits.insert(at -= 3, ",");
+  return digits;
+}
+
+const char* kind_name(OpKind kind) {
+  switch (kind) {
+    case OpKind::barrier:
+      return "barrier";
+    case OpKind::all_reduce:
+      return "all_reduce";
+    case OpKind::reduce_scatter:
+      return "reduce_scatter";
+    case OpKind::all_gather:
+      return "all_gather";
+    case OpKind::all_gather_ragged:
+      return "all_gather_ragged";
+    case OpKind::broadcast:
+      return "broadcast";
+    case OpKind::empty:
+      return "empty";
+  }
+  return "an unknown operation";
+}
+
+const char* dtype_name(std::uint8_t dtype) {
+  static const char* const names[] = {"float32", "float64", "float16", "bfloat16", "int32", "int64"};
+  return dtype < sizeof(names) / sizeof(*names) ? names[dtype] : "an unknown type";
+}
+
+const char* op_name(std::uint8_t op) {
+  static const char* const names[] = {"sum", "max", "min", "mean"};
+  return op < sizeof(names) / sizeof(*names) ? names[op] : "an unknown reduction";
+}
+
+}  // namespace
+
+std::string describe(const Descriptor& descriptor, std::uint64_t sequence, const char* label) {
+  std::string text = std::string(kind_name(descriptor.kind)) + " #" + with_commas(sequence);
+  if (descriptor.kind != OpKind::barrier)
+    text += " of " + with_commas(descriptor.count) + " " + dtype_name(descriptor.dtype);
+  if (descriptor.kind == OpKind::all_reduce || descriptor.kind == OpKind::reduce_scatter)
+    text += std::string(", ") + op_name(descriptor.op);
+  if (descriptor.kind == OpKind::broadcast) text += " from rank " + std::to_string(descriptor.root);
+  const std::string shown(label, ::strnlen(label, label_bytes));
+  return shown.empty() ? text : text + " (" + shown + ")";
+}
+
+std::string last_operation(const Peers& peers, int rank) {
+  std::uint64_t last = 0;
+  for (std::uint64_t i = 0; i < ring_size; ++i) {
+    const std::uint64_t sequence = peers.entry(rank, i).descriptor.sequence.load(std::memory_order_acquire);
+    if (sequence > last) last = sequence;
+  }
+  if (last == 0) return "it has started no operation";
+  const RingEntry& entry = peers.entry(rank, last);
+  return "the last operation it started is " + describe(entry.descriptor, last, entry.label);
+}
+
+}  // namespace distopt

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace distopt {
+
+// What went wrong in shared memory; the binding turns each kind into the class of distopt.errors of that name.
+enum class ErrorKind : int { usage = 1, launch, closed, peer_lost, stalled, mismatch, memory };
+
+class ShmError : public std::runtime_error {
+ public:
+  ShmError(ErrorKind kind, const std::string& text) : std::runtime_error(text), kind_(kind) {}
+  ErrorKind kind() const { return kind_; }
+
+ private:
+  ErrorKind kind_;
+};
+
+}  // namespace distopt

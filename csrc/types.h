@@ -1,0 +1,25 @@
+// The element types and reductions of the wire, shared by every communicator.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace distopt {
+
+enum class DType : std::int32_t { float32 = 0, float64, float16, bfloat16, int32, int64 };
+enum class RedOp : std::int32_t { sum = 0, max, min, mean };
+
+inline std::size_t item_bytes(DType dtype) {
+  switch (dtype) {
+    case DType::float64:
+    case DType::int64:
+      return 8;
+    case DType::float16:
+    case DType::bfloat16:
+      return 2;
+    default:
+      return 4;
+  }
+}
+
+}  // namespace distopt

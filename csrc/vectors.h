@@ -1,0 +1,199 @@
+// Vectors as wide as the instruction set has them, for *_kernels.cpp; each is compiled once per set.
+#pragma once
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "types.h"
+
+namespace distopt::DISTOPT_ISA {
+namespace {
+
+using Index = std::ptrdiff_t;
+
+inline Index smaller(Index a, Index b) { return a < b ? a : b; }
+inline Index larger(Index a, Index b) { return a > b ? a : b; }
+inline Index clamp(Index value, Index low, Index high) { return value < low ? low : value > high ? high : value; }
+
+#if defined(__AVX512F__)
+constexpr Index kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr Index kVectorBytes = 32;
+#else
+constexpr Index kVectorBytes = 16;
+#endif
+
+template <class T>
+struct Lanes;
+template <>
+struct Lanes<float> {
+  typedef float type __attribute__((vector_size(kVectorBytes)));
+  typedef float unaligned __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
+  typedef std::int32_t integer __attribute__((vector_size(kVectorBytes)));
+};
+template <>
+struct Lanes<double> {
+  typedef double type __attribute__((vector_size(kVectorBytes)));
+  typedef double unaligned __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
+  typedef std::int64_t integer __attribute__((vector_size(kVectorBytes)));
+};
+template <class T>
+using Vec = typename Lanes<T>::type;
+// Integers as wide as T: what comparisons of Vec<T> give.
+template <class T>
+using IntegerVec = typename Lanes<T>::integer;
+template <class T>
+constexpr Index kLanes = kVectorBytes / sizeof(T);
+
+template <class T>
+inline Vec<T> load(const T* p) {
+  return *reinterpret_cast<const typename Lanes<T>::unaligned*>(p);
+}
+
+template <class T>
+inline void store(T* p, Vec<T> v) {
+  *reinterpret_cast<typename Lanes<T>::unaligned*>(p) = v;
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <class T>
+inline __m256i lane_mask(unsigned lanes) {
+  if constexpr (sizeof(T) == 4) {
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int(lanes)), bit), bit);
+  } else {
+    const __m256i bit = _mm256_setr_epi64x(1, 2, 4, 8);
+    return _mm256_cmpeq_epi64(_mm256_and_si256(_mm256_set1_epi64x(lanes), bit), bit);
+  }
+}
+#endif
+
+// The lanes whose bit is set; the other lanes are 0 and their memory is not touched.
+template <class T>
+inline Vec<T> load_lanes(const T* p, unsigned lanes) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return (Vec<T>)_mm512_maskz_loadu_ps(__mmask16(lanes), p);
+  if constexpr (sizeof(T) == 8) return (Vec<T>)_mm512_maskz_loadu_pd(__mmask8(lanes), p);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) return (Vec<T>)_mm256_maskload_ps(p, lane_mask<T>(lanes));
+  if constexpr (sizeof(T) == 8) return (Vec<T>)_mm256_maskload_pd(p, lane_mask<T>(lanes));
+#else
+  Vec<T> v = {};
+  for (Index i = 0; i < kLanes<T>; ++i)
+    if (lanes >> i & 1) v[i] = p[i];
+  return v;
+#endif
+}
+
+// The first `count` lanes, count <= kLanes.
+template <class T>
+inline Vec<T> load_some(const T* p, Index count) {
+  return load_lanes(p, (1u << count) - 1);
+}
+
+template <class T>
+inline void store_some(T* p, Vec<T> v, Index count) {
+  const unsigned lanes = (1u << count) - 1;
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) _mm512_mask_storeu_ps(p, __mmask16(lanes), (__m512)v);
+  if constexpr (sizeof(T) == 8) _mm512_mask_storeu_pd(p, __mmask8(lanes), (__m512d)v);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) _mm256_maskstore_ps(p, lane_mask<T>(lanes), (__m256)v);
+  if constexpr (sizeof(T) == 8) _mm256_maskstore_pd(p, lane_mask<T>(lanes), (__m256d)v);
+#else
+  for (Index i = 0; i < kLanes<T>; ++i)
+    if (lanes >> i & 1) p[i] = v[i];
+#endif
+}
+
+// c + a * b. The build forbids contraction (element-wise updates must agree between processors); products of matrices
+// differ in order between BLAS kernels anyhow, so they ask for the fused instruction.
+inline Vec<float> multiply_add(float a, Vec<float> b, Vec<float> c) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_fmadd_ps(_mm512_set1_ps(a), (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Vec<float>)_mm256_fmadd_ps(_mm256_set1_ps(a), (__m256)b, (__m256)c);
+#else
+  return c + a * b;
+#endif
+}
+
+inline Vec<double> multiply_add(double a, Vec<double> b, Vec<double> c) {
+#if defined(__AVX512F__)
+  return (Vec<double>)_mm512_fmadd_pd(_mm512_set1_pd(a), (__m512d)b, (__m512d)c);
+#elif defined(__AVX2__)
+  return (Vec<double>)_mm256_fmadd_pd(_mm256_set1_pd(a), (__m256d)b, (__m256d)c);
+#else
+  return c + a * b;
+#endif
+}
+
+// Even and odd elements of p[0 ... 2 count), count <= kLanes, apart.
+template <class T>
+inline void load_pairs(const T* p, Index count, Vec<T>& even, Vec<T>& odd) {
+#if defined(__AVX512F__)
+  const Vec<T> low = load_some(p, smaller(2 * count, kLanes<T>));
+  const Vec<T> high = load_some(p + kLanes<T>, larger(2 * count - kLanes<T>, 0));
+  if constexpr (sizeof(T) == 4) {
+    const __m512i lane = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    even = (Vec<T>)_mm512_permutex2var_ps((__m512)low, lane, (__m512)high);
+    odd = (Vec<T>)_mm512_permutex2var_ps((__m512)low, _mm512_add_epi32(lane, _mm512_set1_epi32(1)), (__m512)high);
+  } else {
+    const __m512i lane = _mm512_setr_epi64(0, 2, 4, 6, 8, 10, 12, 14);
+    even = (Vec<T>)_mm512_permutex2var_pd((__m512d)low, lane, (__m512d)high);
+    odd = (Vec<T>)_mm512_permutex2var_pd((__m512d)low, _mm512_add_epi64(lane, _mm512_set1_epi64(1)), (__m512d)high);
+  }
+#else
+  T pairs[2 * kLanes<T>] = {};
+  __builtin_memcpy(pairs, p, 2 * count * sizeof(T));
+  for (Index i = 0; i < kLanes<T>; ++i) even[i] = pairs[2 * i], odd[i] = pairs[2 * i + 1];
+#endif
+}
+
+template <class T>
+inline void store_pairs(T* p, Vec<T> even, Vec<T> odd, Index count) {
+#if defined(__AVX512F__)
+  Vec<T> low, high;
+  if constexpr (sizeof(T) == 4) {
+    const __m512i lane = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    low = (Vec<T>)_mm512_permutex2var_ps((__m512)even, lane, (__m512)odd);
+    high = (Vec<T>)_mm512_permutex2var_ps((__m512)even, _mm512_add_epi32(lane, _mm512_set1_epi32(8)), (__m512)odd);
+  } else {
+    const __m512i lane = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
+    low = (Vec<T>)_mm512_permutex2var_pd((__m512d)even, lane, (__m512d)odd);
+    high = (Vec<T>)_mm512_permutex2var_pd((__m512d)even, _mm512_add_epi64(lane, _mm512_set1_epi64(4)), (__m512d)odd);
+  }
+  store_some(p, low, smaller(2 * count, kLanes<T>));
+  store_some(p + kLanes<T>, high, larger(2 * count - kLanes<T>, 0));
+#else
+  T pairs[2 * kLanes<T>];
+  for (Index i = 0; i < kLanes<T>; ++i) pairs[2 * i] = even[i], pairs[2 * i + 1] = odd[i];
+  __builtin_memcpy(p, pairs, 2 * count * sizeof(T));
+#endif
+}
+
+// The first `count` lanes from and to single bytes.
+template <class T>
+inline IntegerVec<T> load_bytes(const std::uint8_t* p, Index count) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_maskz_loadu_epi8(__mmask16((1u << count) - 1), p);
+  if constexpr (sizeof(T) == 4) return (IntegerVec<T>)_mm512_maskz_cvtepu8_epi32(__mmask16(-1), bytes);
+  if constexpr (sizeof(T) == 8) return (IntegerVec<T>)_mm512_maskz_cvtepu8_epi64(__mmask8(-1), bytes);
+#endif
+  IntegerVec<T> v = {};
+  for (Index i = 0; i < count; ++i) v[i] = p[i];
+  return v;
+}
+
+template <class T>
+inline void store_bytes(std::uint8_t* p, IntegerVec<T> v, Index count) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return _mm512_mask_cvtepi32_storeu_epi8(p, __mmask16((1u << count) - 1), (__m512i)v);
+  if constexpr (sizeof(T) == 8) return _mm512_mask_cvtepi64_storeu_epi8(p, __mmask8((1u << count) - 1), (__m512i)v);
+#endif
+  for (Index i = 0; i < count; ++i) p[i] = std::uint8_t(v[i]);
+}
+
+}  // namespace
+}  // namespace distopt::DISTOPT_ISA
