@@ -1,0 +1,45 @@
+"""Who am I: how a process learns its rank and finds the others."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from ..errors import LaunchError
+from .env import LauncherInfo, launcher
+from .job import Job
+from .mpi import MpiJob
+from .multiprocess import MultiprocessJob, Ticket
+from .spawn import main, spawn
+
+__all__ = ["Job", "LauncherInfo", "MpiJob", "MultiprocessJob", "Ticket", "join", "launcher", "main", "spawn"]
+
+
+def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size: int | None = None) -> Job:
+    """Collective. Become a rank of the job that this process belongs to.
+
+    With a ticket: the job whose parent made the ticket. Without: the MPI job, if an MPI launcher started this process
+    or mpi4py is installed; else a job of this process alone.
+
+    Args:
+        ticket: made by the parent; needs `local_rank` and `world_size`.
+        local_rank: rank of this process in the ticket's job.
+        world_size: processes in the ticket's job.
+
+    Raises:
+        LaunchError: the arguments or the launcher's variables contradict each other.
+        MissingDependencyError: an MPI launcher started this process, but mpi4py or an MPI library is missing.
+    """
+    if ticket is not None:
+        if local_rank is None or world_size is None:
+            raise LaunchError(
+                f"a ticket was given with local_rank={local_rank} and world_size={world_size}; pass both numbers too"
+            )
+        return MultiprocessJob(ticket, local_rank, world_size)
+    if local_rank is not None or world_size is not None:
+        raise LaunchError(
+            f"local_rank={local_rank} and world_size={world_size} were given without a ticket; pass the ticket that "
+            "the parent made, or none of the three to join the job of mpiexec"
+        )
+    if launcher() is not None or find_spec("mpi4py") is not None:
+        return MpiJob()
+    return MultiprocessJob(Ticket(), 0, 1)

@@ -1,0 +1,78 @@
+"""What all ranks of a job must have in common, compared before the first collective."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import LaunchError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .job import Job
+
+__all__ = ["check_same_environment", "environment"]
+
+_MAX_BYTES = 1 << 16
+
+
+def environment(backend: str) -> dict[str, str]:
+    """Local. What must be the same on all ranks, by what messages call it.
+
+    Args:
+        backend: name of the communicator that this rank is about to create.
+    """
+    try:
+        own = version("distopt")
+    except PackageNotFoundError:  # used from a source tree
+        own = "not installed"
+    found = {
+        "communicator": backend,
+        "distopt": own,
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "NumPy": np.__version__,
+        "byte order": sys.byteorder,
+    }
+    MPI = sys.modules.get("mpi4py.MPI")
+    if backend == "mpi" and MPI is not None:
+        found["MPI library"] = " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split())
+    return found
+
+
+def check_same_environment(job: Job, mine: Mapping[str, str]) -> None:
+    """Collective. Compare what `environment` found on all ranks; one exchange.
+
+    Raises:
+        LaunchError: ranks differ; the message names them, and what they have.
+    """
+    payloads = job.all_gather(json.dumps(dict(mine)).encode())
+    described = [_decode(rank, payload) for rank, payload in enumerate(payloads)]
+    for key in mine:
+        ranks: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(described):
+            ranks.setdefault(theirs.get(key, "nothing"), []).append(rank)
+        if len(ranks) > 1:
+            facts = "; ".join(f"{value} on {_name(job, members)}" for value, members in ranks.items())
+            raise LaunchError(f"the ranks differ in {key}: {facts}; give all of them the same environment")
+
+
+def _decode(rank: int, payload: bytes) -> dict[str, str]:
+    found = None
+    if len(payload) <= _MAX_BYTES:
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(payload)
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise LaunchError(f"rank {rank} does not say what it runs; install the same version of distopt everywhere")
+    return found
+
+
+def _name(job: Job, ranks: list[int]) -> str:
+    hosts = dict.fromkeys(job.topology.hosts[rank] for rank in ranks)
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} ({', '.join(hosts)})"

@@ -1,0 +1,118 @@
+"""What the launcher says about this process: one table of environment variables.
+
+Ordered from the innermost launcher outwards. The variables of Slurm describe the task that srun started, and that task
+may be the daemon of mpiexec or torchrun; so Slurm is asked last, and only inside a step: an sbatch script has
+SLURM_PROCID=0 and SLURM_NTASKS=n without being one of n ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import LaunchError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["LauncherInfo", "launcher"]
+
+
+@dataclass(frozen=True)
+class LauncherInfo:
+    """The launcher's view of this process; what it does not say is None.
+
+    Attributes:
+        name: launcher, in words.
+        rank: rank in the job.
+        size: ranks in the job.
+        local_rank: rank among those on this host.
+        local_size: ranks on this host.
+        source: the variables that say so, as "NAME=value NAME=value", for messages.
+    """
+
+    name: str
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+    source: str
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str | None
+    only_with: str | None = None
+
+
+_LAUNCHERS = (
+    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _Launcher(
+        "mpiexec of Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Launcher("mpiexec of MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+_SLURM = _Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", None, only_with="SLURM_STEP_ID")
+
+
+def launcher(env: Mapping[str, str] | None = None) -> LauncherInfo | None:
+    """Local. The launcher that started this process, or None for a process started by hand.
+
+    Args:
+        env: the environment (default: that of the process).
+
+    Raises:
+        LaunchError: a variable has a value that cannot be, or two launchers disagree.
+    """
+    env = os.environ if env is None else env
+    found = [info for entry in _LAUNCHERS if (info := _read(entry, env))]
+    if not found:
+        return _read(_SLURM, env)
+    first = found[0]
+    for other in found[1:]:
+        if (first.rank, first.size) != (other.rank, other.size):
+            raise LaunchError(
+                f"two launchers disagree about this process: {first.source} ({first.name}) and {other.source} "
+                f"({other.name}); unset the variables of the one that did not start this job"
+            )
+    return first
+
+
+def _read(entry: _Launcher, env: Mapping[str, str]) -> LauncherInfo | None:
+    if entry.rank not in env and entry.size not in env:
+        return None
+    if entry.only_with is not None and entry.only_with not in env:
+        return None
+    names = [entry.rank, entry.size, entry.local_rank, *([entry.local_size] if entry.local_size else [])]
+    source = " ".join(f"{name}={env[name]}" for name in names if name in env)
+    cure = f"start the job with {entry.name}, or unset these variables"
+    for here, missing in ((entry.rank, entry.size), (entry.size, entry.rank)):
+        if missing not in env:
+            raise LaunchError(f"{here}={env[here]!r} is set but {missing} is not; {cure}")
+    values = {name: _number(name, env[name], cure) for name in names if name in env}
+    rank, size = values[entry.rank], values[entry.size]
+    local_rank = values.get(entry.local_rank)
+    local_size = values.get(entry.local_size) if entry.local_size else None
+    if not rank < size:
+        raise LaunchError(f"{source}: the rank is not below the number of ranks; {cure}")
+    if (local_size is not None and not 0 < local_size <= size) or (
+        local_rank is not None and not local_rank < (size if local_size is None else local_size)
+    ):
+        raise LaunchError(f"{source}: the numbers of this host do not fit those of the job; {cure}")
+    return LauncherInfo(entry.name, rank, size, local_rank, local_size, source)
+
+
+def _number(name: str, text: str, cure: str) -> int:
+    # int() alone would take "1_0", " 1" and digits of other scripts, which no launcher writes.
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise LaunchError(f"{name}={text!r} is not a number of ranks; {cure}")
+    return int(text)

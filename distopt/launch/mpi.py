@@ -1,0 +1,319 @@
+"""Jobs that mpiexec started. The only room that imports mpi4py, besides `distopt.comm.mpi`.
+
+A rank that leaves alone makes MPI_Finalize, and with it the whole job, wait for ever. Hence, in jobs of more than one
+rank:
+
+- an uncaught exception prints its traceback and calls MPI_Abort(1) (an error of distopt: its exit code; Ctrl-C: 130);
+- `sys.exit(n)` with n != 0 calls MPI_Abort(n) when the interpreter ends, unless the job was closed before.
+
+This holds from MPI_Init on: `launch.main` calls it before the script's function, `launch.join` at the latest. MPI may
+not notice a process that leaves earlier; the others then end after `DISTOPT_TIMEOUT`.
+
+Hazard: Python does not tell anyone the value of an uncaught `raise SystemExit(n)`. A rank that leaves so outside
+`launch.main` closes its communicators; peers that wait for it raise, and the job ends with their exit code. Prefer
+`sys.exit(n)`. A script that catches its own `sys.exit` and goes on should close the job at its end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from dataclasses import astuple, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from .. import _core
+from ..errors import DistoptError, LaunchError, MissingDependencyError, UsageError
+from ..settings import Settings
+from ..topology import Topology
+from .env import LauncherInfo, launcher
+from .job import Job
+from .mpi_setup import all_gather_bytes
+from .multiprocess import Ticket
+from .rendezvous import HostGroup
+from .siblings import Absence
+from .threads import cap_threads, cores
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import ModuleType, TracebackType
+
+__all__ = ["MpiJob", "after_closing", "close_at_exit", "import_mpi", "start_mpi"]
+
+# mpiexec reads the ranks' output from pipes, and drops what it has not read when it is told to abort.
+_FORWARD_SECONDS = 0.1
+
+
+class _Closeable(Protocol):
+    def close(self) -> None: ...
+
+
+class MpiJob(Job):
+    """One rank of a job that an MPI launcher started; without a launcher, a job of one rank.
+
+    Collective over `comm`.
+
+    Args:
+        comm: an mpi4py intracommunicator (default: COMM_WORLD). The job works on a duplicate of its own.
+        host: identity of this rank's host, where the true one will not do. Ranks that give the same share memory.
+
+    Attributes:
+        comm: the duplicate; free for set-up traffic.
+
+    Raises:
+        MissingDependencyError: mpi4py or the MPI library is missing.
+        LaunchError: launcher and MPI library disagree about the size of the job.
+    """
+
+    def __init__(self, comm: Any = None, *, host: str | None = None) -> None:
+        MPI = start_mpi()
+        _check_launcher(MPI)
+        parent = MPI.COMM_WORLD if comm is None else comm
+        self._settings = Settings.from_env()
+        ticket = Ticket()
+        mine = _Introduction(
+            host or _host_identity(), host or socket.gethostname(), tuple(cores()), ticket.secret.hex()
+        )
+        packed = all_gather_bytes(MPI, parent, mine.pack(), self._settings)
+        peers = [_Introduction.unpack(peer, data) for peer, data in enumerate(packed)]
+        self.comm: Any = parent.Dup()
+        self.comm.Set_errhandler(MPI.ERRORS_RETURN)
+        rank, size = self.comm.rank, self.comm.size
+        local = [peer for peer in range(size) if peers[peer].identity == mine.identity]
+        self.topology = Topology(rank, size, local.index(rank), len(local), tuple(peer.host for peer in peers))
+        self._ticket = Ticket(bytes.fromhex(peers[local[0]].secret))
+        self._group: HostGroup | None = None
+        # Launchers that pin ranks give each its own cores, others give all the same: the union is right for both.
+        cap_threads(len(local), len(set().union(*(peers[peer].cores for peer in local))))
+        if size > 1:
+            _guard.watch(self)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Collective. Give every rank the payload of every rank, in rank order."""
+        self._check_open()
+        return all_gather_bytes(import_mpi(), self.comm, payload, self._settings)
+
+    def host_group(self) -> HostGroup:
+        """Collective among the ranks of this host, on first use. The group that shares memory with this rank."""
+        self._check_open()
+        if self._group is None:
+            topology, settings = self.topology, self._settings
+            absence = Absence(settings.stall_warning, all_started=True)
+            self._group = HostGroup(
+                self._ticket.secret, topology.local_rank, topology.local_size, settings.timeout, absence
+            )
+        return self._group
+
+    def close(self) -> None:
+        """Local. Leave the job; idempotent. MPI itself stays up until the interpreter ends."""
+        _guard.forget(self)
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        if self.comm is not None and not import_mpi().Is_finalized():
+            self.comm.Free()
+        self.comm = None
+
+    def _check_open(self) -> None:
+        if self.comm is None:
+            raise LaunchError(f"rank {self.topology.rank} has closed its job; create a new one")
+
+
+@dataclass(frozen=True)
+class _Introduction:
+    """What a rank tells the others of itself: host, cores that it may use, and a ticket for the ranks of its host."""
+
+    identity: str
+    host: str
+    cores: tuple[int, ...]
+    secret: str
+
+    def pack(self) -> bytes:
+        return json.dumps(astuple(self)).encode()
+
+    @classmethod
+    def unpack(cls, rank: int, data: bytes) -> _Introduction:
+        try:
+            identity, host, numbers, secret = json.loads(data)
+            return cls(str(identity), str(host), tuple(map(int, numbers)), str(secret))
+        except (ValueError, TypeError):
+            raise LaunchError(
+                f"rank {rank} introduces itself as no rank of distopt does; install the same version everywhere"
+            ) from None
+
+
+def _release_names() -> None:
+    """Remove what MPICH leaves in /dev/shm of a job that is killed or aborted.
+
+    It keeps the name of its shared memory until MPI_Finalize, though MPI_Init ends with a barrier of the host's ranks:
+    all of them have it mapped then, and nobody needs the name.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if path.startswith("/dev/shm/mpich_shm_"):
+            with contextlib.suppress(OSError):  # another rank was first
+                Path(path).unlink()
+
+
+def start_mpi() -> ModuleType:
+    """Collective over the launcher's job on first use. Be a rank of MPI, which this process may then not leave alone.
+
+    Raises:
+        MissingDependencyError: mpi4py or the MPI library is missing.
+    """
+    MPI = import_mpi()
+    if MPI.COMM_WORLD.size > 1:
+        _release_names()
+        _guard.arm(MPI)
+    return MPI
+
+
+def import_mpi() -> ModuleType:
+    """Local. `mpi4py.MPI`; the first import calls MPI_Init.
+
+    Raises:
+        MissingDependencyError: mpi4py or the MPI library is missing.
+    """
+    info = launcher()
+    try:
+        with _bounded_init(info):
+            from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, libmpi is not
+        started = f" although {info.name} started this process ({info.source})" if info else ""
+        raise MissingDependencyError(f'MPI cannot be used{started}: {error}; pip install "distopt[mpi]"') from error
+    module: ModuleType = MPI
+    return module
+
+
+@contextlib.contextmanager
+def _bounded_init(info: LauncherInfo | None) -> Iterator[None]:
+    """MPI_Init waits for all ranks without end, and without a way to interrupt it."""
+    if info is None or info.size == 1 or "mpi4py.MPI" in sys.modules:
+        yield
+        return
+    seconds = Settings.from_env().timeout
+    watchdog = _core.Watchdog(
+        seconds,
+        f"rank {info.rank} of {info.size} on {socket.gethostname()} (pid {os.getpid()}) has waited {seconds:g} s in "
+        "MPI_Init: a rank did not start, has ended or is stopped; see the ranks' output, or raise DISTOPT_TIMEOUT\n",
+        1,
+    )
+    try:
+        yield
+    finally:
+        watchdog.stop()
+
+
+def _check_launcher(MPI: Any) -> None:
+    """A launcher of another MPI than the library's starts n processes that all believe to be rank 0 of 1."""
+    info = launcher()
+    world = MPI.COMM_WORLD
+    if info is None or (info.rank, info.size) == (world.rank, world.size):
+        return
+    library = MPI.Get_library_version().strip("\0").splitlines()[0]
+    raise LaunchError(
+        f"{info.name} started this process as rank {info.rank} of {info.size} ({info.source}), but the MPI library in "
+        f"use ({' '.join(library.split())}) sees rank {world.rank} of {world.size}; start the job with the mpiexec of "
+        "that library (under Slurm: srun --mpi=pmi2), or install the mpi4py and MPI library of that launcher"
+    )
+
+
+def _host_identity() -> str:
+    """Equal for two processes if and only if they can share memory.
+
+    The host name alone is not enough (clones), nor the kernel (containers): abstract sockets reach across one network
+    namespace, /proc/<pid> across one of processes.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespaces = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("net", "pid")]
+    return " ".join([socket.gethostname(), boot, *namespaces])
+
+
+class _ExitGuard:
+    """Ends the whole job when this rank leaves it by an exception or by `sys.exit(n)`."""
+
+    def __init__(self) -> None:
+        self._jobs: set[int] = set()
+        self._left = False  # all jobs were closed
+        self._exit_code = 0
+        # Kept, although the script may have dropped them: their peers are told at the end.
+        self.communicators: list[_Closeable] = []
+        self.farewells: list[Callable[[], object]] = []
+        self._mpi: Any = None
+
+    def arm(self, mpi: ModuleType) -> None:
+        if self._mpi is None:
+            self._mpi = mpi
+            sys.excepthook = partial(self._uncaught, sys.excepthook)
+            sys.exit = partial(self._exit, sys.exit)
+            atexit.register(self._at_exit)
+
+    def watch(self, job: MpiJob) -> None:
+        self._jobs.add(id(job))
+        self._left = False
+
+    def forget(self, job: MpiJob) -> None:
+        if id(job) in self._jobs:
+            self._jobs.remove(id(job))
+            self._left = not self._jobs
+
+    def _uncaught(
+        self, before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        who = "" if self._left else self._says("failed:")
+        if before is sys.__excepthook__:
+            # In one piece: mpiexec may end this process, for another rank's sake, between any two.
+            sys.stderr.write("".join([who, *traceback.format_exception(kind, error, trace)]))
+        else:
+            sys.stderr.write(who)
+            before(kind, error, trace)
+        if not self._left:
+            interrupted = issubclass(kind, KeyboardInterrupt)
+            self._abort(130 if interrupted else error.exit_code if isinstance(error, DistoptError) else 1)
+
+    def _exit(self, before: Any, status: object = None, /) -> NoReturn:
+        self._exit_code = status & 0xFF if isinstance(status, int) else int(status is not None)
+        before(status)
+        raise AssertionError("sys.exit returned")
+
+    def _at_exit(self) -> None:
+        if self._exit_code and not self._left:
+            if self._exit_code != UsageError.exit_code:  # by convention, the user has been told all
+                sys.stderr.write(self._says(f"left with exit code {self._exit_code}"))
+            self._abort(self._exit_code)
+        for communicator in self.communicators:
+            communicator.close()
+        for farewell in self.farewells:
+            farewell()
+
+    def _says(self, text: str) -> str:
+        return f"rank {self._mpi.COMM_WORLD.rank} on {socket.gethostname()} (pid {os.getpid()}) {text}\n"
+
+    def _abort(self, code: int) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(_FORWARD_SECONDS)
+        if not self._mpi.Is_finalized():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPICH's own line would follow the traceback
+            self._mpi.COMM_WORLD.Abort(code)
+            os._exit(code)  # MPICH's Abort may return; nothing of this process may run on and confuse the others
+
+
+def close_at_exit(communicator: _Closeable) -> None:
+    """Local. Close `communicator` when the interpreter ends, so that peers which still wait for it are told."""
+    _guard.communicators.append(communicator)
+
+
+def after_closing(farewell: Callable[[], object]) -> None:
+    """Local. Call `farewell` when the interpreter ends and all communicators are closed, but MPI still works."""
+    _guard.farewells.append(farewell)
+
+
+_guard = _ExitGuard()

@@ -1,0 +1,122 @@
+"""The set-up traffic of an MPI job: a few bytes per rank through rank 0, and never a wait without end.
+
+MPI's own collectives cannot be given up, nor do they say who is absent. So messages go from rank to rank, and are
+polled for. They are bytes of a known length: nothing that a peer sends is unpickled.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import LaunchError
+from .rendezvous import pack, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..settings import Settings
+
+__all__ = ["all_gather_bytes"]
+
+_log = logging.getLogger("distopt")
+
+_TAG = 17_185  # the first exchange uses a communicator that the user may use, too
+_MAX_BYTES = 16 << 20
+# By how much the others outwait rank 0, so that rank 0 can say who is absent.
+_GRACE_SECONDS = 5.0
+
+
+def all_gather_bytes(mpi: Any, comm: Any, payload: bytes, settings: Settings) -> list[bytes]:
+    """Collective over `comm`. The payload of every rank, in rank order; lengths may differ.
+
+    Args:
+        mpi: the module `mpi4py.MPI`.
+        comm: an intracommunicator.
+        payload: at most 16 MiB.
+        settings: time-out and time of the warning.
+
+    Raises:
+        LaunchError: a rank did not take part in time; the message names it.
+    """
+    if len(payload) > _MAX_BYTES:
+        raise LaunchError(f"{len(payload)} bytes are too much for the set-up of a job; send them by the communicator")
+    if comm.size == 1:
+        return [payload]
+    exchange = _Exchange(mpi, comm, settings)
+    if comm.rank != 0:
+        exchange.send(payload, [0], settings.timeout)
+        message = exchange.receive([0], settings.timeout + _GRACE_SECONDS)[0]
+        return unpack(message, comm.size)
+    others = range(1, comm.size)
+    received = exchange.receive(others, settings.timeout)
+    payloads = [payload, *(received[rank] for rank in others)]
+    exchange.send(pack(payloads), others, settings.timeout)
+    return payloads
+
+
+class _Exchange:
+    def __init__(self, mpi: Any, comm: Any, settings: Settings) -> None:
+        self._mpi = mpi
+        self._comm = comm
+        self._settings = settings
+
+    def send(self, message: bytes, ranks: Sequence[int], seconds: float) -> None:
+        requests = {rank: self._comm.Isend([message, self._mpi.BYTE], rank, _TAG) for rank in ranks}
+        wait = _Wait(self._comm, self._settings, seconds)
+        while requests:
+            requests = {rank: request for rank, request in requests.items() if not request.Test()}
+            wait.step(list(requests))
+
+    def receive(self, ranks: Sequence[int], seconds: float) -> dict[int, bytes]:
+        status = self._mpi.Status()
+        received: dict[int, bytes] = {}
+        absent = list(ranks)
+        wait = _Wait(self._comm, self._settings, seconds)
+        while absent:
+            for rank in absent:
+                message = self._comm.Improbe(rank, _TAG, status)
+                if message is not None:
+                    buffer = np.empty(self._checked(status.Get_count(self._mpi.BYTE), rank), np.uint8)
+                    message.Recv([buffer, self._mpi.BYTE])
+                    received[rank] = buffer.tobytes()
+            absent = [rank for rank in absent if rank not in received]
+            wait.step(absent)
+        return received
+
+    def _checked(self, count: int, rank: int) -> int:
+        if not 0 <= count <= _MAX_BYTES * self._comm.size:
+            raise LaunchError(f"rank {rank} sent what is no message of distopt; use the same version everywhere")
+        return count
+
+
+class _Wait:
+    """One wait for ranks: naps, one warning, and the error."""
+
+    def __init__(self, comm: Any, settings: Settings, seconds: float) -> None:
+        self._comm = comm
+        self._seconds = seconds
+        self._start = time.monotonic()
+        self._warn_at = min(settings.stall_warning, seconds / 2)
+
+    def step(self, absent: Sequence[int]) -> None:
+        if not absent:
+            return
+        waited = time.monotonic() - self._start
+        if waited > self._warn_at:
+            self._warn_at = float("inf")
+            _log.warning("%s", self._text(absent, waited))
+        if waited > self._seconds:
+            raise LaunchError(f"{self._text(absent, waited)}; see the output of those processes")
+        time.sleep(min(1e-3, waited / 8))
+
+    def _text(self, absent: Sequence[int], waited: float) -> str:
+        noun = "ranks" if len(absent) > 1 else "rank"
+        return (
+            f"rank {self._comm.rank} (pid {os.getpid()}) has waited {waited:.1f} s in the set-up of the job for {noun} "
+            f"{', '.join(map(str, absent))} of {self._comm.size}"
+        )

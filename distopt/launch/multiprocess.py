@@ -1,0 +1,103 @@
+"""Jobs of processes that one Python process starts on one host."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.context import get_spawning_popen
+from secrets import token_bytes
+
+from ..errors import LaunchError, UsageError
+from ..settings import Settings
+from ..topology import Topology
+from .job import Job
+from .rendezvous import HostGroup
+from .siblings import Absence, end_with_parent
+from .threads import cap_threads
+
+__all__ = ["MultiprocessJob", "Ticket"]
+
+_TICKET_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What the processes of one job share and nobody else knows: 16 secret bytes.
+
+    The parent makes one and passes it to every child, by pickling or inheritance. It names and authenticates the
+    meeting point of the ranks; `repr` does not show it, so that it does not get into logs.
+
+    Attributes:
+        secret: the 16 bytes.
+        handed_out: processes, this one included, to which multiprocessing had pickled the ticket.
+    """
+
+    secret: bytes = field(default_factory=partial(token_bytes, _TICKET_BYTES), repr=False)
+    handed_out: int = field(default=0, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.secret, bytes) or len(self.secret) != _TICKET_BYTES:
+            raise UsageError(f"a ticket is {_TICKET_BYTES} bytes; make one with Ticket()")
+
+    def __reduce__(self) -> tuple[type[Ticket], tuple[bytes, int]]:
+        if get_spawning_popen() is not None:
+            object.__setattr__(self, "handed_out", self.handed_out + 1)
+        return Ticket, (self.secret, self.handed_out)
+
+
+class MultiprocessJob(Job):
+    """One rank of a job whose processes all run on this host; the rank is the local rank.
+
+    Works in processes started by `distopt.launch.spawn` and in those that a script starts itself with
+    `multiprocessing.Process`.
+
+    Args:
+        ticket: the job's ticket, the same object or a pickled copy on every rank.
+        local_rank: rank of this process, 0 ... world_size - 1; each once.
+        world_size: number of processes.
+
+    Raises:
+        LaunchError: rank or world size are not usable numbers.
+    """
+
+    def __init__(self, ticket: Ticket, local_rank: int, world_size: int) -> None:
+        if not isinstance(ticket, Ticket):
+            raise LaunchError(f"the ticket is a {type(ticket).__name__}; make one Ticket() and pass it to every rank")
+        for name, value in (("world_size", world_size), ("local_rank", local_rank)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise LaunchError(f"{name}={value!r} is not an integer; pass {name} as an int to every rank")
+        if world_size < 1:
+            raise LaunchError(f"world_size={world_size} is not positive; pass the number of processes of the job")
+        if not 0 <= local_rank < world_size:
+            raise LaunchError(
+                f"local_rank={local_rank} is outside 0 ... {world_size - 1}; number the {world_size} processes from 0"
+            )
+        self.topology = Topology.of_one_host(local_rank, world_size, socket.gethostname())
+        self._ticket = ticket
+        self._group: HostGroup | None = None
+        self._closed = False
+        cap_threads(world_size)
+        end_with_parent()
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Collective. Give every rank the payload of every rank, in rank order."""
+        return self.host_group().all_gather(payload)
+
+    def host_group(self) -> HostGroup:
+        """Collective on first use. The group of all ranks."""
+        if self._closed:
+            raise LaunchError(f"rank {self.topology.rank} has closed its job; create a new one")
+        if self._group is None:
+            rank, size = self.topology.rank, self.topology.world_size
+            settings = Settings.from_env()
+            absence = Absence(settings.stall_warning, all_started=self._ticket.handed_out >= size)
+            self._group = HostGroup(self._ticket.secret, rank, size, settings.timeout, absence)
+        return self._group
+
+    def close(self) -> None:
+        """Local. Leave the job; idempotent."""
+        self._closed = True
+        if self._group is not None:
+            self._group.close()
+            self._group = None

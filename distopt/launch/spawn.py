@@ -1,0 +1,305 @@
+"""Start the ranks of a job as child processes, and see to it that they end together.
+
+A rank that fails ends the job: the others get SIGTERM, and SIGKILL after a grace. The first failure in time is the one
+reported; what the others say afterwards is its consequence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..errors import DistoptError, RankFailedError, UsageError
+from .env import launcher
+from .mpi import start_mpi
+from .threads import thread_variables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from multiprocessing.context import SpawnProcess
+    from types import FrameType
+
+__all__ = ["main", "spawn"]
+
+_GRACE_SECONDS = 2.0
+_MAX_REPORT_BYTES = 16 << 20
+_USER_ERROR = UsageError.exit_code
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ENDED_BY_SIGTERM = 128 + signal.SIGTERM
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def spawn(fn: Callable[..., object], world_size: int, args: Sequence[Any] = ()) -> None:
+    """Run `fn(rank, world_size, *args)` in `world_size` new processes of this host; return when all have ended.
+
+    The children are started with multiprocessing's "spawn" method: `fn` must be a module-level function and `args`
+    picklable. They write to this process's stdout and stderr, die with this process whatever ends it, and share the
+    cores: BLAS threads are capped in their environment unless the user has set a number. On SIGINT or SIGTERM all ranks
+    are ended, then the signal takes the effect that it had before the call (KeyboardInterrupt, end of the process).
+
+    Raises:
+        UsageError: `world_size` is not a positive integer.
+        RankFailedError: a rank raised, left with an exit code other than 0, or was ended by a signal. The others have
+            been ended.
+    """
+    signum = _run(fn, world_size, tuple(args))
+    if signum is not None:
+        signal.raise_signal(signum)
+
+
+def main(fn: Callable[..., object], world_size: int | None = None, args: Sequence[Any] = ()) -> None:
+    """The last line of a script: run it, and end the process as the command line expects.
+
+    With `world_size`, `spawn(fn, world_size, args)`; without, `fn(*args)` in this process, which is a rank of its own
+    launcher's job. The exit code becomes that of the first rank that failed, and the rank's traceback is the last thing
+    on stderr. An error that is the user's to mend is one line there, exit code 2. After SIGINT or SIGTERM there is one
+    line as well, and the exit code is 130 or 143.
+
+    Raises:
+        SystemExit: a rank failed, or a signal came.
+    """
+    signum = None
+    try:
+        if world_size is None:
+            if launcher() is not None:
+                start_mpi()
+            fn(*args)
+        else:
+            signum = _run(fn, world_size, tuple(args))
+    except RankFailedError as error:
+        _last_words(error.details)
+        raise SystemExit(error.exit_code) from None
+    except DistoptError as error:
+        if error.exit_code != _USER_ERROR:
+            raise
+        info = launcher()
+        if info is not None and info.rank > 0:
+            time.sleep(_GRACE_SECONDS / 10)  # rank 0, if it has the same to say, ends the job first
+        _last_words(f"error: {error}")
+        sys.exit(_USER_ERROR)
+    except SystemExit as error:
+        sys.exit(error.code)  # MPI jobs learn of an exit by this call alone
+    if signum is not None:
+        _last_words(f"{signal.Signals(signum).name}: all {world_size} ranks have been ended")
+        raise SystemExit(128 + signum)
+
+
+def _last_words(text: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(text.rstrip("\n") + "\n")
+    sys.stderr.flush()
+
+
+# -- parent ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, order=True)
+class _Failure:
+    time_ns: int
+    rank: int
+    exit_code: int
+    details: str
+
+
+class _Rank:
+    """A child process, seen from the parent."""
+
+    def __init__(self, fn: Callable[..., object], rank: int, world_size: int, args: tuple[Any, ...]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.rank = rank
+        self._failure: _Failure | None = None
+        reports, child_end = context.Pipe(duplex=False)
+        self.reports: Connection | None = reports
+        try:
+            self.process: SpawnProcess = context.Process(
+                target=_child, args=(fn, (rank, world_size, *args), os.getpid(), child_end), name=f"rank {rank}"
+            )
+            self.process.start()
+        finally:
+            child_end.close()
+
+    def failure(self) -> _Failure | None:
+        """How the rank failed, if it has."""
+        if self._failure is None:
+            # Asked before the pipe is read: a report is written before the process ends.
+            exit_code = self.process.exitcode
+            who = f"rank {self.rank} (pid {self.process.pid})"
+            report = self._read_report()
+            if report is not None:
+                time_ns, code, text = report
+                self._failure = _Failure(time_ns, self.rank, code, f"{who} {text}")
+            elif exit_code:
+                code, text = _describe_exit(exit_code)
+                self._failure = _Failure(time.monotonic_ns(), self.rank, code, f"{who} {text}")
+        return self._failure
+
+    def _read_report(self) -> tuple[int, int, str] | None:
+        report: tuple[int, int, str] | None = None
+        if self.reports is not None and self.reports.poll():
+            with contextlib.suppress(EOFError, OSError):
+                time_ns, code, text = json.loads(self.reports.recv_bytes(_MAX_REPORT_BYTES))
+                report = int(time_ns), int(code), str(text)
+            self.reports.close()
+            self.reports = None
+        return report
+
+    def release(self) -> None:
+        if self.reports is not None:
+            self.reports.close()
+        self.process.close()
+
+
+def _run(fn: Callable[..., object], world_size: int, args: tuple[Any, ...]) -> int | None:
+    """Start, watch and end the ranks; the signal that ended the job, if one did.
+
+    A signal may go to parent and children alike, as from a terminal: ranks that it ended did not fail.
+    """
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise UsageError(f"world size {world_size!r} is not a positive integer; pass the number of processes to start")
+    ranks: list[_Rank] = []
+    with _caught_signals() as (caught, wake):
+        try:
+            _start(ranks, fn, world_size, args)
+            _watch(ranks, wake)
+        finally:
+            failed = any(rank.failure() for rank in ranks)
+            _end([rank.process for rank in ranks])
+            first = min((failure for rank in ranks if (failure := rank.failure())), default=None)
+            for rank in ranks:
+                rank.release()
+    if failed and first is not None and not (caught and first.exit_code == _ENDED_BY_SIGTERM):
+        raise RankFailedError(first.rank, first.exit_code, first.details)
+    return caught[0] if caught else None
+
+
+def _start(ranks: list[_Rank], fn: Callable[..., object], world_size: int, args: tuple[Any, ...]) -> None:
+    variables = thread_variables(world_size, os.environ)
+    # A new process inherits blocked signals; it unblocks them when its handlers stand. Until then Ctrl-C, which a
+    # terminal sends to parent and children alike, would give one traceback per child from the middle of its imports.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    os.environ.update(variables)
+    try:
+        ranks.extend(_Rank(fn, rank, world_size, args) for rank in range(world_size))
+    finally:
+        for name in variables:
+            del os.environ[name]
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _watch(ranks: list[_Rank], wake: int) -> None:
+    """Return when all ranks have ended, one has failed, or a signal has come."""
+    while True:
+        running = [rank for rank in ranks if rank.process.exitcode is None]
+        if not running or any(rank.failure() for rank in ranks):
+            return
+        pipes = [rank.reports for rank in running if rank.reports is not None]
+        if wake in wait([wake, *pipes, *(rank.process.sentinel for rank in running)]):
+            return
+
+
+def _end(processes: Sequence[SpawnProcess]) -> None:
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+@contextlib.contextmanager
+def _caught_signals() -> Iterator[tuple[list[int], int]]:
+    """Catch SIGINT and SIGTERM: a list that receives them, and a descriptor that becomes readable then."""
+    caught: list[int] = []
+    wake, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def catch(signum: int, _: FrameType | None) -> None:
+        caught.append(signum)
+        with contextlib.suppress(BlockingIOError):
+            os.write(write, b"!")
+
+    # Python runs handlers in the main thread only; in another thread the caller keeps his own.
+    signals = _SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    before = {signum: signal.signal(signum, catch) for signum in signals}
+    try:
+        yield caught, wake
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        os.close(wake)
+        os.close(write)
+
+
+def _describe_exit(exit_code: int) -> tuple[int, str]:
+    if exit_code > 0:
+        return exit_code, f"left with exit code {exit_code} without a traceback"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    hint = "; SIGKILL is what the kernel sends when memory runs out" if -exit_code == signal.SIGKILL else ""
+    return 128 - exit_code, f"was ended by {name}{hint}"
+
+
+# -- child -----------------------------------------------------------------------------------------------------------
+def _child(fn: Callable[..., object], args: tuple[Any, ...], parent: int, reports: Connection) -> None:
+    _die_with(parent)
+    # Ctrl-C is the parent's business. A handler, not SIG_IGN: what this process starts must not inherit it.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGTERM, _leave)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Whole lines at once: a killed rank would take a full buffer with it, and with PYTHONUNBUFFERED the lines of
+        # several ranks would mix.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        fn(*args)
+    except SystemExit as error:
+        if error.code is None or error.code == 0:
+            return
+        code = error.code if isinstance(error.code, int) else 1
+        text = f"left with exit code {code}" if isinstance(error.code, int) else f"left: {error.code}"
+        _report(reports, code, text)
+    except BaseException as error:
+        frames = error.__traceback__.tb_next if error.__traceback__ else None  # without this function's own
+        code = error.exit_code if isinstance(error, DistoptError) else 1
+        if code == _USER_ERROR:
+            _report(reports, code, f"failed: {error}")
+        text = "".join(traceback.format_exception(type(error), error, frames))
+        _report(reports, code, f"failed:\n{text}")
+    finally:
+        # On the way out already; a second SystemExit would only disturb the clean-up of others.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _report(reports: Connection, code: int, text: str) -> NoReturn:
+    now = time.monotonic_ns()  # one clock for all processes of a host
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        reports.send_bytes(json.dumps([now, code, text]).encode())
+    raise SystemExit(code & 0xFF or 1)
+
+
+def _leave(signum: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, even by SIGKILL."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it ended before prctl took effect
+        os._exit(1)
