@@ -1,0 +1,68 @@
+"""How bytes move. `create` picks the communicator of a job from the registry below."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ..errors import UsageError
+from ..launch.checks import check_same_environment, environment
+from ..settings import Settings
+from .base import Communicator, Work
+
+if TYPE_CHECKING:
+    from ..launch.job import Job
+    from ..topology import Topology
+
+__all__ = ["BACKENDS", "Communicator", "Work", "create"]
+
+_log = logging.getLogger("distopt")
+
+# A new backend is one file and one line here.
+BACKENDS = {
+    "single": "distopt.comm.single:SingleCommunicator",
+    "shm": "distopt.comm.shm:ShmCommunicator",
+    "mpi": "distopt.comm.mpi:MpiCommunicator",
+    "hierarchical": "distopt.comm.hierarchical:HierarchicalCommunicator",
+}
+
+
+def create(job: Job, backend: str | None = None) -> Communicator:
+    """Collective. The communicator of `job`.
+
+    Args:
+        job: this rank's membership.
+        backend: a key of `BACKENDS`, or "auto" (default: `$DISTOPT_BACKEND`): nothing to do for one rank, shared
+            memory for ranks of one host, shared memory and MPI for several ranks on each of several hosts, else MPI.
+
+    Raises:
+        UsageError: no backend has that name.
+        LaunchError: the ranks run different versions, or were told to use different backends.
+    """
+    choice = backend or Settings.from_env().backend
+    if choice == "auto":
+        choice = _choose(job.topology)
+    if choice not in BACKENDS:
+        raise UsageError(f"unknown communicator {choice!r}; choose auto or one of {', '.join(BACKENDS)}")
+    if job.topology.world_size > 1:
+        check_same_environment(job, environment(choice))
+    module, _, cls = BACKENDS[choice].partition(":")
+    communicator: Communicator = getattr(import_module(module), cls).create(job)
+    return communicator
+
+
+def _choose(topology: Topology) -> str:
+    if topology.single_host:
+        return "single" if topology.world_size == 1 else "shm"
+    sizes = sorted(set(Counter(topology.hosts).values()))
+    if len(sizes) == 1:
+        return "hierarchical" if sizes[0] > 1 else "mpi"
+    if topology.rank == 0:
+        _log.info(
+            "the hosts have %s ranks: all communication goes through MPI; with equally many on every host, ranks that "
+            "share one would use shared memory",
+            " or ".join(map(str, sizes)),
+        )
+    return "mpi"

@@ -1,0 +1,60 @@
+"""Small messages between ranks that wait long or leave, so that the others can say whom they wait for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["MpiNotes"]
+
+_WAITING, _CLOSED = range(2)
+
+
+class MpiNotes:
+    """One rank's notes to and from the others.
+
+    Args:
+        mpi: the module `mpi4py.MPI`.
+        comm: an MPI communicator that carries nothing else.
+
+    Attributes:
+        waiting: number of the operation for which a rank has waited long, by rank.
+        closed: number of operations that a rank had finished when it closed, by rank.
+    """
+
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        self._mpi = mpi
+        self._comm = comm
+        self._sent: list[Any] = []  # requests, with the memory that they read
+        self.waiting: dict[int, int] = {}
+        self.closed: dict[int, int] = {}
+
+    def tell_waiting(self, operation: int) -> None:
+        """Local. Tell all others that this rank waits in `operation`."""
+        self._send(_WAITING, operation)
+
+    def tell_closed(self, finished: int) -> None:
+        """Local. Tell all others that this rank leaves, having finished that many operations."""
+        self._send(_CLOSED, finished)
+
+    def read(self) -> bool:
+        """Local. Take in what has arrived; whether a rank has told that it waits."""
+        asked = False
+        status = self._mpi.Status()
+        note = np.empty(2, np.int64)
+        while self._comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status):
+            self._comm.Recv([note, self._mpi.INT64_T], status.source)
+            known = self.waiting if note[0] == _WAITING else self.closed
+            known[status.source] = int(note[1])
+            asked = asked or known is self.waiting
+        return asked
+
+    def all_closed(self) -> bool:
+        """Local. Whether all others are known to have left."""
+        return bool(len(self.closed) == self._comm.size - 1)
+
+    def _send(self, kind: int, value: int) -> None:
+        note = np.array([kind, value], np.int64)
+        others = (rank for rank in range(self._comm.size) if rank != self._comm.rank)
+        self._sent += [(self._comm.Isend([note, self._mpi.INT64_T], rank), note) for rank in others]

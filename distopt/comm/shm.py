@@ -1,0 +1,135 @@
+"""The communicator of ranks that share a host, through shared memory. The work is done in `csrc/shm_*.cpp`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import _core
+from ..errors import UsageError
+from ..settings import Settings
+from .base import DTYPES, OPS, Array, Communicator, ReduceOp, Work
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..launch.job import Job
+    from ..launch.rendezvous import HostGroup
+    from ..topology import Topology
+
+__all__ = ["ShmCommunicator"]
+
+_log = logging.getLogger("distopt")
+
+# Ordinary arrays travel in chunks of this size: large enough to hide a synchronisation, small enough that the chunks
+# in flight of all ranks stay in the cache.
+CHUNK_BYTES = 512 << 10
+
+Work.register(_core.ShmWork)  # written in C++ for speed
+
+
+class ShmCommunicator(Communicator):
+    """Collectives over the ranks of one host.
+
+    Arrays from `empty` are reduced where they lie; others go through chunks in shared memory. `max` and `min` of
+    floats give NaN if any rank has NaN.
+    """
+
+    name = "shm"
+
+    def __init__(
+        self,
+        group: HostGroup,
+        topology: Topology,
+        settings: Settings | None = None,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        ranks: Sequence[int] | None = None,
+        wire_of: ShmCommunicator | None = None,
+    ) -> None:
+        """Collective. The ranks of `group` share memory; they are the ranks of `topology`.
+
+        Args:
+            group: the ranks of this host.
+            topology: theirs alone.
+            settings: time-outs (default: from the environment).
+            chunk_bytes: size of the chunks in which ordinary arrays travel.
+            ranks: what messages call the ranks, where they are part of a larger job.
+            wire_of: another communicator of the same ranks, whose wire memory is wire memory here, too.
+        """
+        settings = settings or Settings.from_env()
+        self.topology = topology
+        names = [
+            f"rank {q} (host {host}, pid {pid})"
+            for q, host, pid in zip(ranks or range(group.size), topology.hosts, group.pids, strict=True)
+        ]
+        fd = group.share_fd(lambda: _core.create_segment(group.size, chunk_bytes))
+        self._core = _core.ShmCommunicator(
+            fd, group.rank, names, settings.timeout, settings.stall_warning, _log.warning
+        )
+        if wire_of is not None:
+            self._core.use_wire_memory_of(wire_of._core)
+        group.all_gather(b"")  # nobody may miss a peer before that peer has shown that it lives
+        self._core.count_cores()
+
+    @classmethod
+    def create(cls, job: Job) -> ShmCommunicator:
+        """Collective. The communicator of a job whose ranks share one host.
+
+        Raises:
+            UsageError: the ranks are on several hosts.
+        """
+        if not job.topology.single_host:
+            raise UsageError("ranks on several hosts share no memory; choose the mpi communicator")
+        return cls(job.host_group(), job.topology)
+
+    def empty(self, count: int, dtype: str = "float32") -> Array:
+        """Collective. An uninitialised flat array that peers can read and write."""
+        if dtype not in DTYPES or count < 0:
+            raise UsageError(f"cannot make an array of {count} {dtype}; choose one of {', '.join(DTYPES)}")
+        array = self._core.empty(count, DTYPES[dtype], _available_bytes() if self.topology.rank == 0 else 0)
+        return array if count else np.empty(0, array.dtype)
+
+    def barrier(self) -> None:
+        """Collective. Return when every rank has called it; all earlier operations have finished then."""
+        self._core.barrier()
+
+    def progress(self) -> None:
+        """Local. Move outstanding operations forward without waiting."""
+        self._core.progress()
+
+    def close(self) -> None:
+        """Local. Leave; peers that still wait for this rank get a CommunicatorClosedError. Idempotent."""
+        self._core.close()
+
+    def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
+        return self._core.all_reduce(array, DTYPES[dtype], OPS[op], label)
+
+    def _reduce_scatter(self, array: Array, out: Array, dtype: str, op: ReduceOp, label: str) -> Work:
+        return self._core.reduce_scatter(array, out, DTYPES[dtype], OPS[op], label)
+
+    def _all_gather(self, array: Array, out: Array, dtype: str, label: str) -> Work:
+        return self._core.all_gather(array, out, DTYPES[dtype], label)
+
+    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> list[Array]:
+        return self._core.all_gather_ragged(array, DTYPES[dtype], label)
+
+    def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:
+        return self._core.broadcast(array, root, DTYPES[dtype], label)
+
+
+def _available_bytes() -> int:
+    """What the host can still give. The kernel would rather kill a process than refuse to back shared memory."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) << 10
+    try:  # the limit of the container, where there is one
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        available = min(available, limit - int(used["anon"]) - int(used["shmem"]) - int(used["kernel"]))
+    except (OSError, ValueError, KeyError):  # no such limit here
+        pass
+    return max(available, 0)
