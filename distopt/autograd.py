@@ -1,0 +1,304 @@
+"""Gradients: the graph behind a loss, walked backwards.
+
+While `training` is on, every operation stays attached to the tensor that it computes (`distopt.tensor`). The tensors
+and operations behind a loss are its *graph*, and its leaves with `stores_grad` are the parameters. `backward` visits
+the operations in the reverse of the order in which they ran: each after all that used its result. Of each it asks the
+gradients of the inputs, adds those of intermediate tensors up for the operations that made them, and writes those of
+parameters into their `grad`. A parameter's gradient is *final* when the last operation that uses it has been visited,
+and is yielded at that moment, while the rest of the pass is still to come.
+
+So nothing reads a parameter after its gradient was yielded: all operations that use it are through, input gradients
+included. Its consumer may update the parameter at once, in place. An operation that is through lets go of its inputs
+and of all that it saved, so a graph serves for one pass and its memory is free as the walk goes on.
+
+`autograd.training = True` turns recording on, as do `Model.train` and training steps; dropout and batch normalization
+follow the same switch. Functions below are SINGA's, on `Tensor` arguments.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from . import operations, tensor
+from .errors import UsageError
+from .ops import kernels_for
+from .tensor import Operation, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from .tensor import Array
+
+__all__ = [
+    "Operation",
+    "add",
+    "backward",
+    "cat",
+    "div",
+    "dropout",
+    "flatten",
+    "gradient_order",
+    "matmul",
+    "mse_loss",
+    "mul",
+    "reduce_mean",
+    "reduce_sum",
+    "relu",
+    "reshape",
+    "sigmoid",
+    "softmax",
+    "softmax_cross_entropy",
+    "sub",
+    "training",
+]
+
+training: bool  # a property of the module, at the end of this file
+
+
+def backward(loss: Tensor, dy: Tensor | None = None) -> Generator[tuple[Tensor, Tensor], None, None]:
+    """Local. Yield (parameter, gradient) for all parameters behind `loss`, each when its gradient is final.
+
+    A parameter whose `grad` is set gets its gradient written there, into the memory of that tensor, such as a view of
+    a communication buffer; else memory is allocated and kept as its `grad`. Old values are overwritten, not added to.
+    The consumer may change the parameter as soon as it has the pair.
+
+    Args:
+        loss: a tensor of one element, or of any shape if `dy` is given.
+        dy: gradient of `loss`, of its shape (default: 1).
+
+    Raises:
+        UsageError: nothing was recorded behind `loss`, its graph has been walked before, or an operation has no
+            gradient for an input that needs one.
+    """
+    tape, uses = _graph(loss)
+    if dy is None:
+        if loss.size() != 1:
+            raise UsageError(f"the gradient of a tensor of shape {loss.shape} needs `dy`; a loss has one element")
+        start = loss.device.xp.ones_like(loss.data)
+    elif dy.shape != loss.shape:
+        raise UsageError(f"`dy` of shape {dy.shape} is no gradient of a tensor of shape {loss.shape}")
+    else:
+        start = dy.data.copy()
+    pending = {tape[-1]: start}
+    del start, loss  # the walk frees what nothing needs any more
+    begun: set[Tensor] = set()
+    while tape:
+        # A function of its own, so that no array of a visited operation is held while the consumer is busy.
+        for param in _visit(tape.pop(), pending, uses, begun):
+            assert param.grad is not None
+            yield param, param.grad
+
+
+def gradient_order(loss: Tensor) -> list[Tensor]:
+    """Local. The parameters behind `loss` in the order in which `backward` will yield them. Computes nothing.
+
+    Raises:
+        UsageError: as `backward`.
+    """
+    tape, uses = _graph(loss)
+    order = []
+    for op in reversed(tape):
+        for source, needed in _inputs(op):
+            if needed and source.creator is None:
+                uses[source] -= 1
+                if not uses[source]:
+                    order.append(source)
+    return order
+
+
+def _graph(loss: Tensor) -> tuple[list[Operation], dict[Tensor, int]]:
+    """The operations behind `loss` in the order in which they ran, and how often they use each parameter."""
+    if loss.creator is None:
+        raise UsageError(
+            "no operation was recorded for this tensor; compute the loss from parameters in training mode "
+            "(Model.train() or autograd.training = True)"
+        )
+    found = {loss.creator}
+    stack = [loss.creator]
+    uses: dict[Tensor, int] = {}
+    while stack:
+        for source, needed in _inputs(stack.pop()):
+            if not needed:
+                continue
+            if source.creator is None:
+                uses[source] = uses.get(source, 0) + 1
+            elif source.creator not in found:
+                found.add(source.creator)
+                stack.append(source.creator)
+    return sorted(found, key=lambda op: op.order), uses
+
+
+def _inputs(op: Operation) -> list[tuple[Tensor, bool]]:
+    if op.inputs is None:
+        raise UsageError("this graph was walked before and is gone; compute the loss anew for another backward pass")
+    return list(zip(op.inputs, op.needs, strict=True))
+
+
+def _visit(op: Operation, pending: dict[Operation, Array], uses: dict[Tensor, int], begun: set[Tensor]) -> list[Tensor]:
+    """Pass the gradient of the result of `op` on to its inputs, and let go of what it holds.
+
+    Args:
+        op: all operations that use its result have been visited.
+        pending: gradients of the results of operations that have not been visited.
+        uses: how many visits are yet to add to the gradient of each parameter.
+        begun: parameters whose gradient has a first contribution.
+
+    Returns:
+        The parameters whose gradients are final now.
+    """
+    inputs = _inputs(op)
+    into: list[Array] = []  # None for inputs that are no parameters
+    for source, needed in inputs:
+        into.append(_place(source, begun) if needed and source.creator is None else None)
+    device = inputs[0][0].device
+    dy = pending.pop(op)
+    if device.verbosity:
+        gradients = device.timed(f"{type(op).__name__} backward", op.backward, dy, into)
+    else:
+        gradients = op.backward(dy, into)
+    op.inputs = op.saved = None
+    final = []
+    for (source, needed), place, gradient in zip(inputs, into, gradients, strict=True):
+        if not needed:
+            continue
+        if gradient is None:
+            raise UsageError(f"{type(op).__name__} has no gradient for its input {source!r}, which needs one")
+        if source.creator is not None:
+            if source.creator in pending:
+                pending[source.creator] += gradient
+            else:
+                pending[source.creator] = gradient
+            continue
+        if place is not gradient:
+            place[...] = gradient
+        assert source.grad is not None
+        if place is not source.grad.data:
+            source.grad.data += place
+        uses[source] -= 1
+        if not uses[source]:
+            final.append(source)
+    return final
+
+
+def _place(param: Tensor, begun: set[Tensor]) -> Array:
+    """Memory for a contribution to the gradient of `param`: its `grad` for the first, a scratch array for others."""
+    if param in begun:
+        return kernels_for(param.data).empty(param.shape, param.dtype)
+    begun.add(param)
+    if param.grad is None:
+        data = kernels_for(param.data).empty(param.shape, param.dtype)
+        param.grad = Tensor(data=data, device=param.device, requires_grad=False)
+    return param.grad.data
+
+
+# -- functions -----------------------------------------------------------------------------------------------------
+def add(a: Tensor, b: Tensor | float) -> Tensor:
+    """`a + b`, with broadcasting."""
+    return a + b
+
+
+def sub(a: Tensor, b: Tensor | float) -> Tensor:
+    """`a - b`, with broadcasting."""
+    return a - b
+
+
+def mul(a: Tensor, b: Tensor | float) -> Tensor:
+    """`a * b`, with broadcasting."""
+    return a * b
+
+
+def div(a: Tensor, b: Tensor | float) -> Tensor:
+    """`a / b`, with broadcasting."""
+    return a / b
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """`a` [n, k] @ `b` [k, m]."""
+    return a @ b
+
+
+def relu(x: Tensor) -> Tensor:
+    """max(x, 0)."""
+    return operations.ReLU()(x)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x))."""
+    return operations.Sigmoid()(x)
+
+
+def softmax(x: Tensor) -> Tensor:
+    """exp(x) / sum(exp(x)) over the last dimension."""
+    return operations.SoftMax()(x)
+
+
+def dropout(x: Tensor, ratio: float = 0.5) -> Tensor:
+    """In training, zero elements of x with probability `ratio` and scale the others by 1 / (1 - ratio)."""
+    if not 0 <= ratio < 1:
+        raise UsageError(f"dropout ratio {ratio} is not in [0, 1)")
+    return operations.Dropout(ratio, x.device.rng)(x)
+
+
+def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """The elements of x with other dimensions, one of which may be -1."""
+    return x.reshape(shape)
+
+
+def flatten(x: Tensor, axis: int = 1) -> Tensor:
+    """`x` as a matrix: the dimensions before `axis` make the rows, the others the columns."""
+    rows = 1
+    for n in x.shape[:axis]:
+        rows *= n
+    return x.reshape((rows, x.size() // rows if rows else 0))
+
+
+def cat(xs: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """The tensors `xs` joined along dimension `axis`."""
+    return operations.Cat(axis)(*xs)
+
+
+def reduce_sum(x: Tensor, axes: Sequence[int] | None = None, keepdims: bool = True) -> Tensor:
+    """The sum over the dimensions `axes` (None: over all), which stay with length 1 unless `keepdims` is false."""
+    return operations.ReduceSum(axes, bool(keepdims))(x)
+
+
+def reduce_mean(x: Tensor, axes: Sequence[int] | None = None, keepdims: bool = True) -> Tensor:
+    """The mean over the dimensions `axes` (None: over all); see `reduce_sum`."""
+    total = reduce_sum(x, axes, keepdims)
+    return total * (total.size() / x.size())
+
+
+def softmax_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean over the batch of the cross entropy of softmax(logits), of shape (1,).
+
+    Args:
+        logits: scores, [N, classes].
+        labels: class indices of an integer type, [N], or one distribution (such as one-hot) per row, [N, classes].
+
+    Raises:
+        UsageError: a label is not a class.
+    """
+    return operations.SoftMaxCrossEntropy()(logits, labels)
+
+
+def mse_loss(x: Tensor, target: Tensor) -> Tensor:
+    """Mean over all elements of (x - target)**2, of shape (1,)."""
+    return operations.MeanSquareError()(x, target)
+
+
+class _Module(ModuleType):
+    """This module. Scripts assign to `autograd.training`; the switch itself is below, where operations see it."""
+
+    @property
+    def training(self) -> bool:
+        """Whether operations are recorded and layers behave as in training."""
+        return tensor.mode.training
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        tensor.mode.training = bool(value)
+
+
+sys.modules[__name__].__class__ = _Module

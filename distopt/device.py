@@ -1,0 +1,186 @@
+"""Where arrays live: a device has the array module, the random generator and the profile of its operations.
+
+Module and method names are SINGA's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from .errors import MissingDependencyError, UsageError
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+__all__ = [
+    "Device",
+    "create_cpu_device",
+    "create_cuda_gpu",
+    "create_cuda_gpu_on",
+    "get_default_device",
+]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("distopt")
+
+
+class Device:
+    """A CPU or a GPU.
+
+    Args:
+        kind: "cpu" or "cuda".
+        index: number of the device among its kind.
+        xp: the array module, numpy or cupy.
+
+    Attributes:
+        kind: as given.
+        xp: as given.
+        rng: generator of this module; initial parameters and dropout masks are drawn from it.
+        verbosity: with 1 or more, the time of every operation is measured.
+    """
+
+    def __init__(self, kind: str, index: int, xp: ModuleType) -> None:
+        self.kind = kind
+        self.xp: Any = xp
+        self.rng = self.xp.random.default_rng()
+        self.verbosity = 0
+        self._index = index
+        self._skip = 0
+        self._graph = False
+        self._profile: dict[str, list[float]] = {}
+
+    def __repr__(self) -> str:
+        return f"{self.kind}:{self._index}"
+
+    def id(self) -> int:
+        """Number of the device among its kind."""
+        return self._index
+
+    def lang(self) -> str:
+        """SINGA's name of the kind: "kCpp" or "kCuda"."""
+        return "kCpp" if self.kind == "cpu" else "kCuda"
+
+    def SetRandSeed(self, seed: int) -> None:  # noqa: N802 - the methods in capitals are SINGA's
+        """Start `rng` anew from `seed`, so that parameters and dropout masks are the same on every run."""
+        self.rng = self.xp.random.default_rng(seed)
+
+    def Sync(self) -> None:  # noqa: N802
+        """Return when all work handed to the device is done; at once on the CPU, where calls return finished."""
+        if self.kind == "cuda":
+            self.xp.cuda.Device(self._index).synchronize()
+
+    def host(self, array: Any) -> Any:
+        """The values of `array`, of this device, as a NumPy array; the array itself on the CPU."""
+        return array if self.kind == "cpu" else self.xp.asnumpy(array)
+
+    # -- profile -----------------------------------------------------------------------------------------------------
+    def SetVerbosity(self, verbosity: int) -> None:  # noqa: N802
+        """Measure the time of every operation if `verbosity` is 1 or more; on a GPU that waits for each of them."""
+        self.verbosity = verbosity
+
+    def SetSkipIteration(self, iterations: int) -> None:  # noqa: N802
+        """Leave the first calls of each operation, at most `iterations`, out of the profile, as they warm up."""
+        self._skip = iterations
+
+    def timed(self, name: str, call: Callable[..., T], *args: Any) -> T:
+        """The result of `call(*args)`, with its time added to the profile as one call of operation `name`."""
+        start = perf_counter()
+        result = call(*args)
+        self.Sync()
+        self._profile.setdefault(name, []).append(perf_counter() - start)
+        return result
+
+    def PrintTimeProfiling(self) -> str:  # noqa: N802
+        """Log the profile at level INFO, and return it: calls, and total and mean time of each operation."""
+        lines = [f"time of operations on {self!r}, without the first {self._skip} calls of each"]
+        for name, times in sorted(self._profile.items()):
+            if times := times[self._skip :]:
+                total = math.fsum(times)
+                mean_us = total / len(times) * 1e6
+                lines.append(f"{name:32} {len(times):8} calls {total * 1e3:10.3f} ms {mean_us:10.1f} us each")
+        text = "\n".join(lines)
+        _log.info("%s", text)
+        return text
+
+    # -- graph -------------------------------------------------------------------------------------------------------
+    def EnableGraph(self, enabled: bool) -> None:  # noqa: N802
+        """Remember the wish for graph execution. It changes nothing: operations always run when they are called."""
+        self._graph = enabled
+
+    def graph_enabled(self) -> bool:
+        """What `EnableGraph` was last given."""
+        return self._graph
+
+    def ResetGraph(self) -> None:  # noqa: N802
+        """Does nothing, as no graph of operations outlives its backward pass."""
+
+
+_cpu = Device("cpu", 0, np)
+_gpus: dict[int, Device] = {}
+_told: set[str] = set()
+
+
+def get_default_device() -> Device:
+    """The CPU. All calls give the same object."""
+    return _cpu
+
+
+def create_cpu_device() -> Device:
+    """The CPU. All calls give the same object."""
+    return _cpu
+
+
+def create_cuda_gpu() -> Device:
+    """The first GPU that is visible; see `create_cuda_gpu_on`."""
+    return create_cuda_gpu_on(0)
+
+
+def create_cuda_gpu_on(device_id: int) -> Device:
+    """GPU number `device_id` of those visible to this process; it becomes the current one.
+
+    Where no GPU can be used this is the CPU, and the log says once what is missing. `DISTOPT_DEVICE=cpu` asks for
+    the CPU, without a notice; `DISTOPT_DEVICE=cuda` makes a missing GPU an error.
+
+    Raises:
+        MissingDependencyError: DISTOPT_DEVICE=cuda and no GPU can be used.
+        UsageError: there are GPUs, but not so many.
+    """
+    wish = Settings.from_env().device
+    if wish == "cpu":
+        return _cpu
+    cupy, missing = _find_cupy()
+    if cupy is None:
+        if wish == "cuda":
+            raise MissingDependencyError(f"DISTOPT_DEVICE=cuda, but {missing}")
+        if missing not in _told:
+            _told.add(missing)
+            _log.warning("using the CPU: %s (DISTOPT_DEVICE=cpu stops this notice)", missing)
+        return _cpu
+    count = cupy.cuda.runtime.getDeviceCount()
+    if not 0 <= device_id < count:
+        raise UsageError(f"there is no GPU {device_id}: {count} visible (numbered from 0), see CUDA_VISIBLE_DEVICES")
+    cupy.cuda.Device(device_id).use()
+    if device_id not in _gpus:
+        _gpus[device_id] = Device("cuda", device_id, cupy)
+    return _gpus[device_id]
+
+
+def _find_cupy() -> tuple[Any, str]:
+    """CuPy if it sees a GPU, else None and what is missing, with the cure."""
+    try:
+        import cupy
+    except ImportError as error:
+        return None, f"CuPy cannot be imported ({error}); pip install 'distopt[cuda12]' or 'distopt[cuda13]'"
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return None, f"no GPU answers ({error}); install NVIDIA's driver, or check CUDA_VISIBLE_DEVICES"
+    return cupy, ""
