@@ -1,0 +1,41 @@
+"""Error feedback: what a codec loses in one step is added to the gradient of the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import UsageError
+from .base import Codec, Place, Reducer
+
+__all__ = ["ErrorFeedback"]
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Codec):
+    """Any lossy codec, with a residual per bucket (Karimireddy et al., arXiv 1901.09847, algorithm 2).
+
+    A step reduces residual + gradient, and the residual becomes what of that this rank did not send. The residual is in
+    `Reducer.state_dict()` and belongs in checkpoints, each rank's own. For a 16-bit codec it covers this rank's cast,
+    not the one rounding of the sum.
+
+    Args:
+        codec: the codec that loses something.
+    """
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, Codec) or isinstance(self.codec, ErrorFeedback) or not self.codec.lossy:
+            raise UsageError(f"error feedback wraps a codec that loses something, not {self.codec!r}")
+
+    @property
+    def kind(self) -> str:
+        """Name of the strategy, that of the codec included."""
+        return f"ErrorFeedback({self.codec.kind})"
+
+    def _attach(self, place: Place) -> Reducer[Any]:
+        return self.codec._attach(replace(place, residual=True))
+
+    def _retune(self, reducer: Reducer[Any]) -> None:
+        self.codec._retune(reducer)

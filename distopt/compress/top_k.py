@@ -1,0 +1,84 @@
+"""The K largest elements of every bucket."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import _core
+from ..errors import UsageError
+from .sparse import SparseCodec, SparseReducer
+
+if TYPE_CHECKING:
+    from .base import Place, Reducer
+
+__all__ = ["TopK"]
+
+_WARM_UP_DENSITY = 0.25  # of the first stage, and the factor from stage to stage
+
+
+@dataclass(frozen=True)
+class TopK(SparseCodec):
+    """The elements of largest magnitude, exactly K per rank; among equals those with the lowest index.
+
+    Every rank sends the same number of elements, so nothing needs to be exchanged before the lists are sent.
+
+    Args:
+        ratio: share of the bucket to send, in (0, 1]; K = ceil(ratio * size).
+        k: K itself, in place of the ratio; at most the size of the bucket is sent.
+        warm_up_steps: length of one stage of sparsity warm-up (arXiv 1712.01887, section 3.3; one epoch there), or 0.
+            The first stages send 25 %, 6.25 %, 1.56 % ... until `ratio` is reached. Needs `ratio`.
+        momentum: see `SparseCodec`, as for the options below.
+        factor_masking: momentum factor masking.
+        clip_norm: local gradient clipping.
+    """
+
+    ratio: float | None = None
+    _: KW_ONLY
+    k: int | None = None
+    warm_up_steps: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.ratio is None) == (self.k is None):
+            raise UsageError("top-K takes either a ratio, TopK(0.01), or a number of elements, TopK(k=1000)")
+        if self.ratio is not None and not 0 < self.ratio <= 1:
+            raise UsageError(f"the ratio {self.ratio!r} of top-K is outside (0, 1]; 0.01 sends 1 % of the elements")
+        if self.k is not None and (not isinstance(self.k, int) or self.k < 1):
+            raise UsageError(f"k={self.k!r} of top-K is not a positive whole number")
+        if self.warm_up_steps < 0 or (self.warm_up_steps and self.ratio is None):
+            raise UsageError(f"warm_up_steps={self.warm_up_steps!r} needs a ratio and cannot be negative")
+
+    def count(self, size: int, step: int) -> int:
+        """Elements of a bucket of `size` that each rank sends in its reduction number `step`."""
+        if self.ratio is None:
+            return min(self.k or 0, size)
+        ratio = self.ratio
+        if self.warm_up_steps:
+            ratio = max(ratio, _WARM_UP_DENSITY ** (1 + step // self.warm_up_steps))
+        # Rounded first: 0.07 * 100 is a little above 7.
+        return min(math.ceil(round(ratio * size, 6)), size)
+
+    def _attach(self, place: Place) -> Reducer[TopK]:
+        return _TopKReducer(self, place)
+
+
+class _TopKReducer(SparseReducer[TopK]):
+    def _tune(self, codec: TopK) -> None:
+        super()._tune(codec)
+        self._step = self._keep("step", np.zeros(1, np.int64)) if codec.warm_up_steps else np.zeros(1, np.int64)
+
+    def _known_count(self) -> int:
+        count = self._codec.count(self.bucket.size, int(self._step[0]))
+        self._step += 1
+        self._next = count
+        return count
+
+    def _select(self, **accumulation: Any) -> tuple[int, int]:
+        k = self._next
+        self._reserve(_core.top_k_capacity(self.bucket.size, k))
+        found: tuple[int, int] = _core.top_k(self.bucket, k, self._indices, self._values, **accumulation)
+        return found
