@@ -1,0 +1,170 @@
+"""SINGA's `opt` module: the optimizers, and `DistOpt` with SINGA's constructor and method names.
+
+Scripts written for SINGA run with `from singa import opt` changed to `from distopt import opt`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import dist_opt, launch
+from .compress import Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
+from .dist_opt import DEFAULT_THRESHOLD, STRATEGIES
+from .fusion import Fusion
+from .optim import SGD, AdaGrad, Adam, Constant, DecayScheduler, ExponentialDecay, Optimizer, RMSProp
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .comm import Work
+    from .launch.multiprocess import Ticket
+    from .tensor import Tensor
+
+__all__ = [
+    "SGD",
+    "STRATEGIES",
+    "AdaGrad",
+    "Adam",
+    "Constant",
+    "DecayScheduler",
+    "DistOpt",
+    "ExponentialDecay",
+    "Optimizer",
+    "RMSProp",
+]
+
+
+class DistOpt(dist_opt.DistOpt):
+    """The distributed optimizer under SINGA's names.
+
+    Without `nccl_id` it is the MPI constructor: rank and size come from MPI. With `nccl_id`, a
+    `distopt.singa_wrap.NcclIdHolder` that the parent process made, it is the multiprocess constructor.
+
+    Args:
+        opt: the optimizer to wrap (default: `SGD()`).
+        nccl_id: the job's ticket, for processes of one machine.
+        local_rank: number of this process (with `nccl_id`).
+        world_size: number of processes (with `nccl_id`).
+        buffSize: elements of one message of `fused_all_reduce`; more are sent as several.
+        options: further arguments of `distopt.dist_opt.DistOpt`.
+    """
+
+    def __init__(
+        self,
+        opt: Optimizer | None = None,
+        nccl_id: Ticket | None = None,
+        local_rank: int | None = None,
+        world_size: int | None = None,
+        buffSize: int = 4194304,
+        **options: Any,
+    ) -> None:
+        """Collective."""
+        if "communicator" not in options and "job" not in options:
+            options["job"] = launch.join(nccl_id, local_rank, world_size)
+        super().__init__(SGD() if opt is None else opt, **options)
+        self._pending: list[Work] = []
+        self._fusion = Fusion(self.communicator, buffSize)
+
+    def update(self, param: Tensor, grad: Tensor) -> None:
+        """Local. Divide `grad`, a sum over ranks, by the world size, then let the wrapped optimizer apply it."""
+        grad.data /= self.world_size
+        self.opt.update(param, grad)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Collective. Sum `tensor` over the ranks, in place; valid after `wait`."""
+        self._pending.append(self.communicator.all_reduce(tensor.data))
+
+    def all_reduce_half(self, tensor: Tensor) -> None:
+        """Collective. As `all_reduce`, with 16-bit values on the wire."""
+        self._fusion.send([tensor.data], Fp16())
+
+    def fused_all_reduce(self, tensors: Sequence[Tensor], send: bool = True) -> None:
+        """Collective. Sum small tensors over the ranks as one message.
+
+        With `send=False` they are only staged. With `send=True` those of `tensors` that are not staged yet join them,
+        and all are summed, in place; valid after `wait`.
+        """
+        self._fuse(tensors, Fp32(), send)
+
+    def fused_all_reduce_half(self, tensors: Sequence[Tensor], send: bool = True) -> None:
+        """Collective. As `fused_all_reduce`, with 16-bit values on the wire."""
+        self._fuse(tensors, Fp16(), send)
+
+    def sparsification(
+        self, tensor: Tensor, accumulation: Tensor | None = None, spars: float = 0.05, topK: bool = False
+    ) -> None:
+        """Collective. Sum the largest elements of `tensor` over the ranks, in place; valid after `wait`.
+
+        Args:
+            tensor: float32.
+            accumulation: the residual, a tensor of the same size: it is added before the selection, and receives what
+                was not sent. None drops that.
+            spars: with topK the share of elements to send, otherwise the magnitude from which on they are sent.
+            topK: which of the two.
+        """
+        self.fused_sparsification([tensor], accumulation, spars, topK)
+
+    def fused_sparsification(
+        self, tensors: Sequence[Tensor], accumulation: Tensor | None = None, spars: float = 0.05, topK: bool = False
+    ) -> None:
+        """Collective. As `sparsification`, with one selection from all `tensors` together.
+
+        `accumulation` has as many elements as all of them.
+        """
+        residual = None if accumulation is None else accumulation.data.reshape(-1)
+        self._fusion.send([t.data for t in tensors], _sparse_codec(spars, topK, residual is not None), residual)
+
+    def wait(self) -> None:
+        """Collective. Finish the sums that the methods above have started.
+
+        Raises:
+            GradientError: a value was NaN or infinite on some rank.
+        """
+        pending, self._pending = self._pending, []
+        for work in pending:
+            work.wait()
+        self._fusion.wait()
+
+    def _fuse(self, tensors: Sequence[Tensor], codec: Codec, send: bool) -> None:
+        for tensor in tensors:
+            self._fusion.stage(tensor.data, codec)
+        if send:
+            self._fusion.send_staged()
+
+    def backward_and_update(self, loss: Tensor, threshold: int = DEFAULT_THRESHOLD) -> None:
+        """Collective. One step with float32 gradients on the wire."""
+        self.reduce_and_update(loss, Fp32(), threshold)
+
+    def backward_and_update_half(
+        self, loss: Tensor, threshold: int = DEFAULT_THRESHOLD, clipping: bool = False, clip_Value: float = 100
+    ) -> None:
+        """Collective. One step with float16 gradients on the wire, on request clipped to +-clip_Value before."""
+        self.reduce_and_update(loss, Fp16(), threshold, clip=clip_Value if clipping else None)
+
+    def backward_and_partial_update(self, loss: Tensor, threshold: int = DEFAULT_THRESHOLD) -> None:
+        """Collective. One step of local updates, after which one partition of the parameters is averaged."""
+        self.update_partially(loss, threshold)
+
+    def backward_and_sparse_update(
+        self,
+        loss: Tensor,
+        threshold: int = DEFAULT_THRESHOLD,
+        spars: float = 0.05,
+        topK: bool = False,
+        corr: bool = True,
+    ) -> None:
+        """Collective. One step that sends the largest gradients only.
+
+        Args:
+            loss: what to differentiate.
+            threshold: bucket size in elements.
+            spars: with topK the share of elements to send, otherwise the magnitude from which on they are sent.
+            topK: which of the two.
+            corr: add what was not sent to the next step's gradients (error feedback).
+        """
+        self.reduce_and_update(loss, _sparse_codec(spars, topK, corr), threshold)
+
+
+def _sparse_codec(spars: float, topK: bool, corr: bool) -> Codec:
+    codec = TopK(spars) if topK else Threshold(spars)
+    return ErrorFeedback(codec) if corr else codec
