@@ -1,0 +1,54 @@
+"""The `distopt` command: `distopt doctor` and `distopt bench`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+from ..errors import DistoptError, UsageError
+from . import bench, doctor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: that of the process).
+
+    Returns:
+        The exit code: 0 success, 1 something that was asked for failed, 2 the arguments cannot be used.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser = _Parser(prog="distopt", description="Data-parallel training in Python.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    doctor.add_parser(commands)
+    try:
+        # The doctor has to run where NumPy, which the benchmarks need, is missing.
+        bench.add_parser(commands, whole="bench" in words)
+        args = parser.parse_args(words)
+        code: int = args.run(args)
+    except SystemExit as left:  # argparse, after --help or an error
+        return left.code if isinstance(left.code, int) else 1
+    except DistoptError as error:
+        sys.stderr.write(f"distopt: {error}\n")
+        return 2 if isinstance(error, UsageError) else 1
+    except ImportError as error:
+        sys.stderr.write(f"distopt: {error}; distopt doctor shows what is missing\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("distopt: interrupted\n")
+        return 130
+    except BrokenPipeError:  # the reader, e.g. `head`, has seen enough
+        sys.stderr.close()
+        return 1
+    return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """One that answers wrong arguments with one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")

@@ -1,0 +1,7 @@
+"""`python -m distopt.cli`, for where the console script is not on the PATH."""
+
+import sys
+
+from . import main
+
+sys.exit(main())

@@ -1,0 +1,174 @@
+"""`distopt bench all-reduce`: communicators beside the libraries that one would use instead, in one run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...comm import BACKENDS
+from ...comm.base import DTYPES
+from ...errors import UsageError
+from ...files import atomic_write
+from .crew import Crew, CrewError, rank_command
+from .lineup import Lineup, distopt_crew, mpi_crew, torch_crew
+from .plot import plot_bandwidths, require_matplotlib
+from .ranks.pattern import max_calls
+from .table import HEADER, Row, heading, machine
+from .units import announce, at_least, byte_size, names_of, size_range
+
+if TYPE_CHECKING:
+    import argparse
+
+    from .lineup import Candidate, Setup
+
+__all__ = ["add_parser"]
+
+# Short calls are timed in batches of about this length, so that the clock and its reading do not matter.
+_BATCH_SECONDS = 1e-3
+_PEERS = ("openmpi", "mpich", "gloo")
+_PAGE = 4096
+_BACKENDS = [name for name in BACKENDS if name != "single"]
+
+
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "all-reduce",
+        help="all-reduce of every size, beside other libraries",
+        description="Measure all-reduce (sum) on the CPUs of this machine. Every result is checked. Peers are measured "
+        "in turn with distopt's communicators, each in an environment of its own that is made on first use.",
+    )
+    parser.add_argument("--np", type=at_least(2), default=2, metavar="N", help="ranks (default: 2)")
+    parser.add_argument("-b", type=byte_size, default=byte_size("1K"), metavar="SIZE", help="first size (1K)")
+    parser.add_argument("-e", type=byte_size, default=byte_size("128M"), metavar="SIZE", help="last size (128M)")
+    parser.add_argument("-f", type=at_least(2), default=4, metavar="FACTOR", help="from size to size (4)")
+    parser.add_argument("-n", type=at_least(1), default=20, metavar="N", help="timed batches of each (20)")
+    parser.add_argument("-w", type=at_least(0), default=2, metavar="N", help="untimed batches in each turn (2)")
+    parser.add_argument("--turns", type=at_least(1), default=4, metavar="N", help="turns that the candidates take (4)")
+    parser.add_argument(
+        "--backend", type=names_of(_BACKENDS), default=["shm"], metavar="NAMES", help=f"of {','.join(_BACKENDS)} (shm)"
+    )
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", metavar="TYPE", help="(float32)")
+    parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw bandwidth over size there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; 0 if all that was asked for was measured and every result was right."""
+    item_bytes = 2 if "16" in args.dtype else np.dtype(args.dtype).itemsize
+    sizes = size_range(args.b, args.e, args.f, item_bytes)
+    if not sizes:
+        raise UsageError(f"there is no size from -b {args.b} to -e {args.e} bytes that holds whole {args.dtype}")
+    if args.plot:
+        require_matplotlib()
+    facts = machine()
+    with Lineup() as lineup:
+        _fill(lineup, args, sizes[-1])
+        _print_head(args, lineup, facts)
+        rows: list[Row] = []
+        for size in sizes:
+            measured = _measure(args, lineup, size // item_bytes, sizes[-1] // item_bytes, size)
+            for row in measured:
+                print(row.line(measured[0]), flush=True)
+            rows += measured
+        for name, reason in lineup.missing.items():
+            print(f"# not measured: {name}: {reason}")
+    if args.json:
+        with atomic_write(args.json) as file:
+            file.write(json.dumps(_as_json(args, lineup, facts, rows), indent=1).encode())
+    if args.plot:
+        plot_bandwidths(rows, args.plot)
+    return 1 if lineup.missing or any(row.wrong for row in rows) else 0
+
+
+def _fill(lineup: Lineup, args: argparse.Namespace, capacity_bytes: int) -> None:
+    for backend in args.backend:
+        lineup.add(backend, partial(distopt_crew, "all_reduce", args.np, backend))
+    for peer in args.peers:
+        if peer == "gloo":
+            lineup.add(peer, partial(torch_crew, "all_reduce", args.np, announce))
+        else:
+            lineup.add(peer, partial(mpi_crew, "all_reduce", args.np, peer, announce))
+    fd = os.memfd_create("distopt-bench")
+    lineup.resources.callback(os.close, fd)
+    os.truncate(fd, _PAGE * (1 + args.np * (1 + capacity_bytes // _PAGE)))
+    lineup.add("floor", partial(_floor_crew, args.np, f"/proc/{os.getpid()}/fd/{fd}"))
+
+
+def _floor_crew(world_size: int, memory: str) -> tuple[Crew, Setup]:
+    return Crew("all_reduce", rank_command(), world_size), {"library": "floor", "memory": memory}
+
+
+def _print_head(args: argparse.Namespace, lineup: Lineup, facts: dict[str, Any]) -> None:
+    print(f"# {args.np} ranks on {heading(facts)}")
+    for candidate in lineup.candidates:
+        print(f"# {candidate.name:<9} {candidate.hello['about']}")
+    print(
+        "# buffers: wire = the communicator's own memory; ordinary = any array, in place; in place, separate: as in MPI"
+    )
+    print(f"# time: median of {args.n} batches, the slowest rank's each; x: times the first line of its size")
+    print(HEADER, flush=True)
+
+
+def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int, size: int) -> list[Row]:
+    """All candidates at one size, in turns."""
+    request = {"count": count, "capacity": capacity, "dtype": args.dtype, "warm_up": args.w}
+    entries = [(candidate, buffers) for candidate in lineup.candidates for buffers in candidate.hello["buffers"]]
+    calls: dict[tuple[str, str], int] = {}
+    seconds: dict[tuple[str, str], list[float]] = {}
+    wrong: dict[tuple[str, str], int] = {}
+    for turn in range(args.turns):
+        samples = len(range(turn, args.n, args.turns))
+        for candidate, buffers in entries:
+            key = candidate.name, buffers
+            if candidate not in lineup.candidates or not samples:
+                continue
+            try:
+                if key not in calls:
+                    calls[key] = _calls(candidate, buffers, request, args)
+                turn_seconds, turn_wrong = _ask(
+                    candidate, {**request, "buffers": buffers, "calls": calls[key], "samples": samples}
+                )
+            except CrewError as error:
+                lineup.drop(candidate, str(error))
+                continue
+            seconds.setdefault(key, []).extend(turn_seconds)
+            wrong[key] = wrong.get(key, 0) + turn_wrong
+    return [
+        Row(name, buffers, size, count, args.dtype, args.np, values, calls[name, buffers], wrong[name, buffers])
+        for (name, buffers), values in seconds.items()
+    ]
+
+
+def _calls(candidate: Candidate, buffers: str, request: dict[str, Any], args: argparse.Namespace) -> int:
+    """How many calls make a batch: about `_BATCH_SECONDS` of them, as long as the sums do not overflow."""
+    seconds, _ = _ask(candidate, {**request, "buffers": buffers, "calls": 1, "samples": 3})
+    wanted = math.ceil(_BATCH_SECONDS / min(seconds))
+    return min(wanted, max_calls(args.dtype, args.np))
+
+
+def _ask(candidate: Candidate, request: dict[str, Any]) -> tuple[list[float], int]:
+    """Seconds a call of each batch, and wrong elements. A batch has ended when its slowest rank has."""
+    answers = candidate.crew.ask(request)
+    seconds = [max(batch) for batch in zip(*(answer["seconds"] for answer in answers), strict=True)]
+    return seconds, sum(answer["wrong"] for answer in answers)
+
+
+def _as_json(args: argparse.Namespace, lineup: Lineup, facts: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
+    return {
+        "benchmark": "all-reduce",
+        "machine": facts,
+        "world_size": args.np,
+        "dtype": args.dtype,
+        "candidates": {candidate.name: candidate.hello["about"] for candidate in lineup.candidates},
+        "missing": lineup.missing,
+        "rows": [row.as_json() for row in rows],
+    }

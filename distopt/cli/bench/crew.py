@@ -1,0 +1,219 @@
+"""The processes of one candidate: started once, asked many times, silent in between.
+
+Candidates take turns within one run, so that a drift of the machine's speed touches all of them. While one is
+measured the ranks of the others sleep in `recv`; no candidate spins on a core that another needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import DistoptError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Crew", "CrewError", "mpi_command", "rank_command"]
+
+_START_SECONDS = 60.0
+_REQUEST_SECONDS = 600.0
+_END_SECONDS = 5.0
+_POLL_SECONDS = 0.2
+_STDERR_LINES = 3
+
+# The ranks package is loaded under a name of its own, by path: a peer's environment has no distopt, and putting the
+# folder that holds distopt on its path could give it another environment's NumPy. `sys.path` is passed where distopt
+# itself is measured.
+BOOT = (
+    "import sys, importlib.util as u; sys.path[:] = {path!r} or sys.path; "
+    "s = u.spec_from_file_location('ranks', {init!r}); m = u.module_from_spec(s); sys.modules['ranks'] = m; "
+    "s.loader.exec_module(m); m.main(sys.argv[1:])"
+)
+
+
+class CrewError(DistoptError, RuntimeError):
+    """A candidate could not be started or failed while it was measured; the message is the reason."""
+
+
+def rank_command(python: str | None = None) -> list[str]:
+    """The command that runs a rank, under `python`, or (default) under this interpreter with its `sys.path`."""
+    init = str(Path(__file__).parent / "ranks" / "__init__.py")
+    if python is not None:  # isolated: PYTHONPATH may lead to packages of another environment
+        return [python, "-I", "-c", BOOT.format(path=[], init=init)]
+    path = [entry or str(Path.cwd()) for entry in sys.path]
+    return [sys.executable, "-c", BOOT.format(path=path, init=init)]
+
+
+def mpi_command(mpiexec: str, world_size: int, *, open_mpi: bool) -> list[str]:
+    """The command that starts `world_size` ranks; Open MPI has to be told that they may share cores."""
+    crowded = open_mpi and world_size > len(os.sched_getaffinity(0))
+    return [mpiexec, *(["--oversubscribe"] if crowded else []), "-n", str(world_size)]
+
+
+class Crew:
+    """A context manager around the ranks of one candidate.
+
+    Args:
+        module: module of the `ranks` package that answers the requests.
+        rank: the command that runs one rank, see `rank_command`.
+        world_size: number of ranks.
+        launcher: the command in front of it (see `mpi_command`); empty: the ranks are started one by one.
+        env: variables to add to the environment of the ranks.
+
+    Attributes:
+        folder: temporary folder of this crew.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        rank: Sequence[str],
+        world_size: int,
+        launcher: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+    ) -> None:
+        self._world_size = world_size
+        self._folder = tempfile.TemporaryDirectory(prefix="distopt-bench-")
+        self.folder = Path(self._folder.name)
+        self._address = str(self.folder / "socket")
+        numbers = [-1] if launcher else range(world_size)
+        self._commands = [[*launcher, *rank, module, self._address, str(number), str(world_size)] for number in numbers]
+        # One thread a rank: the candidates are compared at equal means.
+        self._env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **(env or {})}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._lines: list[_Line] = []
+
+    def __enter__(self) -> Crew:
+        """Start the ranks.
+
+        Raises:
+            CrewError: they did not all come up.
+        """
+        try:
+            with socket.socket(socket.AF_UNIX) as listener, (self.folder / "stderr").open("wb") as stderr:
+                listener.bind(self._address)
+                listener.listen(self._world_size)
+                for command in self._commands:
+                    self._processes.append(self._start(command, stderr.fileno()))
+                self._accept(listener)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end()
+
+    def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """Send `request` to all ranks; their answers, in the order of their ranks once these are known.
+
+        Raises:
+            CrewError: a rank answered with an error, ended, or did not answer in time.
+        """
+        answers: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + _REQUEST_SECONDS
+        with selectors.DefaultSelector() as selector:
+            for number, line in enumerate(self._lines):
+                if not line.send(request):
+                    raise CrewError(self._reason("a rank has left"))
+                selector.register(line.socket, selectors.EVENT_READ, number)
+            while len(answers) < self._world_size:
+                if time.monotonic() > deadline:
+                    raise CrewError(self._reason(f"no answer within {_REQUEST_SECONDS:g} s"))
+                for key, _ in selector.select(_POLL_SECONDS):
+                    answer = self._lines[key.data].receive()
+                    if answer is None:
+                        continue
+                    if "error" in answer:
+                        raise CrewError(self._reason(str(answer["error"])))
+                    answers[key.data] = answer
+        ordered = [answers[number] for number in range(self._world_size)]
+        if all("rank" in answer for answer in ordered):  # the first answers tell who is who
+            order = sorted(range(self._world_size), key=lambda number: ordered[number]["rank"])
+            self._lines = [self._lines[number] for number in order]
+            ordered = [ordered[number] for number in order]
+        return ordered
+
+    def _start(self, command: list[str], stderr: int) -> subprocess.Popen[bytes]:
+        try:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stderr,
+                stderr=stderr,
+                env=self._env,
+                cwd=self.folder,  # nothing in the user's folder may shadow a module
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise CrewError(f"cannot start {command[0]}: {error.strerror}") from error
+
+    def _accept(self, listener: socket.socket) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        with selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
+            while len(self._lines) < self._world_size:
+                if selector.select(_POLL_SECONDS):
+                    self._lines.append(_Line(listener.accept()[0]))
+                elif any(process.poll() is not None for process in self._processes):
+                    raise CrewError(self._reason("a rank ended before it was ready"))
+                elif time.monotonic() > deadline:
+                    raise CrewError(self._reason(f"only {len(self._lines)} ranks came up"))
+
+    def _reason(self, fact: str) -> str:
+        lines = (self.folder / "stderr").read_text(errors="replace").split("\n")
+        said = [" ".join(line.split()) for line in lines if line.strip(" -\t")][-_STDERR_LINES:]
+        return "; ".join([fact, *said])
+
+    def _end(self) -> None:
+        for line in self._lines:
+            line.socket.close()  # the ranks take this as the end
+        deadline = time.monotonic() + (_END_SECONDS if self._lines else 0.0)
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(ProcessLookupError):  # also what mpiexec left behind
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._folder.cleanup()
+
+
+class _Line:
+    """The parent's end of the line to one rank."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._pending = b""
+
+    def send(self, request: dict[str, Any]) -> bool:
+        try:
+            self.socket.sendall(json.dumps(request).encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+    def receive(self) -> dict[str, Any] | None:
+        """The answer, if it is complete; an error if the rank has hung up."""
+        try:
+            piece = self.socket.recv(1 << 16)
+        except OSError:
+            piece = b""
+        self._pending += piece
+        if not piece:
+            return {"error": "a rank ended while it was measured"}
+        if not self._pending.endswith(b"\n"):
+            return None
+        answer: dict[str, Any] = json.loads(self._pending)
+        self._pending = b""
+        return answer

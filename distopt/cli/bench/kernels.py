@@ -1,0 +1,118 @@
+"""`distopt bench kernels`: codec kernels beside NumPy, PyTorch and a plain read of the same array, in one run."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ... import _core
+from ...errors import UsageError
+from ...files import atomic_write
+from .crew import Crew, CrewError, rank_command
+from .lineup import Lineup, torch_crew
+from .table import heading, machine
+from .units import announce, at_least, names_of, positive
+
+if TYPE_CHECKING:
+    import argparse
+
+    from .lineup import Candidate, Setup
+
+__all__ = ["add_parser"]
+
+_PEERS = ("torch",)
+_OWN = "distopt"
+_HEADER = f"#{'task':<32}{'who':<22}{'time':>10}{'reads':>8}{'x':>8}\n#{'':<32}{'':<22}{'(ms)':>10}{'':>8}{'':>8}"
+
+# (task, who) -> seconds of every sample
+Samples: TypeAlias = dict[tuple[str, str], list[float]]
+
+
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "kernels",
+        help="codec kernels on one thread, beside NumPy and PyTorch",
+        description="Measure selection and casts of a float32 array on one thread. All kernels take turns; PyTorch "
+        "runs in an environment of its own that is made on first use.",
+    )
+    parser.add_argument("--count", type=at_least(1), default=25_600_000, metavar="N", help="elements (25.6 million)")
+    parser.add_argument(
+        "--ratio", type=positive, default=0.01, metavar="R", help="share of them that top-K selects (0.01)"
+    )
+    parser.add_argument("-n", type=at_least(1), default=9, metavar="N", help="turns, each with one timed call (9)")
+    parser.add_argument("--isa", choices=_core.supported_isas(), default=_core.isa(), help=f"({_core.isa()})")
+    parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; 0 if all that was asked for was measured."""
+    if args.ratio > 1:
+        raise UsageError(f"--ratio {args.ratio:g} is more than all elements")
+    options = {"count": args.count, "k": max(1, int(args.ratio * args.count)), "isa": args.isa}
+    facts = machine()
+    with Lineup() as lineup:
+        for name in ("distopt", *args.peers):
+            lineup.add(name, partial(_crew, name, options))
+        print(f"# {args.count:,} float32, K = {options['k']:,}, one thread a process, {heading(facts)}")
+        for candidate in lineup.candidates:
+            print(f"# {candidate.name:<9} {candidate.hello['about']}")
+        print(f"# time: median of {args.n}; reads: over that of a plain read; x: over distopt's for the same task")
+        print(_HEADER, flush=True)
+        samples = _measure(lineup, args.n)
+        for line in lines(samples):
+            print(line)
+        for name, reason in lineup.missing.items():
+            print(f"# not measured: {name}: {reason}")
+    if args.json:
+        rows = [
+            {"task": task, "who": who, "median_seconds": median(seconds), "seconds": seconds}
+            for (task, who), seconds in samples.items()
+        ]
+        report = {"benchmark": "kernels", "machine": facts, **options, "missing": lineup.missing, "rows": rows}
+        with atomic_write(args.json) as file:
+            file.write(json.dumps(report, indent=1).encode())
+    return 1 if lineup.missing else 0
+
+
+def lines(samples: Samples) -> list[str]:
+    """The table, tasks together."""
+    times = {key: median(seconds) for key, seconds in samples.items()}
+    read = times.get(("read", _OWN))
+    text = []
+    for task in dict.fromkeys(task for task, _ in times):
+        own = times.get((task, _OWN))
+        for (other, who), seconds in times.items():
+            if other == task:
+                reads, ratio = (f"{seconds / base:.2f}" if base else "-" for base in (read, own))
+                text.append(f" {task:<32}{who:<22}{seconds * 1e3:>10.3f}{reads:>8}{ratio:>8}")
+    return text
+
+
+def _crew(name: str, options: dict[str, Any]) -> tuple[Crew, Setup]:
+    if name == _OWN:
+        return Crew("kernels", rank_command(), 1), {"library": _OWN, **options}
+    crew, setup = torch_crew("kernels", 1, announce)
+    return crew, {**setup, **options}
+
+
+def _measure(lineup: Lineup, turns: int) -> Samples:
+    samples: Samples = {}
+    for _ in range(turns):
+        for candidate in list(lineup.candidates):
+            _take_turn(lineup, candidate, samples)
+    return samples
+
+
+def _take_turn(lineup: Lineup, candidate: Candidate, samples: Samples) -> None:
+    try:
+        for task, who in candidate.hello["kernels"]:
+            answer = candidate.crew.ask({"task": task, "who": who, "samples": 1})[0]
+            samples.setdefault((task, who), []).extend(answer["seconds"])
+    except CrewError as error:
+        lineup.drop(candidate, str(error))

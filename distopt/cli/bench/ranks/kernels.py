@@ -1,0 +1,36 @@
+"""`distopt bench kernels`, seen from its one process: time one kernel at a time on one thread."""
+
+from __future__ import annotations
+
+import time
+from importlib import import_module
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .session import Session
+
+__all__ = ["Kernels", "serve"]
+
+# task -> who does it how -> what to time
+Kernels: TypeAlias = "dict[str, dict[str, Callable[[], object]]]"
+
+
+def serve(session: Session, rank: int, world_size: int) -> None:  # noqa: ARG001 - one process, one rank
+    """Answer the set-up, then every request for samples of one kernel."""
+    requests = session.requests()
+    setup = next(requests)
+    library = import_module(f".kernels_{setup['library']}", __package__)
+    about, kernels = library.prepare(setup)
+    names = [(task, who) for task, entries in kernels.items() for who in entries]
+    session.send({"rank": 0, "about": about, "kernels": names})
+    for request in requests:
+        call = kernels[request["task"]][request["who"]]
+        call()  # untimed: caches and the allocator are the last kernel's
+        seconds = []
+        for _ in range(request["samples"]):
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+        session.send({"seconds": seconds})

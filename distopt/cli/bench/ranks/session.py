@@ -1,0 +1,41 @@
+"""One JSON object a line, over a socket to the process that runs the benchmark.
+
+A rank that waits for its next request sleeps in the kernel: while one candidate is measured, all others are silent.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Session"]
+
+
+class Session:
+    """The rank's end of the line."""
+
+    def __init__(self, address: str) -> None:
+        """Connect to the Unix socket at `address`."""
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(address)
+        self._lines = self._socket.makefile("r")
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._lines.close()
+        self._socket.close()
+
+    def send(self, answer: dict[str, Any]) -> None:
+        """Answer a request."""
+        self._socket.sendall(json.dumps(answer).encode() + b"\n")
+
+    def requests(self) -> Iterator[dict[str, Any]]:
+        """The requests, until the parent hangs up."""
+        for line in self._lines:
+            yield json.loads(line)

@@ -1,0 +1,94 @@
+"""One rank of `distopt bench train`: time steps, and the phases within them."""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+import time
+from abc import ABC, abstractmethod
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from .session import Session
+
+__all__ = ["PHASES", "Trainer", "serve", "synthetic_batch"]
+
+PHASES = ("forward", "backward", "communication", "update")
+
+
+class Trainer(ABC):
+    """A model and its optimizer in some library.
+
+    Attributes:
+        rank: this rank.
+        about: library and version.
+        gradient_count: elements of all gradients.
+    """
+
+    rank: int
+    about: str
+    gradient_count: int
+
+    @abstractmethod
+    def step(self) -> None:
+        """Collective. Train on the one batch that this rank has."""
+
+    @abstractmethod
+    def phases(self, seconds: float) -> dict[str, float]:
+        """Local, once after each step. What of the `seconds` that it took went to each of `PHASES`.
+
+        NaN for a phase that is part of the one before it.
+        """
+
+    @abstractmethod
+    def parameters(self) -> bytes:
+        """Local. The parameters, for comparison between ranks."""
+
+
+def serve(session: Session, rank: int, world_size: int) -> None:
+    """Answer the set-up, then every request for some steps."""
+    requests = session.requests()
+    setup = next(requests)
+    library = import_module(f".train_{setup['library']}", __package__)
+    trainer: Trainer = library.trainer(rank, world_size, setup)
+    session.send({"rank": trainer.rank, "about": trainer.about, "gradient_count": trainer.gradient_count})
+    for request in requests:
+        session.send(measure(trainer, request["steps"], request["warm_up"]))
+
+
+def measure(trainer: Trainer, steps: int, warm_up: int) -> dict[str, Any]:
+    """Collective. Time `steps` steps one by one, after `warm_up` untimed ones."""
+    seconds: list[float] = []
+    phases: dict[str, list[float]] = {name: [] for name in PHASES}
+    for number in range(warm_up + steps):
+        start = time.perf_counter()
+        trainer.step()
+        elapsed = time.perf_counter() - start
+        spent = trainer.phases(elapsed)
+        if number >= warm_up:
+            seconds.append(elapsed)
+            for name in PHASES:
+                phases[name].append(spent[name])
+    return {
+        "seconds": seconds,
+        "phases": phases,
+        "parameters": hash_of(trainer.parameters()),
+        "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+    }
+
+
+def hash_of(content: bytes) -> str:
+    """A short text that differs where the content does."""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def synthetic_batch(size: int, rank: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    """Images (size, 1, 28, 28) and labels of one rank."""
+    rng = np.random.default_rng(rank)
+    images = rng.standard_normal((size, 1, 28, 28), dtype=np.float32)
+    return images, rng.integers(0, 10, size).astype(np.int32)

@@ -1,0 +1,185 @@
+"""A model of the time of data-parallel training steps: a line per measured communicator, and a network between hosts.
+
+A message of m bytes takes latency + m / bandwidth (Hockney, "The communication challenge for MPP", Parallel Computing
+20, 1994). Ranks of one host reduce among themselves by the line fitted to their measured all-reduce; then the hosts
+reduce among themselves over the network, each local rank carrying its share of the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from ...comm.sparse import ENTRY_BYTES, choose_strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "ALGORITHMS",
+    "STRATEGIES",
+    "Algorithm",
+    "Line",
+    "Network",
+    "Prediction",
+    "Strategy",
+    "Training",
+    "fit",
+    "predict",
+]
+
+Algorithm: TypeAlias = Literal["ring", "halving-doubling"]
+Strategy: TypeAlias = Literal["fp32", "fp16", "sparseTopK"]
+ALGORITHMS: tuple[Algorithm, ...] = ("ring", "halving-doubling")
+STRATEGIES: tuple[Strategy, ...] = ("fp32", "fp16", "sparseTopK")
+
+
+@dataclass(frozen=True)
+class Line:
+    """Time over message size.
+
+    Attributes:
+        latency: seconds.
+        seconds_per_byte: inverse of the bandwidth.
+    """
+
+    latency: float
+    seconds_per_byte: float
+
+    def time(self, size_bytes: float) -> float:
+        """Seconds for `size_bytes`."""
+        return self.latency + size_bytes * self.seconds_per_byte
+
+
+def fit(points: Sequence[tuple[float, float]]) -> Line:
+    """The line through (bytes, seconds) with the least sum of squared relative errors and no negative term.
+
+    Relative, because the points span five orders of magnitude: absolute errors would leave the latency to chance.
+    """
+    u = [1 / seconds for _, seconds in points]
+    v = [size / seconds for size, seconds in points]
+    uu, uv, vv = (sum(a * b for a, b in zip(x, y, strict=True)) for x, y in ((u, u), (u, v), (v, v)))
+    determinant = uu * vv - uv * uv
+    if determinant > 1e-12 * uu * vv:
+        latency = (vv * sum(u) - uv * sum(v)) / determinant
+        slope = (uu * sum(v) - uv * sum(u)) / determinant
+        if latency >= 0 and slope >= 0:
+            return Line(latency, slope)
+    # The best line of one term; where both are possible, the better of the two.
+    lines = [Line(0.0, sum(v) / vv)] if vv else []
+    lines.append(Line(sum(u) / uu, 0.0))
+    return min(lines, key=lambda line: sum((line.time(size) / seconds - 1) ** 2 for size, seconds in points))
+
+
+@dataclass(frozen=True)
+class Network:
+    """Links between hosts, one per host, full duplex, through a switch that never blocks.
+
+    Attributes:
+        line: time of one message between two hosts.
+        algorithm: of the dense all-reduce. Both move 2 (h - 1) / h times the bytes; a ring in 2 (h - 1) messages one
+            after the other, recursive halving and doubling in 2 ceil(log2 h) (Thakur, Rabenseifner and Gropp,
+            "Optimization of Collective Communication Operations in MPICH", 2005, section 4.3).
+    """
+
+    line: Line
+    algorithm: Algorithm
+
+    def all_reduce(self, size_bytes: float, hosts: int) -> float:
+        """Seconds of a dense all-reduce of `size_bytes` per host."""
+        if hosts == 1:
+            return 0.0
+        messages = 2 * (hosts - 1) if self.algorithm == "ring" else 2 * math.ceil(math.log2(hosts))
+        return messages * self.line.latency + 2 * (hosts - 1) / hosts * size_bytes * self.line.seconds_per_byte
+
+    def sparse_all_reduce(self, entries: int, count: int, hosts: int) -> float:
+        """Seconds to sum `entries` indices and values per host into `count` float32, by the way `comm.sparse` takes."""
+        if hosts == 1:
+            return 0.0
+        dense_bytes, per_host = 4 * count, ENTRY_BYTES * entries
+        latency = (hosts - 1) * self.line.latency
+        match choose_strategy([entries] * hosts, count, splits=True):
+            case "gather":
+                return latency + (hosts - 1) * per_host * self.line.seconds_per_byte
+            case "split":
+                received = per_host + min(hosts * per_host, dense_bytes)
+                return 2 * latency + (hosts - 1) / hosts * received * self.line.seconds_per_byte
+            case _:
+                return self.all_reduce(dense_bytes, hosts)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a step needs.
+
+    Attributes:
+        alone: seconds of a step of one process.
+        compute: seconds of a step without communication, as many ranks to a host as there will be.
+        backward: seconds of it in which communication may be hidden.
+        count: float32 gradients.
+        batch_size: samples of each rank.
+    """
+
+    alone: float
+    compute: float
+    backward: float
+    count: int
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step on some number of ranks.
+
+    Attributes:
+        ranks: of the job.
+        hosts: that they are on.
+        strategy: what is sent.
+        communication: seconds for all gradients.
+        step: seconds if none of it is hidden, and if as much as possible is hidden behind backward.
+        efficiency: step of one process / `step`.
+    """
+
+    ranks: int
+    hosts: int
+    strategy: Strategy
+    communication: float
+    step: tuple[float, float]
+    efficiency: tuple[float, float]
+
+
+def predict(
+    training: Training,
+    local: Line | None,
+    network: Network,
+    per_host: int,
+    ranks: int,
+    strategy: Strategy,
+    ratio: float,
+) -> Prediction:
+    """The step of `ranks` ranks, `per_host` of them on each host.
+
+    Args:
+        training: the step without communication.
+        local: all-reduce among the ranks of one host; None for one rank a host.
+        network: between hosts.
+        per_host: ranks of a host.
+        ranks: of the job.
+        strategy: what is sent. The time to encode and decode is not in the model.
+        ratio: share of the gradients that sparseTopK sends.
+    """
+    on_host = min(ranks, per_host)
+    hosts = -(-ranks // on_host)
+    size, selected = 4 * training.count, max(1, round(ratio * training.count))
+    if strategy == "sparseTopK":
+        local_bytes = ENTRY_BYTES * selected * on_host
+        between = network.sparse_all_reduce(min(training.count, selected * on_host), training.count, hosts)
+    else:
+        local_bytes = size // 2 if strategy == "fp16" else size
+        between = network.all_reduce(local_bytes, hosts)
+    within = local.time(local_bytes) if local is not None and on_host > 1 else 0.0
+    communication = within + between
+    compute = training.compute if on_host > 1 else training.alone
+    step = compute + communication, compute + max(0.0, communication - training.backward)
+    return Prediction(ranks, hosts, strategy, communication, step, (training.alone / step[0], training.alone / step[1]))

@@ -1,0 +1,103 @@
+"""Lines of a measurement, in the columns of nccl-tests, and the facts about the machine above them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+__all__ = ["HEADER", "Row", "heading", "machine"]
+
+_QUIET_LOAD = 0.5  # per core
+
+HEADER = (
+    f"#{'size':>12}{'count':>13}{'type':>10}{'redop':>7}  {'who':<9}{'buffers':<10}"
+    f"{'time':>11}{'algbw':>9}{'busbw':>9}{'#wrong':>8}{'x':>8}\n"
+    f"#{'(B)':>12}{'(elements)':>13}{'':>10}{'':>7}  {'':<9}{'':<10}{'(us)':>11}{'(GB/s)':>9}{'(GB/s)':>9}"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured for one candidate, one kind of memory and one size.
+
+    Attributes:
+        who: the candidate.
+        buffers: kind of memory.
+        size_bytes: of one rank's array.
+        count: its elements.
+        dtype: its type.
+        world_size: ranks.
+        seconds: one entry per timed batch: seconds a call, of the slowest rank.
+        calls: calls back to back in a batch.
+        wrong: wrong elements over all batches and ranks.
+    """
+
+    who: str
+    buffers: str
+    size_bytes: int
+    count: int
+    dtype: str
+    world_size: int
+    seconds: list[float]
+    calls: int
+    wrong: int
+
+    @property
+    def time(self) -> float:
+        """Median seconds."""
+        return median(self.seconds)
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes a second."""
+        return self.size_bytes / self.time
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes a second that each rank must send (and receive) in an all-reduce, whatever its algorithm."""
+        return self.algorithm_bandwidth * 2 * (self.world_size - 1) / self.world_size
+
+    def line(self, reference: Row) -> str:
+        """The row as text; `reference` has the time that counts as 1."""
+        return (
+            f" {self.size_bytes:>12}{self.count:>13}{self.dtype:>10}{'sum':>7}  {self.who:<9}{self.buffers:<10}"
+            f"{self.time * 1e6:>11.1f}{self.algorithm_bandwidth / 1e9:>9.2f}{self.bus_bandwidth / 1e9:>9.2f}"
+            f"{self.wrong:>8}{self.time / reference.time:>8.2f}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The row for programs."""
+        return {
+            **asdict(self),
+            "redop": "sum",
+            "median_seconds": self.time,
+            "algorithm_bandwidth": self.algorithm_bandwidth,
+            "bus_bandwidth": self.bus_bandwidth,
+        }
+
+
+def machine() -> dict[str, Any]:
+    """Facts about this machine that a measurement depends on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return {
+        "host": socket.gethostname(),
+        "processor": model or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load": os.getloadavg()[0],
+    }
+
+
+def heading(facts: dict[str, Any]) -> str:
+    """The machine in words, with a warning where others use it too: ranks that sleep lose more than ranks that spin."""
+    text = f"{facts['cores']} cores of {facts['processor']} ({facts['host']})"
+    if facts["load"] > _QUIET_LOAD * facts["cores"]:
+        text += f"\n# others are at work here (load average {facts['load']:.1f}): these numbers say little"
+    return text

@@ -1,0 +1,181 @@
+"""`distopt bench train`: training steps of a reference model, beside PyTorch, in one run."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ...files import atomic_write
+from .crew import CrewError
+from .lineup import Lineup, distopt_crew, torch_crew
+from .ranks.train import PHASES
+from .table import heading, machine
+from .units import announce, at_least, names_of
+
+if TYPE_CHECKING:
+    import argparse
+
+    from .crew import Crew
+    from .lineup import Candidate, Setup
+
+__all__ = ["add_parser"]
+
+_PEERS = ("torch-ddp",)
+_HEADER = (
+    f"#{'who':<11}{'ranks':>6}{'step':>9}{'images/s':>11}{'efficiency':>12}{'x':>7}   "
+    f"{'forward':>8}{'backward':>9}{'exposed':>8}{'update':>8}{'memory':>9}\n"
+    f"#{'':<11}{'':>6}{'(ms)':>9}{'':>11}{'':>12}{'':>7}   "
+    f"{'(ms)':>8}{'(ms)':>9}{'(ms)':>8}{'(ms)':>8}{'(MiB)':>9}"
+)
+
+
+@dataclass
+class Result:
+    """Samples of one candidate.
+
+    Attributes:
+        who: the candidate, without its number of ranks.
+        world_size: ranks.
+        batch_size: images of each in a step.
+        seconds: one entry a step: that of the slowest rank.
+        phases: seconds of rank 0 in each phase, one entry a step.
+        resident_bytes: largest resident set of a rank.
+        equal: whether all ranks had the same parameters at the end of every turn.
+    """
+
+    who: str
+    world_size: int
+    batch_size: int
+    seconds: list[float] = field(default_factory=list)
+    phases: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in PHASES})
+    resident_bytes: int = 0
+    equal: bool = True
+
+    def add(self, answers: list[dict[str, Any]]) -> None:
+        """Take in the answers of all ranks to one request."""
+        self.seconds += [max(step) for step in zip(*(answer["seconds"] for answer in answers), strict=True)]
+        for name in PHASES:
+            self.phases[name] += answers[0]["phases"][name]
+        self.resident_bytes = max(self.resident_bytes, *(answer["resident_bytes"] for answer in answers))
+        self.equal &= len({answer["parameters"] for answer in answers}) == 1
+
+    @property
+    def images_per_second(self) -> float:
+        """Of all ranks together."""
+        return self.world_size * self.batch_size / median(self.seconds)
+
+    def phase(self, name: str) -> float:
+        """Median seconds; NaN if the library does not tell."""
+        return median(self.phases[name])
+
+    def line(self, alone: Result | None, reference: Result) -> str:
+        """The result as text. `alone` is the same candidate with one rank; `reference` has the speed that is 1."""
+        efficiency = self.images_per_second / alone.images_per_second / self.world_size if alone else math.nan
+        phases = [_milliseconds(self.phase(name)) for name in PHASES]
+        return (
+            f" {self.who:<11}{self.world_size:>6}{median(self.seconds) * 1e3:>9.2f}{self.images_per_second:>11.0f}"
+            f"{'-' if math.isnan(efficiency) else f'{efficiency:.1%}':>12}"
+            f"{self.images_per_second / reference.images_per_second:>7.2f}   "
+            f"{phases[0]:>8}{phases[1]:>9}{phases[2]:>8}{phases[3]:>8}{self.resident_bytes / 2**20:>9.0f}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The result for programs."""
+        phases = {name: None if math.isnan(self.phase(name)) else self.phase(name) for name in PHASES}
+        return {
+            "who": self.who,
+            "world_size": self.world_size,
+            "batch_size": self.batch_size,
+            "median_seconds": median(self.seconds),
+            "images_per_second": self.images_per_second,
+            "phases": phases,
+            "resident_bytes": self.resident_bytes,
+            "equal": self.equal,
+            "seconds": self.seconds,
+        }
+
+
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "train",
+        help="training steps of a reference model, beside PyTorch",
+        description="Measure training steps on a synthetic batch, one thread a rank, with the given number of ranks "
+        "and with one. All take turns; PyTorch runs in an environment of its own that is made on first use.",
+    )
+    parser.add_argument("--np", type=at_least(1), default=2, metavar="N", help="ranks (default: 2)")
+    parser.add_argument("--model", choices=["cnn"], default="cnn", help="(cnn)")
+    parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help="images of each rank (64)")
+    parser.add_argument("--backend", choices=["shm", "mpi"], default="shm", help="communicator (shm)")
+    parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
+    parser.add_argument("-n", type=at_least(1), default=100, metavar="N", help="timed steps in each turn (100)")
+    parser.add_argument("-w", type=at_least(0), default=10, metavar="N", help="untimed steps in each turn (10)")
+    parser.add_argument("--turns", type=at_least(1), default=4, metavar="N", help="turns that all take (4)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; 0 if all that was asked for was measured and the ranks agreed on the parameters."""
+    results: dict[str, Result] = {}
+    facts = machine()
+    with Lineup() as lineup:
+        for who in ("distopt", *args.peers):
+            for world_size in sorted({args.np, 1}, reverse=True):
+                name = f"{who} x{world_size}"
+                lineup.add(name, partial(_crew, who, world_size, args))
+                results[name] = Result(who, world_size, args.batch_size)
+        _print_head(args, lineup, facts)
+        for _ in range(args.turns):
+            for candidate in list(lineup.candidates):
+                _take_turn(lineup, candidate, results[candidate.name], args)
+        missing = lineup.missing
+        gradients = next((candidate.hello["gradient_count"] for candidate in lineup.candidates), None)
+    done = {name: result for name, result in results.items() if result.seconds}
+    for result in done.values():
+        alone = done.get(f"{result.who} x1")
+        print(result.line(alone, next(iter(done.values()))))
+        if not result.equal:
+            print(f"# {result.who}: the ranks' parameters differ")
+    for name, reason in missing.items():
+        print(f"# not measured: {name}: {reason}")
+    if args.json:
+        report = {"benchmark": "train", "model": args.model, "machine": facts, "missing": missing}
+        report["gradient_count"] = gradients
+        report["rows"] = [result.as_json() for result in done.values()]
+        with atomic_write(args.json) as file:
+            file.write(json.dumps(report, indent=1).encode())
+    return 1 if missing or not all(result.equal for result in done.values()) else 0
+
+
+def _crew(who: str, world_size: int, args: argparse.Namespace) -> tuple[Crew, Setup]:
+    if who == "distopt":
+        crew, setup = distopt_crew("train", world_size, args.backend if world_size > 1 else "single")
+    else:
+        crew, setup = torch_crew("train", world_size, announce)
+    return crew, {**setup, "batch_size": args.batch_size}
+
+
+def _take_turn(lineup: Lineup, candidate: Candidate, result: Result, args: argparse.Namespace) -> None:
+    try:
+        result.add(candidate.crew.ask({"steps": args.n, "warm_up": args.w}))
+    except CrewError as error:
+        lineup.drop(candidate, str(error))
+
+
+def _print_head(args: argparse.Namespace, lineup: Lineup, facts: dict[str, Any]) -> None:
+    print(f"# {args.model}, batch {args.batch_size} a rank, on {heading(facts)}")
+    for candidate in lineup.candidates:
+        print(f"# {candidate.name:<13} {candidate.hello['about']}")
+    print("# step: median, the slowest rank's each; efficiency: images/s over those of one rank, per rank")
+    print("# x: speed over that of the first line; exposed: communication that backward did not hide, of rank 0")
+    print(_HEADER, flush=True)
+
+
+def _milliseconds(seconds: float) -> str:
+    return "-" if math.isnan(seconds) else f"{seconds * 1e3:.2f}"

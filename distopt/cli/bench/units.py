@@ -1,0 +1,78 @@
+"""What several benchmarks read from the command line and say on the way."""
+
+from __future__ import annotations
+
+import re
+import sys
+from argparse import ArgumentTypeError
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["announce", "at_least", "byte_size", "names_of", "positive", "size_range"]
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGkmg]?)")
+_FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def byte_size(text: str) -> int:
+    """Bytes of "64", "1K", "1.5M" or "2G"; the suffixes are powers of 1,024, as in nccl-tests."""
+    match = _SIZE.fullmatch(text)
+    size = float(match[1]) * _FACTORS[match[2].upper()] if match else 0.0
+    if size < 1 or size != int(size):
+        raise ArgumentTypeError(f"{text!r} is not a size in bytes; write it like 4096, 64K, 128M or 1G")
+    return int(size)
+
+
+def size_range(first: int, last: int, factor: float, item_bytes: int) -> list[int]:
+    """Sizes from `first` to `last` (bytes), each `factor` times the one before, in whole items."""
+    sizes: list[int] = []
+    size = float(first)
+    while size <= last:
+        whole = int(size) // item_bytes * item_bytes
+        if whole > (sizes[-1] if sizes else 0):
+            sizes.append(whole)
+        size *= factor
+    return sizes
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """A reader of whole numbers that are no smaller than `low`."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and int(text) >= low):
+            raise ArgumentTypeError(f"{text!r} is not a whole number of at least {low}")
+        return int(text)
+
+    return read
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e12:  # NaN fails too
+        raise ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """A reader of comma-separated names, each out of `known`."""
+    choices = list(known)
+
+    def read(text: str) -> list[str]:
+        names = [name for name in text.split(",") if name]
+        for name in names:
+            if name not in choices:
+                raise ArgumentTypeError(f"{name!r} is not one of {', '.join(choices)}")
+        return list(dict.fromkeys(names))
+
+    return read
+
+
+def announce(text: str) -> None:
+    """Say what takes long, beside the table."""
+    print(f"# {text}", file=sys.stderr, flush=True)

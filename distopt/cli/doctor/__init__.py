@@ -1,0 +1,72 @@
+"""`distopt doctor`: what this machine offers, row by row, and the cure for what is missing.
+
+Every probe is isolated: one that raises gives a row that says so, and whatever loads a foreign library does it in a
+child process with a time-out, so that neither a crash nor a hang of that library ends the doctor.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from . import gpu, machine, mpi, software
+from .ask import version_of
+from .report import Probe, Style, as_json, examine
+
+if TYPE_CHECKING:
+    import argparse
+
+__all__ = ["PROBES", "add_parser"]
+
+# The CPU road needs the rows marked `needed`; the others widen it.
+PROBES = (
+    Probe("Python", software.python, needed=True),
+    Probe("platform", software.operating_system, needed=True),
+    Probe("settings", software.settings, needed=True),
+    Probe("packages", software.packages, needed=True),
+    Probe("NumPy", software.numpy, needed=True),
+    Probe("BLAS", software.blas),
+    Probe("_core", software.core, needed=True),
+    Probe("cores", machine.cores),
+    Probe("shared memory", machine.shared_memory, needed=True),
+    Probe("host name", machine.host_name),
+    Probe("launcher", machine.launcher_variables),
+    Probe("MPI", mpi.library),
+    Probe("mpiexec", mpi.launcher),
+    Probe("CUDA driver", gpu.driver),
+    Probe("GPUs", gpu.devices),
+    Probe("CuPy", gpu.cupy),
+    Probe("NCCL", gpu.nccl),
+    Probe("MNIST", machine.mnist),
+)
+
+
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "doctor",
+        help="show what this machine offers, and the cure for what is missing",
+        description="Show what this machine offers, and the cure for what is missing. The exit code is 0 if training "
+        "on the CPUs of this machine works, else 1.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, probes: tuple[Probe, ...] = PROBES) -> int:
+    """Examine all `probes` and print the rows as they become known; 0 if all that are needed are in order."""
+    style = Style.of(sys.stdout)
+    rows = []
+    for probe in probes:
+        rows.append(examine(probe))
+        if not args.json:
+            print(style.row(rows[-1]), flush=True)
+    blocked = [row.name for row in rows if row.needed and row.finding.state != "ok"]
+    if args.json:
+        print(json.dumps(as_json(rows, version_of("distopt")), indent=2))
+    elif blocked:
+        print(f"\nTraining on the CPUs of this machine does not work: see {', '.join(blocked)}.")
+    else:
+        print("\nTraining on the CPUs of this machine works.")
+    return 1 if blocked else 0

@@ -1,0 +1,176 @@
+"""The child's side of `ask`: functions that load one foreign library each and tell what they saw."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["QUESTIONS", "main"]
+
+
+def main(question: str, arguments: tuple[Any, ...]) -> None:
+    """Print the answer as JSON."""
+    # Libraries print to stdout what they like; the answer must stand alone.
+    answer_fd = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        answer = QUESTIONS[question](*arguments)
+    except ModuleNotFoundError as error:
+        answer = {"missing": str(error)}
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    with os.fdopen(answer_fd, "w") as out:
+        json.dump(answer, out)
+
+
+def _numpy() -> dict[str, Any]:
+    import numpy as np
+
+    return {"version": np.__version__, "path": str(Path(np.__file__).parent)}
+
+
+def _blas() -> dict[str, Any]:
+    import numpy as np
+    from threadpoolctl import threadpool_info
+
+    libraries = [entry for entry in threadpool_info() if entry["user_api"] == "blas"]
+    built = np.show_config(mode="dicts")
+    named = built.get("Build Dependencies", {}).get("blas", {}).get("name") if isinstance(built, dict) else None
+    return {"library": libraries[0] if libraries else None, "built_with": named}
+
+
+def _gemm() -> dict[str, Any]:
+    """Speed of a matrix product of the size that a training step has, on one thread."""
+    import numpy as np
+    from threadpoolctl import threadpool_limits
+
+    n = 768
+    a, b, out = (np.full((n, n), 0.5, np.float32) for _ in range(3))
+    seconds = []
+    with threadpool_limits(1):
+        for _ in range(12):
+            start = time.perf_counter()
+            np.matmul(a, b, out=out)
+            seconds.append(time.perf_counter() - start)
+    return {"gflops": 2 * n**3 / min(seconds) / 1e9}
+
+
+def _core() -> dict[str, Any]:
+    from distopt import _core
+
+    return {
+        "path": _core.__file__,
+        "isa": _core.isa(),
+        "isas": _core.supported_isas(),
+        **_core.build_info(),
+    }
+
+
+def _mpi() -> dict[str, Any]:
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # MPI_Init is the business of jobs; the version can be had without
+    mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    return {
+        "mpi4py": version("mpi4py"),
+        "library": " ".join(MPI.Get_library_version().strip("\0").split()),
+        "standard": ".".join(map(str, MPI.Get_version())),
+        "path": _loaded("libmpi"),
+    }
+
+
+def _loaded(stem: str) -> str | None:
+    """Path of the first library `stem*` in this process."""
+    fields = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    paths = (Path(field[5]) for field in fields if len(field) == 6)
+    return next((str(path) for path in paths if path.name.startswith(stem)), None)
+
+
+def _driver() -> dict[str, Any]:
+    number = ctypes.c_int()
+    _check(ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)), "cuDriverGetVersion")
+    return {"version": number.value, "path": _loaded("libcuda.so")}
+
+
+def _devices() -> dict[str, Any]:
+    """What NVML says: unlike CUDA it makes no context, and sees devices that CUDA_VISIBLE_DEVICES hides."""
+
+    class Memory(ctypes.Structure):
+        _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+    nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    _check(nvml.nvmlInit_v2(), "nvmlInit")
+    text = ctypes.create_string_buffer(96)
+    _check(nvml.nvmlSystemGetDriverVersion(text, len(text)), "nvmlSystemGetDriverVersion")
+    driver = text.value.decode()
+    count = ctypes.c_uint()
+    _check(nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)), "nvmlDeviceGetCount")
+    devices = []
+    for index in range(count.value):
+        device, memory = ctypes.c_void_p(), Memory()
+        _check(nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)), "nvmlDeviceGetHandleByIndex")
+        _check(nvml.nvmlDeviceGetName(device, text, len(text)), "nvmlDeviceGetName")
+        # MIG and unified-memory devices have no memory of their own to report.
+        known = nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0
+        devices.append({"name": text.value.decode(), "memory_bytes": memory.total if known else None})
+    return {"driver": driver, "devices": devices}
+
+
+def _check(code: int, function: str) -> None:
+    if code != 0:
+        raise OSError(f"{function} returned {code}")
+
+
+def _cupy() -> dict[str, Any]:
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    return {
+        "version": cupy.__version__,
+        "runtime": runtime.runtimeGetVersion(),
+        "devices": runtime.getDeviceCount(),
+    }
+
+
+def _nccl(path: str) -> dict[str, Any]:
+    number = ctypes.c_int()
+    _check(ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number)), "ncclGetVersion")
+    return {"version": number.value, "path": _loaded("libnccl") or path}
+
+
+def _resolve(name: str) -> dict[str, Any]:
+    import socket
+
+    return {"addresses": sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})}
+
+
+def _mnist(folder: str) -> dict[str, Any]:
+    from distopt.data import mnist
+
+    digits = mnist.load(folder)
+    return {"kind": digits.kind, "source": digits.source}
+
+
+QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    "numpy": _numpy,
+    "blas": _blas,
+    "gemm": _gemm,
+    "core": _core,
+    "mpi": _mpi,
+    "driver": _driver,
+    "devices": _devices,
+    "cupy": _cupy,
+    "nccl": _nccl,
+    "resolve": _resolve,
+    "mnist": _mnist,
+}

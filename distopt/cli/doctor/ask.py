@@ -1,0 +1,125 @@
+"""Questions to child processes: a library that crashes or hangs does it there, within a time-out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from ...errors import DistoptError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Ended", "ask", "describe_end", "run_bounded", "unlaunched_environment", "version_of"]
+
+# What launchers tell their ranks. A child that inherited it would take itself for a rank of the job that the doctor
+# runs in, and wait for its peers in MPI_Init.
+_LAUNCHER_PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a child process ended; `returncode` is None if it was killed at the time-out."""
+
+    returncode: int | None
+    stdout: str
+    stderr: str
+
+
+def run_bounded(command: Sequence[str], seconds: float, env: dict[str, str] | None = None) -> Ended:
+    """Run `command` for at most `seconds`, then kill it together with what it has started.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=env,
+        start_new_session=True,
+        text=True,
+        errors="replace",
+    )
+    returncode: int | None = None
+    with process:
+        try:
+            stdout, stderr = process.communicate(timeout=seconds)
+            returncode = process.returncode
+        except subprocess.TimeoutExpired:
+            _kill_group(process.pid)
+            stdout, stderr = process.communicate()
+        except BaseException:
+            _kill_group(process.pid)
+            raise
+    return Ended(returncode, stdout, stderr)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+@cache
+def ask(question: str, *arguments: str, seconds: float = 20.0, variable: str = "") -> dict[str, Any]:
+    """The answer of `answers.QUESTIONS[question]` in a child process of its own.
+
+    Args:
+        question: key of the function.
+        arguments: its arguments.
+        seconds: time-out.
+        variable: "NAME=value" to add to the child's environment.
+
+    Raises:
+        ModuleNotFoundError: the package that it imports is not installed.
+        DistoptError: the child raised, crashed or hung; the message says which.
+    """
+    code = "import sys; sys.path[:] = {!r}; from {} import answers; answers.main({!r}, {!r})"
+    package = __name__.rpartition(".")[0]
+    env = unlaunched_environment()
+    if variable:
+        name, _, value = variable.partition("=")
+        env[name] = value
+    command = [sys.executable, "-c", code.format(sys.path, package, question, arguments)]
+    ended = run_bounded(command, seconds, env)
+    if ended.returncode != 0:
+        raise DistoptError(describe_end(ended, seconds))
+    answer: dict[str, Any] = json.loads(ended.stdout)
+    if "missing" in answer:
+        raise ModuleNotFoundError(answer["missing"])
+    if "error" in answer:
+        raise DistoptError(answer["error"])
+    return answer
+
+
+def describe_end(ended: Ended, seconds: float) -> str:
+    """What to say about a child that did not end well."""
+    lines = ended.stderr.strip().splitlines()
+    said = f": {lines[-1].strip()}" if lines else ""
+    if ended.returncode is None:
+        return f"no answer within {seconds:g} s{said}"
+    if ended.returncode < 0:
+        return f"crashed with {signal.Signals(-ended.returncode).name}{said}"
+    return f"exit code {ended.returncode}{said}"
+
+
+def unlaunched_environment() -> dict[str, str]:
+    """The environment without the variables that make a process a rank of somebody else's job."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package, without importing it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,112 @@
+"""Probes of the CUDA driver, the devices, CuPy and NCCL. All are optional."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from ...errors import DistoptError
+from .ask import ask, version_of
+from .report import Finding, absent, failed, ok
+
+__all__ = ["cupy", "devices", "driver", "nccl"]
+
+_CUPY_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
+_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+_OLDEST_NCCL = 21800
+
+
+def driver() -> Finding:
+    """The CUDA that the driver supports."""
+    try:
+        answer = ask("driver")
+    except DistoptError as error:
+        if "cannot open shared object" in str(error):
+            return absent("no libcuda.so.1 (needed for NVIDIA GPUs only)")
+        return failed(str(error), "reinstall the NVIDIA driver")
+    return ok(f"supports CUDA {_dotted(answer['version'])}, {answer['path']}", **answer)
+
+
+def devices() -> Finding:
+    """The GPUs of this machine."""
+    try:
+        answer = ask("devices")
+    except DistoptError as error:
+        if "cannot open shared object" in str(error):
+            return absent("no NVIDIA GPU")
+        return failed(str(error), "see what nvidia-smi says; after an update of the driver, restart the machine")
+    found = [f"{index}: {gpu['name']}{_memory(gpu['memory_bytes'])}" for index, gpu in enumerate(answer["devices"])]
+    if not found:
+        return absent(f"no NVIDIA GPU (driver {answer['driver']})", **answer)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = f"; CUDA_VISIBLE_DEVICES={visible}" if visible is not None else ""
+    return ok(f"{', '.join(found)} (driver {answer['driver']}){hidden}", visible=visible, **answer)
+
+
+def cupy() -> Finding:
+    """CuPy, which brings arrays and the runtime."""
+    installed = [package for package in _CUPY_PACKAGES if version_of(package)]
+    if not installed:
+        return absent("not installed", _install())
+    found = " and ".join(installed)
+    if len(installed) > 1:
+        return failed(f"{found} shadow each other", f"keep one: pip uninstall {' '.join(installed[1:])}")
+    try:
+        answer = ask("cupy", seconds=60.0)
+    except (ImportError, DistoptError) as error:
+        if _driver_version() is None:
+            return absent(f"{found} is installed, but there is no CUDA driver")
+        return failed(f"{found}: {error}", _install())
+    found = f"{found} {answer['version']}, CUDA runtime {_dotted(answer['runtime'])}, {answer['devices']} devices"
+    return ok(found, package=installed[0], **answer)
+
+
+def nccl() -> Finding:
+    """NCCL: the wheel's library, else the system's."""
+    path = next((path for package in _NCCL_PACKAGES if (path := _nccl_of(package))), "libnccl.so.2")
+    try:
+        answer = ask("nccl", path)
+    except DistoptError as error:
+        if path == "libnccl.so.2" and "cannot open shared object" in str(error):
+            return absent("not found", _install())
+        return failed(f"{path}: {error}", _install())
+    major, minor = divmod(answer["version"], 10000)
+    found = f"{major}.{minor // 100}.{minor % 100}, {answer['path']}"
+    if answer["version"] < _OLDEST_NCCL:
+        return failed(found, f"2.18 is the oldest that works: {_install()}", **answer)
+    return ok(found, **answer)
+
+
+def _nccl_of(package: str) -> str | None:
+    try:
+        files = distribution(package).files or []
+    except PackageNotFoundError:
+        return None
+    found = (Path(str(file.locate())) for file in files if file.name == "libnccl.so.2")
+    return next((str(path) for path in found if path.exists()), None)
+
+
+def _install() -> str:
+    """The cure for a missing CUDA package; none where it would bring nothing."""
+    number = _driver_version()
+    if number is None:
+        return ""
+    return f'pip install "distopt[cuda{12 if number < 13000 else 13}]"'
+
+
+def _driver_version() -> int | None:
+    try:
+        number: int = ask("driver")["version"]
+    except DistoptError:
+        return None
+    return number
+
+
+def _memory(count: int | None) -> str:
+    return "" if count is None else f" ({count / 2**30:.0f} GiB)"
+
+
+def _dotted(number: int) -> str:
+    """CUDA's 13020 as 13.2."""
+    return f"{number // 1000}.{number % 1000 // 10}"

