@@ -1,0 +1,128 @@
+"""The reference CNN on MNIST: the model, and the training function that both launch scripts share."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+
+import numpy as np
+from tqdm import tqdm
+
+from distopt import device, launch, layer, model, opt, tensor
+from distopt.data import ShardedSampler, mnist, normalize, random_shift
+
+
+class CNN(model.Model):
+    """Two convolutions with pooling and two linear layers: 431,080 parameters."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        # Layers pool1 and pool2 of their own would give the same bits; pooled in the same pass, a step is faster.
+        self.conv1 = layer.Conv2d(20, 5, activation="RELU", pool=layer.MaxPool2d(2, 2))
+        self.conv2 = layer.Conv2d(50, 5, activation="RELU", pool=layer.MaxPool2d(2, 2))
+        self.flatten = layer.Flatten()
+        self.linear1 = layer.Linear(500, activation="RELU")
+        self.linear2 = layer.Linear(num_classes)
+        self.softmax_cross_entropy = layer.SoftMaxCrossEntropy()
+
+    def forward(self, x):
+        y = self.conv2(self.conv1(x))
+        return self.linear2(self.linear1(self.flatten(y)))
+
+    def train_one_batch(self, x, y, dist_option="fp32", spars=0.05):
+        out = self.forward(x)
+        loss = self.softmax_cross_entropy(out, y)
+        self.optimizer.step_by(dist_option, loss, spars=spars)
+        return out, loss
+
+
+def run(sgd, args) -> None:
+    """Train and evaluate on every rank; rank 0 prints."""
+    rank, world_size, communicator = sgd.global_rank, sgd.world_size, sgd.communicator
+    data = mnist.load(args.data_dir, rank=rank, exchange=communicator.all_gather_bytes)
+    sampler = ShardedSampler(len(data.train_x), world_size, rank, args.batch_size, seed=args.seed)
+    trained = len(sampler) * args.batch_size * world_size
+    noise = np.random.default_rng((args.seed, rank))
+    device.get_default_device().SetRandSeed(args.seed)
+
+    images = tensor.Tensor((args.batch_size, *data.train_x.shape[1:]))
+    cnn = CNN()
+    cnn.set_optimizer(sgd)
+    cnn.compile([images], is_train=True, use_graph=False, sequential=False)
+
+    stats = sgd.stats()
+    for epoch in range(args.max_epoch):
+        report(rank, f"Starting Epoch {epoch}:")
+        start = time.perf_counter()
+        cnn.train()
+        sums = np.zeros(2)  # loss, correct predictions
+        sampler.set_epoch(epoch)
+        for chosen in progress_bar(sampler) if rank == 0 else sampler:
+            random_shift(data.train_x[chosen], images.data, noise, 0 if args.no_augment else 2)
+            labels = data.train_y[chosen]
+            out, loss = cnn(images, tensor.from_numpy(labels), args.dist_option, args.spars)
+            sums += loss.item(), (out.data.argmax(axis=1) == labels).sum()
+        communicator.all_reduce(sums).wait()
+        seconds = time.perf_counter() - start
+        report(rank, f"Training loss = {sums[0]:.6f}, training accuracy = {sums[1] / trained:.6f}")
+
+        sgd.synchronize()  # a partial update lets the ranks' parameters differ
+        accuracy = evaluate(cnn, data, rank, world_size, communicator)
+        elapsed = time.perf_counter() - start
+        report(
+            rank,
+            f"Evaluation accuracy = {accuracy:.6f}, Elapsed Time = {elapsed:.3f}s, {trained / seconds:.0f} images/s",
+        )
+        if world_size > 1:
+            earlier, stats = stats, sgd.stats()
+            report(rank, (stats - earlier).summary())
+
+
+def evaluate(cnn, data, rank: int, world_size: int, communicator, batch_size: int = 500) -> float:
+    """Accuracy on the whole test set, of which every rank takes a strided part."""
+    cnn.eval()
+    images, labels = data.test_x[rank::world_size], data.test_y[rank::world_size]
+    correct = np.zeros(1)
+    for start in range(0, len(images), batch_size):
+        out = cnn(tensor.from_numpy(normalize(images[start : start + batch_size])))
+        correct += (out.data.argmax(axis=1) == labels[start : start + batch_size]).sum()
+    communicator.all_reduce(correct).wait()
+    return correct[0] / len(data.test_x)
+
+
+def progress_bar(batches):
+    """On a terminal only. The lock replaces tqdm's, a named semaphore that would outlive a killed process."""
+    tqdm.set_lock(threading.RLock())
+    return tqdm(batches, leave=False, disable=not sys.stderr.isatty())
+
+
+def report(rank: int, line: str) -> None:
+    if rank == 0:
+        print(line, flush=True)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """States an error once, on rank 0, and without repeating the usage."""
+
+    def error(self, message: str):
+        info = launch.launcher()
+        quiet = info is not None and info.rank > 0
+        self.exit(2, None if quiet else f"{self.prog}: error: {message} (see --help)\n")
+
+
+def parse_args(description: str, argv=None, *, with_world_size: bool = False):
+    """The options that both launch scripts share."""
+    parser = OneLineParser(description=description)
+    if with_world_size:
+        parser.add_argument("world_size", type=int, metavar="WORLD_SIZE", help="number of processes")
+    parser.add_argument("-m", "--max-epoch", type=int, default=10)
+    parser.add_argument("-b", "--batch-size", type=int, default=64, help="samples per rank and step")
+    parser.add_argument("-l", "--learning-rate", type=float, default=0.005)
+    parser.add_argument("-d", "--dist-option", default="fp32", choices=opt.STRATEGIES, help="what is sent")
+    parser.add_argument("-s", "--spars", type=float, default=0.05, help="sparsity, for the sparse options")
+    parser.add_argument("--data-dir", help="folder with MNIST's four files")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-augment", action="store_true", help="do not shift the training images")
+    return parser.parse_args(argv)
