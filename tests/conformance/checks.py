@@ -1,0 +1,331 @@
+"""What every communicator must do. Each check is collective, runs on any number of ranks and is called twice."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from distopt.comm.base import DTYPES, OPS, Array, Communicator, ReduceOp, Work
+from distopt.errors import UsageError
+
+from .oracle import STORAGE, bfloat16_from, reduce_by_host, reduce_in_rank_order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Elements: nothing, one, odd, around a cache line per rank, around what fits in a descriptor (4,096 bytes), around
+# chunks of shared memory (8,192 bytes in the runs with small chunks) for any item size, and many chunks with a rest.
+SIZES = (0, 1, 7, 15, 16, 17, 63, 65, 511, 512, 513, 1023, 1024, 1025, 2047, 2049, 4097, 16384, 32769, 200_003)
+_LONGEST = 202_000
+FEW_SIZES = (0, 1, 513, 1025, 40_001)
+COMBINATIONS = [(dtype, op) for dtype in DTYPES for op in OPS if not (op == "mean" and dtype in ("int32", "int64"))]
+
+
+@functools.lru_cache(maxsize=64)
+def _long_values(rank: int, dtype: str) -> Array:
+    rng = np.random.default_rng([rank, DTYPES[dtype]])
+    if dtype in ("int32", "int64"):
+        info = np.iinfo(dtype)
+        return rng.integers(info.min, info.max, _LONGEST, dtype, endpoint=True)  # sums wrap around
+    numbers = rng.standard_normal(_LONGEST) * 10.0 ** rng.integers(-3, 4, _LONGEST)
+    return bfloat16_from(numbers.astype(np.float32)) if dtype == "bfloat16" else numbers.astype(dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def _long_results(hosts: tuple[str, ...], dtype: str, op: ReduceOp) -> tuple[Array, Array]:
+    arrays = [_long_values(q, dtype) for q in range(len(hosts))]
+    return reduce_in_rank_order(arrays, dtype, op), reduce_by_host(arrays, hosts, dtype, op)
+
+
+def _window(count: int, salt: int) -> slice:
+    first = (7 * count + 13 * salt) % 1000
+    return slice(first, first + count)
+
+
+def values(rank: int, count: int, dtype: str, salt: int = 0) -> Array:
+    """Data that depend on rank and index, with signs, many magnitudes and, in 16 bits, sums that must round."""
+    return _long_values(rank, dtype)[_window(count, salt)].copy()
+
+
+def all_values(comm: Communicator, count: int, dtype: str, salt: int = 0) -> list[Array]:
+    return [values(q, count, dtype, salt) for q in range(comm.topology.world_size)]
+
+
+def result(comm: Communicator, count: int, dtype: str, op: ReduceOp = "sum", salt: int = 0) -> Array:
+    """What reducing `values` of all ranks must give. Computed once for all counts: the oracle is slow."""
+    results = _long_results(comm.topology.hosts, dtype, op)
+    return documented(comm, *(whole[_window(count, salt)] for whole in results))
+
+
+def documented(comm: Communicator, flat: Array, by_host: Array) -> Array:
+    """That of two results which `comm.all_reduce` must give: large arrays may be reduced host by host, less a rest."""
+    if comm.name != "hierarchical" or flat.nbytes <= 32 << 10:
+        return flat
+    even = flat.size // comm.topology.local_size * comm.topology.local_size
+    return np.concatenate([by_host[:even], flat[even:]])
+
+
+def assert_same_bits(actual: Array, expected: Array, what: object) -> None:
+    assert actual.dtype == expected.dtype, what
+    assert actual.shape == expected.shape, what
+    wrong = np.flatnonzero(actual.view(f"u{actual.itemsize}") != expected.view(f"u{expected.itemsize}"))
+    assert wrong.size == 0, (
+        f"{what}: {wrong.size} of {actual.size} wrong, first at {wrong[0]}: "
+        f"{actual[wrong[0]]!r} instead of {expected[wrong[0]]!r}"
+    )
+
+
+class Places:
+    """Arrays to communicate: ordinary ones, wire memory, and parts of wire memory at odd offsets."""
+
+    NAMES = ("ordinary", "wire", "wire offset")
+
+    def __init__(self, comm: Communicator, dtype: str, capacity: int) -> None:
+        self._wire = comm.empty(capacity + 3, dtype)
+        assert self._wire.size == capacity + 3
+        assert self._wire.dtype == STORAGE[dtype]
+
+    def array(self, place: str, contents: Array) -> Array:
+        if place == "ordinary":
+            return contents.copy()
+        first = 3 if place == "wire offset" else 0
+        view = self._wire[first : first + contents.size]
+        view[...] = contents
+        return view
+
+
+def check_all_reduce(comm: Communicator, dtype: str, op: Any) -> None:
+    places = Places(comm, dtype, max(SIZES))
+    for count, place in itertools.product(SIZES, Places.NAMES):
+        array = places.array(place, values(comm.topology.rank, count, dtype))
+        assert comm.all_reduce(array, op, wire=dtype).wait() is None
+        assert_same_bits(array, result(comm, count, dtype, op), (count, place))
+
+
+def check_reduce_scatter(comm: Communicator, dtype: str, op: Any) -> None:
+    n, rank = comm.topology.world_size, comm.topology.rank
+    places = Places(comm, dtype, n * max(FEW_SIZES))
+    for count, place, in_place in itertools.product(FEW_SIZES, Places.NAMES, (False, True)):
+        array = places.array(place, values(rank, n * count, dtype))
+        mine = slice(rank * count, (rank + 1) * count)
+        out = array[mine] if in_place else np.empty(count, array.dtype)
+        comm.reduce_scatter(array, out, op, wire=dtype).wait()
+        flat, _ = _long_results(comm.topology.hosts, dtype, op)
+        assert_same_bits(out, flat[_window(n * count, 0)][mine], (count, place, in_place))
+
+
+def check_all_gather(comm: Communicator, dtype: str) -> None:
+    n, rank = comm.topology.world_size, comm.topology.rank
+    places = Places(comm, dtype, n * max(FEW_SIZES))
+    for count, place, in_place in itertools.product(FEW_SIZES, Places.NAMES, (False, True)):
+        inputs = all_values(comm, count, dtype)
+        if in_place:
+            out = places.array(place, np.zeros(n * count, STORAGE[dtype]))
+            array = out[rank * count : (rank + 1) * count]
+            array[...] = inputs[rank]
+        else:
+            out, array = np.empty(n * count, STORAGE[dtype]), places.array(place, inputs[rank])
+        comm.all_gather(array, out, wire=dtype).wait()
+        assert_same_bits(out, np.concatenate(inputs), (count, place, in_place))
+
+
+def check_all_gather_ragged(comm: Communicator, dtype: str) -> None:
+    n, rank = comm.topology.world_size, comm.topology.rank
+    places = Places(comm, dtype, 3 * max(FEW_SIZES) + n)
+    # Counts that grow with the rank, fall with it, and leave all but one rank with nothing.
+    for count, place in itertools.product(FEW_SIZES, Places.NAMES):
+        for counts in (
+            [count * (q % 3) + q for q in range(n)],
+            [count // (q + 1) for q in range(n)],
+            [count * (q == n - 1) for q in range(n)],
+        ):
+            inputs = [values(q, counts[q], dtype) for q in range(n)]
+            array = places.array(place, inputs[rank])
+            parts = comm.all_gather_ragged(array) if dtype != "bfloat16" else None
+            for part, expected in zip(parts or (), inputs, strict=parts is not None):
+                assert_same_bits(part, expected, (counts, place))
+                part[...] = 0  # the caller's own
+            assert_same_bits(array, inputs[rank], "the input is left alone")
+
+
+def check_broadcast(comm: Communicator, dtype: str) -> None:
+    n, rank = comm.topology.world_size, comm.topology.rank
+    places = Places(comm, dtype, max(SIZES))
+    for count, place, root in itertools.product((*FEW_SIZES, max(SIZES)), Places.NAMES, {0, n - 1}):
+        inputs = all_values(comm, count, dtype)
+        array = places.array(place, inputs[rank])
+        comm.broadcast(array, root, wire=dtype).wait()
+        assert_same_bits(array, inputs[root], (count, place, root))
+
+
+def check_all_to_all_ragged(comm: Communicator) -> None:
+    n, rank = comm.topology.world_size, comm.topology.rank
+    for dtype, count in itertools.product(("float32", "int64"), FEW_SIZES):
+        table = [[values(q, (q + 2 * r) % 3 * count + r, dtype, salt=r) for r in range(n)] for q in range(n)]
+        received = comm.all_to_all_ragged(table[rank])
+        for q, part in enumerate(received):
+            assert_same_bits(part, table[q][rank], (count, q))
+            part[...] = 0  # the caller's own
+
+
+def check_sparse_all_reduce(comm: Communicator) -> None:
+    """Lists of all densities, so that each way of adding them up is taken."""
+    n, rank = comm.topology.world_size, comm.topology.rank
+    size = 5003
+    for divisor in (1, 2, 3, 5, 50, size):
+        expected = np.zeros(size, np.float32)
+        lists = []
+        for q in range(n):
+            count = size // divisor - q
+            indices = np.sort(np.random.default_rng([q, divisor]).permutation(size)[: max(count, 0)]).astype(np.int32)
+            lists.append((indices, values(q, indices.size, "float32")))
+            expected[indices] += lists[-1][1] * np.float32(0.5)
+        dense = comm.empty(size)
+        comm.sparse_all_reduce(*lists[rank], dense, scale=0.5).wait()
+        assert_same_bits(dense, expected, divisor)
+
+
+def check_not_a_number(comm: Communicator) -> None:
+    """NaN wins in max and min wherever it is; infinities survive; 16-bit sums overflow to infinity."""
+    n, rank = comm.topology.world_size, comm.topology.rank
+    special = [np.nan, np.inf, -np.inf, 0.0, -0.0, 65504.0, 1e-7, -1.0]
+    for dtype, op in itertools.product(("float32", "float64", "float16"), ("max", "min", "sum")):
+        for count in (8 * 8, 8 * 2048):
+            inputs = [np.roll(np.resize(np.array(special, dtype), count), q * 3) for q in range(n)]
+            array = inputs[rank].copy()
+            comm.all_reduce(array, op).wait()
+            by_host = reduce_by_host(inputs, comm.topology.hosts, dtype, op)
+            expected = documented(comm, reduce_in_rank_order(inputs, dtype, op), by_host)
+            np.testing.assert_array_equal(array, expected)
+            assert np.isnan(array).any()
+
+
+def check_mixed_places(comm: Communicator) -> None:
+    """Ranks may differ in where their arrays lie."""
+    n, rank = comm.topology.world_size, comm.topology.rank
+    places = Places(comm, "float32", 100_003)
+    for count, shift in itertools.product((1, 1025, 100_003), range(3)):
+        array = places.array(Places.NAMES[(rank + shift) % 3], values(rank, count, "float32"))
+        comm.all_reduce(array).wait()
+        assert_same_bits(array, result(comm, count, "float32"), (count, shift))
+        comm.broadcast(array, n - 1).wait()
+        parts = comm.all_gather_ragged(array)
+        for part in parts:
+            assert_same_bits(part, result(comm, count, "float32"), (count, shift))
+
+
+def check_many_outstanding(comm: Communicator) -> None:
+    """More operations than any queue holds, of all sizes, waited for in an odd order."""
+    rank = comm.topology.rank
+    wire = comm.empty(150 * 700, "float32")
+    started: list[tuple[Work, Array, Array]] = []
+    at = 0
+    for i in range(150):
+        count = (i * 37) % 700 if i % 10 else 3000 * (i // 10)
+        contents = values(rank, count, "float32", salt=i)
+        if i % 2 and count < 700:
+            array, at = wire[at : at + count], at + count
+            array[...] = contents
+        else:
+            array = contents
+        work = comm.all_reduce(array, label=f"bucket {i}")
+        started.append((work, array, result(comm, count, "float32", salt=i)))
+        if i % 17 == 0:
+            comm.progress()
+    for i, (work, array, expected) in enumerate(started[::3] + started[1::3][::-1] + started[2::3]):
+        if i % 2:
+            while not work.done():
+                pass
+        work.wait()
+        work.wait()
+        assert work.done()
+        assert_same_bits(array, expected, i)
+
+
+def check_chained(comm: Communicator) -> None:
+    """An operation on what an unfinished one writes sees the result of that one."""
+    n, rank = comm.topology.world_size, comm.topology.rank
+    for count in (5, 5_000, 70_001):
+        wire = comm.empty(count, "float64")
+        for array in (np.empty(count), wire):
+            array[...] = np.arange(count) + rank
+            works = [comm.all_reduce(array) for _ in range(3)]
+            gathered = np.empty(n * count)
+            works.append(comm.all_gather(array, gathered))
+            works[-1].wait()
+            expected = (np.arange(count) * n + n * (n - 1) / 2) * n**2
+            assert_same_bits(array, expected, count)
+            assert_same_bits(gathered, np.tile(expected, n), count)
+
+
+def check_dropped_work(comm: Communicator) -> None:
+    """Neither the work nor the arrays need to be kept by the caller."""
+    for count in (3, 60_000):
+        for i in range(50):
+            comm.all_reduce(np.full(count, i, np.float32))
+        comm.barrier()
+
+
+def check_shapes(comm: Communicator) -> None:
+    """Arrays of any shape, and zero dimensions."""
+    n, rank = comm.topology.world_size, comm.topology.rank
+    for shape in ((), (3, 4, 5), (2, 0, 3)):
+        array = np.full(shape, rank + 1, np.float32)
+        comm.all_reduce(array, "max").wait()
+        assert array.shape == shape
+        assert (array == n).all()
+
+
+def check_bad_arguments(comm: Communicator) -> None:
+    """Refused on every rank before anything is sent."""
+    n = comm.topology.world_size
+    read_only = np.zeros(4, np.float32)
+    read_only.flags.writeable = False
+    attempts: list[tuple[str, Callable[[], Any]]] = [
+        ("complex64", lambda: comm.all_reduce(np.zeros(4, np.complex64))),
+        ("strided", lambda: comm.all_reduce(np.zeros((4, 4), np.float32).T[1:])),
+        ("read-only", lambda: comm.all_reduce(read_only)),
+        ("reduction", lambda: comm.all_reduce(np.zeros(4), "product")),  # type: ignore[arg-type]
+        ("mean", lambda: comm.all_reduce(np.zeros(4, np.int32), "mean")),
+        ("parts", lambda: comm.all_gather(np.zeros(4), np.zeros(4 * n + 1))),
+        ("parts", lambda: comm.reduce_scatter(np.zeros(4 * n), np.zeros(4, np.float32))),
+        ("root", lambda: comm.broadcast(np.zeros(4), n)),
+        ("travel as", lambda: comm.all_reduce(np.zeros(4, np.float32), wire="bfloat16")),
+    ]
+    for word, attempt in attempts:
+        with pytest.raises(UsageError, match=word):
+            attempt()
+    comm.barrier()
+
+
+def check_barrier(comm: Communicator) -> None:
+    for _ in range(20):
+        comm.barrier()
+
+
+CHECKS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
+    **{f"all_reduce-{d}-{o}": (check_all_reduce, (d, o)) for d, o in COMBINATIONS},
+    **{f"reduce_scatter-{d}-{o}": (check_reduce_scatter, (d, o)) for d, o in COMBINATIONS},
+    **{f"all_gather-{d}": (check_all_gather, (d,)) for d in DTYPES},
+    **{f"all_gather_ragged-{d}": (check_all_gather_ragged, (d,)) for d in DTYPES if d != "bfloat16"},
+    **{f"broadcast-{d}": (check_broadcast, (d,)) for d in DTYPES},
+    **{
+        check.__name__.removeprefix("check_"): (check, ())
+        for check in (
+            check_all_to_all_ragged,
+            check_sparse_all_reduce,
+            check_not_a_number,
+            check_mixed_places,
+            check_many_outstanding,
+            check_chained,
+            check_dropped_work,
+            check_shapes,
+            check_bad_arguments,
+            check_barrier,
+        )
+    },
+}

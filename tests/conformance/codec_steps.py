@@ -1,0 +1,70 @@
+"""What a rank does with codecs, for ranks that are processes: importable by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from distopt.comm import create
+from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, Threshold, TopK
+from distopt.errors import GradientError
+
+if TYPE_CHECKING:
+    from distopt.comm import Communicator
+    from distopt.compress import Reduction
+    from distopt.launch.job import Job
+
+CODECS = [
+    Fp32(),
+    Fp16(),
+    BFloat16(),
+    ErrorFeedback(Fp16("dynamic")),
+    TopK(1.0),
+    TopK(0.01),
+    Threshold(2.0),
+    Threshold(100.0),
+    ErrorFeedback(TopK(0.01, momentum=0.9, clip_norm=20.0)),
+    ErrorFeedback(Threshold(1.5)),
+]
+
+
+def gradient(step: int, codec: int, rank: int, size: int) -> np.ndarray:
+    rng = np.random.default_rng([step, codec, rank])
+    return rng.standard_normal(size).astype(np.float32) * np.float32((1 + rank) / 2)
+
+
+def wait(reduction: Reduction) -> tuple[int | None, int | None] | None:
+    """Rank and index of the unusable gradient, if there is one."""
+    try:
+        reduction.wait()
+    except GradientError as error:
+        return error.rank, error.index
+    return None
+
+
+def steps_of(comm: Communicator, size: int) -> list[np.ndarray]:
+    """Three steps with a bucket per codec, all under way together; in the second a gradient is NaN."""
+    rank = comm.topology.rank
+    buckets = [comm.empty(size) for _ in CODECS]
+    reducers = [
+        codec.attach(bucket, comm, label=f"b{i}") for i, (codec, bucket) in enumerate(zip(CODECS, buckets, strict=True))
+    ]
+    results = []
+    for step in range(3):
+        for i, bucket in enumerate(buckets):
+            bucket[:] = gradient(step, i, rank, size)
+            if step == 1 and i and rank == comm.topology.world_size - 1:
+                bucket[size // 2] = np.nan
+        for reduction in [reducer.start() for reducer in reducers]:
+            broken = wait(reduction)
+            assert broken is None or (step, *broken) == (1, comm.topology.world_size - 1, size // 2)
+        if step != 1:
+            results += [bucket.copy() for bucket in buckets]
+    comm.barrier()
+    return results
+
+
+def on_backend(job: Job, backend: str, sizes: list[int]) -> list[list[np.ndarray]]:
+    with create(job, backend) as comm:
+        return [steps_of(comm, size) for size in sizes]

@@ -1,0 +1,136 @@
+"""Ranks as processes of this host, for tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import secrets
+import socket
+import time
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from distopt.comm.shm import ShmCommunicator
+from distopt.launch.job import Job
+from distopt.launch.rendezvous import HostGroup
+from distopt.settings import Settings
+from distopt.topology import Topology
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+
+# A clean server that has imported everything heavy forks the ranks: as fast as fork, without pytest's threads.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["numpy", "distopt.comm.shm", "tests.conformance.checks"])
+
+
+class LocalJob(Job):
+    """A job on this host, from a ticket."""
+
+    def __init__(self, ticket: bytes, rank: int, world_size: int, timeout: float = 20.0) -> None:
+        self.topology = Topology.of_one_host(rank, world_size, socket.gethostname())
+        self._group = HostGroup(ticket, rank, world_size, timeout)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return self._group.all_gather(payload)
+
+    def host_group(self) -> HostGroup:
+        return self._group
+
+    def close(self) -> None:
+        self._group.close()
+
+
+class SmallChunkCommunicator(ShmCommunicator):
+    """Takes arrays of moderate size through many chunks."""
+
+    @classmethod
+    def create(cls, job: Job) -> SmallChunkCommunicator:
+        return cls(job.host_group(), job.topology, chunk_bytes=8192)
+
+
+@dataclass
+class Outcome:
+    """How one rank ended."""
+
+    value: Any = None
+    error: str | None = None  # class name of the exception
+    text: str = ""
+    trace: str = ""
+    pid: int = 0
+    exit_code: int | None = None
+    ended: float = 0.0  # time.monotonic() when the body returned or raised
+
+
+def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Outcome]:
+    """Call `body(job, *args)` in `world_size` processes; what each returned or raised, in rank order.
+
+    `body` must be importable by name. A rank that ends without an answer has an exit code and nothing else.
+    """
+    ticket = secrets.token_bytes(16)
+    processes, ends = [], []
+    for rank in range(world_size):
+        receiver, sender = _context.Pipe(duplex=False)
+        process = _context.Process(
+            target=_rank_main, args=((body, args), ticket, rank, world_size, sender), daemon=True
+        )
+        process.start()
+        sender.close()
+        processes.append(process)
+        ends.append(receiver)
+    deadline = time.monotonic() + timeout
+    outcomes = []
+    try:
+        for process, end in zip(processes, ends, strict=True):
+            outcome = Outcome(pid=process.pid or 0)
+            try:
+                if not end.poll(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError(f"rank {len(outcomes)} (pid {process.pid}) gave no answer in {timeout} s")
+                outcome = end.recv()
+            except EOFError:
+                pass
+            process.join(max(0.1, deadline - time.monotonic()))
+            outcome.exit_code = process.exitcode
+            outcomes.append(outcome)
+    finally:
+        for process, end in zip(processes, ends, strict=True):
+            process.kill()
+            process.join()
+            end.close()
+    return outcomes
+
+
+def run_ranks_ok(body: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """As `run_ranks`, for ranks that must all succeed: what they returned."""
+    outcomes = run_ranks(body, world_size, *args, timeout=timeout)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, f"rank {rank}:\n{outcome.trace}"
+        assert outcome.exit_code == 0, f"rank {rank} ended with exit code {outcome.exit_code}"
+    return [outcome.value for outcome in outcomes]
+
+
+def _rank_main(
+    call: tuple[Callable[..., Any], tuple[Any, ...]], ticket: bytes, rank: int, world_size: int, sender: Connection
+) -> None:
+    body, args = call
+    outcome = Outcome(pid=os.getpid())
+    try:
+        job = LocalJob(ticket, rank, world_size)
+        try:
+            outcome.value = body(job, *args)
+        finally:
+            job.close()
+    except BaseException as error:
+        outcome.error, outcome.text, outcome.trace = type(error).__name__, str(error), traceback.format_exc()
+    outcome.ended = time.monotonic()
+    sender.send(outcome)
+    sender.close()
+
+
+PATIENT = Settings(timeout=30.0, stall_warning=20.0)
+
+
+def connect(job: LocalJob, settings: Settings = PATIENT) -> ShmCommunicator:
+    return ShmCommunicator(job.host_group(), job.topology, settings)

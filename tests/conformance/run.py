@@ -1,0 +1,63 @@
+"""Run the checks in the processes of a job, e.g. under mpiexec:
+
+mpiexec -n 3 python -m tests.conformance.run --backend mpi --job distopt.launch.mpi:MpiJob
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import traceback
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from distopt.comm import BACKENDS
+
+from .checks import CHECKS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from distopt.comm.base import Communicator
+    from distopt.launch.job import Job
+
+
+def load(path: str) -> type:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def run_checks(job: Job, backend: str, names: Iterable[str] = tuple(CHECKS)) -> dict[str, str | None]:
+    """Run each check twice; its traceback, or None where it passed. A failed check ends the run of this rank."""
+    communicator: Communicator = load(BACKENDS.get(backend, backend)).create(job)
+    report: dict[str, str | None] = {}
+    with communicator:
+        for name in names:
+            check, args = CHECKS[name]
+            try:
+                check(communicator, *args)
+                check(communicator, *args)
+                report[name] = None
+            except Exception:
+                report[name] = traceback.format_exc()
+                break  # the ranks are no longer in step
+    return report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", required=True, help="a key of distopt.comm.BACKENDS, or module:class")
+    parser.add_argument("--job", required=True, help="module:callable that gives this rank's Job")
+    parser.add_argument("-k", default="", help="only checks whose name this regular expression finds")
+    args = parser.parse_args()
+    job = load(args.job)()
+    report = run_checks(job, args.backend, [name for name in CHECKS if re.search(args.k, name)])
+    failed = [f"rank {job.topology.rank}: {name}\n{trace}" for name, trace in report.items() if trace]
+    print(f"rank {job.topology.rank}: {len(report) - len(failed)} checks passed", *failed, sep="\n", flush=True)
+    job.close()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

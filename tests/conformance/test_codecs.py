@@ -1,0 +1,384 @@
+"""What every codec promises, on every number of ranks."""
+
+import logging
+from itertools import product
+
+import numpy as np
+import pytest
+
+from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, Threshold, TopK
+from distopt.errors import GradientError, StateError, UsageError
+from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
+
+F32 = np.float32
+SIZE = 5003
+
+LOSSLESS = [Fp32(), TopK(1.0), TopK(k=10**6), Threshold(0.0)]
+SPARSE = [TopK(0.01), TopK(k=1), TopK(0.2), Threshold(2.0), Threshold(0.5), Threshold(100.0)]
+HALF = [Fp16(), BFloat16(), Fp16(scale=64.0), Fp16(scale="dynamic")]
+CORRECTED = [ErrorFeedback(codec) for codec in SPARSE + HALF + LOSSLESS[1:]]
+ALL = LOSSLESS + SPARSE + HALF + CORRECTED
+# A 16-bit codec without a residual saturates and counts infinity.
+UNUSABLE = [*product([np.nan, np.inf], [*SPARSE, *CORRECTED, TopK(1.0)]), *product([np.nan], HALF)]
+WORLDS = list(product([1, 2, 3, 4], [OracleCommunicator, SplittingCommunicator]))
+
+worlds = pytest.mark.parametrize(("world_size", "cls"), WORLDS, ids=lambda v: getattr(v, "name", v) if v else v)
+
+
+def gradients(world_size, steps=3, size=SIZE):
+    """Gradients by step and rank; no rank's are like another's, nor is the share that a threshold selects."""
+    rng = np.random.default_rng(world_size)
+    ranks = (1 + np.arange(world_size, dtype=F32))[:, None]
+    return rng.standard_normal((steps, world_size, size)).astype(F32) * ranks / 2
+
+
+class Run:
+    """What a rank has after some steps."""
+
+    def __init__(self, codec, comm, size=SIZE):
+        self.comm = comm
+        self.bucket = comm.empty(size)
+        self.reducer = codec.attach(self.bucket, comm, label="b0")
+        self.means = []
+
+    def step(self, grads):
+        self.bucket[:] = grads[self.comm.topology.rank]
+        reduction = self.reducer.start()
+        reduction.done()
+        reduction.wait()
+        reduction.wait()
+        assert reduction.done()
+        self.means.append(self.bucket.copy())
+        self.last = reduction.statistics
+        return self
+
+    @property
+    def residual(self):
+        return self.reducer.state_dict()["residual"]
+
+
+def run(codec, grads, cls=OracleCommunicator):
+    world_size, size = grads.shape[1:]
+
+    def body(comm):
+        result = Run(codec, comm, size)
+        for step in grads:
+            result.step(step)
+        return result
+
+    return on_ranks(world_size, body, cls=cls)
+
+
+def mean_of(grads):
+    """The dense float32 mean, added in rank order."""
+    total = grads[0].copy()
+    for grad in grads[1:]:
+        total += grad
+    return total / F32(len(grads))
+
+
+@worlds
+@pytest.mark.parametrize("codec", ALL, ids=repr)
+def test_all_ranks_hold_the_same_bits_on_every_run(codec, world_size, cls):
+    grads = gradients(world_size)
+    before = grads.copy()
+    runs = run(codec, grads, cls) + run(codec, grads, cls)
+    for other in runs[1:]:
+        for mean, first in zip(other.means, runs[0].means, strict=True):
+            assert np.array_equal(mean.view(np.uint32), first.view(np.uint32))
+    assert np.array_equal(grads, before)
+
+
+@worlds
+@pytest.mark.parametrize("codec", LOSSLESS + [ErrorFeedback(codec) for codec in LOSSLESS[1:]], ids=repr)
+def test_sending_everything_equals_dense_float32_bit_for_bit(codec, world_size, cls):
+    grads = gradients(world_size)
+    for rank in run(codec, grads, cls):
+        for step, mean in enumerate(rank.means):
+            assert np.array_equal(mean.view(np.uint32), mean_of(grads[step]).view(np.uint32))
+
+
+@worlds
+@pytest.mark.parametrize("codec", CORRECTED, ids=repr)
+def test_nothing_is_lost_between_wire_and_residual(codec, world_size, cls):
+    grads = gradients(world_size)
+    runs = run(codec, grads, cls)
+    sent = sum(mean.astype(float) for mean in runs[0].means) * world_size
+    left = sum(rank.residual.astype(float) for rank in runs)
+    total = grads.astype(float).sum(axis=(0, 1))
+    if codec.codec in HALF:
+        # The sum is rounded once more after the ranks' casts, which no residual of a rank covers.
+        digits = 8 if isinstance(codec.codec, BFloat16) else 11
+        bound = sum(np.abs(mean) for mean in runs[0].means) * world_size * 2.0**-digits + 1e-6
+    else:
+        bound = 1e-6 * np.maximum(1, np.abs(grads).sum(axis=(0, 1)))
+    assert (np.abs(sent + left - total) <= bound).all()
+
+
+@pytest.mark.parametrize("codec", CORRECTED, ids=repr)
+def test_average_plus_residual_is_the_input_on_one_rank(codec):
+    grads = gradients(1, steps=1)
+    (rank,) = run(codec, grads)
+    np.testing.assert_array_equal(rank.means[0] + rank.residual, grads[0, 0])
+
+
+def selected(codec, x):
+    if isinstance(codec, Threshold):
+        return np.flatnonzero(np.abs(x) >= F32(codec.bound))
+    k = codec.k or int(np.ceil(codec.ratio * x.size))
+    return np.sort(np.argsort(-np.abs(x), kind="stable")[:k])
+
+
+def sparse_mean(lists, size):
+    dense = np.zeros(size, F32)
+    for indices, values in lists:
+        dense[indices] += values * F32(1 / len(lists))
+    return dense
+
+
+@worlds
+@pytest.mark.parametrize("codec", [TopK(0.01), TopK(k=1), Threshold(4.0)], ids=repr)
+@pytest.mark.parametrize("corr", [False, True])
+def test_sparse_codecs_send_what_they_say(codec, corr, world_size, cls):
+    grads = gradients(world_size)
+    runs = run(ErrorFeedback(codec) if corr else codec, grads, cls)
+    residuals = np.zeros_like(grads[0])
+    for step, grad in enumerate(grads):
+        residuals = residuals + grad if corr else grad.copy()
+        lists = []
+        for residual in residuals:
+            indices = selected(codec, residual)
+            lists.append((indices, residual[indices]))
+            residual[indices] = 0
+        expected = sparse_mean(lists, SIZE)
+        for rank in runs:
+            assert np.array_equal(rank.means[step].view(np.uint32), expected.view(np.uint32))
+    if corr:
+        for rank, residual in zip(runs, residuals, strict=True):
+            assert np.array_equal(rank.residual, residual)
+
+
+@worlds
+@pytest.mark.parametrize(("codec", "digits", "tiny"), [(Fp16(), 11, 2.0**-25), (BFloat16(), 8, 0.0)])
+def test_half_casts_keep_their_error_bound(codec, digits, tiny, world_size, cls):
+    grads = gradients(world_size)
+    for rank in run(codec, grads, cls):
+        for step, mean in enumerate(rank.means):
+            exact = grads[step].astype(float).mean(axis=0)
+            size = np.abs(grads[step]).astype(float).mean(axis=0)
+            # One rounding per rank, one of the sum; float32 adds the rest.
+            bound = (size + np.abs(exact) * 1.01) * 2.0**-digits + (world_size + 1) * tiny + 1e-6 * size
+            assert (np.abs(mean - exact) <= bound).all()
+
+
+@worlds
+def test_large_and_tiny_gradients_in_half_precision_are_counted_not_lost(world_size, cls):
+    grads = np.zeros((1, world_size, 8), F32)
+    grads[0, :, :6] = 60_000, -60_000, 1e-8, 0.5, 1e6, -np.inf
+    for rank in run(Fp16(), grads, cls):
+        np.testing.assert_allclose(rank.means[0][:2], [60_000, -60_000], rtol=1e-3)
+        np.testing.assert_allclose(rank.means[0][4:6], [65_504, -65_504], rtol=2e-3)
+        assert rank.means[0][3] == 0.5
+        assert rank.last.overflowed == 2
+        assert rank.last.underflowed == 1
+    for rank in run(BFloat16(), grads[:, :, :5], cls):
+        np.testing.assert_allclose(rank.means[0], grads[0, 0, :5], rtol=1e-2)
+        assert (rank.last.overflowed, rank.last.underflowed) == (0, 0)
+    for rank in run(ErrorFeedback(Fp16()), np.repeat(grads[:, :, :5], 20, axis=0), cls):
+        assert sum(mean[2] for mean in rank.means) + rank.residual[2] == pytest.approx(20e-8, rel=0.3)
+        assert rank.residual[4] > 1e7
+
+
+@worlds
+def test_dynamic_scale_follows_overflow_of_any_rank(world_size, cls):
+    grads = np.full((1002, world_size, 3), 0.25, F32)
+    grads[1, -1, 0] = 1e6
+    for rank in run(Fp16(scale="dynamic"), grads, cls):
+        assert rank.reducer.state_dict()["scale"].tolist() == [1.0, 0.0]
+        assert rank.means[-1][0] == 0.25
+        assert rank.reducer.statistics.reductions == 1002
+    for rank in run(Fp16(scale="dynamic"), grads[:2], cls):
+        assert rank.reducer.state_dict()["scale"].tolist() == [0.5, 0.0]
+    scaled = np.full((1, world_size, 3), 1e-8, F32)
+    for rank in run(Fp16(scale=2.0**14), scaled, cls):
+        np.testing.assert_allclose(rank.means[0], 1e-8, rtol=1e-2)
+
+
+@worlds
+def test_a_rank_may_send_nothing(world_size, cls):
+    grads = np.zeros((2, world_size, 300), F32)
+    grads[:, -1, 7::50] = 5
+    for rank in run(ErrorFeedback(Threshold(1.0)), grads, cls):
+        np.testing.assert_allclose(rank.means[1], mean_of(grads[1]), rtol=1e-6)
+    for rank in run(Threshold(1.0), np.zeros_like(grads), cls):
+        assert not rank.means[1].any()
+        assert rank.last.fell_back == 0
+
+
+@worlds
+@pytest.mark.parametrize("codec", ALL, ids=repr)
+def test_an_empty_bucket_is_reduced(codec, world_size, cls):
+    assert [rank.means[1].size for rank in run(codec, np.zeros((2, world_size, 0), F32), cls)] == [0] * world_size
+
+
+@worlds
+@pytest.mark.parametrize("codec", [*CORRECTED, ErrorFeedback(TopK(0.01, momentum=0.9, warm_up_steps=2))], ids=repr)
+def test_state_continues_where_it_was_saved(codec, world_size, cls):
+    grads = gradients(world_size, steps=4)
+    whole = run(codec, grads, cls)
+
+    def body(comm):
+        first = Run(codec, comm)
+        first.step(grads[0]).step(grads[1])
+        state = first.reducer.state_dict()
+        first.step(grads[3])
+        second = Run(codec, comm)
+        second.reducer.load_state_dict(state)
+        return second.step(grads[2]).step(grads[3])
+
+    for rank, reference in zip(on_ranks(world_size, body, cls=cls), whole, strict=True):
+        assert np.array_equal(rank.means[1], reference.means[3])
+        assert np.array_equal(rank.residual, reference.residual)
+
+
+def test_state_that_does_not_fit_is_refused():
+    def body(comm):
+        mine = ErrorFeedback(TopK(0.1)).attach(comm.empty(10), comm, label="b0")
+        with pytest.raises(StateError, match="codec"):
+            mine.load_state_dict({})
+        with pytest.raises(StateError, match="shape"):
+            mine.load_state_dict({"residual": np.ones(11, F32)})
+        assert not mine.state_dict()["residual"].any()
+
+    on_ranks(1, body)
+
+
+@worlds
+@pytest.mark.parametrize(("bad", "codec"), UNUSABLE, ids=str)
+def test_an_unusable_gradient_is_an_error_on_every_rank_and_not_the_end(codec, bad, world_size, cls):
+    grads = gradients(world_size)
+    grads[1, world_size - 1, 1234] = bad
+
+    def body(comm):
+        rank = Run(codec, comm)
+        rank.step(grads[0])
+        rank.bucket[:] = grads[1, comm.topology.rank]
+        reduction = rank.reducer.start()
+        for _ in range(2):
+            with pytest.raises(GradientError, match=f"element 1234 of bucket 'b0' on rank {world_size - 1}") as error:
+                reduction.wait()
+        assert (error.value.rank, error.value.index) == (world_size - 1, 1234)
+        rank.step(grads[2])
+        return rank.means[1]
+
+    for mean in on_ranks(world_size, body, cls=cls):
+        assert np.isfinite(mean).all()
+
+
+def test_dense_fallback_is_logged_once_and_counted(caplog):
+    caplog.set_level(logging.INFO, logger="distopt")
+    grads = gradients(4)
+    for rank in run(ErrorFeedback(TopK(0.3)), grads):
+        assert rank.reducer.statistics.fell_back == 3
+        assert rank.last.wire_bytes == rank.last.dense_bytes + 3 * 24
+        assert not rank.residual.any()
+    assert len(caplog.records) == 4
+    assert "'b0': 1501 of 5003 elements per rank on 4 ranks" in caplog.text
+    # Where each rank can be sent its part alone, sparse pays for longer.
+    assert {rank.reducer.statistics.fell_back for rank in run(TopK(0.3), grads, SplittingCommunicator)} == {0}
+    # Thresholds find out from the exchanged counts.
+    assert {rank.reducer.statistics.fell_back for rank in run(Threshold(0.5), grads)} == {3}
+    assert {rank.reducer.statistics.fell_back for rank in run(Threshold(9.0), grads)} == {0}
+
+
+def test_bytes_are_those_of_the_wire():
+    grads = gradients(2, steps=2)
+    dense, header = 4 * SIZE, 24
+    for codec, expected in [
+        (Fp32(), dense),
+        (Fp16(), dense // 2 + header),
+        (ErrorFeedback(BFloat16()), dense // 2 + header),
+        (TopK(0.01), 51 * 8 + header),
+    ]:
+        for rank in run(codec, grads):
+            assert (rank.last.wire_bytes, rank.last.dense_bytes) == (expected, dense)
+            total = rank.reducer.statistics
+            assert (total.reductions, total.wire_bytes) == (2, 2 * expected)
+            assert total.comm_seconds > 0
+    for rank in run(TopK(0.01), gradients(1)):
+        assert rank.last.wire_bytes == rank.last.dense_bytes == 0
+
+
+@worlds
+def test_momentum_correction_masking_and_clipping_follow_the_paper(world_size, cls):
+    momentum, clip_norm, k = F32(0.9), 20.0, 50
+    grads = gradients(world_size, steps=4)
+    codec = ErrorFeedback(TopK(k=k, momentum=0.9, clip_norm=clip_norm))
+    runs = run(codec, grads, cls)
+    velocity, residual = np.zeros_like(grads[0]), np.zeros_like(grads[0])
+    for step, grad in enumerate(grads):
+        norms = np.sqrt((grad.astype(float) ** 2).sum(axis=1, keepdims=True))
+        clipped = grad * np.minimum(1, clip_norm / np.sqrt(world_size) / norms).astype(F32)
+        velocity = momentum * velocity + clipped
+        residual = residual + velocity
+        lists = []
+        for r in range(world_size):
+            indices = selected(TopK(k=k), residual[r])
+            lists.append((indices, residual[r, indices]))
+            residual[r, indices] = velocity[r, indices] = 0
+        for rank in runs:
+            np.testing.assert_allclose(rank.means[step], sparse_mean(lists, SIZE), rtol=1e-5, atol=1e-7)
+    for rank, state in zip(runs, velocity, strict=True):
+        np.testing.assert_allclose(rank.reducer.state_dict()["velocity"], state, rtol=1e-5, atol=1e-7)
+
+
+def test_momentum_goes_on_where_everything_is_sent():
+    grads = gradients(2, steps=3)
+    velocity = 0
+    for mean, grad in zip(run(ErrorFeedback(TopK(1.0, momentum=0.5)), grads)[0].means, grads, strict=True):
+        velocity = 0.5 * velocity + mean_of(grad)
+        np.testing.assert_allclose(mean, velocity, rtol=1e-4, atol=1e-6)
+
+
+def test_warm_up_thins_out_stage_by_stage():
+    codec = TopK(0.01, warm_up_steps=2)
+    assert [codec.count(1000, step) for step in range(8)] == [250, 250, 63, 63, 16, 16, 10, 10]
+    grads = gradients(2, steps=8, size=1000)
+
+    def body(comm):
+        rank = Run(ErrorFeedback(codec), comm, 1000)
+        return [(rank.step(step).last.wire_bytes - 24) // 8 for step in grads]
+
+    assert on_ranks(2, body)[0] == [codec.count(1000, step) for step in range(8)]
+
+
+@worlds
+def test_buckets_under_way_together_do_not_mix(world_size, cls):
+    grads = gradients(world_size, steps=6)
+    codecs = [Fp32(), ErrorFeedback(TopK(0.01)), Threshold(2.0), Fp16(), ErrorFeedback(Threshold(1.0)), BFloat16()]
+
+    def body(comm):
+        runs = [Run(codec, comm) for codec in codecs]
+        for _ in range(2):
+            for own, grad in zip(runs, grads, strict=True):
+                own.bucket[:] = grad[comm.topology.rank]
+            for reduction in [own.reducer.start() for own in runs]:
+                reduction.wait()
+        return [own.bucket for own in runs]
+
+    alone = [run(codec, grads[[i, i]], cls)[0].means[-1] for i, codec in enumerate(codecs)]
+    for buckets in on_ranks(world_size, body, cls=cls):
+        for bucket, expected in zip(buckets, alone, strict=True):
+            assert np.array_equal(bucket, expected)
+
+
+def test_a_bucket_cannot_be_started_twice():
+    def body(comm):
+        reducer = Fp32().attach(comm.empty(4), comm, label="b7")
+        reduction = reducer.start()
+        with pytest.raises(UsageError, match="b7"):
+            reducer.start()
+        reduction.wait()
+        reducer.start().wait()
+
+    on_ranks(2, body)

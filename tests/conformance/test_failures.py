@@ -1,0 +1,233 @@
+"""What ranks are told when something goes wrong, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from distopt import _core
+from distopt.errors import CommunicatorError
+from distopt.settings import Settings
+
+from .ranks import PATIENT, LocalJob, connect, run_ranks, run_ranks_ok
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distopt.comm.base import Communicator
+
+
+# -- different collectives -------------------------------------------------------------------------
+def disagree(job: LocalJob, which: str) -> None:
+    comm = connect(job)
+    rank, odd = job.topology.rank, job.topology.rank == job.topology.world_size - 1
+    comm.barrier()
+    small, large = np.zeros(10), np.zeros(50_000)
+    if which == "operation":
+        work = comm.broadcast(small) if odd else comm.all_reduce(large, label="bucket 3")
+    elif which == "count":
+        work = comm.all_reduce(small if odd else large)
+    elif which == "dtype":
+        work = comm.all_reduce(small.astype(np.float32) if odd else small)
+    elif which == "reduction":
+        work = comm.all_reduce(small, "max" if odd else "sum")
+    elif which == "label":
+        work = comm.all_reduce(large, label="bucket 4" if odd else "bucket 3")
+    elif which == "root":
+        work = comm.broadcast(small, root=int(odd))
+    else:
+        assert which == "wire memory"
+        comm.empty(10 + rank, "int64")
+        return
+    work.wait()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("which", ["operation", "count", "dtype", "reduction", "label", "root", "wire memory"])
+def test_different_collectives_are_named_on_all_ranks(world_size: int, which: str) -> None:
+    outcomes = run_ranks(disagree, world_size, which)
+    assert [o.error for o in outcomes] == ["MismatchError"] * world_size
+    assert len({o.text for o in outcomes}) == 1, "all ranks tell the same story"
+    if which == "operation":
+        assert re.search(r"all_reduce #2 of 50,000 float64, sum \(bucket 3\)", outcomes[0].text)
+        assert re.search(r"broadcast #2 of 10 float64 from rank 0", outcomes[0].text)
+        assert f"rank {world_size - 1} (host" in outcomes[0].text
+
+
+# -- lost peers ------------------------------------------------------------------------------------
+def lose_last_rank(job: LocalJob, how: str, waiting_in: str) -> float:
+    comm = connect(job)
+    comm.broadcast(np.zeros(3, np.int32), label="hello").wait()
+    if job.topology.rank == job.topology.world_size - 1:
+        time.sleep(0.2)
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exited":
+            os._exit(0)
+        assert how == "closed"
+        comm.close()
+        return time.monotonic()
+    wait_in(comm, waiting_in)
+    return 0.0
+
+
+def wait_in(comm: Communicator, what: str) -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: comm.all_reduce(np.zeros(100_000, np.float32), label="bucket 7").wait(),
+        "barrier": comm.barrier,
+        "empty": lambda: comm.empty(100),
+        "all_gather_ragged": lambda: comm.all_gather_ragged(np.zeros(5)),
+        "done": lambda: poll(comm.all_reduce(np.zeros(5))),
+    }
+    calls[what]()
+
+
+def poll(work: Any) -> None:
+    while not work.done():
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("waiting_in", ["all_reduce", "barrier", "empty", "all_gather_ragged"])
+@pytest.mark.parametrize(
+    ("how", "error"), [("killed", "PeerLostError"), ("exited", "PeerLostError"), ("closed", "CommunicatorClosedError")]
+)
+def test_survivors_learn_who_was_lost(how: str, error: str, waiting_in: str) -> None:
+    started = time.monotonic()
+    *survivors, lost = run_ranks(lose_last_rank, 3, how, waiting_in)
+    assert time.monotonic() - started < PATIENT.timeout / 2, "noticed, not timed out"
+    assert [o.error for o in survivors] == [error] * 2
+    for outcome in survivors:
+        assert f"rank 2 (host {os.uname().nodename}, pid {lost.pid or ''}" in outcome.text
+        assert "broadcast #1 of 3 int32 from rank 0 (hello)" in outcome.text
+    assert lost.exit_code == {"killed": -signal.SIGKILL, "exited": 0, "closed": 0}[how]
+
+
+def die_inside(job: LocalJob) -> None:
+    comm = connect(job)
+    array = comm.empty(5_000_000)
+    ordinary = np.zeros(5_000_000, np.float32)
+    array[...] = 0
+    if job.topology.rank == 1:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while True:
+        comm.all_reduce(array)
+        comm.all_reduce(ordinary)
+        comm.all_reduce(ordinary[:10]).wait()
+
+
+def test_death_in_the_middle_of_an_operation() -> None:
+    outcomes = run_ranks(die_inside, 3)
+    assert [o.error for o in outcomes] == ["PeerLostError", None, "PeerLostError"]
+    assert "rank 1 (host" in outcomes[0].text
+
+
+def use_after_failure(job: LocalJob) -> list[str]:
+    comm = connect(job)
+    array = comm.empty(1000)
+    if job.topology.rank == 1:
+        os._exit(0)
+    texts = []
+    for call in (comm.barrier, lambda: comm.all_reduce(array), comm.barrier, lambda: comm.empty(3)):
+        with pytest.raises(CommunicatorError) as info:
+            call()
+        texts.append(str(info.value))
+    comm.close()
+    array[...] = 1  # the memory outlives the communicator
+    return texts
+
+
+def test_after_a_failure_every_use_tells_the_first_cause() -> None:
+    outcome, _ = run_ranks(use_after_failure, 2)
+    assert outcome.error is None, outcome.trace
+    assert len(set(outcome.value)) == 1
+    assert "rank 1 (host" in outcome.value[0]
+
+
+def test_a_peer_that_is_done_may_leave_before_the_others_have_noticed() -> None:
+    for _ in range(3):
+        run_ranks_ok(finish_and_leave, 3)
+
+
+def finish_and_leave(job: LocalJob) -> None:
+    comm = connect(job)
+    array = comm.empty(10_000)
+    for target in (array, np.ones(300_000, np.float32)):
+        target[...] = 1
+        work = comm.all_reduce(target)
+        if job.topology.rank == 0:
+            time.sleep(0.1)
+        work.wait()
+        assert (target == 3).all()
+    comm.close()
+
+
+# -- stalled peers ---------------------------------------------------------------------------------
+def stall(job: LocalJob) -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("distopt").addHandler(handler)
+    comm = connect(job, Settings(timeout=1.0, stall_warning=0.3))
+    comm.barrier()
+    if job.topology.rank != 0:
+        time.sleep(2.5)
+        return []
+    with pytest.raises(TimeoutError, match=r"no answer within 1 s") as info:
+        comm.all_reduce(np.zeros(3)).wait()
+    return [*records, str(info.value)]
+
+
+def test_a_stalled_peer_is_named_first_in_a_warning_then_in_an_error() -> None:
+    warning, error = run_ranks_ok(stall, 3)[0]
+    for text in (warning, error):
+        assert "waits in all_reduce #2 of 3 float64, sum for rank 1 (host" in text
+        assert "rank 2 (host" in text
+        assert "barrier #1" in text
+
+
+def wait_briefly(job: LocalJob) -> str:
+    comm = connect(job)
+    if job.topology.rank == 0:
+        with pytest.raises(TimeoutError) as info:
+            comm.all_reduce(np.zeros(3)).wait(timeout=0.2)
+        return str(info.value)
+    time.sleep(0.6)
+    with pytest.raises(TimeoutError) as info:
+        comm.barrier()
+    return str(info.value)
+
+
+def test_the_late_rank_is_told_that_the_others_gave_up() -> None:
+    first, late = run_ranks_ok(wait_briefly, 2)
+    assert first == late
+    assert "it has started no operation" in first
+
+
+@pytest.mark.parametrize("named_fallback", [False, True])
+def test_shared_memory_is_the_owner_s_alone(named_fallback: bool) -> None:
+    fd = _core.create_segment(2, 4096, named_fallback)
+    assert os.fstat(fd).st_mode & 0o777 == 0o600
+    os.close(fd)
+
+
+# -- nothing left ----------------------------------------------------------------------------------
+def leftovers() -> set[str]:
+    sockets = {line for line in Path("/proc/net/unix").read_text().splitlines() if "distopt" in line}
+    files = {str(path) for path in Path("/dev/shm").iterdir() if "distopt" in path.name}
+    return sockets | files
+
+
+@pytest.mark.parametrize("how", ["killed", "exited", "closed"])
+def test_nothing_is_left_behind(how: str) -> None:
+    before = leftovers()
+    run_ranks(lose_last_rank, 2, how, "barrier")
+    assert leftovers() <= before

@@ -1,0 +1,243 @@
+"""Signals, threads, forks, exits and memory: what a communicator survives and what it gives back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distopt import _core
+from distopt.errors import CommunicatorClosedError, UsageError, WireMemoryError
+
+from .ranks import LocalJob, connect, run_ranks, run_ranks_ok
+
+
+# -- Ctrl-C, threads, forks, exits -----------------------------------------------------------------
+def interrupt(job: LocalJob) -> float:
+    comm = connect(job)
+    array = np.full(7, job.topology.rank + 1.0)
+    if job.topology.rank == 1:
+        time.sleep(1.0)
+        comm.all_reduce(array).wait()
+        return 0.0
+    work = comm.all_reduce(array)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    took = time.monotonic() - began
+    work.wait()  # an interrupted wait can be taken up again
+    assert (array == 3).all()
+    return took
+
+
+def test_ctrl_c_interrupts_a_wait() -> None:
+    assert run_ranks_ok(interrupt, 2)[0] < 0.9
+
+
+def interrupt_halfway(job: LocalJob) -> None:
+    comm = connect(job)
+    if job.topology.rank == 0:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            comm.all_gather_ragged(np.zeros(3))
+    else:
+        time.sleep(0.6)
+    with pytest.raises(CommunicatorClosedError, match=r"rank 0 .* left all_gather_ragged"):
+        comm.barrier()
+
+
+def test_ctrl_c_in_a_call_that_cannot_be_taken_up_again_ends_the_job() -> None:
+    run_ranks_ok(interrupt_halfway, 2)
+
+
+def close_in_signal_handler(job: LocalJob) -> None:
+    comm = connect(job)
+    if job.topology.rank == 1:
+        time.sleep(0.6)
+        comm.all_reduce(np.zeros(3)).wait()  # rank 0 gave its part before it left
+        with pytest.raises(CommunicatorClosedError, match=r"rank 0 .* closed"):
+            comm.barrier()
+        return
+    signal.signal(signal.SIGUSR1, lambda *_: comm.close())
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    with pytest.raises(CommunicatorClosedError, match="has closed"):
+        comm.all_reduce(np.zeros(3)).wait()
+
+
+def test_a_signal_handler_may_close() -> None:
+    run_ranks_ok(close_in_signal_handler, 2)
+
+
+def use_from_threads(job: LocalJob) -> None:
+    comm = connect(job)
+    if job.topology.rank == 0:
+        refused: list[Any] = []
+
+        def also() -> None:
+            time.sleep(0.2)
+            for call in (comm.barrier, comm.close):
+                with pytest.raises(UsageError, match="thread"):
+                    call()
+                refused.append(call)
+
+        thread = threading.Thread(target=also)
+        thread.start()
+        comm.barrier()
+        thread.join()
+        assert len(refused) == 2
+    else:
+        time.sleep(0.6)
+        comm.barrier()
+
+
+def test_a_second_thread_is_refused() -> None:
+    run_ranks_ok(use_from_threads, 2)
+
+
+def fork_child(job: LocalJob) -> None:
+    comm = connect(job)
+    array = comm.empty(10)
+    work = comm.all_reduce(np.zeros(3))
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            for call in (comm.barrier, comm.progress, lambda: comm.empty(1)):
+                with pytest.raises(UsageError, match="forked"):
+                    call()
+            comm.close()
+            del comm, work, array
+            gc.collect()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    work.wait()
+    comm.barrier()
+    assert comm.empty(5).size == 5
+
+
+def test_a_forked_child_is_no_rank() -> None:
+    run_ranks_ok(fork_child, 2)
+
+
+def exit_with_work_outstanding(job: LocalJob) -> None:
+    global kept  # alive until the interpreter ends
+    comm = connect(job)
+    array = comm.empty(100_000)
+    kept = (comm, array, comm.all_reduce(array), comm.all_reduce(np.zeros(70_000)), comm.barrier)
+
+
+def test_exit_with_work_outstanding() -> None:
+    for outcome in run_ranks(exit_with_work_outstanding, 2):
+        assert (outcome.error, outcome.exit_code) == (None, 0)
+
+
+def outlive(job: LocalJob) -> None:
+    comm = connect(job)
+    array = comm.empty(1000)
+    view = array[10:20]
+    array[...] = job.topology.rank
+    comm.all_reduce(array, "max").wait()
+    work = comm.all_reduce(array) if job.topology.rank == 5 else None
+    comm.close()
+    comm.close()
+    with pytest.raises(CommunicatorClosedError, match="has closed"):
+        comm.barrier()
+    with pytest.raises(CommunicatorClosedError):
+        comm.all_reduce(array)
+    del comm, array, work
+    gc.collect()
+    assert (view == 1).all()
+    view[...] = 3
+
+
+def test_wire_memory_outlives_the_communicator() -> None:
+    run_ranks_ok(outlive, 2)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+def ask_for_too_much(job: LocalJob) -> str:
+    comm = connect(job)
+    with pytest.raises(WireMemoryError) as info:
+        comm.empty(1 << 44, "float64")
+    return str(info.value)
+
+
+def test_too_much_wire_memory_is_refused_on_all_ranks() -> None:
+    first, second = run_ranks_ok(ask_for_too_much, 2)
+    assert first == second
+    assert "MiB of wire memory for each of 2 ranks do not fit" in first
+
+
+def fill_a_limited_file(job: LocalJob) -> str:
+    import resource
+
+    comm = connect(job)
+    if job.topology.rank == 1:  # its share of the file would end beyond this
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))
+    with pytest.raises(WireMemoryError) as info:
+        comm.empty(4 << 20)
+    return str(info.value)
+
+
+def test_the_rank_that_cannot_allocate_is_named() -> None:
+    first, second = run_ranks_ok(fill_a_limited_file, 2)
+    assert first == second
+    assert "rank 1 (host" in first
+    assert "cannot allocate its share of 16 MiB" in first
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(-1, "float32"), (3, "complex64")])
+def test_impossible_wire_memory(count: int, dtype: str) -> None:
+    comm = connect(LocalJob(bytes(16), 0, 1))
+    with pytest.raises(UsageError):
+        comm.empty(count, dtype)
+
+
+def use_named_file(job: LocalJob) -> None:
+    fd = job.host_group().share_fd(lambda: _core.create_segment(2, 4096, True))
+    assert str(Path(f"/proc/self/fd/{fd}").readlink()).startswith("/dev/shm/")
+    assert os.fstat(fd).st_nlink == 0
+    core = _core.ShmCommunicator(fd, job.topology.rank, ["rank 0", "rank 1"], 10.0, 5.0, print)
+    job.all_gather(b"")
+    array = core.empty(30_000, 0, 1 << 30)
+    for target in (array, np.empty(30_001, np.float32)):
+        target[...] = job.topology.rank + 1
+        core.all_reduce(target, 0, 0, "").wait()
+        assert (target == 3).all()
+
+
+def test_without_memfd_an_unlinked_file_serves() -> None:
+    run_ranks_ok(use_named_file, 2)
+
+
+def count_descriptors(job: LocalJob) -> tuple[int, int]:
+    def count() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def maps() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:distopt")
+
+    before = count()
+    for _ in range(5):
+        comm = connect(job)
+        array = comm.empty(1000)
+        comm.all_reduce(array).wait()
+        comm.close()
+        del comm, array
+        gc.collect()
+    return count() - before, maps()
+
+
+def test_descriptors_and_mappings_are_released() -> None:
+    assert run_ranks_ok(count_descriptors, 2) == [(0, 0)] * 2

@@ -1,0 +1,151 @@
+"""The oracle: a slow communicator in plain NumPy whose ranks are threads of this process.
+
+A collective deposits a copy of its input when it is started, spoils the array that will receive the result, and looks
+at what the others deposited only when it is waited for: a caller that uses a result too early, or relies on the order
+in which the ranks arrive, fails.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from distopt.comm.base import Communicator, Work
+from distopt.errors import MismatchError, StalledError
+from distopt.topology import Topology
+
+TIMEOUT = 30.0
+
+
+@dataclass
+class Board:
+    """What the ranks have deposited for the collectives under way, by sequence number."""
+
+    world_size: int
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    posts: dict[int, dict[int, tuple[tuple[object, ...], np.ndarray]]] = field(default_factory=dict)
+
+
+class OracleWork(Work):
+    def __init__(self, comm, sequence, finish):
+        self.comm, self.sequence, self.finish = comm, sequence, finish
+
+    def done(self):
+        return self.finish is None or len(self.comm.board.posts[self.sequence]) == self.comm.topology.world_size
+
+    def wait(self, timeout=None):
+        if self.finish is None:
+            return
+        board, finish, self.finish = self.comm.board, self.finish, None
+        with board.changed:
+            posts = board.posts[self.sequence]
+            if not board.changed.wait_for(lambda: len(posts) == board.world_size, timeout or TIMEOUT):
+                raise StalledError(f"only ranks {sorted(posts)} came to collective {self.sequence}")
+        calls = {call for call, _ in posts.values()}
+        if len(calls) > 1:
+            raise MismatchError(f"collective {self.sequence}: {calls}")
+        finish([posts[rank][1] for rank in range(board.world_size)])
+
+
+def widen(array, dtype):
+    """The values of a wire array, for computing with them."""
+    if dtype == "bfloat16":
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32) if dtype == "float16" else array
+
+
+def narrow(array, dtype):
+    """The opposite of `widen`, rounded to nearest even."""
+    if dtype == "bfloat16":
+        bits = array.astype(np.float32).view(np.uint32)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        return np.where(np.isnan(array), np.uint16(0x7FC0), rounded)
+    return array.astype(dtype)
+
+
+def reduced(arrays, dtype, op):
+    total = widen(arrays[0], dtype).copy()
+    for array in arrays[1:]:
+        combine = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}[op]
+        combine(total, widen(array, dtype), out=total)
+    if op == "mean":
+        total /= np.asarray(len(arrays), total.dtype)
+    return narrow(total, dtype)
+
+
+class OracleCommunicator(Communicator):
+    name = "oracle"
+
+    def __init__(self, rank, board):
+        self.topology = Topology.of_one_host(rank, board.world_size, "host")
+        self.board = board
+        self.sequence = 0
+
+    @classmethod
+    def create(cls, job):
+        raise NotImplementedError("ranks that are threads belong to no job")
+
+    def empty(self, count, dtype="float32"):
+        return np.full(count, 77, "uint16" if dtype == "bfloat16" else dtype)
+
+    def barrier(self):
+        self._post("barrier", np.zeros(0), None, lambda _: None).wait()
+
+    def close(self):
+        pass
+
+    def _post(self, call, array, out, finish):
+        sequence, self.sequence = self.sequence, self.sequence + 1
+        with self.board.changed:
+            self.board.posts.setdefault(sequence, {})[self.topology.rank] = (call, array.copy())
+            self.board.changed.notify_all()
+        if out is not None:
+            out[...] = 99
+        return OracleWork(self, sequence, finish)
+
+    def _all_reduce(self, array, dtype, op, label):
+        def finish(arrays):
+            with np.errstate(over="ignore", invalid="ignore"):
+                array[...] = reduced(arrays, dtype, op)
+
+        return self._post(("all_reduce", dtype, op, array.shape), array, array, finish)
+
+    def _reduce_scatter(self, array, out, dtype, op, label):
+        def finish(arrays):
+            out[...] = np.split(reduced(arrays, dtype, op), len(arrays))[self.topology.rank]
+
+        return self._post(("reduce_scatter", dtype, op, array.size), array, out, finish)
+
+    def _all_gather(self, array, out, dtype, label):
+        def finish(arrays):
+            out[...] = np.concatenate(arrays)
+
+        return self._post(("all_gather", dtype, array.size), array, out, finish)
+
+    def _all_gather_ragged(self, array, dtype, label):
+        got = []
+        self._post(("all_gather_ragged", dtype), array, None, got.extend).wait()
+        return [part.copy() for part in got]
+
+    def _broadcast(self, array, root, dtype, label):
+        def finish(arrays):
+            array[...] = arrays[root]
+
+        return self._post(("broadcast", dtype, root, array.shape), array, array, finish)
+
+
+class SplittingCommunicator(OracleCommunicator):
+    """As if the transport could send each rank only its part."""
+
+    sends_parts = True
+
+
+def on_ranks(world_size, body, *, cls=OracleCommunicator):
+    """Call `body(comm)` on every rank; the results in rank order. An error on any rank is raised."""
+    board = Board(world_size)
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(body, cls(rank, board)) for rank in range(world_size)]
+        return [future.result() for future in futures]

@@ -1,0 +1,93 @@
+"""Whatever goes wrong on one rank, wherever: the others end within seconds, say why, and leave nothing behind.
+
+`tests.faults.cases.run` states what must hold; `tests.faults.job` is the job.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+
+import pytest
+
+from tests.processes import Program
+
+from .cases import MISTAKES, Case, can_mount, full_memory, run
+
+STARTS = [("main", "shm"), ("raw", "shm"), ("mpiexec", "shm"), ("mpiexec", "mpi")]
+PLACES = ("start", "inside", "between")
+ENDS = ("SIGKILL", "raise", "sys.exit", "os._exit")
+OUTSIDE = ("parent", "interrupt")
+
+
+def possible(case: Case) -> bool:
+    if case.fault == "model":
+        return case.place == "start"
+    if case.fault in MISTAKES:
+        # MPI needs no shared memory of ours.
+        return case.place != "start" and (case.fault, case.backend) != ("shm full", "mpi")
+    return True
+
+
+def matrix() -> list[Case]:
+    """Every fault at every place on every transport at 2 ranks, thinned out where starts share what they test."""
+    cases = [Case(*start, fault, place) for start, fault, place in product(STARTS, ENDS, PLACES)]
+    cases += [Case(*start, fault, "inside") for start, fault in product(STARTS, OUTSIDE)]
+    cases += [Case(*start, "stop", place) for start, place in zip(STARTS, (*PLACES, "inside"), strict=True)]
+    cases += [Case(*start, "pause", place) for start, place in zip(STARTS, ("between", *PLACES), strict=True)]
+    cases += [Case(*start, fault, "between") for start, fault in product((STARTS[1], STARTS[3]), MISTAKES)]
+    cases += [Case(*start, "model", "start") for start in (STARTS[0], STARTS[3])]
+    # More ranks: those that are neither the first nor the lost one, and a first rank that is lost.
+    cases += [Case(*start, "SIGKILL", "inside", 4, 2) for start in STARTS]
+    cases += [Case(*start, "raise", place, 4, 0) for start, place in zip(STARTS, (*PLACES, "inside"), strict=True)]
+    cases += [Case(*STARTS[1], "SIGKILL", "start", 4, 2), Case(*STARTS[1], "os._exit", "start", 2, 0)]
+    cases += [Case(*STARTS[0], "SIGSEGV", "between"), Case(*STARTS[1], "skip", "inside", 4, 3)]
+    cases += [Case(*STARTS[3], fault, "launch") for fault in ("stop", "os._exit")]
+    return [case for case in cases if possible(case)]
+
+
+@pytest.mark.parametrize("case", matrix(), ids=str)
+def test_fault(case: Case) -> None:
+    run(case)
+
+
+@pytest.mark.skipif(not can_mount(), reason="mounting a full /dev/shm takes privileges")
+def test_full_dev_shm_does_not_matter() -> None:
+    script = [sys.executable, "-m", "tests.faults.job", "main", "none", "between", "2", "-1", "0"]
+    ended = Program(full_memory() + script).end()
+    assert (ended.code, ended.stdout.count(" finished"), ended.stderr) == (0, 2, "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_random_faults() -> None:
+    """200 faults drawn at random, two jobs at a time."""
+    seed = int(os.environ.get("DISTOPT_TEST_SEED", random.randrange(2**32)))
+    print(f"DISTOPT_TEST_SEED={seed}")
+    rng = random.Random(seed)
+    trials = [draw(rng) for _ in range(200)]
+    failures = []
+
+    def attempt(case: Case) -> None:
+        try:
+            run(case)
+        except AssertionError as error:
+            failures.append(f"{case}: {error}")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(attempt, trials))
+    assert not failures, f"seed {seed}, {len(failures)} of {len(trials)}:\n" + "\n\n".join(failures)
+
+
+def draw(rng: random.Random) -> Case:
+    while True:
+        fault = rng.choice([*ENDS * 3, *OUTSIDE, *MISTAKES, "pause", "SIGSEGV"])
+        size = rng.choice((2, 2, 3, 4))
+        # What others see of a mistake of rank 0 is that they all differ from it.
+        rank = rng.randrange(1 if fault in MISTAKES else 0, size)
+        case = Case(*rng.choice(STARTS), fault, rng.choice(PLACES), size, rank, rng.uniform(0.0, 0.4))
+        if possible(case):
+            return case

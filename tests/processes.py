@@ -1,0 +1,113 @@
+"""Run programs of several processes, and make sure that nothing of them remains."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+_MARK = "DISTOPT_TEST_RUN"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+class Program:
+    """A started program. All its processes carry a mark in their environment, by which strays are found."""
+
+    def __init__(self, command: list[str], env: dict[str, str] | None = None) -> None:
+        self._mark = f"{_MARK}={uuid4().hex}"
+        name, _, value = self._mark.partition("=")
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path, **(env or {}), name: value},
+            start_new_session=True,
+        )
+
+    def end(self, timeout: float = 60.0) -> Ended:
+        """Wait for the end. Fails the test if it does not come, or if a process remains."""
+        try:
+            stdout, stderr = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            stdout, stderr = self.process.communicate()
+            pytest.fail(f"no end within {timeout} s\n{stdout}\n{stderr}")
+        self.assert_nothing_left()
+        return Ended(self.process.returncode, stdout, stderr)
+
+    def assert_nothing_left(self, patience: float = 5.0) -> None:
+        deadline = time.monotonic() + patience
+        while left := self.pids():
+            if time.monotonic() > deadline:
+                self.kill()
+                pytest.fail(f"processes remain: {left}")
+            time.sleep(0.02)
+
+    def pids(self) -> dict[int, str]:
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self._mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:  # noqa: PERF203 - ended, or another user's
+                continue
+        return found
+
+    def kill(self) -> None:
+        for pid in self.pids():
+            os.kill(pid, signal.SIGKILL)
+
+    def read_lines(self, count: int) -> list[str]:
+        assert self.process.stdout is not None
+        return [self.process.stdout.readline().rstrip("\n") for _ in range(count)]
+
+
+def mpiexec(n: int, *args: str, env: dict[str, str] | None = None, timeout: float = 100.0) -> Ended:
+    """Run `python *args` on `n` ranks of this host under the mpiexec that belongs to mpi4py's library."""
+    return start_mpiexec(n, *args, env=env).end(timeout)
+
+
+def start_mpiexec(n: int, *args: str, env: dict[str, str] | None = None) -> Program:
+    return Program([*mpiexec_command(n), sys.executable, *args], env)
+
+
+def mpiexec_command(n: int) -> list[str]:
+    """The start of a command line for `n` ranks of this host."""
+    if find_spec("mpi4py") is None:
+        pytest.skip("mpi4py is absent: pip install 'distopt[mpi]'")
+    beside = Path(sys.executable).parent / "mpiexec"
+    command = [str(beside) if beside.exists() else "mpiexec"]
+    if "Open MPI" in _version(command[0]):
+        variables = [
+            "OMPI_ALLOW_RUN_AS_ROOT=1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+            "OMPI_MCA_pml=ob1",
+            "OMPI_MCA_btl=self,sm,tcp",
+        ]
+        command = ["env", *variables, *command, "--oversubscribe"]
+    return [*command, "-n", str(n)]
+
+
+@functools.cache
+def _version(mpiexec_path: str) -> str:
+    return subprocess.run([mpiexec_path, "--version"], capture_output=True, text=True, check=True).stdout

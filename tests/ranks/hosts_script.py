@@ -1,0 +1,80 @@
+"""Ranks on several hosts, told by MPI, or by the second argument: "abab" puts ranks 0 and 2 on one host.
+
+The first argument says what they do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+from distopt.comm import Communicator, create
+from distopt.errors import CommunicatorError
+from distopt.launch.mpi import MpiJob
+
+# Through one exchange, flat, by hosts, with a rest, and in several parts.
+COUNTS = (5, 1001, 8193, 100_003, 4_500_001)
+
+
+def check(comm: Communicator, flat: Communicator) -> str:
+    """Compare with the flat communicator; a digest of all results."""
+    rank = comm.topology.rank
+    digest = hashlib.sha256()
+    for count in COUNTS:
+        wire = comm.empty(count)
+        for op in ("sum", "mean", "max") * 2:
+            plain = np.random.default_rng([rank, count]).random(count, np.float32)
+            wire[:] = plain
+            works = [comm.all_reduce(wire, op, label=f"wire {count}"), flat.all_reduce(plain, op)]
+            for work in works:
+                work.wait()
+            np.testing.assert_allclose(wire, plain, rtol=1e-6)
+            digest.update(wire)
+    return digest.hexdigest()
+
+
+def main() -> None:
+    how, hosts = sys.argv[1], sys.argv[2:]
+    logging.basicConfig(level=logging.INFO)
+    job = MpiJob(host=f"host-{hosts[0][MPI.COMM_WORLD.rank]}" if hosts else None)
+    rank, last = job.topology.rank, job.topology.world_size - 1
+    comm = create(job)
+    wire = comm.empty(100_000)
+    wire[:] = 1
+    comm.all_reduce(wire).wait()
+    said = ""
+    if how == "check":
+        flat = create(job, "mpi")
+        said = check(comm, flat)
+        flat.close()
+    elif how == "SIGKILL":
+        if rank == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.all_reduce(wire).wait()
+    else:
+        try:
+            if rank != last:
+                comm.all_reduce(wire, label="bucket 3").wait()
+            elif how == "mismatch":
+                comm.all_reduce(wire[1:], label="bucket 3").wait()
+            elif how == "close":
+                comm.close()
+            elif how == "late":
+                time.sleep(3.0)
+        except CommunicatorError as error:
+            said = f"{type(error).__name__} {error}"
+        job.comm.Barrier()
+    sys.stdout.write(f"rank {rank} on {job.topology.host} over {comm.name}: {said}\n")
+    sys.stdout.flush()
+    comm.close()
+    job.close()
+
+
+main()

@@ -1,0 +1,80 @@
+"""A small net and its data, trained by ranks that the tests start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from distopt import device, launch, layer, model, opt, singa_wrap, tensor
+
+FEATURES, CLASSES, BATCH = 21, 5, 16
+SMALL = 300  # elements; cuts the net into several buckets
+
+
+class Net(model.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear1 = layer.Linear(31, activation="RELU")
+        self.linear2 = layer.Linear(CLASSES)
+        self.loss = layer.SoftMaxCrossEntropy()
+
+    def forward(self, x):
+        return self.linear2(self.linear1(x))
+
+    def train_one_batch(self, x, y, step):
+        loss = self.loss(self.forward(x), y)
+        step(loss)
+        return loss
+
+
+def batch(step: int, rank: int) -> tuple[tensor.Tensor, tensor.Tensor]:
+    """Learnable: the class is that of the nearest of fixed centres."""
+    rng = np.random.default_rng([step, rank])
+    centres = np.random.default_rng(99).standard_normal((CLASSES, FEATURES), np.float32) * 2
+    labels = rng.integers(0, CLASSES, BATCH, np.int32)
+    noise = rng.standard_normal((BATCH, FEATURES), np.float32)
+    return tensor.from_numpy(centres[labels] + noise), tensor.from_numpy(labels)
+
+
+def build(optimizer) -> Net:
+    device.get_default_device().SetRandSeed(3)
+    net = Net()
+    net.set_optimizer(optimizer)
+    net.compile([batch(0, 0)[0]], is_train=True)
+    return net
+
+
+def make(rank: int, world_size: int, ticket, **options) -> opt.DistOpt:
+    return opt.DistOpt(opt.SGD(lr=0.05, momentum=0.5), ticket, rank, world_size, **{"threshold": SMALL, **options})
+
+
+def parameters(net: Net) -> np.ndarray:
+    params = net.get_params()
+    return np.concatenate([params[name].data.reshape(-1) for name in sorted(params)])
+
+
+def step_of(optimizer, strategy):
+    if strategy == "partialUpdate":
+        return lambda loss: optimizer.step_by(strategy, loss)
+    return lambda loss: optimizer.reduce_and_update(loss, strategy, SMALL)
+
+
+def train(optimizer, net: Net, steps: range, strategy) -> list[float]:
+    return [net(*batch(n, optimizer.global_rank), step_of(optimizer, strategy)).item() for n in steps]
+
+
+def enter(rank: int, world_size: int, ticket, folder: str, body, *args) -> None:
+    optimizer = make(rank, world_size, ticket)
+    np.savez(Path(folder) / f"{rank}.npz", **body(optimizer, *args))
+    optimizer.communicator.barrier()
+
+
+def on_ranks(folder: Path, world_size: int, body, *args) -> list[dict[str, np.ndarray]]:
+    launch.spawn(enter, world_size, (singa_wrap.NcclIdHolder(), str(folder), body, *args))
+    return [dict(np.load(folder / f"{rank}.npz")) for rank in range(world_size)]
+
+
+def assert_equal_bits(ranks: list[dict[str, np.ndarray]], key: str) -> None:
+    for other in ranks[1:]:
+        np.testing.assert_array_equal(ranks[0][key].view(np.int32), other[key].view(np.int32), err_msg=key)

@@ -1,0 +1,35 @@
+"""A script with spawned ranks that end as the first argument says."""
+
+import os
+import signal
+import sys
+import time
+
+from distopt import launch
+
+
+def work(rank: int, world_size: int, how: str) -> None:
+    print(f"rank {rank} of {world_size} pid {os.getpid()} threads {os.environ['OMP_NUM_THREADS']}")
+    if rank == 1:
+        match_end(how)
+    if how not in {"success", "slow exit"}:
+        time.sleep(60)
+
+
+def match_end(how: str) -> None:
+    if how == "raise":
+        raise ValueError("the cause")
+    if how == "sys.exit":
+        sys.exit(3)
+    if how == "sys.exit text":
+        sys.exit("a cause in words")
+    if how == "os._exit":
+        os._exit(3)
+    if how == "SIGKILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "SIGSEGV":
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+if __name__ == "__main__":
+    launch.main(work, int(sys.argv[2]), (sys.argv[1],))

@@ -1,0 +1,131 @@
+"""The examples as a user runs them: output, exit codes, and one line with the cure for each wrong input."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distopt.data import idx, synthetic
+from tests.processes import ROOT, Ended, Program, mpiexec
+
+MULTIPROCESS = str(ROOT / "examples/mnist_multiprocess.py")
+DIST = str(ROOT / "examples/mnist_dist.py")
+TRAIN, TEST = 384, 100
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("digits")
+    for name, count, seed in (("train", TRAIN, 1), ("t10k", TEST, 2)):
+        images, labels = synthetic.digits(count, seed)
+        (folder / f"{name}-images-idx3-ubyte").write_bytes(idx.encode(images[:, 0]))
+        (folder / f"{name}-labels-idx1-ubyte").write_bytes(idx.encode(labels.astype(np.uint8)))
+    return folder
+
+
+def python(*args: str, env: dict[str, str] | None = None) -> Ended:
+    return Program([sys.executable, *args], env).end()
+
+
+def multiprocess(*args: str, world_size: str = "2") -> Ended:
+    return python(MULTIPROCESS, *args, "--", world_size)
+
+
+def under_mpi(*args: str) -> Ended:
+    return mpiexec(2, DIST, *args)
+
+
+BOTH = pytest.mark.parametrize("run", [multiprocess, under_mpi])
+EPOCH = re.compile(
+    r"Starting Epoch 0:\n"
+    r"Training loss = (\d+\.\d{6}), training accuracy = (0\.\d{6})\n"
+    r"Evaluation accuracy = (0\.\d{6}), Elapsed Time = \d+\.\d{3}s, \d+ images/s\n"
+)
+
+
+def test_both_launchers_print_the_same_numbers(digits):
+    outputs = [run("--data-dir", str(digits), "-m", "1", "-b", "32") for run in (multiprocess, under_mpi)]
+    figures = []
+    for ended in outputs:
+        assert ended.code == 0, ended.stderr
+        match = EPOCH.search(ended.stdout)
+        assert match, ended.stdout
+        figures.append(match.groups())
+    assert figures[0] == figures[1]
+
+
+def test_one_process_without_a_launcher(digits):
+    ended = python(DIST, "--data-dir", str(digits), "-m", "1", "-b", "32", "--no-augment")
+    assert ended.code == 0, ended.stderr
+    assert EPOCH.search(ended.stdout)
+
+
+def assert_one_line(ended: Ended, *parts: str) -> None:
+    said = [line for line in ended.stderr.splitlines() if "error:" in line or "failed:" in line]
+    assert ended.code == 2, ended
+    assert len(said) == 1, ended.stderr
+    assert "Traceback" not in ended.stderr
+    for part in parts:
+        assert part in said[0]
+
+
+@pytest.mark.parametrize("world_size", ["0", "-1", "two", "1.5"])
+def test_world_size(world_size):
+    assert_one_line(multiprocess(world_size=world_size), world_size)
+
+
+@BOTH
+def test_unknown_dist_option(run, digits):
+    assert_one_line(run("--data-dir", str(digits), "-d", "fp8"), "fp8", "fp16", "sparseTopK")
+
+
+@BOTH
+def test_batch_larger_than_a_shard(run, digits):
+    assert_one_line(run("--data-dir", str(digits), "-b", "193"), "193", "use batch_size 192 or less")
+
+
+@BOTH
+def test_missing_data(run, tmp_path):
+    assert_one_line(run("--data-dir", str(tmp_path / "nowhere")), str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("damage", ["truncate", "corrupt"])
+def test_damaged_data(damage, digits, tmp_path):
+    for file in digits.iterdir():
+        content = file.read_bytes()
+        if file.name == "train-images-idx3-ubyte":
+            content = content[:-1] if damage == "truncate" else b"\1" + content[1:]
+        (tmp_path / file.name).write_bytes(content)
+    assert_one_line(multiprocess("--data-dir", str(tmp_path)), "train-images-idx3-ubyte")
+
+
+def test_mpiexec_without_mpi4py(digits, tmp_path):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py/__init__.py").write_text("raise ModuleNotFoundError('No module named mpi4py')\n")
+    launched = {"PMI_RANK": "0", "PMI_SIZE": "2", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    ended = python(DIST, "--data-dir", str(digits), env=launched)
+    assert_one_line(ended, "mpi4py", 'pip install "distopt[mpi]"')
+
+
+def test_ranks_that_all_believe_to_be_rank_0_of_1(digits):
+    launched = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    assert_one_line(python(DIST, "--data-dir", str(digits), env=launched), "rank 0 of 2", "rank 0 of 1")
+
+
+def test_layers_that_do_not_fit_are_named(digits, tmp_path):
+    script = tmp_path / "misfit.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
+        "import train_cnn\n"
+        "from distopt import launch, layer, tensor\n"
+        "def misfit():\n"
+        "    cnn = train_cnn.CNN()\n"
+        "    cnn.linear1 = layer.Linear(801, 500)\n"
+        "    cnn.compile([tensor.Tensor((4, 1, 28, 28))])\n"
+        "launch.main(misfit)\n"
+    )
+    assert_one_line(python(str(script)), "linear1", "800", "801")

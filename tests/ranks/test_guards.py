@@ -1,0 +1,238 @@
+"""What is wrong with gradients and arguments is named, by parameter, step and rank; types, sizes and clipping."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from distopt import autograd, device, launch, opt, singa_wrap, tensor
+from distopt.compress import ErrorFeedback, Fp16, Fp32, Threshold, TopK
+from distopt.errors import GradientError, RankFailedError, UsageError
+from tests.ranks.small_net import (
+    SMALL,
+    Net,
+    assert_equal_bits,
+    batch,
+    build,
+    make,
+    on_ranks,
+    parameters,
+    step_of,
+    train,
+)
+
+CODECS = {"fp32": Fp32(), "fp16": Fp16(), "top-K": ErrorFeedback(TopK(0.1)), "threshold": Threshold(0.01)}
+
+
+def poisoned(optimizer, net: Net, number: int, strategy, bad: float) -> None:
+    """A step in which one element of one gradient of the last rank is `bad`."""
+
+    def step(loss):
+        backward = autograd.backward
+
+        def spoiled(loss):
+            for param, grad in backward(loss):
+                if param.name == "linear1.b" and optimizer.global_rank == optimizer.world_size - 1:
+                    grad.data[7] = bad
+                yield param, grad
+
+        autograd.backward = spoiled
+        try:
+            step_of(optimizer, strategy)(loss)
+        finally:
+            autograd.backward = backward
+
+    net(*batch(number, optimizer.global_rank), step)
+
+
+def raising(optimizer) -> dict[str, np.ndarray]:
+    last = optimizer.world_size - 1
+    for strategy in [*CODECS.values(), "partialUpdate"]:
+        optimizer = opt.DistOpt(opt.SGD(lr=0.05), communicator=optimizer.communicator, threshold=SMALL)
+        net = build(optimizer)
+        train(optimizer, net, range(2), strategy)
+        for number in (2, 3):  # the error is not the end: a second one is named as well
+            before = parameters(net)
+            where = rf"step {number}: the gradient of linear1.b is NaN or infinite on rank {last} \("
+            with pytest.raises(GradientError, match=where) as caught:
+                poisoned(optimizer, net, number, strategy, np.nan)
+            assert caught.value.rank == last
+            np.testing.assert_array_equal(parameters(net), before)
+        train(optimizer, net, range(4, 6), strategy)
+        assert np.isfinite(parameters(net)).all()
+    return {}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_nan_is_named_by_parameter_step_and_rank_on_all_ranks(tmp_path, world_size):
+    on_ranks(tmp_path, world_size, raising)
+
+
+def skipping(optimizer) -> dict[str, np.ndarray]:
+    results = {}
+    for name, strategy in {**CODECS, "partial": "partialUpdate"}.items():
+        optimizer = opt.DistOpt(
+            opt.SGD(lr=0.05), communicator=optimizer.communicator, threshold=SMALL, non_finite="skip"
+        )
+        net = build(optimizer)
+        train(optimizer, net, range(2), strategy)
+        before = parameters(net)
+        poisoned(optimizer, net, 2, strategy, np.inf if name == "fp32" else np.nan)
+        np.testing.assert_array_equal(parameters(net), before)
+        train(optimizer, net, range(3, 5), strategy)
+        optimizer.synchronize()
+        stats = optimizer.stats()
+        assert (stats.steps, stats.skipped, optimizer.opt.step_counter) == (5, 1, 4)
+        assert "1 steps skipped" in stats.summary()
+        results[name] = parameters(net)
+        assert np.isfinite(results[name]).all()
+    return results
+
+
+def test_a_step_with_nan_is_skipped_on_all_ranks(tmp_path):
+    ranks = on_ranks(tmp_path, 3, skipping)
+    for name in ranks[0]:
+        assert_equal_bits(ranks, name)
+
+
+def ignoring(optimizer) -> dict[str, np.ndarray]:
+    optimizer = opt.DistOpt(opt.SGD(lr=0.05), communicator=optimizer.communicator, non_finite="ignore")
+    net = build(optimizer)
+    poisoned(optimizer, net, 0, Fp32(), np.nan)
+    assert np.isnan(parameters(net)).any()
+    return {}
+
+
+def test_fp32_does_not_look_where_nan_is_ignored(tmp_path):
+    on_ranks(tmp_path, 2, ignoring)
+
+
+def overflowing(optimizer) -> dict[str, np.ndarray]:
+    bucket = optimizer.communicator.empty(50)
+    bucket[:] = 3e38
+    reducer = Fp32().attach(bucket, optimizer.communicator, label="b0")
+    with pytest.raises(GradientError, match=r"sum over ranks of element 0 of bucket 'b0' exceeds float32"):
+        reducer.start().wait()
+    bucket[:] = 1
+    reducer.start().wait()
+    return {}
+
+
+def test_a_sum_that_overflows_accuses_no_rank(tmp_path):
+    on_ranks(tmp_path, 2, overflowing)
+
+
+def another_loss(optimizer) -> dict[str, np.ndarray]:
+    net = build(optimizer)
+    train(optimizer, net, range(2), Fp32())
+    x, y = batch(2, optimizer.global_rank)
+    frozen = net.linear1.forward
+
+    def without_linear1(inputs):
+        hidden = frozen(inputs)
+        return tensor.from_numpy(hidden.data)  # cut off from the graph
+
+    with pytest.raises(UsageError, match=r"did not reach 1 of \d parameters|did not reach 2 of 2 parameters"):
+        net(x, y, lambda _: optimizer(net.loss(net.linear2(without_linear1(x)), y)))
+    extra = tensor.Tensor((1,), stores_grad=True, name="extra")
+    with pytest.raises(UsageError, match="parameter extra was not part of the loss in the first step"):
+        net(x, y, lambda loss: optimizer(loss * extra))
+    return {}
+
+
+def test_another_set_of_parameters_is_an_error(tmp_path):
+    on_ranks(tmp_path, 2, another_loss)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    monkeypatch.setenv("DISTOPT_BACKEND", "single")
+    return lambda **options: opt.DistOpt(opt.SGD(lr=0.05), singa_wrap.NcclIdHolder(), 0, 1, **options)
+
+
+def test_bad_arguments_are_named(alone):
+    optimizer = alone()
+    net = build(optimizer)
+    x, y = batch(0, 0)
+    wrong = {
+        r"ratio 0.0 .* outside \(0, 1\]": lambda loss: optimizer.backward_and_sparse_update(loss, spars=0.0, topK=True),
+        r"ratio 1.5 .* outside \(0, 1\]": lambda loss: optimizer.step_by("sparseTopK", loss, spars=1.5),
+        "threshold -0.1 is not": lambda loss: optimizer.backward_and_sparse_update(loss, spars=-0.1),
+        "unknown strategy 'fp8'; choose one of plain, fp32,": lambda loss: optimizer.step_by("fp8", loss),
+        "clipping value of -1": lambda loss: optimizer.backward_and_update_half(loss, clipping=True, clip_Value=-1),
+        "-5 is negative": lambda loss: optimizer.backward_and_update(loss, threshold=-5),
+    }
+    for match, step in wrong.items():
+        with pytest.raises(UsageError, match=match):
+            net(x, y, step)
+    net(x, y, optimizer)
+    with pytest.raises(UsageError, match="non_finite='stop' is not one of raise, skip, ignore"):
+        alone(non_finite="stop")
+    with pytest.raises(UsageError, match="unknown codec 'fp8'; choose one of"):
+        alone(compression="fp8")
+    with pytest.raises(UsageError, match="a fusion buffer of 0 elements"):
+        alone(buffSize=0)
+
+
+def failing(rank: int, world_size: int, ticket) -> None:
+    optimizer = make(rank, world_size, ticket)
+    net = build(optimizer)
+    train(optimizer, net, range(1), Fp32())
+    poisoned(optimizer, net, 1, Fp32(), np.nan)
+
+
+def test_a_nan_ends_the_job_with_its_name():
+    with pytest.raises(RankFailedError, match=r"step 1: the gradient of linear1.b is NaN or infinite on rank 1"):
+        launch.spawn(failing, 2, (singa_wrap.NcclIdHolder(),))
+
+
+# -- types and sizes --------------------------------------------------------------------------------------------------
+def test_float64_parameters_train_in_float64_and_lossy_codecs_refuse_them(alone):
+    x, y = batch(0, 0)
+    wide = tensor.Tensor(data=x.data.astype(np.float64))
+    optimizer = alone()
+    device.get_default_device().SetRandSeed(3)
+    net = Net()
+    net.set_optimizer(optimizer)
+    net.compile([wide], is_train=True)
+    assert parameters(net).dtype == np.float64
+    first = net(wide, y, optimizer).item()
+    for _ in range(20):
+        last = net(wide, y, optimizer).item()
+    assert last < first
+    with pytest.raises(
+        UsageError, match=r"bucket 0: linear2.W of float64 cannot be reduced by Fp16, which takes float32"
+    ):
+        net(wide, y, optimizer.backward_and_update_half)
+
+
+@pytest.mark.parametrize("threshold", [0, 1, 5, 160, 10**9])
+def test_threshold_changes_buckets_and_not_results(alone, threshold):
+    results = []
+    for size in (threshold, SMALL):
+        optimizer = alone()
+        net = build(optimizer)
+        for number in range(3):
+            net(*batch(number, 0), lambda loss: optimizer.backward_and_update(loss, size))  # noqa: B023
+        results.append(parameters(net))
+        labels = {label for label, _ in optimizer.stats().buckets}
+        if size == 0:
+            assert len(labels) == 4  # every parameter alone
+        if size == 10**9:
+            assert len(labels) == 1
+    np.testing.assert_array_equal(*results)
+
+
+def test_clipping_limits_every_element(alone):
+    moved = []
+    for clipping in (False, True):
+        optimizer = alone()
+        net = build(optimizer)
+        before = parameters(net)
+        net(
+            *batch(0, 0),
+            lambda loss: optimizer.backward_and_update_half(loss, clipping=clipping, clip_Value=1e-3),  # noqa: B023
+        )
+        moved.append(np.abs(parameters(net) - before).max())
+    assert moved[1] == pytest.approx(0.05 * 1e-3, rel=1e-2)
+    assert moved[0] > 5 * moved[1]

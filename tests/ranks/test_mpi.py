@@ -1,0 +1,253 @@
+"""MpiJob and MpiCommunicator on the ranks that there are: one inside pytest, more under mpiexec."""
+
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mpi4py", reason="mpi4py is absent: pip install 'distopt[mpi]'", exc_type=ImportError)
+
+from distopt import launch
+from distopt.comm import create
+from distopt.comm.mpi import MpiCommunicator
+from distopt.errors import CommunicatorClosedError, LaunchError, MismatchError, StalledError, UsageError
+
+DTYPES = ["float32", "float64", "float16", "int32", "int64"]
+COUNTS = [0, 1, 3, 17, 2048, 2049, 100_003]
+
+
+@pytest.fixture(scope="module")
+def job():
+    job = launch.MpiJob()
+    yield job
+    job.close()
+
+
+@pytest.fixture(scope="module")
+def comm(job):
+    with MpiCommunicator.create(job) as communicator:
+        yield communicator
+
+
+def data(rank: int, count: int, dtype: str) -> np.ndarray:
+    values = (np.arange(count) * (rank + 3) + 7 * rank) % 101 - 50
+    return (values / (1 if dtype.startswith("int") else 7)).astype(dtype)
+
+
+def in_rank_order(arrays: list[np.ndarray]) -> np.ndarray:
+    dtype = arrays[0].dtype
+    total = arrays[0].astype(np.float32 if dtype == np.float16 else dtype)
+    for array in arrays[1:]:
+        total = total + array
+    return total
+
+
+def test_topology_is_that_of_mpi(job):
+    topology = job.topology
+    assert (topology.rank, topology.world_size) == (job.comm.rank, job.comm.size)
+    assert topology.single_host
+    assert topology.local_rank == topology.rank
+    assert len(set(topology.hosts)) == 1
+
+
+@pytest.mark.parametrize("length", [0, 1, 100_000])
+def test_job_all_gather(job, length):
+    rank, size = job.topology.rank, job.topology.world_size
+    for _ in range(2):
+        assert job.all_gather(bytes([rank]) * length * rank) == [bytes([r]) * length * r for r in range(size)]
+
+
+def test_hosts_are_told_apart_and_each_has_a_group(job):
+    rank, size = job.topology.rank, job.topology.world_size
+    fake = launch.MpiJob(host=f"host{rank % 2}")  # round robin, so that local ranks are not neighbours
+    members = [r for r in range(size) if r % 2 == rank % 2]
+    topology = fake.topology
+    assert topology.hosts == tuple(f"host{r % 2}" for r in range(size))
+    assert (topology.local_rank, topology.local_size) == (members.index(rank), len(members))
+    assert topology.single_host == (size == 1)
+    group = fake.host_group()
+    assert fake.host_group() is group
+    assert (group.rank, group.size) == (topology.local_rank, topology.local_size)
+    assert group.all_gather(b"%d" % rank) == [b"%d" % r for r in members]
+    fake.close()
+    fake.close()
+    with pytest.raises(LaunchError, match="closed"):
+        fake.all_gather(b"")
+
+
+def test_join_is_the_mpi_job():
+    with create(launch.join(), "mpi") as communicator:
+        assert isinstance(communicator, MpiCommunicator)
+
+
+def test_mpi_communicator_wants_an_mpi_job():
+    with pytest.raises(UsageError, match="mpiexec"):
+        MpiCommunicator.create(launch.MultiprocessJob(launch.Ticket(), 0, 1))
+
+
+@pytest.mark.parametrize(("count", "limit"), [*((n, 2**31 - 1) for n in COUNTS), (0, 7), (17, 7), (2049, 500)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_collectives_in_any_order_of_waiting(comm, dtype, count, limit, monkeypatch):
+    monkeypatch.setattr(MpiCommunicator, "max_count", limit)
+    rank, size = comm.topology.rank, comm.topology.world_size
+    inputs = [data(r, count, dtype) for r in range(size)]
+    whole = [data(r, size * count, dtype) for r in range(size)]
+    for turn in range(2):
+        reduced = {op: inputs[rank].copy() for op in ("sum", "max", "min")}
+        gathered, scattered, cast = np.empty(size * count, dtype), np.empty(count, dtype), inputs[rank].copy()
+        works = [comm.all_reduce(array, op) for op, array in reduced.items()]
+        works.append(comm.all_gather(inputs[rank].copy(), gathered))
+        works.append(comm.reduce_scatter(whole[rank].copy(), scattered))
+        works.append(comm.broadcast(cast, size - 1))
+        order = np.random.default_rng([rank, turn]).permutation(len(works))
+        for i in order:
+            works[i].wait()
+            assert works[i].done()
+        expected = in_rank_order(inputs).astype(dtype)
+        assert reduced["sum"].tobytes() == expected.tobytes()
+        assert reduced["max"].tobytes() == np.max(inputs, 0).tobytes()
+        assert reduced["min"].tobytes() == np.min(inputs, 0).tobytes()
+        assert gathered.tobytes() == np.concatenate(inputs).tobytes()
+        assert scattered.tobytes() == in_rank_order(whole).astype(dtype).reshape(size, count)[rank].tobytes()
+        assert cast.tobytes() == inputs[-1].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_mean_is_rounded_once(comm, dtype):
+    rank, size = comm.topology.rank, comm.topology.world_size
+    inputs = [data(r, 5001, dtype) for r in range(size)]
+    array = inputs[rank].copy()
+    comm.all_reduce(array, "mean").wait()
+    total = in_rank_order(inputs)
+    assert array.tobytes() == (total / total.dtype.type(size)).astype(dtype).tobytes()
+
+
+@pytest.mark.parametrize("count", [3, 5001])
+def test_bfloat16_travels_in_uint16(comm, count):
+    rank, size = comm.topology.rank, comm.topology.world_size
+    # Small integers are exact in bfloat16: the upper half of a float32.
+    inputs = [(data(r, count, "int32") % 8).astype(np.float32) for r in range(size)]
+    array = (inputs[rank].view(np.uint32) >> 16).astype(np.uint16)
+    comm.all_reduce(array, wire="bfloat16").wait()
+    assert array.tobytes() == (sum(inputs).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("count", [4, 5000])
+def test_nan_of_any_rank_wins(comm, op, count):
+    rank, size = comm.topology.rank, comm.topology.world_size
+    array = np.full(count, rank, np.float32)
+    array[rank % count] = np.nan
+    comm.all_reduce(array, op).wait()
+    assert np.flatnonzero(np.isnan(array)).tolist() == sorted({r % count for r in range(size)})
+
+
+@pytest.mark.parametrize("limit", [2**31 - 1, 10])
+@pytest.mark.parametrize("count", [0, 1, 50])
+def test_ragged_gather(comm, count, limit, monkeypatch):
+    monkeypatch.setattr(MpiCommunicator, "max_count", limit)
+    rank, size = comm.topology.rank, comm.topology.world_size
+    for _ in range(2):
+        parts = comm.all_gather_ragged(data(rank, count * rank, "int64"))
+        assert [part.tolist() for part in parts] == [data(r, count * r, "int64").tolist() for r in range(size)]
+
+
+@pytest.mark.parametrize("count", [5, 70_001])
+def test_operation_on_a_busy_array_sees_the_earlier_result(comm, count):
+    size = comm.topology.world_size
+    array, gathered = np.full(count, 1.0), np.empty(size * 2)
+    works = [comm.all_reduce(array) for _ in range(3)] + [comm.all_gather(array[:2], gathered)]
+    works[-1].wait()
+    assert set(array.tolist()) == set(gathered.tolist()) == {float(size**3)}
+
+
+def test_gather_into_an_array_that_holds_the_own_part(comm):
+    rank, size = comm.topology.rank, comm.topology.world_size
+    whole = np.full((size, 5), -1, np.float32)
+    whole[rank] = rank
+    comm.all_gather(whole[rank], whole).wait()
+    assert whole.tolist() == [[r] * 5 for r in range(size)]
+
+
+def test_many_operations_at_once_use_few_buffers(comm):
+    rank, size = comm.topology.rank, comm.topology.world_size
+    arrays = [np.full(10_000, rank + i, np.float32) for i in range(20)]
+    buffers, before = [], len(comm._scratch)
+    for _ in range(3):
+        works = [comm.all_reduce(array, "max", label=f"w{i}") for i, array in enumerate(arrays)]
+        works[-1].wait()
+        comm.barrier()
+        assert not comm._queue.outstanding
+        assert all(work.done() for work in works)
+        buffers.append(len(comm._scratch))
+    assert [array[0] for array in arrays] == [size - 1 + i for i in range(20)]
+    assert max(buffers) <= max(before, len(arrays))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_wire_memory(comm, dtype):
+    array = comm.empty(1001, dtype)
+    assert array.shape == (1001,)
+    assert array.dtype == ("uint16" if dtype == "bfloat16" else dtype)
+    assert array.ctypes.data % 64 == 0
+    with pytest.raises(UsageError):
+        comm.empty(-1)
+    with pytest.raises(UsageError):
+        comm.empty(1, "complex64")
+
+
+def test_closed_communicator_says_so(job):
+    communicator = MpiCommunicator.create(job)
+    communicator.close()
+    communicator.close()
+    with pytest.raises(CommunicatorClosedError, match="after close"):
+        communicator.all_reduce(np.zeros(1))
+
+
+# -- ranks that disagree ---------------------------------------------------------------------------------------------
+@pytest.fixture
+def peers(job):
+    if job.topology.world_size == 1:
+        pytest.skip("needs more than one rank; runs under mpiexec")
+    communicator = MpiCommunicator.create(job)
+    yield communicator
+    job.comm.Barrier()
+    communicator.close()
+
+
+@pytest.mark.parametrize("kind", ["count", "dtype", "op", "label", "collective", "root"])
+def test_mismatch_names_both_sides(peers, kind):
+    last = peers.topology.rank == peers.topology.world_size - 1
+    calls = {
+        "count": lambda: peers.all_reduce(np.zeros(4 if last else 3, np.float32)),
+        "dtype": lambda: peers.all_reduce(np.zeros(4, np.int32 if last else np.float32)),
+        "op": lambda: peers.all_reduce(np.zeros(4), "max" if last else "sum"),
+        "label": lambda: peers.all_reduce(np.zeros(4), label="bias" if last else "weight"),
+        "collective": lambda: peers.broadcast(np.zeros(4)) if last else peers.all_reduce(np.zeros(4)),
+        "root": lambda: peers.broadcast(np.zeros(4), int(last)),
+    }
+    with pytest.raises(MismatchError, match=r"rank \d on .* called .*#0.*, but rank \d on .* called .*#0") as caught:
+        calls[kind]().wait()
+    with pytest.raises(MismatchError) as again:
+        peers.all_reduce(np.zeros(4))
+    assert again.value is caught.value
+
+
+def test_absent_rank_is_named(peers, job):
+    last = job.topology.world_size - 1
+    if job.topology.rank != last:
+        with pytest.raises(StalledError, match=rf"for rank {last} on ") as caught:
+            peers.all_reduce(np.zeros(4), label="weight").wait(1.0)
+        assert "'weight'" in str(caught.value)
+    else:
+        time.sleep(1.5)
+
+
+def test_rank_that_closed_is_named(peers, job):
+    last = job.topology.world_size - 1
+    peers.barrier()
+    if job.topology.rank == last:
+        peers.close()
+    else:
+        with pytest.raises(CommunicatorClosedError, match=rf"rank {last} on .* has closed"):
+            peers.barrier()

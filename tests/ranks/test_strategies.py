@@ -1,0 +1,233 @@
+"""Every strategy with real ranks: it trains, ranks agree to the bit, and it can be changed, counted and saved."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distopt import opt
+from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, Threshold, TopK
+from distopt.errors import StateError, UsageError
+from tests.processes import Program
+from tests.ranks.small_net import (
+    SMALL,
+    assert_equal_bits,
+    batch,
+    build,
+    on_ranks,
+    parameters,
+    train,
+)
+
+STRATEGIES = {
+    "fp32": Fp32(),
+    "fp16": Fp16(),
+    "bf16": BFloat16(),
+    "fp16 scaled": ErrorFeedback(Fp16(scale="dynamic")),
+    "top-K": ErrorFeedback(TopK(0.05)),
+    "top-K 100 %": TopK(1.0),
+    "top-K alone": TopK(0.3),
+    "warm-up": ErrorFeedback(TopK(0.02, warm_up_steps=4, clip_norm=5.0)),
+    "threshold": ErrorFeedback(Threshold(0.02)),
+    "threshold 0": Threshold(0.0),
+    "partial": "partialUpdate",
+}
+STEPS = 30
+
+
+def every_strategy(optimizer) -> dict[str, np.ndarray]:
+    results = {}
+    for name, strategy in STRATEGIES.items():
+        optimizer = opt.DistOpt(
+            opt.SGD(lr=0.05, momentum=0.5), communicator=optimizer.communicator, threshold=SMALL, partition_size=100
+        )
+        net = build(optimizer)
+        losses = train(optimizer, net, range(STEPS), strategy)
+        results[f"{name} drifted"] = parameters(net)
+        optimizer.synchronize()
+        results[name] = parameters(net)
+        results[f"{name} losses"] = np.array(losses)
+        total = optimizer.stats().total
+        results[f"{name} bytes"] = np.array([total.wire_bytes, total.dense_bytes])
+    return results
+
+
+def check_every_strategy(ranks: list[dict[str, np.ndarray]]) -> None:
+    for name in STRATEGIES:
+        assert_equal_bits(ranks, name)
+        mean = np.mean([rank[f"{name} losses"] for rank in ranks], axis=0)
+        assert mean[-5:].mean() < 0.5 * mean[:3].mean(), name
+        if name == "partial":
+            assert np.ptp([rank[f"{name} drifted"] for rank in ranks], axis=0).max() > 1e-4
+        else:
+            assert_equal_bits(ranks, f"{name} drifted")
+    for name in ("top-K 100 %", "threshold 0"):
+        np.testing.assert_array_equal(ranks[0][name], ranks[0]["fp32"])
+    for name, bound in {"fp16": 2e-3, "bf16": 2e-2}.items():
+        np.testing.assert_allclose(ranks[0][name], ranks[0]["fp32"], atol=bound)
+    for rank in ranks:
+        dense = rank["fp32 bytes"][1]
+        assert all(rank[f"{name} bytes"][1] == dense for name in STRATEGIES)
+        assert rank["fp32 bytes"][0] == dense
+        assert rank["partial bytes"][0] < dense
+        assert rank["fp16 bytes"][0] < 0.75 * dense
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_strategy_trains_with_equal_parameters(tmp_path, world_size):
+    check_every_strategy(on_ranks(tmp_path, world_size, every_strategy))
+
+
+@pytest.mark.skipif(find_spec("mpi4py") is None, reason="needs mpi4py")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_strategy_over_mpi(tmp_path, world_size):
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    command = [str(mpiexec), "-n", str(world_size), sys.executable, "-m", "tests.ranks.test_strategies", str(tmp_path)]
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    ended = Program(command, {"DISTOPT_BACKEND": "mpi", **threads}).end()
+    assert ended.code == 0, ended.stderr
+    check_every_strategy([dict(np.load(tmp_path / f"{rank}.npz")) for rank in range(world_size)])
+
+
+# -- changes between steps --------------------------------------------------------------------------------------------
+def changing(optimizer) -> dict[str, np.ndarray]:
+    """Warm-up in fp32, then top-K of another share in every step, fp16 in between."""
+    net = build(optimizer)
+    shapes = []
+    for number in range(STEPS):
+        spars = 0.02 + 0.01 * (number % 7)
+        if number < 5:
+            train(optimizer, net, range(number, number + 1), Fp32())
+        elif number == 20:
+            train(optimizer, net, range(number, number + 1), Fp16())
+        else:
+            sparse = partial(optimizer.backward_and_sparse_update, threshold=SMALL, spars=spars, topK=True)
+            net(*batch(number, optimizer.global_rank), sparse)
+        states = optimizer.get_states()
+        shapes.append(len(states))
+    residual = np.concatenate([array.reshape(-1) for key, array in states.items() if key.endswith("residual")])
+    kinds = {kind for _, kind in optimizer.stats().buckets}
+    assert kinds == {"Fp32", "Fp16", "ErrorFeedback(TopK)"}, kinds
+    assert len(set(shapes[5:])) == 1, "a varying share of top-K makes new state"
+    return {"parameters": parameters(net), "residual": residual}
+
+
+def test_strategies_change_between_steps(tmp_path):
+    ranks = on_ranks(tmp_path, 2, changing)
+    assert_equal_bits(ranks, "parameters")
+    assert all(np.abs(rank["residual"]).max() > 0 for rank in ranks)
+
+
+def retuned(optimizer) -> dict[str, np.ndarray]:
+    """What varying shares have not sent is sent by the last step, whose share is everything."""
+    comm = optimizer.communicator
+    bucket = comm.empty(101)
+    reducer = ErrorFeedback(TopK(0.01)).attach(bucket, comm)
+    sums = np.zeros((2, 101))
+    for step, ratio in enumerate([0.01, 0.2, 0.05, 1.0]):
+        ErrorFeedback(TopK(ratio)).retune(reducer)
+        bucket[:] = np.random.default_rng([step, comm.topology.rank]).standard_normal(101)
+        sums[0] += bucket
+        reducer.start().wait()
+        sums[1] += bucket
+    for other in (TopK(0.1), ErrorFeedback(Threshold(1.0)), Fp32()):
+        with pytest.raises(UsageError, match="cannot go on as"):
+            other.retune(reducer)
+    assert not reducer.state_dict()["residual"].any()
+    return {"sent": sums[0], "received": sums[1]}
+
+
+def test_a_retuned_reducer_keeps_its_residual(tmp_path):
+    ranks = on_ranks(tmp_path, 3, retuned)
+    np.testing.assert_allclose(ranks[0]["received"], np.mean([rank["sent"] for rank in ranks], axis=0), atol=1e-6)
+
+
+def partial_then_dense(optimizer) -> dict[str, np.ndarray]:
+    net = build(optimizer)
+    train(optimizer, net, range(5), "partialUpdate")
+    train(optimizer, net, range(5, 8), Fp32())
+    return {"parameters": parameters(net)}
+
+
+def test_dense_steps_after_partial_ones_start_from_equal_parameters(tmp_path):
+    assert_equal_bits(on_ranks(tmp_path, 2, partial_then_dense), "parameters")
+
+
+# -- states and statistics --------------------------------------------------------------------------------------------
+def resumed(optimizer) -> dict[str, np.ndarray]:
+    """Six steps at once, and three, saved, loaded into new objects, and three."""
+    results = {}
+    for name in ("top-K", "threshold", "warm-up", "fp16 scaled", "partial"):
+        strategy = STRATEGIES[name]
+        whole = opt.DistOpt(opt.SGD(lr=0.05, momentum=0.5), communicator=optimizer.communicator, threshold=SMALL)
+        net = build(whole)
+        train(whole, net, range(3), strategy)
+        states, saved = whole.get_states(), parameters(net)
+        weights = {name: p.to_numpy() for name, p in net.get_params().items()}
+        train(whole, net, range(3, 6), strategy)
+        results[f"{name} whole"] = parameters(net)
+
+        fresh = opt.DistOpt(opt.SGD(lr=0.05, momentum=0.5), communicator=optimizer.communicator, threshold=SMALL)
+        for target in (fresh, whole):  # one without buckets, and one with
+            other = net if target is whole else build(fresh)
+            target.set_states(states)
+            for key, value in weights.items():
+                other.get_params()[key].data[...] = value
+            np.testing.assert_array_equal(parameters(other), saved)
+            assert target.get_states().keys() == states.keys()
+            train(target, other, range(3, 6), strategy)
+            np.testing.assert_array_equal(parameters(other), results[f"{name} whole"], err_msg=name)
+            assert target.stats().steps == 6
+        key = next((key for key in states if key.endswith("residual")), None)
+        wrong = [{**states, "x/y": np.zeros(1)}, {}, *([{**states, key: states[key][1:]}] if key else [])]
+        for bad in wrong:
+            with pytest.raises(StateError):
+                whole.set_states(bad)
+    return results
+
+
+def test_a_saved_run_goes_on_to_the_bit(tmp_path):
+    on_ranks(tmp_path, 2, resumed)
+
+
+def counted(optimizer) -> dict[str, np.ndarray]:
+    net = build(optimizer)
+    train(optimizer, net, range(3), Fp16())
+    first = optimizer.stats()
+    train(optimizer, net, range(3, 8), STRATEGIES["top-K"])
+    later = optimizer.stats() - first
+    n = parameters(net).size
+    assert (first.steps, later.steps) == (3, 5)
+    assert first.total.dense_bytes == 3 * 4 * n  # two ranks
+    assert later.total.dense_bytes == 5 * 4 * n
+    assert {kind for _, kind in first.buckets} == {"Fp16"}
+    assert {kind for _, kind in later.buckets} == {"ErrorFeedback(TopK)"}
+    assert sum(cost.wire_bytes for cost in later.buckets.values()) == later.total.wire_bytes
+    assert 0 < later.total.wire_bytes < 0.4 * later.total.dense_bytes
+    assert later.total.select_seconds > 0
+    assert later.summary().startswith("Communication: 0.00")
+    assert "MB dense (ErrorFeedback(TopK))" in later.summary()
+    assert (optimizer.stats() - optimizer.stats()).summary()  # of no steps
+    return {}
+
+
+def test_statistics_count_what_was_sent(tmp_path):
+    on_ranks(tmp_path, 2, counted)
+
+
+def main(folder: str) -> None:
+    """A rank of mpiexec."""
+    optimizer = opt.DistOpt(opt.SGD())
+    assert optimizer.communicator.name == os.environ["DISTOPT_BACKEND"]
+    results = every_strategy(optimizer)
+    np.savez(Path(folder) / f"{optimizer.global_rank}.npz", **results)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

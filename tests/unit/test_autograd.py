@@ -1,0 +1,347 @@
+"""Gradients against central differences in float64, and the promises of the backward pass."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+
+from distopt import autograd, layer, operations, tensor
+from distopt.errors import UsageError
+from distopt.tensor import Operation, Tensor
+
+
+@pytest.fixture(autouse=True)
+def training(monkeypatch):
+    monkeypatch.setattr(autograd, "training", True)
+
+
+def parameter(name, shape, seed=0, dtype=np.float64):
+    rng = np.random.default_rng([seed, *shape])
+    # Distinct values at least 0.01 apart and off zero: no maximum or ReLU flips within a difference step.
+    values = (rng.permutation(int(np.prod(shape))) - np.prod(shape) / 2 + 0.3) * 0.037
+    return Tensor(data=values.reshape(shape).astype(dtype), stores_grad=True, name=name)
+
+
+def conv(relu=False, stride=(1, 1), padding=(0, 0)):
+    return lambda *inputs: operations.Conv2d(stride, padding, relu)(*inputs)
+
+
+def pool(kind, kernel, stride, padding):
+    return lambda x: kind(kernel, stride, padding)(x)
+
+
+def batch_norm(x, gamma, beta):
+    return operations.BatchNorm2d(np.zeros(3), np.ones(3), 0.1, 1e-5)(x, gamma, beta)
+
+
+LABELS = Tensor(data=np.array([2, 0, 1, 2]))
+ONE_HOT = Tensor(data=np.eye(3)[[2, 0, 1, 2]])
+
+CASES = {
+    "add": (lambda a, b: a + b, (3, 4), (3, 4)),
+    "add broadcast": (lambda a, b: a + b, (3, 1, 2), (4, 1)),
+    "add itself": (lambda a: a + a, (3, 2)),
+    "sub broadcast": (lambda a, b: a - b, (3, 4), (4,)),
+    "mul": (lambda a, b: a * b, (3, 4), (3, 4)),
+    "mul broadcast": (lambda a, b: a * b, (1, 4), (3, 1)),
+    "mul itself": (lambda a: a * a, (5,)),
+    "mul of 0 dimensions": (lambda a, b: a * b * a, (), ()),
+    "div": (lambda a, b: a / b, (3, 4), (3, 4)),
+    "div broadcast": (lambda a, b: a / b, (3, 4), (1, 4)),
+    "numbers": (lambda a: 2 - (3 * a + 1) / 4 - 1 / (a + 9), (3, 2)),
+    "neg": (lambda a: -a, (3,)),
+    "matmul": (lambda a, b: a @ b, (3, 4), (4, 5)),
+    "matmul itself": (lambda a: a @ a, (3, 3)),
+    "reshape": (lambda a: autograd.reshape(a, (4, -1)) * a.reshape((4, 3)), (3, 4)),
+    "flatten": (autograd.flatten, (2, 3, 4)),
+    "cat": (lambda a, b: autograd.cat([a, b, a], 1), (2, 3), (2, 5)),
+    "reduce_sum": (lambda a: autograd.reduce_sum(a, [0, 2]), (2, 3, 4)),
+    "reduce_sum without dimensions": (lambda a: autograd.reduce_sum(a, [1], keepdims=False), (2, 3, 4)),
+    "reduce_mean": (autograd.reduce_mean, (2, 3)),
+    "relu": (autograd.relu, (3, 4)),
+    "sigmoid": (autograd.sigmoid, (3, 4)),
+    "softmax": (autograd.softmax, (3, 4)),
+    "softmax of 3 dimensions": (autograd.softmax, (2, 3, 4)),
+    "softmax_cross_entropy": (lambda a: autograd.softmax_cross_entropy(a, LABELS), (4, 3)),
+    "softmax_cross_entropy one-hot": (lambda a: autograd.softmax_cross_entropy(a, ONE_HOT), (4, 3)),
+    "mse_loss": (autograd.mse_loss, (4, 3), (4, 3)),
+    "linear": (lambda x, w, b: operations.Linear()(x, w, b), (4, 3), (3, 5), (5,)),
+    "linear without bias": (lambda x, w: operations.Linear()(x, w), (4, 3), (3, 5)),
+    "linear relu": (lambda x, w, b: operations.Linear(relu=True)(x, w, b), (4, 3), (3, 5), (5,)),
+    "conv": (conv(), (2, 3, 5, 6), (4, 3, 3, 2), (4,)),
+    "conv without bias": (conv(), (2, 3, 5, 6), (4, 3, 3, 2)),
+    "conv relu": (conv(relu=True), (2, 3, 5, 6), (4, 3, 3, 2), (4,)),
+    "conv stride padding": (conv(stride=(2, 1), padding=(1, 2)), (2, 2, 5, 4), (3, 2, 3, 3), (3,)),
+    "depthwise": (
+        lambda x, w: operations.DepthwiseConv2d((2, 1), (1, 0))(x, w),
+        (2, 3, 5, 4),
+        (3, 3, 2),
+    ),
+    "max_pool": (pool(operations.MaxPool2d, (2, 3), (2, 1), (1, 1)), (2, 2, 5, 4)),
+    "avg_pool": (pool(operations.AvgPool2d, (3, 2), (1, 2), (1, 1)), (2, 2, 5, 4)),
+    "batch_norm": (batch_norm, (4, 3, 2, 2), (3,), (3,)),
+}
+
+
+def loss_of(function, inputs):
+    y = function(*inputs)
+    weight = Tensor(data=np.cos(np.arange(y.size(), dtype=np.float64)).reshape(y.shape) + 1.5)
+    return autograd.reduce_sum(y * weight)
+
+
+def central_difference(function, inputs, which, step=1e-6):
+    data = inputs[which].data.reshape(-1)
+    gradient = np.empty(data.size)
+    for i in range(data.size):
+        kept = data[i]
+        data[i] = kept + step
+        above = loss_of(function, inputs).item()
+        data[i] = kept - step
+        below = loss_of(function, inputs).item()
+        data[i] = kept
+        gradient[i] = (above - below) / (2 * step)
+    return gradient.reshape(inputs[which].shape)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_equals_central_difference(case):
+    function, *shapes = CASES[case]
+    inputs = [parameter(f"p{i}", shape, seed=i) for i, shape in enumerate(shapes)]
+    for _ in range(2):
+        got = dict(autograd.backward(loss_of(function, inputs)))
+        assert set(got) == set(inputs)
+        for i, param in enumerate(inputs):
+            expected = central_difference(function, inputs, i)
+            np.testing.assert_allclose(got[param].data, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_inputs_of_a_graph_get_the_same_gradient_as_parameters(case):
+    function, *shapes = CASES[case]
+    inputs = [parameter(f"p{i}", shape, seed=i) for i, shape in enumerate(shapes)]
+    direct = {p.name: g.to_numpy() for p, g in autograd.backward(loss_of(function, inputs))}
+    through = dict(autograd.backward(loss_of(function, [p * 1.0 for p in inputs])))
+    for param in inputs:
+        np.testing.assert_allclose(through[param].data, direct[param.name], rtol=1e-12)
+
+
+def test_dropout_scales_what_it_keeps_and_passes_its_gradient():
+    x = parameter("x", (50, 40))
+    y = autograd.dropout(x, 0.25)
+    kept = y.data != 0
+    assert 0.7 < kept.mean() < 0.8
+    np.testing.assert_allclose(y.data[kept], x.data[kept] / 0.75)
+    ((_, gradient),) = autograd.backward(autograd.reduce_sum(y))
+    np.testing.assert_allclose(gradient.data, kept / 0.75)
+    autograd.training = False
+    np.testing.assert_array_equal(autograd.dropout(x, 0.25).data, x.data)
+
+
+def test_branches_whose_kernels_overwrite_their_gradient_do_not_meet():
+    x = parameter("x", (4, 3))
+    w = [parameter(f"w{i}", (3, 3), seed=i) for i in range(2)]
+    b = parameter("b", (3,))
+
+    def function(x, w0, w1, b):
+        return operations.Linear(relu=True)(x, w0, b) + operations.Linear(relu=True)(x, w1, b) + x
+
+    w[1].data[...] = -w[0].data  # where one branch is off, the other is on
+    b.data[...] = 1e-3
+    inputs = [x, *w, b]
+    got = dict(autograd.backward(loss_of(function, inputs)))
+    for i, param in enumerate(inputs):
+        np.testing.assert_allclose(got[param].data, central_difference(function, inputs, i), rtol=1e-6, atol=1e-7)
+
+
+def chain(params, x):
+    for w in params:
+        x = autograd.sigmoid(x @ w)
+    return autograd.reduce_sum(x)
+
+
+def test_pairs_come_in_order_of_readiness_and_before_the_pass_ends(monkeypatch):
+    params = [parameter(f"w{i}", (3, 3), seed=i) for i in range(4)]
+    visited = []
+    backward = tensor.MatMul.backward
+
+    def counted(self, dy, into):
+        visited.append(self)
+        return backward(self, dy, into)
+
+    monkeypatch.setattr(tensor.MatMul, "backward", counted)
+    for _ in range(2):
+        visited.clear()
+        loss = chain(params, Tensor(data=np.ones((2, 3))))
+        assert [p.name for p in autograd.gradient_order(loss)] == ["w3", "w2", "w1", "w0"]
+        assert not visited
+        for count, (param, _) in enumerate(autograd.backward(loss)):
+            assert param is params[3 - count]
+            assert len(visited) == count + 1
+
+
+def test_shared_parameter_is_yielded_once_after_its_last_contribution():
+    shared, other = parameter("shared", (3, 3)), parameter("other", (3, 3), seed=1)
+    x = Tensor(data=np.ones((2, 3)))
+
+    def function(shared, other):
+        return autograd.sigmoid(autograd.sigmoid(x @ shared) @ other) @ shared
+
+    for _ in range(2):
+        loss = loss_of(function, [shared, other])
+        assert autograd.gradient_order(loss) == [other, shared]
+        pairs = list(autograd.backward(loss))
+        assert [p for p, _ in pairs] == [other, shared]
+        np.testing.assert_allclose(shared.grad.data, central_difference(function, [shared, other], 0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_land_in_the_memory_they_are_given(case):
+    function, *shapes = CASES[case]
+    inputs = [parameter(f"p{i}", shape, seed=i) for i, shape in enumerate(shapes)]
+    expected = {p.name: g.to_numpy() for p, g in autograd.backward(loss_of(function, inputs))}
+    bucket = np.full(sum(p.size() for p in inputs), np.nan)
+    start = 0
+    views = []
+    for param in inputs:
+        view = bucket[start : start + param.size()].reshape(param.shape)
+        param.grad = Tensor(data=view)
+        views.append(param.grad)
+        start += param.size()
+    for _ in range(2):
+        pairs = list(autograd.backward(loss_of(function, inputs)))
+        for param, gradient in pairs:
+            assert gradient is param.grad
+            assert gradient in views
+            assert np.shares_memory(gradient.data, bucket)
+            np.testing.assert_array_equal(gradient.data, expected[param.name])
+
+
+def test_parameter_gradients_of_layers_are_written_without_a_copy(monkeypatch):
+    w, b = parameter("w", (3, 5)), parameter("b", (5,))
+    seen = []
+    backward = operations.Linear.backward
+    monkeypatch.setattr(
+        operations.Linear, "backward", lambda self, dy, into: seen.append(backward(self, dy, into)) or seen[-1]
+    )
+    list(autograd.backward(autograd.reduce_sum(operations.Linear()(Tensor(data=np.ones((2, 3))), w, b))))
+    assert seen[0][1] is w.grad.data
+    assert seen[0][2] is b.grad.data
+
+
+def test_parameters_may_change_as_soon_as_they_are_yielded():
+    params = [parameter(f"w{i}", (3, 3), seed=i) for i in range(4)]
+    x = Tensor(data=np.linspace(-1, 1, 6).reshape(2, 3))
+    expected = {p.name: g.to_numpy() for p, g in autograd.backward(chain(params + params, x))}
+    for param, gradient in autograd.backward(chain(params + params, x)):
+        np.testing.assert_array_equal(gradient.data, expected[param.name])
+        param.data.fill(np.nan)
+
+
+def test_layers_allow_updates_within_the_loop():
+    def build():
+        net = [layer.Conv2d(4, 3, activation="RELU"), layer.BatchNorm2d(), layer.Flatten(), layer.Linear(3)]
+        x = Tensor(data=np.random.default_rng(0).standard_normal((2, 2, 5, 5)))
+        x.device.SetRandSeed(1)
+        for item in net:
+            x = item(x)
+        return autograd.reduce_sum(x * x)
+
+    expected = [g.to_numpy() for _, g in autograd.backward(build())]
+    for (param, gradient), value in zip(autograd.backward(build()), expected, strict=True):
+        np.testing.assert_array_equal(gradient.data, value)
+        param.data.fill(np.nan)
+
+
+def test_the_graph_is_released_while_it_is_walked():
+    alive = []
+
+    class Watched(Operation):
+        def forward(self, x):
+            self.saved = np.empty(1)
+            alive.append(weakref.ref(self.saved))
+            return x + 0.0
+
+        def backward(self, dy, into):
+            return (dy,)
+
+    params = [parameter(f"w{i}", (2, 2), seed=i) for i in range(3)]
+    x = Tensor(data=np.ones((1, 2)))
+    for w in params:
+        x = Watched()(x @ w)
+    loss = autograd.reduce_sum(x)
+    counts = []
+    for _ in autograd.backward(loss):
+        gc.collect()
+        counts.append(sum(ref() is not None for ref in alive))
+    assert counts == [2, 1, 0]
+    with pytest.raises(UsageError, match="walked before"):
+        next(autograd.backward(loss))
+    with pytest.raises(UsageError, match="walked before"):
+        autograd.gradient_order(loss + 1)
+
+
+def test_old_gradients_are_overwritten():
+    w = parameter("w", (3,))
+    for _ in range(3):
+        list(autograd.backward(autograd.reduce_sum(w * 2)))
+        np.testing.assert_array_equal(w.grad.data, [2, 2, 2])
+
+
+def test_gradient_of_the_result_can_be_given():
+    w = parameter("w", (3,))
+    dy = Tensor(data=np.array([1.0, 2.0, 3.0]))
+    list(autograd.backward(w * 2 + w, dy))
+    np.testing.assert_array_equal(w.grad.data, [3, 6, 9])
+    np.testing.assert_array_equal(dy.data, [1, 2, 3])
+    y = operations.Linear(relu=True)(Tensor(data=np.eye(3)), parameter("v", (3, 3)))  # overwrites what it is given
+    assert 0 < (y.data == 0).sum() < 9
+    ones = Tensor(data=np.ones((3, 3)))
+    list(autograd.backward(y, ones))
+    np.testing.assert_array_equal(ones.data, np.ones((3, 3)))
+
+
+def test_only_what_leads_to_parameters_is_recorded():
+    x, w = Tensor((2, 3)), Tensor((3, 4), stores_grad=True)
+    assert (x + x).creator is None
+    y = operations.Linear()(x, w)
+    assert y.creator.needs == (False, True)
+    autograd.training = False
+    assert tensor.mode.training is autograd.training is False
+    assert operations.Linear()(x, w).creator is None
+
+
+def test_misuse_is_explained():
+    x, w = Tensor((3,)), Tensor((3,), stores_grad=True)
+    with pytest.raises(UsageError, match="no operation was recorded"):
+        next(autograd.backward(x))
+    with pytest.raises(UsageError, match=r"shape \(3,\) needs `dy`"):
+        next(autograd.backward(w * 2))
+    with pytest.raises(UsageError, match=r"`dy` of shape \(2,\)"):
+        next(autograd.backward(w * 2, Tensor((2,))))
+    with pytest.raises(UsageError, match=r"\[n, k\] @ \[k, m\]"):
+        autograd.matmul(x, w)
+    with pytest.raises(UsageError, match="equal shapes"):
+        autograd.mse_loss(x, Tensor((4,)))
+    with pytest.raises(UsageError, match=r"not in \[0, 1\)"):
+        autograd.dropout(x, 1.0)
+    labels = Tensor((2, 3), stores_grad=True, dtype=np.float64)
+    with pytest.raises(UsageError, match="SoftMaxCrossEntropy has no gradient for its input"):
+        list(autograd.backward(autograd.softmax_cross_entropy(parameter("w", (2, 3)), labels)))
+
+
+def test_operations_are_timed_when_asked():
+    w = parameter("w", (3,))
+    device = w.device
+    device.SetVerbosity(1)
+    device.SetSkipIteration(1)
+    try:
+        for _ in range(3):
+            list(autograd.backward(autograd.reduce_sum(autograd.sigmoid(w))))
+        text = device.PrintTimeProfiling()
+    finally:
+        device.SetVerbosity(0)
+        device.SetSkipIteration(0)
+    lines = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert "2 calls" in lines["Sigmoid"]
+    assert "2 calls" in lines["Sigmoid backward"]

@@ -1,0 +1,71 @@
+"""What codecs refuse, and how they are named."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from distopt.compress import CODECS, BFloat16, ErrorFeedback, Fp16, Fp32, Threshold, TopK, create
+from distopt.errors import UsageError
+from tests.conformance.thread_ranks import on_ranks
+
+F32 = np.float32
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TopK(0.0),
+        lambda: TopK(1.01),
+        lambda: TopK(float("nan")),
+        lambda: TopK(),
+        lambda: TopK(0.1, k=3),
+        lambda: TopK(k=0),
+        lambda: TopK(k=3, warm_up_steps=5),
+        lambda: TopK(0.1, warm_up_steps=-1),
+        lambda: TopK(0.1, momentum=1.0),
+        lambda: TopK(0.1, clip_norm=0.0),
+        lambda: Threshold(-0.1),
+        lambda: Threshold(float("nan")),
+        lambda: Threshold(float("inf")),
+        lambda: Fp16(scale=0.0),
+        lambda: BFloat16(scale="often"),
+        lambda: ErrorFeedback(Fp32()),
+        lambda: ErrorFeedback(ErrorFeedback(TopK(0.1))),
+        lambda: create("top"),
+        lambda: create("sparseTopK", spars=0.0),
+        lambda: create("sparseThreshold", spars=-1.0),
+    ],
+)
+def test_bad_options_are_refused(make):
+    with pytest.raises(UsageError):
+        make()
+
+
+def test_bad_buckets_are_refused():
+    def body(comm):
+        for bucket in [np.zeros(4), np.zeros(4, np.int32), np.zeros((2, 2), F32), np.zeros(8, F32)[::2], [1.0]]:
+            with pytest.raises(UsageError):
+                Fp16().attach(bucket, comm)
+        for codec in [TopK(0.1, momentum=0.9), Threshold(1.0, clip_norm=1.0)]:
+            with pytest.raises(UsageError, match="ErrorFeedback"):
+                codec.attach(np.zeros(4, F32), comm)
+
+    on_ranks(1, body)
+
+
+@pytest.mark.parametrize(
+    "codec", [Fp32(), Fp16("dynamic"), BFloat16(), TopK(0.1, momentum=0.9), ErrorFeedback(Threshold(0.5))], ids=repr
+)
+def test_codecs_are_values(codec):
+    assert pickle.loads(pickle.dumps(codec)) == codec
+    assert hash(codec) == hash(pickle.loads(pickle.dumps(codec)))
+
+
+def test_registry():
+    assert list(CODECS) == ["plain", "fp32", "half", "fp16", "bf16", "sparseTopK", "sparseThreshold"]
+    assert create("sparseTopK", spars=0.02) == ErrorFeedback(TopK(0.02))
+    assert create("sparseThreshold", spars=0.02, corr=False) == Threshold(0.02)
+    assert create("half", spars=7.0) == Fp16()
+    with pytest.raises(UsageError, match="plain, fp32, half, fp16, bf16, sparseTopK, sparseThreshold"):
+        create("fp64")

@@ -1,0 +1,108 @@
+"""Devices, and what happens where there is no GPU."""
+
+import logging
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from distopt import device
+from distopt.errors import MissingDependencyError, UsageError
+
+
+@pytest.fixture
+def untold(monkeypatch):
+    monkeypatch.setattr(device, "_told", set())
+    monkeypatch.delenv("DISTOPT_DEVICE", raising=False)
+
+
+def fake_cupy(monkeypatch, count):
+    """A module in the place of CuPy that sees `count` GPUs; None: the driver is absent."""
+
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def device_count():
+        if count is None:
+            raise CUDARuntimeError("cudaErrorInsufficientDriver: driver version is insufficient")
+        return count
+
+    used = []
+    cupy = types.ModuleType("cupy")
+    runtime = types.SimpleNamespace(getDeviceCount=device_count, CUDARuntimeError=CUDARuntimeError)
+    cupy.cuda = types.SimpleNamespace(
+        runtime=runtime, Device=lambda index: types.SimpleNamespace(use=lambda: used.append(index))
+    )
+    cupy.random = np.random
+    cupy.asarray, cupy.asnumpy = np.asarray, np.asarray
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(device, "_gpus", {})
+    return used
+
+
+def test_the_cpu_is_one_device():
+    cpu = device.get_default_device()
+    assert cpu is device.create_cpu_device()
+    assert (cpu.id(), cpu.lang(), cpu.kind, cpu.xp) == (0, "kCpp", "cpu", np)
+    cpu.Sync()
+    array = np.zeros(3)
+    assert cpu.host(array) is array
+
+
+def test_graph_switch_is_only_remembered():
+    cpu = device.get_default_device()
+    cpu.EnableGraph(True)
+    assert cpu.graph_enabled()
+    cpu.ResetGraph()
+    cpu.EnableGraph(False)
+    assert not cpu.graph_enabled()
+
+
+def test_seed_starts_the_generator_anew():
+    cpu = device.get_default_device()
+    cpu.SetRandSeed(5)
+    first = cpu.rng.random(4)
+    cpu.SetRandSeed(5)
+    np.testing.assert_array_equal(first, cpu.rng.random(4))
+    assert not np.array_equal(first, cpu.rng.random(4))
+
+
+@pytest.mark.parametrize(
+    ("count", "missing"), [(None, "install NVIDIA's driver"), ("no cupy", r"pip install 'distopt\[")]
+)
+def test_without_a_gpu_the_cpu_is_used_with_one_notice(monkeypatch, caplog, untold, count, missing):
+    fake_cupy(monkeypatch, None)
+    if count == "no cupy":
+        monkeypatch.setitem(sys.modules, "cupy", None)
+    with caplog.at_level(logging.WARNING, "distopt"):
+        for _ in range(2):
+            assert device.create_cuda_gpu_on(1) is device.get_default_device()
+            assert device.create_cuda_gpu() is device.get_default_device()
+    (record,) = caplog.records
+    assert record.message.startswith("using the CPU: ")
+    assert "\n" not in record.message
+    monkeypatch.setenv("DISTOPT_DEVICE", "cuda")
+    for _ in range(2):
+        with pytest.raises(MissingDependencyError, match=missing):
+            device.create_cuda_gpu()
+
+
+def test_the_cpu_can_be_asked_for(monkeypatch, caplog, untold):
+    fake_cupy(monkeypatch, 2)
+    monkeypatch.setenv("DISTOPT_DEVICE", "cpu")
+    assert device.create_cuda_gpu_on(1) is device.get_default_device()
+    assert not caplog.records
+
+
+def test_a_gpu_is_one_device_and_becomes_the_current_one(monkeypatch, caplog, untold):
+    used = fake_cupy(monkeypatch, 2)
+    gpu = device.create_cuda_gpu_on(1)
+    assert gpu is device.create_cuda_gpu_on(1)
+    assert (gpu.id(), gpu.lang(), gpu.kind, repr(gpu)) == (1, "kCuda", "cuda", "cuda:1")
+    assert gpu.xp is sys.modules["cupy"]
+    assert used == [1, 1]
+    for index in (2, -1):
+        with pytest.raises(UsageError, match=f"no GPU {index}: 2 visible"):
+            device.create_cuda_gpu_on(index)
+    assert not caplog.records

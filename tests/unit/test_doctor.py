@@ -1,0 +1,444 @@
+"""`distopt doctor`: the rows, the exit code, and that no probe can bring it down."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import types
+
+import pytest
+
+from distopt import cli
+from distopt.cli import doctor
+from distopt.cli.doctor import gpu, machine, mpi, software
+from distopt.cli.doctor.ask import Ended, ask, run_bounded, unlaunched_environment
+from distopt.cli.doctor.report import Probe, Style, absent, examine, failed, ok
+from distopt.errors import DistoptError
+
+
+@pytest.fixture
+def answer(monkeypatch):
+    """Fake the child processes: set what each question is answered with."""
+    given = {}
+
+    def fake(question, *arguments, **options):
+        found = given[question]
+        if isinstance(found, Exception):
+            raise found
+        return found(*arguments, **options) if callable(found) else found
+
+    for module in (software, machine, mpi, gpu):
+        monkeypatch.setattr(module, "ask", fake)
+    return given
+
+
+def run(probes, *, as_json=False):
+    return doctor.run(types.SimpleNamespace(json=as_json), tuple(probes))
+
+
+GOOD = Probe("good", lambda: ok("here"), needed=True)
+ABSENT = Probe("extra", lambda: absent("not here", "get it"))
+BROKEN = Probe("broken", lambda: failed("bent", "straighten it"))
+
+
+# -- rows, table, JSON, exit code --------------------------------------------------------------------------------------
+def test_optional_parts_do_not_change_the_exit_code(capsys):
+    assert run([GOOD, ABSENT, BROKEN]) == 0
+    assert "works" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("finding", [failed("bent", "straighten it"), absent("gone", "fetch it")])
+def test_a_needed_part_does(finding, capsys):
+    assert run([GOOD, Probe("bad", lambda: finding, needed=True), ABSENT]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "does not work" in last
+    assert "bad" in last
+    assert "good" not in last
+
+
+def test_a_probe_that_raises_is_a_row():
+    def explode():
+        raise KeyError("surprise")
+
+    row = examine(Probe("fuse", explode))
+    assert row.finding.state == "failed"
+    assert "KeyError: 'surprise'" in row.finding.found
+    assert row.finding.cure
+
+
+def test_json_has_one_entry_per_probe(capsys):
+    assert run([GOOD, ABSENT, BROKEN], as_json=True) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report.keys() == {"distopt", "ok", "rows"}
+    assert report["ok"] is True
+    assert [row["name"] for row in report["rows"]] == ["good", "extra", "broken"]
+    assert [row["state"] for row in report["rows"]] == ["ok", "absent", "failed"]
+    assert [row["cure"] for row in report["rows"]] == [None, "get it", "straighten it"]
+    assert all(row.keys() == {"name", "needed", "state", "found", "cure", "details"} for row in report["rows"])
+
+
+@pytest.mark.parametrize(("encoding", "mark"), [("utf-8", "✓"), ("ascii", "ok"), ("latin-1", "ok")])
+def test_marks_fit_the_encoding_of_the_output(encoding, mark):
+    style = Style.of(io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    text = style.row(examine(Probe("path", lambda: ok("/home/Jürgen/→", "see ✓"))))
+    assert text.startswith(mark)
+    text.encode(encoding)
+
+
+def test_long_rows_continue_below_themselves(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    lines = Style.of(sys.stdout).row(examine(Probe("long", lambda: ok("word " * 40, "cure " * 20)))).splitlines()
+    assert len(lines) > 4
+    assert all(len(line) <= 70 for line in lines)
+    assert len({len(line) - len(line.lstrip()) for line in lines[1:4]}) == 1
+
+
+def test_the_real_doctor_ends_well(capfd):
+    code = cli.main(["doctor", "--json"])
+    report = json.loads(capfd.readouterr().out)
+    states = {row["name"]: row["state"] for row in report["rows"]}
+    assert list(states) == [probe.name for probe in doctor.PROBES]
+    assert code == (0 if report["ok"] else 1)
+    assert {states[name] for name in ("platform", "packages", "NumPy", "_core", "shared memory")} == {"ok"}
+    assert "the probe failed" not in " ".join(row["found"] for row in report["rows"])
+
+
+# -- children ----------------------------------------------------------------------------------------------------------
+def in_child(monkeypatch, code):
+    """Have the next question answered by `code`."""
+    monkeypatch.setattr(sys, "executable", sys.executable)
+    monkeypatch.setattr("distopt.cli.doctor.ask.sys", types.SimpleNamespace(executable=sys.executable, path=[]))
+    monkeypatch.setattr(
+        "distopt.cli.doctor.ask.run_bounded",
+        lambda command, seconds, env: run_bounded([command[0], "-c", code], seconds, env),
+    )
+    ask.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import os; os.abort()", "crashed with SIGABRT"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crashed with SIGSEGV"),
+        ("raise SystemExit('no licence')", "exit code 1: no licence"),
+        ("import time; time.sleep(60)", "no answer within 0.5 s"),
+        (
+            "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(9)'])",
+            "no answer within 0.5 s",
+        ),
+    ],
+)
+def test_a_child_that_does_not_answer_is_described(monkeypatch, code, message):
+    in_child(monkeypatch, code)
+    for _ in range(2):
+        with pytest.raises(DistoptError, match=message):
+            ask("numpy", seconds=0.5)
+
+
+def test_what_a_library_prints_does_not_spoil_the_answer():
+    code = """
+import os
+from distopt.cli.doctor import answers
+def chatty():
+    os.write(1, b"banner")
+    print("welcome")
+    return {"version": 7}
+answers.QUESTIONS["chatty"] = chatty
+answers.main("chatty", ())
+print("goodbye")
+"""
+    ended = run_bounded([sys.executable, "-c", code], 20.0)
+    assert ended.stdout == '{"version": 7}'
+    assert "welcome" in ended.stderr
+
+
+def test_children_do_not_take_themselves_for_ranks(monkeypatch):
+    for name in ("PMI_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.setenv(name, "3")
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    env = unlaunched_environment()
+    assert not env.keys() & {"PMI_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID"}
+    assert env["OMPI_ALLOW_RUN_AS_ROOT"] == "1"
+
+
+# -- software ----------------------------------------------------------------------------------------------------------
+OPENBLAS = {"internal_api": "openblas", "version": "0.3.31", "architecture": "Haswell", "num_threads": 2}
+
+
+def blas_with(answer, monkeypatch, *, library=OPENBLAS, flags=software._AVX512, skylakex=240.0):
+    def gemm(variable=""):
+        speed = skylakex if variable else 120.0
+        if isinstance(speed, Exception):
+            raise speed
+        return {"gflops": speed}
+
+    answer.update(blas={"library": library, "built_with": "mkl-dynamic"}, gemm=gemm)
+    monkeypatch.setattr(software, "processor_flags", lambda: flags)
+    return software.blas()
+
+
+def test_blas_recommends_faster_kernels_with_both_speeds(answer, monkeypatch):
+    finding = blas_with(answer, monkeypatch)
+    assert finding.state == "ok"
+    assert "OPENBLAS_CORETYPE=SkylakeX" in finding.cure
+    assert "240" in finding.cure
+    assert "120" in finding.cure
+    assert finding.details["gflops"] == {"Haswell": 120.0, "SkylakeX": 240.0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"flags": frozenset({"avx2"})},
+        {"skylakex": 121.0},
+        {"skylakex": DistoptError("crashed with SIGILL")},
+        {"library": OPENBLAS | {"architecture": "SkylakeX"}},
+        {"library": {"internal_api": "mkl", "version": "2025", "num_threads": 2}},
+    ],
+)
+def test_blas_recommends_nothing_else(answer, monkeypatch, change):
+    assert blas_with(answer, monkeypatch, **change).cure == ""
+
+
+def test_an_unknown_blas_is_no_failure(answer, monkeypatch):
+    assert "mkl-dynamic" in blas_with(answer, monkeypatch, library=None).found
+
+
+def test_processor_flags(tmp_path):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\nflags\t\t: fpu\n")
+    assert software.processor_flags(cpuinfo) == {"fpu", "avx2", "avx512f"}
+    assert software.processor_flags(tmp_path / "none") == frozenset()
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'numpy'"), DistoptError("crashed with SIGILL")])
+@pytest.mark.parametrize("probe", [software.numpy, software.core])
+def test_unusable_modules_are_rows_with_a_cure(answer, probe, error):
+    answer.update(numpy=error, core=error)
+    finding = probe()
+    assert finding.state == "failed"
+    assert str(error) in finding.found
+    assert "pip install" in finding.cure
+
+
+def test_settings_name_the_variable(monkeypatch):
+    monkeypatch.setenv("DISTOPT_TIMEOUT", "soon")
+    assert software.settings().state == "failed"
+    assert "DISTOPT_TIMEOUT='soon'" in software.settings().found
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(software, "version_of", lambda name: None if name == "tqdm" else "1.0")
+    assert software.packages().found == "not installed: tqdm"
+    assert software.packages().cure == "pip install tqdm"
+
+
+# -- machine -----------------------------------------------------------------------------------------------------------
+def control_group(tmp_path, membership, files):
+    for name, text in files.items():
+        path = tmp_path / "fs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "self").write_text(membership)
+    return machine.cpu_quota(tmp_path / "fs", tmp_path / "self")
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "quota"),
+    [
+        ("0::/a/b\n", {"cpu.max": "max 100000\n", "a/cpu.max": "150000 100000\n", "a/b/cpu.max": "max 100000\n"}, 1.5),
+        ("0::/a/b\n", {"a/cpu.max": "400000 100000\n", "a/b/cpu.max": "50000 100000\n"}, 0.5),
+        ("0::/host/path\n", {"cpu.max": "200000 100000\n"}, 2.0),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, None),
+        ("4:cpu:/job\n0::/\n", {"cpu/job/cpu.cfs_quota_us": "300000\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, 3.0),
+        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ("7:cpuset:/job\n", {"cpuset/job/cpu.max": "100000 100000\n"}, None),
+        ("", {}, None),
+    ],
+)
+def test_cpu_quota(tmp_path, membership, files, quota):
+    assert control_group(tmp_path, membership, files) == quota
+
+
+@pytest.mark.parametrize(("quota", "cure"), [(None, False), (1.5, True), (64.0, False)])
+def test_cores_advise_when_the_quota_is_smaller_than_the_affinity(monkeypatch, quota, cure):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(machine, "cpu_quota", lambda: quota)
+    assert bool(machine.cores().cure) is cure
+
+
+@pytest.mark.parametrize(("free", "state"), [(1 << 30, "ok"), (0, "failed")])
+def test_without_memfd_the_ranks_need_room_in_dev_shm(monkeypatch, free, state):
+    def refuse(name, flags):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(f_frsize=1, f_blocks=1 << 30, f_bavail=free))
+    finding = machine.shared_memory()
+    assert finding.state == state
+    assert "Operation not permitted" in finding.found
+    assert "shm-size" in finding.cure
+
+
+def test_a_host_name_that_does_not_resolve(answer):
+    answer["resolve"] = DistoptError("gaierror: [Errno -2] Name or service not known")
+    assert machine.host_name().state == "failed"
+    assert "/etc/hosts" in machine.host_name().cure
+
+
+@pytest.mark.parametrize(
+    ("variables", "state", "text"),
+    [
+        ({}, "absent", "by hand"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "ok", "PMI_RANK=1"),
+        ({"PMI_RANK": "1"}, "failed", "PMI_SIZE"),
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "ok", "outside a step"),
+    ],
+)
+def test_launcher_variables(monkeypatch, variables, state, text):
+    for name in list(os.environ):
+        if name.startswith(("PMI", "OMPI", "SLURM", "MPI_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    finding = machine.launcher_variables()
+    assert finding.state == state
+    assert text in finding.found
+
+
+def test_mnist_is_absent_broken_or_there(answer, monkeypatch, tmp_path):
+    monkeypatch.delenv("DISTOPT_DATA_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert machine.mnist().state == "absent"
+    monkeypatch.setenv("DISTOPT_DATA_DIR", str(tmp_path))
+    answer["mnist"] = DistoptError("DataError: truncated")
+    assert machine.mnist().state == "failed"
+    answer["mnist"] = lambda folder: {"kind": "mnist", "source": f"MNIST in {folder}"}
+    assert machine.mnist().found == f"MNIST in {tmp_path}"
+
+
+# -- MPI ---------------------------------------------------------------------------------------------------------------
+MPICH = {
+    "mpi4py": "4.1",
+    "library": "MPICH Version: 5.0.2 MPICH Release date: Fri",
+    "standard": "5.0",
+    "path": "/lib/m",
+}
+HYDRA = Ended(0, "HYDRA build details: Version: 5.0.2", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "vendor"),
+    [
+        ("Open MPI v5.0.11, package: Open MPI", "Open MPI"),
+        ("mpirun (Open MPI) 4.1", "Open MPI"),
+        ("prterun (PRRTE) 3.0", "Open MPI"),
+        ("Intel(R) MPI Library 2021.17, MPICH ABI", "Intel MPI"),
+        ("HYDRA build details:", "MPICH"),
+        ("something else", None),
+    ],
+)
+def test_vendor(text, vendor):
+    assert mpi.vendor_of(text) == vendor
+
+
+def test_mpi_library_row(answer, monkeypatch):
+    answer["mpi"] = MPICH
+    monkeypatch.setattr(mpi, "version_of", lambda name: "1" if name == "mpich" else None)
+    assert mpi.library().found == "mpi4py 4.1, MPICH 5.0.2 (MPI 5.0), /lib/m"
+    monkeypatch.setattr(mpi, "version_of", lambda name: "1")
+    assert mpi.library().state == "failed"
+    assert "shadow" in mpi.library().found
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [(ModuleNotFoundError("mpi4py"), "absent"), (DistoptError("RuntimeError: cannot load MPI library"), "failed")],
+)
+def test_without_mpi(answer, error, state):
+    answer["mpi"] = error
+    assert mpi.library().state == state
+    assert "distopt[mpi]" in mpi.library().cure
+
+
+@pytest.mark.parametrize(
+    ("ended", "state", "text"),
+    [
+        (Ended(0, "2\n2\n", ""), "ok", "see each other"),
+        (Ended(0, "1\n1\n", ""), "failed", "2 jobs of one rank"),
+        (Ended(1, "", "mpiexec has detected an attempt to run as root."), "failed", "refuses to run as root"),
+        (Ended(None, "", ""), "failed", "no answer within"),
+        (Ended(0, "2\n", ""), "failed", "they printed ['2']"),
+    ],
+)
+def test_mpiexec_is_tried(answer, monkeypatch, ended, state, text):
+    answer["mpi"] = MPICH
+    monkeypatch.setattr(mpi.shutil, "which", lambda name: "/usr/bin/mpiexec")
+    monkeypatch.setattr(mpi, "run_bounded", lambda command, *rest: HYDRA if "--version" in command else ended)
+    finding = mpi.launcher()
+    assert finding.state == state
+    assert text in finding.found
+    assert finding.cure or state == "ok"
+
+
+def test_without_mpiexec(monkeypatch):
+    monkeypatch.setattr(mpi.shutil, "which", lambda name: None)
+    assert mpi.launcher().state == "absent"
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------
+NO_LIBRARY = DistoptError("OSError: libcuda.so.1: cannot open shared object file: No such file or directory")
+H200 = {
+    "driver": "580.1",
+    "devices": [{"name": "H200", "memory_bytes": 141 << 30}, {"name": "MIG", "memory_bytes": None}],
+}
+
+
+def test_without_a_gpu_nothing_is_wrong(answer, monkeypatch):
+    answer.update(driver=NO_LIBRARY, devices=NO_LIBRARY, cupy=ModuleNotFoundError("cupy"), nccl=NO_LIBRARY)
+    monkeypatch.setattr(gpu, "version_of", lambda name: None)
+    monkeypatch.setattr(gpu, "_nccl_of", lambda name: None)
+    for probe in (gpu.driver, gpu.devices, gpu.cupy, gpu.nccl):
+        assert probe().state == "absent"
+        assert probe().cure == ""
+
+
+@pytest.mark.parametrize(("driver", "extra"), [(12040, "cuda12"), (13000, "cuda13")])
+def test_with_a_driver_the_missing_packages_have_a_cure(answer, monkeypatch, driver, extra):
+    answer.update(driver={"version": driver, "path": "/lib/libcuda.so"}, nccl=NO_LIBRARY)
+    monkeypatch.setattr(gpu, "version_of", lambda name: None)
+    monkeypatch.setattr(gpu, "_nccl_of", lambda name: None)
+    assert f"CUDA {driver // 1000}.{driver % 1000 // 10}" in gpu.driver().found
+    assert extra in gpu.cupy().cure
+    assert extra in gpu.nccl().cure
+
+
+def test_gpus_are_listed(answer, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    answer["devices"] = H200
+    assert gpu.devices().found == "0: H200 (141 GiB), 1: MIG (driver 580.1); CUDA_VISIBLE_DEVICES=1"
+
+
+def test_a_broken_driver_is_a_failure(answer):
+    answer.update(driver=DistoptError("OSError: cuDriverGetVersion returned 803"), devices=DistoptError("NVML 18"))
+    assert gpu.driver().state == "failed"
+    assert gpu.devices().state == "failed"
+
+
+@pytest.mark.parametrize(
+    ("number", "state", "text"), [(23203, "ok", "2.32.3"), (21805, "ok", "2.18.5"), (21600, "failed", "2.16.0")]
+)
+def test_nccl_versions(answer, monkeypatch, number, state, text):
+    monkeypatch.setattr(gpu, "_nccl_of", lambda name: f"/{name}/libnccl.so.2")
+    answer.update(nccl=lambda path: {"version": number, "path": path}, driver={"version": 13000, "path": ""})
+    assert gpu.nccl().state == state
+    assert gpu.nccl().found == f"{text}, /nvidia-nccl-cu13/libnccl.so.2"
+
+
+def test_two_cupys(answer, monkeypatch):
+    monkeypatch.setattr(gpu, "version_of", lambda name: "14.0" if "cuda" in name else None)
+    assert gpu.cupy().state == "failed"
+    assert gpu.cupy().cure == "keep one: pip uninstall cupy-cuda13x"

@@ -1,0 +1,99 @@
+"""The launcher's variables: table, traps, and garbage that must never crash."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distopt.errors import LaunchError
+from distopt.launch.env import launcher
+
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+PMI = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+SBATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
+SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.parametrize("env", [OMPI, PMI, TORCHRUN], ids=["ompi", "pmi", "torchrun"])
+def test_launcher_says_rank_size_and_place(env):
+    info = launcher(env)
+    assert info is not None
+    assert (info.rank, info.size, info.local_rank, info.local_size) == (3, 8, 1, 2)
+    assert all(f"{name}={value}" in info.source for name, value in env.items())
+
+
+def test_no_launcher():
+    assert launcher({"PATH": "/bin"}) is None
+
+
+def test_srun_step_is_a_launcher_but_the_batch_script_is_not():
+    info = launcher(SRUN)
+    assert info is not None
+    assert (info.name, info.rank, info.size, info.local_rank, info.local_size) == ("srun", 3, 8, 1, None)
+    assert launcher(SBATCH) is None
+
+
+def test_slurm_task_that_is_the_daemon_of_another_launcher_does_not_contradict():
+    daemon = SRUN | {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+    info = launcher(daemon | PMI)
+    assert info is not None
+    assert (info.rank, info.size) == (3, 8)
+
+
+def test_local_variables_may_be_absent():
+    info = launcher({"PMI_RANK": "0", "PMI_SIZE": "1"})
+    assert info is not None
+    assert (info.local_rank, info.local_size) == (None, None)
+
+
+def test_agreeing_launchers_are_one():
+    assert launcher(OMPI | PMI) is not None
+
+
+@pytest.mark.parametrize(
+    ("env", "named"),
+    [
+        (PMI | {"PMI_RANK": "x"}, ["PMI_RANK='x'"]),
+        (PMI | {"PMI_RANK": "-1"}, ["PMI_RANK='-1'"]),
+        (PMI | {"PMI_RANK": ""}, ["PMI_RANK=''"]),
+        (PMI | {"PMI_SIZE": "1_0"}, ["PMI_SIZE='1_0'"]),
+        (PMI | {"PMI_RANK": "8"}, ["PMI_RANK=8", "PMI_SIZE=8"]),
+        (PMI | {"PMI_SIZE": "0", "PMI_RANK": "0"}, ["PMI_SIZE=0"]),
+        ({"RANK": "1"}, ["RANK='1'", "WORLD_SIZE"]),
+        ({"WORLD_SIZE": "2"}, ["WORLD_SIZE='2'", "RANK"]),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"]),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, ["LOCAL_WORLD_SIZE=9", "WORLD_SIZE=8"]),
+        (TORCHRUN | PMI | {"PMI_RANK": "2"}, ["RANK=3", "PMI_RANK=2"]),
+        (OMPI | PMI | {"PMI_SIZE": "9"}, ["OMPI_COMM_WORLD_SIZE=8", "PMI_SIZE=9"]),
+    ],
+)
+def test_garbage_and_contradictions_name_variables_and_values(env, named):
+    with pytest.raises(LaunchError) as caught:
+        launcher(env)
+    assert all(text in str(caught.value) for text in named), str(caught.value)
+
+
+NAMES = sorted({*OMPI, *PMI, *TORCHRUN, *SRUN})
+VALUES = st.one_of(
+    st.integers(-2, 12).map(str),
+    st.text(max_size=12),
+    st.sampled_from(["", " 1", "1.0", "\N{ARABIC-INDIC DIGIT THREE}", "9" * 40]),
+)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES))
+def test_any_environment_gives_an_answer_or_a_launch_error(env):
+    try:
+        info = launcher(env)
+    except LaunchError as caught:
+        error = caught
+    else:
+        assert info is None or 0 <= info.rank < info.size
+        return
+    assert any(name in str(error) for name in env)

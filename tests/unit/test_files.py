@@ -1,0 +1,185 @@
+"""Atomic writes under exceptions, kills and concurrent writers."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from distopt.files import atomic_write, file_lock
+
+OLD, NEW = b"old" * 1000, b"new!" * 100_003
+
+# Kills itself at the given call: before it, or after it has taken effect.
+KILLED_WRITER = """
+import os, pathlib, signal, sys
+from distopt import files
+path, where, when = sys.argv[1:]
+def fatal(call):
+    def wrapper(*args, **kwargs):
+        result = call(*args, **kwargs) if when == "after" else None
+        os.kill(os.getpid(), signal.SIGKILL)
+    return wrapper
+module, _, name = where.partition(".")
+owner = {"os": os, "fcntl": files.fcntl, "path": pathlib.Path}.get(module)
+if owner:
+    setattr(owner, name, fatal(getattr(owner, name)))
+new = b"new!" * 100_003
+with files.atomic_write(path) as file:
+    for i in range(0, len(new), 65536):
+        if where == "body" and i > 200_000:
+            os.kill(os.getpid(), signal.SIGKILL)
+        file.write(new[i:i + 65536])
+"""
+
+LOCK_HOLDER = """
+import sys, time
+from distopt.files import file_lock
+with file_lock(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def names(folder):
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_write_replaces_the_whole_file(tmp_path, existed):
+    path = tmp_path / "a.bin"
+    if existed:
+        path.write_bytes(NEW * 2)
+    for content in (NEW, OLD):
+        with atomic_write(path) as file:
+            file.write(content)
+            assert path.exists() == existed
+            existed = True
+        assert path.read_bytes() == content
+    assert names(tmp_path) == ["a.bin"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_exception_keeps_the_old_file_and_leaves_nothing(tmp_path, error):
+    path = tmp_path / "a.bin"
+    path.write_bytes(OLD)
+
+    def fail():
+        with atomic_write(path) as file:
+            file.write(NEW)
+            raise error
+
+    for _ in range(2):
+        with pytest.raises(error):
+            fail()
+        assert path.read_bytes() == OLD
+        assert names(tmp_path) == ["a.bin"]
+
+
+def test_failure_to_rename_leaves_nothing(tmp_path):
+    path = tmp_path / "folder"
+    path.mkdir()
+    with pytest.raises(OSError), atomic_write(path) as file:
+        file.write(NEW)
+    assert names(tmp_path) == ["folder"]
+
+
+def test_missing_folder_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError), atomic_write(tmp_path / "none" / "a.bin"):
+        pytest.fail("the body ran")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("where", ["body", "path.open", "fcntl.flock", "os.fstat", "os.fsync", "path.replace"])
+def test_killed_writer_leaves_old_or_new_and_its_orphan_is_removed(tmp_path, where, when):
+    path = tmp_path / "a.bin"
+    path.write_bytes(OLD)
+    done = subprocess.run([sys.executable, "-c", KILLED_WRITER, path, where, when], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    renamed = (where, when) == ("path.replace", "after")
+    assert path.read_bytes() == (NEW if renamed else OLD)
+    orphans = [name for name in names(tmp_path) if name != "a.bin"]
+    assert len(orphans) == (0 if renamed or (where, when) == ("path.open", "before") else 1)
+    assert all(name.startswith(".a.bin.") and name.endswith(".tmp") for name in orphans)
+    with atomic_write(path) as file:
+        file.write(b"next")
+    assert path.read_bytes() == b"next"
+    assert names(tmp_path) == ["a.bin"]
+
+
+def test_cleaning_spares_other_files_and_writers_at_work(tmp_path):
+    path = tmp_path / "a"
+    others = [".a.b.0123456789abcdef.tmp", ".a.tmp", ".a.0123.tmp", "xa.0123456789abcdef.tmp"]
+    for name in others:
+        (tmp_path / name).write_bytes(b"x")
+    with atomic_write(path) as slow:
+        slow.write(OLD)
+        with atomic_write(path) as fast:
+            fast.write(NEW)
+        assert path.read_bytes() == NEW
+    assert path.read_bytes() == OLD
+    assert names(tmp_path) == sorted([*others, "a"])
+
+
+def test_many_writers_at_once(tmp_path):
+    path = tmp_path / "a.bin"
+    errors = []
+
+    def write(letter):
+        try:
+            for _ in range(20):
+                with atomic_write(path) as file:
+                    file.write(letter * 50_001)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(bytes([65 + i]),)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    seen = 0
+    while any(thread.is_alive() for thread in threads):
+        if path.exists():
+            content = path.read_bytes()
+            assert content == content[:1] * 50_001
+            seen += 1
+    assert not errors
+    assert seen
+    assert names(tmp_path) == ["a.bin"]
+
+
+def test_symbolic_link_is_followed_and_the_umask_holds(tmp_path):
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real" / "a.bin")
+    before = os.umask(0o027)
+    try:
+        with atomic_write(link) as file:
+            file.write(NEW)
+    finally:
+        os.umask(before)
+    assert link.is_symlink()
+    assert names(tmp_path / "real") == ["a.bin"]
+    assert link.stat().st_mode & 0o777 == 0o640
+
+
+def test_lock_admits_one_at_a_time_and_is_released_by_death(tmp_path):
+    path = tmp_path / "lock"
+    holder = subprocess.Popen([sys.executable, "-c", LOCK_HOLDER, path], stdout=subprocess.PIPE)
+    with holder:
+        assert holder.stdout.readline() == b"held\n"
+        entered = threading.Event()
+
+        def wait():
+            with file_lock(path):
+                entered.set()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert not entered.wait(0.2)
+        holder.kill()
+        assert entered.wait(30)
+        thread.join()
+    with file_lock(path):
+        pass

@@ -1,0 +1,67 @@
+"""Ranks of this host that believe to be on several."""
+
+import re
+
+import pytest
+
+from tests.processes import ROOT, mpiexec
+
+SCRIPT = str(ROOT / "tests" / "ranks" / "hosts_script.py")
+
+# Everything that is not inherited from the flat communicator, and one of each that is.
+CHECKS = (
+    "^(all_reduce-(float32-mean|float16-mean|bfloat16-sum|int64-max)|reduce_scatter-float32-sum|broadcast-float64|"
+    "all_gather_ragged-float32|[^-]*)$"
+)
+
+
+@pytest.mark.parametrize("hosts", ["blocks", "round_robin"])
+def test_conformance(hosts):
+    job = f"tests.conformance.fake_hosts:{hosts}"
+    ended = mpiexec(4, "-m", "tests.conformance.run", "--backend", "hierarchical", "--job", job, "-k", CHECKS)
+    assert ended.code == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count(" checks passed") == 4
+
+
+def told(stdout: str) -> list[tuple[str, str]]:
+    """What every rank said: the backend, and the rest."""
+    return re.findall(r"^rank \d on \S+ over (\w+): (.*)$", stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "backend"), [("aabb", "hierarchical"), ("abba", "hierarchical"), ("aab", "mpi"), ("abc", "mpi")]
+)
+def test_backend_suits_the_hosts_and_has_the_same_bits_everywhere(hosts, backend):
+    ended = mpiexec(len(hosts), SCRIPT, "check", hosts)
+    assert ended.code == 0, ended.stderr
+    ranks = told(ended.stdout)
+    assert [name for name, _ in ranks] == [backend] * len(hosts)
+    assert len({digest for _, digest in ranks}) == 1
+    assert ("the hosts have 1 or 2 ranks: all communication goes through MPI" in ended.stderr) == (hosts == "aab")
+
+
+def test_hosts_with_different_numbers_of_ranks_are_refused():
+    ended = mpiexec(3, SCRIPT, "check", "aab", env={"DISTOPT_BACKEND": "hierarchical"})
+    assert ended.code == 2
+    assert "needs as many ranks on every host, not 2 on host-a, 1 on host-b; choose mpi" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("mismatch", r"MismatchError rank \d on host-[ab] .* called all_reduce #\d+ of 100000 float32"),
+        (
+            "close",
+            r"CommunicatorClosedError rank \d on host-[ab] .* but rank 3 on host-b .* has closed the communicator",
+        ),
+        ("late", r"StalledError rank \d on host-[ab] .* for rank 3 on host-b .* raise DISTOPT_TIMEOUT"),
+    ],
+)
+def test_failures_name_ranks_and_hosts(how, expected):
+    ended = mpiexec(4, SCRIPT, how, "abab", env={"DISTOPT_TIMEOUT": "1.5"})
+    assert ended.code == 0, ended.stderr
+    ranks = told(ended.stdout)
+    assert len(ranks) == 4
+    for _, text in ranks:
+        assert not text or re.search(expected, text), text
+    assert sum(bool(text) for _, text in ranks) >= 3

@@ -1,0 +1,148 @@
+"""The IDX reader: every type, every way to be broken, and never an exception other than DataError."""
+
+import gzip
+import io
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from distopt.data import idx
+from distopt.errors import DataError, UsageError
+
+DTYPES = ["uint8", "int8", "int16", "int32", "float32", "float64"]
+
+
+def array_of(dtype, shape):
+    values = np.arange(np.prod(shape)) * 37 - 50
+    return values.astype(dtype).reshape(shape)
+
+
+def decode(data):
+    return idx.decode(io.BytesIO(data), len(data), "x.idx")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (257,), (3, 5), (2, 3, 28, 1), (1,) * 32])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_round_trip(tmp_path, dtype, shape, packed):
+    array = array_of(dtype, shape)
+    content = idx.encode(array)
+    path = tmp_path / "name-says-nothing"
+    path.write_bytes(gzip.compress(content) if packed else content)
+    for _ in range(2):
+        back = idx.read(path)
+        assert back.dtype == array.dtype
+        assert back.dtype.isnative
+        assert back.flags.writeable
+        np.testing.assert_array_equal(back, array)
+
+
+def test_layout_is_the_published_one():
+    content = bytes.fromhex("00000b02 00000002 00000003 0001 0002 0003 fffc 0005 7fff")
+    expected = np.array([[1, 2, 3], [-4, 5, 32767]], np.int16)
+    np.testing.assert_array_equal(decode(content), expected)
+    assert idx.encode(expected) == content
+    assert idx.encode(expected.astype(">i2")) == content
+    assert idx.encode(np.asfortranarray(expected)) == content
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_truncation_is_an_error(packed):
+    content = idx.encode(array_of("int16", (3, 4)))
+    content = gzip.compress(content) if packed else content
+    for length in range(len(content)):
+        with pytest.raises(DataError, match=r"x\.idx: .*; replace the file"):
+            decode(content[:length])
+
+
+def test_no_flipped_bit_of_a_gzip_file_changes_the_array():
+    array = array_of("uint8", (5, 7))
+    content = gzip.compress(idx.encode(array))
+    for bit in range(8 * len(content)):
+        broken = bytearray(content)
+        broken[bit // 8] ^= 1 << bit % 8
+        try:
+            back = decode(bytes(broken))
+        except DataError:
+            continue
+        np.testing.assert_array_equal(back, array)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("content", "fact"),
+    [
+        (b"", "truncated"),
+        (b"<html>not found</html>", "not an IDX file"),
+        (struct.pack(">HBBI", 1, 8, 1, 1) + b"x", "not an IDX file"),
+        (struct.pack(">HBBI", 0, 0x0A, 1, 1) + b"x", "not an IDX file"),
+        (struct.pack(">HBB", 0, 8, 0) + b"x", "not an IDX file"),
+        (struct.pack(">HBB33I", 0, 8, 33, *[1] * 33) + b"x", "not an IDX file"),
+        (struct.pack(">HBBI", 0, 8, 1, 0), "header states"),
+        (struct.pack(">HBB3I", 0, 8, 3, 0, 2**32 - 1, 2**32 - 1), "header states"),
+        (struct.pack(">HBB3I", 0, 8, 3, 2**32 - 1, 2**32 - 1, 2**32 - 1) + b"x" * 99, "header states"),
+        (struct.pack(">HBB2I", 0, 0x0E, 2, 2**31, 2**30) + b"x" * 99, "header states"),  # 2**64 bytes: 0 if wrapped
+        (struct.pack(">HBBI", 0, 8, 1, 3) + b"abcd", "more bytes"),
+    ],
+)
+def test_each_fault_is_named(content, fact, packed):
+    with pytest.raises(DataError, match=fact):
+        decode(gzip.compress(content) if packed else content)
+
+
+def test_a_size_that_cannot_be_true_is_refused_before_allocation(monkeypatch):
+    content = struct.pack(">HBBI", 0, 8, 1, 10_000) + b"x" * 100
+    sizes = []
+    empty = np.empty
+    monkeypatch.setattr(idx.np, "empty", lambda size, dtype: sizes.append(size) or empty(size, dtype))
+    with pytest.raises(DataError, match="header states"):
+        decode(content)
+    assert sizes == [4, 4]
+
+
+def test_array_beyond_memory_is_a_data_error(monkeypatch):
+    def fail(size, dtype):
+        raise MemoryError("Unable to allocate")
+
+    monkeypatch.setattr(idx.np, "empty", fail)
+    with pytest.raises(DataError, match="does not fit in memory"):
+        decode(idx.encode(array_of("uint8", (3,))))
+
+
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir(), lambda path: path.symlink_to(path)])
+def test_unreadable_path_is_a_data_error(tmp_path, make):
+    path = tmp_path / "train.idx"
+    make(path)
+    with pytest.raises(DataError, match=r"train\.idx: .*check the path"):
+        idx.read(path)
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros(3, np.uint16), np.zeros(3, bool), np.float32(1), np.zeros((2, 0), np.uint8)]
+)
+def test_what_the_format_cannot_hold_is_refused(array):
+    with pytest.raises(UsageError, match="IDX cannot hold"):
+        idx.encode(np.asarray(array))
+
+
+@given(st.binary(max_size=200), st.booleans(), st.booleans())
+@example(b"\x1f\x8b", False, False)
+def test_any_bytes_give_an_array_or_a_data_error(data, packed, with_header):
+    if with_header:
+        data = struct.pack(">HB", 0, sorted(idx.TYPES)[len(data) % 6]) + data
+    content = gzip.compress(data) if packed else data
+    try:
+        array = decode(content)
+    except DataError:
+        return
+    assert idx.encode(array) == data
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_after_a_gzip_magic_give_an_array_or_a_data_error(data):
+    for start in (b"\x1f\x8b", b"\x1f\x8b\x08\x00" + bytes(6)):
+        with pytest.raises(DataError):
+            decode(start + data)

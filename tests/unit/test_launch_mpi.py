@@ -1,0 +1,134 @@
+"""Jobs under mpiexec: how they end, what they say, and that wrong launchers are found."""
+
+import importlib.abc
+import signal
+import sys
+
+import pytest
+
+from distopt import launch
+from distopt.errors import LaunchError, MissingDependencyError
+from tests.processes import ROOT, mpiexec, start_mpiexec
+
+SCRIPT = str(ROOT / "tests" / "ranks" / "mpi_script.py")
+
+
+def library() -> str:
+    from mpi4py import MPI
+
+    return MPI.Get_library_version()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_suite_passes_under_mpiexec(n):
+    suite = str(ROOT / "tests" / "ranks" / "test_mpi.py")
+    ended = mpiexec(n, "-m", "pytest", "-q", "-x", "--color=no", "-p", "no:cacheprovider", f"--rootdir={ROOT}", suite)
+    assert ended.code == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count(" passed in ") == n
+
+
+@pytest.mark.parametrize("backend", ["mpi", "shm"])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_conformance_under_mpiexec(n, backend):
+    ended = mpiexec(n, "-m", "tests.conformance.run", "--backend", backend, "--job", "distopt.launch.mpi:MpiJob")
+    assert ended.code == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count(" checks passed") == n
+
+
+def test_success():
+    ended = mpiexec(2, SCRIPT, "success")
+    assert ended.code == 0, ended.stderr
+    assert sorted(ended.stdout.split("\n")[:2]) == ["rank 0 of 2", "rank 1 of 2"]
+
+
+def test_exception_in_one_rank_ends_the_job_and_is_shown_whole():
+    ended = mpiexec(2, SCRIPT, "raise")
+    assert ended.code == 1
+    lines = ended.stderr.splitlines()
+    start = lines.index("Traceback (most recent call last):")
+    assert lines[start - 1].startswith("rank 1 on ")
+    assert lines[start - 1].endswith(" failed:")
+    assert 'raise ValueError("the cause")' in lines[start + 2]
+    assert lines[-1] == "ValueError: the cause" or "Open MPI" in library()  # whose mpiexec adds a paragraph
+    assert ended.stderr.count("Traceback") == 1
+
+
+def test_exit_code_of_sys_exit_is_that_of_the_job():
+    ended = mpiexec(2, SCRIPT, "sys.exit")
+    assert ended.code == 3, ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("how", ["SystemExit", "return"])
+def test_rank_that_leaves_early_is_named_by_those_who_wait(how):
+    ended = mpiexec(2, SCRIPT, how)
+    assert ended.code != 0
+    assert "CommunicatorClosedError: rank 0 on " in ended.stderr
+    assert "has closed the communicator" in ended.stderr
+
+
+def test_killed_rank_ends_the_job():
+    assert mpiexec(2, SCRIPT, "SIGKILL").code != 0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signal_to_mpiexec_ends_all(signum):
+    program = start_mpiexec(2, SCRIPT, "wait")
+    program.read_lines(2)
+    program.process.send_signal(signum)
+    assert program.end().code != 0
+
+
+# -- wrong launchers -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("env", "named"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, "mpiexec of Open MPI"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "mpiexec of MPICH or Intel MPI"),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}, "srun"),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, "torchrun"),
+    ],
+)
+def test_ranks_that_all_believe_to_be_rank_0_of_1(env, named, monkeypatch):
+    pytest.importorskip("mpi4py.MPI", reason="mpi4py is absent: pip install 'distopt[mpi]'", exc_type=ImportError)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError) as caught:
+        launch.join()
+    message = str(caught.value)
+    assert f"{named} started this process as rank 1 of 4" in message
+    assert "sees rank 0 of 1" in message
+    assert "MPI" in message.split("library in use (")[1]
+
+
+class _NoMpi(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] == "mpi4py":
+            raise ModuleNotFoundError("No module named 'mpi4py'", name="mpi4py")
+
+
+@pytest.fixture
+def without_mpi4py(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mpi4py"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [_NoMpi(), *sys.meta_path])
+
+
+def test_mpiexec_without_mpi4py_says_how_to_install_it(without_mpi4py, monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    with pytest.raises(MissingDependencyError, match=r"PMI_SIZE=2.*pip install \"distopt\[mpi\]\""):
+        launch.join()
+
+
+def test_mpi_job_without_mpi4py(without_mpi4py):
+    with pytest.raises(MissingDependencyError, match=r"pip install \"distopt\[mpi\]\""):
+        launch.MpiJob()
+
+
+def test_join_without_mpi4py_and_without_launcher_is_a_job_of_one(monkeypatch):
+    monkeypatch.setattr("distopt.launch.find_spec", lambda name: None)
+    job = launch.join()
+    assert (job.topology.rank, job.topology.world_size) == (0, 1)
+    assert job.all_gather(b"x") == [b"x"]
+    job.close()

@@ -1,0 +1,193 @@
+"""spawn: exit codes, the last words, and that nothing remains, however the ranks end."""
+
+import os
+import pickle
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from distopt import launch
+from distopt.errors import LaunchError, RankFailedError, UsageError
+from tests.processes import ROOT, Program
+
+SCRIPT = str(ROOT / "tests" / "ranks" / "spawn_script.py")
+
+
+def script(how: str, world_size: int = 2, env: dict[str, str] | None = None) -> Program:
+    return Program([sys.executable, SCRIPT, how, str(world_size)], env)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_success(world_size):
+    ended = script("success", world_size).end()
+    assert (ended.code, ended.stderr) == (0, "")
+    starts = sorted(line.split(" pid ")[0] for line in ended.stdout.splitlines())
+    assert starts == [f"rank {rank} of {world_size}" for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("env", [{}, {"OMP_NUM_THREADS": "5"}], ids=["shared", "chosen by the user"])
+def test_threads_are_shared_unless_the_user_chose(env, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    expected = env.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
+    ended = script("success", 2, env).end()
+    assert [line.split(" threads ")[1] for line in ended.stdout.splitlines()] == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        ("raise", 1, "ValueError: the cause"),
+        ("sys.exit", 3, "left with exit code 3"),
+        ("sys.exit text", 1, "left: a cause in words"),
+        ("os._exit", 3, "left with exit code 3 without a traceback"),
+        ("SIGKILL", 128 + 9, "was ended by SIGKILL; SIGKILL is what the kernel sends when memory runs out"),
+        ("SIGSEGV", 128 + 11, "was ended by SIGSEGV"),
+    ],
+)
+def test_failure_of_one_rank_ends_all(how, code, last):
+    ended = script(how, 3).end()
+    assert ended.code == code
+    assert ended.stderr.startswith("rank 1 (pid ")
+    assert ended.stderr.endswith(f"{last}\n")
+
+
+def test_traceback_is_whole_and_alone():
+    lines = script("raise").end().stderr.splitlines()
+    assert lines[0].endswith(") failed:")
+    assert lines[1] == "Traceback (most recent call last):"
+    assert [line.split(", in ")[1] for line in lines if line.startswith("  File ")] == ["work", "match_end"]
+    assert lines[-1] == "ValueError: the cause"
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("whole_group", [False, True], ids=["parent only", "as a terminal does"])
+def test_signal_to_the_parent_ends_all_in_one_line(signum, code, whole_group):
+    program = script("wait")
+    program.read_lines(2)
+    (os.killpg if whole_group else os.kill)(program.process.pid, signum)
+    ended = program.end()
+    assert (ended.code, ended.stderr) == (code, f"{signum.name}: all 2 ranks have been ended\n")
+
+
+def test_signal_while_the_ranks_start():
+    program = script("wait", 3)
+    while len(program.pids()) < 3:
+        assert program.process.poll() is None
+    os.killpg(program.process.pid, signal.SIGTERM)
+    assert program.end().code in (143, -signal.SIGTERM)
+
+
+def test_children_die_with_a_killed_parent():
+    program = script("wait", 3)
+    program.read_lines(3)
+    program.process.kill()
+    program.end()
+
+
+def fail_in_rank_1(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise KeyError("in rank 1")
+
+
+def test_spawn_raises_what_the_first_failing_rank_said():
+    with pytest.raises(RankFailedError, match="in rank 1") as caught:
+        launch.spawn(fail_in_rank_1, 2)
+    error = caught.value
+    assert (error.rank, error.exit_code) == (1, 1)
+    assert "Traceback" in error.details
+    assert str(pickle.loads(pickle.dumps(error))) == error.details
+
+
+def write_rank(rank: int, world_size: int, folder: str) -> None:
+    Path(folder, str(rank)).write_text(str(world_size))
+
+
+def test_spawn_leaves_the_process_as_it_was(tmp_path):
+    before = (dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    for _ in range(2):
+        launch.spawn(write_rank, 2, (str(tmp_path),))
+    assert (dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "2", "1": "2"}
+
+
+@pytest.mark.parametrize("world_size", [0, -1, True, 2.0, "2"])
+def test_unusable_world_size(world_size):
+    with pytest.raises(UsageError, match="world size"):
+        launch.spawn(fail_in_rank_1, world_size)
+
+
+def test_a_function_that_cannot_be_sent_starts_nothing():
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        launch.spawn(lambda rank, world_size: None, 2)
+
+
+# -- jobs ------------------------------------------------------------------------------------------------------------
+def test_ticket_hides_its_secret():
+    ticket = launch.Ticket()
+    assert len(ticket.secret) == 16
+    assert ticket != launch.Ticket()
+    assert pickle.loads(pickle.dumps(ticket)) == ticket
+    assert ticket.secret.hex() not in repr(ticket)
+    assert repr(ticket.secret) not in repr(ticket)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "message"),
+    [
+        (2, 2, "local_rank=2 is outside 0 ... 1"),
+        (-1, 2, "local_rank=-1 is outside"),
+        (0, 0, "world_size=0 is not positive"),
+        (0, "2", "world_size='2' is not an integer"),
+        (None, 2, "local_rank=None is not an integer"),
+    ],
+)
+def test_multiprocess_job_checks_its_arguments(rank, world_size, message):
+    with pytest.raises(LaunchError, match=message):
+        launch.MultiprocessJob(launch.Ticket(), rank, world_size)
+
+
+@pytest.mark.parametrize("arguments", [(None, 0, 2), (None, None, 2), (launch.Ticket(), 0, None)])
+def test_join_wants_all_three_or_none(arguments):
+    with pytest.raises(LaunchError, match="ticket"):
+        launch.join(*arguments)
+
+
+def exchange(ticket: launch.Ticket, rank: int, world_size: int, folder: str) -> None:
+    job = launch.join(ticket, rank, world_size)
+    for length in (0, 5, 100_000):
+        parts = job.all_gather(bytes([rank]) * length * rank)
+        assert parts == [bytes([peer]) * length * peer for peer in range(world_size)]
+    assert (job.topology.rank, job.topology.local_rank, job.topology.single_host) == (rank, rank, True)
+    job.close()
+    job.close()
+    with pytest.raises(LaunchError, match="closed"):
+        job.all_gather(b"")
+    Path(folder, str(rank)).touch()
+
+
+def exchange_spawned(rank: int, world_size: int, ticket: launch.Ticket, folder: str) -> None:
+    exchange(ticket, rank, world_size, folder)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_spawned_ranks_find_each_other(world_size, tmp_path):
+    launch.spawn(exchange_spawned, world_size, (launch.Ticket(), str(tmp_path)))
+    assert len(list(tmp_path.iterdir())) == world_size
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_processes_that_a_script_starts_itself_find_each_other(method, tmp_path):
+    import multiprocessing
+
+    context = multiprocessing.get_context(method)
+    ticket = launch.Ticket()
+    processes = [context.Process(target=exchange, args=(ticket, rank, 2, str(tmp_path))) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert len(list(tmp_path.iterdir())) == 2

@@ -1,0 +1,204 @@
+"""Layers: names, parameters, lazy shapes and what they refuse."""
+
+import numpy as np
+import pytest
+
+from distopt import autograd, device, layer
+from distopt.errors import StateError, UsageError
+from distopt.tensor import Tensor
+
+
+class Block(layer.Layer):
+    def __init__(self):
+        self.conv = layer.Conv2d(4, 3, padding=1)
+        self.norm = layer.BatchNorm2d()
+        self.branches = [layer.Conv2d(4, 1, bias=False), layer.Conv2d(4, 1)]
+        self.shared = self.conv
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        return layer.Add()(self.branches[0](y), self.branches[1](y))
+
+
+def images(*shape, dtype=np.float32):
+    return Tensor(data=np.random.default_rng(0).standard_normal(shape).astype(dtype))
+
+
+def test_parameters_are_found_among_attributes_each_once():
+    block = Block()
+    assert block.get_params() == {}
+    block(images(2, 3, 5, 5))
+    shapes = {name: p.shape for name, p in block.get_params().items()}
+    assert shapes == {
+        "conv.W": (4, 3, 3, 3),
+        "conv.b": (4,),
+        "norm.scale": (4,),
+        "norm.bias": (4,),
+        "branches.0.W": (4, 4, 1, 1),
+        "branches.1.W": (4, 4, 1, 1),
+        "branches.1.b": (4,),
+    }
+    assert all(p.stores_grad for p in block.get_params().values())
+    assert list(block.get_states()) == [*shapes, "norm.running_mean", "norm.running_var"]
+    memory = block.conv.W.data
+    block(images(1, 3, 7, 4))
+    assert block.conv.W.data is memory
+
+
+def test_a_parameter_shared_by_two_layers_is_one(monkeypatch):
+    class Tied(layer.Layer):
+        def __init__(self):
+            self.first, self.second = layer.Linear(4), layer.Linear(4)
+
+        def forward(self, x):
+            y = self.first(x)
+            self.second(y)
+            self.second.W = self.first.W
+            return self.second(y)
+
+    monkeypatch.setattr(autograd, "training", True)
+    net = Tied()
+    x = images(3, 4, dtype=np.float64)
+    loss = autograd.reduce_sum(net(x))
+    assert list(net.get_params()) == ["first.W", "first.b", "second.b"]
+    order = [net.second.b, net.first.W, net.first.b]
+    assert autograd.gradient_order(loss) == order
+    assert [p for p, _ in autograd.backward(loss)] == order
+    w = net.first.W.data
+    ones = np.ones((3, 4))
+    expected = (x.data @ w + net.first.b.data).T @ ones + x.data.T @ (ones @ w.T)
+    np.testing.assert_allclose(net.first.W.grad.data, expected)
+
+
+def test_values_can_be_set_all_or_none():
+    source, target = Block(), Block()
+    for block in (source, target):
+        block(images(2, 3, 5, 5))
+    source.norm.running_mean.set_value(3)
+    target.set_states(source.get_states())
+    for name, value in source.get_states().items():
+        np.testing.assert_array_equal(target.get_states()[name].data, value.data)
+    arrays = {name: p.to_numpy() + 1 for name, p in source.get_params().items()}
+    before = {name: p.to_numpy() for name, p in target.get_params().items()}
+    for wrong, message in [
+        ({**arrays, "conv.b": np.zeros(5, np.float32)}, r"conv.b is float32 of shape \(4,\), the states have"),
+        ({**arrays, "conv.b": np.zeros(4)}, "the states have float64"),
+        ({**arrays, "x": np.zeros(1)}, "the model has no x"),
+        ({k: v for k, v in arrays.items() if k != "norm.bias"}, "norm.bias is missing"),
+    ]:
+        with pytest.raises(StateError, match=message):
+            target.set_params(wrong)
+        for name, value in before.items():
+            np.testing.assert_array_equal(target.get_params()[name].data, value)
+    target.set_params(arrays)
+    np.testing.assert_array_equal(target.conv.W.data, arrays["conv.W"])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_initial_parameters_come_from_the_seed_and_the_input_type(dtype):
+    values = []
+    for _ in range(2):
+        device.get_default_device().SetRandSeed(11)
+        net = layer.Conv2d(40, 5)
+        net(images(1, 20, 8, 8, dtype=dtype))
+        values.append(net.W.to_numpy())
+        assert net.W.dtype == net.b.dtype == dtype
+    np.testing.assert_array_equal(*values)
+    assert values[0].std() == pytest.approx(np.sqrt(2 / (500 + 40)), rel=0.02)
+    assert not net.b.data.any()
+    linear = layer.Linear(300)
+    linear(images(1, 200))
+    assert linear.W.data.std() == pytest.approx(np.sqrt(2 / 500), rel=0.02)
+
+
+def test_reshape_cat_and_add():
+    a, b = images(2, 3), images(2, 4)
+    np.testing.assert_array_equal(layer.Cat(1)([a, b]).data, np.concatenate([a.data, b.data], 1))
+    np.testing.assert_array_equal(layer.Reshape()(a, (3, -1)).data, a.data.reshape(3, 2))
+    np.testing.assert_array_equal(layer.Add()(a, a).data, 2 * a.data)
+    assert layer.Flatten(axis=2)(images(2, 3, 4)).shape == (6, 4)
+    assert layer.Flatten()(images(0, 3, 4)).shape == (0, 0)
+
+
+def test_dropout_works_in_training_only(monkeypatch):
+    x = Tensor(data=np.ones((40, 50), np.float32))
+    drop = layer.Dropout(0.4)
+    np.testing.assert_array_equal(drop(x).data, x.data)
+    monkeypatch.setattr(autograd, "training", True)
+    y = drop(x).data
+    assert set(np.unique(y)) == {np.float32(0), np.float32(1 / 0.6)}
+    assert 0.5 < (y != 0).mean() < 0.7
+    assert not np.array_equal(y, drop(x).data)
+
+
+class Net(layer.Layer):
+    def __init__(self, item):
+        self.item = item
+
+    def forward(self, x):
+        return self.item(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "message"),
+    [
+        (lambda: layer.Linear(800, 10), (2, 801), "item expects 800 inputs, got 801"),
+        (lambda: layer.Linear(10), (2, 3, 4), "item expects rows [N, inputs], got [2, 3, 4]; put a Flatten before it"),
+        (lambda: layer.Conv2d(3, 8, 3), (2, 4, 5, 5), "item expects images [N, 3, H, W], got [2, 4, 5, 5]"),
+        (lambda: layer.Conv2d(8, 3), (2, 4), "item expects images [N, C, H, W], got [2, 4]"),
+        (lambda: layer.Conv2d(8, 6), (2, 4, 5, 5), "item: a kernel of"),
+        (lambda: layer.DepthwiseConv2d(6), (2, 4, 5, 5), "item: a kernel of"),
+        (lambda: layer.DepthwiseConv2d(6), (2, 4), "item expects images [N, C, H, W], got [2, 4]"),
+        (lambda: layer.SeparableConv2d(3, 8, 3), (2, 4, 5, 5), "depthwise_conv expects images [N, 3, H, W], got"),
+        (lambda: layer.BatchNorm2d(3), (2, 4, 5, 5), "item expects images [N, 3, H, W], got [2, 4, 5, 5]"),
+        (lambda: layer.BatchNorm2d(), (2, 4), "item expects images [N, C, H, W], got [2, 4]"),
+        (lambda: layer.MaxPool2d(7), (2, 4, 5, 5), "item: a kernel of"),
+        (lambda: layer.AvgPool2d(2), (2, 4), "item: images have the shape"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named_by_layer(make, shape, message):
+    net = Net(make())
+    for _ in range(2):
+        with pytest.raises(UsageError) as caught:
+            net(images(*shape))
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_types_that_do_not_fit_are_named_by_layer():
+    for make, shape in ((lambda: layer.Linear(3), (2, 3)), (lambda: layer.Conv2d(3, 1), (2, 3, 4, 4))):
+        with pytest.raises(UsageError, match="item computes in float32 or float64, got uint8; convert"):
+            Net(make())(Tensor(shape, dtype=np.uint8))
+        net = Net(make())
+        net(images(*shape))
+        with pytest.raises(UsageError, match="item has parameters of float32, got an input of float64"):
+            net(images(*shape, dtype=np.float64))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: layer.Conv2d(8, 0), "kernel_size is one integer or two, each at least 1; got 0"),
+        (lambda: layer.Conv2d(8, 3, stride=0), "stride is"),
+        (lambda: layer.Conv2d(8, 3, padding=-1), "padding is"),
+        (lambda: layer.Conv2d(8, (3, 3, 3)), "kernel_size is"),
+        (lambda: layer.Conv2d(3, 8, 3, 1, 1, 1), "Conv2d takes"),
+        (lambda: layer.Conv2d(3, (8, 8), 3), "Conv2d takes"),
+        (lambda: layer.Conv2d(8, 3, activation="TANH"), "unknown activation 'TANH'"),
+        (lambda: layer.Conv2d(8, 3, pool=layer.AvgPool2d(2)), "Conv2d pools by a MaxPool2d layer"),
+        (lambda: layer.Linear(1, 2, 3), "Linear takes"),
+        (lambda: layer.Dropout(1.0), r"not in \[0, 1\)"),
+        (lambda: layer.BatchNorm2d(momentum=2), r"not in \[0, 1\]"),
+        (lambda: layer.MaxPool2d(2, 2.5), "stride is"),
+        (lambda: layer.Conv2d(0, 3), "nb_kernels is an integer of at least 1; got 0"),
+        (lambda: layer.Linear(8, -1), "out_features is an integer of at least 1; got -1"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+def test_a_layer_without_forward_says_so():
+    with pytest.raises(NotImplementedError, match="Layer has no forward"):
+        layer.Layer()(1)

@@ -1,0 +1,149 @@
+"""Every layer against PyTorch, in float32 and float64: outputs, parameter gradients and input gradients."""
+
+import numpy as np
+import pytest
+
+from distopt import autograd, layer
+from distopt.tensor import Tensor
+
+torch = pytest.importorskip("torch", reason="PyTorch is the oracle of these tests; pip install torch==2.13.0")
+nn = torch.nn
+
+
+@pytest.fixture(autouse=True)
+def training(monkeypatch):
+    monkeypatch.setattr(autograd, "training", True)
+
+
+def conv_relu(*args, **kwargs):
+    return nn.Sequential(nn.Conv2d(*args, **kwargs), nn.ReLU())
+
+
+IMAGES = (4, 3, 9, 8)
+CASES = {
+    "conv": (layer.Conv2d(5, 3), nn.Conv2d(3, 5, 3), IMAGES),
+    "conv in channels": (layer.Conv2d(3, 5, (2, 3), 2, 1), nn.Conv2d(3, 5, (2, 3), 2, 1), IMAGES),
+    "conv relu": (layer.Conv2d(3, 5, 3, padding=(1, 0), activation="RELU"), conv_relu(3, 5, 3, padding=(1, 0)), IMAGES),
+    "conv no bias": (layer.Conv2d(5, 1, stride=(2, 3), bias=False), nn.Conv2d(3, 5, 1, (2, 3), bias=False), IMAGES),
+    "conv relu max pool": (
+        layer.Conv2d(3, 5, 3, activation="RELU", pool=layer.MaxPool2d(2)),
+        nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        IMAGES,
+    ),
+    "conv max pool overlapping": (
+        layer.Conv2d(5, (2, 3), stride=(1, 2), padding=1, bias=False, pool=layer.MaxPool2d(3, 2, 1)),
+        nn.Sequential(nn.Conv2d(3, 5, (2, 3), (1, 2), 1, bias=False), nn.MaxPool2d(3, 2, 1)),
+        IMAGES,
+    ),
+    "separable": (
+        layer.SeparableConv2d(3, 6, 3, 2, 1),
+        nn.Sequential(nn.Conv2d(3, 3, 3, 2, 1, groups=3, bias=False), nn.Conv2d(3, 6, 1, bias=False)),
+        IMAGES,
+    ),
+    "separable bias": (
+        layer.SeparableConv2d(6, 3, bias=True),
+        nn.Sequential(nn.Conv2d(3, 3, 3, groups=3, bias=False), nn.Conv2d(3, 6, 1)),
+        IMAGES,
+    ),
+    "linear": (layer.Linear(7), nn.Linear(5, 7), (4, 5)),
+    "linear in features": (layer.Linear(5, 7, bias=False), nn.Linear(5, 7, bias=False), (4, 5)),
+    "linear relu": (layer.Linear(7, activation="RELU"), nn.Sequential(nn.Linear(5, 7), nn.ReLU()), (4, 5)),
+    "max pool": (layer.MaxPool2d(2, 2), nn.MaxPool2d(2, 2), IMAGES),
+    "max pool overlapping": (layer.MaxPool2d(3, 2, 1), nn.MaxPool2d(3, 2, 1), IMAGES),
+    "max pool default stride": (layer.MaxPool2d((3, 2)), nn.MaxPool2d((3, 2)), IMAGES),
+    "avg pool": (layer.AvgPool2d(2), nn.AvgPool2d(2), IMAGES),
+    "avg pool padding": (layer.AvgPool2d(3, 2, padding=1), nn.AvgPool2d(3, 2, 1), IMAGES),
+    "batch norm": (layer.BatchNorm2d(), nn.BatchNorm2d(3), IMAGES),
+    "batch norm momentum": (layer.BatchNorm2d(3, momentum=0.6), nn.BatchNorm2d(3, momentum=0.4), IMAGES),
+    "relu": (layer.ReLU(), nn.ReLU(), IMAGES),
+    "sigmoid": (layer.Sigmoid(), nn.Sigmoid(), IMAGES),
+    "softmax": (layer.SoftMax(), nn.Softmax(-1), (6, 5)),
+    "flatten": (layer.Flatten(), nn.Flatten(), IMAGES),
+}
+
+
+def to_ours(name, value):
+    """PyTorch keeps [out, in] in linear layers, and depthwise kernels as [C, 1, kh, kw]."""
+    if value.ndim == 2:
+        return np.ascontiguousarray(value.T)
+    return value[:, 0] if name.startswith("depthwise") else value
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", CASES)
+def test_layer_equals_pytorch(name, dtype):
+    import copy
+
+    ours, theirs, shape = CASES[name]
+    ours, theirs = copy.deepcopy(ours), copy.deepcopy(theirs).to(getattr(torch, np.dtype(dtype).name))
+    tolerance = {"rtol": 1e-4, "atol": 2e-5} if dtype == np.float32 else {"rtol": 1e-10, "atol": 1e-12}
+    for step in range(3):
+        rng = np.random.default_rng(step)
+        values = rng.standard_normal(shape).astype(dtype)
+        x = Tensor(data=values, stores_grad=True, name="x")
+        their_x = torch.from_numpy(values.copy()).requires_grad_()
+        if not step:
+            ours(Tensor(data=values))  # makes the parameters
+            if name.startswith("batch norm"):
+                ours.running_mean.set_value(0)
+                ours.running_var.set_value(1)
+            theirs_by_name = dict(zip(ours.get_params(), theirs.parameters(), strict=True))
+            ours.set_params({k: to_ours(k, p.detach().numpy()) for k, p in theirs_by_name.items()})
+        y, their_y = ours(x), theirs(their_x)
+        np.testing.assert_allclose(y.data, their_y.detach().numpy(), **tolerance)
+        dy = rng.standard_normal(y.shape).astype(dtype)
+        gradients = dict(autograd.backward(y, Tensor(data=dy)))
+        theirs.zero_grad()
+        their_y.backward(torch.from_numpy(dy))
+        np.testing.assert_allclose(gradients.pop(x).data, their_x.grad.numpy(), **tolerance)
+        for key, param in ours.get_params().items():
+            expected = to_ours(key, theirs_by_name[key].grad.numpy())
+            np.testing.assert_allclose(gradients.pop(param).data, expected, **tolerance)
+        assert not gradients
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_batch_norm_in_evaluation_equals_pytorch(dtype):
+    ours, theirs = layer.BatchNorm2d(), nn.BatchNorm2d(3, dtype=getattr(torch, np.dtype(dtype).name))
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        x = rng.standard_normal((4, 3, 2, 2)).astype(dtype) * 3 + 1
+        ours(Tensor(data=x))
+        theirs(torch.from_numpy(x))
+    np.testing.assert_allclose(ours.running_mean.data, theirs.running_mean.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(ours.running_var.data, theirs.running_var.numpy(), rtol=1e-5)
+    autograd.training = False
+    theirs.eval()
+    np.testing.assert_allclose(
+        ours(Tensor(data=x)).data, theirs(torch.from_numpy(x)).detach().numpy(), rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("labels", ["index", "one-hot", "distribution"])
+def test_cross_entropy_equals_pytorch(labels):
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((6, 5)) * 4
+    index = rng.integers(0, 5, 6)
+    target = {"index": index, "one-hot": np.eye(5)[index], "distribution": rng.dirichlet(np.ones(5), 6)}[labels]
+    x = Tensor(data=logits, stores_grad=True)
+    their_x = torch.from_numpy(logits.copy()).requires_grad_()
+    loss = layer.SoftMaxCrossEntropy()(x, Tensor(data=target))
+    assert loss.shape == (1,)  # as in SINGA: scripts print tensor.to_numpy(loss)[0]
+    their_loss = nn.functional.cross_entropy(their_x, torch.from_numpy(target))
+    their_loss.backward()
+    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-12)
+    list(autograd.backward(loss))
+    np.testing.assert_allclose(x.grad.data, their_x.grad.numpy(), rtol=1e-10)
+
+
+def test_mean_square_error_equals_pytorch():
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, 6, 5))
+    x = Tensor(data=a, stores_grad=True)
+    their_x = torch.from_numpy(a.copy()).requires_grad_()
+    loss = layer.MeanSquareError()(x, Tensor(data=b))
+    their_loss = nn.functional.mse_loss(their_x, torch.from_numpy(b))
+    their_loss.backward()
+    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-12)
+    list(autograd.backward(loss))
+    np.testing.assert_allclose(x.grad.data, their_x.grad.numpy(), rtol=1e-12)

@@ -1,0 +1,358 @@
+"""Where MNIST comes from, and that nothing broken is taken for whole. A tiny data set plays MNIST's part."""
+
+import gzip
+import hashlib
+import io
+import logging
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+
+import numpy as np
+import pytest
+
+from distopt.data import idx, mnist
+from distopt.errors import DataError
+
+
+def tiny(name, shape):
+    values = np.arange(np.prod(shape)) * 7 + len(name) + shape[0]
+    return (values % (256 if len(shape) == 3 else 10)).astype(np.uint8).reshape(shape)
+
+
+SHAPES = ((6, 4, 3), (6,), (5, 4, 3), (5,))
+ARRAYS = {name: tiny(name, shape) for (name, _, _), shape in zip(mnist.FILES, SHAPES, strict=True)}
+CONTENT = {name: idx.encode(array) for name, array in ARRAYS.items()}
+TINY_FILES = tuple((name, ARRAYS[name].shape, hashlib.md5(data).hexdigest()) for name, data in CONTENT.items())
+NAMES = list(CONTENT)
+
+
+class Network:
+    """In place of urlopen: answers by URL, or raises what stands there; the addresses asked for are kept."""
+
+    def __init__(self, answers):
+        self.answers = answers
+        self.asked = []
+
+    def __call__(self, url, timeout):
+        assert 0 < timeout <= 10
+        self.asked.append(url)
+        answer = self.answers.get(url, urllib.error.URLError("no such host"))
+        if isinstance(answer, Exception):
+            raise answer
+        return io.BytesIO(answer)
+
+
+def served(mirror=0):
+    return {f"{mnist.MIRRORS[mirror]}{name}.gz": gzip.compress(data) for name, data in CONTENT.items()}
+
+
+@pytest.fixture(autouse=True)
+def network(monkeypatch, tmp_path):
+    """Nothing in the environment, an empty home, no network."""
+    monkeypatch.delenv("DISTOPT_DATA_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(mnist, "FILES", TINY_FILES)
+    network = Network({})
+    monkeypatch.setattr(mnist.urllib.request, "urlopen", network)
+    return network
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "home" / ".cache" / "distopt" / "mnist"
+
+
+def put(folder, content=CONTENT, rename=lambda name: name):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in content.items():
+        target = folder / rename(name)
+        target.write_bytes(gzip.compress(data) if target.suffix == ".gz" else data)
+    return folder
+
+
+def check(digits, kind="mnist"):
+    assert digits.kind == kind
+    for x, y, name_x, name_y in (
+        (digits.train_x, digits.train_y, *NAMES[:2]),
+        (digits.test_x, digits.test_y, *NAMES[2:]),
+    ):
+        assert x.dtype == np.uint8
+        assert y.dtype == np.int32
+        np.testing.assert_array_equal(x, ARRAYS[name_x][:, None])
+        np.testing.assert_array_equal(y, ARRAYS[name_y])
+
+
+# -- a named folder ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("subfolder", ["", "mnist", "MNIST/raw"])
+@pytest.mark.parametrize(
+    "rename",
+    [str, lambda n: n + ".gz", lambda n: n.replace("-idx", ".idx"), lambda n: n.replace("-idx", ".idx") + ".gz"],
+)
+def test_usual_names_are_found(tmp_path, monkeypatch, network, rename, subfolder):
+    folder = tmp_path / "data"
+    put(folder / subfolder, rename=rename)
+    check(mnist.load(folder))
+    monkeypatch.setenv("DISTOPT_DATA_DIR", str(folder))
+    digits = mnist.load()
+    check(digits)
+    assert str(folder) in digits.source
+    assert not network.asked
+
+
+def test_argument_comes_before_variable_before_cache(tmp_path, monkeypatch, cache):
+    put(cache)
+    named, variable = put(tmp_path / "named"), put(tmp_path / "variable")
+    assert mnist.load().source == f"MNIST in {cache}"
+    monkeypatch.setenv("DISTOPT_DATA_DIR", str(variable))
+    assert mnist.load().source == f"MNIST in {variable}"
+    assert mnist.load(named).source == f"MNIST in {named}"
+
+
+@pytest.mark.parametrize("by_variable", [False, True])
+@pytest.mark.parametrize("lost", NAMES)
+def test_named_folder_that_lacks_a_file_is_an_error(tmp_path, monkeypatch, network, lost, by_variable):
+    network.answers = served()
+    folder = put(tmp_path / "data", {name: data for name, data in CONTENT.items() if name != lost})
+    if by_variable:
+        monkeypatch.setenv("DISTOPT_DATA_DIR", str(folder))
+    with pytest.raises(DataError, match=f"{folder} has no file {lost}"):
+        mnist.load(None if by_variable else folder)
+    assert not network.asked
+
+
+def test_other_content_of_the_same_shape_is_an_error_unless_allowed(tmp_path):
+    images = ARRAYS[NAMES[0]].copy()
+    images[2, 1, 0] ^= 4
+    folder = put(tmp_path / "data", CONTENT | {NAMES[0]: idx.encode(images)})
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte: MD5 .* fresh copy, or pass verify=False"):
+        mnist.load(folder)
+    digits = mnist.load(folder, verify=False)
+    assert digits.kind == "custom"
+    np.testing.assert_array_equal(digits.train_x[:, 0], images)
+
+
+def test_a_data_set_of_another_size_is_welcome(tmp_path):
+    custom = dict(
+        zip(NAMES, (np.ones((3, 5, 5)), np.array([9, 0, 1]), np.zeros((1, 5, 5)), np.array([3])), strict=True)
+    )
+    digits = mnist.load(put(tmp_path / "data", {name: idx.encode(a.astype("u1")) for name, a in custom.items()}))
+    assert digits.kind == "custom"
+    assert digits.source == f"a custom data set in {tmp_path / 'data'}"
+    assert digits.train_x.shape == (3, 1, 5, 5)
+    assert digits.train_y.tolist() == [9, 0, 1]
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        (0, np.zeros((6, 12), np.uint8), r"train-images.*holds uint8 \(6, 12\), not uint8 images"),
+        (0, np.zeros((6, 4, 3), np.float32), "train-images.*holds float32"),
+        (2, np.zeros((5, 4, 4), np.uint8), "t10k-images.*of one size"),
+        (1, np.zeros(7, np.uint8), r"train-labels.*holds uint8 \(7,\)"),
+        (3, np.full(5, 10, np.uint8), "t10k-labels.*up to 10"),
+        (3, np.zeros(5, np.int32), "t10k-labels.*holds int32"),
+    ],
+)
+def test_what_are_not_digits_is_an_error(tmp_path, monkeypatch, case, verify):
+    index, array, fact = case
+    monkeypatch.setattr(mnist, "FILES", tuple((name, (60000,), md5) for name, _, md5 in TINY_FILES))
+    folder = put(tmp_path / "data", CONTENT | {NAMES[index]: idx.encode(array)})
+    with pytest.raises(DataError, match=f"{fact}.*; replace it"):
+        mnist.load(folder, verify=verify)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_truncated_file_is_an_error(tmp_path, suffix, verify):
+    folder = put(tmp_path / "data", rename=lambda name: name + suffix)
+    path = folder / (NAMES[2] + suffix)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match=f"{path}: .*truncated"):
+        mnist.load(folder, verify=verify)
+
+
+# -- the cache and the mirrors -----------------------------------------------------------------------------------------
+def test_download_fills_the_cache_once(network, cache, caplog):
+    network.answers = served()
+    with caplog.at_level(logging.WARNING):
+        check(mnist.load())
+        assert network.asked == [f"{mnist.MIRRORS[0]}{name}.gz" for name in NAMES]
+        check(mnist.load())
+    assert len(network.asked) == 4
+    assert sorted(path.name for path in cache.iterdir()) == sorted(["lock", *(f"{name}.gz" for name in NAMES)])
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        urllib.error.URLError("unreachable"),
+        urllib.error.HTTPError("http://x", 404, "Not Found", None, None),
+        TimeoutError(),
+        mnist.http.client.IncompleteRead(b"x"),
+        b"",
+        b"<html>log in to the hotel's network</html>",
+        gzip.compress(CONTENT[NAMES[0]])[:-3],
+        gzip.compress(idx.encode(ARRAYS[NAMES[0]] ^ 1)),
+        CONTENT[NAMES[0]] + b"x",
+    ],
+    ids=str,
+)
+def test_second_mirror_stands_in(network, fault):
+    network.answers = served(1) | {f"{mnist.MIRRORS[0]}{name}.gz": fault for name in NAMES}
+    check(mnist.load())
+    assert len(network.asked) == 8
+
+
+def test_endless_answers_are_cut_off(network, monkeypatch):
+    url = f"{mnist.MIRRORS[0]}{NAMES[0]}.gz"
+    network.answers = served() | {url: bytes(200_000)} | served(1)
+    monkeypatch.setattr(mnist, "MAX_DOWNLOAD_BYTES", 100_000)
+    with pytest.raises(DataError, match="more than 100000 bytes"):
+        mnist._fetch(url)
+    monkeypatch.setattr(mnist, "FILE_SECONDS", -1.0)
+    with pytest.raises(TimeoutError, match="not finished within"):
+        mnist._fetch(f"{mnist.MIRRORS[0]}{NAMES[1]}.gz")
+    assert mnist.load().kind == "generated"
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"", lambda data: gzip.compress(b"other")])
+@pytest.mark.parametrize("name", NAMES)
+def test_damaged_cache_is_mended(network, cache, caplog, name, damage):
+    network.answers = served()
+    path = put(cache, rename=lambda name: f"{name}.gz") / f"{name}.gz"
+    path.write_bytes(damage(path.read_bytes()))
+    check(mnist.load())
+    assert network.asked == [f"{mnist.MIRRORS[0]}{name}.gz"]
+    assert f"{path} is corrupt" in caplog.text
+    check(mnist.load())
+    assert len(network.asked) == 1
+
+
+def test_offline_machine_gets_generated_digits_with_one_notice(network, caplog):
+    first = mnist.load()
+    assert first.kind == "generated"
+    assert first.source == "generated digits"
+    assert [first.train_x.shape, first.test_x.shape] == [(6, 1, 28, 28), (5, 1, 28, 28)]
+    assert first.train_y.dtype == np.int32
+    assert (first.train_x[:5] != first.test_x).any()
+    assert len(network.asked) == 2  # both mirrors, one file
+    (record,) = caplog.records
+    assert "no such host" in record.getMessage()
+    assert "set DISTOPT_DATA_DIR" in record.getMessage()
+    second = mnist.load(rank=1)
+    assert len(caplog.records) == 1
+    assert second.fingerprint == first.fingerprint
+    np.testing.assert_array_equal(second.train_x, first.train_x)
+    np.testing.assert_array_equal(second.test_y, first.test_y)
+
+
+def test_unusable_home_counts_as_offline(network, tmp_path, caplog):
+    (tmp_path / "home").write_text("a file")
+    network.answers = served()
+    assert mnist.load().kind == "generated"
+    assert "Not a directory" in caplog.text
+
+
+def test_a_rank_that_waited_for_a_failure_does_not_try_again(network, monkeypatch):
+    real_lock = mnist.file_lock
+
+    def lock(path):  # another rank comes first and fails while this one is about to wait
+        monkeypatch.setattr(mnist, "file_lock", real_lock)
+        assert mnist.load(rank=1).kind == "generated"
+        return real_lock(path)
+
+    monkeypatch.setattr(mnist, "file_lock", lock)
+    assert mnist.load(rank=2).kind == "generated"
+    assert len(network.asked) == 2
+    network.answers = served()
+    check(mnist.load())  # an old failure does not keep a later job from trying
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+CHILD = """
+import io, os, sys, time
+from distopt.data import mnist
+mnist.FILES, answers, mode = eval(sys.stdin.read())
+class Slow(io.BytesIO):
+    def read(self, size):
+        if mode == "hang" and self.tell() > 20:
+            print("half", flush=True)
+            time.sleep(60)
+        time.sleep(0.01)
+        return super().read(min(size, 25))
+def urlopen(url, timeout):
+    with open("asked", "a") as file:
+        file.write(url + "\\n")
+    return Slow(answers[url])
+mnist.urllib.request.urlopen = urlopen
+print(mnist.load().kind, flush=True)
+"""
+
+
+def start(folder, mode):
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    child.stdin.write(repr((TINY_FILES, served(), mode)))
+    child.stdin.close()
+    return child
+
+
+def test_one_process_per_host_downloads(tmp_path):
+    children = [start(tmp_path, "work") for _ in range(3)]
+    for child in children:
+        with child:
+            assert child.stdout.read() == "mnist\n"
+    assert sorted((tmp_path / "asked").read_text().split()) == sorted(served())
+
+
+def test_killed_download_leaves_nothing_and_frees_those_who_wait(tmp_path, cache):
+    first = start(tmp_path, "hang")
+    with first:
+        assert first.stdout.readline() == "half\n"
+        with start(tmp_path, "work") as second:
+            first.send_signal(signal.SIGKILL)
+            assert second.stdout.read() == "mnist\n"
+    assert sorted(path.name for path in cache.iterdir()) == sorted(["lock", *(f"{name}.gz" for name in NAMES)])
+    check(mnist.load())
+
+
+# -- ranks that must agree ---------------------------------------------------------------------------------------------
+def test_ranks_with_different_digits_are_named(tmp_path):
+    folder = put(tmp_path / "data")
+    sent = []
+    check(mnist.load(folder, exchange=lambda payload: sent.append(payload) or [payload] * 3))
+    for _ in range(2):
+        with pytest.raises(
+            DataError, match=rf"rank 0 found MNIST in {folder}, but rank 2 found generated digits; give"
+        ):
+            mnist.load(folder, exchange=lambda payload: [payload, payload, b"0123 generated digits"])
+    # The same content in another place is the same.
+    copy = put(tmp_path / "copy", rename=lambda name: f"{name}.gz")
+    check(mnist.load(copy, exchange=lambda payload: [sent[0], payload]))
+
+
+# -- the real thing ----------------------------------------------------------------------------------------------------
+REAL = os.environ.get("DISTOPT_DATA_DIR")
+
+
+@pytest.mark.skipif(not REAL, reason="DISTOPT_DATA_DIR is not set: real MNIST is not checked")
+def test_real_mnist(monkeypatch):
+    monkeypatch.undo()
+    digits = mnist.load(REAL)
+    assert digits.kind == "mnist"
+    assert digits.train_x.shape == (60000, 1, 28, 28)
+    assert digits.test_x.shape == (10000, 1, 28, 28)
+    assert digits.train_y[:5].tolist() == [5, 0, 4, 1, 9]
+    assert np.bincount(digits.test_y).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    assert abs(digits.train_x.mean() / 255 - 0.1307) < 1e-4

@@ -1,0 +1,258 @@
+"""Models: compiling, training, evaluation, saving and loading."""
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from distopt import autograd, device, layer, optim, tensor
+from distopt.errors import StateError, UsageError
+from distopt.model import Model
+from distopt.tensor import Tensor
+
+
+@pytest.fixture(autouse=True)
+def training(monkeypatch):
+    monkeypatch.setattr(autograd, "training", False)
+
+
+class CNN(Model):
+    """As scripts written for SINGA define it."""
+
+    def __init__(self, hidden=9):
+        super().__init__()
+        self.conv1 = layer.Conv2d(1, 4, 3, padding=0, activation="RELU")
+        self.norm = layer.BatchNorm2d()
+        self.pooling1 = layer.MaxPool2d(2, 2, padding=0)
+        self.linear1 = layer.Linear(hidden)
+        self.linear2 = layer.Linear(3)
+        self.relu = layer.ReLU()
+        self.dropout = layer.Dropout(0.3)
+        self.flatten = layer.Flatten()
+        self.softmax_cross_entropy = layer.SoftMaxCrossEntropy()
+
+    def forward(self, x):
+        y = self.pooling1(self.norm(self.conv1(x)))
+        y = self.relu(self.linear1(self.flatten(y)))
+        return self.linear2(self.dropout(y))
+
+    def train_one_batch(self, x, y):
+        out = self.forward(x)
+        loss = self.softmax_cross_entropy(out, y)
+        self.optimizer(loss)
+        return out, loss
+
+    def set_optimizer(self, optimizer):
+        self.optimizer = optimizer
+
+
+def batch(seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    x = Tensor((6, 1, 8, 8), device.get_default_device(), dtype)
+    y = Tensor((6,), device.get_default_device(), tensor.int32)
+    x.copy_from_numpy(rng.standard_normal(x.shape))
+    y.copy_from_numpy(rng.integers(0, 3, 6))
+    return x, y
+
+
+def compiled(dtype=np.float32, seed=0, **options):
+    device.get_default_device().SetRandSeed(seed)
+    net = CNN(**options)
+    net.set_optimizer(optim.SGD(lr=0.05, momentum=0.9))
+    net.compile([batch(dtype=dtype)[0]], is_train=True, use_graph=False, sequential=False)
+    return net
+
+
+NAMES = ["conv1.W", "conv1.b", "norm.scale", "norm.bias", "linear1.W", "linear1.b", "linear2.W", "linear2.b"]
+
+
+def test_compile_makes_and_names_parameters():
+    net = compiled()
+    assert list(net.get_params()) == NAMES
+    assert [p.name for p in net.get_params().values()] == NAMES
+    assert net.linear1.W.shape == (36, 9)
+    assert net.training
+    assert autograd.training
+    assert (net.norm.running_mean.data == 0).all()
+    assert net.linear1.W.creator is None
+
+
+def test_nested_layers_are_named_by_path():
+    class Outer(Model):
+        def __init__(self):
+            super().__init__()
+            self.body = CNN()
+            self.heads = [layer.Linear(2), layer.Linear(2, 2)]
+
+        def forward(self, x):
+            y = self.body.forward(x)
+            for head in self.heads:
+                y = head(y)
+            return y
+
+    net = Outer()
+    net.compile([batch()[0]])
+    assert list(net.get_params()) == [f"body.{n}" for n in NAMES] + ["heads.0.W", "heads.0.b", "heads.1.W", "heads.1.b"]
+    assert {p.name for p in net.get_params().values()} == set(net.get_params())
+    net.heads[1].in_features = 7
+    with pytest.raises(UsageError, match=r"heads\.1 expects 7 inputs, got 2"):
+        net.forward(batch()[0])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_training_lowers_the_loss_and_is_reproducible(dtype):
+    runs = []
+    for _ in range(2):
+        net = compiled(dtype)
+        losses = [tensor.to_numpy(net(*batch(dtype=dtype))[1])[0] for _ in range(30)]
+        assert losses[-1] < 0.3 * losses[0]
+        runs.append(losses)
+    assert runs[0] == runs[1]
+    assert all(p.dtype == dtype for p in net.get_params().values())
+
+
+def test_evaluation_records_nothing_and_repeats():
+    net = compiled()
+    x, y = batch()
+    net(x, y)
+    moved = net.norm.running_mean.to_numpy()
+    assert moved.any()
+    net.eval()
+    first, second = net(x), net(x)
+    assert first.creator is None
+    np.testing.assert_array_equal(first.data, second.data)
+    np.testing.assert_array_equal(net.norm.running_mean.data, moved)
+    net.train()
+    assert isinstance(net(x, y), tuple)
+
+
+def test_calls_follow_their_own_model():
+    first, second = compiled(), compiled()
+    second.eval()
+    x, y = batch()
+    for _ in range(2):
+        assert isinstance(first(x, y), tuple)
+        assert second(x).creator is None
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_optimizer_meets_the_parameters_once_both_are_there(before):
+    met = []
+
+    class Recorder:
+        def attach(self, params):
+            met.append([p.name for p in params])
+
+        def __call__(self, loss):
+            pass
+
+    net = CNN()
+    if before:
+        net.set_optimizer(Recorder())
+        assert not met
+    net.compile([batch()[0]])
+    if not before:
+        assert not met
+        net.set_optimizer(Recorder())
+    assert met == [NAMES]
+
+
+def test_graph_wish_is_remembered_and_changes_nothing():
+    results = []
+    for use_graph in (False, True):
+        device.get_default_device().SetRandSeed(0)
+        net = CNN()
+        net.set_optimizer(optim.Adam(lr=0.01))
+        net.compile([batch()[0]], use_graph=use_graph, sequential=use_graph)
+        assert device.get_default_device().graph_enabled() is use_graph
+        results.append([net(*batch())[1].item() for _ in range(3)])
+    device.get_default_device().EnableGraph(False)
+    assert results[0] == results[1]
+
+
+def test_what_is_missing_is_explained(tmp_path):
+    net = CNN()
+    with pytest.raises(UsageError, match="call compile before"):
+        net.save_states(tmp_path / "x")
+    with pytest.raises(UsageError, match="call compile before"):
+        net.load_states(tmp_path / "x")
+    net.compile([batch()[0]])
+    with pytest.raises(UsageError, match="CNN has no optimizer; call set_optimizer"):
+        net(*batch())
+    with pytest.raises(NotImplementedError, match="Model has no train_one_batch"):
+        Model()()
+    net.on_device(device.get_default_device())
+    assert list(net.get_params()) == NAMES
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_states_make_a_round_trip_to_the_bit(tmp_path, dtype):
+    net, other = compiled(dtype), compiled(dtype, seed=1)
+    net(*batch(dtype=dtype))
+    aux = {"epoch": 3, "scale": 0.1, "order": np.arange(6).reshape(2, 3).T, "loss": Tensor(data=np.ones(1))}
+    for _ in range(2):
+        net.save_states(tmp_path / "net.state", aux)
+        loaded = other.load_states(str(tmp_path / "net.state"))
+    assert [p.name for p in tmp_path.iterdir()] == ["net.state"]
+    assert list(net.get_states()) == [*NAMES, "norm.running_mean", "norm.running_var"]
+    for name, value in net.get_states().items():
+        np.testing.assert_array_equal(other.get_states()[name].data, value.data)
+    assert loaded.keys() == aux.keys()
+    assert loaded["epoch"] == 3
+    assert loaded["scale"] == 0.1
+    np.testing.assert_array_equal(loaded["order"], aux["order"])
+    np.testing.assert_array_equal(loaded["loss"], [1])
+    net.save_states(tmp_path / "net.state")
+    assert other.load_states(tmp_path / "net.state") == {}
+    with pytest.raises(UsageError, match=r"aux_states\['note'\] has dtype"):
+        net.save_states(tmp_path / "net.state", {"note": "text"})
+    assert other.load_states(tmp_path / "net.state") == {}
+
+
+def test_loaded_parameters_keep_their_memory(tmp_path):
+    net = compiled()
+    net.save_states(tmp_path / "net.state")
+    memory = net.conv1.W.data
+    kept = memory.copy()
+    memory.fill(0)
+    net.load_states(tmp_path / "net.state")
+    assert net.conv1.W.data is memory
+    np.testing.assert_array_equal(memory, kept)
+
+
+def damaged_files(path):
+    net = compiled()
+    net.save_states(path)
+    whole = path.read_bytes()
+    for length in (0, 4, 8, 100, len(whole) // 2, len(whole) - 1):
+        yield whole[:length], "is truncated or no file of states"
+    yield b"PK\x03\x04" + bytes(200), "is truncated or no file of states"
+    yield safetensors.numpy.save({"weight": np.zeros(3)}), "was not written by Model.save_states"
+    wrong = compiled(hidden=8)
+    wrong.save_states(path)
+    yield path.read_bytes(), r"linear1.\w is float32 of shape .* the states have float32 of shape"
+    double = compiled(np.float64)
+    double.save_states(path)
+    yield path.read_bytes(), "is float32 of shape .* the states have float64"
+    del net.linear2
+    net.save_states(path)
+    yield path.read_bytes(), r"linear2\.. is missing"
+    net.linear3 = layer.Linear(2)
+    net.linear3(Tensor((1, 2)))
+    net.linear2 = compiled().linear2
+    net.save_states(path)
+    yield path.read_bytes(), r"the model has no linear3\.."
+
+
+def test_a_file_that_does_not_fit_changes_nothing(tmp_path):
+    net = compiled(seed=5)
+    before = {name: value.to_numpy() for name, value in net.get_states().items()}
+    path = tmp_path / "damaged"
+    for content, message in list(damaged_files(tmp_path / "made")):
+        path.write_bytes(content)
+        with pytest.raises(StateError, match=message) as caught:
+            net.load_states(path)
+        assert str(path) in str(caught.value)
+        for name, value in before.items():
+            np.testing.assert_array_equal(net.get_states()[name].data, value)
+    with pytest.raises(FileNotFoundError):
+        net.load_states(tmp_path / "absent")

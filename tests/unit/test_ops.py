@@ -1,0 +1,366 @@
+"""The kernels of ops.cpu against the plain ones of ops.reference, on every instruction set of this processor."""
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+
+import numpy as np
+import pytest
+
+from distopt import _core
+from distopt.errors import UsageError
+from distopt.ops import cpu, kernels_for, reference
+
+TOLERANCE = {"float32": 2e-4, "float64": 1e-11}
+
+
+@pytest.fixture(params=_core.supported_isas())
+def isa(request):
+    before = _core.isa()
+    _core.set_isa(request.param)
+    yield request.param
+    _core.set_isa(before)
+
+
+@pytest.fixture(params=["float32", "float64"])
+def dtype(request):
+    return request.param
+
+
+def array(shape, dtype, seed=0):
+    return np.random.default_rng([seed, *np.atleast_1d(shape)]).standard_normal(shape).astype(dtype)
+
+
+def near(got, expected):
+    assert got.shape == expected.shape
+    assert got.dtype == expected.dtype
+    assert got.flags.c_contiguous
+    scale = max(1, np.abs(expected).max(initial=0))
+    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE[got.dtype.name] * scale)
+
+
+def twice(function):
+    """The result, after a check that a second call gives the same bits."""
+    first = function()
+    second = function()
+    for a, b in zip(first, second, strict=True):
+        if isinstance(a, np.ndarray):
+            np.testing.assert_array_equal(a, b)
+    return second
+
+
+CONVOLUTIONS = [
+    # n, c, h, w, m, kernel, stride, padding
+    (2, 1, 28, 28, 20, (5, 5), (1, 1), (0, 0)),
+    (3, 20, 12, 12, 50, (5, 5), (1, 1), (0, 0)),
+    (2, 3, 9, 7, 5, (3, 2), (1, 1), (1, 0)),
+    (1, 2, 7, 11, 3, (3, 3), (2, 3), (2, 1)),
+    (2, 4, 5, 5, 13, (1, 1), (1, 1), (0, 0)),
+    (2, 4, 6, 5, 7, (1, 1), (2, 2), (0, 1)),
+    (1, 2, 3, 70, 1, (3, 3), (1, 1), (1, 1)),
+    (1, 40, 4, 4, 6, (4, 4), (1, 1), (0, 0)),
+    (2, 1, 1, 1, 1, (1, 1), (1, 1), (0, 0)),
+    (1, 2, 13, 14, 3, (12, 12), (1, 1), (0, 0)),  # more taps than a panel has rows
+    (1, 1, 2, 70, 2, (1, 34), (1, 1), (0, 0)),  # wider than the fast path of the input gradient
+    (1, 2, 3, 70, 2, (2, 32), (1, 1), (0, 0)),  # and just as wide
+    (0, 2, 6, 6, 4, (3, 3), (1, 1), (1, 1)),
+]
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_conv2d(isa, dtype, case, with_bias, relu):
+    n, c, h, w, m, kernel, stride, padding = case
+    x, weight = array((n, c, h, w), dtype), array((m, c, *kernel), dtype, 1)
+    bias = array(m, dtype, 2) if with_bias else None
+
+    def run(kernels):
+        y, saved = kernels.conv2d(x, weight, bias, stride, padding, relu)
+        dy = array(y.shape, dtype, 3)
+        dw, db = np.full_like(weight, np.nan), None if bias is None else np.full_like(bias, np.nan)
+        dx = kernels.conv2d_backward(dy, saved, dw, db)
+        again = np.full_like(weight, np.nan)
+        assert kernels.conv2d_backward(array(y.shape, dtype, 3), saved, again, db, need_dx=False) is None
+        np.testing.assert_array_equal(again, dw)
+        return (y, dx, dw) if db is None else (y, dx, dw, db)
+
+    for got, expected in zip(twice(lambda: run(cpu)), run(reference), strict=True):
+        near(got, expected)
+
+
+def test_inputs_do_not_change(isa, dtype):
+    x, w, b = array((3, 2, 6, 6), dtype), array((4, 2, 3, 3), dtype, 1), array(4, dtype, 2)
+    dy = array((3, 4, 4, 4), dtype, 3)
+    given = (x, w, b, dy, x.reshape(3, 72), array((72, 4), dtype, 4), dy[:, :, 0, 0].copy())
+    kept = [a.copy() for a in given]
+    _, saved = cpu.conv2d(x, w, b, relu=True)
+    cpu.conv2d_backward(dy, saved, np.empty_like(w), np.empty_like(b))
+    _, saved = cpu.linear(given[4], given[5], b, relu=True)
+    cpu.linear_backward(given[6], saved, np.empty_like(given[5]), np.empty_like(b))
+    for a, before in zip(given, kept, strict=True):
+        np.testing.assert_array_equal(a, before)
+
+
+def test_threads_have_scratch_memory_of_their_own(dtype):
+    def work(seed):
+        x, w = array((4, 3, 11, 9), dtype, seed), array((7, 3, 3, 3), dtype, seed)
+        y, saved = cpu.conv2d(x, w, None, relu=True)
+        dw = np.empty_like(w)
+        return y.copy(), cpu.conv2d_backward(y, saved, dw, None), dw
+
+    expected = [work(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for seed, got in enumerate(pool.map(work, [0, 1, 2, 3] * 25)):
+            for a, b in zip(got, expected[seed % 4], strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+def test_parameter_gradients_land_in_views_of_a_bucket(dtype):
+    x, weight = array((2, 3, 8, 8), dtype), array((5, 3, 3, 3), dtype, 1)
+    bucket = np.full(5 * 27 + 5 + 3, 7, dtype)
+    y, saved = cpu.conv2d(x, weight, array(5, dtype, 2))
+    cpu.conv2d_backward(np.ones_like(y), saved, bucket[1:136].reshape(weight.shape), bucket[136:141])
+    dw, db = np.empty_like(weight), np.empty(5, dtype)
+    cpu.conv2d_backward(np.ones_like(y), saved, dw, db)
+    np.testing.assert_array_equal(bucket, np.concatenate([[7], dw.ravel(), db, [7, 7]]))
+
+
+POOLS = [
+    # n, c, h, w, kernel, stride, padding
+    (3, 20, 24, 24, (2, 2), (2, 2), (0, 0)),
+    (2, 50, 8, 8, (2, 2), (2, 2), (0, 0)),
+    (2, 3, 7, 9, (2, 2), (2, 2), (0, 0)),
+    (1, 2, 2, 130, (2, 2), (2, 2), (0, 0)),
+    (2, 3, 7, 9, (3, 2), (2, 1), (1, 1)),
+    (1, 2, 8, 5, (3, 3), (1, 1), (1, 1)),
+    (1, 2, 8, 5, (2, 2), (3, 3), (0, 0)),
+    (2, 1, 1, 1, (1, 1), (1, 1), (0, 0)),
+    (1, 1, 17, 16, (16, 16), (1, 1), (8, 8)),
+    (0, 2, 4, 4, (2, 2), (2, 2), (0, 0)),
+]
+
+
+@pytest.mark.parametrize("kind", ["max", "avg"])
+@pytest.mark.parametrize("case", POOLS)
+def test_pool2d(isa, dtype, case, kind):
+    shape, geometry = case[:4], case[4:]
+    x = array(shape, dtype)
+    x.ravel()[::3] = np.round(x.ravel()[::3])  # equal values: the first of them counts
+
+    def run(kernels):
+        y, saved = getattr(kernels, f"{kind}_pool2d")(x, *geometry)
+        return y, getattr(kernels, f"{kind}_pool2d_backward")(array(y.shape, dtype, 1), saved)
+
+    for got, expected in zip(twice(lambda: run(cpu)), run(reference), strict=True):
+        near(got, expected)
+
+
+FUSED = [
+    # as CONVOLUTIONS, then as POOLS
+    ((3, 1, 28, 28, 20, (5, 5), (1, 1), (0, 0)), ((2, 2), (2, 2), (0, 0))),
+    ((2, 20, 12, 12, 50, (5, 5), (1, 1), (0, 0)), ((2, 2), (2, 2), (0, 0))),
+    ((2, 3, 9, 7, 5, (3, 2), (1, 1), (1, 0)), ((2, 2), (2, 2), (0, 0))),
+    ((2, 2, 11, 13, 3, (3, 3), (2, 1), (2, 1)), ((3, 2), (2, 1), (1, 1))),
+    ((1, 2, 8, 6, 3, (1, 1), (1, 1), (0, 0)), ((2, 2), (3, 3), (0, 0))),
+    ((0, 2, 6, 6, 4, (3, 3), (1, 1), (1, 1)), ((2, 2), (2, 2), (0, 0))),
+]
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("case", FUSED)
+def test_conv2d_max_pool(isa, dtype, case, with_bias, relu):
+    (n, c, h, w, m, kernel, *geometry), pooling = case
+    x, weight = array((n, c, h, w), dtype), array((m, c, *kernel), dtype, 1)
+    bias = array(m, dtype, 2) if with_bias else None
+
+    def run(kernels):
+        y, saved = kernels.conv2d_max_pool(x, weight, bias, *geometry, relu, *pooling)
+        dw, db = np.full_like(weight, np.nan), None if bias is None else np.full_like(bias, np.nan)
+        dx = kernels.conv2d_max_pool_backward(array(y.shape, dtype, 3), saved, dw, db)
+        again = np.full_like(weight, np.nan)
+        assert kernels.conv2d_max_pool_backward(array(y.shape, dtype, 3), saved, again, db, need_dx=False) is None
+        np.testing.assert_array_equal(again, dw)
+        return (y, dx, dw) if db is None else (y, dx, dw, db)
+
+    def run_apart():
+        y, conv = cpu.conv2d(x, weight, bias, *geometry, relu)
+        y, pool = cpu.max_pool2d(y, *pooling)
+        dw, db = np.empty_like(weight), None if bias is None else np.empty_like(bias)
+        dx = cpu.conv2d_backward(cpu.max_pool2d_backward(array(y.shape, dtype, 3), pool), conv, dw, db)
+        return (y, dx, dw) if db is None else (y, dx, dw, db)
+
+    for got, apart, expected in zip(twice(lambda: run(cpu)), run_apart(), run(reference), strict=True):
+        np.testing.assert_array_equal(got, apart)
+        near(got, expected)
+
+
+def test_max_pool_passes_nan_on(isa, dtype):
+    for place, kernel in product(range(4), [(2, 2), (1, 4)]):
+        x = array((1, 1, 2, 40) if kernel == (2, 2) else (1, 1, 1, 80), dtype)
+        x.ravel()[[[10, 11, 50, 51], [8, 9, 10, 11]][kernel == (1, 4)][place]] = np.nan
+        y, _ = cpu.max_pool2d(x, kernel, kernel)
+        assert np.isnan(y).sum() == 1
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("sizes", [(64, 800, 500), (130, 129, 70), (5, 37, 10), (1, 1, 1), (0, 4, 3)])
+def test_linear(isa, dtype, sizes, with_bias, relu):
+    n, n_in, n_out = sizes
+    x, w = array((n, n_in), dtype), array((n_in, n_out), dtype, 1)
+    b = array(n_out, dtype, 2) if with_bias else None
+
+    def run(kernels):
+        y, saved = kernels.linear(x, w, b, relu)
+        dw, db = np.full_like(w, np.nan), None if b is None else np.full_like(b, np.nan)
+        dx = kernels.linear_backward(array(y.shape, dtype, 3), saved, dw, db)
+        assert kernels.linear_backward(array(y.shape, dtype, 3), saved, dw, db, need_dx=False) is None
+        return (y, dx, dw) if db is None else (y, dx, dw, db)
+
+    for got, expected in zip(twice(lambda: run(cpu)), run(reference), strict=True):
+        near(got, expected)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7, 13), (2, 3, 5, 7), (0, 3)])
+@pytest.mark.parametrize("name", ["relu", "sigmoid"])
+def test_activations(isa, dtype, name, shape):
+    x = array(shape, dtype)
+
+    def run(kernels):
+        y = getattr(kernels, name)(x)
+        return y, getattr(kernels, f"{name}_backward")(array(shape, dtype, 1), y)
+
+    for got, expected in zip(twice(lambda: run(cpu)), run(reference), strict=True):
+        near(got, expected)
+
+
+def test_relu_passes_nan_on(isa, dtype):
+    x = np.array([np.nan, -1, 0, 2], dtype)
+    np.testing.assert_array_equal(cpu.relu(x), np.array([np.nan, 0, 0, 2], dtype))
+    y, _ = cpu.conv2d(x.reshape(1, 1, 1, 4), np.ones((1, 1, 1, 1), dtype), None, relu=True)
+    np.testing.assert_array_equal(y.ravel(), cpu.relu(x))
+    y, _ = cpu.linear(x.reshape(4, 1), np.ones((1, 1), dtype), None, relu=True)
+    np.testing.assert_array_equal(y.ravel(), cpu.relu(x))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("shape", [(4, 3, 5, 7), (2, 1, 1, 1), (64, 20, 12, 12), (0, 3, 4, 4)])
+def test_batch_norm2d(isa, dtype, shape, training):
+    c = shape[1]
+    x = array(shape, dtype) + 3
+    gamma, beta = array(c, dtype, 1), array(c, dtype, 2)
+
+    def run(kernels):
+        mean, var = array(c, dtype, 3), np.abs(array(c, dtype, 4))
+        y, saved = kernels.batch_norm2d(x, gamma, beta, mean, var, 0.1, 1e-5, training)
+        dgamma, dbeta = np.full_like(gamma, np.nan), np.full_like(beta, np.nan)
+        dx = kernels.batch_norm2d_backward(array(shape, dtype, 5), saved, dgamma, dbeta)
+        return y, mean, var, dx, dgamma, dbeta
+
+    for got, expected in zip(twice(lambda: run(cpu)), run(reference), strict=True):
+        near(got, expected)
+
+
+def test_batch_norm2d_needs_a_variance(dtype):
+    one, c = array((1, 2, 1, 1), dtype), np.ones(2, dtype)
+    with pytest.raises(UsageError, match="more than one value per channel"):
+        cpu.batch_norm2d(one, c, c, c.copy(), c.copy(), 0.1, 1e-5, True)
+
+
+@pytest.mark.parametrize("kind", ["int64", "int32", "uint8", "one_hot", "soft"])
+@pytest.mark.parametrize(("n", "classes"), [(64, 10), (3, 1), (5, 17), (0, 4)])
+def test_softmax_cross_entropy(isa, dtype, n, classes, kind):
+    logits = array((n, classes), dtype) * 20
+    labels = np.arange(n) * 7 % classes
+    if kind == "one_hot":
+        labels = np.eye(classes)[labels]
+    elif kind == "soft":
+        labels = np.abs(array((n, classes), dtype, 1)) / classes
+    else:
+        labels = labels.astype(kind)
+
+    def run(kernels):
+        loss, saved = kernels.softmax_cross_entropy(logits, labels)
+        backward = kernels.softmax_cross_entropy_backward
+        return loss, kernels.softmax(logits), backward(saved), backward(saved, 0.25)
+
+    for got, expected in zip(twice(lambda: run(cpu)), run(reference), strict=True):
+        near(got, expected)
+
+
+@pytest.mark.parametrize("label", [-1, 3, 1 << 40])
+def test_a_label_that_is_no_class_is_refused(dtype, label):
+    for kernels in (cpu, reference):
+        with pytest.raises(UsageError, match=r"outside 0 \.\.\. 2"):
+            kernels.softmax_cross_entropy(np.zeros((2, 3), dtype), np.array([0, label]))
+
+
+def test_large_logits_do_not_overflow(dtype):
+    logits = np.array([[1e4, 0, -1e4]], dtype)
+    loss, _ = cpu.softmax_cross_entropy(logits, np.array([1]))
+    assert loss == 1e4
+
+
+def test_kernels_for():
+    assert kernels_for(np.zeros(3)) is cpu
+    with pytest.raises(UsageError, match=r"builtins\.list"):
+        kernels_for([1.0])
+
+
+def test_both_modules_have_the_same_functions():
+    assert set(cpu.__all__) == set(reference.__all__)
+
+
+def zeros(*shape):
+    return np.zeros(shape, np.float32)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: cpu.conv2d(zeros(1, 1, 4, 4), zeros(1, 1, 5, 5), None),
+        lambda: cpu.conv2d(zeros(1, 1, 4, 4), zeros(1, 1, 3, 3), None, stride=(0, 1)),
+        lambda: cpu.conv2d(zeros(1, 4, 4), zeros(1, 1, 3, 3), None),
+        lambda: cpu.max_pool2d(zeros(1, 1, 4, 4), (2, 2), (1, 1), (2, 2)),
+        lambda: cpu.avg_pool2d(zeros(1, 1, 40, 40), (17, 17), (1, 1)),
+    ],
+)
+def test_geometry_that_does_not_fit_is_refused(call):
+    with pytest.raises(UsageError):
+        call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: _core.conv2d(zeros(1, 2, 4, 4), zeros(3, 1, 3, 3), None, zeros(1, 3, 2, 2), (1, 1), False),
+        lambda: _core.conv2d(zeros(1, 1, 4, 4), zeros(3, 1, 3, 3), zeros(2), zeros(1, 3, 2, 2), (1, 1), False),
+        lambda: _core.conv2d(zeros(1, 1, 4, 4), zeros(3, 1, 3, 3), None, zeros(1, 3, 2, 1), (1, 1), False),
+        lambda: _core.conv2d_backward(
+            zeros(1, 3, 2, 2), None, zeros(1, 1, 4, 4), zeros(3, 1, 3, 3), zeros(3, 1, 3, 2), None, None, (1, 1)
+        ),
+        lambda: _core.max_pool2d(
+            zeros(1, 1, 4, 4), zeros(1, 1, 2, 2), np.zeros((1, 1, 2, 1), np.uint8), (2, 2), (2, 2), (0, 0)
+        ),
+        lambda: _core.relu(zeros(3), zeros(2)),
+        lambda: _core.sgd(zeros(3), zeros(4), None, 0.1, 0, 0, 0, False, False),
+        lambda: _core.adam(zeros(3), zeros(3), zeros(3), zeros(3), 0, 0.1, 0.9, 0.99, 1e-8, 0),
+        lambda: _core.softmax(zeros(3, 0), zeros(3, 0)),
+        lambda: _core.cross_entropy(zeros(2, 3), np.zeros(3, np.int64), None, zeros(2, 3), zeros()),
+        lambda: _core.cross_entropy(zeros(2, 3), None, None, zeros(2, 3), zeros()),
+    ],
+)
+def test_shapes_that_do_not_fit_never_reach_a_kernel(call):
+    with pytest.raises(ValueError):
+        call()
+
+
+def test_a_label_out_of_range_never_reaches_memory():
+    assert _core.cross_entropy_backward(zeros(2, 3), np.array([0, 3]), None, 1.0, zeros(2, 3)) == 1
+
+
+@pytest.mark.parametrize("bad", [zeros(6)[::2], np.zeros(3, np.float64), np.zeros(3, np.float16)])
+def test_arrays_are_never_copied_behind_the_callers_back(bad):
+    with pytest.raises(TypeError):
+        _core.sgd(bad, zeros(3), None, 0.1, 0, 0, 0, False, False)

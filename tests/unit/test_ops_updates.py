@@ -1,0 +1,84 @@
+"""Optimizer updates: the same bits on every instruction set, near the plain ones, and PyTorch's semantics."""
+
+import numpy as np
+import pytest
+
+from distopt import _core
+from distopt.ops import cpu, reference
+
+SETTINGS = {
+    "sgd": [
+        {"lr": 0.1},
+        {"lr": 0.1, "weight_decay": 0.01},
+        {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-5},
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.3},
+        {"lr": 0.1, "momentum": 0.8, "nesterov": True, "weight_decay": 0.01},
+    ],
+    "adam": [{"lr": 0.01}, {"lr": 0.01, "beta1": 0.8, "beta2": 0.95, "eps": 1e-4, "weight_decay": 0.1}],
+    "rmsprop": [{"lr": 0.01, "rho": 0.9}, {"lr": 0.01, "rho": 0.7, "eps": 1e-4, "weight_decay": 0.1}],
+    "adagrad": [{"lr": 0.1}, {"lr": 0.1, "eps": 1e-4, "weight_decay": 0.1}],
+}
+CASES = [(name, settings) for name, several in SETTINGS.items() for settings in several]
+SHAPES = [1, 7, 1003, (3, 5, 7), 0]
+
+
+def array(shape, dtype, seed):
+    return np.random.default_rng([seed, np.prod(shape, dtype=int)]).standard_normal(shape).astype(dtype)
+
+
+def run(kernels, name, settings, shape, dtype, steps=3):
+    """Parameter and state after some steps; the gradients must not change."""
+    param = array(shape, dtype, 0)
+    n_states = {"sgd": int("momentum" in settings), "adam": 2}.get(name, 1)
+    states = [np.full_like(param, np.nan if name == "sgd" else 0) for _ in range(n_states)]
+    for step in range(steps):
+        grad = array(shape, dtype, 1 + step)
+        kept = grad.copy()
+        if name == "sgd":
+            cpu_states = states or [None]
+            kernels.sgd_update(param, grad, *cpu_states, first=step == 0, **settings)
+        elif name == "adam":
+            kernels.adam_update(param, grad, *states, step + 1, **settings)
+        else:
+            getattr(kernels, f"{name}_update")(param, grad, *states, **settings)
+        np.testing.assert_array_equal(grad, kept)
+    return [param, *states]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_updates(name, settings, dtype, shape):
+    before = _core.isa()
+    results = []
+    try:
+        for isa in _core.supported_isas() * 2:
+            _core.set_isa(isa)
+            results.append(run(cpu, name, settings, shape, dtype))
+    finally:
+        _core.set_isa(before)
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert a.tobytes() == b.tobytes()
+    tolerance = 2e-6 if dtype == "float32" else 1e-14
+    for got, expected in zip(results[0], run(reference, name, settings, shape, dtype), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_updates_follow_pytorch(name, settings, dtype):
+    torch = pytest.importorskip("torch", reason="PyTorch is the oracle of this test; install the extra `torch`")
+    names = {"rho": "alpha"}
+    options = {names.get(key, key): value for key, value in settings.items() if not key.startswith("beta")}
+    if "beta1" in settings:
+        options["betas"] = (settings["beta1"], settings["beta2"])
+    kind = {"sgd": "SGD", "adam": "Adam", "rmsprop": "RMSprop", "adagrad": "Adagrad"}[name]
+    param = torch.nn.Parameter(torch.from_numpy(array(101, dtype, 0)))
+    optimizer = getattr(torch.optim, kind)([param], **options)
+    for step in range(5):
+        param.grad = torch.from_numpy(array(101, dtype, 1 + step))
+        optimizer.step()
+    tolerance = 1e-5 if dtype == "float32" else 1e-13
+    got = run(cpu, name, settings, 101, dtype, steps=5)[0]
+    np.testing.assert_allclose(got, param.detach().numpy(), rtol=tolerance, atol=tolerance)

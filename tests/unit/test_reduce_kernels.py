@@ -1,0 +1,107 @@
+"""The reduction kernels of every instruction set against the NumPy oracle, bit by bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from distopt import _core
+from distopt.comm.base import DTYPES, OPS
+from tests.conformance.checks import COMBINATIONS, assert_same_bits, values
+from tests.conformance.oracle import bfloat16_to, reduce_in_rank_order
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(params=_core.supported_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _core.isa()
+    _core.set_isa(request.param)
+    yield request.param
+    _core.set_isa(before)
+
+
+def reduce(outputs: list, inputs: list, dtype: str, op: str) -> None:
+    _core.reduce(outputs, inputs, DTYPES[dtype], OPS[op])
+
+
+# Around vector widths and the kernel's block of 512.
+@pytest.mark.parametrize("count", [0, 1, 3, 8, 15, 31, 33, 511, 512, 513, 2077])
+@pytest.mark.parametrize(("dtype", "op"), COMBINATIONS)
+def test_reduction(isa: str, dtype: str, op: str, count: int) -> None:
+    for n in (1, 2, 3, 4, 5, 9):
+        inputs = [values(q, count, dtype) for q in range(n)]
+        expected = reduce_in_rank_order(inputs, dtype, op)
+        for _ in range(2):
+            copies = [a.copy() for a in inputs]
+            outputs = [copies[-1], np.empty_like(inputs[0]), copies[0]]  # two of them in place
+            reduce(outputs, copies, dtype, op)
+            for output in outputs:
+                assert_same_bits(output, expected, (n, count))
+            for copy, original in zip(copies[1:-1], inputs[1:-1], strict=True):
+                assert_same_bits(copy, original, "inputs that are no outputs are left alone")
+
+
+def every_16_bit_pattern() -> np.ndarray:
+    return np.arange(1 << 16, dtype=np.uint16)
+
+
+def test_every_float16_is_read_exactly(isa: str) -> None:
+    """x + 0 = x, apart from -0 and from NaN, which stays NaN."""
+    patterns = every_16_bit_pattern().view(np.float16)
+    out = np.empty_like(patterns)
+    reduce([out], [patterns, np.zeros_like(patterns)], "float16", "sum")
+    np.testing.assert_array_equal(out, patterns)
+    wide = np.empty(patterns.size, np.float16)
+    reduce([wide], [patterns], "float16", "max")
+    np.testing.assert_array_equal(np.signbit(wide), np.signbit(patterns))
+
+
+def test_every_bfloat16_is_read_exactly(isa: str) -> None:
+    patterns = every_16_bit_pattern()
+    out = np.empty_like(patterns)
+    reduce([out], [patterns, np.zeros_like(patterns)], "bfloat16", "sum")
+    np.testing.assert_array_equal(bfloat16_to(out), bfloat16_to(patterns))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sums_round_to_nearest_even_once(isa: str, dtype: str) -> None:
+    """All exponents against neighbours of every size: ties, carries into the next exponent, denormals, overflow."""
+    a = every_16_bit_pattern()
+    stored = np.float16 if dtype == "float16" else np.uint16
+    for other in (0x0001, 0x03FF, 0x1400, 0x2E66, 0x3C01, 0x7BFF, 0x8001, 0xB555):
+        b = np.full_like(a, other)
+        inputs = [a.view(stored), b.view(stored), np.roll(a, 77).view(stored)]
+        out = np.empty(a.size, stored)
+        reduce([out], inputs, dtype, "sum")
+        expected = reduce_in_rank_order(inputs, dtype, "sum")
+        wide = bfloat16_to if dtype == "bfloat16" else np.asarray
+        np.testing.assert_array_equal(wide(out), wide(expected))
+        number = ~np.isnan(wide(expected))
+        assert_same_bits(out[number], expected[number], other)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("n", [2, 3, 4, 6])
+def test_nan_wins_wherever_it_is(isa: str, dtype: str, op: str, n: int) -> None:
+    stored = "uint16" if dtype == "bfloat16" else dtype
+    nan = 0x7FC1 if dtype == "bfloat16" else np.nan
+    for where in range(n):
+        inputs = [np.arange(40).astype(stored) for _ in range(n)]
+        inputs[where][::3] = nan
+        out = np.empty(40, stored)
+        reduce([out], inputs, dtype, op)
+        wide = bfloat16_to(out) if dtype == "bfloat16" else out
+        assert np.isnan(wide[::3]).all()
+        assert not np.isnan(np.delete(wide, np.s_[::3])).any()
+
+
+def test_arrays_that_do_not_match_are_refused() -> None:
+    with pytest.raises(ValueError, match="same size"):
+        reduce([np.zeros(3)], [np.zeros(3), np.zeros(4)], "float64", "sum")
+    with pytest.raises(ValueError, match="item size"):
+        reduce([np.zeros(3)], [np.zeros(3), np.zeros(3)], "float32", "sum")

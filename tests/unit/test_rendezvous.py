@@ -1,0 +1,253 @@
+"""How the ranks of one host find each other, and what they say when they do not."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from distopt.errors import LaunchError
+from distopt.launch import rendezvous
+from distopt.launch.rendezvous import HostGroup
+from tests.conformance.ranks import LocalJob, run_ranks, run_ranks_ok
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture
+def ticket() -> bytes:
+    return secrets.token_bytes(16)
+
+
+def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
+    """Run each body in a thread of its own; its result or its LaunchError."""
+    results: list[Any] = [None] * len(bodies)
+
+    def call(i: int) -> None:
+        try:
+            results[i] = bodies[i]()
+        except LaunchError as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, HostGroup):
+            result.close()
+    return results
+
+
+# -- success ---------------------------------------------------------------------------------------
+def exchange(job: LocalJob) -> tuple[Any, ...]:
+    rank, size = job.topology.rank, job.topology.world_size
+    group = job.host_group()
+    for round_ in range(2):
+        payloads = [bytes([q, round_]) * (q * 70_000) for q in range(size)]
+        assert group.all_gather(payloads[rank]) == payloads
+    fd = group.share_fd(lambda: os.memfd_create("test"))
+    os.pwrite(fd, bytes([rank + 1]), rank)
+    group.all_gather(b"")
+    contents = os.pread(fd, 100, 0)
+    inheritable = os.get_inheritable(fd)
+    os.close(fd)
+    return os.getpid(), group.pids, contents, inheritable
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ranks_exchange_bytes_and_a_descriptor(size: int) -> None:
+    results = run_ranks_ok(exchange, size)
+    pids = tuple(result[0] for result in results)
+    for _, seen, contents, inheritable in results:
+        assert seen == pids
+        assert contents == bytes(range(1, size + 1))
+        assert not inheritable
+
+
+def test_a_ticket_serves_several_jobs_in_sequence(ticket: bytes) -> None:
+    for _ in range(3):
+        groups = in_threads(*(lambda q=q: HostGroup(ticket, q, 3, 5) for q in range(3)))
+        assert all(isinstance(group, HostGroup) for group in groups), groups
+
+
+def test_rank_0_may_come_last(ticket: bytes) -> None:
+    def late() -> HostGroup:
+        time.sleep(0.3)
+        return HostGroup(ticket, 0, 2, 5)
+
+    assert all(isinstance(g, HostGroup) for g in in_threads(late, lambda: HostGroup(ticket, 1, 2, 5)))
+
+
+def test_the_ticket_cannot_be_read_off_the_socket(ticket: bytes) -> None:
+    address = rendezvous._address(ticket)
+    assert address.startswith("\0distopt-")
+    assert ticket.hex() not in address
+    assert rendezvous._address(secrets.token_bytes(16)) != address
+
+
+# -- failure ---------------------------------------------------------------------------------------
+def test_absent_ranks_are_named_on_all_ranks(ticket: bytes) -> None:
+    errors = in_threads(lambda: HostGroup(ticket, 0, 4, 0.5), lambda: HostGroup(ticket, 2, 4, 0.5))
+    for error in errors:
+        assert isinstance(error, LaunchError)
+        assert "ranks 1, 3 of 4 did not join rank 0 on this host within 0.5 s" in str(error)
+
+
+def test_absent_rank_0(ticket: bytes) -> None:
+    with pytest.raises(LaunchError, match=r"rank 1 found no rank 0 on this host within 0\.3 s"):
+        HostGroup(ticket, 1, 2, 0.3)
+
+
+def test_two_processes_with_one_rank(ticket: bytes) -> None:
+    errors = in_threads(*(lambda q=q: HostGroup(ticket, q, 3, 2) for q in (0, 1, 1)))
+    for error in errors:
+        assert "two processes" in str(error)
+        assert "are rank 1" in str(error)
+
+
+def test_two_processes_with_rank_0(ticket: bytes) -> None:
+    first, second, joined = in_threads(
+        lambda: HostGroup(ticket, 0, 3, 0.6), lambda: HostGroup(ticket, 0, 3, 0.6), lambda: HostGroup(ticket, 1, 3, 0.6)
+    )
+    assert any("second rank 0" in str(error) for error in (first, second))
+    assert isinstance(joined, LaunchError)
+
+
+def test_ranks_that_expect_different_sizes(ticket: bytes) -> None:
+    errors = in_threads(lambda: HostGroup(ticket, 0, 3, 2), lambda: HostGroup(ticket, 1, 2, 2))
+    for error in errors:
+        assert "expects 2 ranks on this host, rank 0 expects 3" in str(error)
+
+
+@pytest.mark.parametrize(("rank", "size", "length"), [(2, 2, 16), (-1, 2, 16), (0, 0, 16), (0, 2, 15)])
+def test_bad_arguments(rank: int, size: int, length: int) -> None:
+    with pytest.raises(LaunchError):
+        HostGroup(bytes(length), rank, size, 1)
+
+
+def test_a_stranger_without_the_ticket_is_not_let_in(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can reach the socket, but its proof is wrong; the ranks of the job are not disturbed."""
+    wrong = secrets.token_bytes(16)
+    address = rendezvous._address(ticket)
+    monkeypatch.setattr(rendezvous, "_address", lambda _: address)
+    stranger, *groups = in_threads(
+        lambda: HostGroup(wrong, 1, 2, 0.5),
+        lambda: HostGroup(ticket, 0, 2, 5),
+        lambda: time.sleep(0.7) or HostGroup(ticket, 1, 2, 5),
+    )
+    assert isinstance(stranger, LaunchError)
+    assert all(isinstance(group, HostGroup) for group in groups), groups
+
+
+def test_an_impostor_cannot_play_rank_0(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = secrets.token_bytes(16)
+    address = rendezvous._address(ticket)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+
+        def impostor() -> None:
+            link, _ = listener.accept()
+            with link:
+                link.sendall(bytes(32))
+                link.recv(1000)
+                link.sendall(rendezvous._proof(wrong, b"accept"))
+
+        result, _ = in_threads(lambda: HostGroup(ticket, 1, 2, 2), impostor)
+    assert "does not hold its ticket" in str(result)
+
+
+@pytest.mark.parametrize("noise", [b"", b"x", bytes(1000)])
+def test_noise_is_ignored(ticket: bytes, noise: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_HANDSHAKE_SECONDS", 0.2)
+
+    def disturb() -> None:
+        time.sleep(0.2)
+        with socket.socket(socket.AF_UNIX) as link:
+            link.connect(rendezvous._address(ticket))
+            link.sendall(noise)
+            time.sleep(0.4)
+
+    groups = in_threads(
+        lambda: HostGroup(ticket, 0, 2, 5), lambda: time.sleep(0.4) or HostGroup(ticket, 1, 2, 5), disturb
+    )
+    assert all(isinstance(group, HostGroup) for group in groups[:2]), groups
+
+
+def test_another_user_is_not_let_in(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = os.geteuid()
+    main = threading.main_thread().ident
+    listener_sees = {"rank 0": user + 1}
+    monkeypatch.setattr(rendezvous.os, "geteuid", lambda: listener_sees.get(threading.current_thread().name, user))
+
+    def rank_0() -> HostGroup:
+        threading.current_thread().name = "rank 0"
+        return HostGroup(ticket, 0, 2, 0.5)
+
+    errors = in_threads(rank_0, lambda: HostGroup(ticket, 1, 2, 0.5))
+    assert "did not join" in str(errors[0])
+    assert isinstance(errors[1], LaunchError)
+    assert main is not None
+
+
+# -- processes that end ----------------------------------------------------------------------------
+def test_a_rank_that_ends_while_joining_is_noticed(ticket: bytes) -> None:
+    code = f"from distopt.launch.rendezvous import HostGroup; HostGroup(bytes.fromhex('{ticket.hex()}'), 1, 3, 20)"
+    child = os.posix_spawn(sys.executable, [sys.executable, "-c", code], dict(os.environ))
+
+    def kill() -> None:
+        time.sleep(1.5)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+    started = time.monotonic()
+    error, _ = in_threads(lambda: HostGroup(ticket, 0, 3, 20), kill)
+    assert f"rank 1 (pid {child}) ended while the ranks were joining" in str(error)
+    assert time.monotonic() - started < 10
+
+
+def die_before_exchange(job: LocalJob) -> None:
+    if job.topology.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    job.all_gather(b"hello")
+
+
+def test_a_rank_that_ends_before_an_exchange_is_named() -> None:
+    first, lost, third = run_ranks(die_before_exchange, 3)
+    assert lost.exit_code == -signal.SIGKILL
+    for outcome in (first, third):
+        assert outcome.error == "LaunchError"
+        assert "rank 1 (pid" in outcome.text
+
+
+def rank_0_fails_to_share(job: LocalJob) -> None:
+    def make() -> int:
+        raise OSError("no memory")
+
+    job.host_group().share_fd(make)
+
+
+def test_all_ranks_learn_that_nothing_could_be_shared() -> None:
+    first, second = run_ranks(rank_0_fails_to_share, 2)
+    assert first.error == "OSError"
+    assert second.error == "LaunchError"
+    assert "no memory" in second.text
+
+
+def test_nothing_is_left_of_the_socket(ticket: bytes) -> None:
+    groups = in_threads(*(lambda q=q: HostGroup(ticket, q, 2, 5) for q in range(2)))
+    assert all(isinstance(group, HostGroup) for group in groups)
+    with pytest.raises(LaunchError):
+        HostGroup(ticket, 0, 2, 0.1)
+    assert rendezvous._address(ticket)[1:] not in Path("/proc/net/unix").read_text()

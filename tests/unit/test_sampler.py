@@ -1,0 +1,140 @@
+"""Shards: disjoint, complete, equal in length, and the same global batches at every world size."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distopt.data.sampler import ShardedSampler, data_partition
+from distopt.errors import UsageError
+
+SIZES = st.tuples(st.integers(1, 300), st.integers(1, 9)).filter(lambda pair: pair[0] >= pair[1])
+
+
+def shards(size, world_size, epoch=0, **options):
+    samplers = [ShardedSampler(size, world_size, rank, 1, **options) for rank in range(world_size)]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    return [np.concatenate(list(sampler)) for sampler in samplers]
+
+
+@given(SIZES, st.booleans(), st.integers(0, 2**64), st.integers(0, 3))
+def test_drop_uses_every_sample_at_most_once(pair, shuffle, seed, epoch):
+    size, world_size = pair
+    parts = shards(size, world_size, epoch, seed=seed, shuffle=shuffle)
+    assert {len(part) for part in parts} == {size // world_size}
+    used = np.concatenate(parts)
+    assert len(np.unique(used)) == size - size % world_size
+    assert used.min() >= 0
+    assert used.max() < size
+    if size % world_size == 0:
+        np.testing.assert_array_equal(np.sort(used), np.arange(size))
+
+
+@given(st.integers(1, 50), st.integers(1, 60), st.booleans())
+def test_wrap_uses_every_sample_and_repeats_just_enough(size, world_size, shuffle):
+    parts = shards(size, world_size, shuffle=shuffle, tail="wrap")
+    assert {len(part) for part in parts} == {-(-size // world_size)}
+    times = np.bincount(np.concatenate(parts), minlength=size)
+    assert len(times) == size
+    assert times.min() >= 1
+    assert times.sum() - size == -size % world_size
+    assert times.max() - times.min() <= 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_global_batches_are_those_of_one_process(world_size):
+    size, batch_size = 125, 12
+    whole = ShardedSampler(size, 1, 0, batch_size, seed=5)
+    ranks = [ShardedSampler(size, world_size, rank, batch_size // world_size, seed=5) for rank in range(world_size)]
+    for epoch in (0, 0, 1):
+        for sampler in (whole, *ranks):
+            sampler.set_epoch(epoch)
+        steps = list(zip(*ranks, strict=True))
+        assert len(steps) == size // batch_size == len(whole)
+        for one, many in zip(whole, steps, strict=True):
+            assert sorted(one) == sorted(np.concatenate(many))
+
+
+def test_order_depends_on_seed_and_epoch_only():
+    def order(seed, epoch):
+        return shards(101, 2, epoch, seed=seed)[1].tolist()
+
+    assert order(1, 2) == order(1, 2)
+    assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
+
+
+def test_without_shuffling_samples_keep_their_order():
+    batches = [list(ShardedSampler(11, 2, rank, 2, shuffle=False)) for rank in (0, 1)]
+    np.testing.assert_array_equal(batches, [[[0, 2], [4, 6]], [[1, 3], [5, 7]]])
+
+
+@pytest.mark.parametrize(("partial", "lengths"), [(False, [4, 4]), (True, [4, 4, 3])])
+def test_last_batch_is_equally_long_on_all_ranks(partial, lengths):
+    for rank in range(3):
+        sampler = ShardedSampler(35, 3, rank, 4, partial_batch=partial)
+        for _ in range(2):
+            assert [len(batch) for batch in sampler] == lengths
+        assert len(sampler) == len(lengths)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((100, 2, 0, 64), "a batch of 64 is larger than .* 100 samples over 2 ranks give 50 each; use batch_size 50"),
+        ((3, 4, 0, 1), "3 samples over 4 ranks give 0 each; use fewer ranks"),
+        ((0, 2, 0, 1), "size is 0; it must be an integer of at least 1"),
+        ((-5, 2, 0, 1), "size is -5"),
+        ((100, 0, 0, 1), "world_size is 0"),
+        ((100, 2, 2, 1), "rank 2 is outside 0 ... 1"),
+        ((100, 2, -1, 1), "rank is -1"),
+        ((100, 2, 0, 0), "batch_size is 0; it must be an integer of at least 1"),
+        ((100, 2, 0, -3), "batch_size is -3"),
+        ((100, 2, 0, 1.5), "batch_size is 1.5"),
+        ((100, 2, 0, "8"), "batch_size is '8'"),
+        ((100, 2, 0, 8, -1), "seed is -1; it must be an integer of at least 0"),
+    ],
+)
+def test_bad_arguments_give_one_line_with_the_cure(arguments, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        ShardedSampler(*arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_tail_and_epoch():
+    with pytest.raises(UsageError, match="unknown tail 'pad'; choose one of drop, wrap"):
+        ShardedSampler(4, 2, 0, 1, tail="pad")
+    with pytest.raises(UsageError, match="epoch is -1"):
+        ShardedSampler(4, 2, 0, 1).set_epoch(-1)
+
+
+def test_numpy_integers_are_accepted():
+    sampler = ShardedSampler(np.int64(10), np.int32(2), np.uint8(1), np.int64(5))
+    assert len(sampler) == 1
+
+
+@given(SIZES)
+def test_partitions_are_contiguous_equal_and_views(pair):
+    size, world_size = pair
+    x = np.arange(size * 2).reshape(size, 2)
+    y = np.arange(size)
+    parts = [data_partition(x, y, rank, world_size) for rank in range(world_size)]
+    count = size // world_size
+    np.testing.assert_array_equal(np.concatenate([part[0] for part in parts]), x[: count * world_size])
+    np.testing.assert_array_equal(np.concatenate([part[1] for part in parts]), y[: count * world_size])
+    assert {len(part[0]) for part in parts} == {count}
+    assert np.shares_memory(parts[-1][0], x)
+
+
+@pytest.mark.parametrize(
+    ("samples", "labels", "rank", "world_size", "message"),
+    [
+        (4, 3, 0, 2, "4 samples have 3 labels"),
+        (3, 3, 0, 4, "3 samples cannot be shared by 4 ranks"),
+        (4, 4, 2, 2, "rank 2 is outside 0 ... 1"),
+        (4, 4, 0, 0, "world_size is 0"),
+    ],
+)
+def test_partition_errors(samples, labels, rank, world_size, message):
+    with pytest.raises(UsageError, match=message):
+        data_partition(np.zeros((samples, 2)), np.zeros(labels), rank, world_size)

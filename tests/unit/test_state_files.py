@@ -1,0 +1,143 @@
+"""Files of states under damage and SIGKILL: all of the old content, all of the new, or an error and no change."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distopt import layer, model
+from distopt.errors import StateError
+from distopt.tensor import Tensor
+
+# Forks writers that save one content after the other, and kills each at a random moment.
+KILLER = """
+import os, random, signal, sys, time
+from tests.unit.test_state_files import fill, new_net
+path, trials = sys.argv[1], int(sys.argv[2])
+rng, net, found = random.Random(1), new_net(), set()
+for trial in range(trials):
+    fill(net, 0.0)
+    net.save_states(path, {"value": 0.0})
+    assert os.listdir(os.path.dirname(path)) == [os.path.basename(path)], "orphans remain"
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for value in range(1, 10_000):
+                fill(net, value)
+                net.save_states(path, {"value": float(value)})
+        finally:
+            os._exit(1)
+    time.sleep(rng.uniform(0.0, 0.03))
+    os.kill(pid, signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    value = net.load_states(path)["value"]
+    assert all((tensor.data == value).all() for tensor in net.get_states().values()), "two contents in one file"
+    found.add(float(value))
+print(len(found))
+"""
+
+
+class Net(model.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = layer.Linear(3)
+        self.norm = layer.BatchNorm2d(1)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def new_net(inputs: int = 5) -> Net:
+    net = Net()
+    net.norm(Tensor((1, 1, 2, 2)))
+    net.compile([Tensor((1, inputs))], is_train=True)
+    return net
+
+
+def fill(net: Net, value: float) -> None:
+    for tensor in net.get_states().values():
+        tensor.data.fill(value)
+
+
+def values(net: Net) -> dict[str, np.ndarray]:
+    return {name: tensor.to_numpy() for name, tensor in net.get_states().items()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> bytes:
+    path = tmp_path_factory.mktemp("states") / "whole"
+    net = new_net()
+    net.linear.W.data[...] = np.arange(15).reshape(5, 3)
+    net.save_states(path, {"epoch": 3, "order": np.arange(4)})
+    return path.read_bytes()
+
+
+def assert_refused(content: bytes, folder) -> None:
+    """Loading `content` raises a StateError and changes nothing."""
+    path = folder / "damaged"
+    path.write_bytes(content)
+    net = new_net()
+    before = values(net)
+    with pytest.raises(StateError, match="damaged"):
+        net.load_states(path)
+    for name, array in values(net).items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+def test_the_whole_file_is_read(whole, tmp_path):
+    (tmp_path / "whole").write_bytes(whole)
+    net = new_net()
+    assert net.load_states(tmp_path / "whole")["epoch"] == 3
+    assert net.linear.W.data[4, 2] == 14
+
+
+def test_every_truncation_is_refused(whole, tmp_path):
+    for length in range(len(whole)):
+        assert_refused(whole[:length], tmp_path)
+
+
+@given(place=st.integers(0, 10**6), bit=st.integers(0, 7))
+def test_no_flipped_bit_goes_unnoticed(whole, tmp_path_factory, place, bit):
+    damaged = bytearray(whole)
+    damaged[place % len(whole)] ^= 1 << bit
+    assert_refused(bytes(damaged), tmp_path_factory.getbasetemp())
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_any_bytes_are_refused(tmp_path_factory, content, with_length):
+    if with_length:
+        content = len(content).to_bytes(8, "little") + content
+    assert_refused(content, tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.parametrize(("dtype", "n_bytes"), [("F32", 60), ("U32", 60), ("BF16", 30), ("F8_E4M3", 15), ("C128", 1)])
+def test_foreign_files_are_refused(tmp_path, dtype, n_bytes):
+    entry = {"dtype": dtype, "shape": [5, 3], "data_offsets": [0, n_bytes]}
+    metadata = {"format": "distopt states", "version": "1"}
+    header = json.dumps({"__metadata__": metadata, "model/linear.W": entry}).encode()
+    assert_refused(len(header).to_bytes(8, "little") + header + bytes(n_bytes), tmp_path)
+
+
+def test_files_of_others_are_refused(tmp_path):
+    assert_refused(safetensors.numpy.save(values(new_net())), tmp_path)
+
+
+def test_states_of_another_shape_are_refused(tmp_path):
+    new_net(inputs=6).save_states(tmp_path / "other")
+    assert_refused((tmp_path / "other").read_bytes(), tmp_path)
+
+
+def test_killed_writers_leave_the_old_states_or_the_new(tmp_path):
+    folder = tmp_path / "states"
+    folder.mkdir()
+    command = [sys.executable, "-c", KILLER, str(folder / "net"), "60"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 3, "kills came before the first write or after the last"
