@@ -1,0 +1,61 @@
+# `make mnist` and `make test` need Python 3.10 or later and a C++17 compiler; everything else they install into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WORLD_SIZE ?= 2
+# The main job needs the package alone; the tests also need MPI and the test tools.
+TEST_EXTRAS ?= mpi,plot,test
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+
+.PHONY: mnist mpi test lint examples format clean
+
+mnist: $(VENV)/.base
+	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
+
+mpi: $(VENV)/.mpi
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu)
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu)
+
+# The commands of README's table, for one epoch.
+examples: $(VENV)/.mpi
+	$(BIN)/python examples/mnist_multiprocess.py 2 --max-epoch 1
+	$(BIN)/mpiexec --hostfile examples/hosts $(BIN)/python examples/mnist_dist.py --max-epoch 1
+	$(BIN)/python examples/mnist_dist.py --max-epoch 1
+
+# Python files are used in place (editable install); a change in csrc/ or the build files builds the extension anew.
+# Every install builds it, so one that brings more counts for those that bring less.
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/.base: $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.mpi: $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --editable ".[mpi]"
+	touch $@ $(VENV)/.base
+
+$(VENV)/.test: $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --editable ".[$(TEST_EXTRAS)]"
+	touch $@ $(VENV)/.base $(VENV)/.mpi
+
+$(VENV)/.lint: $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --editable ".[$(TEST_EXTRAS),dev]"
+	touch $@ $(VENV)/.base $(VENV)/.mpi $(VENV)/.test
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

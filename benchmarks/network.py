@@ -1,0 +1,247 @@
+"""Two hosts at 1 Gbit/s and at 100 Mbit/s: steps per second and bytes per step of every strategy, PyTorch DDP beside.
+
+The hosts are network namespaces of this machine, joined by a veth pair whose ends are shaped by tc's token bucket.
+Needs root, iproute2, MPICH with mpi4py, and PyTorch. Everything is taken down again, whatever happens.
+
+    sudo python benchmarks/network.py --steps 60
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from hosts import LINK, TwoHosts, two_hosts
+
+ROOT = Path(__file__).parents[1]
+# Rate and burst of tbf. The burst passes unshaped whenever the link was idle: no larger than the rate needs.
+RATES = {"1 Gbit/s": ("1gbit", "256kb"), "100 Mbit/s": ("100mbit", "16kb")}
+WARM_UP_STEPS = 5
+STRATEGIES = {
+    "fp32": "fp32",
+    "fp16": "fp16",
+    "partial update": "partialUpdate",
+    "top-K 5 %": ("sparseTopK", 0.05),
+    "top-K 1 %": ("sparseTopK", 0.01),
+    "top-K 0.1 %": ("sparseTopK", 0.001),
+    "threshold 0.01": ("sparseThreshold", 0.01),
+}
+DDP = {"PyTorch DDP fp32": None, "PyTorch DDP fp16 hook": "fp16"}
+
+
+def link_rate(net: TwoHosts, megabytes: int = 10) -> float:
+    """Mbit/s of one TCP connection, measured."""
+    first, second = net.hosts
+    receive = (
+        "import socket, time; server = socket.create_server(('', 5001)); print(flush=True); peer, _ = server.accept()\n"
+        "start, n = time.perf_counter(), 0\n"
+        "while data := peer.recv(1 << 16): n += len(data)\n"
+        "print(n * 8e-6 / (time.perf_counter() - start))"
+    )
+    send = f"import socket; socket.create_connection(('{second.address}', 5001)).sendall(bytes({megabytes * 10**6}))"
+    receiver = subprocess.Popen(second.inside([sys.executable, "-c", receive]), stdout=subprocess.PIPE, text=True)
+    try:
+        receiver.stdout.readline()
+        subprocess.run(first.inside([sys.executable, "-c", send]), check=True, timeout=60)
+        return float(receiver.communicate(timeout=60)[0])
+    finally:
+        receiver.kill()
+
+
+# -- the ranks ---------------------------------------------------------------------------------------------------------
+def batch(rank: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(rank)
+    return rng.standard_normal((64, 1, 28, 28), np.float32), rng.integers(0, 10, 64).astype(np.int32)
+
+
+def sent_bytes() -> int:
+    """By the counter of the interface, so headers and all else included."""
+    return int(Path(f"/sys/class/net/{LINK}/statistics/tx_bytes").read_text())
+
+
+def warm_up(step, barrier) -> None:
+    for _ in range(WARM_UP_STEPS):
+        step()
+    barrier()
+
+
+def measure(step, count: int) -> dict[str, float]:
+    before, start = sent_bytes(), time.perf_counter()
+    for _ in range(count):
+        step()
+    seconds = time.perf_counter() - start
+    return {"steps_per_second": count / seconds, "interface_bytes": (sent_bytes() - before) / count}
+
+
+def distopt_rank(args: argparse.Namespace) -> None:
+    sys.path.insert(0, str(ROOT / "examples"))
+    from train_cnn import CNN
+
+    from distopt import comm, device, launch, opt, tensor
+
+    communicator = comm.create(launch.join(), "mpi")
+    records = {}
+    for name, strategy in STRATEGIES.items():
+        option, spars = (strategy, 0.05) if isinstance(strategy, str) else strategy
+        sgd = opt.SGD(lr=0.005, momentum=0.9, weight_decay=1e-5)
+        sgd = opt.DistOpt(sgd, communicator=communicator, partition_size=100_000)
+        device.get_default_device().SetRandSeed(0)
+        x, y = map(tensor.from_numpy, batch(sgd.global_rank))
+        net = CNN()
+        net.set_optimizer(sgd)
+        net.compile([x], is_train=True)
+        net.train()
+        step = partial(net, x, y, option, spars)
+        warm_up(step, communicator.barrier)
+        before = sgd.stats()
+        records[name] = measure(step, args.steps)
+        records[name]["bytes"] = (sgd.stats() - before).total.wire_bytes / args.steps
+    if communicator.topology.rank == 0:
+        assert len(set(communicator.topology.hosts)) == 2
+        args.result.write_text(json.dumps(records))
+    communicator.barrier()
+
+
+def torch_rank(args: argparse.Namespace) -> None:
+    import torch
+    from torch import distributed, nn
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    distributed.init_process_group("gloo")
+    images, labels = batch(rank)
+    x, y = torch.from_numpy(images), torch.from_numpy(labels).long()
+    records = {}
+    for name, hook in DDP.items():
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(1, 20, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(20, 50, 5), nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [nn.Flatten(), nn.Linear(800, 500), nn.ReLU(), nn.Linear(500, 10)]
+        net = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
+        if hook:
+            net.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        sgd = torch.optim.SGD(net.parameters(), lr=0.005, momentum=0.9, weight_decay=1e-5)
+        criterion = nn.CrossEntropyLoss()
+
+        def step(net=net, sgd=sgd, criterion=criterion) -> None:
+            sgd.zero_grad()
+            criterion(net(x), y).backward()
+            sgd.step()
+
+        warm_up(step, distributed.barrier)
+        records[name] = measure(step, args.steps)
+    if rank == 0:
+        args.result.write_text(json.dumps(records))
+    distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # threads of Gloo may still run, and end a process that takes itself down by std::terminate
+
+
+# -- the runs ----------------------------------------------------------------------------------------------------------
+def start_distopt(net: TwoHosts, command: list[str]) -> None:
+    subprocess.run(net.mpiexec(1, [*command, "--as-rank", "distopt"]), check=True, timeout=300)
+
+
+def start_torch(net: TwoHosts, command: list[str]) -> None:
+    env = {**os.environ, "MASTER_ADDR": net.hosts[0].address, "MASTER_PORT": "29533", "GLOO_SOCKET_IFNAME": LINK}
+    env["WORLD_SIZE"] = "2"
+    ranks = [
+        subprocess.Popen(host.inside([*command, "--as-rank", "torch"]), env={**env, "RANK": str(rank)})
+        for rank, host in enumerate(net.hosts)
+    ]
+    try:
+        codes = [rank.wait(300) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if any(codes):
+        raise SystemExit(f"PyTorch's ranks ended with {codes}")
+
+
+def measure_all(args: argparse.Namespace) -> tuple[dict[str, dict], dict[str, float]]:
+    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    records, rates = {}, {}
+    with tempfile.TemporaryDirectory() as name, two_hosts() as net:
+        result = Path(name) / "result.json"
+        command = [sys.executable, __file__, "--steps", str(args.steps), "--result", str(result)]
+        for label, (rate, burst) in RATES.items():
+            for host in net.hosts:
+                host.shape(rate, burst)
+            rates[label] = link_rate(net)
+            records[label] = {}
+            start_distopt(net, command)
+            records[label] |= json.loads(result.read_text())
+            start_torch(net, command)
+            records[label] |= json.loads(result.read_text())
+            for strategy, record in records[label].items():
+                print(f"{label}: {strategy}: {record['steps_per_second']:.1f} steps/s", flush=True)
+    return records, rates
+
+
+def table(records: dict[str, dict]) -> str:
+    fp32, ddp = (records[name]["steps_per_second"] for name in ("fp32", "PyTorch DDP fp32"))
+    lines = [
+        "| strategy | steps/s | of fp32 | of DDP fp32 | sent per step and rank | by the counter |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, record in records.items():
+        speed = record["steps_per_second"]
+        own = f"{record['bytes'] / 1e3:.1f} kB" if "bytes" in record else ""
+        lines.append(
+            f"| {name} | {speed:.1f} | {speed / fp32:.2f} | {speed / ddp:.2f} | {own} | "
+            f"{record['interface_bytes'] / 1e3:.1f} kB |"
+        )
+    return "\n".join(lines)
+
+
+def write(records: dict[str, dict], rates: dict[str, float], args: argparse.Namespace) -> None:
+    sections = "\n\n".join(
+        f"## {label}\n\nOne TCP connection carries {rates[label]:.0f} Mbit/s.\n\n{table(record)}"
+        for label, record in records.items()
+    )
+    args.output.write_text(f"""# Two hosts on a slow network
+
+The reference CNN (431,080 parameters), batch 64 per rank, one rank of one thread on each of two hosts. The hosts are
+network namespaces of one machine, joined by a veth pair that `tc` limits to the rate named. Ours goes through MPICH,
+PyTorch's through Gloo, both by TCP. {args.steps} steps of each strategy, after {WARM_UP_STEPS} for warming up.
+Written by
+
+```sh
+sudo python benchmarks/network.py --steps {args.steps}
+```
+
+"Sent" is what the strategy counts, "by the counter" what left the host through its interface, with the headers of TCP,
+IP and Ethernet and with all acknowledgements. The sparse strategies feed their errors back; the partial update averages
+one of three partitions per step, and its steps differ by the size of theirs.
+
+{sections}
+""")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60, help="timed steps of each strategy")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "network.md")
+    parser.add_argument("--as-rank", choices=("distopt", "torch"), help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.as_rank:
+        {"distopt": distopt_rank, "torch": torch_rank}[args.as_rank](args)
+        return
+    if os.geteuid() != 0:
+        parser.error("network namespaces are root's to make; run it with sudo")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    write(*measure_all(args), args)
+
+
+if __name__ == "__main__":
+    main()
