@@ -1,0 +1,7 @@
+#include "bind_cuda.h"
+
+namespace distopt {
+
+void bind_cuda_codec(nanobind::module_&) {}
+
+}  // namespace distopt
