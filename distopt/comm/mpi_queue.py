@@ -12,11 +12,12 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CommunicatorClosedError, CommunicatorError, MismatchError, StalledError
+from ..errors import CommunicatorClosedError, CommunicatorError, MismatchError, PeerLostError, StalledError
 from ..launch.mpi import after_closing
 from ..settings import Settings
 from .fingerprint import Fingerprint, agree, pack
 from .mpi_notes import MpiNotes
+from .mpi_peers import LocalPeers
 from .mpi_work import Exchange, Inline, MpiWork
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class MpiQueue:
         self._settings = Settings.from_env()
         # First, because it does not wait without end for a rank that will not come, as Dup does.
         self._pids = [int.from_bytes(pid, "little") for pid in job.all_gather(os.getpid().to_bytes(4, "little"))]
+        self._peers = LocalPeers({r: self._pids[r] for r in job.local_ranks if r != job.topology.rank})
         self._exchange = job.comm.Dup()
         self._notes = MpiNotes(mpi, job.comm.Dup())
         self._exchanges: list[Exchange] = []  # of operations that have finished
@@ -145,6 +147,7 @@ class MpiQueue:
                 told = True
                 self._notes.tell_waiting(self.outstanding[0].mine.seq)
             self._check_closed_peers(work)
+            self._check_lost_peers(work)
             if waited > warn_at:
                 warn_at = float("inf")
                 _log.warning("%s", self._waiting_for(work, waited))
@@ -171,12 +174,20 @@ class MpiQueue:
                     )
                 )
 
+    def _check_lost_peers(self, work: MpiWork) -> None:
+        rank = self._peers.lost()
+        if rank is not None:
+            raise self._fail(
+                PeerLostError(f"{self._who(rank)} ended while {self.me} waits in {work.mine}; see that rank's output")
+            )
+
     # -- life cycle --------------------------------------------------------------------------------------------------
     def close(self) -> bool:
         """Local. Leave; idempotent. Whether this was the first call and MPI communicators are idle and can be freed."""
         if self._closed:
             return False
         self._closed = True
+        self._peers.close()
         if self._mpi.Is_finalized():
             return False
         finished = self.outstanding[0].mine.seq if self.outstanding else self._next_seq

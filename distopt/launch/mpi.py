@@ -66,6 +66,7 @@ class MpiJob(Job):
 
     Attributes:
         comm: the duplicate; free for set-up traffic.
+        local_ranks: the ranks of this host, this one included.
 
     Raises:
         MissingDependencyError: mpi4py or the MPI library is missing.
@@ -87,6 +88,7 @@ class MpiJob(Job):
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
         rank, size = self.comm.rank, self.comm.size
         local = [peer for peer in range(size) if peers[peer].identity == mine.identity]
+        self.local_ranks = tuple(local)
         self.topology = Topology(rank, size, local.index(rank), len(local), tuple(peer.host for peer in peers))
         self._ticket = Ticket(bytes.fromhex(peers[local[0]].secret))
         self._group: HostGroup | None = None

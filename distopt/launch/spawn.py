@@ -1,7 +1,8 @@
 """Start the ranks of a job as child processes, and see to it that they end together.
 
 A rank that fails ends the job: the others get SIGTERM, and SIGKILL after a grace. The first failure in time is the one
-reported; what the others say afterwards is its consequence.
+reported; what the others say afterwards is its consequence. So is, whatever the time, what a rank says of a lost peer:
+that peer ended without a word, and this process may hear of it later.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..errors import DistoptError, RankFailedError, UsageError
+from ..errors import DistoptError, PeerLostError, RankFailedError, UsageError
 from .env import launcher
 from .mpi import start_mpi
 from .threads import thread_variables
@@ -105,6 +106,7 @@ def _last_words(text: str) -> None:
 # -- parent ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, order=True)
 class _Failure:
+    is_consequence: bool
     time_ns: int
     rank: int
     exit_code: int
@@ -136,19 +138,22 @@ class _Rank:
             who = f"rank {self.rank} (pid {self.process.pid})"
             report = self._read_report()
             if report is not None:
-                time_ns, code, text = report
-                self._failure = _Failure(time_ns, self.rank, code, f"{who} {text}")
+                lost_peer, time_ns, code, text = report
+                self._failure = self._failed(time_ns, code, f"{who} {text}", lost_peer=lost_peer)
             elif exit_code:
                 code, text = _describe_exit(exit_code)
-                self._failure = _Failure(time.monotonic_ns(), self.rank, code, f"{who} {text}")
+                self._failure = self._failed(time.monotonic_ns(), code, f"{who} {text}")
         return self._failure
 
-    def _read_report(self) -> tuple[int, int, str] | None:
-        report: tuple[int, int, str] | None = None
+    def _failed(self, time_ns: int, code: int, details: str, *, lost_peer: bool = False) -> _Failure:
+        return _Failure(lost_peer or code == _ENDED_BY_SIGTERM, time_ns, self.rank, code, details)
+
+    def _read_report(self) -> tuple[bool, int, int, str] | None:
+        report: tuple[bool, int, int, str] | None = None
         if self.reports is not None and self.reports.poll():
             with contextlib.suppress(EOFError, OSError):
-                time_ns, code, text = json.loads(self.reports.recv_bytes(_MAX_REPORT_BYTES))
-                report = int(time_ns), int(code), str(text)
+                lost_peer, time_ns, code, text = json.loads(self.reports.recv_bytes(_MAX_REPORT_BYTES))
+                report = bool(lost_peer), int(time_ns), int(code), str(text)
             self.reports.close()
             self.reports = None
         return report
@@ -172,12 +177,12 @@ def _run(fn: Callable[..., object], world_size: int, args: tuple[Any, ...]) -> i
             _start(ranks, fn, world_size, args)
             _watch(ranks, wake)
         finally:
-            failed = any(rank.failure() for rank in ranks)
+            failures = [rank.failure() for rank in ranks]  # of all, as they were before the others are ended
             _end([rank.process for rank in ranks])
             first = min((failure for rank in ranks if (failure := rank.failure())), default=None)
             for rank in ranks:
                 rank.release()
-    if failed and first is not None and not (caught and first.exit_code == _ENDED_BY_SIGTERM):
+    if any(failures) and first is not None and not (caught and first.exit_code == _ENDED_BY_SIGTERM):
         raise RankFailedError(first.rank, first.exit_code, first.details)
     return caught[0] if caught else None
 
@@ -277,18 +282,18 @@ def _child(fn: Callable[..., object], args: tuple[Any, ...], parent: int, report
         if code == _USER_ERROR:
             _report(reports, code, f"failed: {error}")
         text = "".join(traceback.format_exception(type(error), error, frames))
-        _report(reports, code, f"failed:\n{text}")
+        _report(reports, code, f"failed:\n{text}", lost_peer=isinstance(error, PeerLostError))
     finally:
         # On the way out already; a second SystemExit would only disturb the clean-up of others.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _report(reports: Connection, code: int, text: str) -> NoReturn:
+def _report(reports: Connection, code: int, text: str, *, lost_peer: bool = False) -> NoReturn:
     now = time.monotonic_ns()  # one clock for all processes of a host
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.suppress(OSError):
-        reports.send_bytes(json.dumps([now, code, text]).encode())
+        reports.send_bytes(json.dumps([lost_peer, now, code, text]).encode())
     raise SystemExit(code & 0xFF or 1)
 
 

@@ -2,18 +2,32 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
 from distopt import launch
+from distopt.errors import PeerLostError
 
 
 def work(rank: int, world_size: int, how: str) -> None:
     print(f"rank {rank} of {world_size} pid {os.getpid()} threads {os.environ['OMP_NUM_THREADS']}")
+    if how == "loss before its cause":
+        hide_the_cause(rank)
     if rank == 1:
         match_end(how)
     if how not in {"success", "slow exit"}:
         time.sleep(60)
+
+
+def hide_the_cause(rank: int) -> None:
+    """The parent sleeps while rank 1 ends without a word and rank 0 tells of the loss: it hears of both at once."""
+    if rank == 1:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        subprocess.Popen(["/bin/sh", "-c", f"sleep 1; kill -CONT {os.getppid()}"])
+        os._exit(3)
+    time.sleep(0.5)
+    raise PeerLostError("rank 1 is gone")
 
 
 def match_end(how: str) -> None:

@@ -1,14 +1,18 @@
 """Jobs under mpiexec: how they end, what they say, and that wrong launchers are found."""
 
 import importlib.abc
+import os
+import re
 import signal
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from distopt import launch
 from distopt.errors import LaunchError, MissingDependencyError
-from tests.processes import ROOT, mpiexec, start_mpiexec
+from tests.processes import ROOT, Program, mpiexec, mpiexec_command, start_mpiexec
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "mpi_script.py")
 
@@ -69,6 +73,39 @@ def test_rank_that_leaves_early_is_named_by_those_who_wait(how):
 
 def test_killed_rank_ends_the_job():
     assert mpiexec(2, SCRIPT, "SIGKILL").code != 0
+
+
+def test_killed_rank_is_noticed_even_if_mpiexec_is_not_awake(tmp_path):
+    log = tmp_path / "stderr"  # mpiexec drops what it has not read when a rank aborts
+    through_shell = ["sh", "-c", f'exec "$0" "$@" 2>>"{log}"', sys.executable, SCRIPT, "wait"]
+    program = Program([*mpiexec_command(3), *through_shell])
+    program.read_lines(3)
+    running = program.pids()
+    ranks = sorted(pid for pid, command in running.items() if re.match(r"\S*python\S* \S*mpi_script", command))
+    assert len(ranks) == 3, running
+    supervisors = running.keys() - ranks
+    try:
+        for pid in supervisors:
+            os.kill(pid, signal.SIGSTOP)
+        os.kill(ranks[2], signal.SIGKILL)
+        deadline = time.monotonic() + 5.0
+        while not all(has_ended(pid) for pid in ranks):
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+    finally:
+        for pid in supervisors:
+            os.kill(pid, signal.SIGCONT)
+    assert program.end().code != 0
+    lost = rf"PeerLostError: rank 2 on \S+ \(pid {ranks[2]}\) ended while rank \d on \S+ \(pid \d+\) waits in barrier"
+    assert re.search(lost, log.read_text()), log.read_text()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether the process is gone, or waits for a parent that is stopped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+    except FileNotFoundError:
+        return True
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

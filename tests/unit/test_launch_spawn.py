@@ -54,6 +54,12 @@ def test_failure_of_one_rank_ends_all(how, code, last):
     assert ended.stderr.endswith(f"{last}\n")
 
 
+def test_the_cause_is_named_even_if_its_consequence_was_heard_first():
+    ended = script("loss before its cause").end()
+    assert ended.code == 3
+    assert ended.stderr.endswith("left with exit code 3 without a traceback\n")
+
+
 def test_traceback_is_whole_and_alone():
     lines = script("raise").end().stderr.splitlines()
     assert lines[0].endswith(") failed:")
