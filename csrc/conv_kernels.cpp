@@ -7,9 +7,9 @@ namespace {
 
 // An element of the lowered image has two coordinates, and its place in x is the sum of what they contribute:
 // lowered(tap, pixel) = x[tap.offset + pixel.offset], where a tap is (c, ky, kx) and a pixel (oy, ox). Along the
-// columns of a panel consecutive offsets make runs, of at most one vector.
+// columns of a panel consecutive offsets make runs, of at most one vector and inside one strip.
 struct Run {
-  Index column, count, offset;
+  Index column, count, offset;  // `column` as packed_column() has it
 };
 
 template <class T>
@@ -19,10 +19,10 @@ struct Runs {
 
   void add(Index column, Index offset) {
     Run* last = count ? &runs[count - 1] : nullptr;
-    if (last && last->offset + last->count == offset && last->count < kLanes<T>)
+    if (last && last->offset + last->count == offset && last->count < kLanes<T> && column % kStrip<T> != 0)
       ++last->count;
     else
-      runs[count++] = {column, 1, offset};
+      runs[count++] = {packed_column<T>(column), 1, offset};
   }
 };
 
@@ -57,13 +57,13 @@ template <class T, Index N = kLanes<T>>
 inline void copy_run(const Run& run, const T* x, const Offsets& rows, Index n_rows, T* b) {
   if (run.count == N) {
     for (Index r = 0; r < n_rows; ++r)
-      __builtin_memcpy(b + r * kPanel<T> + run.column, x + rows.offset[r] + run.offset, N * sizeof(T));
+      __builtin_memcpy(b + r * kStrip<T> + run.column, x + rows.offset[r] + run.offset, N * sizeof(T));
     return;
   }
   if constexpr (N > 1) copy_run<T, N - 1>(run, x, rows, n_rows, b);
 }
 
-// b[r][column] = x[row offset + column offset].
+// The packed panel b[r][column] = x[row offset + column offset].
 template <class T>
 void lower(const T* x, const Offsets& rows, Index n_rows, const Runs<T>& columns, T* b) {
   for (Index i = 0; i < columns.count; ++i) copy_run<T>(columns.runs[i], x, rows, n_rows, b);
@@ -154,7 +154,7 @@ void forward(const ConvShape& s, const T* x, const T* weight, const T* bias, T* 
         const bool last = k + rows == inner;
         for_taps(s, k, rows, [&](Index i, Index offset) { taps.offset[i] = offset; });
         lower(x, taps, rows, runs, work);
-        multiply_panel<T>(s.m, rows, {weight + k, inner, 1}, work, y + p, pixels, columns,
+        multiply_panel<T>(s.m, rows, {weight + k, inner, 1}, packed(work), y + p, pixels, columns,
                           {k > 0, last ? bias : nullptr, last && relu});
       }
     }
@@ -191,7 +191,7 @@ void backward_weight(const ConvShape& s, Index first, Index count, const T* g, c
     Runs<T> taps;
     for_taps(s, k, columns, [&](Index i, Index offset) { taps.add(i, offset); });
     lower(x, pixels, count, taps, b);
-    multiply_panel<T>(s.m, count, {g, kPanel<T>, 1}, b, dw + k, inner, columns, {true, nullptr, false});
+    multiply_panel<T>(s.m, count, {g, kPanel<T>, 1}, packed(b), dw + k, inner, columns, {true, nullptr, false});
   }
 }
 
@@ -200,7 +200,7 @@ void backward_input(const ConvShape& s, Index first, Index count, const T* g, co
   const Index taps = s.kh * s.kw, at_once = channels_at_once(s);
   for (Index c = 0; c < s.c; c += at_once) {
     const Index channels = smaller(s.c - c, at_once);
-    multiply_panel<T>(channels * taps, s.m, {weight + c * taps, 1, s.c * taps}, g, b, kPanel<T>, count,
+    multiply_panel<T>(channels * taps, s.m, {weight + c * taps, 1, s.c * taps}, in_rows(g), b, kPanel<T>, count,
                       {false, nullptr, false});
     (s.sh == 1 && s.sw == 1 && s.kw <= kWidestRaised ? raise<T> : raise_scattered<T>)(s, first, count, channels, b,
                                                                                       dx + c * s.h * s.w);

@@ -15,11 +15,22 @@ constexpr Index kTileRows = 6, kTileVectors = 4;  // 24 of 32 registers hold C
 constexpr Index kTileRows = 6, kTileVectors = 2;  // 12 of 16
 #endif
 
-// Columns of a packed panel, and the most rows that it has: at 64 float columns it takes 32 KiB and so stays in the
-// first cache while every row of A passes over it.
+// Columns of a panel of B, and the most rows of a packed one: 32 KiB, which stay in the first cache while every row of
+// A passes over them.
 template <class T>
-constexpr Index kPanel = kTileVectors * kLanes<T>;
+constexpr Index kPanel = 256 / sizeof(T);
 constexpr Index kPanelRows = 128;
+
+// A packed panel lies strip after strip, each as wide as a tile and kPanelRows long: one long stride for all rows would
+// make them compete for a few sets of the cache.
+template <class T>
+constexpr Index kStrip = kTileVectors * kLanes<T>;
+
+// Where column j of the first row of a packed panel is.
+template <class T>
+constexpr Index packed_column(Index j) {
+  return j / kStrip<T> * (kPanelRows * kStrip<T>)+j % kStrip<T>;
+}
 
 // Keeps a value in a register at this point: without it GCC 12 reloads B for every row of A and spills the block of C
 // in every iteration, which halves the speed.
@@ -39,6 +50,23 @@ struct Left {
   Index row, inner;
 };
 
+// A panel: its rows are `row` elements apart, its strips `strip`.
+template <class T>
+struct Right {
+  const T* b;
+  Index row, strip;
+};
+
+template <class T>
+constexpr Right<T> packed(const T* b) {
+  return {b, kStrip<T>, kPanelRows * kStrip<T>};
+}
+
+template <class T>
+constexpr Right<T> in_rows(const T* b) {
+  return {b, kPanel<T>, kStrip<T>};
+}
+
 // What happens to a block of C as it is stored.
 template <class T>
 struct Finish {
@@ -48,11 +76,12 @@ struct Finish {
 };
 
 template <class T, Index R, Index V>
-inline void tile(Index inner, Left<T> left, const T* b, T* c, Index c_row, Index columns, const Finish<T>& finish) {
+inline void tile(Index inner, Left<T> left, Right<T> right_side, T* c, Index c_row, Index columns,
+                 const Finish<T>& finish) {
   constexpr Index lanes = kLanes<T>;
   Vec<T> sum[R][V] = {};
-  const T* a = left.a;
-  for (Index k = 0; k < inner; ++k, a += left.inner, b += kPanel<T>) {
+  const T *a = left.a, *b = right_side.b;
+  for (Index k = 0; k < inner; ++k, a += left.inner, b += right_side.row) {
     Vec<T> right[V];
 #pragma GCC unroll 8
     for (Index j = 0; j < V; ++j) {
@@ -96,7 +125,7 @@ inline void prefetch_rows(Left<T> left, Index rows, Index inner) {
 
 // The rows are dealt out evenly: a narrow last tile would wait for loads.
 template <class T, Index V>
-void panel_of(Index rows, Index inner, Left<T> left, const T* b, T* c, Index c_row, Index columns, Finish<T> finish) {
+void strip_of(Index rows, Index inner, Left<T> left, Right<T> b, T* c, Index c_row, Index columns, Finish<T> finish) {
   for (Index tiles = (rows + kTileRows - 1) / kTileRows; tiles > 0; --tiles) {
     const Index some = (rows + tiles - 1) / tiles;
     if (left.inner == 1) prefetch_rows<T>({left.a + some * left.row, left.row, 1}, smaller(some, rows - some), inner);
@@ -126,23 +155,29 @@ void panel_of(Index rows, Index inner, Left<T> left, const T* b, T* c, Index c_r
   }
 }
 
-// C[rows, columns] = A[rows, inner] B[inner, columns]; B is one packed panel, `inner` rows of kPanel elements, of
-// which the first `columns` count.
+// C[rows, columns] = A[rows, inner] B[inner, columns]; B is one panel, of which the first `columns` count.
 template <class T>
-void multiply_panel(Index rows, Index inner, Left<T> left, const T* b, T* c, Index c_row, Index columns,
+void multiply_panel(Index rows, Index inner, Left<T> left, Right<T> b, T* c, Index c_row, Index columns,
                     Finish<T> finish) {
-  static_assert(kTileRows == 6, "panel_of() has one case for each number of rows");
-  switch ((columns + kLanes<T> - 1) / kLanes<T>) {
+  static_assert(kTileRows == 6, "strip_of() has one case for each number of rows");
+  constexpr Index lanes = kLanes<T>, strip = kStrip<T>;
+  for (Index j = 0; j < columns; j += strip, b.b += b.strip, c += strip) {
+    const Index some = smaller(columns - j, strip);
+    switch ((some + lanes - 1) / lanes) {
 #if defined(__AVX512F__)
-    case 4:
-      return panel_of<T, 4>(rows, inner, left, b, c, c_row, columns, finish);
-    case 3:
-      return panel_of<T, 3>(rows, inner, left, b, c, c_row, columns, finish);
+      case 4:
+        strip_of<T, 4>(rows, inner, left, b, c, c_row, some, finish);
+        break;
+      case 3:
+        strip_of<T, 3>(rows, inner, left, b, c, c_row, some, finish);
+        break;
 #endif
-    case 2:
-      return panel_of<T, 2>(rows, inner, left, b, c, c_row, columns, finish);
-    default:
-      return panel_of<T, 1>(rows, inner, left, b, c, c_row, columns, finish);
+      case 2:
+        strip_of<T, 2>(rows, inner, left, b, c, c_row, some, finish);
+        break;
+      default:
+        strip_of<T, 1>(rows, inner, left, b, c, c_row, some, finish);
+    }
   }
 }
 

@@ -5,6 +5,21 @@
 namespace distopt::DISTOPT_ISA {
 namespace {
 
+template <class T>
+void pack(const T* b, Index b_row, Index rows, Index columns, T* panel) {
+  for (Index j = 0; j < columns; j += kStrip<T>) {
+    const T* from = b + j;
+    T* to = panel + packed_column<T>(j);
+    const Index some = smaller(columns - j, kStrip<T>);
+    for (Index i = 0; i < rows; ++i, from += b_row, to += kStrip<T>) {
+      if (some == kStrip<T>)  // a constant size needs no call
+        __builtin_memcpy(to, from, kStrip<T> * sizeof(T));
+      else
+        __builtin_memcpy(to, from, some * sizeof(T));
+    }
+  }
+}
+
 // C[rows, columns] (+)= A B, with B[inner, columns] in rows that are `b_row` apart.
 template <class T>
 void multiply(Index rows, Index inner, Index columns, Left<T> left, const T* b, Index b_row, T* c, bool accumulate,
@@ -13,10 +28,9 @@ void multiply(Index rows, Index inner, Index columns, Left<T> left, const T* b, 
     const Index width = smaller(columns - j, kPanel<T>);
     for (Index k = 0; k < inner; k += kPanelRows) {
       const Index depth = smaller(inner - k, kPanelRows);
-      for (Index i = 0; i < depth; ++i)
-        __builtin_memcpy(panel + i * kPanel<T>, b + (k + i) * b_row + j, width * sizeof(T));
-      multiply_panel<T>(rows, depth, {left.a + k * left.inner, left.row, left.inner}, panel, c + j, columns, width,
-                        {accumulate || k > 0, nullptr, relu && k + depth == inner});
+      pack(b + k * b_row + j, b_row, depth, width, panel);
+      multiply_panel<T>(rows, depth, {left.a + k * left.inner, left.row, left.inner}, packed<T>(panel), c + j, columns,
+                        width, {accumulate || k > 0, nullptr, relu && k + depth == inner});
     }
   }
 }
@@ -46,8 +60,9 @@ void backward_input(const LinearShape& s, const T* g, const T* w, T* dx, T* pane
     for (Index k = 0; k < s.out; k += kPanelRows) {
       const Index depth = smaller(s.out - k, kPanelRows);
       for (Index j = 0; j < width; ++j)
-        for (Index i = 0; i < depth; ++i) panel[i * kPanel<T> + j] = g[(n + j) * s.out + k + i];
-      multiply_panel<T>(s.in, depth, {w + k, s.out, 1}, panel, transposed, kPanel<T>, width, {k > 0, nullptr, false});
+        for (Index i = 0; i < depth; ++i) panel[packed_column<T>(j) + i * kStrip<T>] = g[(n + j) * s.out + k + i];
+      multiply_panel<T>(s.in, depth, {w + k, s.out, 1}, packed<T>(panel), transposed, kPanel<T>, width,
+                        {k > 0, nullptr, false});
     }
     for (Index j = 0; j < width; ++j)
       for (Index i = 0; i < s.in; ++i) dx[(n + j) * s.in + i] = transposed[i * kPanel<T> + j];

@@ -89,11 +89,17 @@ inline Vec<T> load_lanes(const T* p, unsigned lanes) {
 // The first `count` lanes, count <= kLanes.
 template <class T>
 inline Vec<T> load_some(const T* p, Index count) {
+#if !defined(__AVX512F__)  // there a mask costs nothing
+  if (count == kLanes<T>) return load(p);
+#endif
   return load_lanes(p, (1u << count) - 1);
 }
 
 template <class T>
 inline void store_some(T* p, Vec<T> v, Index count) {
+#if !defined(__AVX512F__)
+  if (count == kLanes<T>) return store(p, v);
+#endif
   const unsigned lanes = (1u << count) - 1;
 #if defined(__AVX512F__)
   if constexpr (sizeof(T) == 4) _mm512_mask_storeu_ps(p, __mmask16(lanes), (__m512)v);
@@ -144,6 +150,19 @@ inline void load_pairs(const T* p, Index count, Vec<T>& even, Vec<T>& odd) {
     even = (Vec<T>)_mm512_permutex2var_pd((__m512d)low, lane, (__m512d)high);
     odd = (Vec<T>)_mm512_permutex2var_pd((__m512d)low, _mm512_add_epi64(lane, _mm512_set1_epi64(1)), (__m512d)high);
   }
+#elif defined(__AVX2__)
+  const Vec<T> low = load_some(p, smaller(2 * count, kLanes<T>));
+  const Vec<T> high = load_some(p + kLanes<T>, larger(2 * count - kLanes<T>, 0));
+  __m256d evens, odds;  // of low and high by turns, two lanes of float at a time
+  if constexpr (sizeof(T) == 4) {
+    evens = _mm256_castps_pd(_mm256_shuffle_ps((__m256)low, (__m256)high, 0x88));
+    odds = _mm256_castps_pd(_mm256_shuffle_ps((__m256)low, (__m256)high, 0xdd));
+  } else {
+    evens = _mm256_unpacklo_pd((__m256d)low, (__m256d)high);
+    odds = _mm256_unpackhi_pd((__m256d)low, (__m256d)high);
+  }
+  even = (Vec<T>)_mm256_permute4x64_pd(evens, 0xd8);
+  odd = (Vec<T>)_mm256_permute4x64_pd(odds, 0xd8);
 #else
   T pairs[2 * kLanes<T>] = {};
   __builtin_memcpy(pairs, p, 2 * count * sizeof(T));
@@ -166,6 +185,19 @@ inline void store_pairs(T* p, Vec<T> even, Vec<T> odd, Index count) {
   }
   store_some(p, low, smaller(2 * count, kLanes<T>));
   store_some(p + kLanes<T>, high, larger(2 * count - kLanes<T>, 0));
+#elif defined(__AVX2__)
+  Vec<T> first, second;  // the pairs of each half of the lanes: the lower quarters, then the upper ones
+  if constexpr (sizeof(T) == 4) {
+    first = (Vec<T>)_mm256_unpacklo_ps((__m256)even, (__m256)odd);
+    second = (Vec<T>)_mm256_unpackhi_ps((__m256)even, (__m256)odd);
+  } else {
+    first = (Vec<T>)_mm256_unpacklo_pd((__m256d)even, (__m256d)odd);
+    second = (Vec<T>)_mm256_unpackhi_pd((__m256d)even, (__m256d)odd);
+  }
+  const Vec<T> low = (Vec<T>)_mm256_permute2f128_pd((__m256d)first, (__m256d)second, 0x20);
+  const Vec<T> high = (Vec<T>)_mm256_permute2f128_pd((__m256d)first, (__m256d)second, 0x31);
+  store_some(p, low, smaller(2 * count, kLanes<T>));
+  store_some(p + kLanes<T>, high, larger(2 * count - kLanes<T>, 0));
 #else
   T pairs[2 * kLanes<T>];
   for (Index i = 0; i < kLanes<T>; ++i) pairs[2 * i] = even[i], pairs[2 * i + 1] = odd[i];
@@ -180,6 +212,14 @@ inline IntegerVec<T> load_bytes(const std::uint8_t* p, Index count) {
   const __m128i bytes = _mm_maskz_loadu_epi8(__mmask16((1u << count) - 1), p);
   if constexpr (sizeof(T) == 4) return (IntegerVec<T>)_mm512_maskz_cvtepu8_epi32(__mmask16(-1), bytes);
   if constexpr (sizeof(T) == 8) return (IntegerVec<T>)_mm512_maskz_cvtepu8_epi64(__mmask8(-1), bytes);
+#elif defined(__AVX2__)
+  std::uint64_t bytes = 0;
+  if (count == kLanes<T>)
+    __builtin_memcpy(&bytes, p, kLanes<T>);
+  else
+    for (Index i = 0; i < count; ++i) bytes |= std::uint64_t(p[i]) << 8 * i;
+  if constexpr (sizeof(T) == 4) return (IntegerVec<T>)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(std::int64_t(bytes)));
+  if constexpr (sizeof(T) == 8) return (IntegerVec<T>)_mm256_cvtepu8_epi64(_mm_cvtsi64_si128(std::int64_t(bytes)));
 #endif
   IntegerVec<T> v = {};
   for (Index i = 0; i < count; ++i) v[i] = p[i];
@@ -191,6 +231,21 @@ inline void store_bytes(std::uint8_t* p, IntegerVec<T> v, Index count) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(T) == 4) return _mm512_mask_cvtepi32_storeu_epi8(p, __mmask16((1u << count) - 1), (__m512i)v);
   if constexpr (sizeof(T) == 8) return _mm512_mask_cvtepi64_storeu_epi8(p, __mmask8((1u << count) - 1), (__m512i)v);
+#elif defined(__AVX2__)
+  // Byte 0 of each lane, to the bottom of each half.
+  const __m256i lowest =
+      _mm256_setr_epi8(0, sizeof(T) == 4 ? 4 : 8, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0,
+                       sizeof(T) == 4 ? 4 : 8, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  const __m256i halves = _mm256_shuffle_epi8((__m256i)v, lowest);
+  constexpr int half_bits = 4 * kLanes<T>;
+  const auto low = std::uint64_t(std::uint32_t(_mm256_extract_epi32(halves, 0))) & ((1ull << half_bits) - 1);
+  std::uint64_t bytes = low | std::uint64_t(std::uint32_t(_mm256_extract_epi32(halves, 4))) << half_bits;
+  if (count == kLanes<T>) {
+    __builtin_memcpy(p, &bytes, kLanes<T>);
+    return;
+  }
+  for (Index i = 0; i < count; ++i, bytes >>= 8) p[i] = std::uint8_t(bytes);
+  return;
 #endif
   for (Index i = 0; i < count; ++i) p[i] = std::uint8_t(v[i]);
 }

@@ -145,7 +145,7 @@ def limit_memory(communicator) -> None:
 def wait_for_harm(_) -> None:
     """The harm comes from outside: `tests.faults.cases` has read the line."""
     if threading.current_thread() is threading.main_thread():
-        time.sleep(1.0)
+        time.sleep(60.0)
 
 
 FAULTS: dict[str, Callable] = {
