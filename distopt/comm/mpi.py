@@ -269,6 +269,11 @@ class MpiCommunicator(Communicator):
         if self._queue.close():
             self._everyone.free()
 
+    @property
+    def closed(self) -> bool:
+        """Local. Whether this rank has left."""
+        return self._queue.closed
+
     # -- helpers -----------------------------------------------------------------------------------------------------
     def _parts(self, array: Array) -> list[Array]:
         flat = array.reshape(-1)

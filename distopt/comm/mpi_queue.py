@@ -45,6 +45,7 @@ class MpiQueue:
     Attributes:
         inline_bytes: size of the data that can travel with the fingerprint.
         outstanding: those that have not finished.
+        closed: whether this rank has left.
     """
 
     def __init__(self, mpi: Any, job: MpiJob) -> None:
@@ -63,7 +64,7 @@ class MpiQueue:
         self._next_seq = 0
         self._agreed: bytes | None = None  # the last operation that all ranks have begun
         self._failure: CommunicatorError | None = None
-        self._closed = False
+        self.closed = False
 
     # -- progress ----------------------------------------------------------------------------------------------------
     def begin(
@@ -184,9 +185,9 @@ class MpiQueue:
     # -- life cycle --------------------------------------------------------------------------------------------------
     def close(self) -> bool:
         """Local. Leave; idempotent. Whether this was the first call and MPI communicators are idle and can be freed."""
-        if self._closed:
+        if self.closed:
             return False
-        self._closed = True
+        self.closed = True
         self._peers.close()
         if self._mpi.Is_finalized():
             return False
@@ -203,7 +204,7 @@ class MpiQueue:
     def _check_usable(self) -> None:
         if self._failure is not None:
             raise self._failure
-        if self._closed:
+        if self.closed:
             raise CommunicatorClosedError(f"{self.me} used its communicator after close(); create a new one")
 
     def _fail(self, error: CommunicatorError) -> CommunicatorError:

@@ -52,6 +52,8 @@ _FORWARD_SECONDS = 0.1
 
 
 class _Closeable(Protocol):
+    @property
+    def closed(self) -> bool: ...
     def close(self) -> None: ...
 
 
@@ -310,7 +312,7 @@ class _ExitGuard:
 
 def close_at_exit(communicator: _Closeable) -> None:
     """Local. Close `communicator` when the interpreter ends, so that peers which still wait for it are told."""
-    _guard.communicators.append(communicator)
+    _guard.communicators = [*(other for other in _guard.communicators if not other.closed), communicator]
 
 
 def after_closing(farewell: Callable[[], object]) -> None:
