@@ -335,9 +335,14 @@ def test_other_types_at_three_ranks(dtype, capsys):
 
 def test_mpi_beside_shared_memory(capsys):
     pytest.importorskip("mpi4py")
-    code, out = bench("-b 4K -e 4K -n 2 --backend shm,mpi", capsys)
+    code, out = bench("-b 4K -e 4K -n 2 --backend shm,mpi,hierarchical", capsys)
     assert code == 0, out
-    assert {line.split()[4] for line in out.splitlines() if not line.startswith("#")} == {"shm", "mpi", "floor"}
+    assert {line.split()[4] for line in out.splitlines() if not line.startswith("#")} == {
+        "shm",
+        "mpi",
+        "hierarchical",
+        "floor",
+    }
 
 
 def own_mpiexec():

@@ -24,6 +24,7 @@ __all__ = ["Candidate", "Lineup", "Setup", "distopt_crew", "mpi_crew", "torch_cr
 # What the ranks of a crew are told first.
 Setup: TypeAlias = dict[str, Any]
 
+_OVER_MPI = ("mpi", "hierarchical")
 _OPEN_MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -85,7 +86,7 @@ def distopt_crew(module: str, world_size: int, backend: str) -> tuple[Crew, Setu
     Raises:
         MissingDependencyError: there is no mpiexec.
     """
-    launcher = _own_launcher(world_size) if backend == "mpi" else []
+    launcher = _own_launcher(world_size) if backend in _OVER_MPI else []
     setup = {"library": "distopt", "backend": backend, "secret": secrets.token_hex(16)}
     return Crew(module, rank_command(), world_size, launcher, _root_variables()), setup
 

@@ -15,9 +15,9 @@ __all__ = ["HEADER", "Row", "heading", "machine"]
 _QUIET_LOAD = 0.5  # per core
 
 HEADER = (
-    f"#{'size':>12}{'count':>13}{'type':>10}{'redop':>7}  {'who':<9}{'buffers':<10}"
+    f"#{'size':>12}{'count':>13}{'type':>10}{'redop':>7}  {'who':<13}{'buffers':<10}"
     f"{'time':>11}{'algbw':>9}{'busbw':>9}{'#wrong':>8}{'x':>8}\n"
-    f"#{'(B)':>12}{'(elements)':>13}{'':>10}{'':>7}  {'':<9}{'':<10}{'(us)':>11}{'(GB/s)':>9}{'(GB/s)':>9}"
+    f"#{'(B)':>12}{'(elements)':>13}{'':>10}{'':>7}  {'':<13}{'':<10}{'(us)':>11}{'(GB/s)':>9}{'(GB/s)':>9}"
 )
 
 
@@ -65,7 +65,7 @@ class Row:
     def line(self, reference: Row) -> str:
         """The row as text; `reference` has the time that counts as 1."""
         return (
-            f" {self.size_bytes:>12}{self.count:>13}{self.dtype:>10}{'sum':>7}  {self.who:<9}{self.buffers:<10}"
+            f" {self.size_bytes:>12}{self.count:>13}{self.dtype:>10}{'sum':>7}  {self.who:<13}{self.buffers:<10}"
             f"{self.time * 1e6:>11.1f}{self.algorithm_bandwidth / 1e9:>9.2f}{self.bus_bandwidth / 1e9:>9.2f}"
             f"{self.wrong:>8}{self.time / reference.time:>8.2f}"
         )

@@ -111,7 +111,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--np", type=at_least(1), default=2, metavar="N", help="ranks (default: 2)")
     parser.add_argument("--model", choices=["cnn"], default="cnn", help="(cnn)")
     parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help="images of each rank (64)")
-    parser.add_argument("--backend", choices=["shm", "mpi"], default="shm", help="communicator (shm)")
+    parser.add_argument("--backend", choices=["shm", "mpi", "hierarchical"], default="shm", help="communicator (shm)")
     parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
     parser.add_argument("-n", type=at_least(1), default=100, metavar="N", help="timed steps in each turn (100)")
     parser.add_argument("-w", type=at_least(0), default=10, metavar="N", help="untimed steps in each turn (10)")
