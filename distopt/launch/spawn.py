@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import io
 import json
 import multiprocessing
 import os
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..errors import DistoptError, PeerLostError, RankFailedError, UsageError
 from .env import launcher
 from .mpi import start_mpi
+from .output import mark_output
 from .threads import thread_variables
 
 if TYPE_CHECKING:
@@ -47,8 +47,9 @@ def spawn(fn: Callable[..., object], world_size: int, args: Sequence[Any] = ()) 
 
     The children are started with multiprocessing's "spawn" method: `fn` must be a module-level function and `args`
     picklable. They write to this process's stdout and stderr, die with this process whatever ends it, and share the
-    cores: BLAS threads are capped in their environment unless the user has set a number. On SIGINT or SIGTERM all ranks
-    are ended, then the signal takes the effect that it had before the call (KeyboardInterrupt, end of the process).
+    cores: BLAS threads are capped in their environment unless the user has set a number. Lines of ranks above 0 begin
+    with "[rank 1] " and so on. On SIGINT or SIGTERM all ranks are ended, then the signal takes the effect that it had
+    before the call (KeyboardInterrupt, end of the process).
 
     Raises:
         UsageError: `world_size` is not a positive integer.
@@ -263,10 +264,7 @@ def _child(fn: Callable[..., object], args: tuple[Any, ...], parent: int, report
     # Ctrl-C is the parent's business. A handler, not SIG_IGN: what this process starts must not inherit it.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, _leave)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Whole lines at once: a killed rank would take a full buffer with it, and with PYTHONUNBUFFERED the lines of
-        # several ranks would mix.
-        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    mark_output(args[0])
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         fn(*args)

@@ -62,7 +62,7 @@ class Run:
 
     def fault(self) -> tuple[float, int] | None:
         """When the fault came, and in which process; None: not yet."""
-        match = re.search(r"^fault (\S+) (\d+)$", self.text("stdout"), re.MULTILINE)
+        match = re.search(r"^(?:\[rank \d+\] )?fault (\S+) (\d+)$", self.text("stdout"), re.MULTILINE)
         return (float(match[1]), int(match[2])) if match else None
 
 

@@ -1,5 +1,6 @@
 """spawn: exit codes, the last words, and that nothing remains, however the ranks end."""
 
+import io
 import os
 import pickle
 import signal
@@ -10,6 +11,7 @@ import pytest
 
 from distopt import launch
 from distopt.errors import LaunchError, RankFailedError, UsageError
+from distopt.launch.output import _MarkedStream
 from tests.processes import ROOT, Program
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "spawn_script.py")
@@ -24,7 +26,8 @@ def test_success(world_size):
     ended = script("success", world_size).end()
     assert (ended.code, ended.stderr) == (0, "")
     starts = sorted(line.split(" pid ")[0] for line in ended.stdout.splitlines())
-    assert starts == [f"rank {rank} of {world_size}" for rank in range(world_size)]
+    marked = [f"[rank {rank}] rank {rank} of {world_size}" for rank in range(1, world_size)]
+    assert starts == [*marked, f"rank 0 of {world_size}"]
 
 
 @pytest.mark.parametrize("env", [{}, {"OMP_NUM_THREADS": "5"}], ids=["shared", "chosen by the user"])
@@ -91,6 +94,14 @@ def test_children_die_with_a_killed_parent():
     program.read_lines(3)
     program.process.kill()
     program.end()
+
+
+def test_every_line_of_the_others_is_marked():
+    stream = io.StringIO()
+    marked = _MarkedStream(stream, "[rank 1] ")
+    assert marked.write("a\nb") + marked.write("c") + marked.write("") + marked.write("\n\nd\n") == 8
+    assert stream.getvalue() == "[rank 1] a\n[rank 1] bc\n[rank 1] \n[rank 1] d\n"
+    assert marked.getvalue() == stream.getvalue()  # all else is the stream's
 
 
 def fail_in_rank_1(rank: int, world_size: int) -> None:

@@ -37,7 +37,8 @@ def test_python_snippets_run(code, tmp_path):
     command = [sys.executable, script]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert sorted(line.split(":")[0] for line in done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+    lines = sorted(line.rpartition(" ")[0] for line in done.stdout.splitlines())
+    assert lines == ["[rank 1] loss", "loss"]
 
 
 def test_messages_of_the_table_are_those_of_the_code():
