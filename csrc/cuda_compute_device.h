@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstddef>
 
+#include "cuda_device.h"
 #include "cuda_launch.h"
 
 namespace distopt::cuda {
@@ -12,7 +13,8 @@ using std::exp;
 using std::log;
 using std::sqrt;
 
-constexpr int block_threads = 256;
+using gpu::block_threads;
+
 constexpr int warp_count = block_threads / 32;
 constexpr unsigned grid_limit = 65535;  // of the second dimension; kernels go round
 
@@ -45,20 +47,6 @@ __device__ inline T rectify(T x) {
 template <class T>
 __device__ inline T rectify_gradient(T dy, T y) {
   return y <= T(0) ? T(0) : dy;
-}
-
-// The sum over the threads of the block, in an order of its own; valid in thread 0. All threads call it.
-template <class T>
-__device__ inline T block_sum(T value) {
-  __shared__ T parts[warp_count];
-  for (int offset = 16; offset; offset /= 2) value += __shfl_down_sync(0xffffffffu, value, offset);
-  __syncthreads();  // those of an earlier call have been read
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
-  __syncthreads();
-  T sum = T(0);
-  if (threadIdx.x == 0)
-    for (int i = 0; i < warp_count; ++i) sum += parts[i];
-  return sum;
 }
 
 }  // namespace distopt::cuda

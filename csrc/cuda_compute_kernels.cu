@@ -75,7 +75,7 @@ __device__ double channel_sum(Batch batch, int pixels, int channel, F f) {
     const std::size_t image = i / unsigned(pixels);
     sum += double(f((image * batch.channels + channel) * pixels + (i - image * pixels)));
   }
-  return block_sum(sum);
+  return gpu::block_sum<block_threads>(sum);
 }
 
 // -- batch normalization, one block per channel ----------------------------------------------------------------------
@@ -207,7 +207,7 @@ __global__ void mean_loss_kernel(const double* row_loss, const std::int64_t* lab
                                  T* loss, std::int64_t* error) {
   double sum = 0;
   for (std::size_t r = threadIdx.x; r < rows; r += blockDim.x) sum += row_loss[r];
-  sum = block_sum(sum);
+  sum = gpu::block_sum<block_threads>(sum);
   if (threadIdx.x != 0) return;
   *loss = rows ? T(sum / double(rows)) : T(0);
   if (!labels || sum == sum || error[0]) return;

@@ -86,7 +86,7 @@ __global__ void row_sums_kernel(const T* matrix, int rows, std::size_t columns, 
   for (unsigned row = blockIdx.x; row < unsigned(rows); row += gridDim.x) {
     double sum = 0;
     for (std::size_t i = threadIdx.x; i < columns; i += blockDim.x) sum += double(matrix[row * columns + i]);
-    sum = block_sum(sum);
+    sum = gpu::block_sum<block_threads>(sum);
     if (threadIdx.x == 0) out[row] = add ? out[row] + T(sum) : T(sum);
   }
 }
