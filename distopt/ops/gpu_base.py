@@ -53,5 +53,5 @@ def code_of(array: Array) -> int:
 
 def current_stream() -> int:
     """Local. The stream that CuPy computes on."""
-    address: int = cupy.cuda.get_currentcurrent_stream().ptr
+    address: int = cupy.cuda.get_current_stream().ptr
     return address
