@@ -210,6 +210,7 @@ def device(value: Any, *sources: Any) -> Any:
                 return ndarray._from(value, source._memory)
     value = np.asarray(value)
     result = ndarray(value.shape, value.dtype)
+    cuda.drain()  # memory from the pool may still be written by those who had it before
     result._host[...] = value
     return result
 

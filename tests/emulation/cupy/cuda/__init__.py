@@ -7,8 +7,8 @@ import threading
 from typing import Any
 
 import numpy as np
+from distopt._cuda import emulation as _emulated
 
-from .._runtime import runtime as _emulated
 from . import runtime
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
 
 _local = threading.local()
 _pinned: dict[int, int] = {}  # size in bytes, by address
-_pool: dict[tuple[int, int], list[int]] = {}  # idle memory, by stream and size in bytes
 
 
 class Device:
@@ -60,7 +59,7 @@ class Device:
 
     @property
     def pci_bus_id(self) -> str:
-        return f"0000:{self.id:02X}:00.0"
+        return str(_emulated.pci_bus_id(self.id))
 
     @property
     def compute_capability(self) -> str:
@@ -93,14 +92,12 @@ class Memory(BaseMemory):
     def __init__(self, size: int) -> None:
         self.size, self.device_id = size, runtime.getDevice()
         self._stream = get_current_stream().ptr
-        self._class = -(-max(size, 1) // 512) * 512
-        idle = _pool.get((self._stream, self._class))
-        self.ptr = idle.pop() if idle else _emulated.malloc(self._class)
-        _emulated.memset_async(self.ptr, 0xFF, self._class, self._stream)
+        self._taken = -(-max(size, 1) // 512) * 512
+        self.ptr: int = _emulated.pool_malloc(self._taken, self._stream)
 
-    def __del__(self, pool: Any = _pool) -> None:
+    def __del__(self, give_back: Any = _emulated.pool_free) -> None:
         if hasattr(self, "ptr"):
-            pool.setdefault((self._stream, self._class), []).append(self.ptr)
+            give_back(self.ptr, self._taken, self._stream)
 
 
 class UnownedMemory(BaseMemory):
@@ -134,7 +131,7 @@ def host_bytes(pointer: MemoryPointer, n_bytes: int) -> Any:
 
 def alloc_pinned_memory(size: int) -> Any:
     """Host memory from which the device copies by itself: an object with the buffer protocol, `ptr` and `size()`."""
-    memory = UnownedMemory(_emulated.malloc(max(size, 1)), size, None)  # for the life of the process
+    memory = UnownedMemory(_emulated.malloc_host(max(size, 1)), size, None)  # for the life of the process
     _pinned[memory.ptr] = size
     kind = type("PinnedMemoryPointer", (ctypes.c_char * max(size, 1),), {"ptr": memory.ptr, "size": lambda _: size})
     return kind.from_address(memory.ptr)  # type: ignore[attr-defined]
@@ -146,7 +143,7 @@ def is_pinned(array: np.ndarray[Any, Any]) -> bool:
 
 def copy_async(to: int, source: int, n_bytes: int, stream: Any = None) -> None:
     """Enqueue a copy between any two places."""
-    _emulated.copy_async(to, source, n_bytes, (stream or get_current_stream()).ptr)
+    _emulated.memcpy_async(to, source, n_bytes, 4, (stream or get_current_stream()).ptr)
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -184,7 +181,7 @@ class _BaseStream:
 
 
 class Stream(_BaseStream):
-    """A queue of work; work runs late, see `_runtime`."""
+    """A queue of work, which runs when somebody waits for it."""
 
     null: Stream
 
@@ -192,7 +189,9 @@ class Stream(_BaseStream):
         self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: Any = None
     ) -> None:
         self._owned = not null
-        super().__init__(0 if null else _emulated.stream_create(), -1 if null else runtime.getDevice())
+        super().__init__(
+            0 if null else _emulated.stream_create(non_blocking, priority or 0), -1 if null else runtime.getDevice()
+        )
 
     def __del__(self, destroy: Any = _emulated.stream_destroy) -> None:
         if getattr(self, "_owned", False):
@@ -244,11 +243,16 @@ def get_current_stream(device_id: int = -1) -> Any:
 
 def drain(stream: Any = None) -> None:
     """Run what waits on a stream, default the current one: array operations come behind it."""
-    _emulated.drain((stream or get_current_stream()).ptr)
+    _emulated.stream_synchronize((stream or get_current_stream()).ptr)
 
 
 def is_available() -> bool:
     return bool(runtime.getDeviceCount())
+
+
+def get_elapsed_time(start_event: Event, end_event: Event) -> float:
+    """Milliseconds."""
+    return float(_emulated.event_elapsed_ms(start_event.ptr, end_event.ptr))
 
 
 def get_device_id() -> int:

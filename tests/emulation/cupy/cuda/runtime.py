@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
+
+from distopt._cuda import emulation as _emulated
 
 
 class CUDARuntimeError(RuntimeError):
@@ -14,25 +15,19 @@ class CUDARuntimeError(RuntimeError):
         self.status = status
 
 
-_current = 0
-
-
 def getDeviceCount() -> int:  # noqa: N802
-    """`CUDA_VISIBLE_DEVICES` counts, default one."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = 1 if visible is None else len([name for name in visible.split(",") if name])
-    if not count:
-        raise CUDARuntimeError(100, "cudaErrorNoDevice: no CUDA-capable device is detected")
-    return count
+    try:
+        return int(_emulated.device_count())
+    except RuntimeError as error:
+        raise CUDARuntimeError(100, str(error)) from None
 
 
 def getDevice() -> int:  # noqa: N802
-    return _current
+    return int(_emulated.get_device())
 
 
 def setDevice(device: int) -> None:  # noqa: N802
-    global _current
-    _current = device
+    _emulated.set_device(device)
 
 
 def getDeviceProperties(device: int) -> dict[str, Any]:  # noqa: N802
