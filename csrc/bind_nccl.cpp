@@ -154,14 +154,13 @@ void destroy(NcclCommunicator* communicator) {
   }
 }
 
-Shared create(const std::string& path, nb::bytes id, int rank, int world_size, int fd, int host_rank,
-              std::vector<std::string> names, double timeout, double stall_warning, double abort, nb::callable warn) {
+Shared create(const std::string& path, nb::bytes id, int rank, int world_size, std::shared_ptr<Board> board,
+              double timeout, double stall_warning, double abort, nb::callable warn) {
   nccl::UniqueId unique_id;
   if (id.size() != sizeof(unique_id)) throw std::invalid_argument("an id of NCCL has 128 bytes");
   std::memcpy(&unique_id, id.c_str(), sizeof(unique_id));
   NcclHooks hooks = make_hooks(std::move(warn));
   const nb::gil_scoped_release release;
-  auto board = std::make_unique<Board>(fd, host_rank, std::move(names));
   return {new NcclCommunicator(nccl::load(path), unique_id, rank, world_size, std::move(board),
                                {timeout, stall_warning, abort}, std::move(hooks)),
           destroy};
@@ -198,6 +197,8 @@ void bind_work(nb::module_& m) {
       .def(
           "wait", [](NcclWork& work, double timeout) { work.communicator->wait(*work.operation, timeout); },
           nb::arg("timeout"), WithoutGil(), "Wait on the host, at most `timeout` seconds.");
+  nb::class_<Board>(m, "NcclBoard", "Where the ranks of one host see each other.")
+      .def(nb::init<int, int, std::vector<std::string>>(), nb::arg("fd"), nb::arg("rank"), nb::arg("names"));
   nb::class_<NcclMemory>(m, "NcclMemory", "Memory that NCCL has registered.")
       .def_prop_ro("address", &NcclMemory::address);
 }
@@ -209,9 +210,8 @@ void bind_nccl(nb::module_& m) {
   bind_work(m);
   nb::class_<NcclCommunicator>(m, "NcclCommunicator",
                                "Collectives over NCCL on device pointers; arguments are trusted.")
-      .def(nb::new_(&create), nb::arg("path"), nb::arg("id"), nb::arg("rank"), nb::arg("world_size"), nb::arg("fd"),
-           nb::arg("host_rank"), nb::arg("names"), nb::arg("timeout"), nb::arg("stall_warning"), nb::arg("abort"),
-           nb::arg("warn"))
+      .def(nb::new_(&create), nb::arg("path"), nb::arg("id"), nb::arg("rank"), nb::arg("world_size"), nb::arg("board"),
+           nb::arg("timeout"), nb::arg("stall_warning"), nb::arg("abort"), nb::arg("warn"))
       .def("all_reduce", &all_reduce, WithoutGil())
       .def("reduce_scatter", &reduce_scatter, WithoutGil())
       .def("all_gather", &all_gather, WithoutGil())

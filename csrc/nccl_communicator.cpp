@@ -82,7 +82,7 @@ class Group {
 }  // namespace
 
 NcclCommunicator::NcclCommunicator(const nccl::Api& api, const nccl::UniqueId& id, int rank, int world_size,
-                                   std::unique_ptr<Board> board, NcclLimits limits, NcclHooks hooks)
+                                   std::shared_ptr<Board> board, NcclLimits limits, NcclHooks hooks)
     : api_(api),
       rank_(rank),
       world_size_(world_size),

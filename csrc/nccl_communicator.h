@@ -58,7 +58,7 @@ class NcclCommunicator {
 
   // Collective. Waits until all ranks have come; the device must be the current one. Throws ShmError.
   NcclCommunicator(const nccl::Api& api, const nccl::UniqueId& id, int rank, int world_size,
-                   std::unique_ptr<Board> board, NcclLimits limits, NcclHooks hooks);
+                   std::shared_ptr<Board> board, NcclLimits limits, NcclHooks hooks);
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
@@ -116,7 +116,7 @@ class NcclCommunicator {
   const nccl::Api& api_;
   const int rank_, world_size_;
   int device_ = 0;
-  std::unique_ptr<Board> board_;
+  std::shared_ptr<Board> board_;
   const NcclLimits limits_;
   const NcclHooks hooks_;
   Stream stream_;

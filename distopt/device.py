@@ -43,7 +43,9 @@ class Device:
     Attributes:
         kind: as given.
         xp: as given.
-        rng: generator of this module; initial parameters and dropout masks are drawn from it.
+        rng: generator of this module; dropout masks are drawn from it.
+        host_rng: generator of NumPy; initial parameters are drawn from it, so that a seed gives the same ones on every
+            device. On the CPU it is `rng`.
         verbosity: with 1 or more, the time of every operation is measured.
     """
 
@@ -51,6 +53,7 @@ class Device:
         self.kind = kind
         self.xp: Any = xp
         self.rng = self.xp.random.default_rng()
+        self.host_rng = self.rng if kind == "cpu" else np.random.default_rng()
         self.verbosity = 0
         self._index = index
         self._skip = 0
@@ -69,17 +72,36 @@ class Device:
         return "kCpp" if self.kind == "cpu" else "kCuda"
 
     def SetRandSeed(self, seed: int) -> None:  # noqa: N802 - the methods in capitals are SINGA's
-        """Start `rng` anew from `seed`, so that parameters and dropout masks are the same on every run."""
+        """Start `rng` and `host_rng` anew from `seed`: parameters and dropout masks are the same on every run."""
         self.rng = self.xp.random.default_rng(seed)
+        self.host_rng = self.rng if self.kind == "cpu" else np.random.default_rng(seed)
 
     def Sync(self) -> None:  # noqa: N802
         """Return when all work handed to the device is done; at once on the CPU, where calls return finished."""
         if self.kind == "cuda":
             self.xp.cuda.Device(self._index).synchronize()
+            self.check()
 
     def host(self, array: Any) -> Any:
-        """The values of `array`, of this device, as a NumPy array; the array itself on the CPU."""
-        return array if self.kind == "cpu" else self.xp.asnumpy(array)
+        """The values of `array`, of this device, as a NumPy array; the array itself on the CPU.
+
+        Raises:
+            UsageError: see `check`.
+        """
+        if self.kind == "cpu":
+            return array
+        values = self.xp.asnumpy(array)
+        self.check()
+        return values
+
+    def check(self) -> None:
+        """Raise what kernels have found wrong, as far as they have run: on a GPU nobody waits to find out earlier.
+
+        Raises:
+            UsageError: a label of a cross entropy was no class; its loss and gradients are NaN.
+        """
+        if self.kind == "cuda" and self._index in _label_flags:
+            _label_flags[self._index].check()
 
     # -- profile -----------------------------------------------------------------------------------------------------
     def SetVerbosity(self, verbosity: int) -> None:  # noqa: N802
@@ -121,6 +143,43 @@ class Device:
 
     def ResetGraph(self) -> None:  # noqa: N802
         """Does nothing, as no graph of operations outlives its backward pass."""
+
+
+class LabelFlag:
+    """Host memory in which the kernels of a GPU note a label that is no class.
+
+    Attributes:
+        address: of four int64 that the device reaches: whether there was one, its sample, the label, the classes.
+    """
+
+    def __init__(self, cupy: Any) -> None:
+        memory = cupy.cuda.alloc_pinned_memory(32)
+        self.address: int = memory.ptr
+        self._values = np.frombuffer(memory, np.int64, 4)
+        self._values[:] = 0
+
+    def check(self) -> None:
+        """Raise the note, once.
+
+        Raises:
+            UsageError: there is one.
+        """
+        found, sample, label, classes = self._values.tolist()
+        if found:
+            self._values[0] = 0
+            raise UsageError(f"label {label} of sample {sample} is outside 0 ... {classes - 1}")
+
+
+_label_flags: dict[int, LabelFlag] = {}
+
+
+def label_flag(index: int) -> LabelFlag:
+    """Local. The flag of GPU `index`, which must be the current one."""
+    if index not in _label_flags:
+        import cupy
+
+        _label_flags[index] = LabelFlag(cupy)
+    return _label_flags[index]
 
 
 _cpu = Device("cpu", 0, np)
