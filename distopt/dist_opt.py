@@ -169,7 +169,7 @@ class DistOpt:
         started = []
         for bucket in buckets:
             if clip is not None:
-                np.clip(bucket.flat, -clip, clip, out=bucket.flat)
+                bucket.flat.clip(-clip, clip, out=bucket.flat)
             started.append((bucket, bucket.reducer(codec).start()))
         # All are waited for, even after an error: the other ranks have started them too.
         errors = [self._wait(bucket, reduction) for bucket, reduction in started]

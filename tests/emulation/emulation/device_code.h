@@ -37,7 +37,7 @@ EMULATION_VECTOR(unsigned short, ushort, 8)
 EMULATION_VECTOR(double, double, 16)
 #undef EMULATION_VECTOR
 
-#define EMULATION_BUILTIN extern thread_local __attribute__((tls_model("initial-exec")))
+#define EMULATION_BUILTIN extern thread_local
 EMULATION_BUILTIN uint3 threadIdx;
 EMULATION_BUILTIN uint3 blockIdx;
 EMULATION_BUILTIN dim3 blockDim;
