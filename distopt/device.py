@@ -24,7 +24,9 @@ __all__ = [
     "create_cpu_device",
     "create_cuda_gpu",
     "create_cuda_gpu_on",
+    "find_cupy",
     "get_default_device",
+    "label_flag",
 ]
 
 T = TypeVar("T")
@@ -215,7 +217,7 @@ def create_cuda_gpu_on(device_id: int) -> Device:
     wish = Settings.from_env().device
     if wish == "cpu":
         return _cpu
-    cupy, missing = _find_cupy()
+    cupy, missing = find_cupy()
     if cupy is None:
         if wish == "cuda":
             raise MissingDependencyError(f"DISTOPT_DEVICE=cuda, but {missing}")
@@ -232,8 +234,8 @@ def create_cuda_gpu_on(device_id: int) -> Device:
     return _gpus[device_id]
 
 
-def _find_cupy() -> tuple[Any, str]:
-    """CuPy if it sees a GPU, else None and what is missing, with the cure."""
+def find_cupy() -> tuple[Any, str]:
+    """Local. CuPy if it sees a GPU, else None and what is missing, with the cure."""
     try:
         import cupy
     except ImportError as error:
