@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from . import _core
 from .comm.sparse import dense_wire_bytes
 from .compress import Statistics, Stopwatch
 from .errors import StateError, UsageError
+from .kernels import kernels_of
 from .placement import wire_memory
 from .tensor import Tensor
 
@@ -136,8 +136,7 @@ class Bucket:
 
     def first_nonfinite(self) -> int | None:
         """Local. Index of the first NaN or infinity in `flat`."""
-        found: int | None = _core.first_nonfinite(self.flat)
-        return found
+        return kernels_of(self.flat).first_nonfinite(self.flat)
 
     # -- reduction ---------------------------------------------------------------------------------------------------
     def reducer(self, codec: Codec) -> Reducer[Any]:

@@ -103,7 +103,7 @@ class Fusion:
                 for array, part in self._parts(message.arrays, reducer):
                     array[...] = (part * self._communicator.topology.world_size).reshape(array.shape)
             if message.residual is not None:
-                message.residual[...] = reducer.state_dict()["residual"]
+                message.residual[...] = reducer.residual
             key = reducer.kind, reducer.bucket.dtype.name, reducer.bucket.size
             self._free.setdefault(key, []).append(reducer)
         if errors:

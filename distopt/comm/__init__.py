@@ -25,6 +25,7 @@ BACKENDS = {
     "single": "distopt.comm.single:SingleCommunicator",
     "shm": "distopt.comm.shm:ShmCommunicator",
     "mpi": "distopt.comm.mpi:MpiCommunicator",
+    "nccl": "distopt.comm.nccl:NcclCommunicator",
     "hierarchical": "distopt.comm.hierarchical:HierarchicalCommunicator",
 }
 
