@@ -79,7 +79,7 @@ class Bucket:
         self.index = index
         self.params = tuple(params)
         count, first = sum(p.data.size for p in params), params[0]
-        self.flat: Array = wire_memory(communicator, count, first.data.dtype.name, first.device)
+        self.flat: Array = wire_memory(communicator, count, first.data.dtype.name, first.device.xp)
         self.label = f"bucket {index}: {params[0].name}"
         self.statistics: dict[str, Statistics] = {}
         self._communicator = communicator

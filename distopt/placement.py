@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from .comm.single import SingleCommunicator
 from .device import find_gpu, get_default_device
 from .errors import UsageError
 from .settings import Settings
@@ -35,18 +36,18 @@ def device_of(communicator: Communicator) -> Device:
     return get_default_device()
 
 
-def wire_memory(communicator: Communicator, count: int, dtype: str, device: Device) -> Array:
-    """Collective. Wire memory for `count` elements that are computed on `device`.
+def wire_memory(communicator: Communicator, count: int, dtype: str, xp: Any) -> Array:
+    """Collective. Wire memory for `count` elements, as an array of the module `xp`.
 
     Raises:
-        UsageError: the communicator does not reach that device.
+        UsageError: the communicator does not reach arrays of that module.
     """
+    if isinstance(communicator, SingleCommunicator):
+        communicator.xp = xp  # data goes nowhere, so it may be anywhere
     memory = communicator.empty(count, dtype)
-    if isinstance(memory, device.xp.ndarray):
-        return memory
-    if communicator.topology.world_size == 1:
-        return device.xp.empty(count, dtype)  # it goes nowhere
-    raise UsageError(
-        f"the model is on {device!r}, which the {communicator.name} communicator does not reach; put it on "
-        "DistOpt.device"
-    )
+    if not isinstance(memory, xp.ndarray):
+        raise UsageError(
+            f"the {communicator.name} communicator moves {type(memory).__module__} arrays, and these are of "
+            f"{xp.__name__}; put the model on DistOpt.device"
+        )
+    return memory
