@@ -78,7 +78,7 @@ def test_top_k_lists_what_the_cpu_lists(n, offset):
     rng = np.random.default_rng(n)
     for name, x in inputs(n):
         x_device = on_device(x, offset)
-        for k in sorted({min(1, n), n // 100, n // 20, n // 3, n - n // 4, n} - {0}):
+        for k in sorted({min(1, n), n // 100, n // 3, n} - {0}):
             for accumulation in accumulations(n, rng):
                 ours, theirs = both(accumulation, offset)
                 lists, found = (host.new_lists(0), gpu.new_lists(0)), new_findings()
