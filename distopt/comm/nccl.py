@@ -172,7 +172,7 @@ class NcclCommunicator(Communicator):
         counts = self._exchange_counts([own.size], label)[:, 0]
         parts = self._parts(counts, own.dtype)
         work = self._start(
-            lambda stream, x: self._core.gather_parts(
+            lambda stream, x, *_: self._core.gather_parts(
                 x.data.ptr, x.size, _addresses(parts), DTYPES[dtype], label, stream
             ),
             own,
