@@ -40,9 +40,7 @@ def _build_cuda() -> None:
             "CMAKE_MAKE_PROGRAM": _tool("ninja"),
             "Python_EXECUTABLE": sys.executable,
         }
-        _run(
-            cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(FOLDER), *(f"-D{key}={options[key]}" for key in options)
-        )
+        _run(cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(FOLDER), *(f"-D{key}={options[key]}" for key in options))
     _run(cmake, "--build", str(FOLDER), "--target", "_cuda")
 
 
