@@ -12,6 +12,7 @@ from .comm.sparse import dense_wire_bytes
 from .compress import Statistics, Stopwatch
 from .errors import StateError, UsageError
 from .kernels import kernels_of
+from .placement import wire_memory
 from .tensor import Tensor
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ class Bucket:
         """Collective: allocates wire memory."""
         self.index = index
         self.params = tuple(params)
-        self.flat: Array = communicator.empty(sum(p.data.size for p in params), params[0].data.dtype.name)
+        count, first = sum(p.data.size for p in params), params[0]
+        self.flat: Array = wire_memory(communicator, count, first.data.dtype.name, first.device.xp)
         self.label = f"bucket {index}: {params[0].name}"
         self.statistics: dict[str, Statistics] = {}
         self._communicator = communicator

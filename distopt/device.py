@@ -25,6 +25,7 @@ __all__ = [
     "create_cuda_gpu",
     "create_cuda_gpu_on",
     "find_cupy",
+    "find_gpu",
     "get_default_device",
     "label_flag",
 ]
@@ -214,24 +215,37 @@ def create_cuda_gpu_on(device_id: int) -> Device:
         MissingDependencyError: DISTOPT_DEVICE=cuda and no GPU can be used.
         UsageError: there are GPUs, but not so many.
     """
+    device, missing = find_gpu(device_id)
+    if device is not None:
+        return device
+    if missing and missing not in _told:
+        _told.add(missing)
+        _log.warning("using the CPU: %s (DISTOPT_DEVICE=cpu stops this notice)", missing)
+    return _cpu
+
+
+def find_gpu(device_id: int) -> tuple[Device | None, str]:
+    """Local. As `create_cuda_gpu_on`, without a notice: no device, and what is missing, where none can be used.
+
+    Raises:
+        MissingDependencyError: DISTOPT_DEVICE=cuda and no GPU can be used.
+        UsageError: there are GPUs, but not so many.
+    """
     wish = Settings.from_env().device
     if wish == "cpu":
-        return _cpu
+        return None, ""
     cupy, missing = find_cupy()
     if cupy is None:
         if wish == "cuda":
             raise MissingDependencyError(f"DISTOPT_DEVICE=cuda, but {missing}")
-        if missing not in _told:
-            _told.add(missing)
-            _log.warning("using the CPU: %s (DISTOPT_DEVICE=cpu stops this notice)", missing)
-        return _cpu
+        return None, missing
     count = cupy.cuda.runtime.getDeviceCount()
     if not 0 <= device_id < count:
         raise UsageError(f"there is no GPU {device_id}: {count} visible (numbered from 0), see CUDA_VISIBLE_DEVICES")
     cupy.cuda.Device(device_id).use()
     if device_id not in _gpus:
         _gpus[device_id] = Device("cuda", device_id, cupy)
-    return _gpus[device_id]
+    return _gpus[device_id], ""
 
 
 def find_cupy() -> tuple[Any, str]:

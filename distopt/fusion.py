@@ -7,6 +7,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from .errors import GradientError, UsageError
+from .ops import array_module
+from .placement import wire_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +79,8 @@ class Fusion:
             reducer = self._free[key].pop()
             codec.retune(reducer)
         else:
-            reducer = codec.attach(self._communicator.empty(total, key[1]), self._communicator, label="fused")
+            memory = wire_memory(self._communicator, total, key[1], array_module(arrays[0]))
+            reducer = codec.attach(memory, self._communicator, label="fused")
         for array, part in self._parts(arrays, reducer):
             part[...] = array.reshape(-1)
         if residual is not None:

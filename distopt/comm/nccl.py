@@ -68,7 +68,7 @@ class NcclCommunicator(Communicator):
     on all ranks of the host. Results that the device had not finished by then are invalid.
 
     Attributes:
-        device: number of this rank's GPU among those that the process sees; it is the current one.
+        device_id: number of this rank's GPU among those that the process sees; it is the current one.
     """
 
     name: ClassVar[str] = "nccl"
@@ -81,8 +81,8 @@ class NcclCommunicator(Communicator):
         topology, cupy = job.topology, stack.cupy
         self.topology = topology
         self.xp = cupy
-        self.device = choose_devices(places, stack.nccl_version)[topology.rank]
-        cupy.cuda.Device(self.device).use()
+        self.device_id = choose_devices(places, stack.nccl_version)[topology.rank]
+        cupy.cuda.Device(self.device_id).use()
         mine = stack.cuda.nccl_unique_id(stack.nccl_path) if topology.rank == 0 else b""
         unique_id = job.all_gather(mine)[0]
         group = job.host_group()
@@ -133,10 +133,10 @@ class NcclCommunicator(Communicator):
         except MemoryError as error:
             raise WireMemoryError(
                 f"rank {self.topology.rank} ({self.topology.host}): {count} elements of {dtype} do not fit on GPU "
-                f"{self.device}; use a smaller model or batch"
+                f"{self.device_id}; use a smaller model or batch"
             ) from error
         cuda = self.xp.cuda
-        pointer = cuda.MemoryPointer(cuda.UnownedMemory(memory.address, n_bytes, memory, self.device), 0)
+        pointer = cuda.MemoryPointer(cuda.UnownedMemory(memory.address, n_bytes, memory, self.device_id), 0)
         return self.xp.ndarray(count, kind, pointer)
 
     # -- collectives -------------------------------------------------------------------------------------------------

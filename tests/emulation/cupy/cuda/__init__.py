@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import numpy as np
+
 from distopt._cuda import emulation as _emulated
 
 from . import runtime
