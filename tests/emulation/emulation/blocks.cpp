@@ -1,5 +1,7 @@
 // Grids on one OS thread: every thread of a block is a fiber.
+#undef _FORTIFY_SOURCE  // its longjmp takes another stack for a fault
 #include <cuda_runtime.h>
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -33,8 +35,11 @@ struct Meeting {
   std::uint64_t values[32] = {};
 };
 
+// Contexts only start fibers: swapcontext would make two system calls at every switch.
 struct Fiber {
-  ucontext_t context{};
+  ucontext_t start{};
+  jmp_buf state;
+  bool started = false;
   void* stack = nullptr;
   unsigned thread = 0;     // number in the block
   bool suspended = false;  // in the middle of that thread
@@ -147,19 +152,25 @@ class Block {
       enter(fiber.thread);
     } else if (next_ == threads_) {
       return;
-    } else if (!fiber.context.uc_stack.ss_sp) {
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack;
-      fiber.context.uc_stack.ss_size = stack_bytes;
-      makecontext(&fiber.context, &Block::fiber_main, 0);
     }
-    swapcontext(&scheduler_, &fiber.context);
+    if (_setjmp(scheduler_) != 0) return;
+    if (fiber.started) _longjmp(fiber.state, 1);
+    fiber.started = true;
+    getcontext(&fiber.start);
+    fiber.start.uc_stack.ss_sp = fiber.stack;
+    fiber.start.uc_stack.ss_size = stack_bytes;
+    makecontext(&fiber.start, &Block::fiber_main, 0);
+    setcontext(&fiber.start);
+  }
+
+  void leave(Fiber& fiber) {
+    if (_setjmp(fiber.state) == 0) _longjmp(scheduler_, 1);
   }
 
   void suspend() {
     Fiber& fiber = *current_;
     fiber.suspended = true;
-    swapcontext(&fiber.context, &scheduler_);
+    leave(fiber);
     fiber.suspended = false;
   }
 
@@ -178,7 +189,7 @@ class Block {
         ++progress_;
         release_if_complete();
       }
-      swapcontext(&fiber.context, &scheduler_);  // until the next block
+      leave(fiber);  // until the next block
     }
   }
 
@@ -186,7 +197,7 @@ class Block {
 
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::size_t used_ = 0;  // fibers that have been suspended in this block
-  ucontext_t scheduler_{};
+  jmp_buf scheduler_;
   Fiber* current_ = nullptr;
   const std::function<void()>* body_ = nullptr;
   std::vector<Warp> warps_;
