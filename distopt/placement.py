@@ -48,6 +48,6 @@ def wire_memory(communicator: Communicator, count: int, dtype: str, xp: Any) -> 
     if not isinstance(memory, xp.ndarray):
         raise UsageError(
             f"the {communicator.name} communicator moves {type(memory).__module__} arrays, and these are of "
-            f"{xp.__name__}; put the model on DistOpt.device"
+            f"{xp.__name__}; put model and batches on DistOpt.device, or stay on the CPU with DISTOPT_DEVICE=cpu"
         )
     return memory

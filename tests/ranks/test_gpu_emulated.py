@@ -113,7 +113,7 @@ def mnist_example(optimizer) -> dict[str, np.ndarray]:
 
 def enter_on_gpu(rank: int, world_size: int, ticket, folder: str, body) -> None:
     activate()
-    os.environ["DISTOPT_BACKEND"] = "nccl" if world_size > 1 else "auto"
+    os.environ["DISTOPT_DEVICE"] = "cuda"
     small_net.enter(rank, world_size, ticket, folder, body)
 
 
@@ -136,17 +136,15 @@ def check(gpus: list[dict[str, np.ndarray]], cpus: list[dict[str, np.ndarray]]) 
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_every_strategy_ends_as_on_the_cpu(tmp_path, monkeypatch, world_size):
+def test_every_strategy_ends_as_on_the_cpu(tmp_path, world_size):
     (tmp_path / "cpu").mkdir()
     gpus = on_gpus(tmp_path, world_size, every_strategy)
-    monkeypatch.setenv("DISTOPT_DEVICE", "cpu")
     check(gpus, on_ranks(tmp_path / "cpu", world_size, every_strategy))
     assert {str(gpu["kind"]) for gpu in gpus} == {"cuda"}
 
 
 @pytest.mark.parametrize("body", [by_hand, wrong_label, mnist_example])
-def test_other_ways_end_as_on_the_cpu(tmp_path, monkeypatch, body):
+def test_other_ways_end_as_on_the_cpu(tmp_path, body):
     (tmp_path / "cpu").mkdir()
     gpus = on_gpus(tmp_path, 2, body)
-    monkeypatch.setenv("DISTOPT_DEVICE", "cpu")
     check(gpus, on_ranks(tmp_path / "cpu", 2, body))
