@@ -217,7 +217,7 @@ def choose(job: LocalJob, gpus: str, device: str, visible: str) -> str:
 
     with comm.create(job) as communicator:
         communicator.all_reduce(np.zeros(3)).wait()
-        device_id: Any = getattr(communicator, "device", "")
+        device_id: Any = getattr(communicator, "device_id", "")
         return f"{communicator.name} {device_id}".strip()
 
 
