@@ -210,8 +210,8 @@ void bind_nccl(nb::module_& m) {
   bind_work(m);
   nb::class_<NcclCommunicator>(m, "NcclCommunicator",
                                "Collectives over NCCL on device pointers; arguments are trusted.")
-      .def(nb::new_(&create), nb::arg("path"), nb::arg("id"), nb::arg("rank"), nb::arg("world_size"), nb::arg("board"),
-           nb::arg("timeout"), nb::arg("stall_warning"), nb::arg("abort"), nb::arg("warn"))
+      .def(nb::new_(&create), nb::arg("path"), nb::arg("unique_id"), nb::arg("rank"), nb::arg("world_size"),
+           nb::arg("board"), nb::arg("timeout"), nb::arg("stall_warning"), nb::arg("abort"), nb::arg("warn"))
       .def("all_reduce", &all_reduce, WithoutGil())
       .def("reduce_scatter", &reduce_scatter, WithoutGil())
       .def("all_gather", &all_gather, WithoutGil())

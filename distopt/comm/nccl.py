@@ -64,8 +64,8 @@ class NcclCommunicator(Communicator):
     All ranks get the same bits, but the order of a sum is NCCL's own and 16-bit sums may be rounded at each step. `max`
     and `min` of floats may pass over NaN.
 
-    A time-out, a lost rank of this host or an error of NCCL aborts the communicator; the next call or `wait` on any rank
-    raises it. Results that the device had not finished by then are invalid.
+    A time-out, a lost rank of this host or an error of NCCL aborts the communicator; the next call or `wait` raises it,
+    on all ranks of the host. Results that the device had not finished by then are invalid.
 
     Attributes:
         device_id: number of this rank's GPU among those that the process sees; it is the current one.

@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 
     from .job import Job
 
-__all__ = ["GpuStack", "Place", "choose_devices", "exchange_places", "find_nccl", "gpu_stack"]
+__all__ = [
+    "GpuStack",
+    "Place",
+    "choose_devices",
+    "dotted_version",
+    "exchange_places",
+    "find_nccl",
+    "gpu_stack",
+    "has_gpu",
+]
 
 _LIBRARY = "DISTOPT_NCCL_LIBRARY"
 # NCCL lets two ranks share a GPU from this version on, if it is told to.
@@ -51,7 +60,7 @@ def gpu_stack() -> GpuStack:
         cuda = import_module("distopt._cuda")
     except ImportError as error:
         raise MissingDependencyError(
-            f"distopt was built without CUDA ({error}); install the CUDA toolkit, so that nvcc is found, and distopt anew"
+            f"distopt was built without CUDA ({error}); install the CUDA toolkit with nvcc, then install distopt again"
         ) from error
     try:
         count = cuda.device_count()
@@ -74,6 +83,15 @@ def gpu_stack() -> GpuStack:
     except RuntimeError as error:
         raise MissingDependencyError(f"NCCL cannot be used: {error}; {_nccl_cure(built_for)}") from error
     return GpuStack(cuda, cupy, path, version)
+
+
+def has_gpu() -> bool:
+    """Local. Whether a GPU answers; False where distopt was built without CUDA, too."""
+    try:
+        found: int = import_module("distopt._cuda").device_count()
+    except (ImportError, RuntimeError):
+        return False
+    return found > 0
 
 
 def find_nccl(cuda_major: int, env: Mapping[str, str] | None = None) -> str:
@@ -103,6 +121,11 @@ def find_nccl(cuda_major: int, env: Mapping[str, str] | None = None) -> str:
     if path is None:
         raise MissingDependencyError(f"{package} is installed without its libnccl.so.2; {_nccl_cure(cuda_major)}")
     return str(path)
+
+
+def dotted_version(version: int) -> str:
+    """NCCL's 22705 as 2.27.5."""
+    return f"{version // 10000}.{version % 10000 // 100}.{version % 100}"
 
 
 def _nccl_cure(cuda_major: int) -> str:
@@ -135,16 +158,17 @@ def exchange_places(job: Job, stack: GpuStack) -> list[Place]:
     current = int(stack.cupy.cuda.runtime.getDevice())
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     mine = Place(machine, job.topology.host, os.getpid(), gpus, current)
-    places = []
-    for rank, payload in enumerate(job.all_gather(json.dumps(asdict(mine)).encode())):
-        try:
-            fields = json.loads(payload)
-            places.append(Place(**{**fields, "gpus": tuple(fields["gpus"])}))
-        except (ValueError, TypeError, KeyError):
-            raise LaunchError(
-                f"rank {rank} does not say which GPUs it sees; install the same version of distopt everywhere"
-            ) from None
-    return places
+    return [_decode(rank, payload) for rank, payload in enumerate(job.all_gather(json.dumps(asdict(mine)).encode()))]
+
+
+def _decode(rank: int, payload: bytes) -> Place:
+    try:
+        fields = json.loads(payload)
+        return Place(**{**fields, "gpus": tuple(fields["gpus"])})
+    except (ValueError, TypeError, KeyError):
+        raise LaunchError(
+            f"rank {rank} does not say which GPUs it sees; install the same version of distopt everywhere"
+        ) from None
 
 
 def choose_devices(places: Sequence[Place], nccl_version: int, env: Mapping[str, str] | None = None) -> list[int]:

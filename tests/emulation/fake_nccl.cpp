@@ -12,10 +12,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
 #include <chrono>
-#include <cmath>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -23,49 +20,19 @@
 #include <cstring>
 #include <deque>
 #include <functional>
-#include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
-#include "../../csrc/nccl_api.h"
+#include "fake_nccl_transport.h"
 
 using distopt::nccl::Config;
-using distopt::nccl::DataType;
-using distopt::nccl::RedOp;
 using distopt::nccl::Result;
 using distopt::nccl::UniqueId;
+using namespace fake;
 
 namespace {
-
-constexpr std::size_t mailbox_bytes = 1 << 18;
-
-enum class Kind { all_reduce, reduce_scatter, all_gather, broadcast };
-
-// What all ranks must give alike.
-struct Call {
-  Kind kind;
-  std::size_t count;
-  DataType type;
-  RedOp op;
-  int root;
-};
-bool operator==(const Call& a, const Call& b) {
-  return a.kind == b.kind && a.count == b.count && a.type == b.type && a.op == b.op && a.root == b.root;
-}
-
-struct Slot {
-  std::atomic<int> joined;
-  std::atomic<std::uint64_t> written, read;  // rounds
-  Call call;
-  char data[mailbox_bytes];
-};
-
-// From one rank to another.
-struct Pipe {
-  std::atomic<std::uint64_t> written, read;  // messages
-  char data[mailbox_bytes];
-};
 
 std::string setting(const char* name) {
   const char* value = std::getenv(name);
@@ -77,171 +44,6 @@ std::string setting_of(const char* name, const char* function) {
   const std::string text = setting(name);
   const std::size_t colon = text.find(':');
   return colon != std::string::npos && text.substr(0, colon) == function ? text.substr(colon + 1) : "";
-}
-
-std::size_t item_bytes(DataType type) {
-  if (type == DataType::float16 || type == DataType::bfloat16) return 2;
-  return type == DataType::int64 || type == DataType::float64 ? 8 : 4;
-}
-
-// -- numbers
-// -----------------------------------------------------------------------------------------------------------
-float from_half(std::uint16_t h) {
-  const int exponent = (h >> 10) & 31, fraction = h & 1023;
-  float value = exponent == 31  ? (fraction != 0 ? NAN : INFINITY)
-                : exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
-                                : std::ldexp(static_cast<float>(1024 + fraction), exponent - 25);
-  return (h & 0x8000) != 0 ? -value : value;
-}
-
-std::uint16_t to_half(float value) {
-  const std::uint16_t sign = std::signbit(value) ? 0x8000 : 0;
-  if (std::isnan(value)) return sign | 0x7e00;
-  const float magnitude = std::fabs(value);
-  if (magnitude >= 65520.0f) return sign | 0x7c00;
-  int exponent = magnitude < 0x1p-14f ? -14 : std::ilogb(magnitude);
-  const auto steps = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)));  // ties to even
-  return static_cast<std::uint16_t>(sign | (((exponent + 14) << 10) + steps));
-}
-
-float from_bfloat(std::uint16_t b) {
-  const std::uint32_t bits = static_cast<std::uint32_t>(b) << 16;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
-std::uint16_t to_bfloat(float value) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  if (std::isnan(value)) return static_cast<std::uint16_t>((bits >> 16) | 0x40);
-  return static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-template <class T>
-T combine(T a, T b, RedOp op) {
-  if (op == RedOp::max) return std::fmax(a, b);  // passes over NaN, as NCCL does
-  if (op == RedOp::min) return std::fmin(a, b);
-  return a + b;
-}
-template <class T>
-T combine_integers(T a, T b, RedOp op) {
-  if (op == RedOp::max) return std::max(a, b);
-  if (op == RedOp::min) return std::min(a, b);
-  using U = std::make_unsigned_t<T>;
-  return static_cast<T>(static_cast<U>(a) + static_cast<U>(b));
-}
-
-template <class Wide, class T, class In, class Out, class Both>
-void reduce_as(const std::vector<const char*>& inputs, char* out, std::size_t count, RedOp op, In widen, Out narrow,
-               Both both) {
-  for (std::size_t i = 0; i < count; ++i) {
-    const auto at = [&](const char* data) {
-      T value;
-      std::memcpy(&value, data + i * sizeof(T), sizeof(T));
-      return static_cast<Wide>(widen(value));
-    };
-    Wide total = at(inputs[0]);
-    for (std::size_t r = 1; r < inputs.size(); ++r) total = both(total, at(inputs[r]), op);
-    if (op == RedOp::avg) total = total / static_cast<Wide>(inputs.size());
-    const T result = narrow(total);
-    std::memcpy(out + i * sizeof(T), &result, sizeof(T));
-  }
-}
-
-void reduce(const std::vector<const char*>& inputs, char* out, std::size_t count, DataType type, RedOp op) {
-  const auto same = [](auto value) { return value; };
-  switch (type) {
-    case DataType::float32:
-      return reduce_as<float, float>(inputs, out, count, op, same, same, combine<float>);
-    case DataType::float64:
-      return reduce_as<double, double>(inputs, out, count, op, same, same, combine<double>);
-    case DataType::float16:
-      return reduce_as<float, std::uint16_t>(inputs, out, count, op, from_half, to_half, combine<float>);
-    case DataType::bfloat16:
-      return reduce_as<float, std::uint16_t>(inputs, out, count, op, from_bfloat, to_bfloat, combine<float>);
-    case DataType::int32:
-      return reduce_as<std::int32_t, std::int32_t>(inputs, out, count, op, same, same, combine_integers<std::int32_t>);
-    case DataType::int64:
-      return reduce_as<std::int64_t, std::int64_t>(inputs, out, count, op, same, same, combine_integers<std::int64_t>);
-  }
-}
-
-}  // namespace
-
-// -- communicators
-// -----------------------------------------------------------------------------------------------------
-namespace {
-
-// One part of a collective at a time travels through the mailboxes. Both are called once for every round.
-struct Task {
-  Call call;
-  std::function<void(std::uint64_t round, char* mailbox)> write;
-  std::function<bool(std::uint64_t round)> read;  // whether it was the last round
-};
-
-struct Channel {
-  int rank = 0, size = 0;
-  Slot* slots = nullptr;
-  std::string path;
-  std::atomic<bool> aborted{false};
-  std::atomic<int> unfinished{0};
-  std::uint64_t rounds = 0;   // that have ended
-  std::uint64_t started = 0;  // collectives
-
-  ~Channel() {
-    if (slots != nullptr) ::munmap(slots, bytes());
-  }
-  std::size_t bytes() const {
-    const auto n = static_cast<std::size_t>(size);
-    return n * sizeof(Slot) + n * n * sizeof(Pipe);
-  }
-  Pipe& pipe(int from, int to) const { return reinterpret_cast<Pipe*>(slots + size)[from * size + to]; }
-  bool complete() const {
-    for (int r = 0; r < size; ++r)
-      if (slots[r].joined.load() == 0) return false;
-    return true;
-  }
-};
-
-struct Queued {
-  std::shared_ptr<Channel> channel;
-  std::function<bool()> advance;  // whether it has ended
-};
-
-// Round after round of a task, as far as the other ranks have come.
-std::function<bool()> in_rounds(Channel& channel, Task task) {
-  struct State {
-    Task task;
-    std::uint64_t round = 0;
-    bool written = false, mismatch = false;
-  };
-  auto state = std::make_shared<State>();
-  state->task = std::move(task);
-  return [&channel, state] {
-    Slot& own = channel.slots[channel.rank];
-    while (!state->mismatch) {
-      const std::uint64_t now = channel.rounds + 1;
-      if (!state->written) {
-        for (int r = 0; r < channel.size; ++r)
-          if (channel.slots[r].read.load() < channel.rounds) return false;
-        own.call = state->task.call;
-        state->task.write(state->round, own.data);
-        own.written.store(now);
-        state->written = true;
-      }
-      for (int r = 0; r < channel.size; ++r)
-        if (channel.slots[r].written.load() < now) return false;
-      for (int r = 0; r < channel.size; ++r) state->mismatch |= !(channel.slots[r].call == own.call);
-      if (state->mismatch) break;
-      const bool last = state->task.read(state->round++);
-      channel.rounds = now;
-      own.read.store(now);
-      state->written = false;
-      if (last) return true;
-    }
-    return false;  // for ever, as the real one might
-  };
 }
 
 int step(void* argument) {
@@ -268,14 +70,6 @@ struct Comm {
 using distopt::nccl::Comm;
 
 namespace {
-
-// To or from a peer.
-struct Message {
-  char* data;
-  std::size_t n_bytes;
-  int peer;
-  bool sends;
-};
 
 thread_local int depth = 0;
 struct Group {
@@ -396,25 +190,6 @@ Task copying(Comm* comm, Call call, const void* in, void* out) {
             }
             return chunks.last(round);
           }};
-}
-
-// The messages of one group: all move at once, each as far as its peer has come.
-std::function<bool()> exchange(Channel& channel, std::vector<Message> messages) {
-  return [&channel, messages = std::move(messages)]() mutable {
-    bool done = true;
-    for (Message& message : messages) {
-      Pipe& pipe = message.sends ? channel.pipe(channel.rank, message.peer) : channel.pipe(message.peer, channel.rank);
-      while (message.n_bytes != 0 && (pipe.written.load() == pipe.read.load()) == message.sends) {
-        const std::size_t size = std::min(message.n_bytes, mailbox_bytes);
-        message.sends ? std::memcpy(pipe.data, message.data, size) : std::memcpy(message.data, pipe.data, size);
-        ++(message.sends ? pipe.written : pipe.read);
-        message.data += size;
-        message.n_bytes -= size;
-      }
-      done = done && message.n_bytes == 0;
-    }
-    return done;
-  };
 }
 
 }  // namespace
