@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstddef>
+#include <limits>
 
 #include "cuda_device.h"
 #include "cuda_launch.h"
@@ -14,6 +15,10 @@ using std::log;
 using std::sqrt;
 
 using gpu::block_threads;
+
+// Of namespace scope: device code may read such constants, and may not call what makes them.
+constexpr double infinity = std::numeric_limits<double>::infinity();
+constexpr double not_a_number = std::numeric_limits<double>::quiet_NaN();
 
 constexpr int warp_count = block_threads / 32;
 constexpr unsigned grid_limit = 65535;  // of the second dimension; kernels go round

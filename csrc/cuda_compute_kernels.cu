@@ -2,7 +2,6 @@
 #include <cuda_runtime.h>
 
 #include <cmath>
-#include <limits>
 
 #include "cuda_compute_device.h"
 #include "cuda_compute_kernels.h"
@@ -161,8 +160,7 @@ struct RowScale {
 
 template <class T>
 __device__ RowScale<T> row_scale(const T* row, int columns) {
-  constexpr T least = -std::numeric_limits<T>::infinity();
-  T maximum = least, sum = T(0);
+  T maximum = T(-infinity), sum = T(0);
   for (int c = int(threadIdx.x); c < columns; c += 32) maximum = row[c] > maximum ? row[c] : maximum;
   maximum = over_warp(maximum, [](T a, T b) { return a > b ? a : b; });
   for (int c = int(threadIdx.x); c < columns; c += 32) sum += exp(row[c] - maximum);
@@ -178,8 +176,6 @@ __global__ void softmax_kernel(const T* x, T* y, std::size_t rows, int columns) 
       y[r * columns + c] = exp(x[r * columns + c] - scale.maximum) / scale.sum;
   }
 }
-
-constexpr double not_a_number = std::numeric_limits<double>::quiet_NaN();
 
 __device__ inline bool is_class(std::int64_t label, int columns) { return label >= 0 && label < columns; }
 

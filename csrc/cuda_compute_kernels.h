@@ -78,7 +78,7 @@ void column_sums(const T* matrix, std::size_t rows, int columns, T* out, cudaStr
 // `training` they are what is given out.
 template <class T>
 struct Moments {
-  T *mean, *inverse_deviation, *running_mean, *running_var;
+  T *mean, *inverse_deviation, *running_mean = nullptr, *running_var = nullptr;
 };
 template <class T>
 void channel_moments(Batch batch, int pixels, const T* x, Moments<T> moments, double momentum, double eps,

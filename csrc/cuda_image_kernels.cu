@@ -3,8 +3,6 @@
 // The second dimension of the grid is a plane or a row of columns, so that threads divide by widths alone.
 #include <cuda_runtime.h>
 
-#include <limits>
-
 #include "cuda_compute_device.h"
 #include "cuda_compute_kernels.h"
 
@@ -101,8 +99,7 @@ __global__ void max_pool_kernel(Batch batch, Window s, Planes<const T> x, const 
     const T shift = bias ? bias[channel] : T(0);
     for (std::size_t place = thread_index(); place < places; place += thread_stride()) {
       const int top = int(place) / s.ow * s.sh - s.ph, left = int(place) % s.ow * s.sw - s.pw;
-      constexpr T least = -std::numeric_limits<T>::infinity();
-      T best = least;
+      T best = T(-infinity);
       int tap = (top < 0 ? -top : 0) * s.kw + (left < 0 ? -left : 0);  // the first that is inside
       for (int ky = 0; ky < s.kh; ++ky) {
         for (int kx = 0; kx < s.kw; ++kx) {
