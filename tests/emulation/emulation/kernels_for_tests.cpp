@@ -84,3 +84,6 @@ EXPORT run_count(int* out, unsigned long long* largest, std::uintptr_t stream) {
 EXPORT run_early_exit(int* out, std::uintptr_t stream) { launch(&early_exit_kernel, 1, 64, stream_of(stream), out); }
 EXPORT run_diverged(int* out, std::uintptr_t stream) { launch(&diverged_kernel, 1, 32, stream_of(stream), out); }
 EXPORT run_waiting(int* out, std::uintptr_t stream) { launch(&waiting_kernel, 1, 32, stream_of(stream), out); }
+extern "C" __attribute__((visibility("default"))) int synchronize(std::uintptr_t stream) {
+  return cudaStreamSynchronize(stream_of(stream));
+}
