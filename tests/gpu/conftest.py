@@ -2,8 +2,14 @@ from __future__ import annotations
 
 import pytest
 
+from distopt.errors import MissingDependencyError
+from distopt.launch.gpu import GpuStack, gpu_stack
 
-@pytest.fixture(autouse=True)
-def asks_for_the_gpu(monkeypatch):
-    """The rest of the suite runs on the CPU wherever it runs, see tests/conftest.py."""
-    monkeypatch.setenv("DISTOPT_DEVICE", "cuda")
+
+@pytest.fixture(scope="session")
+def stack() -> GpuStack:
+    """What NCCL needs; creates no CUDA context, so that ranks may still be started."""
+    try:
+        return gpu_stack()
+    except MissingDependencyError as error:
+        pytest.skip(str(error))
