@@ -208,7 +208,6 @@ def main() -> None:
     parser.add_argument("--selected-from", type=int, default=SELECTED_FROM, help="elements of the top-K row")
     parser.add_argument("--write", metavar="FILE", help="put the table between its marks in this file")
     args = parser.parse_args()
-    os.environ.setdefault("DISTOPT_DEVICE", "auto")
     cupy, missing = device.find_cupy()
     if cupy is None:
         sys.exit(f"benchmarks/gpu.py measures on a GPU: {missing}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from importlib import import_module
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -249,7 +250,7 @@ def find_gpu(device_id: int) -> tuple[Device | None, str]:
 
 
 def find_cupy() -> tuple[Any, str]:
-    """Local. CuPy if it sees a GPU, else None and what is missing, with the cure."""
+    """Local. CuPy if it sees a GPU that distopt can use, else None and what is missing, with the cure."""
     try:
         import cupy
     except ImportError as error:
@@ -258,4 +259,8 @@ def find_cupy() -> tuple[Any, str]:
         cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
         return None, f"no GPU answers ({error}); install NVIDIA's driver, or check CUDA_VISIBLE_DEVICES"
+    try:
+        import_module("distopt._cuda")
+    except ImportError as error:
+        return None, f"distopt was built without _cuda ({error}); install the CUDA toolkit (nvcc) and distopt again"
     return cupy, ""

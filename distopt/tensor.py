@@ -110,11 +110,7 @@ class Tensor:
         return prod(self.shape)
 
     def item(self) -> float:
-        """The value of a tensor of one element; waits for the device.
-
-        Raises:
-            UsageError: see `Device.check`.
-        """
+        """The value of a tensor of one element. Waits for the device; raises as `Device.check`."""
         value: float = self.data.item()
         self.device.check()
         return value

@@ -111,15 +111,17 @@ def mnist_example(optimizer) -> dict[str, np.ndarray]:
     return {"parameters": parameters(nets[0])}
 
 
-def enter_on_gpu(rank: int, world_size: int, ticket, folder: str, body) -> None:
-    activate()
+def enter_on_gpu(rank: int, world_size: int, ticket, folder: str, body, emulated: bool) -> None:
+    if emulated:
+        activate()
     os.environ["DISTOPT_DEVICE"] = "cuda"
     small_net.enter(rank, world_size, ticket, folder, body)
 
 
-def on_gpus(folder: Path, world_size: int, body) -> list[dict[str, np.ndarray]]:
-    build.build()
-    launch.spawn(enter_on_gpu, world_size, (singa_wrap.NcclIdHolder(), str(folder), body))
+def on_gpus(folder: Path, world_size: int, body, *, emulated: bool = True) -> list[dict[str, np.ndarray]]:
+    if emulated:
+        build.build()
+    launch.spawn(enter_on_gpu, world_size, (singa_wrap.NcclIdHolder(), str(folder), body, emulated))
     return [dict(np.load(folder / f"{rank}.npz")) for rank in range(world_size)]
 
 
