@@ -177,6 +177,12 @@ def test_all_16_bit_values_survive_the_way_there_and_back(kind):
     assert np.array_equal(back.get()[finite], wire[finite])
     assert found.tolist()[:2] == [0, 2]
     assert wire.size - found.tolist()[FROM_BAD] == np.flatnonzero(np.isnan(expected))[0]
+    # Halves of all values, among them what lies exactly between two.
+    wire, ours = np.empty(wire.size, np.uint16), np.empty(FINDINGS, np.int64)
+    host.encode16(expected, None, wire, kind, 1.0, _core.cast_limit(kind, 1), ours)
+    gpu.encode16(values, None, back, kind, 1.0, _core.cast_limit(kind, 1), found)
+    assert found.tolist() == ours.tolist()
+    assert np.array_equal(back.get()[finite], wire[finite])
 
 
 @pytest.mark.parametrize("n", [*SIZES, 300_007])
