@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import LaunchError, MissingDependencyError
+from ..settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -106,8 +107,7 @@ def find_nccl(cuda_major: int, env: Mapping[str, str] | None = None) -> str:
     Raises:
         MissingDependencyError: there is none.
     """
-    env = os.environ if env is None else env
-    if named := env.get(_LIBRARY):
+    if named := Settings.from_env(env).nccl_library:
         if not Path(named).is_file():
             raise MissingDependencyError(f"{_LIBRARY}={named} is no file; give the path of a libnccl.so.2, or unset it")
         return str(Path(named).resolve())
