@@ -7,7 +7,7 @@ WORLD_SIZE ?= 2
 TEST_EXTRAS ?= mpi,plot,test
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: mnist mpi test lint examples format clean
+.PHONY: mnist mpi test test-gpu lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -16,6 +16,11 @@ mpi: $(VENV)/.mpi
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest
+
+# On a machine with a GPU. CUDA is that of the driver and of nvcc: 12 or 13.
+CUDA ?= 13
+test-gpu: $(VENV)/.test-gpu
+	$(BIN)/python -m pytest tests/gpu -rs
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -52,6 +57,10 @@ $(VENV)/.mpi: $(VENV)/bin/python $(SOURCES)
 $(VENV)/.test: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet --editable ".[$(TEST_EXTRAS)]"
 	touch $@ $(VENV)/.base $(VENV)/.mpi
+
+$(VENV)/.test-gpu: $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --editable ".[$(TEST_EXTRAS),cuda$(CUDA)]"
+	touch $@ $(VENV)/.base $(VENV)/.mpi $(VENV)/.test
 
 $(VENV)/.lint: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet --editable ".[$(TEST_EXTRAS),dev]"

@@ -100,7 +100,7 @@ def train(rank: int, world_size: int, ticket, name: str, args: argparse.Namespac
             cnn(images, tensor.from_numpy(data.train_y[chosen]))
         seconds += time.perf_counter() - start
         sgd.synchronize()
-        accuracies.append(train_cnn.evaluate(cnn, data, rank, world_size, sgd.communicator))
+        accuracies.append(train_cnn.evaluate(cnn, data, rank, world_size, sgd.communicator, sgd.device))
     stats = sgd.stats()
     if rank == 0:
         record = {

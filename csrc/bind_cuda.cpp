@@ -6,10 +6,19 @@
 
 namespace nb = nanobind;
 
+#ifdef DISTOPT_EMULATED
+namespace emulation {
+void bind(nb::module_& parent);
+}
+#endif
+
 NB_MODULE(_cuda, m) {
   m.doc() = "NCCL communicator and GPU kernels of distopt. Importing it needs no driver.";
   m.def("runtime_version", [] { return CUDART_VERSION; }, "CUDA version of the build, as 1000 * major + 10 * minor.");
   distopt::bind_nccl(m);
   distopt::bind_cuda_codec(m);
   distopt::bind_cuda_compute(m);
+#ifdef DISTOPT_EMULATED
+  emulation::bind(m);
+#endif
 }

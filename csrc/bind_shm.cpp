@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "bind.h"
+#include "bind_errors.h"
 #include "reduce_kernels.h"
 #include "shm_communicator.h"
 
@@ -17,17 +18,6 @@ namespace distopt {
 namespace {
 
 using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
-
-void raise_as_python(const std::exception_ptr& pointer, void*) {
-  try {
-    std::rethrow_exception(pointer);
-  } catch (const ShmError& error) {
-    static const char* const names[] = {"CommunicatorError", "UsageError",   "LaunchError",   "CommunicatorClosedError",
-                                        "PeerLostError",     "StalledError", "MismatchError", "WireMemoryError"};
-    const nb::object type = nb::module_::import_("distopt.errors").attr(names[static_cast<int>(error.kind())]);
-    PyErr_SetString(type.ptr(), error.what());
-  }
-}
 
 // Contiguous arrays by the buffer protocol: a fraction of the time that DLPack takes, and held until released.
 class Buffers {

@@ -1,18 +1,19 @@
 #include "codec_kernels.h"
 
+#include "float_keys.h"
 #include "lanes.h"
 
 namespace distopt::DISTOPT_ISA {
 namespace {
 
 struct Half {
-  static constexpr std::int32_t becomes_zero = 0x33000000;  // 2^-25 and below: half the smallest subnormal
+  static constexpr std::int32_t becomes_zero = float16_zero_key;
   static Shorts encode(Floats x) { return to_half(x); }
   static Floats decode(Shorts x) { return from_half(x); }
 };
 
 struct BFloat16 {
-  static constexpr std::int32_t becomes_zero = 0x00008000;
+  static constexpr std::int32_t becomes_zero = bfloat16_zero_key;
   static Shorts encode(Floats x) { return to_bfloat16(x); }
   static Floats decode(Shorts x) { return from_bfloat16(x); }
 };

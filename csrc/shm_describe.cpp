@@ -28,6 +28,8 @@ const char* kind_name(OpKind kind) {
       return "broadcast";
     case OpKind::empty:
       return "empty";
+    case OpKind::all_to_all_ragged:
+      return "all_to_all_ragged";
   }
   return "an unknown operation";
 }

@@ -5,8 +5,8 @@
 
 namespace distopt {
 
-// What went wrong in shared memory; the binding turns each kind into the class of distopt.errors of that name.
-enum class ErrorKind : int { usage = 1, launch, closed, peer_lost, stalled, mismatch, memory };
+// What went wrong in a communicator of ours; the binding turns each kind into the class of distopt.errors of that name.
+enum class ErrorKind : int { other, usage, launch, closed, peer_lost, stalled, mismatch, memory };
 
 class ShmError : public std::runtime_error {
  public:

@@ -33,7 +33,8 @@ enum class OpKind : std::uint8_t {
   all_gather,
   all_gather_ragged,
   broadcast,
-  empty
+  empty,
+  all_to_all_ragged  // NCCL only
 };
 
 // What a rank says when it starts an operation. `sequence` is written last and makes the rest valid.

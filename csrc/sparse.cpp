@@ -2,14 +2,13 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstring>
 #include <vector>
 
+#include "select_rules.h"
+
 namespace distopt {
 namespace {
-
-constexpr std::int32_t top_key = 0x7fffffff;
 
 std::int32_t key_of(float x) {
   std::int32_t bits;
@@ -69,15 +68,12 @@ float value_at(const Source& from, std::size_t i) {
   return from.residual[i] + x;
 }
 
-// Where k is a good part of n, collecting the candidates costs as much as the radix select saves.
-bool estimate_pays(std::size_t n, std::size_t k) { return n >= 4096 && k <= n / 2; }
-
 // A floor that probably lets somewhat more than k elements through; top_key, which lets none through, where that
-// does not pay. Groups of neighbours at pseudo-random places, one in each of equal strata.
+// does not pay.
 std::int32_t estimate_floor(const Source& from, std::size_t n, std::size_t k) {
-  constexpr std::size_t group = 8, most_strata = 2048;
+  constexpr std::size_t group = sample_group;
   if (!estimate_pays(n, k)) return top_key;
-  const std::size_t strata = std::min(most_strata, n / 128);
+  const std::size_t strata = sample_strata(n);
   const std::size_t width = n / strata;
   std::array<float, most_strata * group> sample;
   std::uint32_t random = 1;
@@ -86,23 +82,19 @@ std::int32_t estimate_floor(const Source& from, std::size_t n, std::size_t k) {
     const std::size_t first = s * width + (std::uint64_t{random} * (width - group) >> 32);
     for (std::size_t j = 0; j < group; ++j) sample[s * group + j] = value_at(from, first + j);
   }
-  const double expected = static_cast<double>(strata * group) * static_cast<double>(k) / static_cast<double>(n);
-  const auto rank = static_cast<std::size_t>(expected + 4 * std::sqrt(expected) + 8);  // four deviations on top
   // Gradients are often mostly zero: all zeros are one tie, which needs no candidates.
-  return std::max(find_boundary(sample.data(), strata * group, rank).floor - 1, 0);
+  return std::max(find_boundary(sample.data(), strata * group, sample_rank(n, k)).floor - 1, 0);
 }
 
 std::size_t count_nonfinite(const float* values, std::size_t n) {
   std::size_t total = 0;
-  for (std::size_t i = 0; i < n; ++i) total += key_of(values[i]) >= 0x7f800000;
+  for (std::size_t i = 0; i < n; ++i) total += key_of(values[i]) >= nonfinite_key;
   return total;
 }
 
 }  // namespace
 
-std::size_t top_k_capacity(std::size_t n, std::size_t k) {
-  return k + (estimate_pays(n, k) ? std::min(3 * k, n / 16) + n / 256 : 0) + 2 * gather_slack;
-}
+std::size_t top_k_capacity(std::size_t n, std::size_t k) { return candidate_capacity(n, k) + 2 * gather_slack; }
 
 Selection top_k(const Source& from, std::size_t n, std::size_t k, std::int32_t* indices, float* values,
                 std::size_t capacity) {

@@ -46,7 +46,7 @@ def check_same_values(communicator: Communicator, params: Sequence[Tensor]) -> N
     """
     digest = hashlib.sha256()
     for param in params:
-        digest.update(np.ascontiguousarray(param.data).data)
+        digest.update(np.ascontiguousarray(param.device.host(param.data)).data)
     digests = communicator.all_gather_bytes(digest.digest())
     differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if differing:

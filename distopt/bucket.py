@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from . import _core
 from .comm.sparse import dense_wire_bytes
 from .compress import Statistics, Stopwatch
 from .errors import StateError, UsageError
+from .kernels import kernels_of
+from .placement import wire_memory
 from .tensor import Tensor
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ class Bucket:
         """Collective: allocates wire memory."""
         self.index = index
         self.params = tuple(params)
-        self.flat: Array = communicator.empty(sum(p.data.size for p in params), params[0].data.dtype.name)
+        count, first = sum(p.data.size for p in params), params[0]
+        self.flat: Array = wire_memory(communicator, count, first.data.dtype.name, first.device.xp)
         self.label = f"bucket {index}: {params[0].name}"
         self.statistics: dict[str, Statistics] = {}
         self._communicator = communicator
@@ -134,8 +136,7 @@ class Bucket:
 
     def first_nonfinite(self) -> int | None:
         """Local. Index of the first NaN or infinity in `flat`."""
-        found: int | None = _core.first_nonfinite(self.flat)
-        return found
+        return kernels_of(self.flat).first_nonfinite(self.flat)
 
     # -- reduction ---------------------------------------------------------------------------------------------------
     def reducer(self, codec: Codec) -> Reducer[Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from importlib import import_module
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +25,10 @@ __all__ = [
     "create_cpu_device",
     "create_cuda_gpu",
     "create_cuda_gpu_on",
+    "find_cupy",
+    "find_gpu",
     "get_default_device",
+    "label_flag",
 ]
 
 T = TypeVar("T")
@@ -43,7 +47,9 @@ class Device:
     Attributes:
         kind: as given.
         xp: as given.
-        rng: generator of this module; initial parameters and dropout masks are drawn from it.
+        rng: generator of this module; dropout masks are drawn from it.
+        host_rng: generator of NumPy; initial parameters are drawn from it, so that a seed gives the same ones on every
+            device. On the CPU it is `rng`.
         verbosity: with 1 or more, the time of every operation is measured.
     """
 
@@ -51,6 +57,7 @@ class Device:
         self.kind = kind
         self.xp: Any = xp
         self.rng = self.xp.random.default_rng()
+        self.host_rng = self.rng if kind == "cpu" else np.random.default_rng()
         self.verbosity = 0
         self._index = index
         self._skip = 0
@@ -69,17 +76,36 @@ class Device:
         return "kCpp" if self.kind == "cpu" else "kCuda"
 
     def SetRandSeed(self, seed: int) -> None:  # noqa: N802 - the methods in capitals are SINGA's
-        """Start `rng` anew from `seed`, so that parameters and dropout masks are the same on every run."""
+        """Start `rng` and `host_rng` anew from `seed`: parameters and dropout masks are the same on every run."""
         self.rng = self.xp.random.default_rng(seed)
+        self.host_rng = self.rng if self.kind == "cpu" else np.random.default_rng(seed)
 
     def Sync(self) -> None:  # noqa: N802
         """Return when all work handed to the device is done; at once on the CPU, where calls return finished."""
         if self.kind == "cuda":
             self.xp.cuda.Device(self._index).synchronize()
+            self.check()
 
     def host(self, array: Any) -> Any:
-        """The values of `array`, of this device, as a NumPy array; the array itself on the CPU."""
-        return array if self.kind == "cpu" else self.xp.asnumpy(array)
+        """The values of `array`, of this device, as a NumPy array; the array itself on the CPU.
+
+        Raises:
+            UsageError: see `check`.
+        """
+        if self.kind == "cpu":
+            return array
+        values = self.xp.asnumpy(array)
+        self.check()
+        return values
+
+    def check(self) -> None:
+        """Raise what kernels have found wrong, as far as they have run: on a GPU nobody waits to find out earlier.
+
+        Raises:
+            UsageError: a label of a cross entropy was no class; its loss and gradients are NaN.
+        """
+        if self.kind == "cuda" and self._index in _label_flags:
+            _label_flags[self._index].check()
 
     # -- profile -----------------------------------------------------------------------------------------------------
     def SetVerbosity(self, verbosity: int) -> None:  # noqa: N802
@@ -123,6 +149,43 @@ class Device:
         """Does nothing, as no graph of operations outlives its backward pass."""
 
 
+class LabelFlag:
+    """Host memory in which the kernels of a GPU note a label that is no class.
+
+    Attributes:
+        address: of four int64 that the device reaches: whether there was one, its sample, the label, the classes.
+    """
+
+    def __init__(self, cupy: Any) -> None:
+        memory = cupy.cuda.alloc_pinned_memory(32)
+        self.address: int = memory.ptr
+        self._values = np.frombuffer(memory, np.int64, 4)
+        self._values[:] = 0
+
+    def check(self) -> None:
+        """Raise the note, once.
+
+        Raises:
+            UsageError: there is one.
+        """
+        found, sample, label, classes = self._values.tolist()
+        if found:
+            self._values[0] = 0
+            raise UsageError(f"label {label} of sample {sample} is outside 0 ... {classes - 1}")
+
+
+_label_flags: dict[int, LabelFlag] = {}
+
+
+def label_flag(index: int) -> LabelFlag:
+    """Local. The flag of GPU `index`, which must be the current one."""
+    if index not in _label_flags:
+        import cupy
+
+        _label_flags[index] = LabelFlag(cupy)
+    return _label_flags[index]
+
+
 _cpu = Device("cpu", 0, np)
 _gpus: dict[int, Device] = {}
 _told: set[str] = set()
@@ -153,28 +216,41 @@ def create_cuda_gpu_on(device_id: int) -> Device:
         MissingDependencyError: DISTOPT_DEVICE=cuda and no GPU can be used.
         UsageError: there are GPUs, but not so many.
     """
+    device, missing = find_gpu(device_id)
+    if device is not None:
+        return device
+    if missing and missing not in _told:
+        _told.add(missing)
+        _log.warning("using the CPU: %s (DISTOPT_DEVICE=cpu stops this notice)", missing)
+    return _cpu
+
+
+def find_gpu(device_id: int) -> tuple[Device | None, str]:
+    """Local. As `create_cuda_gpu_on`, without a notice: no device, and what is missing, where none can be used.
+
+    Raises:
+        MissingDependencyError: DISTOPT_DEVICE=cuda and no GPU can be used.
+        UsageError: there are GPUs, but not so many.
+    """
     wish = Settings.from_env().device
     if wish == "cpu":
-        return _cpu
-    cupy, missing = _find_cupy()
+        return None, ""
+    cupy, missing = find_cupy()
     if cupy is None:
         if wish == "cuda":
             raise MissingDependencyError(f"DISTOPT_DEVICE=cuda, but {missing}")
-        if missing not in _told:
-            _told.add(missing)
-            _log.warning("using the CPU: %s (DISTOPT_DEVICE=cpu stops this notice)", missing)
-        return _cpu
+        return None, missing
     count = cupy.cuda.runtime.getDeviceCount()
     if not 0 <= device_id < count:
         raise UsageError(f"there is no GPU {device_id}: {count} visible (numbered from 0), see CUDA_VISIBLE_DEVICES")
     cupy.cuda.Device(device_id).use()
     if device_id not in _gpus:
         _gpus[device_id] = Device("cuda", device_id, cupy)
-    return _gpus[device_id]
+    return _gpus[device_id], ""
 
 
-def _find_cupy() -> tuple[Any, str]:
-    """CuPy if it sees a GPU, else None and what is missing, with the cure."""
+def find_cupy() -> tuple[Any, str]:
+    """Local. CuPy if it sees a GPU that distopt can use, else None and what is missing, with the cure."""
     try:
         import cupy
     except ImportError as error:
@@ -183,4 +259,8 @@ def _find_cupy() -> tuple[Any, str]:
         cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
         return None, f"no GPU answers ({error}); install NVIDIA's driver, or check CUDA_VISIBLE_DEVICES"
+    try:
+        import_module("distopt._cuda")
+    except ImportError as error:
+        return None, f"distopt was built without _cuda ({error}); install the CUDA toolkit (nvcc) and distopt again"
     return cupy, ""

@@ -18,6 +18,7 @@ from .agreement import check_same_model, check_same_values
 from .bucket import Bucket, Layout
 from .errors import GradientError, StateError, UsageError
 from .join import RollCall
+from .placement import device_of
 from .stats import CommunicationStatistics
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .bucket import LayoutStates
     from .comm import Communicator
     from .compress import Codec, Reduction
+    from .device import Device
     from .launch.job import Job
     from .optim import Optimizer
     from .tensor import Tensor
@@ -120,6 +122,11 @@ class DistOpt:
             work.wait()
         self._attached = {id(p) for p in params}
 
+    @property
+    def device(self) -> Device:
+        """Local. Where to put the model; see `placement.device_of`."""
+        return device_of(self.communicator)
+
     # -- steps -------------------------------------------------------------------------------------------------------
     def step_by(self, strategy: str, loss: Tensor, *, spars: float = 0.05, corr: bool = True) -> None:
         """Collective. One training step by a strategy that is chosen by name, as command-line options do.
@@ -169,7 +176,7 @@ class DistOpt:
         started = []
         for bucket in buckets:
             if clip is not None:
-                np.clip(bucket.flat, -clip, clip, out=bucket.flat)
+                bucket.flat.clip(-clip, clip, out=bucket.flat)
             started.append((bucket, bucket.reducer(codec).start()))
         # All are waited for, even after an error: the other ranks have started them too.
         errors = [self._wait(bucket, reduction) for bucket, reduction in started]
@@ -329,6 +336,8 @@ class DistOpt:
         """Whether the gradients of this step may be applied; the same on all ranks."""
         if error is None:
             return True
+        if self._layout is not None:
+            self._layout.buckets[0].params[0].device.check()  # a wrong label tells more than the NaN that comes of it
         if self.non_finite != "skip":
             raise error
         self._skipped += 1

@@ -7,6 +7,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from .errors import GradientError, UsageError
+from .ops import array_module
+from .placement import wire_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +79,8 @@ class Fusion:
             reducer = self._free[key].pop()
             codec.retune(reducer)
         else:
-            reducer = codec.attach(self._communicator.empty(total, key[1]), self._communicator, label="fused")
+            memory = wire_memory(self._communicator, total, key[1], array_module(arrays[0]))
+            reducer = codec.attach(memory, self._communicator, label="fused")
         for array, part in self._parts(arrays, reducer):
             part[...] = array.reshape(-1)
         if residual is not None:
@@ -103,7 +106,7 @@ class Fusion:
                 for array, part in self._parts(message.arrays, reducer):
                     array[...] = (part * self._communicator.topology.world_size).reshape(array.shape)
             if message.residual is not None:
-                message.residual[...] = reducer.state_dict()["residual"]
+                message.residual[...] = reducer.residual
             key = reducer.kind, reducer.bucket.dtype.name, reducer.bucket.size
             self._free.setdefault(key, []).append(reducer)
         if errors:

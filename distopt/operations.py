@@ -6,12 +6,11 @@ where the engine wants them (`into`, see `distopt.tensor.Operation`).
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-
 from .errors import UsageError
-from .ops import kernels_for
+from .ops import array_module, kernels_for
 from .tensor import Array, Operation, mode
 
 if TYPE_CHECKING:
@@ -154,7 +153,7 @@ class DepthwiseConv2d(Operation):
         size = (x.shape[2] + 2 * ph - w.shape[1]) // sh + 1, (x.shape[3] + 2 * pw - w.shape[2]) // sw + 1
         if min(size) < 1:
             raise UsageError(f"a kernel of {w.shape[1:]} does not fit images of {x.shape[2:]} with padding {(ph, pw)}")
-        wide = np.pad(x, ((0, 0), (0, 0), (ph, ph), (pw, pw)))
+        wide = array_module(x).pad(x, ((0, 0), (0, 0), (ph, ph), (pw, pw)))
         y = kernels_for(x).empty((*x.shape[:2], *size), x.dtype)
         y.fill(0)
         for i, j, window in self._windows(wide, w, size):
@@ -164,8 +163,9 @@ class DepthwiseConv2d(Operation):
 
     def backward(self, dy: Array, into: Into) -> Gradients:
         wide, w = self.saved
-        dwide = np.zeros_like(wide)
-        dw = np.empty_like(w) if into[1] is None else into[1]
+        xp = array_module(dy)
+        dwide = xp.zeros_like(wide)
+        dw = xp.empty_like(w) if into[1] is None else into[1]
         size = dy.shape[2:]
         for (i, j, window), (_, _, dwindow) in zip(
             self._windows(wide, w, size), self._windows(dwide, w, size), strict=True
@@ -268,11 +268,11 @@ class Cat(Operation):
         self.axis = axis
 
     def forward(self, *parts: Array) -> Array:
-        self.saved = np.cumsum([part.shape[self.axis] for part in parts])[:-1].tolist()
-        return np.concatenate(parts, self.axis)
+        self.saved = [*accumulate(part.shape[self.axis] for part in parts)][:-1]
+        return array_module(parts[0]).concatenate(parts, self.axis)
 
     def backward(self, dy: Array, into: Into) -> Gradients:
-        parts = np.split(dy, self.saved, self.axis)
+        parts = array_module(dy).split(dy, self.saved, self.axis)
         return [part.copy() if need else None for part, need in zip(parts, self.needs, strict=True)]
 
 
@@ -289,7 +289,7 @@ class ReduceSum(Operation):
 
     def backward(self, dy: Array, into: Into) -> Gradients:
         x_shape, kept_shape = self.saved
-        return (np.broadcast_to(dy.reshape(kept_shape), x_shape).copy(),)
+        return (array_module(dy).broadcast_to(dy.reshape(kept_shape), x_shape).copy(),)
 
 
 class SoftMaxCrossEntropy(Operation):
@@ -303,7 +303,7 @@ class SoftMaxCrossEntropy(Operation):
         return loss.reshape(1)
 
     def backward(self, dy: Array, into: Into) -> Gradients:
-        return kernels_for(dy).softmax_cross_entropy_backward(self.saved, dy.item()), None
+        return kernels_for(dy).softmax_cross_entropy_backward(self.saved, dy), None
 
 
 class MeanSquareError(Operation):
@@ -313,7 +313,7 @@ class MeanSquareError(Operation):
         if x.shape != target.shape:
             raise UsageError(f"the mean square error needs equal shapes, got {x.shape} and {target.shape}")
         self.saved = x - target
-        return np.square(self.saved).mean().reshape(1)
+        return array_module(x).square(self.saved).mean().reshape(1)
 
     def backward(self, dy: Array, into: Into) -> Gradients:
         dx = self.saved * (self.saved.dtype.type(2 / self.saved.size) * dy)

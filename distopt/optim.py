@@ -211,7 +211,7 @@ class Optimizer(ABC):
         if loaded is None:
             slots = self._new_slots(param)
         else:
-            slots = {slot: xp.asarray(array) for slot, array in loaded.items()}
+            slots = {slot: array if slot == "step" else xp.asarray(array) for slot, array in loaded.items()}
             del self._unclaimed[str(param.name)]
         self._slots[param] = slots
         return slots

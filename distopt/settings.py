@@ -6,6 +6,7 @@
 | `DISTOPT_STALL_WARNING` | 10 | seconds after which such a collective warns |
 | `DISTOPT_BACKEND` | auto | communicator: auto, or a name of `distopt.comm.BACKENDS` |
 | `DISTOPT_DEVICE` | auto | `cpu`, or `cuda` to make a missing GPU an error, or `auto` |
+| `DISTOPT_NCCL_LIBRARY` | | path of the libnccl.so.2 to load instead of the installed wheel's |
 | `DISTOPT_DATA_DIR` | | folder that holds data sets |
 """
 
@@ -32,6 +33,7 @@ class Settings:
     backend: str = "auto"
     device: str = "auto"
     data_dir: str | None = None
+    nccl_library: str | None = None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -50,6 +52,7 @@ class Settings:
             backend=env.get("DISTOPT_BACKEND", cls.backend),
             device=device,
             data_dir=env.get("DISTOPT_DATA_DIR") or None,
+            nccl_library=env.get("DISTOPT_NCCL_LIBRARY") or None,
         )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from .device import Device, get_default_device
 from .errors import UsageError
+from .ops import array_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -109,8 +110,9 @@ class Tensor:
         return prod(self.shape)
 
     def item(self) -> float:
-        """The value of a tensor of one element."""
+        """The value of a tensor of one element. Waits for the device; raises as `Device.check`."""
         value: float = self.data.item()
+        self.device.check()
         return value
 
     # -- values ------------------------------------------------------------------------------------------------------
@@ -145,14 +147,14 @@ class Tensor:
         self.data.fill(value)
 
     def gaussian(self, mean: float = 0.0, std: float = 1.0) -> None:
-        """Overwrite the values by normal random numbers from the device's generator."""
-        draw = self.device.rng.standard_normal(self.shape, dtype=self.dtype)
-        self.data[...] = draw * self.dtype.type(std) + self.dtype.type(mean)
+        """Overwrite the values by normal random numbers from the device's `host_rng`."""
+        draw = self.device.host_rng.standard_normal(self.shape, dtype=self.dtype)
+        self.data[...] = self.device.xp.asarray(draw * self.dtype.type(std) + self.dtype.type(mean))
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> None:
-        """Overwrite the values by random numbers of [low, high) from the device's generator."""
-        draw = self.device.rng.random(self.shape, dtype=self.dtype)
-        self.data[...] = draw * self.dtype.type(high - low) + self.dtype.type(low)
+        """Overwrite the values by random numbers of [low, high) from the device's `host_rng`."""
+        draw = self.device.host_rng.random(self.shape, dtype=self.dtype)
+        self.data[...] = self.device.xp.asarray(draw * self.dtype.type(high - low) + self.dtype.type(low))
 
     # -- copies ------------------------------------------------------------------------------------------------------
     def clone(self) -> Tensor:
@@ -367,8 +369,9 @@ class MatMul(Operation):
 
     def backward(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
         a, b = self.saved
-        da = np.matmul(dy, b.T, out=into[0]) if self.needs[0] else None
-        return da, np.matmul(a.T, dy, out=into[1]) if self.needs[1] else None
+        matmul = array_module(dy).matmul
+        da = matmul(dy, b.T, out=into[0]) if self.needs[0] else None
+        return da, matmul(a.T, dy, out=into[1]) if self.needs[1] else None
 
 
 class Reshape(Operation):

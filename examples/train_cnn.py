@@ -10,8 +10,8 @@ import time
 import numpy as np
 from tqdm import tqdm
 
-from distopt import device, launch, layer, model, opt, tensor
-from distopt.data import ShardedSampler, mnist, normalize, random_shift
+from distopt import launch, layer, model, opt, tensor
+from distopt.data import ShardedSampler, Staging, mnist, normalize, random_shift
 
 
 class CNN(model.Model):
@@ -45,31 +45,36 @@ def run(sgd, args) -> None:
     sampler = ShardedSampler(len(data.train_x), world_size, rank, args.batch_size, seed=args.seed)
     trained = len(sampler) * args.batch_size * world_size
     noise = np.random.default_rng((args.seed, rank))
-    device.get_default_device().SetRandSeed(args.seed)
+    device = sgd.device
+    device.SetRandSeed(args.seed)
 
-    images = tensor.Tensor((args.batch_size, *data.train_x.shape[1:]))
+    staging = Staging(device, ((args.batch_size, *data.train_x.shape[1:]), np.float32), ((args.batch_size,), np.int64))
     cnn = CNN()
     cnn.set_optimizer(sgd)
-    cnn.compile([images], is_train=True, use_graph=False, sequential=False)
+    cnn.compile(staging.send()[:1], is_train=True, use_graph=False, sequential=False)
 
     stats = sgd.stats()
     for epoch in range(args.max_epoch):
         report(rank, f"Starting Epoch {epoch}:")
         start = time.perf_counter()
         cnn.train()
-        sums = np.zeros(2)  # loss, correct predictions
+        sums = device.xp.zeros(2)  # loss, correct predictions; read once, as reading waits for a GPU
         sampler.set_epoch(epoch)
         for chosen in progress_bar(sampler) if rank == 0 else sampler:
-            random_shift(data.train_x[chosen], images.data, noise, 0 if args.no_augment else 2)
-            labels = data.train_y[chosen]
-            out, loss = cnn(images, tensor.from_numpy(labels), args.dist_option, args.spars)
-            sums += loss.item(), (out.data.argmax(axis=1) == labels).sum()
+            images, labels = staging.fill()
+            random_shift(data.train_x[chosen], images, noise, 0 if args.no_augment else 2)
+            labels[:] = data.train_y[chosen]
+            x, y = staging.send()
+            out, loss = cnn(x, y, args.dist_option, args.spars)
+            sums[0] += loss.data[0]
+            sums[1] += (out.data.argmax(axis=1) == y.data).sum()
+        sums = device.host(sums)
         communicator.all_reduce(sums).wait()
         seconds = time.perf_counter() - start
         report(rank, f"Training loss = {sums[0]:.6f}, training accuracy = {sums[1] / trained:.6f}")
 
         sgd.synchronize()  # a partial update lets the ranks' parameters differ
-        accuracy = evaluate(cnn, data, rank, world_size, communicator)
+        accuracy = evaluate(cnn, data, rank, world_size, communicator, device)
         elapsed = time.perf_counter() - start
         report(
             rank,
@@ -80,14 +85,16 @@ def run(sgd, args) -> None:
             report(rank, (stats - earlier).summary())
 
 
-def evaluate(cnn, data, rank: int, world_size: int, communicator, batch_size: int = 500) -> float:
+def evaluate(cnn, data, rank: int, world_size: int, communicator, device, batch_size: int = 500) -> float:
     """Accuracy on the whole test set, of which every rank takes a strided part."""
     cnn.eval()
     images, labels = data.test_x[rank::world_size], data.test_y[rank::world_size]
-    correct = np.zeros(1)
+    correct = device.xp.zeros(1)
     for start in range(0, len(images), batch_size):
-        out = cnn(tensor.from_numpy(normalize(images[start : start + batch_size])))
-        correct += (out.data.argmax(axis=1) == labels[start : start + batch_size]).sum()
+        out = cnn(tensor.from_numpy(normalize(images[start : start + batch_size]), device))
+        truth = tensor.from_numpy(labels[start : start + batch_size], device)
+        correct += (out.data.argmax(axis=1) == truth.data).sum()
+    correct = device.host(correct)
     communicator.all_reduce(correct).wait()
     return correct[0] / len(data.test_x)
 

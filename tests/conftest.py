@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from distopt import autograd
+
+# On a machine with GPUs, too: the tests of a GPU, which are in tests/gpu, ask for one.
+os.environ.setdefault("DISTOPT_DEVICE", "cpu")
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,9 @@ from collections import Counter
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ..errors import UsageError
+from ..errors import MissingDependencyError, UsageError
 from ..launch.checks import check_same_environment, environment
+from ..launch.gpu import gpu_stack, has_gpu
 from ..settings import Settings
 from .base import Communicator, Work
 
@@ -25,6 +26,7 @@ BACKENDS = {
     "single": "distopt.comm.single:SingleCommunicator",
     "shm": "distopt.comm.shm:ShmCommunicator",
     "mpi": "distopt.comm.mpi:MpiCommunicator",
+    "nccl": "distopt.comm.nccl:NcclCommunicator",
     "hierarchical": "distopt.comm.hierarchical:HierarchicalCommunicator",
 }
 
@@ -34,16 +36,19 @@ def create(job: Job, backend: str | None = None) -> Communicator:
 
     Args:
         job: this rank's membership.
-        backend: a key of `BACKENDS`, or "auto" (default: `$DISTOPT_BACKEND`): nothing to do for one rank, shared
-            memory for ranks of one host, shared memory and MPI for several ranks on each of several hosts, else MPI.
+        backend: a key of `BACKENDS`, or "auto" (default: `$DISTOPT_BACKEND`): nothing to do for one rank, NCCL where
+            `$DISTOPT_DEVICE` is cuda or there are GPUs, CuPy and NCCL, else shared memory for ranks of one host, shared
+            memory and MPI for several ranks on each of several hosts, else MPI.
 
     Raises:
         UsageError: no backend has that name.
         LaunchError: the ranks run different versions, or were told to use different backends.
+        MissingDependencyError: the backend needs something that is absent; the message says what, and the cure.
     """
-    choice = backend or Settings.from_env().backend
+    settings = Settings.from_env()
+    choice = backend or settings.backend
     if choice == "auto":
-        choice = _choose(job.topology)
+        choice = _choose(job.topology, settings.device)
     if choice not in BACKENDS:
         raise UsageError(f"unknown communicator {choice!r}; choose auto or one of {', '.join(BACKENDS)}")
     if job.topology.world_size > 1:
@@ -53,9 +58,13 @@ def create(job: Job, backend: str | None = None) -> Communicator:
     return communicator
 
 
-def _choose(topology: Topology) -> str:
+def _choose(topology: Topology, device: str) -> str:
+    if topology.world_size == 1:
+        return "single"
+    if device == "cuda" or (device == "auto" and _gpus_are_usable(topology)):
+        return "nccl"
     if topology.single_host:
-        return "single" if topology.world_size == 1 else "shm"
+        return "shm"
     sizes = sorted(set(Counter(topology.hosts).values()))
     if len(sizes) == 1:
         return "hierarchical" if sizes[0] > 1 else "mpi"
@@ -66,3 +75,14 @@ def _choose(topology: Topology) -> str:
             " or ".join(map(str, sizes)),
         )
     return "mpi"
+
+
+def _gpus_are_usable(topology: Topology) -> bool:
+    """Whether this machine has GPUs and all that NCCL needs. Having GPUs, but not all, is told."""
+    try:
+        gpu_stack()
+    except MissingDependencyError as error:
+        if has_gpu() and topology.rank == 0:
+            _log.warning("using no NCCL, though there are GPUs: %s (DISTOPT_DEVICE=cpu stops this notice)", error)
+        return False
+    return True

@@ -3,8 +3,8 @@
 All collectives work on contiguous arrays in place or into an array that the caller gives, return a `Work`, and are
 *collective*: every rank of the job must call the same ones in the same order with equal types and counts. A rank that
 does not is found and named (`MismatchError`), never waited for without end. Sums run in rank order on every element, so
-the same call gives the same bits on all ranks and on every run; `comm/hierarchical.py` has an order of its own. Counts
-are elements.
+the same call gives the same bits on all ranks and on every run; `comm/hierarchical.py` has an order of its own, and so
+has NCCL. Counts are elements.
 """
 
 from __future__ import annotations
@@ -96,6 +96,10 @@ class Communicator(ABC):
     name: ClassVar[str]
     # Whether `all_to_all_ragged` sends each rank only its own part; if not, everything goes to everyone.
     sends_parts: ClassVar[bool] = False
+    # Whether sums run in rank order on every element; if not, in an order of the library's, the same on all ranks.
+    ordered_sums: ClassVar[bool] = True
+    # The array module of `empty`: numpy or cupy.
+    xp: Any = np
     topology: Topology
 
     @classmethod

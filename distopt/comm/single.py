@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +17,11 @@ __all__ = ["SingleCommunicator"]
 
 
 class SingleCommunicator(Communicator):
-    """Collectives over one rank, so that a script for one process needs no `if`."""
+    """Collectives over one rank, so that a script for one process needs no `if`.
+
+    Attributes:
+        xp: module of the arrays that `empty` makes, numpy unless set. Arrays of any module are taken.
+    """
 
     name = "single"
 
@@ -25,6 +29,7 @@ class SingleCommunicator(Communicator):
         if topology.world_size != 1:
             raise UsageError(f"the single communicator cannot serve {topology.world_size} ranks; choose shm or mpi")
         self.topology = topology
+        self.xp: Any = np
         self._closed = False
 
     @classmethod
@@ -38,7 +43,7 @@ class SingleCommunicator(Communicator):
         if dtype not in DTYPES or count < 0:
             raise UsageError(f"cannot make an array of {count} {dtype}; choose one of {', '.join(DTYPES)}")
         try:
-            return np.empty(count, "uint16" if dtype == "bfloat16" else dtype)
+            return self.xp.empty(count, "uint16" if dtype == "bfloat16" else dtype)
         except (MemoryError, ValueError) as error:
             raise WireMemoryError(f"{count} elements of {dtype} do not fit in memory; use a smaller model") from error
 

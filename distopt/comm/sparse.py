@@ -14,9 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import numpy as np
-
-from .. import _core
+from ..kernels import kernels_of
 from .base import SparseWork
 
 if TYPE_CHECKING:
@@ -67,13 +65,15 @@ class _Gather(SparseWork):
         own = (lists.indices, lists.values)
         self.wire_bytes = ENTRY_BYTES * lists.values.size * (world_size - 1)
         self._lists = lists
+        self._kernels = kernels_of(lists.dense)
         self._finished = False
         self._works: list[Work] = []
         self._gathered: list[list[Array]]
         if len(set(lists.counts)) == 1:
-            outs = [np.empty(array.size * world_size, array.dtype) for array in own]
+            outs = [self._kernels.empty(array.size * world_size, array.dtype) for array in own]
             self._works = [comm.all_gather(array, out, label=label) for array, out in zip(own, outs, strict=True)]
-            self._gathered = [np.split(out, world_size) for out in outs]
+            each = lists.values.size
+            self._gathered = [[out[r * each : (r + 1) * each] for r in range(world_size)] for out in outs]
         else:
             self._gathered = [comm.all_gather_ragged(array, label=label) for array in own]
 
@@ -87,9 +87,8 @@ class _Gather(SparseWork):
         for work in self._works:
             work.wait(timeout)
         dense = self._lists.dense
-        dense.fill(0)
         indices, values = self._gathered
-        _core.scatter_add(dense, indices, values, 0, dense.size, self._lists.scale)
+        self._kernels.scatter_sum(dense, indices, values, 0, dense.size, self._lists.scale)
         self._finished = True
 
 
@@ -109,25 +108,26 @@ class _Split(SparseWork):
 def _split(comm: Communicator, lists: SparseLists) -> SparseWork:
     rank, world_size = comm.topology.rank, comm.topology.world_size
     dense, label = lists.dense, lists.label
+    kernels = kernels_of(dense)
     bounds = [dense.size * r // world_size for r in range(world_size + 1)]
-    cuts = np.searchsorted(lists.indices, bounds)
+    cuts = kernels.cuts(lists.indices, bounds)
     lo, hi = bounds[rank], bounds[rank + 1]
-    sent = ENTRY_BYTES * int(lists.indices.size - (cuts[rank + 1] - cuts[rank]))
+    sent = ENTRY_BYTES * (lists.indices.size - (cuts[rank + 1] - cuts[rank]))
 
-    index_parts = comm.all_to_all_ragged(np.split(lists.indices, cuts[1:-1]), label=label)
-    value_parts = comm.all_to_all_ragged(np.split(lists.values, cuts[1:-1]), label=label)
-    part = dense[lo:hi]
-    part.fill(0)
-    _core.scatter_add(dense, index_parts, value_parts, lo, hi, lists.scale)
+    parts = [slice(cuts[r], cuts[r + 1]) for r in range(world_size)]
+    index_parts = comm.all_to_all_ragged([lists.indices[part] for part in parts], label=label)
+    value_parts = comm.all_to_all_ragged([lists.values[part] for part in parts], label=label)
+    kernels.scatter_sum(dense, index_parts, value_parts, lo, hi, lists.scale)
+    own = dense[lo:hi]
 
     if ENTRY_BYTES * sum(lists.counts) >= dense.nbytes:
-        for r, reduced in enumerate(comm.all_gather_ragged(part, label=label)):
+        for r, reduced in enumerate(comm.all_gather_ragged(own, label=label)):
             dense[bounds[r] : bounds[r + 1]] = reduced
-        return _Split(sent + part.nbytes * (world_size - 1))
+        return _Split(sent + own.nbytes * (world_size - 1))
     # A sum that starts at +0 is never -0, so an entry that is left out as zero has the same bits on the other ranks.
-    kept = np.flatnonzero(part).astype(np.int32)
-    all_indices = comm.all_gather_ragged(kept + np.int32(lo), label=label)
-    all_values = comm.all_gather_ragged(part[kept], label=label)
-    dense.fill(0)
-    _core.scatter_add(dense, all_indices, all_values, 0, dense.size)
+    kept, values = kernels.nonzero(own)
+    kept += kept.dtype.type(lo)
+    all_indices = comm.all_gather_ragged(kept, label=label)
+    all_values = comm.all_gather_ragged(values, label=label)
+    kernels.scatter_sum(dense, all_indices, all_values, 0, dense.size)
     return _Split(sent + ENTRY_BYTES * kept.size * (world_size - 1))

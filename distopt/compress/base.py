@@ -13,18 +13,17 @@ from dataclasses import dataclass, fields
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-import numpy as np
-
 from ..comm.base import Work
 from ..comm.sparse import dense_wire_bytes
 from ..errors import DistoptError, GradientError, StateError, UsageError
+from ..kernels import FINDINGS, kernels_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ..comm.base import Array, Communicator
 
-__all__ = ["Codec", "CodecT", "LossyReducer", "Place", "Reducer", "Reduction", "Statistics", "Stopwatch", "first_index"]
+__all__ = ["Codec", "CodecT", "LossyReducer", "Place", "Reducer", "Reduction", "Statistics", "Stopwatch"]
 
 
 @dataclass
@@ -124,7 +123,8 @@ class Codec(ABC):
                 f"{label or 'a bucket'} of {dtype} cannot be reduced by {self.kind}, which takes "
                 f"{' and '.join(self.dtypes)}"
             )
-        if bucket.ndim != 1 or not bucket.flags.c_contiguous or not bucket.flags.writeable:
+        # CuPy's arrays are all writable.
+        if bucket.ndim != 1 or not bucket.flags.c_contiguous or not getattr(bucket.flags, "writeable", True):
             raise UsageError(f"a bucket of shape {bucket.shape} is not a flat, contiguous, writable array")
         reducer = self._attach(Place(bucket, comm, label, check_finite))
         reducer.kind = self.kind
@@ -169,6 +169,7 @@ class Reducer(ABC, Generic[CodecT]):
         self.statistics = Statistics()
         self._comm = place.comm
         self._label = place.label
+        self._kernels = kernels_of(place.bucket)
         self._state: dict[str, Array] = {}
         self._initial: dict[str, tuple[float, ...]] = {}
         self._residual = self._keep("residual", place.bucket) if place.residual else None
@@ -188,24 +189,29 @@ class Reducer(ABC, Generic[CodecT]):
         self._under_way = Reduction(self, cost)
         return self._under_way
 
+    @property
+    def residual(self) -> Array | None:
+        """What has not been sent yet, with error feedback: the array itself, where the bucket is."""
+        return self._residual
+
     def state_dict(self) -> dict[str, Array]:
-        """Local. Copies of the arrays that the next steps depend on; they differ between ranks."""
-        return {name: array.copy() for name, array in self._state.items()}
+        """Local. Copies, in NumPy arrays, of what the next steps depend on; they differ between ranks."""
+        return {name: kernels_of(array).to_host(array) for name, array in self._state.items()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Local. Continue from what `state_dict` returned.
+        """Local. Continue from what `state_dict` returned, or from such arrays where the bucket is.
 
         Raises:
             StateError: see `check_state_dict`; nothing was changed.
         """
         self.check_state_dict(state)
         for name, array in self._state.items():
-            np.copyto(array, state[name])
+            kernels_of(array).copy_into(array, state[name])
 
     def reset(self) -> None:
         """Local. Go back to the state of a new reducer."""
         for name, array in self._state.items():
-            array[...] = self._initial[name]
+            _fill(array, self._initial[name])
 
     def check_state_dict(self, state: Mapping[str, Array]) -> None:
         """Local. Whether `load_state_dict` would accept `state`.
@@ -228,8 +234,8 @@ class Reducer(ABC, Generic[CodecT]):
     def _keep(self, name: str, like: Array, initial: tuple[float, ...] = (0.0,)) -> Array:
         """The array `name` of the state: as it is, or new, like another array and of the values `initial`."""
         if name not in self._state:
-            self._state[name] = np.empty_like(like)
-            self._state[name][...] = initial
+            self._state[name] = kernels_of(like).empty(like.size, like.dtype)
+            _fill(self._state[name], initial)
             self._initial[name] = initial
         return self._state[name]
 
@@ -243,15 +249,24 @@ class Reducer(ABC, Generic[CodecT]):
     def _dense_bytes(self, nbytes: int) -> int:
         return dense_wire_bytes(nbytes, self._comm.topology.world_size)
 
-    def _errors(self, bad: list[int]) -> Iterator[GradientError]:
-        for rank, index in enumerate(bad):
-            if index:
+    def _errors(self, from_bad: Sequence[int]) -> Iterator[GradientError]:
+        """What is wrong, given every rank's `FROM_BAD`."""
+        for rank, elements in enumerate(from_bad):
+            if elements:
+                index = self.bucket.size - elements
                 yield GradientError(
-                    f"a gradient is NaN or infinite: element {index - 1} of bucket {self._label!r} on rank {rank} "
+                    f"a gradient is NaN or infinite: element {index} of bucket {self._label!r} on rank {rank} "
                     f"({self._comm.topology.hosts[rank]}); lower the learning rate or clip the gradients",
                     rank=rank,
-                    index=index - 1,
+                    index=index,
                 )
+
+    @staticmethod
+    def _read(array: Array, work: Work) -> list[int]:
+        """The numbers of an array that `work`, which has been waited for, has filled."""
+        numbers: list[int] = array.tolist()
+        work.done()  # the host waits for a GPU here only, and a communicator that fails meanwhile leaves rubbish
+        return numbers
 
     def _tune(self, codec: CodecT) -> None:
         """Take over the options of `codec`, and make the state that they need."""
@@ -315,27 +330,33 @@ class LossyReducer(Reducer[CodecT]):
     it, and they carry the lengths of ragged lists.
     """
 
-    _FIELDS = 3  # entries in the list, saturated values, 1 + index of the first unusable element or 0
+    _FIELDS = 3  # of the findings: all but the last are for the others
 
     def __init__(self, codec: CodecT, place: Place) -> None:
         super().__init__(codec, place)
-        self._header = place.comm.empty(self._FIELDS, "int64")
-        self._headers = place.comm.empty(self._FIELDS * place.comm.topology.world_size, "int64")
+        # Everyone's headers and then the own findings, so that the host reads both at once.
+        gathered = self._FIELDS * place.comm.topology.world_size
+        self._report = place.comm.empty(gathered + FINDINGS, "int64")
+        self._headers, self._findings = self._report[:gathered], self._report[gathered:]
+        self._header = self._findings[: self._FIELDS]
         self._header_work: Work
 
-    def _start_header(self, cost: Statistics, *, count: int = 0, overflowed: int = 0, bad: int | None = None) -> None:
-        self._header[:] = count, overflowed, 0 if bad is None else bad + 1
+    def _start_header(self, cost: Statistics) -> None:
         self._header_work = self._comm.all_gather(self._header, self._headers, label=self._label)
         cost.wire_bytes += self._header.nbytes * (self._comm.topology.world_size - 1)
 
-    def _wait_header(self, timeout: float | None) -> tuple[list[int], list[int], GradientError | None]:
-        """List lengths and saturated values per rank, and what is wrong with the gradients, if anything is."""
+    def _wait_header(self, cost: Statistics, timeout: float | None) -> tuple[list[int], bool, GradientError | None]:
+        """List lengths per rank, whether any saturated a value, and what is wrong with the gradients, if it is."""
         self._header_work.wait(timeout)
-        counts, overflowed, bad = self._headers.reshape(-1, self._FIELDS).T.tolist()
-        return counts, overflowed, next(self._errors(bad), None)
+        report = self._read(self._report, self._header_work)
+        counts, overflowed, from_bad = (report[field : -FINDINGS : self._FIELDS] for field in range(self._FIELDS))
+        cost.overflowed = overflowed[self._comm.topology.rank]
+        cost.underflowed = report[-1]
+        return counts, any(overflowed), next(self._errors(from_bad), None)
 
 
-def first_index(mask: Array) -> int | None:
-    """Index of the first true element, or None."""
-    hits = np.flatnonzero(mask)
-    return int(hits[0]) if hits.size else None
+def _fill(array: Array, values: tuple[float, ...]) -> None:
+    if len(values) == 1:
+        array.fill(values[0])
+    else:
+        array[...] = values

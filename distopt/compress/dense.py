@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
-from .. import _core
 from ..errors import GradientError
 from .base import Codec, Place, Reducer, Statistics, Stopwatch
 
@@ -38,12 +35,14 @@ class _DenseReducer(Reducer[Fp32]):
     def __init__(self, codec: Fp32, place: Place) -> None:
         super().__init__(codec, place)
         self._check_finite = place.check_finite
-        self._bad: int | None = None
+        # As `FROM_BAD`, of the own gradients and of the mean.
+        self._found = self._kernels.empty(2, "int64")
+        self._own, self._mean = self._found[:1], self._found[1:]
 
     def _start(self, cost: Statistics) -> None:
         watch = Stopwatch(cost)
         if self._check_finite:
-            self._bad = _core.first_nonfinite(self.bucket)
+            self._kernels.find_nonfinite(self.bucket, self._own)
             watch.book("select_seconds")
         self._work = self._comm.all_reduce(self.bucket, "mean", label=self._label)
         cost.wire_bytes += self._dense_bytes(self.bucket.nbytes)
@@ -57,17 +56,17 @@ class _DenseReducer(Reducer[Fp32]):
         self._work.wait(timeout)
         watch.book("comm_seconds")
         if self._check_finite:
-            bad = _core.first_nonfinite(self.bucket)
+            self._kernels.find_nonfinite(self.bucket, self._mean)
+            _, from_bad = self._read(self._found, self._work)
             watch.book("decode_seconds")
-            if bad is not None:
-                raise self._verdict(bad)
+            if from_bad:
+                raise self._verdict(self.bucket.size - from_bad)
 
     def _verdict(self, bad: int) -> GradientError:
-        own = np.array([0 if self._bad is None else self._bad + 1], np.int64)
-        gathered = self._comm.all_gather_ragged(own, label=self._label)
+        gathered = self._comm.all_gather_ragged(self._own, label=self._label)
         overflow = GradientError(
             f"the sum over ranks of element {bad} of bucket {self._label!r} exceeds {self.bucket.dtype}; lower the "
             "learning rate or clip the gradients",
             index=bad,
         )
-        return next(self._errors([int(index[0]) for index in gathered]), overflow)
+        return next(self._errors([int(own[0]) for own in gathered]), overflow)

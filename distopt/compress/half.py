@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import _core
 from ..errors import UsageError
-from .base import Codec, LossyReducer, Place, Reducer, Statistics, Stopwatch, first_index
+from .base import Codec, LossyReducer, Place, Reducer, Statistics, Stopwatch
 
 if TYPE_CHECKING:
     from ..comm.base import Work
@@ -91,37 +91,28 @@ class _HalfReducer(LossyReducer[_Half]):
         watch = Stopwatch(cost)
         self._used_scale = self.scale
         factor = self._used_scale / self._comm.topology.world_size
-        cost.overflowed, cost.underflowed, nan = _core.encode16(
-            self.bucket, self._wire.view(np.uint16), self._codec.wire, factor, self._limit, self._residual
-        )
-        # Infinity is saturated and counted, but a residual would keep it for ever.
-        bad = self._unusable() if nan or (cost.overflowed and self._residual is not None) else None
+        wire = self._wire.view(np.uint16)
+        # Without a residual infinity is saturated and counted; a residual would keep it for ever.
+        self._kernels.encode16(self.bucket, self._residual, wire, self._codec.wire, factor, self._limit, self._findings)
         watch.book("select_seconds")
-        self._start_header(cost, overflowed=cost.overflowed, bad=bad)
+        self._start_header(cost)
         self._work = self._comm.all_reduce(self._wire, "sum", wire=self._codec.wire, label=self._label)
         cost.wire_bytes += self._dense_bytes(self._wire.nbytes)
         watch.book("comm_seconds")
-
-    def _unusable(self) -> int | None:
-        if self._residual is None:
-            return first_index(np.isnan(self.bucket))
-        unusable = ~np.isfinite(self._residual)
-        self._residual[unusable] = 0
-        return first_index(unusable)
 
     def _done(self) -> bool:
         return self._header_work.done() and self._work.done()
 
     def _finish(self, cost: Statistics, timeout: float | None) -> None:
         watch = Stopwatch(cost)
-        _, overflowed, error = self._wait_header(timeout)
+        _, overflowed, error = self._wait_header(cost, timeout)
         self._work.wait(timeout)
         watch.book("comm_seconds")
         if self._codec.scale == "dynamic":
-            self._adapt(any(overflowed))
+            self._adapt(overflowed)
         if error:
             raise error
-        _core.decode16(self._wire.view(np.uint16), self.bucket, self._codec.wire, 1 / self._used_scale)
+        self._kernels.decode16(self._wire.view(np.uint16), self.bucket, self._codec.wire, 1 / self._used_scale)
         watch.book("decode_seconds")
 
     def _adapt(self, overflowed: bool) -> None:

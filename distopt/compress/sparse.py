@@ -9,14 +9,12 @@ import logging
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-
-from .. import _core
 from ..comm.sparse import choose_strategy
 from ..errors import UsageError
-from .base import Codec, LossyReducer, Place, Statistics, Stopwatch, first_index
+from ..kernels import Accumulation
+from .base import Codec, LossyReducer, Place, Statistics, Stopwatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,9 +72,7 @@ class SparseReducer(LossyReducer[SparseCodecT]):
         if place.bucket.size >= 2**31:
             raise UsageError(f"int32 indices do not reach into a bucket of {place.bucket.size}; use smaller buckets")
         super().__init__(codec, place)
-        self._indices = np.empty(0, np.int32)
-        self._values = np.empty(0, np.float32)
-        self._count = 0
+        self._lists = self._kernels.new_lists(self._room(place.bucket.size))
         self._payload: Work | None = None
         self._sparse: SparseWork | None = None
         self._told = False
@@ -92,13 +88,15 @@ class SparseReducer(LossyReducer[SparseCodecT]):
         """Entries that every rank will send in this step, if that is known beforehand."""
 
     @abstractmethod
-    def _select(self, **accumulation: Any) -> tuple[int, int]:
-        """Accumulate, and fill the lists; the count of entries and of unusable ones among them."""
+    def _select(self, accumulation: Accumulation) -> None:
+        """Accumulate; fill the lists and the findings."""
 
-    def _reserve(self, capacity: int) -> None:
-        if self._values.size < capacity:
-            self._indices = np.empty(capacity, np.int32)
-            self._values = np.empty(capacity, np.float32)
+    def _room(self, size: int) -> int:
+        """Entries that the lists begin with."""
+        return 0
+
+    def _complete(self, count: int) -> None:
+        """Make sure that the lists hold all `count` entries that the findings promised."""
 
     # -- the reduction -----------------------------------------------------------------------------------------------
     def _start(self, cost: Statistics) -> None:
@@ -107,13 +105,12 @@ class SparseReducer(LossyReducer[SparseCodecT]):
         count = self._known_count()
         counts = None if count is None else [count] * world_size
         if counts is not None and self._goes_dense(counts):
-            self._count, unusable = 0, int(self._accumulate())
+            self._kernels.accumulate(self.bucket, self._accumulation(), self._lists, self._findings)
         else:
-            self._count, unusable = self._select(**self._accumulation())
-        bad = self._unusable() if unusable else None
+            self._select(self._accumulation())
         watch.book("select_seconds")
         self._payload = self._sparse = None
-        self._start_header(cost, count=self._count, bad=bad)
+        self._start_header(cost)
         if counts is not None:
             self._start_payload(counts, cost)
         watch.book("comm_seconds")
@@ -123,7 +120,7 @@ class SparseReducer(LossyReducer[SparseCodecT]):
 
     def _finish(self, cost: Statistics, timeout: float | None) -> None:
         watch = Stopwatch(cost)
-        counts, _, error = self._wait_header(timeout)
+        counts, _, error = self._wait_header(cost, timeout)
         if self._payload is None and error is None:
             self._start_payload(counts, cost)
         if self._payload is not None:
@@ -141,11 +138,13 @@ class SparseReducer(LossyReducer[SparseCodecT]):
         if self._goes_dense(counts):
             self._start_dense(counts, cost)
             return
-        indices, values = self._indices[: self._count], self._values[: self._count]
+        count = counts[self._comm.topology.rank]
+        self._complete(count)
+        indices, values = self._lists.indices[:count], self._lists.values[:count]
         if self._residual is not None:
-            _core.clear_at(self._residual, indices)
+            self._kernels.clear_at(self._residual, indices)
         if self._velocity is not None and self._codec.factor_masking:
-            _core.clear_at(self._velocity, indices)
+            self._kernels.clear_at(self._velocity, indices)
         self._payload = self._sparse = self._comm.sparse_all_reduce(
             indices, values, self.bucket, counts=counts, scale=1 / len(counts), label=self._label
         )
@@ -159,41 +158,16 @@ class SparseReducer(LossyReducer[SparseCodecT]):
             )  # fmt: skip
         # Everything is sent, so nothing is left over. Velocity goes on: masked everywhere, there would be no momentum.
         if self._residual is not None:
-            np.copyto(self.bucket, self._residual)
+            self._kernels.copy_into(self.bucket, self._residual)
             self._residual.fill(0)
         self._payload = self._comm.all_reduce(self.bucket, "mean", label=self._label)
         cost.wire_bytes += self._dense_bytes(self.bucket.nbytes)
         cost.fell_back = 1
 
     # -- the residual ------------------------------------------------------------------------------------------------
-    def _accumulation(self) -> dict[str, Any]:
+    def _accumulation(self) -> Accumulation:
         scale = 1.0
         if self._codec.clip_norm is not None:
-            norm = math.sqrt(_core.squared_norm(self.bucket))
             limit = self._codec.clip_norm / math.sqrt(self._comm.topology.world_size)
-            # A norm that is NaN or infinite must not scale the element away that the error is about to name.
-            scale = limit / norm if limit < norm < math.inf else 1.0
-        return {
-            "residual": self._residual,
-            "momentum": self._velocity,
-            "scale": scale,
-            "decay": self._codec.momentum,
-        }
-
-    def _accumulate(self) -> bool:
-        """Accumulate without selecting; whether anything is unusable."""
-        self._reserve(_core.top_k_capacity(self.bucket.size, 0))
-        if self._residual is not None:
-            _core.top_k(self.bucket, 0, self._indices, self._values, **self._accumulation())
-        gradient = self.bucket if self._residual is None else self._residual
-        return not math.isfinite(_core.squared_norm(gradient))
-
-    def _unusable(self) -> int | None:
-        """Index of the first unusable element; the residual gives such elements up."""
-        if self._residual is None:
-            return first_index(~np.isfinite(self.bucket))
-        unusable = ~np.isfinite(self._residual)
-        self._residual[unusable] = 0
-        if self._velocity is not None:
-            self._velocity[unusable] = 0
-        return first_index(unusable)
+            scale = self._kernels.clip_scale(self.bucket, limit)
+        return Accumulation(self._residual, self._velocity, scale, self._codec.momentum)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .. import _core
 from ..errors import UsageError
+from ..kernels import FINDINGS, Accumulation
 from .sparse import SparseCodec, SparseReducer
 
 if TYPE_CHECKING:
@@ -42,19 +42,20 @@ class Threshold(SparseCodec):
 
 
 class _ThresholdReducer(SparseReducer[Threshold]):
-    def __init__(self, codec: Threshold, place: Place) -> None:
-        super().__init__(codec, place)
-        self._reserve(_core.list_slack)
-
     def _known_count(self) -> int | None:
         return self.bucket.size if self._codec.bound == 0 else None
 
-    def _select(self, **accumulation: Any) -> tuple[int, int]:
-        bound = self._codec.bound
-        count, unusable = _core.threshold(self.bucket, bound, self._indices, self._values, **accumulation)
-        if count + _core.list_slack > self._values.size:
-            # Once more with room to grow into; what was accumulated is in the residual by now.
-            self._reserve(count + count // 4 + _core.list_slack)
-            source = self.bucket if self._residual is None else self._residual
-            count, unusable = _core.threshold(source, bound, self._indices, self._values)
-        return count, unusable
+    def _room(self, size: int) -> int:
+        return size // 32  # more than any threshold that is worth it selects
+
+    def _select(self, accumulation: Accumulation) -> None:
+        self._kernels.threshold(self.bucket, self._codec.bound, accumulation, self._lists, self._findings)
+
+    def _complete(self, count: int) -> None:
+        if count <= self._lists.values.size:
+            return
+        # A GPU does not wait for the host to make room. What was accumulated is in the residual by now.
+        self._lists.reserve(count + count // 4)
+        source = self.bucket if self._residual is None else self._residual
+        scratch = self._kernels.empty(FINDINGS, "int64")
+        self._kernels.threshold(source, self._codec.bound, Accumulation(), self._lists, scratch)

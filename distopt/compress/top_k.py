@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import _core
 from ..errors import UsageError
 from .sparse import SparseCodec, SparseReducer
 
 if TYPE_CHECKING:
+    from ..kernels import Accumulation
     from .base import Place, Reducer
 
 __all__ = ["TopK"]
@@ -77,8 +77,8 @@ class _TopKReducer(SparseReducer[TopK]):
         self._next = count
         return count
 
-    def _select(self, **accumulation: Any) -> tuple[int, int]:
-        k = self._next
-        self._reserve(_core.top_k_capacity(self.bucket.size, k))
-        found: tuple[int, int] = _core.top_k(self.bucket, k, self._indices, self._values, **accumulation)
-        return found
+    def _select(self, accumulation: Accumulation) -> None:
+        if self._next:
+            self._kernels.top_k(self.bucket, self._next, accumulation, self._lists, self._findings)
+        else:  # the bucket is empty
+            self._kernels.accumulate(self.bucket, accumulation, self._lists, self._findings)

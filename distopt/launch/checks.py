@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import LaunchError
+from .gpu import dotted_version, gpu_stack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +29,9 @@ def environment(backend: str) -> dict[str, str]:
 
     Args:
         backend: name of the communicator that this rank is about to create.
+
+    Raises:
+        MissingDependencyError: it needs something that is absent here.
     """
     try:
         own = version("distopt")
@@ -43,6 +47,11 @@ def environment(backend: str) -> dict[str, str]:
     MPI = sys.modules.get("mpi4py.MPI")
     if backend == "mpi" and MPI is not None:
         found["MPI library"] = " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split())
+    if backend == "nccl":
+        stack = gpu_stack()
+        found["NCCL"] = dotted_version(stack.nccl_version)
+        found["CuPy"] = stack.cupy.__version__
+        found["CUDA of the build"] = str(stack.cuda.runtime_version() // 1000)
     return found
 
 

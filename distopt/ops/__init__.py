@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | `reference` | NumPy | slow and plain; the oracle of the tests |
 | `cpu` | NumPy | native kernels of `_core` |
+| `gpu` | CuPy | native kernels of `_cuda`, and cuBLAS |
 
 All take and return C-contiguous arrays of float32 or float64 in the layout N, C, H, W, and all have the same functions:
 `cpu` documents them. A forward function returns `(y, saved)`; `saved` goes to its backward function, once or several
@@ -12,7 +13,8 @@ times, and is opaque. A backward function overwrites the arrays for parameter gr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +24,7 @@ from . import cpu
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["kernels_for"]
+__all__ = ["array_module", "kernels_for"]
 
 
 def kernels_for(array: object) -> ModuleType:
@@ -30,10 +32,22 @@ def kernels_for(array: object) -> ModuleType:
 
     Raises:
         UsageError: there are no kernels for this type of array.
+        MissingDependencyError: a CuPy array, and distopt was built without `_cuda`.
     """
     if isinstance(array, np.ndarray):
         return cpu
+    cupy = sys.modules.get("cupy")  # without it there is no array of it
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        from . import gpu
+
+        return gpu
     kind = type(array)
     raise UsageError(
-        f"there are no kernels for arrays of type {kind.__module__}.{kind.__qualname__}; pass a NumPy array"
+        f"there are no kernels for arrays of type {kind.__module__}.{kind.__qualname__}; pass a NumPy array, or a CuPy "
+        "array on a GPU"
     )
+
+
+def array_module(array: object) -> Any:
+    """Return numpy or cupy, whichever `array` is of."""
+    return np if isinstance(array, np.ndarray) else sys.modules["cupy"]

@@ -17,6 +17,7 @@ import numpy as np
 
 from .. import _core
 from ..errors import UsageError
+from .geometry import out_size, pool_out
 from .pool import Pool
 
 if TYPE_CHECKING:
@@ -97,19 +98,6 @@ class _Loss(NamedTuple):
     target: Array | None
 
 
-def _out_size(images: tuple[int, ...], kernel: Pair, stride: Pair, padding: Pair) -> tuple[int, ...]:
-    """Height and width of the result of sliding `kernel` over images of the shape given."""
-    if len(images) != 4:
-        raise UsageError(f"images have the shape [N, C, H, W]; got {list(images)}")
-    sides = list(zip(images[2:], kernel, stride, padding, strict=True))
-    if any(n < 1 or k < 1 or s < 1 or p < 0 or k > n + 2 * p for n, k, s, p in sides):
-        raise UsageError(
-            f"a kernel of {tuple(kernel)} with stride {tuple(stride)} and padding {tuple(padding)} does not fit "
-            f"images of {images[2:]}"
-        )
-    return tuple((n + 2 * p - k) // s + 1 for n, k, s, p in sides)
-
-
 def conv2d(
     x: Array, w: Array, b: Array | None, stride: Pair = (1, 1), padding: Pair = (0, 0), relu: bool = False
 ) -> tuple[Array, Any]:
@@ -119,7 +107,7 @@ def conv2d(
         y [N, M, (H + 2 ph - kh) // sh + 1, (W + 2 pw - kw) // sw + 1], and saved.
     """
     kernel = (w.shape[2], w.shape[3])
-    y = empty((len(x), len(w), *_out_size(x.shape, kernel, stride, padding)), x.dtype)
+    y = empty((len(x), len(w), *out_size(x.shape, kernel, stride, padding)), x.dtype)
     x = _with_border(x, padding)
     _core.conv2d(x, w, b, y, stride, relu)
     return y, _Conv(x, w, stride, padding, y if relu else None)
@@ -152,8 +140,8 @@ def conv2d_max_pool(
         y as of `max_pool2d`, and saved.
     """
     kernel = (w.shape[2], w.shape[3])
-    full = (len(x), len(w), *_out_size(x.shape, kernel, stride, padding))
-    shape = _pool_out(full, pool_kernel, pool_stride, pool_padding)
+    full = (len(x), len(w), *out_size(x.shape, kernel, stride, padding))
+    shape = pool_out(full, pool_kernel, pool_stride, pool_padding)
     y, taken = empty(shape, x.dtype), empty(shape, np.uint8)
     x = _with_border(x, padding)
     window = pool_kernel, pool_stride, pool_padding
@@ -190,23 +178,13 @@ def _without_border(wide: Array, padding: Pair) -> Array:
     return x
 
 
-def _pool_out(images: tuple[int, ...], kernel: Pair, stride: Pair, padding: Pair) -> tuple[int, ...]:
-    size = _out_size(images, kernel, stride, padding)
-    if any(2 * p > k for k, p in zip(kernel, padding, strict=True)) or kernel[0] * kernel[1] > 256:
-        raise UsageError(
-            f"pooling takes windows of at most 256 elements and padding of at most half the window; got a window of "
-            f"{tuple(kernel)} and padding {tuple(padding)}"
-        )
-    return (*images[:2], *size)
-
-
 def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
     """Take the maximum of each window, at most 256 elements large. A border never wins; a NaN always does.
 
     Returns:
         y [N, C, (H + 2 ph - kh) // sh + 1, (W + 2 pw - kw) // sw + 1], and saved, which does not refer to x.
     """
-    shape = _pool_out(x.shape, kernel, stride, padding)
+    shape = pool_out(x.shape, kernel, stride, padding)
     y, taken = empty(shape, x.dtype), empty(shape, np.uint8)
     _core.max_pool2d(x, y, taken, kernel, stride, padding)
     return y, _Pool(x.shape, kernel, stride, padding, taken)
@@ -225,7 +203,7 @@ def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> 
     Returns:
         y [N, C, (H + 2 ph - kh) // sh + 1, (W + 2 pw - kw) // sw + 1], and saved, which does not refer to x.
     """
-    y = empty(_pool_out(x.shape, kernel, stride, padding), x.dtype)
+    y = empty(pool_out(x.shape, kernel, stride, padding), x.dtype)
     _core.avg_pool2d(x, y, kernel, stride, padding)
     return y, _Pool(x.shape, kernel, stride, padding, None)
 
@@ -365,11 +343,12 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
     return loss, _Loss(probability, index, target)
 
 
-def softmax_cross_entropy_backward(saved: Any, scale: float = 1.0) -> Array:
-    """Return the gradient of the logits, times `scale`."""
+def softmax_cross_entropy_backward(saved: Any, scale: float | Array = 1.0) -> Array:
+    """Return the gradient of the logits, times `scale`, a number or an array of one element."""
     probability, index, target = saved
+    factor = scale.item() if isinstance(scale, np.ndarray) else scale
     dlogits = empty(probability.shape, probability.dtype)
-    _core.cross_entropy_backward(probability, index, target, scale / max(len(probability), 1), dlogits)
+    _core.cross_entropy_backward(probability, index, target, factor / max(len(probability), 1), dlogits)
     return dlogits
 
 

@@ -250,8 +250,9 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
     return np.asarray(loss, logits.dtype), (softmax(logits), target)
 
 
-def softmax_cross_entropy_backward(saved: Any, scale: float = 1.0) -> Array:
+def softmax_cross_entropy_backward(saved: Any, scale: float | Array = 1.0) -> Array:
     probability, target = saved
+    scale = np.asarray(scale).item()
     weight = target.sum(1, keepdims=True)
     return np.asarray((probability * weight - target) * probability.dtype.type(scale / max(len(target), 1)))
 

@@ -9,6 +9,7 @@ import numpy as np
 from distopt.comm import create
 from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, Threshold, TopK
 from distopt.errors import GradientError
+from distopt.kernels import kernels_of
 
 if TYPE_CHECKING:
     from distopt.comm import Communicator
@@ -53,14 +54,15 @@ def steps_of(comm: Communicator, size: int) -> list[np.ndarray]:
     results = []
     for step in range(3):
         for i, bucket in enumerate(buckets):
-            bucket[:] = gradient(step, i, rank, size)
+            grad = gradient(step, i, rank, size)
             if step == 1 and i and rank == comm.topology.world_size - 1:
-                bucket[size // 2] = np.nan
+                grad[size // 2] = np.nan
+            kernels_of(bucket).copy_into(bucket, grad)
         for reduction in [reducer.start() for reducer in reducers]:
             broken = wait(reduction)
             assert broken is None or (step, *broken) == (1, comm.topology.world_size - 1, size // 2)
         if step != 1:
-            results += [bucket.copy() for bucket in buckets]
+            results += [kernels_of(bucket).to_host(bucket) for bucket in buckets]
     comm.barrier()
     return results
 
@@ -68,3 +70,17 @@ def steps_of(comm: Communicator, size: int) -> list[np.ndarray]:
 def on_backend(job: Job, backend: str, sizes: list[int]) -> list[list[np.ndarray]]:
     with create(job, backend) as comm:
         return [steps_of(comm, size) for size in sizes]
+
+
+def on_emulated_gpu(job: Job, sizes: list[int]) -> list[list[np.ndarray]]:
+    from tests.emulation import activate
+
+    activate()
+    from distopt.comm.nccl import NcclCommunicator
+
+    with NcclCommunicator.create(job) as comm:
+        results = []
+        for size in sizes:
+            with comm.xp.cuda.Stream(non_blocking=True):
+                results.append(steps_of(comm, size))
+        return results

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distopt import device, launch, layer, model, opt, singa_wrap, tensor
+from distopt import launch, layer, model, opt, singa_wrap, tensor
 
 FEATURES, CLASSES, BATCH = 21, 5, 16
 SMALL = 300  # elements; cuts the net into several buckets
@@ -28,20 +28,20 @@ class Net(model.Model):
         return loss
 
 
-def batch(step: int, rank: int) -> tuple[tensor.Tensor, tensor.Tensor]:
+def batch(step: int, rank: int, device=None) -> tuple[tensor.Tensor, tensor.Tensor]:
     """Learnable: the class is that of the nearest of fixed centres."""
     rng = np.random.default_rng([step, rank])
     centres = np.random.default_rng(99).standard_normal((CLASSES, FEATURES), np.float32) * 2
     labels = rng.integers(0, CLASSES, BATCH, np.int32)
     noise = rng.standard_normal((BATCH, FEATURES), np.float32)
-    return tensor.from_numpy(centres[labels] + noise), tensor.from_numpy(labels)
+    return tensor.from_numpy(centres[labels] + noise, device), tensor.from_numpy(labels, device)
 
 
 def build(optimizer) -> Net:
-    device.get_default_device().SetRandSeed(3)
+    optimizer.device.SetRandSeed(3)
     net = Net()
     net.set_optimizer(optimizer)
-    net.compile([batch(0, 0)[0]], is_train=True)
+    net.compile([batch(0, 0, optimizer.device)[0]], is_train=True)
     return net
 
 
@@ -51,7 +51,7 @@ def make(rank: int, world_size: int, ticket, **options) -> opt.DistOpt:
 
 def parameters(net: Net) -> np.ndarray:
     params = net.get_params()
-    return np.concatenate([params[name].data.reshape(-1) for name in sorted(params)])
+    return np.concatenate([params[name].to_numpy().reshape(-1) for name in sorted(params)])
 
 
 def step_of(optimizer, strategy):
@@ -61,7 +61,7 @@ def step_of(optimizer, strategy):
 
 
 def train(optimizer, net: Net, steps: range, strategy) -> list[float]:
-    return [net(*batch(n, optimizer.global_rank), step_of(optimizer, strategy)).item() for n in steps]
+    return [net(*batch(n, optimizer.global_rank, optimizer.device), step_of(optimizer, strategy)).item() for n in steps]
 
 
 def enter(rank: int, world_size: int, ticket, folder: str, body, *args) -> None:

@@ -37,6 +37,7 @@ def fake_cupy(monkeypatch, count):
     cupy.random = np.random
     cupy.asarray, cupy.asnumpy = np.asarray, np.asarray
     monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "distopt._cuda", types.ModuleType("distopt._cuda"))
     monkeypatch.setattr(device, "_gpus", {})
     return used
 
@@ -69,12 +70,17 @@ def test_seed_starts_the_generator_anew():
 
 
 @pytest.mark.parametrize(
-    ("count", "missing"), [(None, "install NVIDIA's driver"), ("no cupy", r"pip install 'distopt\[")]
+    ("count", "missing"),
+    [
+        (None, "install NVIDIA's driver"),
+        ("no cupy", r"pip install 'distopt\["),
+        ("no _cuda", "install the CUDA toolkit"),
+    ],
 )
 def test_without_a_gpu_the_cpu_is_used_with_one_notice(monkeypatch, caplog, untold, count, missing):
-    fake_cupy(monkeypatch, None)
-    if count == "no cupy":
-        monkeypatch.setitem(sys.modules, "cupy", None)
+    fake_cupy(monkeypatch, 2 if count == "no _cuda" else None)
+    if isinstance(count, str):
+        monkeypatch.setitem(sys.modules, {"no cupy": "cupy", "no _cuda": "distopt._cuda"}[count], None)
     with caplog.at_level(logging.WARNING, "distopt"):
         for _ in range(2):
             assert device.create_cuda_gpu_on(1) is device.get_default_device()

@@ -1,0 +1,238 @@
+"""What the GPU kernels and a training step cost, against a copy, other libraries and the bare collective.
+
+python benchmarks/gpu.py                        kernels and the CNN, on one GPU
+python benchmarks/gpu.py --np 2                 all-reduce too, on as many GPUs
+python benchmarks/gpu.py --write docs/gpu.md    puts the table between the marks in that file
+
+Times are those of the device, between two events: the median of several rounds, in which both sides take turns. What a
+row is compared with, and must hold, stands in the row. Rows that need PyTorch with CUDA are left out without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from distopt import device, launch, opt, singa_wrap, tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import train_cnn
+
+BEGIN, END = "<!-- table of benchmarks/gpu.py: begin -->", "<!-- table of benchmarks/gpu.py: end -->"
+ELEMENTS = 100_000_000
+SELECTED_FROM = 25_600_000
+BATCH = 64
+
+
+def device_ms(cupy, *calls, rounds: int = 9, repeats: int = 5) -> list[float]:
+    """Median time of each call; the calls take turns."""
+    times = [[] for _ in calls]
+    for round_ in range(rounds + 2):
+        for call, own in zip(calls, times, strict=True):
+            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record()
+            for _ in range(repeats):
+                call()
+            stop.record()
+            stop.synchronize()
+            if round_ >= 2:  # two to warm up
+                own.append(cupy.cuda.get_elapsed_time(start, stop) / repeats)
+    return [statistics.median(own) for own in times]
+
+
+def copy_of(cupy, n_bytes: int):
+    """A call that moves `n_bytes` in all, read and written together."""
+    source, target = cupy.empty(n_bytes // 8, cupy.float32), cupy.empty(n_bytes // 8, cupy.float32)
+    return lambda: cupy.copyto(target, source)
+
+
+def bandwidth_rows(cupy, n: int) -> list[str]:
+    """Casts, selection, sparse sum and update, against a copy of as many bytes."""
+    from distopt.kernels import FINDINGS, Accumulation
+    from distopt.kernels import gpu as codec
+    from distopt.ops import gpu as ops
+
+    x = cupy.random.default_rng(0).standard_normal(n, dtype=cupy.float32)
+    wire, findings = cupy.empty(n, cupy.uint16), cupy.full(FINDINGS, -1, cupy.int64)
+    none = Accumulation()
+    k = n // 100
+    lists = codec.new_lists(2 * k)
+    indices = cupy.arange(0, n, 100, dtype=cupy.int32)[:k]
+    values, dense = cupy.ones(indices.size, cupy.float32), cupy.zeros(n, cupy.float32)
+    grad, momentum = cupy.ones_like(x), cupy.zeros_like(x)
+    cases = {
+        "cast to float16": (6 * n, lambda: codec.encode16(x, None, wire, "float16", 1.0, 65504.0, findings)),
+        "cast to bfloat16": (6 * n, lambda: codec.encode16(x, None, wire, "bfloat16", 1.0, 3e38, findings)),
+        "cast from float16": (6 * n, lambda: codec.decode16(wire, x, "float16", 1.0)),
+        "threshold select, 1 %": (4 * n, lambda: codec.threshold(x, 2.5758, none, lists, findings)),
+        "exact top-K, 1 %": (4 * n, lambda: codec.top_k(x, k, none, lists, findings)),
+        "sparse sum of 1 %": (16 * k, lambda: codec.scatter_sum(dense, [indices], [values], 0, n)),
+        "SGD with momentum": (20 * n, lambda: ops.sgd_update(x, grad, momentum, 1e-6, 0.9)),
+    }
+    rows = []
+    for name, (n_bytes, call) in cases.items():
+        own, copied = device_ms(cupy, call, copy_of(cupy, n_bytes))
+        rows.append(
+            f"| {name}, {n:,} elements | {own:.3f} ms | a copy of the same bytes | {copied / own:.0%} of it | 80 % |"
+        )
+    return rows
+
+
+def select_rows(cupy, torch, n: int) -> list[str]:
+    """Exact top 1 % against other libraries."""
+    from distopt.kernels import FINDINGS, Accumulation
+    from distopt.kernels import gpu as codec
+
+    x = cupy.random.default_rng(1).standard_normal(n, dtype=cupy.float32)
+    k = n // 100
+    lists, findings = codec.new_lists(k), cupy.full(FINDINGS, -1, cupy.int64)
+    calls = {
+        "": lambda: codec.top_k(x, k, Accumulation(), lists, findings),
+        "cupy.argpartition": lambda: cupy.argpartition(cupy.abs(x), n - k),
+    }
+    if torch is not None:
+        y = torch.as_tensor(x, device="cuda")
+        calls["torch.topk"] = lambda: torch.topk(y.abs(), k)
+    own, *others = device_ms(cupy, *calls.values(), repeats=2)
+    return [
+        f"| exact top 1 % of {n:,} | {own:.3f} ms | {name}, {other:.3f} ms | {other / own:.1f}x | 5x torch.topk |"
+        for name, other in zip([*calls][1:], others, strict=True)
+    ]
+
+
+def ours():
+    """One call that trains the reference CNN on a batch."""
+    sgd = opt.DistOpt(opt.SGD(lr=0.005, momentum=0.9, weight_decay=1e-5))
+    rng = np.random.default_rng(0)
+    x = tensor.from_numpy(rng.standard_normal((BATCH, 1, 28, 28), np.float32), sgd.device)
+    y = tensor.from_numpy(rng.integers(0, 10, BATCH), sgd.device)
+    cnn = train_cnn.CNN()
+    cnn.set_optimizer(sgd)
+    cnn.compile([x], is_train=True)
+    return lambda: cnn(x, y)
+
+
+def torch_step(torch, compiled: bool):
+    """The same by PyTorch."""
+    nn = torch.nn
+    layers = (nn.Conv2d(1, 20, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(20, 50, 5), nn.ReLU(), nn.MaxPool2d(2))
+    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(800, 500), nn.ReLU(), nn.Linear(500, 10)).cuda()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.005, momentum=0.9, weight_decay=1e-5)
+    x, y = torch.randn(BATCH, 1, 28, 28, device="cuda"), torch.randint(0, 10, (BATCH,), device="cuda")
+    forward = torch.compile(net) if compiled else net
+
+    def step() -> None:
+        sgd.zero_grad(set_to_none=True)
+        torch.nn.functional.cross_entropy(forward(x), y).backward()
+        sgd.step()
+
+    return step
+
+
+def cnn_rows(cupy, torch) -> list[str]:
+    step = ours()
+    (own,) = device_ms(cupy, step, repeats=20)
+    rows = [f"| CNN step, batch {BATCH}: {BATCH / own * 1e3:,.0f} images/s | {own:.3f} ms | | | |"]
+    for compiled in (False, True) if torch is not None else ():
+        # Streams of two libraries: one call at a time, and PyTorch on CuPy's stream.
+        with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)):
+            own, other = device_ms(cupy, step, torch_step(torch, compiled), repeats=20)
+        name = "PyTorch compiled" if compiled else "PyTorch eager"
+        must = "" if compiled else "1x"
+        rows.append(
+            f"| CNN step, batch {BATCH} | {own:.3f} ms | {name}, {other:.3f} ms | {other / own:.2f}x | {must} |"
+        )
+    return rows
+
+
+def reduce_rows(rank: int, world_size: int, ticket, file: str) -> None:
+    """Collective. DistOpt's communicator against ncclAllReduce called by CuPy."""
+    import cupy
+    from cupy.cuda import nccl
+
+    communicator = opt.DistOpt(opt.SGD(), ticket, rank, world_size).communicator
+    if communicator.name != "nccl":
+        sys.exit(f"the {communicator.name} communicator was chosen; set DISTOPT_BACKEND=nccl to see what is missing")
+    unique = nccl.get_unique_id() if rank == 0 else None
+    payload = communicator.all_gather_bytes(json.dumps(unique).encode())[0]
+    bare = nccl.NcclCommunicator(world_size, tuple(json.loads(payload)), rank)
+    rows = []
+    for n_bytes in (1 << 20, 16 << 20, 100 << 20, 400 << 20):
+        array = communicator.empty(n_bytes // 4)
+        array.fill(1e-20)
+        stream = cupy.cuda.get_current_stream().ptr
+        own, other = device_ms(
+            cupy,
+            lambda a=array: communicator.all_reduce(a).wait(),
+            lambda a=array, s=stream: bare.allReduce(
+                a.data.ptr, a.data.ptr, a.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, s
+            ),
+        )
+        must = "5 %" if n_bytes >= 16 << 20 else ""
+        rows.append(
+            f"| all-reduce of {n_bytes >> 20} MiB, {world_size} GPUs | {own:.3f} ms | ncclAllReduce, {other:.3f} ms | "
+            f"{own / other - 1:+.1%} | {must} |"
+        )
+    if rank == 0:
+        Path(file).write_text("\n".join(rows))
+    communicator.barrier()
+
+
+def versions(cupy, torch) -> str:
+    runtime = cupy.cuda.runtime
+    name = runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
+    driver, cuda = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+    others = f", PyTorch {torch.__version__}" if torch is not None else ""
+    return f"{name}, driver for CUDA {driver // 1000}.{driver % 1000 // 10}, CUDA {cuda // 1000}.{cuda % 1000 // 10}, CuPy {cupy.__version__}{others}"
+
+
+def find_torch():
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch if torch.cuda.is_available() else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--np", type=int, default=1, help="GPUs for all-reduce")
+    parser.add_argument("--elements", type=int, default=ELEMENTS, help="of the bandwidth rows")
+    parser.add_argument("--selected-from", type=int, default=SELECTED_FROM, help="elements of the top-K row")
+    parser.add_argument("--write", metavar="FILE", help="put the table between its marks in this file")
+    args = parser.parse_args()
+    cupy, missing = device.find_cupy()
+    if cupy is None:
+        sys.exit(f"benchmarks/gpu.py measures on a GPU: {missing}")
+    device.create_cuda_gpu()
+    torch = find_torch()
+    lines = [
+        versions(cupy, torch),
+        "",
+        "| what | time | against | result | must hold |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    lines += bandwidth_rows(cupy, args.elements) + select_rows(cupy, torch, args.selected_from) + cnn_rows(cupy, torch)
+    if args.np > 1:
+        file = Path(f"gpu-all-reduce-{os.getpid()}.txt").resolve()
+        try:
+            launch.spawn(reduce_rows, args.np, (singa_wrap.NcclIdHolder(), str(file)))
+            lines += file.read_text().splitlines()
+        finally:
+            file.unlink(missing_ok=True)
+    print("\n".join(lines))
+    if args.write:
+        path = Path(args.write)
+        before, _, rest = path.read_text().partition(BEGIN)
+        path.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()

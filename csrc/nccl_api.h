@@ -1,0 +1,92 @@
+// NCCL as far as it is used: own declarations, because the library is loaded at run time and building needs no NCCL.
+// They hold from 2.18 to 2.32; with the CMake option DISTOPT_NCCL_INCLUDE the compiler compares them with nccl.h.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <climits>
+#include <cstddef>
+#include <string>
+
+namespace distopt::nccl {
+
+constexpr int oldest_version = 21800;  // 10000 * major + 100 * minor + patch
+
+struct Comm;  // opaque
+
+enum class Result : int {
+  success = 0,
+  unhandled_cuda_error,
+  system_error,
+  internal_error,
+  invalid_argument,
+  invalid_usage,
+  remote_error,
+  in_progress,
+};
+
+enum class DataType : int { int32 = 2, int64 = 4, float16 = 6, float32 = 7, float64 = 8, bfloat16 = 9 };
+enum class RedOp : int { sum = 0, max = 2, min = 3, avg = 4 };
+
+struct UniqueId {
+  char internal[128];
+};
+
+// ncclConfig_t of 2.18. Later versions append fields, and take `size` and `version` as the word on what is there.
+struct Config {
+  std::size_t size = sizeof(Config);
+  unsigned int magic = 0xcafebeef;
+  unsigned int version = oldest_version;
+  int blocking = INT_MIN;  // INT_MIN: undefined, the library's default
+  int cga_cluster_size = INT_MIN;
+  int min_ctas = INT_MIN;
+  int max_ctas = INT_MIN;
+  const char* net_name = nullptr;
+  int split_share = INT_MIN;
+};
+
+// X(field, symbol, result, parameters)
+#define DISTOPT_NCCL_REQUIRED(X)                                                                                \
+  X(get_version, ncclGetVersion, Result, (int*))                                                                \
+  X(get_unique_id, ncclGetUniqueId, Result, (UniqueId*))                                                        \
+  X(get_error_string, ncclGetErrorString, const char*, (Result))                                                \
+  X(get_last_error, ncclGetLastError, const char*, (Comm*))                                                     \
+  X(comm_init_rank_config, ncclCommInitRankConfig, Result, (Comm**, int, UniqueId, int, Config*))               \
+  X(comm_get_async_error, ncclCommGetAsyncError, Result, (Comm*, Result*))                                      \
+  X(comm_finalize, ncclCommFinalize, Result, (Comm*))                                                           \
+  X(comm_destroy, ncclCommDestroy, Result, (Comm*))                                                             \
+  X(comm_abort, ncclCommAbort, Result, (Comm*))                                                                 \
+  X(all_reduce, ncclAllReduce, Result, (const void*, void*, std::size_t, DataType, RedOp, Comm*, cudaStream_t)) \
+  X(reduce_scatter, ncclReduceScatter, Result,                                                                  \
+    (const void*, void*, std::size_t, DataType, RedOp, Comm*, cudaStream_t))                                    \
+  X(all_gather, ncclAllGather, Result, (const void*, void*, std::size_t, DataType, Comm*, cudaStream_t))        \
+  X(broadcast, ncclBroadcast, Result, (const void*, void*, std::size_t, DataType, int, Comm*, cudaStream_t))    \
+  X(send, ncclSend, Result, (const void*, std::size_t, DataType, int, Comm*, cudaStream_t))                     \
+  X(recv, ncclRecv, Result, (void*, std::size_t, DataType, int, Comm*, cudaStream_t))                           \
+  X(group_start, ncclGroupStart, Result, ())                                                                    \
+  X(group_end, ncclGroupEnd, Result, ())
+
+// Since 2.19; null where the library is older.
+#define DISTOPT_NCCL_OPTIONAL(X)                                                  \
+  X(mem_alloc, ncclMemAlloc, Result, (void**, std::size_t))                       \
+  X(mem_free, ncclMemFree, Result, (void*))                                       \
+  X(comm_register, ncclCommRegister, Result, (Comm*, void*, std::size_t, void**)) \
+  X(comm_deregister, ncclCommDeregister, Result, (Comm*, void*))
+
+struct Api {
+#define DISTOPT_NCCL_FIELD(field, symbol, result, parameters) result(*field) parameters = nullptr;
+  DISTOPT_NCCL_REQUIRED(DISTOPT_NCCL_FIELD)
+  DISTOPT_NCCL_OPTIONAL(DISTOPT_NCCL_FIELD)
+#undef DISTOPT_NCCL_FIELD
+  int version = 0;
+  std::string path;
+};
+
+// Loads the library at an absolute path (a bare name would give whichever libnccl came first); it is never unloaded,
+// as it has threads of its own. Throws std::runtime_error that says what is wrong.
+const Api& load(const std::string& path);
+
+// Library and version, e.g. "2.27.5".
+std::string dotted(int version);
+
+}  // namespace distopt::nccl

@@ -1,0 +1,255 @@
+"""The communicator of GPUs, over NCCL. The work is done in `csrc/nccl_*.cpp`; arrays are CuPy's.
+
+Collectives run on a stream of their own. Each waits, on the device, for what the current stream of CuPy held when it
+was called, and `Work.wait` makes the then current stream wait for the result, so the host waits for neither. NumPy
+arrays are taken, too, for small data such as statistics: they travel through device memory, and the host waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from .. import _core
+from ..errors import UsageError, WireMemoryError
+from ..launch.gpu import GpuStack, Place, choose_devices, exchange_places, gpu_stack
+from ..settings import Settings
+from .base import DTYPES, OPS, Array, Communicator, DoneWork, ReduceOp, Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ..launch.job import Job
+
+__all__ = ["NcclCommunicator"]
+
+_log = logging.getLogger("distopt")
+
+# Registered memory comes in pages of 2 MiB or more; less is not worth one.
+_REGISTERED_BYTES = 1 << 20
+_ABORT_SECONDS = 10.0
+_BOARD_CHUNK_BYTES = 4096  # the board carries no data
+
+
+class NcclWork(Work):
+    """A collective under way on the device.
+
+    `wait` returns before the device has got there: the results are valid for everything that is put on CuPy's current
+    stream afterwards. With a time-out the host waits, too.
+    """
+
+    def __init__(self, core: Any, cupy: Any) -> None:
+        self._core = core
+        self._cupy = cupy
+
+    def done(self) -> bool:
+        """Local. Whether the result is there."""
+        finished: bool = self._core.done()
+        return finished
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Let the current stream wait for the result; see the class."""
+        if timeout is not None:
+            self._core.wait(timeout)
+        self._core.join(self._cupy.cuda.get_current_stream().ptr)
+
+
+class NcclCommunicator(Communicator):
+    """Collectives between GPUs, one of which belongs to each rank.
+
+    All ranks get the same bits, but the order of a sum is NCCL's own and 16-bit sums may be rounded at each step. `max`
+    and `min` of floats may pass over NaN.
+
+    A time-out, a lost rank of this host or an error of NCCL aborts the communicator; the next call or `wait` raises it,
+    on all ranks of the host. Results that the device had not finished by then are invalid.
+
+    Attributes:
+        device_id: number of this rank's GPU among those that the process sees; it is the current one.
+    """
+
+    name: ClassVar[str] = "nccl"
+    sends_parts: ClassVar[bool] = True
+    ordered_sums: ClassVar[bool] = False
+
+    def __init__(self, job: Job, stack: GpuStack, places: Sequence[Place], settings: Settings | None = None) -> None:
+        """Collective. Take the GPU that falls to this rank, and connect it with the others'."""
+        settings = settings or Settings.from_env()
+        topology, cupy = job.topology, stack.cupy
+        self.topology = topology
+        self.xp = cupy
+        self.device_id = choose_devices(places, stack.nccl_version)[topology.rank]
+        cupy.cuda.Device(self.device_id).use()
+        mine = stack.cuda.nccl_unique_id(stack.nccl_path) if topology.rank == 0 else b""
+        unique_id = job.all_gather(mine)[0]
+        group = job.host_group()
+        of_pid = {place.pid: rank for rank, place in enumerate(places) if place.host == topology.host}
+        names = [f"rank {of_pid.get(pid, '?')} (host {topology.host}, pid {pid})" for pid in group.pids]
+        fd = group.share_fd(lambda: _core.create_segment(group.size, _BOARD_CHUNK_BYTES))
+        board = stack.cuda.NcclBoard(fd, group.rank, names)
+        group.all_gather(b"")  # nobody may miss a peer before that peer has shown that it lives
+        self._timeout = settings.timeout
+        self._core = stack.cuda.NcclCommunicator(
+            stack.nccl_path,
+            unique_id,
+            topology.rank,
+            topology.world_size,
+            board,
+            settings.timeout,
+            settings.stall_warning,
+            _ABORT_SECONDS,
+            _log.warning,
+        )
+        self._close = weakref.finalize(self, self._core.close)
+        self._scratch = cupy.zeros(1, np.int32)
+        # The device may still use arrays that the caller has dropped.
+        self._in_use: deque[tuple[Any, tuple[Array, ...]]] = deque()
+
+    @classmethod
+    def create(cls, job: Job) -> NcclCommunicator:
+        """Collective. The communicator of `job`, of whatever kind.
+
+        Raises:
+            MissingDependencyError: driver, CuPy or NCCL are missing.
+            LaunchError: two ranks would use the same GPU.
+        """
+        stack = gpu_stack()
+        return cls(job, stack, exchange_places(job, stack))
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+    def empty(self, count: int, dtype: str = "float32") -> Array:
+        """Local here. An uninitialised flat array on this rank's GPU, registered with NCCL where that is possible."""
+        if dtype not in DTYPES or count < 0:
+            raise UsageError(f"cannot make an array of {count} {dtype}; choose one of {', '.join(DTYPES)}")
+        kind = np.dtype("uint16" if dtype == "bfloat16" else dtype)
+        n_bytes = count * kind.itemsize
+        try:
+            memory = self._core.allocate(n_bytes) if n_bytes >= _REGISTERED_BYTES else None
+            if memory is None:
+                return self.xp.empty(count, kind)
+        except MemoryError as error:
+            raise WireMemoryError(
+                f"rank {self.topology.rank} ({self.topology.host}): {count} elements of {dtype} do not fit on GPU "
+                f"{self.device_id}; use a smaller model or batch"
+            ) from error
+        cuda = self.xp.cuda
+        pointer = cuda.MemoryPointer(cuda.UnownedMemory(memory.address, n_bytes, memory, self.device_id), 0)
+        return self.xp.ndarray(count, kind, pointer)
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+    def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
+        return self._run(
+            lambda stream, x: self._core.all_reduce(x.data.ptr, x.size, DTYPES[dtype], OPS[op], label, stream), array
+        )
+
+    def _reduce_scatter(self, array: Array, out: Array, dtype: str, op: ReduceOp, label: str) -> Work:
+        return self._run(
+            lambda stream, x, y: self._core.reduce_scatter(
+                x.data.ptr, y.data.ptr, y.size, DTYPES[dtype], OPS[op], label, stream
+            ),
+            array,
+            out,
+        )
+
+    def _all_gather(self, array: Array, out: Array, dtype: str, label: str) -> Work:
+        return self._run(
+            lambda stream, x, y: self._core.all_gather(x.data.ptr, y.data.ptr, x.size, DTYPES[dtype], label, stream),
+            array,
+            out,
+        )
+
+    def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:
+        return self._run(
+            lambda stream, x: self._core.broadcast(x.data.ptr, x.size, root, DTYPES[dtype], label, stream), array
+        )
+
+    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> list[Array]:
+        """The host waits for the exchange of the counts."""
+        own = self._on_device(array).reshape(-1)
+        counts = self._exchange_counts([own.size], label)[:, 0]
+        parts = self._parts(counts, own.dtype)
+        work = self._start(
+            lambda stream, x, *_: self._core.gather_parts(
+                x.data.ptr, x.size, _addresses(parts), DTYPES[dtype], label, stream
+            ),
+            own,
+            *parts,
+        )
+        work.wait()
+        return [part.get() for part in parts] if isinstance(array, np.ndarray) else parts
+
+    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> list[Array]:
+        """The host waits for the exchange of the counts."""
+        sent = [self._on_device(part) for part in parts]
+        counts = self._exchange_counts([part.size for part in sent], label)[:, self.topology.rank]
+        received = self._parts(counts, sent[0].dtype)
+        work = self._start(
+            lambda stream, *_: self._core.exchange_parts(
+                _addresses(sent), _addresses(received), DTYPES[dtype], label, stream
+            ),
+            *sent,
+            *received,
+        )
+        work.wait()
+        return [part.get() for part in received] if isinstance(parts[0], np.ndarray) else received
+
+    def barrier(self) -> None:
+        """Collective. Return when every rank has called it and all earlier operations have finished."""
+        self._start(lambda stream, x: self._core.barrier(x.data.ptr, stream), self._scratch).wait(self._timeout)
+
+    # -- life cycle --------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Local. Wait a few seconds for what is under way, then leave. Idempotent."""
+        self._close()
+        self._in_use.clear()
+
+    def abort(self, reason: str) -> None:
+        """Local. End the communicator at once; ranks of this host that use it get a CommunicatorError."""
+        self._core.abort(reason)
+
+    # -- helpers -----------------------------------------------------------------------------------------------------
+    def _run(self, start: Callable[..., Any], *arrays: Array) -> Work:
+        """`start(stream, *arrays)`, through device memory where the arrays are NumPy's."""
+        on_host = [isinstance(array, np.ndarray) for array in arrays]
+        if not any(on_host):
+            return self._start(start, *arrays)
+        if not all(on_host):
+            raise UsageError("one array is NumPy's and the other CuPy's; pass both of one kind")
+        staged = self._stage(arrays)
+        # At once: a later operation on the same array must see the result, and the caller need not keep the array.
+        self._start(start, *staged).wait(self._timeout)
+        arrays[-1].reshape(-1)[...] = staged[-1].get().reshape(-1)
+        return DoneWork()
+
+    def _stage(self, arrays: Sequence[Array]) -> list[Array]:
+        """Copies on the device. A part stays a part of its whole only in the values, which is enough here."""
+        return [self.xp.asarray(array) for array in arrays]
+
+    def _start(self, start: Callable[..., Any], *arrays: Array) -> NcclWork:
+        while self._in_use and self._in_use[0][0].done():
+            self._in_use.popleft()
+        core = start(self.xp.cuda.get_current_stream().ptr, *arrays)
+        self._in_use.append((core, arrays))
+        return NcclWork(core, self.xp)
+
+    def _on_device(self, array: Array) -> Array:
+        return self.xp.asarray(array) if isinstance(array, np.ndarray) else array
+
+    def _exchange_counts(self, row: Sequence[int], label: str) -> Array:
+        """Collective. The row of every rank, as a NumPy matrix; the host waits."""
+        mine = np.array(row, np.int64)
+        rows = np.empty((self.topology.world_size, mine.size), np.int64)
+        self._all_gather(mine, rows, "int64", label)
+        return rows
+
+    def _parts(self, counts: Sequence[int], kind: Any) -> list[Array]:
+        ends = np.cumsum(counts)
+        whole = self.xp.empty(int(ends[-1]), kind)
+        return [whole[int(end) - int(count) : int(end)] for end, count in zip(ends, counts, strict=True)]
+
+
+def _addresses(parts: Sequence[Array]) -> list[tuple[int, int]]:
+    return [(part.data.ptr, part.size) for part in parts]

@@ -1,0 +1,31 @@
+"""Native passes over gradients, for arrays of the host and of a GPU alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import host
+from .base import ENTRIES, FINDINGS, FROM_BAD, OVERFLOWED, UNDERFLOWED, Accumulation, Kernels, Lists
+
+__all__ = [
+    "ENTRIES",
+    "FINDINGS",
+    "FROM_BAD",
+    "OVERFLOWED",
+    "UNDERFLOWED",
+    "Accumulation",
+    "Kernels",
+    "Lists",
+    "kernels_of",
+]
+
+
+def kernels_of(array: Any) -> Kernels:
+    """What works on arrays like this one. Ask once and keep the answer."""
+    if isinstance(array, np.ndarray):
+        return host
+    from . import gpu  # needs CuPy
+
+    return gpu

@@ -1,0 +1,122 @@
+"""The kernels that `host` and `gpu` both have.
+
+Those of the host compute at once. Those of the GPU are enqueued on CuPy's current stream and never wait, which is why
+what a pass finds out goes into an array, its *findings*: `FINDINGS` int64 where the bucket is. The first three are what
+ranks tell each other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["ENTRIES", "FINDINGS", "FROM_BAD", "OVERFLOWED", "UNDERFLOWED", "Accumulation", "Array", "Kernels", "Lists"]
+
+Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
+
+# Places in the findings: entries in the lists; values too large for a 16-bit wire; elements from the first unusable one
+# to the end of the bucket, or 0 if all are usable; values other than zero that became zero.
+ENTRIES, OVERFLOWED, FROM_BAD, UNDERFLOWED = range(4)
+FINDINGS = 4
+
+
+class Accumulation(NamedTuple):
+    """What a selection does to the gradient on the way.
+
+    residual += scale * gradient, and the selection is from the residual; with momentum, momentum = decay * momentum +
+    scale * gradient and residual += momentum.
+
+    Attributes:
+        residual: float32, as long as the gradient, or None: the selection is from the gradient itself.
+        momentum: the same, or None; needs a residual.
+        scale: a number, or what `Kernels.clip_scale` gave.
+        decay: factor on the momentum.
+    """
+
+    residual: Array | None = None
+    momentum: Array | None = None
+    scale: Any = 1.0
+    decay: float = 0.0
+
+
+class Lists(Protocol):
+    """Room for a selection, which grows with need.
+
+    Attributes:
+        indices: int32; the selected ones come first, ascending.
+        values: float32.
+    """
+
+    indices: Array
+    values: Array
+
+    def reserve(self, capacity: int) -> None:
+        """Have room for that many entries; what was listed may be lost."""
+
+
+class Kernels(Protocol):
+    """Flat float32 arrays, unless it says otherwise.
+
+    A pass that fills findings treats an unusable element (NaN or infinite; for a cast without a residual only NaN)
+    alike: it is reported, and in residual and momentum it becomes 0, since these would keep it for ever.
+    """
+
+    def empty(self, count: int, dtype: Any) -> Array:
+        """An uninitialised flat array."""
+
+    def to_host(self, array: Array) -> Array:
+        """A copy as a NumPy array."""
+
+    def copy_into(self, target: Array, source: Array) -> None:
+        """Overwrite `target`, by a NumPy array too."""
+
+    def new_lists(self, capacity: int) -> Lists:
+        """Room for selections."""
+
+    def encode16(
+        self, x: Array, residual: Array | None, wire: Array, dtype: str, scale: float, limit: float, findings: Array
+    ) -> None:
+        """Cast x * scale, or (residual + x) * scale, into the uint16 array `wire`, clamped to +-limit."""
+
+    def decode16(self, wire: Array, x: Array, dtype: str, scale: float) -> None:
+        """Cast back into x, times scale."""
+
+    def clip_scale(self, x: Array, limit: float) -> Any:
+        """The factor that shrinks x to an l2 norm of `limit`; 1 where the norm is less, or not finite."""
+
+    def find_nonfinite(self, x: Array, from_bad: Array) -> None:
+        """Set from_bad[0] (int64) as in findings; float64 too."""
+
+    def first_nonfinite(self, x: Array) -> int | None:
+        """Index of the first NaN or infinity; float64 too. Waits for the answer."""
+
+    def accumulate(self, x: Array, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
+        """The accumulation of a selection, without one. The lists are scratch."""
+
+    def top_k(self, x: Array, k: int, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
+        """List the k >= 1 elements of largest magnitude, among equals those with the lowest index."""
+
+    def threshold(self, x: Array, bound: float, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
+        """List the elements with |x| >= bound, and NaN.
+
+        On a GPU nothing is listed if there are more than the lists have room for; the findings say how many.
+        """
+
+    def nonzero(self, x: Array) -> tuple[Array, Array]:
+        """Indices (int32) and values of the elements other than zero. Waits for their number."""
+
+    def clear_at(self, dense: Array, indices: Array) -> None:
+        """Set dense[indices] to 0."""
+
+    def scatter_sum(
+        self, dense: Array, indices: Sequence[Array], values: Sequence[Array], lo: int, hi: int, scale: float = 1.0
+    ) -> None:
+        """Set dense[lo:hi] to the sum of values[r] * scale at indices[r], list after list; other indices are left out.
+
+        The indices (int32) ascend strictly within each list.
+        """
+
+    def cuts(self, indices: Array, bounds: Sequence[int]) -> list[int]:
+        """Where the bounds would be inserted into ascending indices. Waits for the answer."""

@@ -1,0 +1,167 @@
+"""The kernels on CuPy arrays, on the current stream of the current device; see `base.Kernels`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cupy
+import numpy as np
+
+from .. import _cuda
+from .base import FINDINGS, Accumulation, Array
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .base import Lists
+
+__all__ = [
+    "accumulate",
+    "clear_at",
+    "clip_scale",
+    "copy_into",
+    "cuts",
+    "decode16",
+    "empty",
+    "encode16",
+    "find_nonfinite",
+    "first_nonfinite",
+    "new_lists",
+    "nonzero",
+    "scatter_sum",
+    "threshold",
+    "to_host",
+    "top_k",
+]
+
+_SMALLEST = 2.0**-149  # of the float32 above zero
+
+
+class _Lists:
+    def __init__(self, capacity: int) -> None:
+        self.indices: Array = cupy.empty(capacity, np.int32)
+        self.values: Array = cupy.empty(capacity, np.float32)
+        self._workspace: Array = cupy.empty(0, np.uint8)
+
+    def reserve(self, capacity: int) -> None:
+        if self.values.size < capacity:
+            self.indices = cupy.empty(capacity, np.int32)
+            self.values = cupy.empty(capacity, np.float32)
+
+    def workspace(self, n: int, candidates: int) -> int:
+        """Address of the workspace of a selection from `n` elements."""
+        n_bytes = _cuda.select_workspace(n, candidates)
+        if self._workspace.size < n_bytes:
+            self._workspace = cupy.empty(n_bytes, np.uint8)
+        return _at(self._workspace)
+
+
+def empty(count: int, dtype: Any) -> Array:
+    return cupy.empty(count, dtype)
+
+
+def to_host(array: Array) -> Array:
+    return array.get()
+
+
+def copy_into(target: Array, source: Array) -> None:
+    if isinstance(source, np.ndarray):
+        target.set(source)
+    else:
+        target[...] = source
+
+
+def new_lists(capacity: int) -> Lists:
+    return _Lists(capacity)
+
+
+def encode16(
+    x: Array, residual: Array | None, wire: Array, dtype: str, scale: float, limit: float, findings: Array
+) -> None:
+    _cuda.encode16(_at(x), _at(residual), _at(wire), x.size, dtype, scale, limit, _at(findings), _stream())
+
+
+def decode16(wire: Array, x: Array, dtype: str, scale: float) -> None:
+    _cuda.decode16(_at(wire), _at(x), x.size, dtype, scale, _stream())
+
+
+def clip_scale(x: Array, limit: float) -> Any:
+    parts, norm, scale = (
+        cupy.empty(count, dtype)
+        for count, dtype in ((_cuda.squared_norm_parts, np.float64), (1, np.float64), (1, np.float32))
+    )
+    _cuda.squared_norm(_at(x), x.size, _at(parts), _at(norm), _at(scale), limit, _stream())
+    return scale
+
+
+def find_nonfinite(x: Array, from_bad: Array) -> None:
+    _cuda.find_nonfinite(_at(x), x.size, x.itemsize, _at(from_bad), _stream())
+
+
+def first_nonfinite(x: Array) -> int | None:
+    found = cupy.empty(1, np.int64)
+    find_nonfinite(x, found)
+    from_bad = int(found.item())
+    return x.size - from_bad if from_bad else None
+
+
+def accumulate(x: Array, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
+    if accumulation.residual is not None:
+        _cuda.accumulate(_at(x), x.size, *_addresses(accumulation), _at(findings), _stream())
+    else:
+        findings.fill(0)
+        find_nonfinite(x, findings[2:])
+
+
+def top_k(x: Array, k: int, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
+    assert isinstance(lists, _Lists)
+    lists.reserve(k)
+    workspace = lists.workspace(x.size, _cuda.candidate_capacity(x.size, k))
+    outputs = _at(lists.indices), _at(lists.values), workspace
+    _cuda.top_k(_at(x), x.size, k, *(outputs + _addresses(accumulation)), _at(findings), _stream())
+
+
+def threshold(x: Array, bound: float, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
+    assert isinstance(lists, _Lists)
+    capacity = lists.values.size
+    outputs = _at(lists.indices), _at(lists.values), capacity, lists.workspace(x.size, capacity)
+    _cuda.threshold(_at(x), x.size, bound, *(outputs + _addresses(accumulation)), _at(findings), _stream())
+
+
+def nonzero(x: Array) -> tuple[Array, Array]:
+    lists, findings = _Lists(x.size), cupy.empty(FINDINGS, np.int64)
+    threshold(x, _SMALLEST, Accumulation(), lists, findings)
+    count = int(findings[0].item())
+    return lists.indices[:count], lists.values[:count]
+
+
+def clear_at(dense: Array, indices: Array) -> None:
+    _cuda.clear_at(_at(dense), _at(indices), indices.size, _stream())
+
+
+def scatter_sum(
+    dense: Array, indices: Sequence[Array], values: Sequence[Array], lo: int, hi: int, scale: float = 1.0
+) -> None:
+    counts = [array.size for array in values]
+    where = [_at(array) for array in indices], [_at(array) for array in values], counts
+    _cuda.scatter_sum(_at(dense), dense.size, *where, lo, hi, scale, _stream())
+
+
+def cuts(indices: Array, bounds: Sequence[int]) -> list[int]:
+    found: list[int] = cupy.searchsorted(indices, cupy.asarray(bounds, dtype=indices.dtype)).tolist()
+    return found
+
+
+def _stream() -> int:
+    return int(cupy.cuda.get_current_stream().ptr)
+
+
+def _at(array: Array | None) -> int:
+    return 0 if array is None else int(array.data.ptr)
+
+
+def _addresses(accumulation: Accumulation) -> tuple[int, int, float, int, float]:
+    residual, momentum, scale, decay = accumulation
+    if isinstance(scale, cupy.ndarray):
+        return _at(residual), _at(momentum), 1.0, _at(scale), decay
+    return _at(residual), _at(momentum), scale, 0, decay

@@ -1,0 +1,156 @@
+"""The kernels on NumPy arrays; see `base.Kernels`."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import _core
+from .base import Accumulation, Array
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .base import Lists
+
+__all__ = [
+    "accumulate",
+    "clear_at",
+    "clip_scale",
+    "copy_into",
+    "cuts",
+    "decode16",
+    "empty",
+    "encode16",
+    "find_nonfinite",
+    "first_nonfinite",
+    "new_lists",
+    "nonzero",
+    "scatter_sum",
+    "threshold",
+    "to_host",
+    "top_k",
+]
+
+
+class _Lists:
+    def __init__(self, capacity: int) -> None:
+        self.indices: Array = np.empty(capacity, np.int32)
+        self.values: Array = np.empty(capacity, np.float32)
+
+    def reserve(self, capacity: int) -> None:
+        if self.values.size < capacity:
+            self.indices = np.empty(capacity, np.int32)
+            self.values = np.empty(capacity, np.float32)
+
+
+def empty(count: int, dtype: Any) -> Array:
+    return np.empty(count, dtype)
+
+
+def to_host(array: Array) -> Array:
+    return array.copy()
+
+
+def copy_into(target: Array, source: Array) -> None:
+    np.copyto(target, source)
+
+
+def new_lists(capacity: int) -> Lists:
+    return _Lists(capacity + _core.list_slack)
+
+
+def encode16(
+    x: Array, residual: Array | None, wire: Array, dtype: str, scale: float, limit: float, findings: Array
+) -> None:
+    overflowed, underflowed, nan = _core.encode16(x, wire, dtype, scale, limit, residual)
+    from_bad = 0
+    if residual is None and nan:
+        from_bad = _from_first(np.isnan(x))
+    elif nan or (overflowed and residual is not None):
+        from_bad = _give_up(x, Accumulation(residual))
+    findings[:] = 0, overflowed, from_bad, underflowed
+
+
+def decode16(wire: Array, x: Array, dtype: str, scale: float) -> None:
+    _core.decode16(wire, x, dtype, scale)
+
+
+def clip_scale(x: Array, limit: float) -> Any:
+    norm = math.sqrt(_core.squared_norm(x))
+    # A norm that is NaN or infinite must not scale the element away that an error is about to name.
+    return limit / norm if limit < norm < math.inf else 1.0
+
+
+def find_nonfinite(x: Array, from_bad: Array) -> None:
+    index = _core.first_nonfinite(x)
+    from_bad[0] = 0 if index is None else x.size - index
+
+
+def first_nonfinite(x: Array) -> int | None:
+    return _core.first_nonfinite(x)
+
+
+def accumulate(x: Array, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
+    lists.reserve(_core.top_k_capacity(x.size, 0))
+    if accumulation.residual is not None:
+        _core.top_k(x, 0, lists.indices, lists.values, *accumulation)
+    source = x if accumulation.residual is None else accumulation.residual
+    finite = math.isfinite(_core.squared_norm(source))
+    findings[:] = 0, 0, 0 if finite else _give_up(x, accumulation), 0
+
+
+def top_k(x: Array, k: int, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
+    lists.reserve(_core.top_k_capacity(x.size, k))
+    count, unusable = _core.top_k(x, k, lists.indices, lists.values, *accumulation)
+    findings[:] = count, 0, _give_up(x, accumulation) if unusable else 0, 0
+
+
+def threshold(x: Array, bound: float, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
+    count, unusable = _core.threshold(x, bound, lists.indices, lists.values, *accumulation)
+    if count + _core.list_slack > lists.values.size:
+        # Once more with room to grow into; what was accumulated is in the residual by now.
+        lists.reserve(count + count // 4 + _core.list_slack)
+        source = x if accumulation.residual is None else accumulation.residual
+        count, unusable = _core.threshold(source, bound, lists.indices, lists.values)
+    findings[:] = count, 0, _give_up(x, accumulation) if unusable else 0, 0
+
+
+def nonzero(x: Array) -> tuple[Array, Array]:
+    indices = np.flatnonzero(x).astype(np.int32)
+    return indices, x[indices]
+
+
+def clear_at(dense: Array, indices: Array) -> None:
+    _core.clear_at(dense, indices)
+
+
+def scatter_sum(
+    dense: Array, indices: Sequence[Array], values: Sequence[Array], lo: int, hi: int, scale: float = 1.0
+) -> None:
+    dense[lo:hi].fill(0)
+    _core.scatter_add(dense, indices, values, lo, hi, scale)
+
+
+def cuts(indices: Array, bounds: Sequence[int]) -> list[int]:
+    found: list[int] = np.searchsorted(indices, bounds).tolist()
+    return found
+
+
+def _give_up(x: Array, accumulation: Accumulation) -> int:
+    residual, momentum = accumulation.residual, accumulation.momentum
+    if residual is None:
+        return _from_first(~np.isfinite(x))
+    unusable = ~np.isfinite(residual)
+    residual[unusable] = 0
+    if momentum is not None:
+        momentum[unusable] = 0
+    return _from_first(unusable)
+
+
+def _from_first(mask: Array) -> int:
+    """Elements from the first true one to the end, or 0."""
+    hits = np.flatnonzero(mask)
+    return int(mask.size - hits[0]) if hits.size else 0

@@ -1,0 +1,253 @@
+"""The communicator of GPUs over emulated CUDA and a stand-in for NCCL: what it computes, and what it calls."""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.emulation import build
+
+from .checks import CHECKS
+from .nccl_ranks import connect, emulated_checks
+from .ranks import LocalJob, Outcome, run_ranks, run_ranks_ok
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    build.build()
+
+
+@functools.cache
+def outcomes(world_size: int) -> list[Outcome]:
+    return run_ranks(emulated_checks, world_size, tuple(CHECKS), timeout=110)
+
+
+@pytest.mark.timeout(300)  # the first builds the emulator
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_check(world_size: int, check: str) -> None:
+    for rank, outcome in enumerate(outcomes(world_size)):
+        assert outcome.error is None, f"rank {rank}:\n{outcome.trace}"
+        assert outcome.exit_code == 0, f"rank {rank} ended with exit code {outcome.exit_code}"
+        trace = outcome.value.get(check, "not reached: an earlier check failed")
+        assert trace is None, f"rank {rank}:\n{trace}"
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+def order_streams(job: LocalJob) -> None:
+    comm = connect(job)
+    cupy, rank, n = comm.xp, job.topology.rank, job.topology.world_size
+    pinned = cupy.cuda.alloc_pinned_memory(4 * 1001)
+    host = np.frombuffer(pinned, np.float32, 1001)
+    for stream in (cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)):
+        with stream:
+            array = cupy.zeros(1001, np.float32)
+            host[:] = np.arange(1001) + rank
+            array.set(host)  # runs when the stream gets there
+            work = comm.all_reduce(array)
+        with cupy.cuda.Stream(non_blocking=True):
+            seen = array.get()  # nothing makes this stream wait for the result, so it must not be there
+            assert not (seen == np.arange(1001) * n + n * (n - 1) / 2).all()
+            work.wait()
+            np.testing.assert_array_equal(array.get(), np.arange(1001) * n + n * (n - 1) / 2)
+    comm.close()
+
+
+def test_results_are_joined_to_streams_by_events() -> None:
+    run_ranks_ok(order_streams, 2)
+
+
+def drop(job: LocalJob) -> None:
+    """Memory that is dropped is used again at once on its stream; a collective must not see that."""
+    comm = connect(job)
+    for i in range(20):
+        kept = comm.xp.full(5000, i + job.topology.rank, np.int32)
+        out = comm.xp.empty(5000 * job.topology.world_size, np.int32)
+        work = comm.all_gather(kept, out)
+        del kept
+        comm.xp.full(5000, -1, np.int32)
+        work.wait()
+        np.testing.assert_array_equal(out.get(), np.repeat(i + np.arange(job.topology.world_size), 5000))
+    comm.close()
+
+
+def test_dropped_inputs_live_until_they_are_sent() -> None:
+    run_ranks_ok(drop, 2)
+
+
+# -- what is called ----------------------------------------------------------------------------------------------------
+def call_all(job: LocalJob, path: str) -> None:
+    comm = connect(job, RECORD=path)
+    xp, n, rank = comm.xp, job.topology.world_size, job.topology.rank
+    comm.all_reduce(xp.zeros(10, np.float16), "mean").wait()
+    comm.all_reduce(xp.zeros(11, np.uint16), "max", wire="bfloat16").wait()
+    comm.reduce_scatter(xp.zeros(6 * n), xp.zeros(6)).wait()
+    comm.all_gather(xp.zeros(7, np.int64), xp.zeros(7 * n, np.int64)).wait()
+    comm.broadcast(xp.zeros(8, np.int32), 1).wait()
+    comm.all_gather_ragged(xp.zeros(3 * rank, np.float32))
+    comm.all_to_all_ragged([xp.zeros(r + 2 * rank, np.float32) for r in range(n)])
+    comm.all_reduce(xp.zeros(0)).wait()
+    wire = comm.empty(1 << 20)
+    comm.all_reduce(wire).wait()
+    comm.barrier()
+    comm.close()
+    del wire
+
+
+def test_arguments_grouping_and_order_of_the_calls(tmp_path: Path) -> None:
+    run_ranks_ok(call_all, 2, str(tmp_path / "calls"))
+    for rank in (0, 1):
+        assert (tmp_path / f"calls.{rank}").read_text().splitlines() == [
+            f"ncclCommInitRankConfig size=2 rank={rank} version=21800 depth=0",
+            "ncclAllReduce in_place=1 count=10 type=6 op=4 depth=0",
+            "ncclAllReduce in_place=1 count=11 type=9 op=2 depth=0",
+            "ncclReduceScatter count=6 type=8 op=0 depth=0",
+            "ncclAllGather count=7 type=4 depth=0",
+            "ncclBroadcast count=8 type=2 root=1 depth=0",
+            "ncclAllGather count=1 type=4 depth=0",  # the counts
+            "ncclBroadcast count=3 type=7 root=1 depth=1",  # rank 0 has nothing to send
+            "ncclAllGather count=2 type=4 depth=0",
+            *(
+                [  # rank 0 keeps nothing
+                    "ncclSend count=1 type=7 peer=1 depth=1",
+                    "ncclRecv count=2 type=7 peer=1 depth=1",
+                ]
+                if rank == 0
+                else [
+                    "ncclSend count=2 type=7 peer=0 depth=1",
+                    "ncclRecv count=1 type=7 peer=0 depth=1",
+                    "ncclSend count=3 type=7 peer=1 depth=1",
+                    "ncclRecv count=3 type=7 peer=1 depth=1",
+                ]
+            ),
+            "ncclCommRegister bytes=4194304 depth=0",
+            "ncclAllReduce in_place=1 count=1048576 type=7 op=0 depth=0",
+            "ncclAllReduce in_place=1 count=1 type=2 op=0 depth=0",  # the barrier
+            "ncclCommDeregister left=0 depth=0",
+            "ncclCommFinalize registered=0 depth=0",
+            "ncclCommDestroy depth=0",
+        ]
+
+
+def unregistered(job: LocalJob, fails: str) -> None:
+    comm = connect(job, FAIL=fails)
+    wire = comm.empty(1 << 20)
+    wire[...] = comm.xp.full(1 << 20, job.topology.rank + 1, np.float32)
+    comm.all_reduce(wire).wait()
+    assert (wire.get() == 3).all()
+    comm.close()
+
+
+@pytest.mark.parametrize("fails", ["ncclMemAlloc:1", "ncclCommRegister:2"])
+def test_plain_memory_where_registered_memory_is_not_to_be_had(fails: str) -> None:
+    run_ranks_ok(unregistered, 2, fails)
+
+
+def count_beside(job: LocalJob, function: str) -> int:
+    ticks = 0
+
+    def tick() -> None:
+        nonlocal ticks
+        while not stop.wait(0.01):
+            ticks += 1
+
+    stop = threading.Event()
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        comm = connect(job, SLEEP=f"{function}:0.5")
+        before = ticks
+        comm.all_reduce(comm.xp.zeros(3)).wait()
+        comm.close()
+        return ticks if function.startswith("ncclComm") else ticks - before
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("function", ["ncclCommInitRankConfig", "ncclAllReduce", "ncclCommFinalize"])
+def test_other_threads_run_while_nccl_takes_its_time(function: str) -> None:
+    for ticks in run_ranks_ok(count_beside, 2, function):
+        assert ticks > 10, "the GIL was held"
+
+
+def interrupt(job: LocalJob) -> float:
+    comm = connect(job)
+    import os
+    import signal
+
+    array = comm.xp.ones(5)
+    if job.topology.rank == 1:
+        time.sleep(1.0)
+        comm.all_reduce(array).wait()
+        return 0.0
+    work = comm.all_reduce(array)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        work.wait(20.0)
+    took = time.monotonic() - began
+    work.wait(20.0)  # an interrupted wait can be taken up again
+    assert (array.get() == 2).all()
+    return took
+
+
+def test_ctrl_c_interrupts_a_wait_of_the_host() -> None:
+    assert run_ranks_ok(interrupt, 2)[0] < 0.9
+
+
+# -- which communicator ------------------------------------------------------------------------------------------------
+def choose(job: LocalJob, gpus: str, device: str, visible: str) -> str:
+    import os
+
+    os.environ.update(DISTOPT_EMULATED_GPUS=gpus, DISTOPT_DEVICE=device)
+    if visible:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(";")[job.topology.rank]
+    from tests.emulation import activate
+
+    activate()
+    from distopt import comm
+
+    with comm.create(job) as communicator:
+        communicator.all_reduce(np.zeros(3)).wait()
+        device_id: Any = getattr(communicator, "device_id", "")
+        return f"{communicator.name} {device_id}".strip()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "visible", "expected"),
+    [
+        ("8", "auto", "", ["nccl 0", "nccl 1"]),
+        ("8", "auto", "3;5", ["nccl 0", "nccl 0"]),  # one for each, as srun --gpus-per-task=1 does it
+        ("8", "auto", "2,3;4,5", ["nccl 0", "nccl 0"]),
+        ("8", "auto", "4,6;4,6", ["nccl 0", "nccl 1"]),
+        ("8", "cpu", "", ["shm", "shm"]),
+        ("0", "auto", "", ["shm", "shm"]),
+        ("-1", "auto", "", ["shm", "shm"]),
+    ],
+)
+def test_the_choice_of_communicator_and_device(gpus: str, device: str, visible: str, expected: list[str]) -> None:
+    assert run_ranks_ok(choose, 2, gpus, device, visible) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "error", "words"),
+    [
+        ("-1", "", "MissingDependencyError", r"no GPU answers \(.*\); install NVIDIA's driver"),
+        ("0", "", "MissingDependencyError", "CUDA_VISIBLE_DEVICES"),
+        ("1", "", "LaunchError", r"ranks 0 and 1 on \S+ \(pids \d+ and \d+\) would both use GPU \S+, of 1 that"),
+        ("8", "3;3", "LaunchError", r"ranks 0 and 1 on \S+ \(pids \d+ and \d+\) would both use GPU \S+, of 1 that"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(gpus: str, visible: str, error: str, words: str) -> None:
+    for outcome in run_ranks(choose, 2, gpus, "cuda", visible):
+        assert outcome.error == error, outcome.trace
+        assert re.search(words, outcome.text)
+        assert "\n" not in outcome.text

@@ -1,0 +1,225 @@
+"""What ranks on GPUs are told when something goes wrong; over emulated CUDA and a stand-in for NCCL."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from distopt.errors import CommunicatorError
+from distopt.settings import Settings
+from tests.emulation import build
+
+from .nccl_ranks import connect
+from .ranks import PATIENT, LocalJob, run_ranks, run_ranks_ok
+
+HASTY = Settings(timeout=1.0, stall_warning=0.3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    build.build()
+
+
+pytestmark = pytest.mark.timeout(300)  # the first builds the emulator
+
+
+# -- different collectives ---------------------------------------------------------------------------------------------
+def disagree(job: LocalJob, which: str) -> None:
+    comm = connect(job)
+    odd = job.topology.rank == job.topology.world_size - 1
+    comm.barrier()
+    small, large = comm.xp.zeros(10), comm.xp.zeros(50_000)
+    if which == "operation":
+        work = comm.broadcast(small) if odd else comm.all_reduce(large, label="bucket 3")
+    elif which == "count":
+        work = comm.all_reduce(small if odd else large)
+    elif which == "dtype":
+        work = comm.all_reduce(small.astype(np.float32) if odd else small)
+    elif which == "reduction":
+        work = comm.all_reduce(small, "max" if odd else "sum")
+    elif which == "label":
+        work = comm.all_reduce(large, label="bucket 4" if odd else "bucket 3")
+    else:
+        assert which == "root"
+        work = comm.broadcast(small, root=int(odd))
+    work.wait(20.0)
+
+
+@pytest.mark.parametrize("which", ["operation", "count", "dtype", "reduction", "label", "root"])
+def test_different_collectives_are_named_on_all_ranks(which: str) -> None:
+    outcomes = run_ranks(disagree, 3, which)
+    assert [o.error for o in outcomes] == ["MismatchError"] * 3, outcomes
+    assert len({o.text for o in outcomes}) == 1, "all ranks tell the same story"
+    if which == "operation":
+        assert re.search(r"all_reduce #2 of 50,000 float64, sum \(bucket 3\)", outcomes[0].text)
+        assert re.search(r"rank 2 \(host .*broadcast #2 of 10 float64 from rank 0", outcomes[0].text)
+
+
+# -- lost peers --------------------------------------------------------------------------------------------------------
+def lose_last_rank(job: LocalJob, how: str, waiting_in: str) -> None:
+    comm = connect(job)
+    comm.broadcast(np.zeros(3, np.int32), label="hello").wait()
+    if job.topology.rank == job.topology.world_size - 1:
+        time.sleep(0.2)
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.close()
+        return
+    array = comm.xp.zeros(100_000, np.float32)
+    if waiting_in == "all_reduce":
+        comm.all_reduce(array, label="bucket 7").wait(20.0)
+    elif waiting_in == "barrier":
+        comm.barrier()
+    elif waiting_in == "all_gather_ragged":
+        comm.all_gather_ragged(array)
+    else:
+        # The host does not wait for the device here: the error comes with a later call.
+        while True:
+            comm.all_reduce(array).wait()
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("waiting_in", ["all_reduce", "barrier", "all_gather_ragged", "no one"])
+@pytest.mark.parametrize(("how", "error"), [("killed", "PeerLostError"), ("closed", "CommunicatorClosedError")])
+def test_survivors_learn_who_was_lost(how: str, error: str, waiting_in: str) -> None:
+    started = time.monotonic()
+    *survivors, _ = run_ranks(lose_last_rank, 3, how, waiting_in)
+    assert time.monotonic() - started < PATIENT.timeout / 2, "noticed, not timed out"
+    assert [o.error for o in survivors] == [error] * 2, survivors
+    for outcome in survivors:
+        assert f"rank 2 (host {os.uname().nodename}, pid " in outcome.text
+        assert "broadcast #1 of 3 int32 from rank 0 (hello)" in outcome.text
+
+
+# -- stalled peers -----------------------------------------------------------------------------------------------------
+def stall(job: LocalJob) -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("distopt").addHandler(handler)
+    comm = connect(job, HASTY)
+    comm.barrier()
+    if job.topology.rank != 0:
+        time.sleep(3.0)
+        return []
+    comm.all_reduce(comm.xp.zeros(3)).wait()  # the host goes on; the device waits
+    time.sleep(2.0)
+    with pytest.raises(TimeoutError, match=r"no result within 1 s") as info:
+        comm.barrier()
+    return [*records, str(info.value)]
+
+
+def test_a_stalled_peer_is_named_first_in_a_warning_then_in_an_error() -> None:
+    warning, error = run_ranks_ok(stall, 3)[0]
+    for text in (warning, error):
+        assert "waits in all_reduce #2 of 3 float64, sum for rank 1 (host" in text
+        assert "rank 2 (host" in text
+        assert "barrier #1" in text
+
+
+def wait_briefly(job: LocalJob) -> str:
+    comm = connect(job)
+    if job.topology.rank == 0:
+        with pytest.raises(TimeoutError) as info:
+            comm.all_reduce(comm.xp.zeros(3)).wait(timeout=0.2)
+        return str(info.value)
+    time.sleep(0.6)
+    with pytest.raises(TimeoutError) as info:
+        comm.barrier()
+    return str(info.value)
+
+
+def test_the_late_rank_is_told_that_the_others_gave_up() -> None:
+    first, late = run_ranks_ok(wait_briefly, 2)
+    assert first == late
+    assert "it has started no operation" in first
+
+
+# -- errors of NCCL ----------------------------------------------------------------------------------------------------
+def meet_async_error(job: LocalJob, path: str) -> list[str]:
+    comm = connect(job, RECORD=path, **({"ASYNC_ERROR": "2:6"} if job.topology.rank == 1 else {}))
+    comm.all_reduce(comm.xp.zeros(3)).wait(20.0)
+    texts = []
+    for _ in range(2):
+        with pytest.raises(CommunicatorError) as info:
+            comm.all_reduce(comm.xp.zeros(4)).wait(20.0)
+        texts.append(str(info.value))
+    comm.close()
+    return texts
+
+
+def test_an_asynchronous_error_reaches_all_ranks_and_aborts(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    for rank, texts in enumerate(run_ranks_ok(meet_async_error, 2, str(tmp_path / "calls"))):
+        for text in texts:
+            assert re.search(r"rank 1 \(host .*: NCCL failed in all_reduce #2 .*: remote process exited", text)
+            assert "told by the fake" in text
+        calls = (tmp_path / f"calls.{rank}").read_text()
+        assert calls.endswith("ncclCommAbort depth=0\n")
+        assert "Finalize" not in calls
+
+
+def meet_error(job: LocalJob, function: str) -> None:
+    comm = connect(job, **({"FAIL": f"{function}:3"} if job.topology.rank == 1 else {}))
+    comm.all_reduce(comm.xp.zeros(3)).wait(20.0)
+    comm.all_gather_ragged(comm.xp.zeros(3))
+    comm.barrier()
+
+
+@pytest.mark.parametrize("function", ["ncclCommInitRankConfig", "ncclAllReduce", "ncclBroadcast"])
+def test_an_error_of_one_rank_ends_the_wait_of_all(function: str) -> None:
+    for outcome in run_ranks(meet_error, 2, function):
+        assert outcome.error == "CommunicatorError", outcome.trace
+        assert re.search(r"rank 1 \(host .*: NCCL failed in .*: internal error", outcome.text)
+
+
+def abort(job: LocalJob) -> str:
+    comm = connect(job)
+    comm.barrier()
+    if job.topology.rank == 0:
+        comm.abort("the test wants it")
+    with pytest.raises(CommunicatorError) as info:
+        comm.all_reduce(comm.xp.zeros(3)).wait(20.0)
+    return str(info.value)
+
+
+def test_abort_reaches_all_ranks() -> None:
+    for text in run_ranks_ok(abort, 2):
+        assert re.search(r"rank 0 \(host .* has aborted the communicator: the test wants it", text)
+
+
+def abort_slowly(job: LocalJob) -> float:
+    from distopt.comm import nccl
+
+    nccl._ABORT_SECONDS = 0.2  # type: ignore[misc]
+    comm = connect(job, HASTY, SLEEP="ncclCommAbort:8")
+    if job.topology.rank == 1:
+        time.sleep(2.5)
+        return 0.0
+    began = time.monotonic()
+    with pytest.raises(CommunicatorError, match=r"ncclCommAbort has not come back within 0.2 s"):
+        comm.barrier()
+    comm.close()
+    return time.monotonic() - began
+
+
+def test_an_abort_that_hangs_is_left_alone() -> None:
+    assert run_ranks_ok(abort_slowly, 2)[0] < 4.0
+
+
+def close_twice(job: LocalJob) -> None:
+    comm = connect(job)
+    comm.barrier()
+    comm.close()
+    comm.close()
+    with pytest.raises(CommunicatorError, match="use it before close"):
+        comm.all_reduce(comm.xp.zeros(3))
+
+
+def test_close_is_idempotent_and_final() -> None:
+    run_ranks_ok(close_twice, 2)

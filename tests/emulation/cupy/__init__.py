@@ -1,0 +1,148 @@
+"""A stand-in for CuPy on the emulated CUDA runtime, for tests on machines without a GPU.
+
+Only what distopt uses, and strict where CuPy is strict: arrays of NumPy and of the device do not mix, and reach each
+other by `get`, `set`, `asarray` and `asnumpy` alone. Every operation first runs what waits on the current stream.
+`tests/unit/test_cupy_names.py` compares names and arguments with the real CuPy where that is installed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as _numpy
+
+from . import cuda
+from . import random as random
+from ._array import call as _call
+from ._array import device as _device
+from ._array import ndarray
+
+__version__ = "14.0.0"
+
+# What CuPy takes from NumPy as it is.
+TYPES = (
+    *("bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32"),
+    *("float64", "dtype", "newaxis", "nan", "inf", "pi", "result_type", "promote_types"),
+)
+globals().update({name: getattr(_numpy, name) for name in TYPES})
+
+# Functions that CuPy has by the same name and with the same arguments, as far as they are used.
+FUNCTIONS = (
+    *("abs", "add", "all", "any", "argmax", "argmin", "argpartition", "argsort", "bincount", "broadcast_to", "clip"),
+    *(
+        "concatenate",
+        "count_nonzero",
+        "cumsum",
+        "divide",
+        "dot",
+        "equal",
+        "exp",
+        "expand_dims",
+        "flatnonzero",
+        "isfinite",
+    ),
+    *("isinf", "isnan", "ldexp", "log", "matmul", "max", "maximum", "mean", "min", "minimum", "multiply", "negative"),
+    *("nonzero", "pad", "partition", "prod", "ravel", "repeat", "reshape", "searchsorted", "sign", "sort", "split"),
+    *("sqrt", "square", "squeeze", "stack", "subtract", "sum", "take", "tile", "transpose", "unique", "where"),
+    *("empty_like", "full_like", "ones_like", "zeros_like", "array_equal", "allclose", "copyto", "linalg.norm"),
+)
+
+
+def _function(name: str) -> Any:
+    function: Any = _numpy
+    for part in name.split("."):
+        function = getattr(function, part)
+
+    def wrapper(*args: Any, **options: Any) -> Any:
+        return _call(function, *args, **options)
+
+    wrapper.__name__ = name
+    return wrapper
+
+
+class linalg:  # noqa: N801
+    """`cupy.linalg`."""
+
+
+for _name in FUNCTIONS:
+    _module, _, _short = _name.rpartition(".")
+    setattr(linalg, _short, staticmethod(_function(_name))) if _module else globals().__setitem__(
+        _name, _function(_name)
+    )
+
+
+def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
+    """Uninitialised: filled with bytes that make a NaN of any float."""
+    return ndarray(shape, dtype, order=order)
+
+
+def full(shape: Any, fill_value: Any, dtype: Any = None, order: str = "C") -> ndarray:
+    if isinstance(fill_value, ndarray):
+        fill_value = fill_value.item()
+    result: ndarray = _device(_numpy.full(shape, fill_value, dtype, order))
+    return result
+
+
+def zeros(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
+    return full(shape, 0, dtype, order)
+
+
+def ones(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
+    return full(shape, 1, dtype, order)
+
+
+def arange(start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> ndarray:
+    start, stop = (0, start) if stop is None else (start, stop)
+    result: ndarray = _device(_numpy.arange(start, stop, step, dtype))
+    return result
+
+
+def array(
+    obj: Any,
+    dtype: Any = None,
+    copy: bool = True,
+    order: str = "K",
+    subok: bool = False,
+    ndmin: int = 0,
+    *,
+    blocking: bool = False,
+) -> ndarray:
+    """A copy of a device array, a NumPy array or numbers."""
+    cuda.drain()
+    source = obj._host if isinstance(obj, ndarray) else _numpy.asarray(obj)
+    if not copy and isinstance(obj, ndarray) and dtype in (None, obj.dtype):
+        return obj
+    result: ndarray = _device(_numpy.array(source, dtype=dtype, order=order, ndmin=ndmin))  # type: ignore[call-overload]
+    return result
+
+
+def asarray(a: Any, dtype: Any = None, order: Any = None, *, copy: Any = None, blocking: bool = False) -> ndarray:
+    if isinstance(a, ndarray) and dtype in (None, a.dtype) and not copy:
+        return a
+    return array(a, dtype, order=order or "K")
+
+
+def ascontiguousarray(a: Any, dtype: Any = None) -> ndarray:
+    if isinstance(a, ndarray) and dtype in (None, a.dtype) and a.flags.c_contiguous:
+        return a
+    return array(a, dtype, order="C")
+
+
+def asnumpy(a: Any, stream: Any = None, order: str = "C", out: Any = None, *, blocking: bool = True) -> Any:
+    if isinstance(a, ndarray):
+        return a.get(stream, order, out, blocking)
+    return _numpy.asarray(a, order=order)  # type: ignore[call-overload]
+
+
+def get_array_module(*args: Any) -> Any:
+    import sys
+
+    return sys.modules[__name__] if any(isinstance(a, ndarray) for a in args) else _numpy
+
+
+def shares_memory(a: ndarray, b: ndarray, max_work: Any = None) -> bool:
+    return _numpy.shares_memory(a._host, b._host)
+
+
+def may_share_memory(a: ndarray, b: ndarray, max_work: Any = None) -> bool:
+    return _numpy.may_share_memory(a._host, b._host)

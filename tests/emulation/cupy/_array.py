@@ -1,0 +1,267 @@
+"""The array of the stand-in: NumPy's, with the rules of CuPy about what may meet what."""
+
+from __future__ import annotations
+
+import operator
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from . import cuda
+
+# The operations below wait for the current stream, then compute at once.
+VIEWS = {"reshape", "view", "transpose", "squeeze", "ravel", "swapaxes", "diagonal"}
+METHODS = (
+    *sorted(VIEWS),
+    *(
+        "all",
+        "any",
+        "argmax",
+        "argmin",
+        "argpartition",
+        "argsort",
+        "astype",
+        "clip",
+        "copy",
+        "cumsum",
+        "dot",
+        "flatten",
+    ),
+    *("max", "mean", "min", "nonzero", "prod", "repeat", "round", "sort", "std", "sum", "take", "var"),
+)
+BINARY = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift"),
+    *("lt", "le", "eq", "ne", "gt", "ge"),
+)
+IN_PLACE = (*("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor"),)
+
+
+class Flags:
+    """The three that CuPy has."""
+
+    def __init__(self, flags: Any) -> None:
+        self.c_contiguous: bool = flags.c_contiguous
+        self.f_contiguous: bool = flags.f_contiguous
+        self.owndata: bool = flags.owndata
+
+
+class ndarray:  # noqa: N801
+    """See the module. `_host` is a NumPy view of the emulated device memory."""
+
+    __hash__ = None  # type: ignore[assignment]
+    _memory: cuda.BaseMemory
+    _host: np.ndarray[Any, Any]
+
+    def __init__(
+        self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None, order: str = "C"
+    ) -> None:
+        shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+        n_bytes = np.dtype(dtype).itemsize * prod(shape)
+        if memptr is None:
+            memptr = cuda.alloc(n_bytes)
+        self._memory = memptr.mem
+        self._host = np.ndarray(shape, dtype, cuda.host_bytes(memptr, n_bytes), strides=strides, order=order)  # type: ignore[call-overload]
+
+    @classmethod
+    def _from(cls, host: np.ndarray[Any, Any], memory: cuda.BaseMemory) -> ndarray:
+        array = object.__new__(cls)
+        array._host, array._memory = host, memory
+        return array
+
+    # -- properties ------------------------------------------------------------------------------------------------
+    shape = property(lambda self: self._host.shape)
+    dtype = property(lambda self: self._host.dtype)
+    size = property(lambda self: self._host.size)
+    ndim = property(lambda self: self._host.ndim)
+    nbytes = property(lambda self: self._host.nbytes)
+    itemsize = property(lambda self: self._host.itemsize)
+    strides = property(lambda self: self._host.strides)
+    flags = property(lambda self: Flags(self._host.flags))
+    T = property(lambda self: self.transpose())
+    device = property(lambda self: cuda.Device(self._memory.device_id))
+
+    @property
+    def data(self) -> cuda.MemoryPointer:
+        """Where the first element is."""
+        return cuda.MemoryPointer(self._memory, self._host.ctypes.data - self._memory.ptr)
+
+    # -- to the host and back ----------------------------------------------------------------------------------------
+    def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> np.ndarray[Any, Any]:
+        """A copy in host memory. Not blocking, it is complete only when the stream is."""
+        if out is None:
+            cuda.drain(stream)
+            return np.array(self._host, order=order)  # type: ignore[call-overload, no-any-return]
+        if not isinstance(out, np.ndarray) or out.dtype != self.dtype or out.shape != self.shape:
+            raise TypeError("Only numpy.ndarray of the same shape and dtype can be obtained from cupy.ndarray")
+        if not (out.flags.c_contiguous and self._host.flags.c_contiguous):
+            raise RuntimeError("`out` cannot be specified when copying to non-contiguous ndarray")
+        cuda.copy_async(out.ctypes.data, self._host.ctypes.data, self.nbytes, stream)
+        if blocking:
+            cuda.drain(stream)
+        return out
+
+    def set(self, arr: Any, stream: Any = None) -> None:
+        """Overwrite by a NumPy array of the same shape and dtype; asynchronous from pinned memory."""
+        if not isinstance(arr, np.ndarray):
+            raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
+        if self.dtype != arr.dtype:
+            raise TypeError(f"{arr.dtype} array cannot be set to {self.dtype} array")
+        if self.shape != arr.shape:
+            raise ValueError(f"Shape mismatch. Old shape: {self.shape}, new shape: {arr.shape}")
+        if not self._host.flags.c_contiguous:
+            raise RuntimeError("Cannot set to non-contiguous array")
+        arr = np.ascontiguousarray(arr)
+        cuda.copy_async(self._host.ctypes.data, arr.ctypes.data, self.nbytes, stream)
+        if not cuda.is_pinned(arr):
+            cuda.drain(stream)
+
+    def item(self) -> Any:
+        cuda.drain()
+        return self._host.item()
+
+    def tolist(self) -> Any:
+        cuda.drain()
+        return self._host.tolist()
+
+    def tobytes(self) -> bytes:
+        cuda.drain()
+        return self._host.tobytes()
+
+    def fill(self, value: Any) -> None:
+        cuda.drain()
+        self._host.fill(host(value))
+
+    def __len__(self) -> int:
+        return len(self._host)
+
+    def __bool__(self) -> bool:
+        return bool(self.get())
+
+    def __int__(self) -> int:
+        return int(self.get())
+
+    def __float__(self) -> float:
+        return float(self.get())
+
+    def __index__(self) -> int:
+        return operator.index(self.get())
+
+    def __repr__(self) -> str:
+        return repr(self.get())
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(
+            "Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct a NumPy array "
+            "explicitly."
+        )
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        if method != "__call__" or ufunc.signature is not None:
+            return NotImplemented
+        return call(ufunc, *inputs, **options)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        raise TypeError(f"numpy.{func.__name__} was called on a CuPy array; use the array module of the device")
+
+    # -- elements ----------------------------------------------------------------------------------------------------
+    def __getitem__(self, key: Any) -> Any:
+        return call(operator.getitem, self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        cuda.drain()
+        self._host[host(key)] = host(value)
+
+    def __iter__(self) -> Any:
+        return (self[i] for i in range(len(self)))
+
+    def __neg__(self) -> Any:
+        return call(operator.neg, self)
+
+    def __abs__(self) -> Any:
+        return call(abs, self)
+
+    def __invert__(self) -> Any:
+        return call(operator.invert, self)
+
+
+def host(value: Any) -> Any:
+    """`value` with the NumPy views of its arrays; a NumPy array is refused, as CuPy does."""
+    if isinstance(value, ndarray):
+        return value._host
+    if isinstance(value, np.ndarray):
+        raise TypeError("Unsupported type <class 'numpy.ndarray'>")
+    if isinstance(value, (list, tuple)):
+        return type(value)(host(item) for item in value)
+    return value
+
+
+def device(value: Any, *sources: Any) -> Any:
+    """Arrays of `value` on the device: a view of one of the arrays `sources` where it is one, else new memory."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(device(item, *sources) for item in value)
+    if not isinstance(value, (np.ndarray, np.generic)):
+        return value
+    if isinstance(value, np.ndarray):
+        for source in sources:
+            if isinstance(source, (list, tuple)):
+                source = next((s for s in source if isinstance(s, ndarray) and s._memory.holds(value)), None)
+            if isinstance(source, ndarray) and source._memory.holds(value):
+                return ndarray._from(value, source._memory)
+    value = np.asarray(value)
+    result = ndarray(value.shape, value.dtype)
+    cuda.drain()  # memory from the pool may still be written by those who had it before
+    result._host[...] = value
+    return result
+
+
+def call(function: Any, *args: Any, **options: Any) -> Any:
+    """`function` of NumPy, on arrays of the device."""
+    cuda.drain()
+    out = options.get("out")
+    if isinstance(out, tuple):
+        (out,) = out
+    if out is not None and not isinstance(out, ndarray):
+        raise TypeError("return arrays must be of ArrayType")
+    result = function(*map(host, args), **{key: host(value) for key, value in options.items()})
+    return out if out is not None else device(result, *args)
+
+
+def _method(name: str) -> Any:
+    def method(self: ndarray, *args: Any, **options: Any) -> Any:
+        return call(getattr(np.ndarray, name), self, *args, **options)
+
+    return method
+
+
+def _operator(name: str, *, swapped: bool = False) -> Any:
+    function = getattr(operator, name)
+
+    def method(self: ndarray, other: Any) -> Any:
+        if not isinstance(other, (ndarray, np.ndarray, np.generic, int, float, bool)):
+            return NotImplemented
+        return call(function, other, self) if swapped else call(function, self, other)
+
+    return method
+
+
+def _in_place(name: str) -> Any:
+    function = getattr(operator, f"i{name.removesuffix('_')}")
+
+    def method(self: ndarray, other: Any) -> ndarray:
+        cuda.drain()
+        function(self._host, host(other))
+        return self
+
+    return method
+
+
+for _name in METHODS:
+    setattr(ndarray, _name, _method(_name))
+for _name in BINARY:
+    _plain = _name.removesuffix("_")
+    setattr(ndarray, f"__{_plain}__", _operator(_name))
+    if _name not in ("lt", "le", "eq", "ne", "gt", "ge"):
+        setattr(ndarray, f"__r{_plain}__", _operator(_name, swapped=True))
+for _name in IN_PLACE:
+    setattr(ndarray, f"__i{_name.removesuffix('_')}__", _in_place(_name))

@@ -1,0 +1,260 @@
+"""Devices, memory, streams and events of the stand-in."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+import numpy as np
+
+from distopt._cuda import emulation as _emulated
+
+from . import runtime
+
+__all__ = [
+    "Device",
+    "Event",
+    "ExternalStream",
+    "Stream",
+    "alloc",
+    "alloc_pinned_memory",
+    "get_current_stream",
+    "runtime",
+]
+
+_local = threading.local()
+_pinned: dict[int, int] = {}  # size in bytes, by address
+
+
+class Device:
+    """The emulated GPU; there are `runtime.device_count` of them, all the same memory."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.id = runtime.getDevice() if device is None else int(device)
+        if not 0 <= self.id < runtime.getDeviceCount():
+            raise runtime.CUDARuntimeError(101, "cudaErrorInvalidDevice: invalid device ordinal")
+
+    def __int__(self) -> int:
+        return self.id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Device) and self.id == other.id
+
+    def __hash__(self) -> int:
+        return self.id
+
+    def __enter__(self) -> Device:
+        self._previous = runtime.getDevice()
+        return self.use()
+
+    def __exit__(self, *_: object) -> None:
+        runtime.setDevice(self._previous)
+
+    def use(self) -> Device:
+        runtime.setDevice(self.id)
+        return self
+
+    def synchronize(self) -> None:
+        _emulated.device_synchronize()
+
+    @property
+    def pci_bus_id(self) -> str:
+        return str(_emulated.pci_bus_id(self.id))
+
+    @property
+    def compute_capability(self) -> str:
+        return "90"
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+class BaseMemory:
+    """A run of device memory."""
+
+    ptr: int
+    size: int
+    device_id: int
+
+    @property
+    def device(self) -> Device:
+        return Device(self.device_id)
+
+    def holds(self, array: np.ndarray[Any, Any]) -> bool:
+        return self.ptr <= array.ctypes.data < self.ptr + max(self.size, 1)
+
+
+class Memory(BaseMemory):
+    """Memory of its own, from a pool.
+
+    As in CuPy, memory that is let go serves again for the stream that was current when it was allocated, at once:
+    right on that stream, and a fault that shows where another stream still works on it.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self.device_id = size, runtime.getDevice()
+        self._stream = get_current_stream().ptr
+        self._taken = -(-max(size, 1) // 512) * 512
+        self.ptr: int = _emulated.pool_malloc(self._taken, self._stream)
+
+    def __del__(self, give_back: Any = _emulated.pool_free) -> None:
+        if hasattr(self, "ptr"):
+            give_back(self.ptr, self._taken, self._stream)
+
+
+class UnownedMemory(BaseMemory):
+    """Memory that `owner` keeps alive."""
+
+    def __init__(self, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
+        self.ptr, self.size, self._owner = ptr, size, owner
+        self.device_id = runtime.getDevice() if device_id < 0 else device_id
+
+
+class MemoryPointer:
+    """An address in a run of memory, which it keeps alive."""
+
+    def __init__(self, mem: BaseMemory, offset: int) -> None:
+        self.mem, self.ptr, self.device_id = mem, mem.ptr + offset, mem.device_id
+        self.device = mem.device
+
+    def __int__(self) -> int:
+        return self.ptr
+
+
+def alloc(size: int) -> MemoryPointer:
+    """Device memory, uninitialised."""
+    return MemoryPointer(Memory(size), 0)
+
+
+def host_bytes(pointer: MemoryPointer, n_bytes: int) -> Any:
+    """The emulated device memory as a buffer for NumPy."""
+    return (ctypes.c_char * max(n_bytes, 1)).from_address(pointer.ptr)
+
+
+def alloc_pinned_memory(size: int) -> Any:
+    """Host memory from which the device copies by itself: an object with the buffer protocol, `ptr` and `size()`."""
+    memory = UnownedMemory(_emulated.malloc_host(max(size, 1)), size, None)  # for the life of the process
+    _pinned[memory.ptr] = size
+    kind = type("PinnedMemoryPointer", (ctypes.c_char * max(size, 1),), {"ptr": memory.ptr, "size": lambda _: size})
+    return kind.from_address(memory.ptr)  # type: ignore[attr-defined]
+
+
+def is_pinned(array: np.ndarray[Any, Any]) -> bool:
+    return any(start <= array.ctypes.data < start + size for start, size in _pinned.items())
+
+
+def copy_async(to: int, source: int, n_bytes: int, stream: Any = None) -> None:
+    """Enqueue a copy between any two places."""
+    _emulated.memcpy_async(to, source, n_bytes, 4, (stream or get_current_stream()).ptr)
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+class _BaseStream:
+    def __init__(self, ptr: int, device_id: int) -> None:
+        self.ptr, self.device_id = ptr, device_id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BaseStream) and self.ptr == other.ptr
+
+    def __hash__(self) -> int:
+        return self.ptr
+
+    def __enter__(self) -> _BaseStream:
+        _stack().append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _stack().pop()
+
+    def use(self) -> _BaseStream:
+        _stack()[-1] = self
+        return self
+
+    def synchronize(self) -> None:
+        _emulated.stream_synchronize(self.ptr)
+
+    def record(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        _emulated.stream_wait_event(self.ptr, event.ptr)
+
+
+class Stream(_BaseStream):
+    """A queue of work, which runs when somebody waits for it."""
+
+    null: Stream
+
+    def __init__(
+        self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: Any = None
+    ) -> None:
+        self._owned = not null
+        super().__init__(
+            0 if null else _emulated.stream_create(non_blocking, priority or 0), -1 if null else runtime.getDevice()
+        )
+
+    def __del__(self, destroy: Any = _emulated.stream_destroy) -> None:
+        if getattr(self, "_owned", False):
+            destroy(self.ptr)
+
+
+Stream.null = Stream(null=True)
+
+
+class ExternalStream(_BaseStream):
+    """A stream of somebody else."""
+
+    def __init__(self, ptr: int, device_id: int = -1) -> None:
+        super().__init__(ptr, device_id)
+
+
+class Event:
+    """A point in a stream."""
+
+    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
+        self.ptr: int = _emulated.event_create()
+
+    def __del__(self, destroy: Any = _emulated.event_destroy) -> None:
+        if hasattr(self, "ptr"):
+            destroy(self.ptr)
+
+    def record(self, stream: _BaseStream | None = None) -> None:
+        _emulated.event_record(self.ptr, (stream or get_current_stream()).ptr)
+
+    def synchronize(self) -> None:
+        _emulated.event_synchronize(self.ptr)
+
+    @property
+    def done(self) -> bool:
+        return bool(_emulated.event_query(self.ptr))
+
+
+def _stack() -> list[Any]:
+    if not hasattr(_local, "streams"):
+        _local.streams = [Stream.null]
+    streams: list[Any] = _local.streams
+    return streams
+
+
+def get_current_stream(device_id: int = -1) -> Any:
+    """The stream on which arrays are computed by this thread."""
+    return _stack()[-1]
+
+
+def drain(stream: Any = None) -> None:
+    """Run what waits on a stream, default the current one: array operations come behind it."""
+    _emulated.stream_synchronize((stream or get_current_stream()).ptr)
+
+
+def is_available() -> bool:
+    return bool(runtime.getDeviceCount())
+
+
+def get_elapsed_time(start_event: Event, end_event: Event) -> float:
+    """Milliseconds."""
+    return float(_emulated.event_elapsed_ms(start_event.ptr, end_event.ptr))
+
+
+def get_device_id() -> int:
+    return runtime.getDevice()

@@ -1,0 +1,242 @@
+// Grids on one OS thread: every thread of a block is a fiber.
+#undef _FORTIFY_SOURCE  // its longjmp takes another stack for a fault
+#include <cuda_runtime.h>
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+thread_local uint3 threadIdx;
+thread_local uint3 blockIdx;
+thread_local dim3 blockDim;
+thread_local dim3 gridDim;
+
+namespace emulation {
+namespace {
+
+constexpr std::size_t stack_bytes = 128 << 10;
+
+[[noreturn]] void die(const char* fact, const char* operation) {
+  std::fprintf(stderr, "emulated kernel, block (%u, %u, %u), thread (%u, %u, %u): %s in %s\n", blockIdx.x, blockIdx.y,
+               blockIdx.z, threadIdx.x, threadIdx.y, threadIdx.z, fact, operation);
+  std::abort();
+}
+
+// Lanes that meet: one call of __shfl_sync, for example.
+struct Meeting {
+  const char* operation = nullptr;  // null: free
+  unsigned mask = 0, arrived = 0, left = 0;
+  std::uint64_t values[32] = {};
+};
+
+// Contexts only start fibers: swapcontext would make two system calls at every switch.
+struct Fiber {
+  ucontext_t start{};
+  jmp_buf state;
+  bool started = false;
+  void* stack = nullptr;
+  unsigned thread = 0;     // number in the block
+  bool suspended = false;  // in the middle of that thread
+
+  Fiber() {
+    stack = mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (stack == MAP_FAILED) die("no memory for a stack", "mmap");
+  }
+  ~Fiber() { munmap(stack, stack_bytes); }
+  Fiber(const Fiber&) = delete;
+  Fiber& operator=(const Fiber&) = delete;
+};
+
+// The block that this OS thread runs. A fiber runs one thread after the other; only where a thread has to wait does the
+// next one get another fiber, so that code without barriers never switches.
+class Block {
+ public:
+  void run(unsigned threads, const std::function<void()>& body) {
+    threads_ = alive_ = threads;
+    next_ = arrived_ = 0;
+    body_ = &body;
+    warps_.clear();
+    warps_.resize((threads + 31) / 32);
+    received_.resize(threads);
+    for (bool forward = true; alive_; forward = !forward) {
+      const unsigned before = progress_;
+      // Fibers in use are in ascending order of their threads; going there and back meets writes after reads too.
+      const std::size_t used = used_;
+      for (std::size_t i = 0; i < used; ++i) resume(*fibers_[forward ? i : used - 1 - i]);
+      while (next_ < threads_) {
+        if (used_ == fibers_.size()) fibers_.push_back(std::make_unique<Fiber>());
+        resume(*fibers_[used_]);
+        if (fibers_[used_]->suspended) ++used_;
+      }
+      if (progress_ == before && alive_) die("the threads wait for each other", "a barrier or warp operation");
+    }
+    used_ = 0;
+  }
+
+  int barrier(Vote vote, int value) {
+    const unsigned generation = generation_;
+    if (arrived_++ == 0) {
+      vote_ = vote;
+      sum_ = either_ = 0;
+      both_ = 1;
+    } else if (vote != vote_) {
+      die("threads meet in different barriers", "__syncthreads");
+    }
+    sum_ += value;
+    either_ |= value;
+    both_ &= value;
+    ++progress_;
+    release_if_complete();
+    while (generation_ == generation) suspend();
+    return result_;
+  }
+
+  const std::uint64_t* exchange(const char* operation, unsigned mask, std::uint64_t value) {
+    const unsigned thread = current_->thread, bit = 1u << (thread % 32);
+    if (!(mask & bit)) die("a lane is not in its own mask", operation);
+    const unsigned lanes = threads_ - thread / 32 * 32;
+    if (lanes < 32 && mask >> lanes) mask &= (1u << lanes) - 1;
+    Meeting* meeting = find(warps_[thread / 32], operation, mask, bit);
+    meeting->arrived |= bit;
+    meeting->values[thread % 32] = value;
+    ++progress_;
+    while (meeting->arrived != meeting->mask) suspend();
+    std::memcpy(received_[thread].values, meeting->values, sizeof meeting->values);
+    meeting->left |= bit;
+    if (meeting->left == meeting->mask) meeting->operation = nullptr;
+    return received_[thread].values;
+  }
+
+  unsigned lane() const { return current_->thread % 32; }
+
+ private:
+  struct Values {
+    std::uint64_t values[32];
+  };
+  using Warp = std::vector<std::unique_ptr<Meeting>>;
+
+  static Meeting* find(Warp& warp, const char* operation, unsigned mask, unsigned bit) {
+    Meeting* free = nullptr;
+    for (const auto& meeting : warp) {
+      if (!meeting->operation) {
+        free = meeting.get();
+        continue;
+      }
+      if (meeting->arrived & bit || meeting->arrived == meeting->mask || !(meeting->mask & mask)) continue;
+      if (meeting->mask != mask || std::strcmp(meeting->operation, operation) != 0)
+        die("lanes of one mask meet in different operations", operation);
+      return meeting.get();
+    }
+    if (!free) free = warp.emplace_back(std::make_unique<Meeting>()).get();
+    *free = Meeting{operation, mask, 0, 0, {}};
+    return free;
+  }
+
+  void release_if_complete() {
+    if (!arrived_ || arrived_ < alive_) return;
+    result_ = vote_ == Vote::add ? sum_ : vote_ == Vote::either ? either_ : both_;
+    arrived_ = 0;
+    ++generation_;
+    ++progress_;
+  }
+
+  void resume(Fiber& fiber) {
+    current_ = &fiber;
+    if (fiber.suspended) {
+      enter(fiber.thread);
+    } else if (next_ == threads_) {
+      return;
+    }
+    if (_setjmp(scheduler_) != 0) return;
+    if (fiber.started) _longjmp(fiber.state, 1);
+    fiber.started = true;
+    getcontext(&fiber.start);
+    fiber.start.uc_stack.ss_sp = fiber.stack;
+    fiber.start.uc_stack.ss_size = stack_bytes;
+    makecontext(&fiber.start, &Block::fiber_main, 0);
+    setcontext(&fiber.start);
+  }
+
+  void leave(Fiber& fiber) {
+    if (_setjmp(fiber.state) == 0) _longjmp(scheduler_, 1);
+  }
+
+  void suspend() {
+    Fiber& fiber = *current_;
+    fiber.suspended = true;
+    leave(fiber);
+    fiber.suspended = false;
+  }
+
+  void enter(unsigned thread) const {
+    threadIdx = {thread % blockDim.x, thread / blockDim.x % blockDim.y, thread / (blockDim.x * blockDim.y)};
+  }
+
+  void take_threads() {
+    Fiber& fiber = *current_;
+    for (;;) {
+      while (next_ < threads_) {
+        fiber.thread = next_++;
+        enter(fiber.thread);
+        (*body_)();
+        --alive_;
+        ++progress_;
+        release_if_complete();
+      }
+      leave(fiber);  // until the next block
+    }
+  }
+
+  static void fiber_main();
+
+  std::vector<std::unique_ptr<Fiber>> fibers_;
+  std::size_t used_ = 0;  // fibers that have been suspended in this block
+  jmp_buf scheduler_;
+  Fiber* current_ = nullptr;
+  const std::function<void()>* body_ = nullptr;
+  std::vector<Warp> warps_;
+  std::vector<Values> received_;
+  unsigned threads_ = 0, next_ = 0, alive_ = 0, progress_ = 0;
+  unsigned arrived_ = 0, generation_ = 0;
+  Vote vote_ = Vote::none;
+  int sum_ = 0, either_ = 0, both_ = 1, result_ = 0;
+};
+
+Block& block() {
+  thread_local Block block;
+  return block;
+}
+
+void Block::fiber_main() { block().take_threads(); }
+
+}  // namespace
+
+int block_barrier(Vote vote, int value) { return block().barrier(vote, value); }
+
+const std::uint64_t* warp_exchange(const char* operation, unsigned mask, std::uint64_t value) {
+  return block().exchange(operation, mask, value);
+}
+
+unsigned lane() { return block().lane(); }
+
+void run_grid(dim3 grid, dim3 block_size, const std::function<void()>& body) {
+  static std::atomic<unsigned> launches{0};
+  const bool forward = launches.fetch_add(1) % 2 == 0;
+  const std::uint64_t blocks = std::uint64_t{grid.x} * grid.y * grid.z;
+  gridDim = grid;
+  blockDim = block_size;
+  for (std::uint64_t i = 0; i < blocks; ++i) {
+    const std::uint64_t b = forward ? i : blocks - 1 - i;
+    blockIdx = {static_cast<unsigned>(b % grid.x), static_cast<unsigned>(b / grid.x % grid.y),
+                static_cast<unsigned>(b / grid.x / grid.y)};
+    block().run(block_size.x * block_size.y * block_size.z, body);
+  }
+}
+
+}  // namespace emulation

@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+import pytest
+
+from distopt.errors import MissingDependencyError
+from distopt.launch.gpu import GpuStack, gpu_stack
+
+
+@pytest.fixture(scope="session")
+def stack() -> GpuStack:
+    """What NCCL needs; creates no CUDA context, so that ranks may still be started."""
+    try:
+        return gpu_stack()
+    except MissingDependencyError as error:
+        pytest.skip(str(error))

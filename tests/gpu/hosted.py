@@ -1,0 +1,41 @@
+"""The kernels of `ops.gpu` for NumPy arrays, so that the tests of `ops.cpu` serve for both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+import numpy as np
+
+from distopt.ops import gpu
+
+
+def to_device(value: Any) -> Any:
+    return cupy.asarray(value) if isinstance(value, np.ndarray) else value
+
+
+def to_host(value: Any) -> Any:
+    """Arrays that a function returned; `saved`, a tuple of a class of its own, stays as it is."""
+    if isinstance(value, cupy.ndarray):
+        return value.get()
+    return tuple(map(to_host, value)) if type(value) is tuple else value
+
+
+class Hosted:
+    """Every function of `ops.gpu`. NumPy arguments are copied to the device and back, as functions may change them."""
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(gpu, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            given = [to_device(value) for value in args]
+            result = to_host(function(*given, **options))
+            for value, on_device in zip(args, given, strict=True):
+                if isinstance(value, np.ndarray):
+                    value[...] = on_device.get()
+            return result
+
+        return call
+
+
+hosted = Hosted()

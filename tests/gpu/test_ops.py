@@ -1,0 +1,190 @@
+"""The kernels of ops.gpu: the tests of ops.cpu once more, and what only a device has."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.gpu import require_gpu
+
+require_gpu()
+
+import cupy  # noqa: E402
+
+from distopt import autograd, device, tensor  # noqa: E402
+from distopt.errors import UsageError  # noqa: E402
+from distopt.ops import cpu, gpu, gpu_images, kernels_for, reference  # noqa: E402
+from tests.gpu.hosted import hosted, to_device  # noqa: E402
+from tests.unit import test_ops as on_cpu  # noqa: E402
+from tests.unit import test_ops_gradients as gradients  # noqa: E402
+from tests.unit import test_ops_updates as updates  # noqa: E402
+from tests.unit.test_ops import (  # noqa: E402, F401 - collected here
+    array,
+    dtype,
+    test_activations,
+    test_batch_norm2d,
+    test_batch_norm2d_needs_a_variance,
+    test_conv2d,
+    test_conv2d_max_pool,
+    test_geometry_that_does_not_fit_is_refused,
+    test_inputs_do_not_change,
+    test_large_logits_do_not_overflow,
+    test_linear,
+    test_max_pool_passes_nan_on,
+    test_pool2d,
+    test_relu_passes_nan_on,
+    test_softmax_cross_entropy,
+)
+
+
+@pytest.fixture(autouse=True)
+def kernels_of_the_gpu(monkeypatch):
+    monkeypatch.setattr(on_cpu, "cpu", hosted)
+
+
+@pytest.fixture
+def isa():
+    """The tests of the CPU ask for one."""
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(gpu_images, "SCRATCH_BYTES", 2500)
+
+
+@pytest.mark.parametrize("case", [2, 3])
+def test_convolution_in_chunks(small_chunks, dtype, case):  # noqa: F811
+    on_cpu.test_conv2d(None, dtype, on_cpu.CONVOLUTIONS[case], True, True)
+
+
+@pytest.mark.parametrize("case", [2, 3])
+def test_convolution_with_pooling_in_chunks(small_chunks, dtype, case):  # noqa: F811
+    on_cpu.test_conv2d_max_pool(None, dtype, on_cpu.FUSED[case], True, True)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "check",
+    [
+        lambda: gradients.test_conv2d(hosted, (2, 1), (1, 2), True),
+        lambda: gradients.test_conv2d_max_pool(hosted, ((3, 2), (2, 1), (1, 1)), True),
+        lambda: gradients.test_pool2d(hosted, "max", ((3, 2), (2, 1), (1, 1))),
+        lambda: gradients.test_pool2d(hosted, "avg", ((2, 2), (2, 2), (1, 1))),
+        lambda: gradients.test_linear(hosted, True),
+        lambda: gradients.test_batch_norm2d(hosted, True),
+        lambda: gradients.test_batch_norm2d(hosted, False),
+        lambda: gradients.test_softmax_cross_entropy(hosted, np.array([0, 2, 1])),
+        lambda: gradients.test_softmax_cross_entropy(hosted, np.abs(gradients.array(3, 4, seed=1))),
+    ],
+)
+def test_gradients_are_derivatives(check):
+    check()
+
+
+# -- updates -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shape", updates.SHAPES)
+@pytest.mark.parametrize(("name", "settings"), updates.CASES)
+def test_updates_have_the_bits_of_the_cpu(name, settings, dtype, shape):  # noqa: F811
+    got = updates.run(hosted, name, settings, shape, dtype)
+    assert [a.tobytes() for a in got] == [a.tobytes() for a in updates.run(hosted, name, settings, shape, dtype)]
+    expected = updates.run(cpu, name, settings, shape, dtype)
+    assert [a.tobytes() for a in got] == [a.tobytes() for a in expected]
+
+
+@pytest.mark.parametrize("shape", [(1,), (1003,), (3, 5, 7)])
+def test_element_wise_parts_have_the_bits_of_the_cpu(dtype, shape):  # noqa: F811
+    x, dy = array(shape, dtype), array(shape, dtype, 1)
+    y = cpu.relu(x)
+    np.testing.assert_array_equal(hosted.relu(x), y)
+    np.testing.assert_array_equal(hosted.relu_backward(dy, y), cpu.relu_backward(dy, y))
+    images = array((2, 3, 8, 9), dtype)
+    for kind in ("max", "avg"):
+        y, saved = getattr(cpu, f"{kind}_pool2d")(images, (3, 2), (2, 1), (1, 1))
+        got, on_device = getattr(hosted, f"{kind}_pool2d")(images, (3, 2), (2, 1), (1, 1))
+        np.testing.assert_array_equal(got, y)
+        slope = array(y.shape, dtype, 2)
+        backward = f"{kind}_pool2d_backward"
+        np.testing.assert_array_equal(getattr(hosted, backward)(slope, on_device), getattr(cpu, backward)(slope, saved))
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+def test_parameter_gradients_land_in_views_of_a_bucket(dtype):  # noqa: F811
+    x, weight, bias = array((2, 3, 8, 8), dtype), array((5, 3, 3, 3), dtype, 1), array(5, dtype, 2)
+    bucket = cupy.full(5 * 27 + 5 + 3, 7, dtype)
+    y, saved = gpu.conv2d(*map(to_device, (x, weight, bias)))
+    gpu.conv2d_backward(cupy.ones_like(y), saved, bucket[1:136].reshape(weight.shape), bucket[136:141])
+    rows, matrix = array((4, 9), dtype, 3), array((9, 15), dtype, 4)
+    y, expected = reference.conv2d(x, weight, bias)
+    dw, db = np.empty_like(weight), np.empty(5, dtype)
+    reference.conv2d_backward(np.ones_like(y), expected, dw, db)
+    np.testing.assert_allclose(bucket.get(), np.concatenate([[7], dw.ravel(), db, [7, 7]]), rtol=1e-5, atol=1e-4)
+
+    bucket.fill(7)
+    y, saved = gpu.linear(to_device(rows), to_device(matrix), None)
+    gpu.linear_backward(cupy.ones_like(y), saved, bucket[3:138].reshape(9, 15), None)
+    expected = np.concatenate([[7] * 3, (rows.T @ np.ones((4, 15), dtype)).ravel(), [7] * 5])
+    np.testing.assert_allclose(bucket.get(), expected, rtol=1e-5, atol=1e-5)
+
+
+def zeros(*shape, kind="float32"):
+    return cupy.zeros(shape, kind)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (lambda: gpu.conv2d(zeros(1, 2, 4, 4), zeros(3, 1, 3, 3), None), ValueError),
+        (lambda: gpu.conv2d(zeros(1, 1, 4, 4), zeros(3, 1, 3, 3), zeros(2)), ValueError),
+        (lambda: gpu.linear(zeros(2, 3), zeros(4, 5), None), ValueError),
+        (lambda: gpu.relu_backward(zeros(3), zeros(2)), ValueError),
+        (lambda: gpu.softmax(zeros(3, 0)), ValueError),
+        (lambda: gpu.softmax_cross_entropy(zeros(2, 3), zeros(3, kind="int64")), ValueError),
+        (lambda: gpu.softmax_cross_entropy(zeros(2, 3), zeros(2)), TypeError),
+        (lambda: gpu.sgd_update(zeros(3), zeros(4), None, 0.1), ValueError),
+        (lambda: gpu.sgd_update(zeros(6)[::2], zeros(3), None, 0.1), TypeError),
+        (lambda: gpu.sgd_update(zeros(3, kind="float64"), zeros(3), None, 0.1), TypeError),
+        (lambda: gpu.sgd_update(np.zeros(3, "float32"), zeros(3), None, 0.1), TypeError),
+        (lambda: gpu.relu(zeros(3, kind="float16")), TypeError),
+        (lambda: gpu.adam_update(zeros(3), zeros(3), zeros(3), zeros(3), 0, 0.1), ValueError),
+    ],
+)
+def test_arrays_that_do_not_fit_never_reach_a_kernel(call, kind):
+    with pytest.raises(kind):
+        call()
+
+
+def test_kernels_for_an_array_of_the_device():
+    assert kernels_for(zeros(3)) is gpu
+    assert set(gpu.__all__) == set(cpu.__all__)
+
+
+# -- labels ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("label", [-1, 3, 1 << 40])
+def test_a_label_that_is_no_class_is_found_when_the_loss_is_read(label, monkeypatch):
+    gpu_device = device.create_cuda_gpu()
+    monkeypatch.setattr(autograd, "training", True)
+    logits = tensor.Tensor((4, 3), gpu_device, stores_grad=True)
+    for labels, message in (
+        ([0, 1, label, label], f"label {label} of sample 2 is outside 0 ... 2"),
+        ([0, 1, 2, 0], None),
+    ):
+        loss = autograd.softmax_cross_entropy(logits, tensor.from_numpy(np.array(labels), gpu_device))
+        ((_, grad),) = autograd.backward(loss)
+        if message:
+            assert np.isnan(grad.data.get()[2]).all(), "nothing may be learnt from it"
+            with pytest.raises(UsageError, match=message):
+                loss.item()
+        assert np.isnan(loss.item()) == bool(message), "it is told once"
+
+
+def test_a_loss_that_diverged_is_no_wrong_label():
+    loss, _ = gpu.softmax_cross_entropy(cupy.full((2, 3), np.nan, "float32"), zeros(2, kind="int64"))
+    assert np.isnan(loss.item())
+    device.create_cuda_gpu().check()
+
+
+def test_the_scale_of_a_gradient_may_be_on_the_device():
+    logits, labels = to_device(array((5, 7), "float32")), to_device(np.arange(5))
+    _, saved = gpu.softmax_cross_entropy(logits, labels)
+    got = gpu.softmax_cross_entropy_backward(saved, cupy.full((1,), 0.25, "float32"))
+    np.testing.assert_allclose(got.get(), gpu.softmax_cross_entropy_backward(saved, 0.25).get(), rtol=1e-6)

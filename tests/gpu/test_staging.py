@@ -1,0 +1,51 @@
+"""Batches on their way to the device: each arrives, whatever the host writes meanwhile."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.gpu import require_gpu
+
+require_gpu()
+
+from distopt import device  # noqa: E402
+from distopt.data import Staging  # noqa: E402
+from distopt.ops import gpu  # noqa: E402
+
+
+def test_batches_arrive_while_the_host_runs_ahead():
+    shapes = (((33, 5), np.float32), ((33,), np.int64))
+    staging = Staging(device.create_cuda_gpu(), *shapes)
+    results = []
+    for step in range(7):
+        images, labels = staging.fill()
+        images[...] = np.arange(165).reshape(33, 5) + step
+        labels[...] = np.arange(33) * step
+        x, y = staging.send()
+        results.append((gpu.relu(x.data), y.data + 0))
+    for step, (x, y) in enumerate(results):
+        np.testing.assert_array_equal(x.get(), np.arange(165).reshape(33, 5) + step)
+        np.testing.assert_array_equal(y.get(), np.arange(33) * step)
+
+
+def test_a_batch_stays_while_the_device_computes_on_it():
+    """The copy of a later batch into the same memory waits for the work that was put on the stream before it."""
+    staging = Staging(device.create_cuda_gpu(), ((1000,), np.float32))
+    results = []
+    for step in range(6):
+        (array,) = staging.fill()
+        array[...] = step
+        (x,) = staging.send()
+        y = x.data
+        for _ in range(20):
+            y = gpu.relu(y)
+        results.append(y)
+    assert [float(y.get().sum()) for y in results] == [1000.0 * step for step in range(6)]
+
+
+def test_on_the_cpu_the_arrays_are_the_tensors():
+    staging = Staging(device.get_default_device(), ((3, 2), np.float32))
+    (array,) = staging.fill()
+    array[...] = 7
+    (x,) = staging.send()
+    assert x.data is array

@@ -1,0 +1,27 @@
+"""Training on real GPUs, by the checks of `tests/ranks/test_gpu_emulated.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu import require_gpu
+
+require_gpu()
+
+import cupy  # noqa: E402
+
+from tests.ranks.small_net import on_ranks  # noqa: E402
+from tests.ranks.test_gpu_emulated import by_hand, check, every_strategy, mnist_example, on_gpus, wrong_label  # noqa: E402
+
+
+@pytest.mark.parametrize("body", [every_strategy, by_hand, wrong_label, mnist_example])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_training_ends_as_on_the_cpu(tmp_path, monkeypatch, world_size, body):
+    if cupy.cuda.runtime.getDeviceCount() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    if world_size == 1 and body is wrong_label:
+        pytest.skip("the label is wrong on rank 1")
+    (tmp_path / "cpu").mkdir()
+    gpus = on_gpus(tmp_path, world_size, body, emulated=False)
+    monkeypatch.setenv("DISTOPT_DEVICE", "cpu")
+    check(gpus, on_ranks(tmp_path / "cpu", world_size, body))

@@ -1,0 +1,152 @@
+"""Training on emulated GPUs, over the stand-in for NCCL: every strategy, and the example, end as on the CPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from distopt import launch, opt, singa_wrap, tensor
+from distopt.errors import GradientError, UsageError
+from tests.emulation import activate, build
+from tests.ranks import small_net
+from tests.ranks.small_net import SMALL, assert_equal_bits, on_ranks, parameters, train
+from tests.ranks.test_strategies import STRATEGIES
+
+STEPS = 6
+# NCCL adds 16-bit numbers as such, where our own transports widen them.
+TOLERANCE = {"all_reduce_half": 5e-3, "fp16": 3e-4, "fp16 scaled": 3e-4, "bf16": 3e-3}
+
+
+def every_strategy(optimizer) -> dict[str, np.ndarray]:
+    results = {"kind": np.array(optimizer.device.kind)}
+    for name, strategy in STRATEGIES.items():
+        optimizer = opt.DistOpt(
+            opt.SGD(lr=0.05, momentum=0.5), communicator=optimizer.communicator, threshold=SMALL, partition_size=100
+        )
+        net = small_net.build(optimizer)
+        results[f"{name} losses"] = np.array(train(optimizer, net, range(STEPS), strategy))
+        optimizer.synchronize()
+        results[name] = parameters(net)
+        states = optimizer.get_states()
+        assert all(type(array) is np.ndarray for array in states.values())
+        optimizer.set_states(states)
+        train(optimizer, net, range(STEPS, STEPS + 1), strategy)
+        optimizer.synchronize()
+        results[f"{name} resumed"] = parameters(net)
+    return results
+
+
+def by_hand(optimizer) -> dict[str, np.ndarray]:
+    """SINGA's methods on single tensors, clipping, and the other rules."""
+    results = {}
+    for rule in (opt.Adam(lr=0.01), opt.RMSProp(lr=0.01), opt.AdaGrad(lr=0.05)):
+        optimizer = opt.DistOpt(rule, communicator=optimizer.communicator, threshold=SMALL)
+        net = small_net.build(optimizer)
+        train(optimizer, net, range(2), STRATEGIES["fp32"])
+        step = lambda loss, o=optimizer: o.backward_and_update_half(loss, SMALL, True, 0.01)  # noqa: E731
+        net(*small_net.batch(2, optimizer.global_rank, optimizer.device), step)
+        results[type(rule).__name__] = parameters(net)
+    rank, device = optimizer.global_rank, optimizer.device
+    rng = np.random.default_rng(rank)
+    arrays = [rng.standard_normal(n).astype(np.float32) for n in (5, 331, 70)]
+
+    def copies() -> list[tensor.Tensor]:
+        return [tensor.from_numpy(array, device) for array in arrays]
+
+    residual = tensor.from_numpy(rng.standard_normal(406).astype(np.float32), device)
+    for name, send in {
+        "all_reduce": lambda ts: [optimizer.all_reduce(t) for t in ts],
+        "all_reduce_half": lambda ts: [optimizer.all_reduce_half(t) for t in ts],
+        "fused": lambda ts: (optimizer.fused_all_reduce(ts[:2], send=False), optimizer.fused_all_reduce(ts[1:])),
+        "sparse": lambda ts: optimizer.fused_sparsification(ts, None, 0.5),
+        "top-K": lambda ts: optimizer.fused_sparsification(ts, residual, 0.2, topK=True),
+    }.items():
+        ts = copies()
+        send(ts)
+        optimizer.wait()
+        results[name] = np.concatenate([t.to_numpy() for t in ts])
+    results["residual losses"] = residual.to_numpy()
+    return results
+
+
+def wrong_label(optimizer) -> dict[str, np.ndarray]:
+    """The rank that has it says so, and the other that its gradients are no numbers; nothing is learnt."""
+    net = small_net.build(optimizer)
+    before = parameters(net)
+    x, y = small_net.batch(0, optimizer.global_rank, optimizer.device)
+    y.data[3] = 77 if optimizer.global_rank == 1 else 0
+    kind, message = (
+        (UsageError, "label 77 of sample 3 is outside") if optimizer.global_rank else (GradientError, "rank 1")
+    )
+    if optimizer.device.kind == "cuda":
+        with pytest.raises(kind, match=message):
+            net(x, y, optimizer)
+    np.testing.assert_array_equal(parameters(net), before)
+    return {"parameters": before}
+
+
+def mnist_example(optimizer) -> dict[str, np.ndarray]:
+    """The example on a handful of images."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    import train_cnn
+
+    rng = np.random.default_rng(5)
+    images, labels = rng.integers(0, 256, (24, 1, 28, 28), np.uint8), rng.integers(0, 10, 24, np.int32)
+    data = SimpleNamespace(train_x=images, train_y=labels, test_x=images[:10], test_y=labels[:10])
+    nets = []
+
+    class Remembered(train_cnn.CNN):
+        def __init__(self) -> None:
+            super().__init__()
+            nets.append(self)
+
+    train_cnn.mnist = SimpleNamespace(load=lambda *_, **__: data)
+    train_cnn.CNN = Remembered
+    train_cnn.run(optimizer, train_cnn.parse_args("", ["-m", "2", "-b", "4", "--seed", "1"]))
+    return {"parameters": parameters(nets[0])}
+
+
+def enter_on_gpu(rank: int, world_size: int, ticket, folder: str, body, emulated: bool) -> None:
+    if emulated:
+        activate()
+    os.environ["DISTOPT_DEVICE"] = "cuda"
+    small_net.enter(rank, world_size, ticket, folder, body)
+
+
+def on_gpus(folder: Path, world_size: int, body, *, emulated: bool = True) -> list[dict[str, np.ndarray]]:
+    if emulated:
+        build.build()
+    launch.spawn(enter_on_gpu, world_size, (singa_wrap.NcclIdHolder(), str(folder), body, emulated))
+    return [dict(np.load(folder / f"{rank}.npz")) for rank in range(world_size)]
+
+
+def check(gpus: list[dict[str, np.ndarray]], cpus: list[dict[str, np.ndarray]]) -> None:
+    for rank, (gpu, cpu) in enumerate(zip(gpus, cpus, strict=True)):
+        assert gpu.keys() == cpu.keys()
+        for key in gpu.keys() - {"kind"}:
+            name = key.removesuffix(" losses").removesuffix(" resumed")
+            np.testing.assert_allclose(
+                gpu[key], cpu[key], atol=TOLERANCE.get(name, 2e-5), err_msg=f"{key}, rank {rank}"
+            )
+            if "losses" not in key:
+                assert_equal_bits(gpus, key)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_strategy_ends_as_on_the_cpu(tmp_path, world_size):
+    (tmp_path / "cpu").mkdir()
+    gpus = on_gpus(tmp_path, world_size, every_strategy)
+    check(gpus, on_ranks(tmp_path / "cpu", world_size, every_strategy))
+    assert {str(gpu["kind"]) for gpu in gpus} == {"cuda"}
+
+
+@pytest.mark.parametrize("body", [by_hand, wrong_label, mnist_example])
+def test_other_ways_end_as_on_the_cpu(tmp_path, body):
+    (tmp_path / "cpu").mkdir()
+    gpus = on_gpus(tmp_path, 2, body)
+    check(gpus, on_ranks(tmp_path / "cpu", 2, body))

@@ -1,0 +1,257 @@
+"""The emulator of the CUDA runtime: right programs give right results, and faults of the usual kinds show."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.emulation import build
+
+SOURCES = ["runtime.cpp", "blocks.cpp", "kernels_for_tests.cpp"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("emulator")
+    here = build.ROOT / "tests" / "emulation"
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-DDISTOPT_EMULATED", "-shared", "-fPIC", "-pthread"]
+    include = [f"-I{here}", f"-I{build.ROOT / 'csrc'}"]
+    target = folder / "kernels.so"
+    sources = [str(here / "emulation" / name) for name in SOURCES]
+    subprocess.run(["c++", *flags, *include, *sources, "-o", str(target)], check=True, timeout=200)
+    return target
+
+
+@pytest.fixture(scope="module")
+def library(path):
+    return ctypes.CDLL(str(path))
+
+
+def pointer(array):
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+@pytest.mark.parametrize("launches", [1, 2])  # blocks go up in one launch and down in the next
+@pytest.mark.parametrize("barriers", [True, False])
+def test_a_missing_barrier_in_a_sum_gives_a_wrong_one(library, barriers, launches):
+    numbers, sums = np.arange(1024, dtype=np.int32), np.zeros(4, np.int32)
+    for _ in range(launches):
+        library.run_tree(barriers, pointer(numbers), pointer(sums), 4, 0)
+    assert not sums.any()  # nothing runs before somebody waits
+    library.synchronize(0)
+    right = sums == numbers.reshape(4, 256).sum(axis=1)
+    assert right.all() if barriers else not right.any()
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+def test_a_write_that_overtakes_a_read_gives_a_wrong_result(library, barrier):
+    numbers = np.arange(256, dtype=np.int32)
+    library.run_rotate(barrier, pointer(numbers), 0)
+    library.synchronize(0)
+    assert (numbers == np.roll(np.arange(256), 1)).all() == barrier
+
+
+def test_warp_operations(library):
+    out = np.zeros((64, 8), np.int32)
+    library.run_warp(pointer(out), 0)
+    library.synchronize(0)
+    for thread, found in enumerate(out.tolist()):
+        lane, base = thread % 32, thread // 32 * 32
+        ballot = sum(1 << i for i in range(32) if (base + i) % 3 == 0)
+        assert found[0] % 2**32 == ballot
+        assert found[1] == base + 5
+        assert found[2] == thread - (2 if lane >= 2 else 0)
+        assert found[3] == thread + (3 if lane % 8 < 5 else 0)
+        assert found[4] == thread ^ 1
+        assert found[5] == sum(range(base, base + 32))
+        assert found[6] == (base + 31 if lane % 2 else base)
+        assert found[7] == 13
+
+
+def test_atomics_and_threads_that_end_early(library):
+    count, largest = np.zeros(1, np.int32), np.zeros(1, np.uint64)
+    library.run_count(pointer(count), pointer(largest), 0)
+    library.run_early_exit(pointer(count), 0)
+    library.synchronize(0)
+    assert (count[0], largest[0]) == (7 * 33 + 32, 7 * 33 - 1)
+
+
+@pytest.mark.parametrize(("name", "fact"), [("diverged", "different operations"), ("waiting", "wait for each other")])
+def test_threads_that_cannot_meet_end_the_process_and_are_named(path, name, fact):
+    code = f"import ctypes\nlib = ctypes.CDLL({str(path)!r})\nlib.run_{name}(None, 0)\nlib.synchronize(0)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode != 0
+    assert fact in ended.stderr
+    assert "block (0, 0, 0)" in ended.stderr
+
+
+# -- streams, from Python ----------------------------------------------------------------------------------------------
+PROLOGUE = """
+import ctypes, os, threading
+from tests.emulation import activate
+activate()
+from distopt._cuda import emulation as cuda
+
+H2D, D2H = 1, 2
+size = 64
+device, other = cuda.malloc(size), cuda.malloc(size)
+pinned = cuda.malloc_host(size)
+first, second = cuda.stream_create(True), cuda.stream_create(True)
+
+def byte(address):
+    return ctypes.string_at(address, 1)[0]
+
+def fails(number, function, *args):
+    try:
+        function(*args)
+    except RuntimeError as error:
+        assert f"(CUDA error {number})" in str(error), error
+    else:
+        raise AssertionError("no error")
+"""
+
+SCRIPTS = {
+    "work waits for a synchronisation": """
+        assert byte(device) == 0xFF  # new memory is NaN
+        cuda.memset_async(device, 1, size, first)
+        cuda.memset_async(device, 2, size, second)
+        assert byte(device) == 0xFF
+        cuda.stream_synchronize(second)
+        assert byte(device) == 2
+        cuda.stream_synchronize(first)
+        assert byte(device) == 1
+    """,
+    "an event orders two streams, up to where it was recorded": """
+        for ordered in (True, False):
+            event = cuda.event_create()
+            cuda.memset_async(device, 0, size, 0), cuda.stream_synchronize(0)
+            cuda.memset_async(device, 5, size, first)
+            cuda.event_record(event, first)
+            cuda.memset_async(device, 6, size, first)
+            if ordered:
+                cuda.stream_wait_event(second, event)
+            cuda.memcpy_async(other, device, size, 3, second)
+            cuda.event_destroy(event)
+            cuda.stream_synchronize(second)
+            assert byte(other) == (5 if ordered else 0)
+            cuda.stream_synchronize(first)
+            assert byte(device) == 6
+    """,
+    "a wait is for the record before it": """
+        event = cuda.event_create()
+        cuda.stream_wait_event(second, event)  # never recorded: no wait
+        cuda.event_record(event, first)
+        cuda.stream_wait_event(second, event)
+        cuda.memset_async(device, 5, size, first)
+        cuda.event_record(event, first)
+        cuda.memcpy_async(other, device, size, 3, second)
+        cuda.stream_synchronize(second)
+        assert byte(other) == 0xFF
+        cuda.event_synchronize(event)
+        assert byte(device) == 5
+    """,
+    "the legacy stream waits for blocking streams, and they for it": """
+        blocking = cuda.stream_create(False)
+        cuda.memset_async(device, 1, size, blocking)
+        cuda.memset_async(other, 1, size, first)
+        cuda.memset_async(device, 2, size, 0)
+        cuda.memset_async(device, 3, size, blocking)
+        cuda.stream_synchronize(blocking)
+        assert (byte(device), byte(other)) == (3, 0xFF)
+        cuda.stream_synchronize(0)
+        assert (byte(device), byte(other)) == (3, 0xFF)
+        cuda.device_synchronize()
+        assert byte(other) == 1
+    """,
+    "pinned memory is read when its turn comes, pageable memory at once": """
+        ctypes.memset(pinned, 1, size)
+        cuda.memcpy_async(device, pinned, size, H2D, first)
+        ctypes.memset(pinned, 2, size)
+        cuda.stream_synchronize(first)
+        assert byte(device) == 2
+        page = ctypes.create_string_buffer(size)
+        cuda.memcpy_async(ctypes.addressof(page), device, size, D2H, first)
+        assert page[0] == b"\\x02"
+    """,
+    "queries make progress": """
+        event = cuda.event_create()
+        cuda.memset_async(device, 1, size, first)
+        cuda.event_record(event, first)
+        assert cuda.event_query(event)
+        assert byte(device) == 1
+        assert cuda.stream_query(first)
+    """,
+    "a task may say that it has to wait": """
+        calls, ready = [], threading.Event()
+        step = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: calls.append(0) or int(ready.is_set()))
+        event = cuda.event_create()
+        enqueue = ctypes.CDLL(None).emulation_enqueue
+        assert enqueue(ctypes.c_void_p(first), step, None) == 0
+        cuda.event_record(event, first)
+        cuda.memset_async(device, 1, size, first)
+        assert not cuda.event_query(event) and not cuda.stream_query(first) and len(calls) == 2
+        assert byte(device) == 0xFF
+        threading.Timer(0.05, ready.set).start()
+        cuda.stream_synchronize(first)
+        assert byte(device) == 1 and cuda.event_query(event)
+        assert enqueue(ctypes.c_void_p(12345), step, None) == 400
+    """,
+    "memory that is given back too early is spoilt": """
+        memory = cuda.pool_malloc(size, first)
+        cuda.memset_async(memory, 7, size, first)
+        event = cuda.event_create()
+        cuda.event_record(event, first)
+        cuda.stream_wait_event(second, event)
+        cuda.memcpy_async(other, memory, size, 3, second)
+        cuda.pool_free(memory, size, first)
+        assert cuda.pool_malloc(size, second) != memory
+        assert cuda.pool_malloc(size, first) == memory
+        cuda.stream_synchronize(first)
+        cuda.stream_synchronize(second)
+        assert byte(other) == 0xFF
+    """,
+    "wrong arguments are errors": """
+        fails(1, cuda.memcpy_async, device, device, size, H2D, first)
+        fails(1, cuda.memcpy_async, device, other, size + 1, 3, first)
+        fails(1, cuda.memset_async, pinned, 0, size, first)
+        fails(1, cuda.free, pinned)
+        fails(400, cuda.stream_synchronize, 12345)
+        cuda.stream_destroy(first)
+        fails(400, cuda.memset_async, device, 0, size, first)
+        fails(101, cuda.set_device, 8)
+    """,
+    "devices are those that are visible": """
+        os.environ["CUDA_VISIBLE_DEVICES"] = "6,2,9,1"
+        assert cuda.device_count() == 2
+        assert [cuda.pci_bus_id(i) for i in range(2)] == ["0000:07:00.0", "0000:03:00.0"]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        fails(100, cuda.device_count)
+        os.environ["DISTOPT_EMULATED_GPUS"] = "-1"
+        fails(35, cuda.device_count)
+    """,
+    "a stream that was destroyed still serves those who wait for it": """
+        event = cuda.event_create()
+        cuda.memset_async(device, 1, size, first)
+        cuda.event_record(event, first)
+        cuda.stream_destroy(first)
+        cuda.stream_wait_event(second, event)
+        cuda.stream_synchronize(second)
+        assert byte(device) == 1
+    """,
+}
+
+
+@pytest.mark.timeout(600)  # the first test of a session compiles the emulator
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_streams(name):
+    build.build()
+    code = PROLOGUE + "\n".join(line[8:] for line in SCRIPTS[name].splitlines())
+    hidden = ("CUDA_VISIBLE_DEVICES", "DISTOPT_EMULATED_GPUS")
+    env = {key: value for key, value in os.environ.items() if key not in hidden}
+    ended = subprocess.run([sys.executable, "-c", code], cwd=build.ROOT, env=env, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,31 @@
+"""The tests of a GPU that need no driver, on the emulated one, in a process that takes it for the real one."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from tests.emulation import build
+from tests.processes import Program
+
+RUN = "import sys, pytest; from tests.emulation import activate; activate(); sys.exit(pytest.main(sys.argv[1:]))"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("file", "options"),
+    [
+        # In float64 the large cases only take longer.
+        ("test_ops.py", ["-k", "not (float64 and (test_conv2d or test_linear or test_pool2d))"]),
+        ("test_staging.py", []),
+    ],
+)
+def test_on_the_emulated_gpu(file, options):
+    build.build()
+    environment = {"CUDA_VISIBLE_DEVICES": "0", "DISTOPT_DEVICE": "cuda"}
+    command = [sys.executable, "-c", RUN, "-q", "-p", "no:cacheprovider", f"tests/gpu/{file}", *options]
+    ended = Program(command, {**environment, "PATH": os.environ["PATH"]}).end(500)
+    assert ended.code == 0, ended.stdout + ended.stderr
+    assert "skipped" not in ended.stdout
