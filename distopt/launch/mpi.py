@@ -20,6 +20,7 @@ import atexit
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -49,6 +50,7 @@ __all__ = ["MpiJob", "after_closing", "close_at_exit", "import_mpi", "start_mpi"
 
 # mpiexec reads the ranks' output from pipes, and drops what it has not read when it is told to abort.
 _FORWARD_SECONDS = 0.1
+_ABORT_SECONDS = 2
 
 
 class _Closeable(Protocol):
@@ -306,6 +308,9 @@ class _ExitGuard:
         time.sleep(_FORWARD_SECONDS)
         if not self._mpi.Is_finalized():
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPICH's own line would follow the traceback
+            # Open MPI's Abort waits for mpiexec's answer; should none come, the signal ends this process.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_ABORT_SECONDS)
             self._mpi.COMM_WORLD.Abort(code)
             os._exit(code)  # MPICH's Abort may return; nothing of this process may run on and confuse the others
 
