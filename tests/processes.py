@@ -95,9 +95,8 @@ def mpiexec_command(n: int) -> list[str]:
     """The start of a command line for `n` ranks of this host."""
     if find_spec("mpi4py") is None:
         pytest.skip("mpi4py is absent: pip install 'distopt[mpi]'")
-    beside = Path(sys.executable).parent / "mpiexec"
-    command = [str(beside) if beside.exists() else "mpiexec"]
-    if "Open MPI" in _version(command[0]):
+    command = [_mpiexec_path()]
+    if is_open_mpi():
         variables = [
             "OMPI_ALLOW_RUN_AS_ROOT=1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
@@ -108,6 +107,13 @@ def mpiexec_command(n: int) -> list[str]:
     return [*command, "-n", str(n)]
 
 
+def _mpiexec_path() -> str:
+    beside = Path(sys.executable).parent / "mpiexec"
+    return str(beside) if beside.exists() else "mpiexec"
+
+
 @functools.cache
-def _version(mpiexec_path: str) -> str:
-    return subprocess.run([mpiexec_path, "--version"], capture_output=True, text=True, check=True).stdout
+def is_open_mpi() -> bool:
+    """Whether the mpiexec in use is Open MPI's; otherwise it is MPICH's."""
+    done = subprocess.run([_mpiexec_path(), "--version"], capture_output=True, text=True, check=True)
+    return "Open MPI" in done.stdout

@@ -39,7 +39,7 @@ from .job import Job
 from .mpi_setup import all_gather_bytes
 from .multiprocess import Ticket
 from .rendezvous import HostGroup
-from .siblings import Absence
+from .siblings import Absence, end_with_parent
 from .threads import cap_threads, cores
 
 if TYPE_CHECKING:
@@ -260,6 +260,7 @@ class _ExitGuard:
             sys.excepthook = partial(self._uncaught, sys.excepthook)
             sys.exit = partial(self._exit, sys.exit)
             atexit.register(self._at_exit)
+            end_with_parent(launched=True)
 
     def watch(self, job: MpiJob) -> None:
         self._jobs.add(id(job))

@@ -84,14 +84,26 @@ def _siblings() -> tuple[set[int], set[int]]:
     return running, zombies
 
 
-def end_with_parent() -> None:
-    """Local. End this process by SIGTERM when the Python process that started it through multiprocessing has ended.
+def end_with_parent(*, launched: bool = False) -> None:
+    """Local. End this process by SIGTERM when the process that started it has ended.
 
-    By itself that never happens: at its end, a parent waits for its children.
+    By itself that never happens: at its end, a parent waits for its children. Open MPI leaves ranks behind whose
+    mpiexec was killed.
+
+    Args:
+        launched: the parent is a launcher's, such as mpiexec; otherwise only one that used multiprocessing counts.
     """
     parent = parent_process()
     if parent is not None:
-        threading.Thread(target=_outlive, args=(parent.sentinel,), name="distopt parent", daemon=True).start()
+        sentinel = parent.sentinel
+    elif launched:
+        try:
+            sentinel = os.pidfd_open(os.getppid())
+        except OSError:  # it has ended, or a kernel before 5.3, or a sandbox: the launcher alone watches
+            return
+    else:
+        return
+    threading.Thread(target=_outlive, args=(sentinel,), name="distopt parent", daemon=True).start()
 
 
 def _outlive(sentinel: int) -> None:

@@ -110,18 +110,23 @@ def leave_with(ticket) -> None:
 
 
 ORPHAN = """
-import multiprocessing, os, sys, time
+import multiprocessing, os, subprocess, sys, time
 from distopt.launch.siblings import end_with_parent
-def child():
-    end_with_parent()
+def child(launched=False):
+    end_with_parent(launched=launched)
     print(os.getpid(), flush=True)
     time.sleep(60)
 if __name__ == "__main__":
-    multiprocessing.get_context(sys.argv[1]).Process(target=child).start()
+    if sys.argv[1] == "child":
+        child(launched=True)
+    elif sys.argv[1] == "launcher":
+        subprocess.run([sys.executable, __file__, "child"])
+    else:
+        multiprocessing.get_context(sys.argv[1]).Process(target=child).start()
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", "launcher"])
 def test_a_rank_does_not_outlive_its_parent(method, tmp_path):
     path = tmp_path / "orphan.py"
     path.write_text(ORPHAN)
