@@ -193,6 +193,12 @@ void reduce(const std::vector<Array>& outputs, const std::vector<Array>& inputs,
                           inputs.at(0).size(), static_cast<DType>(dtype), static_cast<RedOp>(op));
 }
 
+void copy(const Array& to, const Array& from) {
+  if (to.nbytes() != from.nbytes()) throw std::invalid_argument("both arrays must have the same size");
+  nb::gil_scoped_release release;
+  reduce_kernels().copy(to.data(), from.data(), from.nbytes());
+}
+
 }  // namespace
 
 void bind_shm(nb::module_& m) {
@@ -231,6 +237,7 @@ void bind_shm(nb::module_& m) {
   m.def(
       "reduce", &reduce, nb::arg("outputs"), nb::arg("inputs"), nb::arg("dtype"), nb::arg("op"),
       "Element-wise reduction of equally long arrays in the order given, written to every output (tests, benchmarks).");
+  m.def("copy", &copy, nb::arg("to"), nb::arg("from_"), "Bytes of one array into another (tests).");
 }
 
 }  // namespace distopt

@@ -1,5 +1,7 @@
 #include "reduce_kernels.h"
 
+#include <cstring>
+
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
@@ -206,7 +208,27 @@ void reduce(void* const* outs, int n_outs, const void* const* ins, int n_ins, si
   }
 }
 
-const ReduceKernels table = {&reduce};
+void copy(void* to, const void* from, size_t bytes) {
+  auto* target = static_cast<char*>(to);
+  auto* source = static_cast<const char*>(from);
+  // Four at a time: a loop over single vectors would be recognized as a memcpy.
+  for (; bytes >= 4 * vector_bytes; bytes -= 4 * vector_bytes) {
+    Bits a, b, c, d;
+    __builtin_memcpy(&a, source, vector_bytes);
+    __builtin_memcpy(&b, source + vector_bytes, vector_bytes);
+    __builtin_memcpy(&c, source + 2 * vector_bytes, vector_bytes);
+    __builtin_memcpy(&d, source + 3 * vector_bytes, vector_bytes);
+    __builtin_memcpy(target, &a, vector_bytes);
+    __builtin_memcpy(target + vector_bytes, &b, vector_bytes);
+    __builtin_memcpy(target + 2 * vector_bytes, &c, vector_bytes);
+    __builtin_memcpy(target + 3 * vector_bytes, &d, vector_bytes);
+    target += 4 * vector_bytes;
+    source += 4 * vector_bytes;
+  }
+  if (bytes != 0) std::memcpy(target, source, bytes);
+}
+
+const ReduceKernels table = {&reduce, &copy};
 
 }  // namespace
 

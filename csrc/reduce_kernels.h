@@ -13,6 +13,9 @@ struct ReduceKernels {
   // each may be one of the inputs. Arrays need not be aligned.
   void (*reduce)(void* const* outs, int n_outs, const void* const* ins, int n_ins, std::size_t count, DType dtype,
                  RedOp op);
+  // memcpy, for long arrays. That of glibc leaves them to `rep movsb`, which on AMD's Zen 3 and 4 takes five times as
+  // long if the arrays begin at different offsets in their cache lines (glibc bug 30994), as arrays of NumPy do.
+  void (*copy)(void* to, const void* from, std::size_t bytes);
 };
 
 DISTOPT_DECLARE_KERNELS(ReduceKernels, reduce_kernels)

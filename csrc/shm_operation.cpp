@@ -13,7 +13,7 @@ namespace {
 std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
 
 void copy_if_apart(char* to, const char* from, std::size_t bytes) {
-  if (to != from && bytes != 0) std::memcpy(to, from, bytes);
+  if (to != from) reduce_kernels().copy(to, from, bytes);
 }
 
 // FNV-1a, which every build computes alike.

@@ -105,3 +105,17 @@ def test_arrays_that_do_not_match_are_refused() -> None:
         reduce([np.zeros(3)], [np.zeros(3), np.zeros(4)], "float64", "sum")
     with pytest.raises(ValueError, match="item size"):
         reduce([np.zeros(3)], [np.zeros(3), np.zeros(3)], "float32", "sum")
+
+
+# Around four vectors of each instruction set.
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 4099])
+@pytest.mark.parametrize("shift", [0, 1, 16])
+def test_copy(isa: str, count: int, shift: int) -> None:
+    source = values(1, count + shift, "int32").view(np.uint8)[shift : count + shift]
+    for _ in range(2):
+        whole = np.full(count + 128, 0xA5, np.uint8)
+        target = whole[64 : 64 + count]
+        _core.copy(target, source)
+        np.testing.assert_array_equal(target, source)
+        assert (whole[:64] == 0xA5).all()
+        assert (whole[64 + count :] == 0xA5).all()
