@@ -138,8 +138,13 @@ class Device:
 
     # -- graph -------------------------------------------------------------------------------------------------------
     def EnableGraph(self, enabled: bool) -> None:  # noqa: N802
-        """Remember the wish for graph execution. It changes nothing: operations always run when they are called."""
+        """Remember the wish for graph execution. It changes nothing: operations always run when they are called.
+
+        On a GPU the log says so once, as a CUDA graph might be expected.
+        """
         self._graph = enabled
+        if enabled and self.kind == "cuda":
+            _tell_once("use_graph=True: steps run as they are called; capture in a CUDA graph is not built yet")
 
     def graph_enabled(self) -> bool:
         """What `EnableGraph` was last given."""
@@ -219,10 +224,15 @@ def create_cuda_gpu_on(device_id: int) -> Device:
     device, missing = find_gpu(device_id)
     if device is not None:
         return device
-    if missing and missing not in _told:
-        _told.add(missing)
-        _log.warning("using the CPU: %s (DISTOPT_DEVICE=cpu stops this notice)", missing)
+    if missing:
+        _tell_once(f"using the CPU: {missing} (DISTOPT_DEVICE=cpu stops this notice)")
     return _cpu
+
+
+def _tell_once(text: str) -> None:
+    if text not in _told:
+        _told.add(text)
+        _log.warning("%s", text)
 
 
 def find_gpu(device_id: int) -> tuple[Device | None, str]:
