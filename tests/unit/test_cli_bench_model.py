@@ -9,24 +9,25 @@ import random
 import pytest
 
 from distopt import cli
-from distopt.cli.bench.scaling import STRATEGIES, Line, Network, Training, fit, predict
+from distopt.cli.bench.scaling import STRATEGIES, Curve, Line, Network, Training, fit, predict
 
 SIZES = [1 << power for power in range(10, 28, 2)]
 TRUE = Line(20e-6, 1 / 12e9)
 SLOW = Line(50e-6, 8e-9)  # 1 Gbit/s
+LOCAL = Curve(TRUE)
 
 
 # -- the fit -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("true", [TRUE, Line(1e-6, 1 / 3e9), Line(0.3, 1e-12), Line(0.0, 1e-9)])
 def test_a_line_is_found_again(true):
-    found = fit([(size, true.time(size)) for size in SIZES])
+    found = fit([(size, true.time(size)) for size in SIZES]).line
     assert found.latency == pytest.approx(true.latency, rel=1e-6, abs=1e-12)
     assert found.seconds_per_byte == pytest.approx(true.seconds_per_byte, rel=1e-6)
 
 
 def test_noise_moves_both_ends_alike():
     rng = random.Random(1)
-    found = fit([(size, TRUE.time(size) * rng.uniform(0.9, 1.1)) for size in SIZES for _ in range(20)])
+    found = fit([(size, TRUE.time(size) * rng.uniform(0.9, 1.1)) for size in SIZES for _ in range(20)]).line
     assert found.latency == pytest.approx(TRUE.latency, rel=0.05)
     assert found.seconds_per_byte == pytest.approx(TRUE.seconds_per_byte, rel=0.05)
 
@@ -42,9 +43,24 @@ def test_noise_moves_both_ends_alike():
 )
 def test_no_term_is_negative(points):
     found = fit(points)
-    assert found.latency >= 0
-    assert found.seconds_per_byte >= 0
+    assert found.line.latency >= 0
+    assert found.line.seconds_per_byte >= 0
     assert all(0 < found.time(size) < 10 * seconds for size, seconds in points)
+
+
+@pytest.mark.parametrize("knee", SIZES[2:-2])
+def test_a_bend_is_found_again(knee):
+    true = Curve(TRUE, knee, 1 / 2e9)
+    found = fit([(size, true.time(size)) for size in SIZES])
+    assert found.knee_bytes == knee
+    assert found.slope == pytest.approx(true.slope)
+    assert all(found.time(size) == pytest.approx(true.time(size)) for size in SIZES)
+
+
+def test_a_bend_must_earn_its_place():
+    rng = random.Random(2)
+    for _ in range(20):
+        assert fit([(size, TRUE.time(size) * rng.uniform(0.8, 1.25)) for size in SIZES]).knee_bytes is None
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -72,7 +88,7 @@ def test_the_sparse_sum_takes_the_way_with_the_fewest_bytes():
 TRAINING = Training(alone=10e-3, compute=11e-3, backward=6e-3, count=431_080, batch_size=64)
 
 
-def step(ranks, strategy="fp32", *, local=TRUE, per_host=2, line=SLOW):
+def step(ranks, strategy="fp32", *, local=LOCAL, per_host=2, line=SLOW):
     return predict(TRAINING, local, Network(line, "ring"), per_host, ranks, strategy, 0.01)
 
 
@@ -149,7 +165,7 @@ def test_every_point_has_its_error(tmp_path, capsys):
     report = json.loads(out.read_text())
     (found,) = report["fits"]
     assert [point["size_bytes"] for point in found["points"]] == SIZES
-    line = Line(found["latency"], found["seconds_per_byte"])
+    line = Line(**found["line"])
     for point in found["points"]:
         assert point["error"] == pytest.approx(line.time(point["size_bytes"]) / point["measured_seconds"] - 1)
     assert min(point["error"] for point in found["points"]) == found["points"][3]["error"] < -0.3

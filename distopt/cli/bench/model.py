@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ...errors import DataError, UsageError
 from ...files import atomic_write
 from .plot import plot_efficiencies, require_matplotlib
-from .scaling import ALGORITHMS, STRATEGIES, Line, Network, Prediction, Training, fit, predict
+from .scaling import ALGORITHMS, STRATEGIES, Curve, Line, Network, Prediction, Training, fit, predict
 from .units import at_least, byte_size, names_of, positive
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ Key: TypeAlias = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted line and the points that it was fitted to, as (bytes, seconds)."""
+    """A fitted curve and the points that it was fitted to, as (bytes, seconds)."""
 
-    line: Line
+    curve: Curve
     points: list[tuple[int, float]]
 
     def errors(self) -> list[float]:
         """Predicted over measured time, less 1."""
-        return [self.line.time(size) / seconds - 1 for size, seconds in self.points]
+        return [self.curve.time(size) / seconds - 1 for size, seconds in self.points]
 
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
@@ -79,13 +79,13 @@ def run(args: argparse.Namespace) -> int:
     training = _training_of(report, per_host) if report else _training_given(args)
     network = Network(Line(args.latency_us * 1e-6, 8e-9 / args.gbit), args.algorithm)
     predictions = [
-        predict(training, local.line if local else None, network, per_host, 2**power, strategy, args.ratio)
+        predict(training, local.curve if local else None, network, per_host, 2**power, strategy, args.ratio)
         for strategy in args.strategy
         for power in range(1, _LARGEST.bit_length())
     ]
     _print_fits(fits)
     if report and local:
-        _print_train_error(report, training, local.line, per_host)
+        _print_train_error(report, training, local.curve, per_host)
     _print_predictions(args, training, per_host, predictions)
     if args.json:
         with atomic_write(args.json) as file:
@@ -162,15 +162,22 @@ def _print_fits(fits: dict[Key, Fit]) -> None:
         "# fits: time = latency + size / bandwidth, least squares of relative errors; error: fitted over measured - 1"
     )
     for (who, buffers, ranks), found in fits.items():
-        slope = found.line.seconds_per_byte
-        bandwidth = f"{1e-9 / slope:.2f} GB/s" if slope else "unlimited"
-        print(f"# {who}, {buffers}, {ranks} ranks: latency {found.line.latency * 1e6:.1f} us, bandwidth {bandwidth}")
+        line, knee = found.curve.line, found.curve.knee_bytes
+        beyond = f", beyond {knee:.0f} B {_bandwidth(found.curve.slope)}" if knee is not None else ""
+        print(
+            f"# {who}, {buffers}, {ranks} ranks: latency {line.latency * 1e6:.1f} us, bandwidth "
+            f"{_bandwidth(line.seconds_per_byte)}{beyond}"
+        )
         print(f"#{'size (B)':>13}{'measured (us)':>15}{'fitted (us)':>13}{'error':>9}")
         for (size, seconds), error in zip(found.points, found.errors(), strict=True):
-            print(f" {size:>13}{seconds * 1e6:>15.1f}{found.line.time(size) * 1e6:>13.1f}{error:>+9.0%}")
+            print(f" {size:>13}{seconds * 1e6:>15.1f}{found.curve.time(size) * 1e6:>13.1f}{error:>+9.0%}")
 
 
-def _print_train_error(report: dict[str, Any], training: Training, local: Line, per_host: int) -> None:
+def _bandwidth(seconds_per_byte: float) -> str:
+    return f"{1e-9 / seconds_per_byte:.2f} GB/s" if seconds_per_byte else "unlimited"
+
+
+def _print_train_error(report: dict[str, Any], training: Training, local: Curve, per_host: int) -> None:
     measured = next(row for row in report["rows"] if (row["who"], row["world_size"]) == ("distopt", per_host))
     step = training.compute + local.time(4 * training.count)
     seconds = measured["median_seconds"]
@@ -212,7 +219,7 @@ def _as_json(
                 "who": who,
                 "buffers": buffers,
                 "world_size": ranks,
-                **asdict(found.line),
+                **asdict(found.curve),
                 "points": [
                     {"size_bytes": size, "measured_seconds": seconds, "error": error}
                     for (size, seconds), error in zip(found.points, found.errors(), strict=True)

@@ -1,8 +1,9 @@
-"""A model of the time of data-parallel training steps: a line per measured communicator, and a network between hosts.
+"""A model of the time of data-parallel training steps: a curve per measured communicator, and a network between hosts.
 
 A message of m bytes takes latency + m / bandwidth (Hockney, "The communication challenge for MPP", Parallel Computing
-20, 1994). Ranks of one host reduce among themselves by the line fitted to their measured all-reduce; then the hosts
-reduce among themselves over the network, each local rank carrying its share of the bytes.
+20, 1994). Inside a host there are two bandwidths, that of the caches and that of memory. Ranks of one host reduce among
+themselves by the curve fitted to their measured all-reduce; then the hosts reduce among themselves over the network,
+each local rank carrying its share of the bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
 
 from ...comm.sparse import ENTRY_BYTES, choose_strategy
 
@@ -20,6 +23,7 @@ __all__ = [
     "ALGORITHMS",
     "STRATEGIES",
     "Algorithm",
+    "Curve",
     "Line",
     "Network",
     "Prediction",
@@ -52,7 +56,52 @@ class Line:
         return self.latency + size_bytes * self.seconds_per_byte
 
 
-def fit(points: Sequence[tuple[float, float]]) -> Line:
+@dataclass(frozen=True)
+class Curve:
+    """Time over message size, with a bend.
+
+    Attributes:
+        line: for sizes up to the knee.
+        knee_bytes: size beyond which the caches do not hold the arrays; None: no bend was found.
+        slope: seconds per byte beyond the knee.
+    """
+
+    line: Line
+    knee_bytes: float | None = None
+    slope: float = 0.0
+
+    def time(self, size_bytes: float) -> float:
+        """Seconds for `size_bytes`."""
+        if self.knee_bytes is None or size_bytes <= self.knee_bytes:
+            return self.line.time(size_bytes)
+        return self.line.time(self.knee_bytes) + (size_bytes - self.knee_bytes) * self.slope
+
+
+def fit(points: Sequence[tuple[float, float]]) -> Curve:
+    """The curve through (bytes, seconds) with the least sum of squared relative errors and no negative term.
+
+    A bend must leave at least three sizes before and two beyond its knee, and must quarter the sum.
+    """
+    straight = Curve(_fit_line(points))
+    sizes = sorted({size for size, _ in points})
+    bent = [curve for knee in sizes[2:-2] if (curve := _fit_bent(points, knee))]
+    best = min(bent, key=lambda curve: _squares(curve, points), default=straight)
+    return best if 4 * _squares(best, points) < _squares(straight, points) else straight
+
+
+def _squares(curve: Line | Curve, points: Sequence[tuple[float, float]]) -> float:
+    return sum((curve.time(size) / seconds - 1) ** 2 for size, seconds in points)
+
+
+def _fit_bent(points: Sequence[tuple[float, float]], knee: float) -> Curve | None:
+    rows = [(1 / t, min(size, knee) / t, max(size - knee, 0.0) / t) for size, t in points]
+    scale = np.max(rows, axis=0)  # the columns are ten orders of magnitude apart
+    terms = np.linalg.lstsq(np.array(rows) / scale, np.ones(len(rows)), rcond=None)[0] / scale
+    latency, before, beyond = terms.tolist()
+    return Curve(Line(latency, before), knee, beyond) if min(latency, before, beyond) >= 0 else None
+
+
+def _fit_line(points: Sequence[tuple[float, float]]) -> Line:
     """The line through (bytes, seconds) with the least sum of squared relative errors and no negative term.
 
     Relative, because the points span five orders of magnitude: absolute errors would leave the latency to chance.
@@ -69,7 +118,7 @@ def fit(points: Sequence[tuple[float, float]]) -> Line:
     # The best line of one term; where both are possible, the better of the two.
     lines = [Line(0.0, sum(v) / vv)] if vv else []
     lines.append(Line(sum(u) / uu, 0.0))
-    return min(lines, key=lambda line: sum((line.time(size) / seconds - 1) ** 2 for size, seconds in points))
+    return min(lines, key=lambda line: _squares(line, points))
 
 
 @dataclass(frozen=True)
@@ -151,7 +200,7 @@ class Prediction:
 
 def predict(
     training: Training,
-    local: Line | None,
+    local: Curve | None,
     network: Network,
     per_host: int,
     ranks: int,
