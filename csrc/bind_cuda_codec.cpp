@@ -20,15 +20,6 @@ using namespace nb::literals;
 namespace distopt {
 namespace {
 
-using Address = std::uintptr_t;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-cudaStream_t stream_of(Address handle) { return reinterpret_cast<cudaStream_t>(handle); }
-
 void require(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);
 }

@@ -14,15 +14,6 @@ using namespace nb::literals;
 namespace distopt {
 namespace {
 
-using Address = std::uintptr_t;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-cudaStream_t stream_of(Address handle) { return reinterpret_cast<cudaStream_t>(handle); }
-
 // Calls f with a zero of the element type.
 template <class F>
 void with_type(int dtype, F f) {

@@ -17,12 +17,9 @@ namespace nb = nanobind;
 namespace distopt {
 namespace {
 
-using Address = std::uintptr_t;
 using Shared = std::shared_ptr<NcclCommunicator>;
 using Parts = std::vector<std::pair<Address, std::size_t>>;
 using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
-
-cudaStream_t stream_at(Address stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
 struct NcclWork {
   Shared communicator;
@@ -51,14 +48,14 @@ Request make_request(OpKind kind, Address input, Address output, std::size_t cou
   request.kind = kind;
   request.dtype = static_cast<DType>(dtype);
   request.count = count;
-  request.input = reinterpret_cast<const char*>(input);
-  request.output = reinterpret_cast<char*>(output);
+  request.input = at<const char>(input);
+  request.output = at<char>(output);
   request.label = label;
   return request;
 }
 
 NcclWork start(Shared communicator, Request request, Address stream) {
-  auto operation = communicator->start(request, stream_at(stream));
+  auto operation = communicator->start(request, stream_of(stream));
   return {std::move(communicator), std::move(operation)};
 }
 
@@ -97,15 +94,15 @@ NcclWork barrier(Shared communicator, Address scratch, Address stream) {
 std::vector<NcclPart> parts_of(const Parts& parts, int world_size) {
   if (parts.size() != static_cast<std::size_t>(world_size)) throw std::invalid_argument("one part for each rank");
   std::vector<NcclPart> result;
-  for (const auto& [address, count] : parts) result.push_back({reinterpret_cast<void*>(address), count});
+  for (const auto& [address, count] : parts) result.push_back({at<void>(address), count});
   return result;
 }
 
 NcclWork gather_parts(Shared communicator, Address own, std::size_t count, const Parts& parts, int dtype,
                       const char* label, Address stream) {
   const Request request = make_request(OpKind::all_gather_ragged, own, 0, count, dtype, label);
-  auto operation = communicator->gather_parts(request, {reinterpret_cast<void*>(own), count},
-                                              parts_of(parts, communicator->world_size()), stream_at(stream));
+  auto operation = communicator->gather_parts(request, {at<void>(own), count},
+                                              parts_of(parts, communicator->world_size()), stream_of(stream));
   return {std::move(communicator), std::move(operation)};
 }
 
@@ -116,7 +113,7 @@ NcclWork exchange_parts(Shared communicator, const Parts& sent, const Parts& rec
   const Request request = make_request(OpKind::all_to_all_ragged, 0, 0, count, dtype, label);
   const int world_size = communicator->world_size();
   auto operation = communicator->exchange_parts(request, parts_of(sent, world_size), parts_of(received, world_size),
-                                                stream_at(stream));
+                                                stream_of(stream));
   return {std::move(communicator), std::move(operation)};
 }
 
@@ -192,7 +189,7 @@ void bind_work(nb::module_& m) {
           "done", [](NcclWork& work) { return work.communicator->done(*work.operation); }, WithoutGil(),
           "Local. Whether the result is there.")
       .def(
-          "join", [](NcclWork& work, Address stream) { work.communicator->join(*work.operation, stream_at(stream)); },
+          "join", [](NcclWork& work, Address stream) { work.communicator->join(*work.operation, stream_of(stream)); },
           nb::arg("stream"), WithoutGil(), "Local. What `stream` does from now on sees the result.")
       .def(
           "wait", [](NcclWork& work, double timeout) { work.communicator->wait(*work.operation, timeout); },

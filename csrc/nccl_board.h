@@ -31,11 +31,10 @@ class Board {
   // "rank 1 (host a, pid 7): the last operation it started is all_reduce #3 of 5 float32, sum"
   std::string tell(int rank) const { return peers_.name(rank) + ": " + last_operation(peers_, rank); }
 
-  // Records a failure; the first of all ranks is kept and returned, as what others see later only follows from it.
-  ShmError fail(ErrorKind kind, const std::string& text);
-  // Whether any rank has recorded one.
-  bool failed() const { return segment_.header().failure.state.load(std::memory_order_acquire) != 0; }
-  ShmError failure() const;
+  // See Segment.
+  ShmError fail(ErrorKind kind, const std::string& text) { return segment_.fail(kind, text); }
+  bool failed() const { return segment_.failed(); }
+  ShmError failure() const { return segment_.failure(); }
 
   // Says that this rank takes no part any more.
   void close();

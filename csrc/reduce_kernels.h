@@ -13,8 +13,8 @@ struct ReduceKernels {
   // each may be one of the inputs. Arrays need not be aligned.
   void (*reduce)(void* const* outs, int n_outs, const void* const* ins, int n_ins, std::size_t count, DType dtype,
                  RedOp op);
-  // memcpy, for long arrays. That of glibc leaves them to `rep movsb`, which on AMD's Zen 3 and 4 takes five times as
-  // long if the arrays begin at different offsets in their cache lines (glibc bug 30994), as arrays of NumPy do.
+  // memcpy, for long arrays. glibc's takes `rep movsb` for them, which on AMD's Zen 3 takes several times as long into
+  // an address that begins no cache line (https://lunnova.dev/articles/ryzen-slow-short-rep-mov), as NumPy's do not.
   void (*copy)(void* to, const void* from, std::size_t bytes);
 };
 

@@ -1,11 +1,9 @@
 #include "shm_communicator.h"
 
 #include <pthread.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
 #include <utility>
 
 namespace distopt {
@@ -91,29 +89,10 @@ void ShmCommunicator::require_open() const {
 }
 
 void ShmCommunicator::raise_recorded_failure() const {
-  const FailureRecord& record = segment_.header().failure;
-  if (record.state.load(std::memory_order_acquire) == 0) return;
-  // The writer may have been killed half way.
-  for (int i = 0; i < 1000 && record.state.load(std::memory_order_acquire) == 1; ++i) ::sched_yield();
-  if (record.state.load(std::memory_order_acquire) == 1)
-    throw ShmError(ErrorKind::peer_lost, "a rank failed and ended before it could say why; see the ranks' output");
-  throw ShmError(static_cast<ErrorKind>(record.kind), record.text);
+  if (segment_.failed()) throw segment_.failure();
 }
 
-// The first cause is kept for all ranks: what the others see later only follows from it.
-void ShmCommunicator::fail(ErrorKind kind, const std::string& text) {
-  FailureRecord& record = segment_.header().failure;
-  std::uint32_t none = 0;
-  if (record.state.compare_exchange_strong(none, 1)) {
-    record.kind = static_cast<std::int32_t>(kind);
-    const std::size_t length = std::min(text.size(), sizeof(record.text) - 1);
-    std::memcpy(record.text, text.data(), length);
-    record.text[length] = '\0';
-    record.state.store(2, std::memory_order_release);
-  }
-  raise_recorded_failure();
-  throw ShmError(kind, text);  // not reached: the record exists
-}
+void ShmCommunicator::fail(ErrorKind kind, const std::string& text) { throw segment_.fail(kind, text); }
 
 // A collective that needs both sides at every step cannot be left half done.
 template <typename Body>

@@ -1,4 +1,5 @@
-// Operations in words, for error messages.
+// What a rank says of an operation, compared and in words.
+#include <algorithm>
 #include <cstring>
 
 #include "shm_operation.h"
@@ -44,7 +45,39 @@ const char* op_name(std::uint8_t op) {
   return op < sizeof(names) / sizeof(*names) ? names[op] : "an unknown reduction";
 }
 
+// FNV-1a, which every build computes alike.
+std::uint64_t hash_of(const std::string& text) {
+  std::uint64_t hash = 0xcbf29ce484222325;
+  for (unsigned char c : text) hash = (hash ^ c) * 0x100000001b3;
+  return hash;
+}
+
 }  // namespace
+
+void fill(Descriptor& descriptor, char (&label)[label_bytes], const Request& request) {
+  descriptor.count = request.count;
+  descriptor.location = 0;
+  descriptor.label = hash_of(request.label);
+  descriptor.root = request.root;
+  descriptor.kind = request.kind;
+  descriptor.dtype = static_cast<std::uint8_t>(request.dtype);
+  descriptor.op = static_cast<std::uint8_t>(request.op);
+  const std::size_t length = std::min(request.label.size(), label_bytes - 1);
+  std::memcpy(label, request.label.data(), length);
+  label[length] = '\0';
+}
+
+bool alike(const Descriptor& a, const Descriptor& b) {
+  const bool ragged = a.kind == OpKind::all_gather_ragged || a.kind == OpKind::all_to_all_ragged;
+  return a.kind == b.kind && a.dtype == b.dtype && a.op == b.op && a.root == b.root && a.label == b.label &&
+         (a.count == b.count || ragged);
+}
+
+std::string mismatch_between(const std::string& who, const std::string& does, const std::string& me,
+                             const std::string& mine) {
+  return who + " is in " + does + ", " + me + " in " + mine +
+         "; all ranks must call the same collectives in the same order with equal types and counts";
+}
 
 std::string describe(const Descriptor& descriptor, std::uint64_t sequence, const char* label) {
   std::string text = std::string(kind_name(descriptor.kind)) + " #" + with_commas(sequence);

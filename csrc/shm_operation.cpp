@@ -16,13 +16,6 @@ void copy_if_apart(char* to, const char* from, std::size_t bytes) {
   if (to != from) reduce_kernels().copy(to, from, bytes);
 }
 
-// FNV-1a, which every build computes alike.
-std::uint64_t hash_of(const std::string& text) {
-  std::uint64_t hash = 0xcbf29ce484222325;
-  for (unsigned char c : text) hash = (hash ^ c) * 0x100000001b3;
-  return hash;
-}
-
 }  // namespace
 
 std::size_t Operation::input_bytes(int world_size) const {
@@ -39,21 +32,12 @@ void Operation::post(Peers& peers) {
   Descriptor& mine = entry.descriptor;
   const std::size_t bytes = request_.input == nullptr ? 0 : input_bytes(peers.size());
   const bool sends = request_.kind != OpKind::broadcast || request_.root == peers.rank();
-  mine.count = request_.count;
-  mine.root = request_.root;
-  mine.kind = request_.kind;
-  mine.dtype = static_cast<std::uint8_t>(request_.dtype);
-  mine.op = static_cast<std::uint8_t>(request_.op);
+  fill(mine, entry.label, request_);
   mine.refused = request_.refused;
-  mine.label = hash_of(request_.label);
-  mine.location = 0;
   if (sends && bytes > inline_bytes)
     mine.location = peers.segment().locate(request_.input, bytes);
   else if (sends && bytes != 0)
     std::memcpy(entry.payload, request_.input, bytes);
-  const std::size_t length = std::min(request_.label.size(), label_bytes - 1);
-  std::memcpy(entry.label, request_.label.data(), length);
-  entry.label[length] = '\0';
   posted_ = true;
   peers.publish_post(sequence_);
 }
@@ -93,14 +77,9 @@ void Operation::check_peer(const Peers& peers, int peer) const {
   const RingEntry& other = peers.entry(peer, sequence_);
   const Descriptor& a = own.descriptor;
   const Descriptor& b = other.descriptor;
-  const bool count_differs = a.count != b.count && a.kind != OpKind::all_gather_ragged;
-  if (a.kind == b.kind && a.dtype == b.dtype && a.op == b.op && a.root == b.root && a.label == b.label &&
-      !count_differs)
-    return;
-  throw ShmError(ErrorKind::mismatch,
-                 peers.name(peer) + " is in " + describe(b, sequence_, other.label) + ", " + peers.name(peers.rank()) +
-                     " in " + describe(a, sequence_, own.label) +
-                     "; all ranks must call the same collectives in the same order with equal types and counts");
+  if (alike(a, b)) return;
+  throw ShmError(ErrorKind::mismatch, mismatch_between(peers.name(peer), describe(b, sequence_, other.label),
+                                                       peers.name(peers.rank()), describe(a, sequence_, own.label)));
 }
 
 Operation::Mode Operation::choose_mode(Peers& peers) const {
