@@ -1,4 +1,5 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -26,7 +27,9 @@ NB_MODULE(_core, m) {
   m.def("set_isa", &distopt::set_isa, nb::arg("name"), "Choose an instruction set by name (tests, diagnosis).");
   m.def("build_info", &build_info, "Compiler and flags of this build.");
   nb::class_<distopt::Watchdog>(m, "Watchdog", "Ends the process with a message, unless it is stopped in time.")
-      .def(nb::init<double, std::string, int>(), nb::arg("seconds"), nb::arg("text"), nb::arg("exit_code"))
+      .def(nb::init<double, std::string, int, std::vector<distopt::Watchdog::Sign>>(), nb::arg("seconds"),
+           nb::arg("text"), nb::arg("exit_code"), nb::arg("signs") = std::vector<distopt::Watchdog::Sign>(),
+           "`signs`: descriptors, each with the text that is true once it can be read.")
       .def("stop", &distopt::Watchdog::stop);
   distopt::bind_shm(m);
   distopt::bind_compute(m);

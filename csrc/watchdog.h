@@ -1,17 +1,21 @@
-// Ends the process when a call into another library, which may hold Python's lock, does not come back in time.
+// Ends the process when a call into another library, which may hold Python's lock, cannot or does not come back.
 #pragma once
 
-#include <condition_variable>
-#include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 namespace distopt {
 
 class Watchdog {
  public:
-  // Writes `text` to stderr and ends the process by _exit(exit_code) after `seconds`, unless stopped before.
-  Watchdog(double seconds, std::string text, int exit_code);
+  // A descriptor, which stays the caller's, and the text that is true once it can be read.
+  using Sign = std::pair<int, std::string>;
+
+  // Unless stopped before, writes a text to stderr and ends the process by _exit(exit_code): `text` after `seconds`, or
+  // that of the first of `signs` half a second after it was noticed.
+  Watchdog(double seconds, std::string text, int exit_code, std::vector<Sign> signs);
   ~Watchdog();
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
@@ -20,9 +24,7 @@ class Watchdog {
   void stop();
 
  private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool stopped_ = false;
+  int stop_;  // an eventfd
   std::thread thread_;
 };
 

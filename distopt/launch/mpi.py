@@ -7,7 +7,7 @@ rank:
 - `sys.exit(n)` with n != 0 calls MPI_Abort(n) when the interpreter ends, unless the job was closed before.
 
 This holds from MPI_Init on: `launch.main` calls it before the script's function, `launch.join` at the latest. MPI may
-not notice a process that leaves earlier; the others then end after `DISTOPT_TIMEOUT`.
+not notice a process that leaves earlier: those of its host do, as a rule; others end after `DISTOPT_TIMEOUT`.
 
 Hazard: Python does not tell anyone the value of an uncaught `raise SystemExit(n)`. A rank that leaves so outside
 `launch.main` closes its communicators; peers that wait for it raise, and the job ends with their exit code. Prefer
@@ -39,7 +39,7 @@ from .job import Job
 from .mpi_setup import all_gather_bytes
 from .multiprocess import Ticket
 from .rendezvous import HostGroup
-from .siblings import Absence, end_with_parent
+from .siblings import Absence, end_with_parent, ends_of_siblings
 from .threads import cap_threads, cores
 
 if TYPE_CHECKING:
@@ -205,16 +205,21 @@ def _bounded_init(info: LauncherInfo | None) -> Iterator[None]:
         yield
         return
     seconds = Settings.from_env().timeout
-    watchdog = _core.Watchdog(
-        seconds,
-        f"rank {info.rank} of {info.size} on {socket.gethostname()} (pid {os.getpid()}) has waited {seconds:g} s in "
-        "MPI_Init: a rank did not start, has ended or is stopped; see the ranks' output, or raise DISTOPT_TIMEOUT\n",
-        1,
+    who = f"rank {info.rank} of {info.size} on {socket.gethostname()} (pid {os.getpid()})"
+    late = (
+        f"{who} has waited {seconds:g} s in MPI_Init: a rank did not start, has ended or is stopped; see the ranks' "
+        "output, or raise DISTOPT_TIMEOUT\n"
     )
-    try:
-        yield
-    finally:
-        watchdog.stop()
+    with ends_of_siblings() as ends:
+        signs = [
+            (fd, f"{who} waits in MPI_Init, and a process of this job (pid {pid}) has ended; see the output\n")
+            for pid, fd in ends.items()
+        ]
+        watchdog = _core.Watchdog(seconds, late, 1, signs)
+        try:
+            yield
+        finally:
+            watchdog.stop()
 
 
 def _check_launcher(MPI: Any) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import LaunchError
 from .rendezvous import pack, unpack
+from .siblings import ended_siblings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +30,8 @@ _TAG = 17_185  # the first exchange uses a communicator that the user may use, t
 _MAX_BYTES = 16 << 20
 # By how much the others outwait rank 0, so that rank 0 can say who is absent.
 _GRACE_SECONDS = 5.0
+# Between two looks at the processes of this host; one that ended must have been seen twice, as mpiexec may end all.
+_LOOK_SECONDS = 0.3
 
 
 def all_gather_bytes(mpi: Any, comm: Any, payload: bytes, settings: Settings) -> list[bytes]:
@@ -102,6 +105,8 @@ class _Wait:
         self._seconds = seconds
         self._start = time.monotonic()
         self._warn_at = min(settings.stall_warning, seconds / 2)
+        self._look_at = 0.0
+        self._ended: list[int] = []
 
     def step(self, absent: Sequence[int]) -> None:
         if not absent:
@@ -112,7 +117,19 @@ class _Wait:
             _log.warning("%s", self._text(absent, waited))
         if waited > self._seconds:
             raise LaunchError(f"{self._text(absent, waited)}; see the output of those processes")
+        if waited > self._look_at:
+            self._look(absent, waited)
         time.sleep(min(1e-3, waited / 8))
+
+    def _look(self, absent: Sequence[int], waited: float) -> None:
+        """No rank leaves before all are through: MPI_Finalize is collective."""
+        self._look_at = waited + _LOOK_SECONDS
+        before, self._ended = self._ended, ended_siblings()
+        if before and self._ended:
+            pids = ", ".join(map(str, self._ended))
+            raise LaunchError(
+                f"{self._text(absent, waited)}, and a process of this job (pid {pids}) has ended; see the output"
+            )
 
     def _text(self, absent: Sequence[int], waited: float) -> str:
         noun = "ranks" if len(absent) > 1 else "rank"

@@ -6,6 +6,7 @@ script that starts `multiprocessing.Process` itself), so the ranks look at each 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -20,9 +21,9 @@ from typing import TYPE_CHECKING
 from ..errors import LaunchError
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Iterator
 
-__all__ = ["Absence", "end_with_parent"]
+__all__ = ["Absence", "end_with_parent", "ended_siblings", "ends_of_siblings"]
 
 _log = logging.getLogger("distopt")
 
@@ -59,9 +60,8 @@ class Absence:
         if now - self._start > self._warn_after:
             self._warn_after = float("inf")
             _log.warning("%s for %.1f s now", who, now - self._start)
-        running, zombies = _siblings()
-        _seen.update(running)
-        lost = sorted(pid for pid in _seen - running | zombies if pid not in present)
+        running, ended = _survey()
+        lost = sorted(pid for pid in ended if pid not in present)
         left = len([pid for pid in running if pid not in present])
         if left >= absent or not (lost or self._all_started):
             self._too_few_since = None
@@ -70,6 +70,35 @@ class Absence:
         elif now - self._too_few_since > patience:
             pids = f" (pid {', '.join(map(str, lost))})" if lost else ""
             raise LaunchError(f"{who}, and a process of this job{pids} has ended; see the output")
+
+
+def ended_siblings() -> list[int]:
+    """Local. Process ids of siblings that have ended since this process started."""
+    return sorted(_survey()[1])
+
+
+@contextlib.contextmanager
+def ends_of_siblings() -> Iterator[dict[int, int]]:
+    """Local. For each sibling, a descriptor that can be read once it has ended, by process id."""
+    running, ended = _survey()
+    with contextlib.ExitStack() as stack:
+        fds = {}
+        for pid in sorted(running | ended):
+            try:
+                fds[pid] = os.pidfd_open(pid)
+            except ProcessLookupError:  # /dev/null can always be read
+                fds[pid] = os.open(os.devnull, os.O_RDONLY)
+            except OSError:  # a kernel before 5.3, or a sandbox: the launcher alone watches
+                continue
+            stack.callback(os.close, fds[pid])
+        yield fds
+
+
+def _survey() -> tuple[set[int], set[int]]:
+    """Siblings that run, and those that have run but do not any more."""
+    running, zombies = _siblings()
+    _seen.update(running)
+    return running, _seen - running | zombies
 
 
 def _siblings() -> tuple[set[int], set[int]]:

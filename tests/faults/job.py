@@ -142,6 +142,13 @@ def limit_memory(communicator) -> None:
     communicator.empty(16 << 20)
 
 
+def leave_unseen(_) -> None:
+    """As if mpiexec missed that this process has ended."""
+    time.sleep(0.2)  # until it has passed the line on
+    os.kill(os.getppid(), signal.SIGSTOP)
+    os._exit(3)
+
+
 def wait_for_harm(_) -> None:
     """The harm comes from outside: `tests.faults.cases` has read the line. Returns when the parent has ended.
 
@@ -161,6 +168,7 @@ FAULTS: dict[str, Callable] = {
     "raise": fail,
     "sys.exit": lambda _: sys.exit(3),
     "os._exit": lambda _: os._exit(3),
+    "unseen": leave_unseen,
     "parent": wait_for_harm,
     "interrupt": wait_for_harm,
 }

@@ -26,6 +26,8 @@ OUTSIDE = ("parent", "interrupt")
 def possible(case: Case) -> bool:
     if case.fault == "model":
         return case.place == "start"
+    if case.fault == "unseen":
+        return case.start == "mpiexec"
     if case.fault in MISTAKES:
         # MPI needs no shared memory of ours.
         return case.place != "start" and (case.fault, case.backend) != ("shm full", "mpi")
@@ -46,6 +48,7 @@ def matrix() -> list[Case]:
     cases += [Case(*STARTS[1], "SIGKILL", "start", 4, 2), Case(*STARTS[1], "os._exit", "start", 2, 0)]
     cases += [Case(*STARTS[0], "SIGSEGV", "between"), Case(*STARTS[1], "skip", "inside", 4, 3)]
     cases += [Case(*STARTS[3], fault, "launch") for fault in ("stop", "os._exit")]
+    cases += [Case(*start, "unseen", place) for start, place in product(STARTS[2:], ("launch", *PLACES))]
     return [case for case in cases if possible(case)]
 
 
@@ -84,7 +87,7 @@ def test_random_faults() -> None:
 
 def draw(rng: random.Random) -> Case:
     while True:
-        fault = rng.choice([*ENDS * 3, *OUTSIDE, *MISTAKES, "pause", "SIGSEGV"])
+        fault = rng.choice([*ENDS * 3, *OUTSIDE, *MISTAKES, "pause", "SIGSEGV", "unseen"])
         size = rng.choice((2, 2, 3, 4))
         # What others see of a mistake of rank 0 is that they all differ from it.
         rank = rng.randrange(1 if fault in MISTAKES else 0, size)

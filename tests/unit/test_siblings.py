@@ -109,6 +109,36 @@ def leave_with(ticket) -> None:
     sys.exit(ticket.handed_out)
 
 
+WATCHED = """
+import sys
+from distopt import _core
+from distopt.launch.siblings import ends_of_siblings
+with ends_of_siblings() as ends:
+    watchdog = _core.Watchdog(60.0, "late", 7, [(fd, f"{pid} has ended") for pid, fd in ends.items()])
+    print(len(ends), flush=True)
+    sys.stdin.read()
+    watchdog.stop()
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_watchdog_ends_its_process_when_a_sibling_has_ended(stopped):
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    programs = []
+    for others in range(2):
+        programs.append(subprocess.Popen([sys.executable, "-c", WATCHED], text=True, **pipes))
+        assert programs[-1].stdout.readline() == f"{others}\n"
+    first, second = programs
+    first.kill()
+    first.communicate()
+    if stopped:
+        second.stdin.close()  # within the half second that it waits
+    code, stderr = second.wait(60.0), second.stderr.read()
+    assert (code, stderr) == ((0, "") if stopped else (7, f"{first.pid} has ended"))
+    for pipe in (second.stdin, second.stdout, second.stderr):
+        pipe.close()
+
+
 ORPHAN = """
 import multiprocessing, os, subprocess, sys, time
 from distopt.launch.siblings import end_with_parent
