@@ -191,7 +191,7 @@ def check(job: Run) -> None:
         assert names(case.rank, job.fault()[1]).search(job.text("stderr")), job.text("stderr")
         return
     assert code != 0, job.text()
-    assert " finished" not in job.text("stdout")
+    assert " finished" not in job.text("stdout"), job.text()
     if case.fault in ("parent", "unseen"):
         return  # nobody is left to be told; a launcher that goes on again drops what it has not read
     if case.start == "mpiexec" and (case.fault == "interrupt" or case.place == "launch") and is_open_mpi():

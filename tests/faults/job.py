@@ -150,14 +150,16 @@ def leave_unseen(_) -> None:
 
 
 def wait_for_harm(_) -> None:
-    """The harm comes from outside: `tests.faults.cases` has read the line. Returns when the parent has ended.
+    """The harm comes from outside: `tests.faults.cases` has read the line. Returns a second after the parent's end.
 
-    A rank at "start" has not called distopt yet, which ends with its parent only from then on.
+    A rank at "start" has not called distopt yet, which ends with its parent only from then on. Others are ended then,
+    but might finish first if they went on at once.
     """
     parent, deadline = os.getppid(), time.monotonic() + 60.0
     if threading.current_thread() is threading.main_thread():
         while os.getppid() == parent and time.monotonic() < deadline:
             time.sleep(0.02)
+        time.sleep(1.0)
 
 
 FAULTS: dict[str, Callable] = {
