@@ -105,10 +105,11 @@ def reduce_large_arrays(communicator, faulty: bool, plan: Plan) -> None:
         threading.Timer(plan.delay, go_wrong, (plan,)).start()
     end = time.monotonic() + (plan.delay + 3.0 if plan.fault == "pause" else 60.0)
     while True:
-        for array in (wire, ordinary, small):
-            communicator.all_reduce(array)
         left = np.array([end - time.monotonic()])
-        communicator.all_reduce(left, "min").wait()
+        works = [communicator.all_reduce(array) for array in (wire, ordinary, small)]
+        works.append(communicator.all_reduce(left, "min"))
+        for work in works:  # a rank that left without would make others fail
+            work.wait()
         if left[0] < 0:
             return
 
