@@ -133,7 +133,7 @@ def watch(job: Run) -> None:
     at, pid = found or (time.monotonic(), 0)
     harm(job, pid)
     if job.case.fault == "pause":
-        wait_for(lambda: bool(re.search("waits|waited|did not join|found no", job.text("stderr"))), 30.0, job)
+        wait_for(lambda: bool(names(job.case.rank, pid).search(job.text("stderr"))), 30.0, job)
         os.kill(pid, signal.SIGCONT)
         wait_for(lambda: not job.program.pids(), 30.0, job)
     else:
