@@ -1,6 +1,7 @@
 #include "conv_kernels.h"
 
 #include "gemm_tile.h"
+#include "winograd.h"
 
 namespace distopt::DISTOPT_ISA {
 namespace {
@@ -116,8 +117,20 @@ void raise_scattered(const ConvShape& s, Index first, Index count, Index channel
 // more.
 inline Index channels_at_once(const ConvShape& s) { return clamp(kPanelRows / (s.kh * s.kw), 1, s.c); }
 
+// Calls f(a Winograd<R>) if one pays; returns whether it did.
+template <class T, class F>
+bool with_winograd(const ConvShape& s, F f) {
+  if constexpr (sizeof(T) == 4) {
+    if (Winograd<5> winograd(s); winograd.pays()) return f(winograd), true;
+    if (Winograd<3> winograd(s); winograd.pays()) return f(winograd), true;
+  }
+  return false;
+}
+
 template <class T>
 Index panels_size(const ConvShape& s) {
+  Index size = 0;
+  if (with_winograd<T>(s, [&](const auto& winograd) { size = winograd.work_size(); })) return size;
   return (s.m + larger(kPanelRows, channels_at_once(s) * s.kh * s.kw)) * kPanel<T> + s.m * kLanes<T>;
 }
 
@@ -126,10 +139,10 @@ inline Index image_size(const ConvShape& s, const Pooling* pooling) {
   return s.m * (pooling ? pooling->shape.oh * pooling->shape.ow : s.oh * s.ow);
 }
 
-// With pooling: the panels, then an image at its full size, then the gradient of a pooled one.
+// The panels, then an image at its full size, then the gradient of a pooled one.
 template <class T>
 Index work_size(const ConvShape& s, const Pooling* pooling) {
-  return panels_size<T>(s) + (pooling ? image_size(s, nullptr) + image_size(s, pooling) : 0);
+  return panels_size<T>(s) + image_size(s, nullptr) + (pooling ? image_size(s, pooling) : 0);
 }
 
 template <class T>
@@ -142,9 +155,15 @@ template <class T>
 void forward(const ConvShape& s, const T* x, const T* weight, const T* bias, T* out, bool relu, const Pooling* pooling,
              T* work) {
   const Index inner = s.c * s.kh * s.kw, pixels = s.oh * s.ow, size = image_size(s, pooling);
+  T* const full = work + panels_size<T>(s);
+  const auto y_of = [&](Index n) { return pooling ? full : out + n * size; };
+  const auto done = [&](Index n) {
+    if (pooling) pool_table<T>().max_pool(pooling->shape, full, out + n * size, pooling->taken + n * size);
+  };
+  if (with_winograd<T>(s, [&](auto& winograd) { winograd.forward(x, weight, bias, relu, work, y_of, done); })) return;
   Offsets taps;
-  for (Index n = 0; n < s.n; ++n, x += s.c * s.h * s.w, out += size) {
-    T* const y = pooling ? work + panels_size<T>(s) : out;
+  for (Index n = 0; n < s.n; ++n, x += s.c * s.h * s.w) {
+    T* const y = y_of(n);
     for (Index p = 0; p < pixels; p += kPanel<T>) {
       const Index columns = smaller(pixels - p, kPanel<T>);
       Runs<T> runs;
@@ -158,21 +177,20 @@ void forward(const ConvShape& s, const T* x, const T* weight, const T* bias, T* 
                           {k > 0, last ? bias : nullptr, last && relu});
       }
     }
-    if (pooling) pool_table<T>().max_pool(pooling->shape, y, out, pooling->taken + n * size);
+    done(n);
   }
 }
 
-// g[m][pixel] = dy where the ReLU let y pass, and 0 elsewhere; adds to db[m], which has a partial sum per lane.
+// g[m][pixel] = dy; adds to db[m], which has a partial sum per lane.
 template <class T>
-void mask_gradient(const ConvShape& s, Index columns, const T* dy, const T* y, T* db, T* g) {
+void pack_gradient(const ConvShape& s, Index columns, const T* dy, T* db, T* g) {
   constexpr Index lanes = kLanes<T>;
   const Index row = s.oh * s.ow;
   for (Index m = 0; m < s.m; ++m, dy += row, g += kPanel<T>, db += lanes) {
     Vec<T> sum = load(db);
     for (Index j = 0; j < columns; j += lanes) {
       const Index width = smaller(columns - j, lanes);
-      Vec<T> slope = load_some(dy + j, width);
-      if (y) slope = load_some(y + m * row + j, width) <= 0 ? Vec<T>{} : slope;
+      const Vec<T> slope = load_some(dy + j, width);
       store(g + j, slope);
       sum += slope;
     }
@@ -228,20 +246,31 @@ const T* unpool(const ConvShape& s, const T* dy, const T* y, const Pooling& pool
   return work;
 }
 
+// The gradient of image n before pooling and ReLU.
+template <class T>
+const T* slope_of(const ConvShape& s, const T* dy, const T* y, const Pooling* pooling, Index n, T* work) {
+  const Index size = image_size(s, nullptr);
+  if (pooling) return unpool(s, dy, y, *pooling, n, work);
+  if (!y) return dy + n * size;
+  for (Index i = 0; i < size; ++i) work[i] = y[n * size + i] <= 0 ? T(0) : dy[n * size + i];
+  return work;
+}
+
 template <class T>
 void backward(const ConvShape& s, const T* dy, const T* y, const T* x, const T* weight, T* dw, T* db, T* dx,
               const Pooling* pooling, T* work) {
+  const auto gradient = [&](Index n) { return slope_of(s, dy, y, pooling, n, work + panels_size<T>(s)); };
+  if (with_winograd<T>(s, [&](auto& winograd) { winograd.backward(gradient, x, weight, dw, db, dx, work); })) return;
   const Index pixels = s.oh * s.ow, image = s.c * s.h * s.w;
   T *const db_lanes = work, *const g = db_lanes + s.m * kLanes<T>, *const b = g + s.m * kPanel<T>;
   clear(db_lanes, s.m * kLanes<T>);
   clear(dw, s.m * s.c * s.kh * s.kw);
   if (dx) clear(dx, s.n * image);
   for (Index n = 0; n < s.n; ++n) {
-    const T* const slope = pooling ? unpool(s, dy, y, *pooling, n, work + panels_size<T>(s)) : dy + n * s.m * pixels;
-    const T* const passed = pooling || !y ? nullptr : y + n * s.m * pixels;
+    const T* const slope = gradient(n);
     for (Index p = 0; p < pixels; p += kPanel<T>) {
       const Index count = smaller(pixels - p, kPanel<T>);
-      mask_gradient(s, count, slope + p, passed ? passed + p : nullptr, db_lanes, g);
+      pack_gradient(s, count, slope + p, db_lanes, g);
       backward_weight(s, p, count, g, x + n * image, dw, b);
       if (dx) backward_input(s, p, count, g, weight, dx + n * image, b);
     }

@@ -10,16 +10,22 @@ namespace distopt::DISTOPT_ISA {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr Index kTileRows = 6, kTileVectors = 4;  // 24 of 32 registers hold C
+constexpr Index kTileRegisters = 24, kTileVectors = 4;  // of 32 registers, those that hold C; vectors of a row of it
 #else
-constexpr Index kTileRows = 6, kTileVectors = 2;  // 12 of 16
+constexpr Index kTileRegisters = 12, kTileVectors = 2;  // of 16
 #endif
+
+// Rows of a tile that is V vectors wide. Each number of rows is a function of its own, hence the limit.
+template <Index V>
+constexpr Index kTileRows = kTileRegisters / V < 8 ? kTileRegisters / V : 8;
 
 // Columns of a panel of B, and the most rows of a packed one: 32 KiB, which stay in the first cache while every row of
 // A passes over them.
 template <class T>
 constexpr Index kPanel = 256 / sizeof(T);
 constexpr Index kPanelRows = 128;
+// Elements of a row of A from which on it is worth while to ask for it.
+constexpr Index kPrefetched = 64;
 
 // A packed panel lies strip after strip, each as wide as a tile and kPanelRows long: one long stride for all rows would
 // make them compete for a few sets of the cache.
@@ -75,9 +81,10 @@ struct Finish {
   bool relu;
 };
 
+// Not inlined: where GCC 12 knows a stride, it allocates registers worse, and spills C.
 template <class T, Index R, Index V>
-inline void tile(Index inner, Left<T> left, Right<T> right_side, T* c, Index c_row, Index columns,
-                 const Finish<T>& finish) {
+[[gnu::noinline]] void tile(Index inner, Left<T> left, Right<T> right_side, T* c, Index c_row, Index columns,
+                            const Finish<T>& finish) {
   constexpr Index lanes = kLanes<T>;
   Vec<T> sum[R][V] = {};
   const T *a = left.a, *b = right_side.b;
@@ -115,7 +122,8 @@ inline void tile(Index inner, Left<T> left, Right<T> right_side, T* c, Index c_r
   }
 }
 
-// Asks for the rows of A that the next tile will read: each is too short for the processor to foresee.
+// Asks for the rows of A that the next tile will read: each is too short for the processor to foresee. Shorter ones
+// come from matrices that the first cache holds.
 template <class T>
 inline void prefetch_rows(Left<T> left, Index rows, Index inner) {
   constexpr Index line = 64 / sizeof(T);
@@ -123,31 +131,22 @@ inline void prefetch_rows(Left<T> left, Index rows, Index inner) {
     for (Index k = 0; k < inner; k += line) __builtin_prefetch(left.a + i * left.row + k);
 }
 
+// The same with a number of rows that is not known before, but is R at most.
+template <class T, Index R, Index V>
+inline void tile_of(Index rows, Index inner, Left<T> left, Right<T> b, T* c, Index c_row, Index columns,
+                    const Finish<T>& finish) {
+  if (rows == R) return tile<T, R, V>(inner, left, b, c, c_row, columns, finish);
+  if constexpr (R > 1) tile_of<T, R - 1, V>(rows, inner, left, b, c, c_row, columns, finish);
+}
+
 // The rows are dealt out evenly: a narrow last tile would wait for loads.
 template <class T, Index V>
 void strip_of(Index rows, Index inner, Left<T> left, Right<T> b, T* c, Index c_row, Index columns, Finish<T> finish) {
-  for (Index tiles = (rows + kTileRows - 1) / kTileRows; tiles > 0; --tiles) {
+  for (Index tiles = (rows + kTileRows<V> - 1) / kTileRows<V>; tiles > 0; --tiles) {
     const Index some = (rows + tiles - 1) / tiles;
-    if (left.inner == 1) prefetch_rows<T>({left.a + some * left.row, left.row, 1}, smaller(some, rows - some), inner);
-    switch (some) {
-      case 6:
-        tile<T, 6, V>(inner, left, b, c, c_row, columns, finish);
-        break;
-      case 5:
-        tile<T, 5, V>(inner, left, b, c, c_row, columns, finish);
-        break;
-      case 4:
-        tile<T, 4, V>(inner, left, b, c, c_row, columns, finish);
-        break;
-      case 3:
-        tile<T, 3, V>(inner, left, b, c, c_row, columns, finish);
-        break;
-      case 2:
-        tile<T, 2, V>(inner, left, b, c, c_row, columns, finish);
-        break;
-      default:
-        tile<T, 1, V>(inner, left, b, c, c_row, columns, finish);
-    }
+    if (left.inner == 1 && inner >= kPrefetched)
+      prefetch_rows<T>({left.a + some * left.row, left.row, 1}, smaller(some, rows - some), inner);
+    tile_of<T, kTileRows<V>, V>(some, inner, left, b, c, c_row, columns, finish);
     rows -= some;
     c += some * c_row;
     left.a += some * left.row;
@@ -159,7 +158,6 @@ void strip_of(Index rows, Index inner, Left<T> left, Right<T> b, T* c, Index c_r
 template <class T>
 void multiply_panel(Index rows, Index inner, Left<T> left, Right<T> b, T* c, Index c_row, Index columns,
                     Finish<T> finish) {
-  static_assert(kTileRows == 6, "strip_of() has one case for each number of rows");
   constexpr Index lanes = kLanes<T>, strip = kStrip<T>;
   for (Index j = 0; j < columns; j += strip, b.b += b.strip, c += strip) {
     const Index some = smaller(columns - j, strip);
@@ -178,6 +176,36 @@ void multiply_panel(Index rows, Index inner, Left<T> left, Right<T> b, T* c, Ind
       default:
         strip_of<T, 1>(rows, inner, left, b, c, c_row, some, finish);
     }
+  }
+}
+
+// The same with B in rows, `b_row` apart, of whole vectors. The widths are dealt out evenly, too.
+template <class T>
+void multiply_rows(Index rows, Index inner, Left<T> left, const T* b, Index b_row, T* c, Index c_row, Index vectors,
+                   bool accumulate) {
+  constexpr Index lanes = kLanes<T>, widest = kTileVectors < 3 ? 3 : 4;
+  const Finish<T> finish = {accumulate, nullptr, false};
+  for (Index strips = (vectors + widest - 1) / widest; strips > 0; --strips) {
+    const Index some = (vectors + strips - 1) / strips;
+    const Right<T> right = {b, b_row, 0};
+    switch (some) {
+#if defined(__AVX512F__)
+      case 4:
+        strip_of<T, 4>(rows, inner, left, right, c, c_row, 4 * lanes, finish);
+        break;
+#endif
+      case 3:
+        strip_of<T, 3>(rows, inner, left, right, c, c_row, 3 * lanes, finish);
+        break;
+      case 2:
+        strip_of<T, 2>(rows, inner, left, right, c, c_row, 2 * lanes, finish);
+        break;
+      default:
+        strip_of<T, 1>(rows, inner, left, right, c, c_row, lanes, finish);
+    }
+    vectors -= some;
+    b += some * lanes;
+    c += some * lanes;
   }
 }
 

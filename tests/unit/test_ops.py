@@ -65,10 +65,19 @@ CONVOLUTIONS = [
     (0, 2, 6, 6, 4, (3, 3), (1, 1), (1, 1)),
 ]
 
+WINOGRAD = [
+    (3, 20, 12, 12, 50, (5, 5), (1, 1), (0, 0)),
+    (2, 9, 14, 11, 17, (5, 5), (1, 1), (0, 1)),  # tiles that are cut off, channels beyond a vector
+    (2, 8, 14, 8, 8, (3, 3), (1, 1), (0, 0)),  # one tile beside the other, whole
+    (1, 33, 9, 16, 40, (3, 3), (1, 1), (1, 1)),
+    (40, 8, 20, 20, 9, (3, 3), (1, 1), (0, 0)),  # chunks that end inside an image
+    (0, 8, 12, 12, 8, (5, 5), (1, 1), (0, 0)),
+]
+
 
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("case", CONVOLUTIONS)
+@pytest.mark.parametrize("case", CONVOLUTIONS + WINOGRAD[1:])
 def test_conv2d(isa, dtype, case, with_bias, relu):
     n, c, h, w, m, kernel, stride, padding = case
     x, weight = array((n, c, h, w), dtype), array((m, c, *kernel), dtype, 1)
@@ -86,6 +95,23 @@ def test_conv2d(isa, dtype, case, with_bias, relu):
 
     for got, expected in zip(twice(lambda: run(cpu)), run(reference), strict=True):
         near(got, expected)
+
+
+@pytest.mark.parametrize("case", WINOGRAD[:-1])
+def test_error_of_winograd(isa, case):
+    """What csrc/winograd.h says of its precision."""
+    n, c, h, w, m, kernel, stride, padding = case
+    x, weight = array((n, c, h, w), "float32"), array((m, c, *kernel), "float32", 1)
+
+    def run(kernels, dtype):
+        y, saved = kernels.conv2d(x.astype(dtype), weight.astype(dtype), None, stride, padding)
+        dw = np.empty_like(weight, dtype)
+        dx = kernels.conv2d_backward(array(y.shape, "float32", 3).astype(dtype), saved, dw, None)
+        return y, dx, dw
+
+    for got, exact in zip(run(cpu, "float32"), run(reference, "float64"), strict=True):
+        error = np.sqrt(np.mean((got - exact) ** 2)) / exact.std()
+        assert 3e-7 < error < 6e-6  # the direct sum would be better than that
 
 
 def test_inputs_do_not_change(isa, dtype):
@@ -160,6 +186,8 @@ FUSED = [
     ((3, 1, 28, 28, 20, (5, 5), (1, 1), (0, 0)), ((2, 2), (2, 2), (0, 0))),
     ((2, 20, 12, 12, 50, (5, 5), (1, 1), (0, 0)), ((2, 2), (2, 2), (0, 0))),
     ((2, 3, 9, 7, 5, (3, 2), (1, 1), (1, 0)), ((2, 2), (2, 2), (0, 0))),
+    ((2, 9, 15, 13, 11, (3, 3), (1, 1), (0, 0)), ((3, 2), (2, 1), (1, 1))),
+    ((40, 8, 20, 20, 9, (5, 5), (1, 1), (1, 0)), ((2, 2), (2, 2), (0, 0))),
     ((2, 2, 11, 13, 3, (3, 3), (2, 1), (2, 1)), ((3, 2), (2, 1), (1, 1))),
     ((1, 2, 8, 6, 3, (1, 1), (1, 1), (0, 0)), ((2, 2), (3, 3), (0, 0))),
     ((0, 2, 6, 6, 4, (3, 3), (1, 1), (1, 1)), ((2, 2), (2, 2), (0, 0))),
