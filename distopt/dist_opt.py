@@ -264,11 +264,14 @@ class DistOpt:
     # -- the loop ----------------------------------------------------------------------------------------------------
     def _full_buckets(self, loss: Tensor, layout: Layout) -> Iterator[Bucket]:
         """Run backward; yield each bucket when its gradients are final, while the pass still has to finish."""
+        under_way = False
         for param, _ in autograd.backward(loss):
             bucket = layout.bucket_of(param)
             if bucket.add():
                 yield bucket
-            self.communicator.progress()
+                under_way = True
+            elif under_way:
+                self.communicator.progress()
         layout.check_complete()
 
     def _begin_step(self, threshold: int, loss: Tensor | None = None) -> Layout:

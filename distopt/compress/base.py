@@ -9,7 +9,7 @@ or should not be allocated in one (wire buffers). Every step calls `start` once 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -55,13 +55,15 @@ class Statistics:
     fell_back: int = 0
 
     def __iadd__(self, other: Statistics) -> Statistics:
-        for entry in fields(self):
-            setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
+        mine = vars(self)
+        for name, value in vars(other).items():
+            mine[name] += value
         return self
 
     def __sub__(self, earlier: Statistics) -> Statistics:
         """What was added since `earlier`."""
-        return Statistics(*[getattr(self, entry.name) - getattr(earlier, entry.name) for entry in fields(self)])
+        before = vars(earlier)
+        return Statistics(**{name: value - before[name] for name, value in vars(self).items()})
 
 
 class Stopwatch:
@@ -74,7 +76,7 @@ class Stopwatch:
     def book(self, name: str) -> None:
         """Add the time that has passed to the field `name`."""
         now = perf_counter()
-        setattr(self._statistics, name, getattr(self._statistics, name) + now - self._last)
+        vars(self._statistics)[name] += now - self._last
         self._last = now
 
 

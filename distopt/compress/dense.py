@@ -45,7 +45,7 @@ class _DenseReducer(Reducer[Fp32]):
             self._kernels.find_nonfinite(self.bucket, self._own)
             watch.book("select_seconds")
         self._work = self._comm.all_reduce(self.bucket, "mean", label=self._label)
-        cost.wire_bytes += self._dense_bytes(self.bucket.nbytes)
+        cost.wire_bytes += cost.dense_bytes
         watch.book("comm_seconds")
 
     def _done(self) -> bool:
