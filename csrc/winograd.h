@@ -4,9 +4,9 @@
 //
 //   y = A^T ((G g G^T) * (B^T d B)) A    where * multiplies the 64 "frequencies" of a tile, each for itself,
 //
-// and the sum over channels makes a product of matrices of each frequency: 64 * 4 multiplications for 64 * 25 of the
-// direct sum, where the tiles fit. Backward is the adjoint of each step. For float32 only: the results are wrong by
-// about 2e-6 of their deviation, where the direct sum errs by 1e-7. Included by conv_kernels.cpp.
+// and the sum over channels makes a product of matrices of each frequency. A tile takes 64 multiplications for 400 of
+// the direct sum with 5 x 5, 324 with 3 x 3. Backward is the adjoint of each step. For float32 only: the results are
+// wrong by about 2e-6 of their deviation, where the direct sum errs by 1e-7. Included by conv_kernels.cpp.
 #pragma once
 
 #include "conv_kernels.h"
@@ -235,10 +235,10 @@ class Winograd {
         m_row_(round_up(s_.m, kWidth)),
         chunk_(clamp(kChunkElements / (c_row_ + m_row_), 6, larger(6, tiles_))) {}
 
-  // Whether it saves much. Few channels leave the transforms too little work to share.
+  // Whether it saves much: few channels leave the transforms too little work to share, and tiles may not fit.
   bool pays() const {
     return s_.kh == R && s_.kw == R && s_.sh == 1 && s_.sw == 1 && s_.c >= kTile && s_.m >= kTile &&
-           2 * per_image_ * kFrequencies <= s_.oh * s_.ow * R * R;
+           s_.c * s_.m <= kMostWeights && 2 * per_image_ * kFrequencies <= s_.oh * s_.ow * R * R;
   }
 
   Index work_size() const { return kFrequencies * (c_slice() + m_slice() + cm_slice() + mc_slice()) + kLine; }
@@ -304,8 +304,11 @@ class Winograd {
   static constexpr Index kOnes = 1 * kTile + 1;  // the frequency of point 1, which sums a tile's output
   static constexpr Index kLine = 64 / sizeof(float);
   static constexpr Index kWidth = kLanes<float> > kTile ? kLanes<float> : kTile;
-  // Elements of a chunk of tiles, input and output: 256 KiB, so that they stay in the second cache.
+  // Input and output channels of all tiles of a chunk, 1 MiB over all frequencies: each chunk reads and writes the
+  // whole gradient of the weight, which costs more than leaving the second cache.
   static constexpr Index kChunkElements = (1 << 20) / sizeof(float) / kFrequencies;
+  // Weights of which the frequencies, twice as many as these times 64, take 32 MiB.
+  static constexpr Index kMostWeights = 256 * 256;
 
   // The elements of one frequency lie together: a chunk's input [tile][c] and output [tile][m], the weight [c][m] and
   // transposed [m][c]. The line between keeps frequencies from competing for a few sets of the cache.
@@ -321,8 +324,6 @@ class Winograd {
     cm_ = m_ + kFrequencies * m_slice();
     mc_ = cm_ + kFrequencies * cm_slice();
   }
-
-  static Right<float> rows_of(const float* b, Index row) { return {b, row, kStrip<float>}; }
 
   // Calls f(channel, block, element) for each 8 channels of a tile, whose element (0, 0) is at `element` of its image.
   template <class F>
