@@ -69,13 +69,13 @@ double squared_norm(Flat<const float> x) {
 }
 
 template <class Real>
-std::optional<std::size_t> first_nonfinite(Flat<const Real> x) {
+std::optional<std::size_t> first_beyond(Flat<const Real> x, double limit) {
   nb::gil_scoped_release release;
   std::size_t found;
   if constexpr (sizeof(Real) == sizeof(float))
-    found = codec_kernels().first_nonfinite_32(x.data(), x.size());
+    found = codec_kernels().first_beyond_32(x.data(), x.size(), static_cast<float>(limit));
   else
-    found = codec_kernels().first_nonfinite_64(x.data(), x.size());
+    found = codec_kernels().first_beyond_64(x.data(), x.size(), limit);
   return found == x.size() ? std::nullopt : std::optional(found);
 }
 
@@ -148,8 +148,9 @@ void bind_codec(nb::module_& m) {
   m.def("decode16", &decode16, "x"_a.noconvert(), "out"_a.noconvert(), "dtype"_a, "scale"_a,
         "Cast 16-bit floats (in a uint16 array) to float32 and multiply them by scale.");
   m.def("squared_norm", &squared_norm, "x"_a.noconvert(), "Sum of squares, accumulated in float64.");
-  m.def("first_nonfinite", &first_nonfinite<float>, "x"_a.noconvert(), "Index of the first NaN or infinity, or None.");
-  m.def("first_nonfinite", &first_nonfinite<double>, "x"_a.noconvert());
+  m.def("first_beyond", &first_beyond<float>, "x"_a.noconvert(), "limit"_a,
+        "Index of the first element that is NaN or beyond +-limit, or None.");
+  m.def("first_beyond", &first_beyond<double>, "x"_a.noconvert(), "limit"_a);
   m.def("top_k_capacity", &top_k_capacity, "n"_a, "k"_a, "Length that the lists given to top_k need.");
   m.attr("list_slack") = gather_slack;
   m.def("top_k", &bind_top_k, "x"_a.noconvert(), "k"_a, "indices"_a.noconvert(), "values"_a.noconvert(),

@@ -63,6 +63,14 @@ void find_nonfinite(Address x, std::size_t n, int item_bytes, Address from_bad, 
     gpu::find_nonfinite(at<const float>(x), n, out, stream_of(stream));
 }
 
+void mark_beyond(Address x, std::size_t n, int item_bytes, double limit, Address from_bad, Address stream) {
+  auto* const out = at<unsigned long long>(from_bad);
+  if (item_bytes == 8)
+    gpu::mark_beyond(at<double>(x), n, limit, out, stream_of(stream));
+  else
+    gpu::mark_beyond(at<float>(x), n, limit, out, stream_of(stream));
+}
+
 void accumulate(Address x, std::size_t n, Address residual, Address momentum, float scale, Address device_scale,
                 float decay, Address findings, Address stream) {
   require(residual, "there is nothing to accumulate in without a residual");
@@ -124,6 +132,8 @@ void bind_cuda_codec(nb::module_& m) {
         "holds squared_norm_parts float64.");
   m.def("find_nonfinite", &find_nonfinite, "x"_a, "n"_a, "item_bytes"_a, "from_bad"_a, "stream"_a,
         "from_bad[0] = elements from the first NaN or infinity to the end, or 0. Items are float32 or float64.");
+  m.def("mark_beyond", &mark_beyond, "x"_a, "n"_a, "item_bytes"_a, "limit"_a, "from_bad"_a, "stream"_a,
+        "As find_nonfinite, with what is NaN or beyond +-limit; where there is such an element, x[0] becomes NaN.");
   m.def("accumulate", &accumulate, "x"_a, "n"_a, "residual"_a, "momentum"_a, "scale"_a, "device_scale"_a, "decay"_a,
         "findings"_a, "stream"_a, "The accumulation of top_k without a selection.");
   m.def("candidate_capacity", &candidate_capacity, "n"_a, "k"_a, "Room that top_k needs for its candidates.");

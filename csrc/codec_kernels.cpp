@@ -114,20 +114,21 @@ double squared_norm(const float* x, std::size_t n) {
 }
 
 template <class Real>
-std::size_t first_nonfinite(const Real* x, std::size_t n) {
+std::size_t first_beyond(const Real* x, std::size_t n, Real limit) {
+  const auto beyond = [limit](Real value) { return !((value <= limit) & (-limit <= value)); };  // NaN, too
   constexpr std::size_t block = 2048;  // looked at element by element only if something is wrong in it
   for (std::size_t start = 0; start < n; start += block) {
     const std::size_t stop = n - start < block ? n : start + block;
     int wrong = 0;
-    for (std::size_t i = start; i < stop; ++i) wrong |= x[i] - x[i] != 0;  // NaN for an infinity as for NaN
+    for (std::size_t i = start; i < stop; ++i) wrong |= beyond(x[i]);
     if (!wrong) continue;
     for (std::size_t i = start; i < stop; ++i)
-      if (x[i] - x[i] != 0) return i;
+      if (beyond(x[i])) return i;
   }
   return n;
 }
 
-const CodecKernels table = {&encode16, &decode16, &squared_norm, &first_nonfinite<float>, &first_nonfinite<double>};
+const CodecKernels table = {&encode16, &decode16, &squared_norm, &first_beyond<float>, &first_beyond<double>};
 
 }  // namespace
 

@@ -22,9 +22,9 @@ struct CodecKernels {
   void (*decode16)(const std::uint16_t* in, float* out, std::size_t n, float scale, DType type);
   // Sum of squares, accumulated in float64.
   double (*squared_norm)(const float* x, std::size_t n);
-  // Index of the first NaN or infinity, or n.
-  std::size_t (*first_nonfinite_32)(const float* x, std::size_t n);
-  std::size_t (*first_nonfinite_64)(const double* x, std::size_t n);
+  // Index of the first element that is NaN or beyond +-limit, or n.
+  std::size_t (*first_beyond_32)(const float* x, std::size_t n, float limit);
+  std::size_t (*first_beyond_64)(const double* x, std::size_t n, double limit);
 };
 
 DISTOPT_DECLARE_KERNELS(CodecKernels, codec_kernels)

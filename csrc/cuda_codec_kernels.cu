@@ -1,6 +1,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <limits>
+
 #include "cuda_codec_kernels.h"
 #include "cuda_device.h"
 #include "cuda_launch.h"
@@ -169,7 +171,8 @@ __global__ void __launch_bounds__(block_threads)
 
 template <class Real, class Vector>
 __global__ void __launch_bounds__(block_threads)
-    nonfinite_kernel(const Real* x, std::size_t n, bool vectors, unsigned long long* from_bad) {
+    beyond_kernel(const Real* x, std::size_t n, bool vectors, Real limit, unsigned long long* from_bad) {
+  const auto beyond = [limit](Real value) { return !((value <= limit) & (-limit <= value)); };  // NaN, too
   constexpr std::size_t unit = sizeof(Vector) / sizeof(Real);
   const std::size_t thread = std::size_t{blockIdx.x} * block_threads + threadIdx.x;
   const std::size_t stride = std::size_t{gridDim.x} * block_threads;
@@ -181,11 +184,16 @@ __global__ void __launch_bounds__(block_threads)
     memcpy(elements, &vector, sizeof vector);
 #pragma unroll
     for (std::size_t i = unit; i-- > 0;)
-      if (elements[i] - elements[i] != 0) bad = u * unit + i;  // NaN for an infinity as for NaN
+      if (beyond(elements[i])) bad = u * unit + i;
   }
   for (std::size_t i = units * unit + thread; i < n && bad == n; i += stride)
-    if (x[i] - x[i] != 0) bad = i;
+    if (beyond(x[i])) bad = i;
   if (bad != n) atomicMax(from_bad, static_cast<unsigned long long>(n - bad));
+}
+
+template <class Real>
+__global__ void mark_kernel(Real* x, Real mark, const unsigned long long* from_bad) {
+  if (*from_bad) *x = mark;
 }
 
 template <class Type, bool with_residual>
@@ -208,11 +216,17 @@ void decode(const std::uint16_t* in, float* out, std::size_t n, float scale, cud
 }
 
 template <class Real, class Vector>
-void find(const Real* x, std::size_t n, unsigned long long* from_bad, cudaStream_t stream) {
+void find(const Real* x, std::size_t n, Real limit, unsigned long long* from_bad, cudaStream_t stream) {
   DISTOPT_CUDA_CHECK(cudaMemsetAsync(from_bad, 0, sizeof *from_bad, stream));
   if (n)
-    launch(&nonfinite_kernel<Real, Vector>, stride_blocks(n / 4), block_threads, stream, x, n, is_aligned(x, 16),
+    launch(&beyond_kernel<Real, Vector>, stride_blocks(n / 4), block_threads, stream, x, n, is_aligned(x, 16), limit,
            from_bad);
+}
+
+template <class Real, class Vector>
+void mark(Real* x, std::size_t n, double limit, unsigned long long* from_bad, cudaStream_t stream) {
+  find<Real, Vector>(x, n, static_cast<Real>(limit), from_bad, stream);
+  if (n) launch(&mark_kernel<Real>, 1, 1, stream, x, std::numeric_limits<Real>::quiet_NaN(), from_bad);
 }
 
 }  // namespace
@@ -243,11 +257,19 @@ void squared_norm(const float* x, std::size_t n, double* workspace, double* norm
 }
 
 void find_nonfinite(const float* x, std::size_t n, unsigned long long* from_bad, cudaStream_t stream) {
-  find<float, float4>(x, n, from_bad, stream);
+  find<float, float4>(x, n, std::numeric_limits<float>::max(), from_bad, stream);
 }
 
 void find_nonfinite(const double* x, std::size_t n, unsigned long long* from_bad, cudaStream_t stream) {
-  find<double, double2>(x, n, from_bad, stream);
+  find<double, double2>(x, n, std::numeric_limits<double>::max(), from_bad, stream);
+}
+
+void mark_beyond(float* x, std::size_t n, double limit, unsigned long long* from_bad, cudaStream_t stream) {
+  mark<float, float4>(x, n, limit, from_bad, stream);
+}
+
+void mark_beyond(double* x, std::size_t n, double limit, unsigned long long* from_bad, cudaStream_t stream) {
+  mark<double, double2>(x, n, limit, from_bad, stream);
 }
 
 }  // namespace distopt::gpu

@@ -38,4 +38,8 @@ void squared_norm(const float* x, std::size_t n, double* workspace, double* norm
 void find_nonfinite(const float* x, std::size_t n, unsigned long long* from_bad, cudaStream_t stream);
 void find_nonfinite(const double* x, std::size_t n, unsigned long long* from_bad, cudaStream_t stream);
 
+// The same with what is NaN or beyond +-limit; where there is such an element, x[0] becomes NaN. Reads once.
+void mark_beyond(float* x, std::size_t n, double limit, unsigned long long* from_bad, cudaStream_t stream);
+void mark_beyond(double* x, std::size_t n, double limit, unsigned long long* from_bad, cudaStream_t stream);
+
 }  // namespace distopt::gpu

@@ -326,9 +326,9 @@ class DistOpt:
         if error.rank is None or error.index is None:
             return error
         named = GradientError(
-            f"step {self._steps - 1}: the gradient of {bucket.name_of(error.index)} is NaN or infinite on rank "
-            f"{error.rank} ({self.communicator.topology.hosts[error.rank]}); lower the learning rate, clip the "
-            "gradients, or leave such steps out with DistOpt(non_finite='skip')",
+            f"step {self._steps - 1}: the gradient of {bucket.name_of(error.index)} is NaN, infinite or too large for "
+            f"a sum on rank {error.rank} ({self.communicator.topology.hosts[error.rank]}); lower the learning rate, "
+            "clip the gradients, or leave such steps out with DistOpt(non_finite='skip')",
             rank=error.rank,
             index=error.index,
         )

@@ -108,7 +108,7 @@ class StateError(DistoptError, ValueError):
 
 
 class GradientError(DistoptError, ArithmeticError):
-    """A gradient is NaN or infinite; the message names parameter, step and rank.
+    """A gradient is NaN, infinite or too large for a sum over the ranks; the message names parameter, step and rank.
 
     Attributes:
         rank: the rank whose gradient it is, where known.

@@ -251,13 +251,13 @@ class Reducer(ABC, Generic[CodecT]):
     def _dense_bytes(self, nbytes: int) -> int:
         return dense_wire_bytes(nbytes, self._comm.topology.world_size)
 
-    def _errors(self, from_bad: Sequence[int]) -> Iterator[GradientError]:
+    def _errors(self, from_bad: Sequence[int], fault: str = "NaN or infinite") -> Iterator[GradientError]:
         """What is wrong, given every rank's `FROM_BAD`."""
         for rank, elements in enumerate(from_bad):
             if elements:
                 index = self.bucket.size - elements
                 yield GradientError(
-                    f"a gradient is NaN or infinite: element {index} of bucket {self._label!r} on rank {rank} "
+                    f"a gradient is {fault}: element {index} of bucket {self._label!r} on rank {rank} "
                     f"({self._comm.topology.hosts[rank]}); lower the learning rate or clip the gradients",
                     rank=rank,
                     index=index,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..errors import GradientError
+import numpy as np
+
 from .base import Codec, Place, Reducer, Statistics, Stopwatch
 
 if TYPE_CHECKING:
     from ..comm.base import Work
+    from ..errors import GradientError
 
 __all__ = ["Fp32"]
 
@@ -18,8 +20,10 @@ __all__ = ["Fp32"]
 class Fp32(Codec):
     """Dense, in the type of the bucket, reduced in place without a copy.
 
-    What is NaN or infinite on one rank is so in the mean, which all ranks hold alike. So each rank looks at the mean,
-    and they come to the same verdict without a message; only a bad one is followed by the exchange of who it was.
+    A rank that finds an element which is NaN, infinite or so large that a sum over the ranks could overflow puts NaN
+    into the first one. That survives every sum. So the first element of the mean tells each rank whether all gradients
+    were good, and they come to the same verdict without a message and without another pass over the bucket; only a bad
+    one is followed by the exchange of who it was.
     """
 
     lossy: ClassVar[bool] = False
@@ -35,14 +39,18 @@ class _DenseReducer(Reducer[Fp32]):
     def __init__(self, codec: Fp32, place: Place) -> None:
         super().__init__(codec, place)
         self._check_finite = place.check_finite
-        # As `FROM_BAD`, of the own gradients and of the mean.
+        ranks = place.comm.topology.world_size
+        largest = float(np.finfo(place.bucket.dtype).max)
+        # Half of a share, as rounding goes up as well.
+        self._limit = largest / (2 * ranks) if ranks > 1 else largest
+        # As `FROM_BAD`, of the own gradients and of the first element of the mean.
         self._found = self._kernels.empty(2, "int64")
         self._own, self._mean = self._found[:1], self._found[1:]
 
     def _start(self, cost: Statistics) -> None:
         watch = Stopwatch(cost)
         if self._check_finite:
-            self._kernels.find_nonfinite(self.bucket, self._own)
+            self._kernels.mark_beyond(self.bucket, self._limit, self._own)
             watch.book("select_seconds")
         self._work = self._comm.all_reduce(self.bucket, "mean", label=self._label)
         cost.wire_bytes += cost.dense_bytes
@@ -56,17 +64,14 @@ class _DenseReducer(Reducer[Fp32]):
         self._work.wait(timeout)
         watch.book("comm_seconds")
         if self._check_finite:
-            self._kernels.find_nonfinite(self.bucket, self._mean)
-            _, from_bad = self._read(self._found, self._work)
+            self._kernels.find_nonfinite(self.bucket[:1], self._mean)
+            _, bad = self._read(self._found, self._work)
             watch.book("decode_seconds")
-            if from_bad:
-                raise self._verdict(self.bucket.size - from_bad)
+            if bad:
+                raise self._verdict()
 
-    def _verdict(self, bad: int) -> GradientError:
+    def _verdict(self) -> GradientError:
         gathered = self._comm.all_gather_ragged(self._own, label=self._label)
-        overflow = GradientError(
-            f"the sum over ranks of element {bad} of bucket {self._label!r} exceeds {self.bucket.dtype}; lower the "
-            "learning rate or clip the gradients",
-            index=bad,
-        )
-        return next(self._errors([int(own[0]) for own in gathered]), overflow)
+        ranks = self._comm.topology.world_size
+        fault = f"NaN, infinite or, beyond {self._limit:.2g}, too large for a sum over {ranks} ranks"
+        return next(self._errors([int(own[0]) for own in gathered], fault))

@@ -89,6 +89,9 @@ class Kernels(Protocol):
     def find_nonfinite(self, x: Array, from_bad: Array) -> None:
         """Set from_bad[0] (int64) as in findings; float64 too."""
 
+    def mark_beyond(self, x: Array, limit: float, from_bad: Array) -> None:
+        """As `find_nonfinite`, with what is NaN or beyond +-limit; where there is such an element, x[0] becomes NaN."""
+
     def first_nonfinite(self, x: Array) -> int | None:
         """Index of the first NaN or infinity; float64 too. Waits for the answer."""
 

@@ -26,6 +26,7 @@ __all__ = [
     "encode16",
     "find_nonfinite",
     "first_nonfinite",
+    "mark_beyond",
     "new_lists",
     "nonzero",
     "scatter_sum",
@@ -96,6 +97,10 @@ def clip_scale(x: Array, limit: float) -> Any:
 
 def find_nonfinite(x: Array, from_bad: Array) -> None:
     _cuda.find_nonfinite(_at(x), x.size, x.itemsize, _at(from_bad), _stream())
+
+
+def mark_beyond(x: Array, limit: float, from_bad: Array) -> None:
+    _cuda.mark_beyond(_at(x), x.size, x.itemsize, limit, _at(from_bad), _stream())
 
 
 def first_nonfinite(x: Array) -> int | None:

@@ -26,6 +26,7 @@ __all__ = [
     "encode16",
     "find_nonfinite",
     "first_nonfinite",
+    "mark_beyond",
     "new_lists",
     "nonzero",
     "scatter_sum",
@@ -33,6 +34,9 @@ __all__ = [
     "to_host",
     "top_k",
 ]
+
+
+_LARGEST = {np.dtype(name): float(np.finfo(name).max) for name in ("float32", "float64")}
 
 
 class _Lists:
@@ -85,12 +89,20 @@ def clip_scale(x: Array, limit: float) -> Any:
 
 
 def find_nonfinite(x: Array, from_bad: Array) -> None:
-    index = _core.first_nonfinite(x)
+    index = first_nonfinite(x)
     from_bad[0] = 0 if index is None else x.size - index
 
 
 def first_nonfinite(x: Array) -> int | None:
-    return _core.first_nonfinite(x)
+    return _core.first_beyond(x, _LARGEST[x.dtype])
+
+
+def mark_beyond(x: Array, limit: float, from_bad: Array) -> None:
+    index = _core.first_beyond(x, limit)
+    from_bad[0] = 0
+    if index is not None:
+        from_bad[0] = x.size - index
+        x[0] = np.nan
 
 
 def accumulate(x: Array, accumulation: Accumulation, lists: Lists, findings: Array) -> None:

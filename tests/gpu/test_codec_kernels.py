@@ -225,6 +225,24 @@ def test_first_nonfinite(dtype, offset):
         assert gpu.first_nonfinite(on_device(x, offset)) == index
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_mark_beyond(dtype, offset):
+    n, limit = 50_001, 3.0
+    x, found = np.resize(np.array([limit, -limit, 0], dtype), n), on_device(np.array([7]))
+    clean = on_device(x, offset)
+    for array in (clean, clean[:0]):
+        gpu.mark_beyond(array, limit, found)
+        assert (int(found.get()[0]), same_bits(clean.get(), x)) == (0, True)
+    for index, value in enumerate([np.nan, np.inf, -np.inf, 3.1, -3.1], start=40_000):
+        marked = x.copy()
+        marked[[index, -1]] = value, np.nan
+        device = on_device(marked, offset)
+        gpu.mark_beyond(device, limit, found)
+        assert int(found.get()[0]) == n - index
+        assert np.isnan(device.get()[0])
+        assert same_bits(device.get()[1:], marked[1:])
+
+
 @pytest.mark.parametrize("n", [1, 17, TILE, TILE + 1, 20_001])
 @pytest.mark.parametrize("ranks", [0, 1, 5, 70])
 def test_sums_of_lists_have_the_bits_of_the_cpu(n, ranks, offset):

@@ -53,7 +53,9 @@ def raising(optimizer) -> dict[str, np.ndarray]:
         train(optimizer, net, range(2), strategy)
         for number in (2, 3):  # the error is not the end: a second one is named as well
             before = parameters(net)
-            where = rf"step {number}: the gradient of linear1.b is NaN or infinite on rank {last} \("
+            where = (
+                rf"step {number}: the gradient of linear1.b is NaN, infinite or too large for a sum on rank {last} \("
+            )
             with pytest.raises(GradientError, match=where) as caught:
                 poisoned(optimizer, net, number, strategy, np.nan)
             assert caught.value.rank == last
@@ -109,16 +111,22 @@ def test_fp32_does_not_look_where_nan_is_ignored(tmp_path):
 
 def overflowing(optimizer) -> dict[str, np.ndarray]:
     bucket = optimizer.communicator.empty(50)
-    bucket[:] = 3e38
     reducer = Fp32().attach(bucket, optimizer.communicator, label="b0")
-    with pytest.raises(GradientError, match=r"sum over ranks of element 0 of bucket 'b0' exceeds float32"):
-        reducer.start().wait()
-    bucket[:] = 1
-    reducer.start().wait()
+    for large, raises in ((8e37, False), (-9e37, True), (8e37, False)):
+        bucket[:] = 1
+        bucket[17] = large
+        if raises:
+            with pytest.raises(
+                GradientError, match=r"beyond 8.5e\+37, too large .* element 17 of bucket 'b0' on rank 0"
+            ):
+                reducer.start().wait()
+        else:
+            reducer.start().wait()
+            assert bucket[17] == np.float32(large)
     return {}
 
 
-def test_a_sum_that_overflows_accuses_no_rank(tmp_path):
+def test_a_gradient_whose_sum_could_overflow_is_an_error(tmp_path):
     on_ranks(tmp_path, 2, overflowing)
 
 
@@ -182,7 +190,9 @@ def failing(rank: int, world_size: int, ticket) -> None:
 
 
 def test_a_nan_ends_the_job_with_its_name():
-    with pytest.raises(RankFailedError, match=r"step 1: the gradient of linear1.b is NaN or infinite on rank 1"):
+    with pytest.raises(
+        RankFailedError, match=r"step 1: the gradient of linear1.b is NaN, infinite or too large for a sum on rank 1"
+    ):
         launch.spawn(failing, 2, (singa_wrap.NcclIdHolder(),))
 
 

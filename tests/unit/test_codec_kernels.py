@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from distopt import _core
+from distopt.kernels import host
 
 F32 = np.float32
 SIZES = [0, 1, 3, 15, 16, 17, 511, 4095, 4096, 5000, 70001]
@@ -227,11 +228,27 @@ def test_first_nonfinite(dtype):
     n = 5001
     x = unaligned(np.full(n, np.finfo(dtype).max, dtype))
     x[1::3] = np.finfo(dtype).smallest_subnormal
-    assert _core.first_nonfinite(x) is None
-    assert _core.first_nonfinite(x[:0]) is None
+    assert host.first_nonfinite(x) is None
+    assert host.first_nonfinite(x[:0]) is None
     for index in (n - 1, 2049, 2048, 2047, 16, 0):  # what lies behind stays
         x[index] = [np.nan, np.inf, -np.inf][index % 3]
-        assert _core.first_nonfinite(x) == index
+        assert host.first_nonfinite(x) == index
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_mark_beyond(dtype):
+    n, limit = 5001, 3.0
+    x, from_bad = unaligned(np.resize(np.array([limit, -limit, 0], dtype), n)), np.array([7])
+    host.mark_beyond(x, limit, from_bad)
+    host.mark_beyond(x[:0], limit, from_bad)
+    assert (from_bad[0], x[0]) == (0, limit)
+    for index, value in enumerate([np.nan, np.inf, -np.inf, 3.1, -3.1], start=2046):
+        marked = x.copy()
+        marked[[index, -1]] = value, np.nan
+        host.mark_beyond(marked, limit, from_bad)
+        assert from_bad[0] == n - index
+        assert np.isnan(marked[0])
+        assert np.array_equal(marked[1:index], x[1:index])
 
 
 @pytest.mark.parametrize("n", [1, 17, 5000])
