@@ -103,6 +103,9 @@ def conv2d(
 ) -> tuple[Array, Any]:
     """Cross-correlate x [N, C, H, W] with w [M, C, kh, kw], add b [M], and apply ReLU if asked.
 
+    In float32, kernels of 3 x 3 and 5 x 5 with stride 1 and at least 8 channels on both sides go by Winograd's minimal
+    filtering (csrc/winograd.h), which errs by about 2e-6 of the deviation of y; all others are summed directly.
+
     Returns:
         y [N, M, (H + 2 ph - kh) // sh + 1, (W + 2 pw - kw) // sw + 1], and saved.
     """
