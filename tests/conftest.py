@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,8 @@ from distopt import autograd
 
 # On a machine with GPUs, too: the tests of a GPU, which are in tests/gpu, ask for one.
 os.environ.setdefault("DISTOPT_DEVICE", "cpu")
+# A shell lets what it starts with "&" ignore SIGINT, and programs inherit that; tests send it to programs of theirs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
