@@ -264,9 +264,9 @@ class Reducer(ABC, Generic[CodecT]):
                 )
 
     @staticmethod
-    def _read(array: Array, work: Work) -> list[int]:
+    def _read(array: Array, work: Work) -> list[Any]:
         """The numbers of an array that `work`, which has been waited for, has filled."""
-        numbers: list[int] = array.tolist()
+        numbers: list[Any] = array.tolist()
         work.done()  # the host waits for a GPU here only, and a communicator that fails meanwhile leaves rubbish
         return numbers
 

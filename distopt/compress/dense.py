@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -43,9 +44,7 @@ class _DenseReducer(Reducer[Fp32]):
         largest = float(np.finfo(place.bucket.dtype).max)
         # Half of a share, as rounding goes up as well.
         self._limit = largest / (2 * ranks) if ranks > 1 else largest
-        # As `FROM_BAD`, of the own gradients and of the first element of the mean.
-        self._found = self._kernels.empty(2, "int64")
-        self._own, self._mean = self._found[:1], self._found[1:]
+        self._own = self._kernels.empty(1, "int64")  # as `FROM_BAD`
 
     def _start(self, cost: Statistics) -> None:
         watch = Stopwatch(cost)
@@ -64,10 +63,9 @@ class _DenseReducer(Reducer[Fp32]):
         self._work.wait(timeout)
         watch.book("comm_seconds")
         if self._check_finite:
-            self._kernels.find_nonfinite(self.bucket[:1], self._mean)
-            _, bad = self._read(self._found, self._work)
+            first = self._read(self.bucket[:1], self._work)  # of an empty bucket there is none
             watch.book("decode_seconds")
-            if bad:
+            if any(map(math.isnan, first)):
                 raise self._verdict()
 
     def _verdict(self) -> GradientError:

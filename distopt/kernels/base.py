@@ -86,11 +86,11 @@ class Kernels(Protocol):
     def clip_scale(self, x: Array, limit: float) -> Any:
         """The factor that shrinks x to an l2 norm of `limit`; 1 where the norm is less, or not finite."""
 
-    def find_nonfinite(self, x: Array, from_bad: Array) -> None:
-        """Set from_bad[0] (int64) as in findings; float64 too."""
-
     def mark_beyond(self, x: Array, limit: float, from_bad: Array) -> None:
-        """As `find_nonfinite`, with what is NaN or beyond +-limit; where there is such an element, x[0] becomes NaN."""
+        """Set from_bad[0] (int64) as in findings, of elements that are NaN or beyond +-limit; float64 too.
+
+        Where there is such an element, x[0] becomes NaN.
+        """
 
     def first_nonfinite(self, x: Array) -> int | None:
         """Index of the first NaN or infinity; float64 too. Waits for the answer."""

@@ -24,7 +24,6 @@ __all__ = [
     "decode16",
     "empty",
     "encode16",
-    "find_nonfinite",
     "first_nonfinite",
     "mark_beyond",
     "new_lists",
@@ -95,7 +94,7 @@ def clip_scale(x: Array, limit: float) -> Any:
     return scale
 
 
-def find_nonfinite(x: Array, from_bad: Array) -> None:
+def _find_nonfinite(x: Array, from_bad: Array) -> None:
     _cuda.find_nonfinite(_at(x), x.size, x.itemsize, _at(from_bad), _stream())
 
 
@@ -105,7 +104,7 @@ def mark_beyond(x: Array, limit: float, from_bad: Array) -> None:
 
 def first_nonfinite(x: Array) -> int | None:
     found = cupy.empty(1, np.int64)
-    find_nonfinite(x, found)
+    _find_nonfinite(x, found)
     from_bad = int(found.item())
     return x.size - from_bad if from_bad else None
 
@@ -115,7 +114,7 @@ def accumulate(x: Array, accumulation: Accumulation, lists: Lists, findings: Arr
         _cuda.accumulate(_at(x), x.size, *_addresses(accumulation), _at(findings), _stream())
     else:
         findings.fill(0)
-        find_nonfinite(x, findings[2:])
+        _find_nonfinite(x, findings[2:])
 
 
 def top_k(x: Array, k: int, accumulation: Accumulation, lists: Lists, findings: Array) -> None:

@@ -24,7 +24,6 @@ __all__ = [
     "decode16",
     "empty",
     "encode16",
-    "find_nonfinite",
     "first_nonfinite",
     "mark_beyond",
     "new_lists",
@@ -86,11 +85,6 @@ def clip_scale(x: Array, limit: float) -> Any:
     norm = math.sqrt(_core.squared_norm(x))
     # A norm that is NaN or infinite must not scale the element away that an error is about to name.
     return limit / norm if limit < norm < math.inf else 1.0
-
-
-def find_nonfinite(x: Array, from_bad: Array) -> None:
-    index = first_nonfinite(x)
-    from_bad[0] = 0 if index is None else x.size - index
 
 
 def first_nonfinite(x: Array) -> int | None:
