@@ -129,12 +129,14 @@ def test_a_watchdog_ends_its_process_when_a_sibling_has_ended(stopped):
         programs.append(subprocess.Popen([sys.executable, "-c", WATCHED], text=True, **pipes))
         assert programs[-1].stdout.readline() == f"{others}\n"
     first, second = programs
-    first.kill()
-    first.communicate()
     if stopped:
-        second.stdin.close()  # within the half second that it waits
+        second.stdin.close()
+    else:
+        first.kill()
     code, stderr = second.wait(60.0), second.stderr.read()
     assert (code, stderr) == ((0, "") if stopped else (7, f"{first.pid} has ended"))
+    first.kill()
+    first.communicate()
     for pipe in (second.stdin, second.stdout, second.stderr):
         pipe.close()
 
