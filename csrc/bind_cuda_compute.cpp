@@ -30,6 +30,13 @@ cuda::Window window_of(const Sizes& s) {
   return {i(0), i(1), i(2), i(3), i(4), i(5), i(6), i(7), i(8), i(9)};
 }
 
+// Planes in the layout N, C, H, W, or in the rows of a product [channels, images * pixels].
+template <class T>
+cuda::Planes<T> planes_of(T* data, int images, int channels, std::size_t pixels, bool rows) {
+  if (rows) return {data, pixels, std::size_t(images) * pixels};
+  return {data, std::size_t(channels) * pixels, pixels};
+}
+
 void bind_convolution(nb::module_& m) {
   m.def(
       "lower",
@@ -51,43 +58,36 @@ void bind_convolution(nb::module_& m) {
       "dtype"_a, "images"_a, "channels"_a, "window"_a, "columns"_a, "dx"_a, "stream"_a);
   m.def(
       "spread",
-      [](int dtype, int images, int channels, int pixels, Address rows, Address bias, bool relu, Address y,
+      [](int dtype, int images, int channels, int pixels, Address x, bool rows, Address bias, bool relu, Address y,
          Address stream) {
         with_type(dtype, [&](auto zero) {
           using T = decltype(zero);
-          const std::size_t width = std::size_t(images) * pixels;
-          cuda::spread<T>({images, channels}, pixels, {at<T>(rows), std::size_t(pixels), width}, at<T>(bias), relu,
-                          at<T>(y), stream_of(stream));
+          const auto planes = planes_of<const T>(at<T>(x), images, channels, std::size_t(pixels), rows);
+          cuda::spread<T>({images, channels}, pixels, planes, at<T>(bias), relu, at<T>(y), stream_of(stream));
         });
       },
-      "dtype"_a, "images"_a, "channels"_a, "pixels"_a, "rows"_a, "bias"_a, "relu"_a, "y"_a, "stream"_a);
+      "dtype"_a, "images"_a, "channels"_a, "pixels"_a, "x"_a, "rows"_a, "bias"_a, "relu"_a, "y"_a, "stream"_a);
   m.def(
       "collect",
-      [](int dtype, int images, int channels, int pixels, Address dy, Address y, Address rows, Address stream) {
+      [](int dtype, int images, int channels, int pixels, Address dy, Address y, Address dx, bool rows,
+         Address stream) {
         with_type(dtype, [&](auto zero) {
           using T = decltype(zero);
-          const std::size_t width = std::size_t(images) * pixels;
-          cuda::collect<T>({images, channels}, pixels, at<T>(dy), at<T>(y), {at<T>(rows), std::size_t(pixels), width},
-                           stream_of(stream));
+          const auto planes = planes_of<T>(at<T>(dx), images, channels, std::size_t(pixels), rows);
+          cuda::collect<T>({images, channels}, pixels, at<T>(dy), at<T>(y), planes, stream_of(stream));
         });
       },
-      "dtype"_a, "images"_a, "channels"_a, "pixels"_a, "dy"_a, "y"_a, "rows"_a, "stream"_a);
+      "dtype"_a, "images"_a, "channels"_a, "pixels"_a, "dy"_a, "y"_a, "dx"_a, "rows"_a, "stream"_a);
   m.def(
-      "row_sums",
-      [](int dtype, Address matrix, int rows, std::size_t columns, bool add, Address out, Address stream) {
+      "channel_sums",
+      [](int dtype, int images, int channels, int pixels, Address x, bool rows, bool add, Address out, Address stream) {
         with_type(dtype, [&](auto zero) {
           using T = decltype(zero);
-          cuda::row_sums<T>(at<T>(matrix), rows, columns, add, at<T>(out), stream_of(stream));
+          const auto planes = planes_of<const T>(at<T>(x), images, channels, std::size_t(pixels), rows);
+          cuda::channel_sums<T>({images, channels}, pixels, planes, add, at<T>(out), stream_of(stream));
         });
       },
-      "dtype"_a, "matrix"_a, "rows"_a, "columns"_a, "add"_a, "out"_a, "stream"_a);
-}
-
-// Planes in the layout N, C, H, W, or in the rows of a product [channels, images * pixels].
-template <class T>
-cuda::Planes<T> planes_of(T* data, int images, int channels, std::size_t pixels, bool rows) {
-  if (rows) return {data, pixels, std::size_t(images) * pixels};
-  return {data, std::size_t(channels) * pixels, pixels};
+      "dtype"_a, "images"_a, "channels"_a, "pixels"_a, "x"_a, "rows"_a, "add"_a, "out"_a, "stream"_a);
 }
 
 void bind_pooling(nb::module_& m) {

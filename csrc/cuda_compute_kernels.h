@@ -36,15 +36,15 @@ void lower(Batch batch, Window window, const T* x, T* columns, cudaStream_t stre
 // The reverse: dx = for each pixel the sum of what stands in the columns for it.
 template <class T>
 void gather_columns(Batch batch, Window window, const T* columns, T* dx, cudaStream_t stream);
-// to = from + bias[channel] (or null), with ReLU if asked; planes of `pixels`.
+// to = from + bias[channel] (or null), with ReLU if asked; planes of `pixels`. `to` may be where `from` is.
 template <class T>
 void spread(Batch batch, int pixels, Planes<const T> from, const T* bias, bool relu, T* to, cudaStream_t stream);
 // to = dy, 0 where y (or null) is not positive.
 template <class T>
 void collect(Batch batch, int pixels, const T* dy, const T* y, Planes<T> to, cudaStream_t stream);
-// out[row] = the sum of a row of a matrix [rows, columns], added to what is there if asked.
+// out[channel] = the sum of its planes over all images, added to what is there if asked.
 template <class T>
-void row_sums(const T* matrix, int rows, std::size_t columns, bool add, T* out, cudaStream_t stream);
+void channel_sums(Batch batch, int pixels, Planes<const T> x, bool add, T* out, cudaStream_t stream);
 // As `spread`, then the maximum of each window; `taken` is the tap that it came from. A NaN always wins.
 template <class T>
 void max_pool(Batch batch, Window window, Planes<const T> x, const T* bias, bool relu, T* y, std::uint8_t* taken,

@@ -80,12 +80,15 @@ __global__ void collect_kernel(Batch batch, int pixels, const T* dy, const T* y,
 }
 
 template <class T>
-__global__ void row_sums_kernel(const T* matrix, int rows, std::size_t columns, bool add, T* out) {
-  for (unsigned row = blockIdx.x; row < unsigned(rows); row += gridDim.x) {
+__global__ void channel_sums_kernel(Batch batch, int pixels, Planes<const T> x, bool add, T* out) {
+  const std::size_t count = std::size_t(batch.images) * pixels;
+  for (unsigned channel = blockIdx.x; channel < unsigned(batch.channels); channel += gridDim.x) {
+    const T* source = plane_of(x, 0, int(channel));
     double sum = 0;
-    for (std::size_t i = threadIdx.x; i < columns; i += blockDim.x) sum += double(matrix[row * columns + i]);
+    for (std::size_t i = threadIdx.x; i < count; i += blockDim.x)
+      sum += double(source[i / unsigned(pixels) * x.per_image + i % unsigned(pixels)]);
     sum = gpu::block_sum<block_threads>(sum);
-    if (threadIdx.x == 0) out[row] = add ? out[row] + T(sum) : T(sum);
+    if (threadIdx.x == 0) out[channel] = add ? out[channel] + T(sum) : T(sum);
   }
 }
 
@@ -215,9 +218,10 @@ void collect(Batch batch, int pixels, const T* dy, const T* y, Planes<T> to, cud
 }
 
 template <class T>
-void row_sums(const T* matrix, int rows, std::size_t columns, bool add, T* out, cudaStream_t stream) {
-  if (rows)
-    launch(row_sums_kernel<T>, dim3(unsigned(rows)), dim3(block_threads), stream, matrix, rows, columns, add, out);
+void channel_sums(Batch batch, int pixels, Planes<const T> x, bool add, T* out, cudaStream_t stream) {
+  if (batch.channels)
+    launch(channel_sums_kernel<T>, dim3(unsigned(batch.channels)), dim3(block_threads), stream, batch, pixels, x, add,
+           out);
 }
 
 template <class T>
@@ -247,7 +251,7 @@ void avg_pool_backward(Batch batch, Window s, const T* dy, T* dx, cudaStream_t s
   template void gather_columns<T>(Batch, Window, const T*, T*, cudaStream_t);                                          \
   template void spread<T>(Batch, int, Planes<const T>, const T*, bool, T*, cudaStream_t);                              \
   template void collect<T>(Batch, int, const T*, const T*, Planes<T>, cudaStream_t);                                   \
-  template void row_sums<T>(const T*, int, std::size_t, bool, T*, cudaStream_t);                                       \
+  template void channel_sums<T>(Batch, int, Planes<const T>, bool, T*, cudaStream_t);                                  \
   template void max_pool<T>(Batch, Window, Planes<const T>, const T*, bool, T*, std::uint8_t*, cudaStream_t);          \
   template void max_pool_backward<T>(Batch, Window, const T*, const T*, const std::uint8_t*, Planes<T>, cudaStream_t); \
   template void avg_pool<T>(Batch, Window, const T*, T*, cudaStream_t);                                                \

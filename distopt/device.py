@@ -25,6 +25,7 @@ __all__ = [
     "create_cpu_device",
     "create_cuda_gpu",
     "create_cuda_gpu_on",
+    "find_cudnn",
     "find_cupy",
     "find_gpu",
     "get_default_device",
@@ -274,3 +275,20 @@ def find_cupy() -> tuple[Any, str]:
     except ImportError as error:
         return None, f"distopt was built without _cuda ({error}); install the CUDA toolkit (nvcc) and distopt again"
     return cupy, ""
+
+
+def find_cudnn() -> tuple[Any, str]:
+    """Local. cuDNN's Python package if it has found cuDNN, else None and what is missing, with the cure.
+
+    The package looks for libcudnn.so.9 in the folders of LD_LIBRARY_PATH, then in the wheel nvidia-cudnn-cu12 or -cu13.
+    """
+    cure = "pip install 'distopt[cuda12]' or 'distopt[cuda13]'"
+    try:
+        import cudnn
+    except (ImportError, OSError, AssertionError) as error:  # the latter by two cuDNNs, or one that cannot be loaded
+        return None, f"cudnn-frontend cannot be imported ({error}); {cure}"
+    try:
+        cudnn.backend_version()
+    except RuntimeError as error:
+        return None, f"cudnn-frontend {cudnn.__version__} finds no libcudnn.so.9 ({error}); {cure}"
+    return cudnn, ""

@@ -6,6 +6,7 @@
 | `DISTOPT_STALL_WARNING` | 10 | seconds after which such a collective warns |
 | `DISTOPT_BACKEND` | auto | communicator: auto, or a name of `distopt.comm.BACKENDS` |
 | `DISTOPT_DEVICE` | auto | `cpu`, or `cuda` to make a missing GPU an error, or `auto` |
+| `DISTOPT_CONVOLUTION` | auto | on a GPU: `lowering`, or `cudnn` to make a missing cuDNN an error, or `auto` |
 | `DISTOPT_NCCL_LIBRARY` | | path of the libnccl.so.2 to load instead of the installed wheel's |
 | `DISTOPT_DATA_DIR` | | folder that holds data sets |
 """
@@ -32,6 +33,7 @@ class Settings:
     stall_warning: float = 10.0
     backend: str = "auto"
     device: str = "auto"
+    convolution: str = "auto"
     data_dir: str | None = None
     nccl_library: str | None = None
 
@@ -43,17 +45,22 @@ class Settings:
             UsageError: a value cannot be used; the message names the variable.
         """
         env = os.environ if env is None else env
-        device = env.get("DISTOPT_DEVICE", cls.device)
-        if device not in ("auto", "cpu", "cuda"):
-            raise UsageError(f"DISTOPT_DEVICE={device!r} is not one of auto, cpu, cuda")
         return cls(
             timeout=_seconds(env, "DISTOPT_TIMEOUT", cls.timeout),
             stall_warning=_seconds(env, "DISTOPT_STALL_WARNING", cls.stall_warning),
             backend=env.get("DISTOPT_BACKEND", cls.backend),
-            device=device,
+            device=_choice(env, "DISTOPT_DEVICE", ("auto", "cpu", "cuda")),
+            convolution=_choice(env, "DISTOPT_CONVOLUTION", ("auto", "cudnn", "lowering")),
             data_dir=env.get("DISTOPT_DATA_DIR") or None,
             nccl_library=env.get("DISTOPT_NCCL_LIBRARY") or None,
         )
+
+
+def _choice(env: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
+    value = env.get(name, choices[0])
+    if value not in choices:
+        raise UsageError(f"{name}={value!r} is not one of {', '.join(choices)}")
+    return value
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:

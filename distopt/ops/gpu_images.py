@@ -1,4 +1,9 @@
-"""Convolution and pooling of CuPy arrays; see `distopt.ops.gpu`."""
+"""Convolution and pooling of CuPy arrays; see `distopt.ops.gpu`.
+
+A convolution is a plan of cuDNN where there is one (`gpu_cudnn.plan`), with bias, ReLU and pooling by kernels of
+`distopt._cuda`. Else it is lowering: a product with the lowered images, `columns` [C * kh * kw, images * places], made
+in chunks of images that bound the memory.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import cupy
 
+from . import gpu_cudnn
 from .geometry import Pair, out_size, pool_out
 from .gpu_base import Array, address_of, address_or_null, code_of, current_stream, native
 
@@ -63,12 +69,20 @@ def _lowered(x: Array, window: Sizes, first: int, images: int) -> Array:
     return columns
 
 
-def _products(x: Array, w: Array, window: Sizes) -> Iterator[tuple[int, int, Array]]:
-    """First image, number of images and w @ columns [M, images * places] of each chunk."""
+def _results(x: Array, w: Array, window: Sizes, y: Array | None = None) -> Iterator[tuple[int, int, Array, bool]]:
+    """First image, number of images, their convolution, and whether that is rows [M, images * places].
+
+    Else it is [N, M, oh, ow] for all images at once, and stands in `y`, if given.
+    """
+    if (convolve := gpu_cudnn.plan("fprop", x, w, window)) is not None:
+        y = cupy.empty((len(x), len(w), *window[8:]), x.dtype) if y is None else y
+        convolve(x, w, y)
+        yield 0, len(x), y, False
+        return
     matrix = w.reshape(len(w), -1)
     places = window[8] * window[9]
     for first, images in _chunks(len(x), matrix.shape[1] * places * x.itemsize, places):
-        yield first, images, cupy.dot(matrix, _lowered(x, window, first, images))
+        yield first, images, cupy.dot(matrix, _lowered(x, window, first, images)), True
 
 
 def _convolution(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> tuple[Sizes, int]:
@@ -87,9 +101,10 @@ def conv2d(
     window, bias = _convolution(x, w, b, stride, padding)
     m, places = len(w), window[8] * window[9]
     y = cupy.empty((len(x), m, *window[8:]), x.dtype)
-    for first, images, product in _products(x, w, window):
-        address = y.data.ptr + first * m * places * y.itemsize
-        native.spread(code_of(x), images, m, places, product.data.ptr, bias, relu, address, current_stream())
+    for first, images, product, rows in _results(x, w, window, y):
+        at = y.data.ptr + first * m * places * y.itemsize
+        if rows or bias or relu:
+            native.spread(code_of(x), images, m, places, product.data.ptr, rows, bias, relu, at, current_stream())
     return y, _Conv(x, w, window, y if relu else None)
 
 
@@ -100,22 +115,27 @@ def conv2d_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx:
     slope, result = address_of(dy, shape, saved.x.dtype), address_or_null(saved.y, shape, saved.x.dtype)
     image_bytes = m * places * dy.itemsize
 
-    def collect(first: int, images: int, rows: Array) -> None:
+    def collect(first: int, images: int, rows: bool) -> Array:
+        if not rows and not result:
+            return dy
         at = first * image_bytes
         y = result and result + at
-        native.collect(code_of(dy), images, m, places, slope + at, y, rows.data.ptr, current_stream())
+        before = cupy.empty((m, images * places) if rows else shape, dy.dtype)
+        native.collect(code_of(dy), images, m, places, slope + at, y, before.data.ptr, rows, current_stream())
+        return before
 
     return _convolution_backward(saved, collect, dw, db, need_dx)
 
 
 def _convolution_backward(
-    saved: _Conv, collect: Callable[[int, int, Array], None], dw: Array, db: Array | None, need_dx: bool
+    saved: _Conv, collect: Callable[[int, int, bool], Array], dw: Array, db: Array | None, need_dx: bool
 ) -> Array | None:
     """The gradients of a convolution.
 
     Args:
         saved: of the convolution.
-        collect: writes the gradient of its result, before ReLU, as rows [M, images * places] of a chunk.
+        collect: gives the gradient of its result, before bias and ReLU, for a number of images from a first one on: as
+            rows [M, images * places], or as [images, M, oh, ow], which is asked for of all images only.
         dw: overwritten.
         db: overwritten, if given.
         need_dx: whether the gradient of x is returned.
@@ -123,28 +143,47 @@ def _convolution_backward(
     x, w, window, _ = saved
     address_of(dw, w.shape, x.dtype)
     sums = address_or_null(db, (len(w),), x.dtype)
+    dx = cupy.empty(x.shape, x.dtype) if need_dx else None
+    to_w = gpu_cudnn.plan("wgrad", x, w, window)
+    to_x = gpu_cudnn.plan("dgrad", x, w, window) if need_dx else None
+    if to_w is None or (need_dx and to_x is None):
+        _lowered_backward(saved, collect, dw, db, dx)
+        return dx
+    slope = collect(0, len(x), False)
+    to_w(x, slope, dw)
+    if sums:
+        places = window[8] * window[9]
+        native.channel_sums(code_of(x), len(x), len(w), places, slope.data.ptr, False, False, sums, current_stream())
+    if to_x is not None:
+        to_x(slope, w, dx)
+    return dx
+
+
+def _lowered_backward(
+    saved: _Conv, collect: Callable[[int, int, bool], Array], dw: Array, db: Array | None, dx: Array | None
+) -> None:
+    """As `_convolution_backward`; dx is overwritten, if given."""
+    x, w, window, _ = saved
     matrix, gradient = w.reshape(len(w), -1), dw.reshape(len(w), -1)
     places = window[8] * window[9]
-    dx = cupy.empty(x.shape, x.dtype) if need_dx else None
     if not len(x):
         dw.fill(0)
         if db is not None:
             db.fill(0)
     for first, images in _chunks(len(x), matrix.shape[1] * places * x.itemsize, places):
-        rows = cupy.empty((len(w), images * places), x.dtype)
-        collect(first, images, rows)
+        rows = collect(first, images, True)
         columns = _lowered(x, window, first, images)
         if first:
             gradient += cupy.dot(rows, columns.T)
         else:
             cupy.dot(rows, columns.T, out=gradient)
-        if sums:
-            native.row_sums(code_of(x), rows.data.ptr, len(w), images * places, first > 0, sums, current_stream())
+        if db is not None:
+            given = rows.data.ptr, True, first > 0, db.data.ptr
+            native.channel_sums(code_of(x), images, len(w), places, *given, current_stream())
         if dx is not None:
             cupy.dot(matrix.T, rows, out=columns)
             address = dx.data.ptr + first * (dx.nbytes // len(x))
             native.gather_columns(code_of(x), images, x.shape[1], window, columns.data.ptr, address, current_stream())
-    return dx
 
 
 def conv2d_max_pool(
@@ -164,11 +203,11 @@ def conv2d_max_pool(
     pooling = (*window[8:], *pool_kernel, *pool_stride, *pool_padding, *shape[2:])
     y, taken = cupy.empty(shape, x.dtype), cupy.empty(shape, cupy.uint8)
     image = len(w) * shape[2] * shape[3]
-    for first, images, product in _products(x, w, window):
+    for first, images, product, rows in _results(x, w, window):
         at = first * image
         addresses = y.data.ptr + at * y.itemsize, taken.data.ptr + at
         native.max_pool(
-            code_of(x), images, len(w), pooling, product.data.ptr, True, bias, relu, *addresses, current_stream()
+            code_of(x), images, len(w), pooling, product.data.ptr, rows, bias, relu, *addresses, current_stream()
         )
     return y, _ConvPool(_Conv(x, w, window, y if relu else None), taken, pooling)
 
@@ -179,12 +218,15 @@ def conv2d_max_pool_backward(dy: Array, saved: Any, dw: Array, db: Array | None,
     slope, result = address_of(dy, taken.shape, conv.x.dtype), address_or_null(conv.y, taken.shape, conv.x.dtype)
     m = len(conv.w)
     image = m * pooling[8] * pooling[9]
+    h, w = pooling[:2]
 
-    def collect(first: int, images: int, rows: Array) -> None:
+    def collect(first: int, images: int, rows: bool) -> Array:
         at = first * image
         y = result and result + at * dy.itemsize
-        addresses = slope + at * dy.itemsize, y, taken.data.ptr + at, rows.data.ptr
-        native.max_pool_backward(code_of(dy), images, m, pooling, *addresses, True, current_stream())
+        before = cupy.empty((m, images * h * w) if rows else (images, m, h, w), dy.dtype)
+        addresses = slope + at * dy.itemsize, y, taken.data.ptr + at, before.data.ptr
+        native.max_pool_backward(code_of(dy), images, m, pooling, *addresses, rows, current_stream())
+        return before
 
     return _convolution_backward(conv, collect, dw, db, need_dx)
 

@@ -34,5 +34,5 @@ def activate() -> None:
     if "distopt" in sys.modules:
         sys.modules["distopt"]._cuda = module  # type: ignore[attr-defined]
     ctypes.CDLL(str(path), os.RTLD_NOLOAD | os.RTLD_GLOBAL)  # the stand-in for NCCL takes its streams from there
-    sys.path.insert(0, str(Path(__file__).parent))  # has the package cupy
+    sys.path.insert(0, str(Path(__file__).parent))  # has the packages cupy and cudnn
     os.environ["DISTOPT_NCCL_LIBRARY"] = str(build.NCCL)

@@ -13,7 +13,7 @@ import cupy  # noqa: E402
 
 from distopt import autograd, device, tensor  # noqa: E402
 from distopt.errors import UsageError  # noqa: E402
-from distopt.ops import cpu, gpu, gpu_images, kernels_for, reference  # noqa: E402
+from distopt.ops import cpu, gpu, kernels_for, reference  # noqa: E402
 from tests.gpu.hosted import hosted, to_device  # noqa: E402
 from tests.unit import test_ops as on_cpu  # noqa: E402
 from tests.unit import test_ops_gradients as gradients  # noqa: E402
@@ -24,8 +24,6 @@ from tests.unit.test_ops import (  # noqa: E402, F401 - collected here
     test_activations,
     test_batch_norm2d,
     test_batch_norm2d_needs_a_variance,
-    test_conv2d,
-    test_conv2d_max_pool,
     test_geometry_that_does_not_fit_is_refused,
     test_inputs_do_not_change,
     test_large_logits_do_not_overflow,
@@ -47,27 +45,10 @@ def isa():
     """The tests of the CPU ask for one."""
 
 
-@pytest.fixture
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(gpu_images, "SCRATCH_BYTES", 2500)
-
-
-@pytest.mark.parametrize("case", [2, 3])
-def test_convolution_in_chunks(small_chunks, dtype, case):  # noqa: F811
-    on_cpu.test_conv2d(None, dtype, on_cpu.CONVOLUTIONS[case], True, True)
-
-
-@pytest.mark.parametrize("case", [2, 3])
-def test_convolution_with_pooling_in_chunks(small_chunks, dtype, case):  # noqa: F811
-    on_cpu.test_conv2d_max_pool(None, dtype, on_cpu.FUSED[case], True, True)
-
-
 # -- gradients ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "check",
     [
-        lambda: gradients.test_conv2d(hosted, (2, 1), (1, 2), True),
-        lambda: gradients.test_conv2d_max_pool(hosted, ((3, 2), (2, 1), (1, 1)), True),
         lambda: gradients.test_pool2d(hosted, "max", ((3, 2), (2, 1), (1, 1))),
         lambda: gradients.test_pool2d(hosted, "avg", ((2, 2), (2, 2), (1, 1))),
         lambda: gradients.test_linear(hosted, True),

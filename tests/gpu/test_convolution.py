@@ -1,0 +1,230 @@
+"""Convolution on a GPU, by cuDNN and by lowering: the tests of ops.cpu once more, and the choice between the two."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from tests.gpu import require_gpu
+
+require_gpu()
+
+import cupy  # noqa: E402
+
+from distopt import device  # noqa: E402
+from distopt.errors import MissingDependencyError, UsageError  # noqa: E402
+from distopt.ops import gpu, gpu_cudnn, gpu_images, reference  # noqa: E402
+from tests.gpu.hosted import hosted, to_device  # noqa: E402
+from tests.unit import test_ops as on_cpu  # noqa: E402
+from tests.unit import test_ops_gradients as gradients  # noqa: E402
+from tests.unit.test_ops import array, dtype, near, test_conv2d, test_conv2d_max_pool  # noqa: E402, F401 - collected
+
+ROADS = {"cudnn": threading.local(), "lowering": threading.local()}  # plans of one test serve the others
+
+
+@pytest.fixture(params=[*ROADS], autouse=True)
+def road(request, monkeypatch):
+    cudnn, missing = device.find_cudnn()
+    if request.param == "cudnn" and cudnn is None:
+        pytest.skip(missing)
+    monkeypatch.setattr(gpu_cudnn, "_local", ROADS[request.param])
+    monkeypatch.setenv("DISTOPT_CONVOLUTION", request.param)
+    monkeypatch.setattr(on_cpu, "cpu", hosted)
+    return request.param
+
+
+@pytest.fixture
+def isa():
+    """The tests of the CPU ask for one."""
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """The plans that have run."""
+    run, ran = gpu_cudnn.Plan.__call__, []
+    monkeypatch.setattr(gpu_cudnn.Plan, "__call__", lambda *args: ran.append(args[0]) or run(*args))
+    return ran
+
+
+def parts(case):
+    """x, weight, bias, and the gradient of the result."""
+    n, c, h, w, m, kernel, stride, padding = case
+    x, weight = array((n, c, h, w), "float32"), array((m, c, *kernel), "float32", 1)
+    y, _ = reference.conv2d(x, weight, None, stride, padding)
+    return x, weight, array(m, "float32", 2), array(y.shape, "float32", 3)
+
+
+def check(x, weight, bias, dy, stride=(1, 1), padding=(0, 0)):
+    """Arrays of the device against the reference."""
+    host = [a.get() for a in (x, weight, bias, dy)]
+    y, saved = gpu.conv2d(x, weight, bias, stride, padding, True)
+    dw, db = cupy.empty_like(weight), cupy.empty_like(bias)
+    dx = gpu.conv2d_backward(dy, saved, dw, db)
+    expected, saved = reference.conv2d(*host[:3], stride, padding, True)
+    near(y.get(), expected)
+    expected_dw, expected_db = np.empty_like(host[1]), np.empty_like(host[2])
+    near(dx.get(), reference.conv2d_backward(host[3], saved, expected_dw, expected_db))
+    near(dw.get(), expected_dw)
+    near(db.get(), expected_db)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("case", [2, 3])
+def test_chunks(monkeypatch, dtype, case):  # noqa: F811
+    monkeypatch.setattr(gpu_images, "SCRATCH_BYTES", 2500)
+    on_cpu.test_conv2d(None, dtype, on_cpu.CONVOLUTIONS[case], True, True)
+    on_cpu.test_conv2d_max_pool(None, dtype, on_cpu.FUSED[case], True, True)
+
+
+def test_gradients_are_derivatives():
+    gradients.test_conv2d(hosted, (2, 1), (1, 2), True)
+    gradients.test_conv2d_max_pool(hosted, ((3, 2), (2, 1), (1, 1)), True)
+
+
+def test_arrays_may_begin_anywhere():
+    """As gradients do in a bucket: cuDNN is promised 16 bytes."""
+    given = [to_device(a) for a in parts((3, 2, 7, 6, 5, (3, 3), (1, 1), (0, 0)))]
+    memory = cupy.full(sum(a.size + 1 for a in given) + 400, 7, "float32")
+    moved, at = [], 1
+    for one in given:
+        moved.append(memory[at : at + one.size].reshape(one.shape))
+        moved[-1][...] = one
+        at += one.size + 1
+    assert all(one.data.ptr % 16 for one in moved[:2])
+    check(*moved)
+    dw = memory[at : at + given[1].size].reshape(given[1].shape)
+    _, saved = gpu.conv2d(moved[0], moved[1], None)
+    gpu.conv2d_backward(moved[3], saved, dw, None, need_dx=False)
+    assert memory[at - 1].item() == memory[at + dw.size].item() == 7
+    expected = cupy.empty_like(given[1])
+    gpu.conv2d_backward(given[3], saved, expected, None, need_dx=False)
+    np.testing.assert_array_equal(dw.get(), expected.get())
+
+
+def test_nan_is_passed_on():
+    x, weight, bias, _ = parts((1, 2, 6, 6, 3, (3, 3), (1, 1), (0, 0)))
+    x[0, 1, 3, 4] = np.nan
+    y, _ = gpu.conv2d(*map(to_device, (x, weight, bias)), relu=True)
+    np.testing.assert_array_equal(np.isnan(y.get()), np.isnan(reference.conv2d(x, weight, bias)[0]))
+
+
+def test_work_stays_on_the_current_stream():
+    """What another stream has not computed yet is not read, and results are there for what comes behind."""
+    for stream in (cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream.null):
+        given = [to_device(a) for a in parts((2, 3, 8, 9, 4, (3, 3), (1, 1), (1, 0)))]
+        cupy.cuda.Device().synchronize()
+        with stream:
+            check(*map(gpu.relu, given), padding=(1, 0))
+            stream.synchronize()
+
+
+def test_threads_have_plans_of_their_own():
+    given, errors = parts((2, 3, 8, 9, 4, (3, 3), (1, 1), (0, 0))), []
+
+    def body():
+        try:
+            check(*map(to_device, given))
+        except BaseException as error:
+            errors.append(error)
+
+    body()
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert not errors
+
+
+# -- choice ------------------------------------------------------------------------------------------------------------
+CASE = (2, 3, 8, 9, 4, (3, 3), (1, 1), (0, 0))
+
+
+def test_the_road_is_the_one_asked_for(road, plans):
+    for _ in range(2):
+        check(*map(to_device, parts(CASE)))
+    assert len(plans) == (6 if road == "cudnn" else 0)
+    assert len(set(plans)) == len(plans) / 2, "plans are kept"
+
+
+@pytest.mark.parametrize("lacks", [{"fprop"}, {"dgrad"}, {"wgrad"}, {"fprop", "dgrad", "wgrad"}])
+def test_without_an_engine_lowering_takes_over(road, plans, lacks, monkeypatch, caplog):
+    build_graph = gpu_cudnn.build_graph
+
+    def build(cudnn, kind, *rest, **place):
+        if kind in lacks:
+            raise cudnn.cudnnGraphNotSupportedError("no such engine")
+        return build_graph(cudnn, kind, *rest, **place)
+
+    monkeypatch.setattr(gpu_cudnn, "build_graph", build)
+    monkeypatch.setattr(gpu_cudnn, "_local", threading.local())
+    gpu_cudnn._tell_once.cache_clear()
+    caplog.set_level(logging.INFO, "distopt")
+    for _ in range(2):
+        check(*map(to_device, parts(CASE)))
+    told = [record.message for record in caplog.records if "so it is lowered: no such engine" in record.message]
+    if road == "lowering":
+        assert not plans
+        assert not told
+    else:
+        backward = 0 if lacks & {"dgrad", "wgrad"} else 4
+        assert len(plans) == backward + (0 if "fprop" in lacks else 2)
+        assert sorted(text.split(" for ")[1][:5] for text in told) == sorted(lacks)
+
+
+def test_without_cudnn(road, monkeypatch, caplog):
+    monkeypatch.setattr(gpu_cudnn, "_local", threading.local())
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    gpu_cudnn._tell_once.cache_clear()
+    given = [to_device(a) for a in parts(CASE)]
+    if road == "cudnn":
+        with pytest.raises(MissingDependencyError, match=r"DISTOPT_CONVOLUTION=cudnn, but .*pip install"):
+            check(*given)
+        monkeypatch.setenv("DISTOPT_CONVOLUTION", "auto")
+    for _ in range(2):
+        check(*given)
+    told = [record.message for record in caplog.records if "convolution by" in record.message]
+    assert [text.partition(": ")[0] for text in told] == (
+        ["convolution by lowering and cuBLAS"] if road == "cudnn" else []
+    )
+
+
+def test_a_cudnn_that_does_not_start(road, monkeypatch):
+    if road == "lowering":
+        return
+    import cudnn
+
+    def create_handle():
+        raise RuntimeError("CUDNN_STATUS_NOT_INITIALIZED")
+
+    monkeypatch.setattr(gpu_cudnn, "_local", threading.local())
+    monkeypatch.setattr(cudnn, "create_handle", create_handle)
+    with pytest.raises(MissingDependencyError, match="cuDNN does not start"):
+        gpu.conv2d(*map(to_device, parts(CASE)[:3]))
+
+
+def test_float32_stays_float32_unless_tf32_is_asked_for(road, monkeypatch):
+    if road == "lowering":
+        return
+    import cudnn
+
+    note = cudnn.numerical_note
+    monkeypatch.delenv("CUPY_TF32", raising=False)
+    assert {note.NONDETERMINISTIC, note.TENSOR_CORE} < set(gpu_cudnn._refused_notes(cudnn, "float32"))
+    assert note.TENSOR_CORE not in gpu_cudnn._refused_notes(cudnn, "float64")  # which is exact there
+    monkeypatch.setenv("CUPY_TF32", "1")
+    assert note.TENSOR_CORE not in gpu_cudnn._refused_notes(cudnn, "float32")
+    assert note.NONDETERMINISTIC in gpu_cudnn._refused_notes(cudnn, "float32")
+    monkeypatch.setattr(gpu_cudnn, "_local", threading.local())
+    x, weight, bias, _ = parts(CASE)
+    y, _ = gpu.conv2d(*map(to_device, (x, weight, bias)))
+    np.testing.assert_allclose(y.get(), reference.conv2d(x, weight, bias)[0], rtol=0, atol=0.05)
+
+
+def test_a_road_that_does_not_exist(monkeypatch):
+    monkeypatch.setattr(gpu_cudnn, "_local", threading.local())
+    monkeypatch.setenv("DISTOPT_CONVOLUTION", "fft")
+    with pytest.raises(UsageError, match="DISTOPT_CONVOLUTION='fft' is not one of auto, cudnn, lowering"):
+        gpu.conv2d(*map(to_device, parts(CASE)[:3]))
