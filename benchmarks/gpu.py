@@ -15,6 +15,7 @@ import json
 import os
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +106,38 @@ def select_rows(cupy, torch, n: int) -> list[str]:
         f"| exact top 1 % of {n:,} | {own:.3f} ms | {name}, {other:.3f} ms | {other / own:.1f}x | 5x torch.topk |"
         for name, other in zip([*calls][1:], others, strict=True)
     ]
+
+
+def convolution_rows(cupy) -> list[str]:
+    """The convolutions of the reference CNN, by cuDNN and by lowering."""
+    from distopt.ops import gpu as ops
+    from distopt.ops import gpu_cudnn
+
+    if device.find_cudnn()[0] is None:
+        return []
+    rng, rows = cupy.random.default_rng(2), []
+    for channels, size, filters in ((1, 28, 20), (20, 12, 50)):
+        x = rng.standard_normal((BATCH, channels, size, size), dtype=cupy.float32)
+        w = rng.standard_normal((filters, channels, 5, 5), dtype=cupy.float32)
+        b = rng.standard_normal(filters, dtype=cupy.float32)
+        y, saved = ops.conv2d(x, w, b)
+        gradients = cupy.ones_like(y), saved, cupy.empty_like(w), cupy.empty_like(b)
+
+        def forward(road: str, given=(x, w, b)) -> None:
+            with gpu_cudnn.convolving_by(road):
+                ops.conv2d(*given)
+
+        def backward(road: str, given=gradients) -> None:
+            with gpu_cudnn.convolving_by(road):
+                ops.conv2d_backward(*given)
+
+        for name, call in (("convolution", forward), ("its gradients", backward)):
+            own, other = device_ms(cupy, partial(call, "cudnn"), partial(call, "lowering"), repeats=20)
+            rows.append(
+                f"| {name}, [{BATCH}, {channels}, {size}, {size}] to {filters} channels by 5 x 5, cuDNN | {own:.3f} ms | "
+                f"lowering, {other:.3f} ms | {other / own:.2f}x | |"
+            )
+    return rows
 
 
 def ours():
@@ -219,7 +252,8 @@ def main() -> None:
         "| what | time | against | result | must hold |",
         "| --- | --- | --- | --- | --- |",
     ]
-    lines += bandwidth_rows(cupy, args.elements) + select_rows(cupy, torch, args.selected_from) + cnn_rows(cupy, torch)
+    lines += bandwidth_rows(cupy, args.elements) + select_rows(cupy, torch, args.selected_from)
+    lines += convolution_rows(cupy) + cnn_rows(cupy, torch)
     if args.np > 1:
         file = Path(f"gpu-all-reduce-{os.getpid()}.txt").resolve()
         try:

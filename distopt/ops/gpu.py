@@ -4,9 +4,9 @@ The functions, their conventions and errors are those of `distopt.ops.cpu`; what
 the device, so a label that is no class is found late: the loss and its gradients are then NaN, and `Device.check`
 raises when something is next read from the device.
 
-A convolution is a product with the lowered images: `columns` [C * kh * kw, images * places], made in chunks of images
-that bound the memory. Sums run in an order that shapes alone determine, without atomics, so equal inputs give equal
-bits on equal devices; chunks of gradients are added in their order.
+Convolution is in `gpu_images`: by cuDNN, or as a product with lowered images, in chunks of images. Sums run in an order
+that shapes alone determine, without atomics, so equal inputs give equal bits on equal devices; chunks of gradients are
+added in their order.
 """
 
 from __future__ import annotations

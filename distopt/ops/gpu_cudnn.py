@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy
 
@@ -25,7 +26,10 @@ from ..errors import MissingDependencyError
 from ..settings import Settings
 from .gpu_base import Array, current_stream
 
-__all__ = ["OPERATIONS", "Plan", "build_graph", "plan"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["OPERATIONS", "Plan", "build_graph", "convolving_by", "plan"]
 
 ALIGNMENT_BYTES = 16  # what cudnn-frontend promises to engines about every array
 WORKSPACE_BYTES = 1 << 28  # an engine that wants more is not taken
@@ -38,7 +42,6 @@ OPERATIONS = {
 }
 
 _log = logging.getLogger("distopt")
-_local = threading.local()
 
 
 class Plan:
@@ -73,6 +76,28 @@ class _Library(NamedTuple):
     plans: dict[Any, Plan | None]
 
 
+class _Thread(threading.local):
+    """What a thread has of its own: its wish, and what was opened for a wish and a device."""
+
+    def __init__(self) -> None:
+        self.wish = Settings.from_env().convolution
+        self.libraries: dict[tuple[str, int], _Library | None] = {}
+
+
+_thread = _Thread()
+_kept: list[_Library] = []  # those of threads that have ended, too
+
+
+@contextmanager
+def convolving_by(wish: str) -> Iterator[None]:
+    """Local. Within, this thread does as if DISTOPT_CONVOLUTION were `wish`."""
+    before, _thread.wish = _thread.wish, wish
+    try:
+        yield
+    finally:
+        _thread.wish = before
+
+
 def plan(kind: str, x: Array, w: Array, window: tuple[int, ...]) -> Plan | None:
     """Local. The plan for arrays like these, built when it is first asked for; None where the caller lowers.
 
@@ -84,6 +109,7 @@ def plan(kind: str, x: Array, w: Array, window: tuple[int, ...]) -> Plan | None:
 
     Raises:
         MissingDependencyError: DISTOPT_CONVOLUTION=cudnn and cuDNN cannot be used.
+        RuntimeError: DISTOPT_CONVOLUTION=cudnn and cuDNN refuses such a geometry, other than by having no engine.
     """
     library = _library()
     if library is None or not x.size or not w.size:
@@ -96,21 +122,20 @@ def plan(kind: str, x: Array, w: Array, window: tuple[int, ...]) -> Plan | None:
 
 def _library() -> _Library | None:
     """Of this thread and the current device; None where convolution is lowering."""
-    libraries: dict[int, _Library | None] = _local.__dict__.setdefault("libraries", {})
-    device = cupy.cuda.runtime.getDevice()
-    if device not in libraries:
-        libraries[device] = _open_library()
-    return libraries[device]
+    key = _thread.wish, cupy.cuda.runtime.getDevice()
+    if key not in _thread.libraries:
+        _thread.libraries[key] = _open_library(_thread.wish)
+    return _thread.libraries[key]
 
 
-def _open_library() -> _Library | None:
-    wish = Settings.from_env().convolution
+def _open_library(wish: str) -> _Library | None:
     if wish == "lowering":
         return None
     cudnn, missing = find_cudnn()
     if cudnn is not None:
         try:
             library = _Library(cudnn, cudnn.create_handle(), {})
+            _kept.append(library)
         except RuntimeError as error:
             missing = f"cuDNN does not start ({error}); check that its CUDA is that of CuPy and of the driver"
         else:
@@ -131,11 +156,16 @@ def _tell_once(level: int, text: str) -> None:
 def _plan(library: _Library, kind: str, x: Array, w: Array, window: tuple[int, ...]) -> Plan | None:
     cudnn, handle, _ = library
     shapes = {"x": x.shape, "w": w.shape, "y": (len(x), len(w), *window[8:])}
+    what = f"{kind} of {x.dtype} {x.shape} with {w.shape}"
     try:
         graph = build_graph(cudnn, kind, shapes, window[4:8], x.dtype.name, handle=handle)
-    except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:  # the first is none of the second
-        text = f"cuDNN has no engine for {kind} of {x.dtype} {x.shape} with {w.shape}, so it is lowered: {error}"
-        _tell_once(logging.INFO, text)
+    except cudnn.cudnnGraphNotSupportedError as error:
+        _tell_once(logging.INFO, f"cuDNN has no engine for {what}, so it is lowered: {error}")
+        return None
+    except RuntimeError as error:
+        if _thread.wish == "cudnn":
+            raise
+        _tell_once(logging.WARNING, f"cuDNN refuses {what}, so it is lowered: {error}")
         return None
     return Plan(cudnn, handle, graph)
 

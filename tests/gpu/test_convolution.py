@@ -23,18 +23,23 @@ from tests.unit import test_ops as on_cpu  # noqa: E402
 from tests.unit import test_ops_gradients as gradients  # noqa: E402
 from tests.unit.test_ops import array, dtype, near, test_conv2d, test_conv2d_max_pool  # noqa: E402, F401 - collected
 
-ROADS = {"cudnn": threading.local(), "lowering": threading.local()}  # plans of one test serve the others
 
-
-@pytest.fixture(params=[*ROADS], autouse=True)
+@pytest.fixture(params=["cudnn", "lowering"], autouse=True)
 def road(request, monkeypatch):
     cudnn, missing = device.find_cudnn()
     if request.param == "cudnn" and cudnn is None:
         pytest.skip(missing)
-    monkeypatch.setattr(gpu_cudnn, "_local", ROADS[request.param])
-    monkeypatch.setenv("DISTOPT_CONVOLUTION", request.param)
     monkeypatch.setattr(on_cpu, "cpu", hosted)
-    return request.param
+    with gpu_cudnn.convolving_by(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def fresh(road, monkeypatch):
+    """As in a process that has not convolved yet."""
+    monkeypatch.setenv("DISTOPT_CONVOLUTION", road)
+    monkeypatch.setattr(gpu_cudnn, "_thread", gpu_cudnn._Thread())
+    gpu_cudnn._tell_once.cache_clear()
 
 
 @pytest.fixture
@@ -94,9 +99,11 @@ def test_arrays_may_begin_anywhere():
         moved.append(memory[at : at + one.size].reshape(one.shape))
         moved[-1][...] = one
         at += one.size + 1
-    assert all(one.data.ptr % 16 for one in moved[:2])
+    assert any(one.data.ptr % 16 for one in moved)
     check(*moved)
+    at += at % 4 == 0
     dw = memory[at : at + given[1].size].reshape(given[1].shape)
+    assert dw.data.ptr % 16
     _, saved = gpu.conv2d(moved[0], moved[1], None)
     gpu.conv2d_backward(moved[3], saved, dw, None, need_dx=False)
     assert memory[at - 1].item() == memory[at + dw.size].item() == 7
@@ -150,7 +157,7 @@ def test_the_road_is_the_one_asked_for(road, plans):
 
 
 @pytest.mark.parametrize("lacks", [{"fprop"}, {"dgrad"}, {"wgrad"}, {"fprop", "dgrad", "wgrad"}])
-def test_without_an_engine_lowering_takes_over(road, plans, lacks, monkeypatch, caplog):
+def test_without_an_engine_lowering_takes_over(road, fresh, plans, lacks, monkeypatch, caplog):
     build_graph = gpu_cudnn.build_graph
 
     def build(cudnn, kind, *rest, **place):
@@ -159,8 +166,6 @@ def test_without_an_engine_lowering_takes_over(road, plans, lacks, monkeypatch, 
         return build_graph(cudnn, kind, *rest, **place)
 
     monkeypatch.setattr(gpu_cudnn, "build_graph", build)
-    monkeypatch.setattr(gpu_cudnn, "_local", threading.local())
-    gpu_cudnn._tell_once.cache_clear()
     caplog.set_level(logging.INFO, "distopt")
     for _ in range(2):
         check(*map(to_device, parts(CASE)))
@@ -174,24 +179,41 @@ def test_without_an_engine_lowering_takes_over(road, plans, lacks, monkeypatch, 
         assert sorted(text.split(" for ")[1][:5] for text in told) == sorted(lacks)
 
 
-def test_without_cudnn(road, monkeypatch, caplog):
-    monkeypatch.setattr(gpu_cudnn, "_local", threading.local())
+def test_a_refusal_is_told(road, fresh, plans, monkeypatch, caplog):
+    """And with DISTOPT_CONVOLUTION=cudnn it is an error."""
+
+    def build_graph(*_, **__):
+        raise RuntimeError("CUDNN_STATUS_BAD_PARAM")
+
+    monkeypatch.setattr(gpu_cudnn, "build_graph", build_graph)
+    given = [to_device(a) for a in parts(CASE)]
+    if road == "cudnn":
+        with pytest.raises(RuntimeError, match="CUDNN_STATUS_BAD_PARAM"):
+            check(*given)
+    with gpu_cudnn.convolving_by("lowering" if road == "lowering" else "auto"):
+        for _ in range(2):
+            check(*given)
+    assert not plans
+    told = [r.message for r in caplog.records if "so it is lowered: CUDNN_STATUS_BAD_PARAM" in r.message]
+    assert len(told) == (3 if road == "cudnn" else 0)
+
+
+def test_without_cudnn(road, fresh, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "cudnn", None)
-    gpu_cudnn._tell_once.cache_clear()
     given = [to_device(a) for a in parts(CASE)]
     if road == "cudnn":
         with pytest.raises(MissingDependencyError, match=r"DISTOPT_CONVOLUTION=cudnn, but .*pip install"):
             check(*given)
-        monkeypatch.setenv("DISTOPT_CONVOLUTION", "auto")
-    for _ in range(2):
-        check(*given)
+    with gpu_cudnn.convolving_by("lowering" if road == "lowering" else "auto"):
+        for _ in range(2):
+            check(*given)
     told = [record.message for record in caplog.records if "convolution by" in record.message]
     assert [text.partition(": ")[0] for text in told] == (
         ["convolution by lowering and cuBLAS"] if road == "cudnn" else []
     )
 
 
-def test_a_cudnn_that_does_not_start(road, monkeypatch):
+def test_a_cudnn_that_does_not_start(road, fresh, monkeypatch):
     if road == "lowering":
         return
     import cudnn
@@ -199,13 +221,12 @@ def test_a_cudnn_that_does_not_start(road, monkeypatch):
     def create_handle():
         raise RuntimeError("CUDNN_STATUS_NOT_INITIALIZED")
 
-    monkeypatch.setattr(gpu_cudnn, "_local", threading.local())
     monkeypatch.setattr(cudnn, "create_handle", create_handle)
     with pytest.raises(MissingDependencyError, match="cuDNN does not start"):
         gpu.conv2d(*map(to_device, parts(CASE)[:3]))
 
 
-def test_float32_stays_float32_unless_tf32_is_asked_for(road, monkeypatch):
+def test_float32_stays_float32_unless_tf32_is_asked_for(road, fresh, monkeypatch):
     if road == "lowering":
         return
     import cudnn
@@ -217,14 +238,13 @@ def test_float32_stays_float32_unless_tf32_is_asked_for(road, monkeypatch):
     monkeypatch.setenv("CUPY_TF32", "1")
     assert note.TENSOR_CORE not in gpu_cudnn._refused_notes(cudnn, "float32")
     assert note.NONDETERMINISTIC in gpu_cudnn._refused_notes(cudnn, "float32")
-    monkeypatch.setattr(gpu_cudnn, "_local", threading.local())
     x, weight, bias, _ = parts(CASE)
     y, _ = gpu.conv2d(*map(to_device, (x, weight, bias)))
     np.testing.assert_allclose(y.get(), reference.conv2d(x, weight, bias)[0], rtol=0, atol=0.05)
 
 
-def test_a_road_that_does_not_exist(monkeypatch):
-    monkeypatch.setattr(gpu_cudnn, "_local", threading.local())
+def test_the_environment_is_asked(road, fresh, monkeypatch):
+    assert gpu_cudnn._thread.wish == road
     monkeypatch.setenv("DISTOPT_CONVOLUTION", "fft")
     with pytest.raises(UsageError, match="DISTOPT_CONVOLUTION='fft' is not one of auto, cudnn, lowering"):
-        gpu.conv2d(*map(to_device, parts(CASE)[:3]))
+        gpu_cudnn._Thread()

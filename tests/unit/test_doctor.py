@@ -12,7 +12,7 @@ import pytest
 
 from distopt import cli
 from distopt.cli import doctor
-from distopt.cli.doctor import gpu, machine, mpi, software
+from distopt.cli.doctor import answers, gpu, machine, mpi, software
 from distopt.cli.doctor.ask import Ended, ask, run_bounded, unlaunched_environment
 from distopt.cli.doctor.report import Probe, Style, absent, examine, failed, ok
 from distopt.errors import DistoptError
@@ -401,7 +401,7 @@ def test_without_a_gpu_nothing_is_wrong(answer, monkeypatch):
     answer.update(driver=NO_LIBRARY, devices=NO_LIBRARY, cupy=ModuleNotFoundError("cupy"), nccl=NO_LIBRARY)
     monkeypatch.setattr(gpu, "version_of", lambda name: None)
     monkeypatch.setattr(gpu, "_nccl_of", lambda name: None)
-    for probe in (gpu.driver, gpu.devices, gpu.cupy, gpu.nccl):
+    for probe in (gpu.driver, gpu.devices, gpu.cupy, gpu.cudnn, gpu.nccl):
         assert probe().state == "absent"
         assert probe().cure == ""
 
@@ -413,6 +413,7 @@ def test_with_a_driver_the_missing_packages_have_a_cure(answer, monkeypatch, dri
     monkeypatch.setattr(gpu, "_nccl_of", lambda name: None)
     assert f"CUDA {driver // 1000}.{driver % 1000 // 10}" in gpu.driver().found
     assert extra in gpu.cupy().cure
+    assert extra in gpu.cudnn().cure
     assert extra in gpu.nccl().cure
 
 
@@ -436,6 +437,36 @@ def test_nccl_versions(answer, monkeypatch, number, state, text):
     answer.update(nccl=lambda path: {"version": number, "path": path}, driver={"version": 13000, "path": ""})
     assert gpu.nccl().state == state
     assert gpu.nccl().found == f"{text}, /nvidia-nccl-cu13/libnccl.so.2"
+
+
+@pytest.mark.parametrize(
+    ("said", "state", "text"),
+    [
+        ({"version": "9.28.0"}, "ok", "9.28.0, by nvidia-cudnn-frontend 1.32.0; DISTOPT_CONVOLUTION=auto"),
+        ({"missing_part": "no libcudnn.so.9"}, "failed", "no libcudnn.so.9; GPUs convolve by lowering and cuBLAS"),
+        (DistoptError("crashed with SIGSEGV"), "failed", "nvidia-cudnn-frontend 1.32.0: crashed with SIGSEGV"),
+    ],
+)
+def test_cudnn(answer, monkeypatch, said, state, text):
+    monkeypatch.setenv("DISTOPT_CONVOLUTION", "auto")
+    monkeypatch.setattr(gpu, "version_of", lambda name: "1.32.0")
+    answer.update(cudnn=said, driver={"version": 13000, "path": ""})
+    assert gpu.cudnn().state == state
+    assert gpu.cudnn().found.startswith(text)
+    assert ("cuda13" in gpu.cudnn().cure) == (state == "failed")
+
+
+def test_what_the_child_says_about_cudnn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cudnn", types.SimpleNamespace(backend_version=int, backend_version_string=str))
+    assert answers.QUESTIONS["cudnn"]() == {"version": ""}
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    assert "cannot be imported" in answers.QUESTIONS["cudnn"]()["missing_part"]
+
+    def not_found():
+        raise RuntimeError("Unable to find symbol cudnnGetVersion")
+
+    monkeypatch.setitem(sys.modules, "cudnn", types.SimpleNamespace(backend_version=not_found, __version__="1.32.0"))
+    assert "cudnn-frontend 1.32.0 finds no libcudnn.so.9" in answers.QUESTIONS["cudnn"]()["missing_part"]
 
 
 def test_two_cupys(answer, monkeypatch):

@@ -142,6 +142,13 @@ def _cupy() -> dict[str, Any]:
     }
 
 
+def _cudnn() -> dict[str, Any]:
+    from ...device import find_cudnn
+
+    cudnn, missing = find_cudnn()
+    return {"missing_part": missing} if cudnn is None else {"version": cudnn.backend_version_string()}
+
+
 def _nccl(path: str) -> dict[str, Any]:
     number = ctypes.c_int()
     _check(ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number)), "ncclGetVersion")
@@ -170,6 +177,7 @@ QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "driver": _driver,
     "devices": _devices,
     "cupy": _cupy,
+    "cudnn": _cudnn,
     "nccl": _nccl,
     "resolve": _resolve,
     "mnist": _mnist,

@@ -1,4 +1,4 @@
-"""Probes of the CUDA driver, the devices, CuPy and NCCL. All are optional."""
+"""Probes of the CUDA driver, the devices, CuPy, cuDNN and NCCL. All are optional."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from ...errors import DistoptError
 from .ask import ask, version_of
 from .report import Finding, absent, failed, ok
 
-__all__ = ["cupy", "devices", "driver", "nccl"]
+__all__ = ["cudnn", "cupy", "devices", "driver", "nccl"]
 
+_CUDNN_PACKAGE = "nvidia-cudnn-frontend"
 _CUPY_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _OLDEST_NCCL = 21800
@@ -60,6 +61,22 @@ def cupy() -> Finding:
         return failed(f"{found}: {error}", _install())
     found = f"{found} {answer['version']}, CUDA runtime {_dotted(answer['runtime'])}, {answer['devices']} devices"
     return ok(found, package=installed[0], **answer)
+
+
+def cudnn() -> Finding:
+    """The library of convolutions and its Python package."""
+    wish = os.environ.get("DISTOPT_CONVOLUTION")
+    said = f"; DISTOPT_CONVOLUTION={wish}" if wish is not None else ""
+    installed = version_of(_CUDNN_PACKAGE)
+    if installed is None:
+        return absent(f"{_CUDNN_PACKAGE} is not installed; GPUs convolve by lowering and cuBLAS{said}", _install())
+    try:
+        answer = ask("cudnn", seconds=60.0)
+    except (ImportError, DistoptError) as error:
+        return failed(f"{_CUDNN_PACKAGE} {installed}: {error}{said}", _install())
+    if "version" not in answer:
+        return failed(f"{answer['missing_part']}; GPUs convolve by lowering and cuBLAS{said}", _install())
+    return ok(f"{answer['version']}, by {_CUDNN_PACKAGE} {installed}{said}", frontend=installed, **answer)
 
 
 def nccl() -> Finding:

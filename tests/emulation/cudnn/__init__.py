@@ -203,7 +203,7 @@ class pygraph:  # noqa: N801
         return size
 
     # -- execution -----------------------------------------------------------------------------------------------------
-    def execute(self, tensor_dict: dict[int, int], workspace: int, handle: Handle) -> None:
+    def execute(self, tensor_dict: dict[int, int], /, workspace: int, handle: Handle) -> None:
         """In the order of the handle's stream: what waits there runs first."""
         if self._engine is None:
             raise RuntimeError("execute before build_plans")
