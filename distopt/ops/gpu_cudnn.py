@@ -24,7 +24,7 @@ import cupy
 from ..device import find_cudnn
 from ..errors import MissingDependencyError
 from ..settings import Settings
-from .gpu_base import Array, current_stream
+from .gpu_base import Array, code_of, current_stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,13 +108,14 @@ def plan(kind: str, x: Array, w: Array, window: tuple[int, ...]) -> Plan | None:
         window: see `gpu_images.Sizes`.
 
     Raises:
+        TypeError: x is of another type.
         MissingDependencyError: DISTOPT_CONVOLUTION=cudnn and cuDNN cannot be used.
         RuntimeError: DISTOPT_CONVOLUTION=cudnn and cuDNN refuses such a geometry, other than by having no engine.
     """
     library = _library()
     if library is None or not x.size or not w.size:
         return None
-    key = kind, x.shape, w.shape, window, x.dtype.name
+    key = kind, x.shape, w.shape, window, code_of(x)
     if key not in library.plans:
         library.plans[key] = _plan(library, kind, x, w, window)
     return library.plans[key]
@@ -162,7 +163,7 @@ def _plan(library: _Library, kind: str, x: Array, w: Array, window: tuple[int, .
     except cudnn.cudnnGraphNotSupportedError as error:
         _tell_once(logging.INFO, f"cuDNN has no engine for {what}, so it is lowered: {error}")
         return None
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         if _thread.wish == "cudnn":
             raise
         _tell_once(logging.WARNING, f"cuDNN refuses {what}, so it is lowered: {error}")

@@ -116,6 +116,7 @@ def zeros(*shape, kind="float32"):
     [
         (lambda: gpu.conv2d(zeros(1, 2, 4, 4), zeros(3, 1, 3, 3), None), ValueError),
         (lambda: gpu.conv2d(zeros(1, 1, 4, 4), zeros(3, 1, 3, 3), zeros(2)), ValueError),
+        (lambda: gpu.conv2d(zeros(1, 1, 4, 4, kind="float16"), zeros(3, 1, 3, 3, kind="float16"), None), TypeError),
         (lambda: gpu.linear(zeros(2, 3), zeros(4, 5), None), ValueError),
         (lambda: gpu.relu_backward(zeros(3), zeros(2)), ValueError),
         (lambda: gpu.softmax(zeros(3, 0)), ValueError),
