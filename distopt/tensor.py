@@ -240,7 +240,8 @@ class Tensor:
         """`value` as a tensor; a number takes a type that keeps this tensor's own where possible."""
         if isinstance(value, Tensor):
             return value
-        data = self.device.xp.asarray(value, dtype=np.result_type(self.dtype, value))
+        # Not `asarray`: on a GPU that copies from the host, which a graph would not do again.
+        data = self.device.xp.full((), value, np.result_type(self.dtype, value))
         return Tensor(data=data, device=self.device)
 
 

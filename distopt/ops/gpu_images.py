@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import cupy
 
 from .geometry import Pair, out_size, pool_out
-from .gpu_base import Array, address_of, address_or_null, code_of, current_stream, native
+from .gpu_base import Array, address_of, address_or_null, code_of, current_stream, native, product
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -68,7 +68,7 @@ def _products(x: Array, w: Array, window: Sizes) -> Iterator[tuple[int, int, Arr
     matrix = w.reshape(len(w), -1)
     places = window[8] * window[9]
     for first, images in _chunks(len(x), matrix.shape[1] * places * x.itemsize, places):
-        yield first, images, cupy.dot(matrix, _lowered(x, window, first, images))
+        yield first, images, product(matrix, _lowered(x, window, first, images))
 
 
 def _convolution(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> tuple[Sizes, int]:
@@ -134,14 +134,11 @@ def _convolution_backward(
         rows = cupy.empty((len(w), images * places), x.dtype)
         collect(first, images, rows)
         columns = _lowered(x, window, first, images)
-        if first:
-            gradient += cupy.dot(rows, columns.T)
-        else:
-            cupy.dot(rows, columns.T, out=gradient)
+        product(rows, columns, gradient, b_transposed=True, accumulate=first > 0)
         if sums:
             native.row_sums(code_of(x), rows.data.ptr, len(w), images * places, first > 0, sums, current_stream())
         if dx is not None:
-            cupy.dot(matrix.T, rows, out=columns)
+            product(matrix, rows, columns, a_transposed=True)
             address = dx.data.ptr + first * (dx.nbytes // len(x))
             native.gather_columns(code_of(x), images, x.shape[1], window, columns.data.ptr, address, current_stream())
     return dx

@@ -12,7 +12,7 @@ import pytest
 
 from tests.emulation import build
 
-SOURCES = ["runtime.cpp", "blocks.cpp", "kernels_for_tests.cpp"]
+SOURCES = ["runtime.cpp", "graphs.cpp", "blocks.cpp", "kernels_for_tests.cpp"]
 
 
 @pytest.fixture(scope="module")
