@@ -241,8 +241,7 @@ class Tensor:
         if isinstance(value, Tensor):
             return value
         # Not `asarray`: on a GPU that copies from the host, which a graph would not do again.
-        data = self.device.xp.full((), value, np.result_type(self.dtype, value))
-        return Tensor(data=data, device=self.device)
+        return Tensor(data=self.device.xp.full((), value, np.result_type(self.dtype, value)), device=self.device)
 
 
 class Operation:

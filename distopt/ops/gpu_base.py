@@ -23,7 +23,16 @@ except ImportError as error:
         "distopt again"
     ) from None
 
-__all__ = ["Array", "address_of", "address_or_null", "code_of", "current_stream", "native", "product", "share_workspace"]
+__all__ = [
+    "Array",
+    "address_of",
+    "address_or_null",
+    "code_of",
+    "current_stream",
+    "native",
+    "product",
+    "share_workspace",
+]
 
 Array: TypeAlias = Any  # cupy.ndarray
 
@@ -120,9 +129,9 @@ def product(
 
 
 def share_workspace(device: int, stream: int, with_stream: int | None) -> None:
-    """Local. Let products of `stream` use the workspace of `with_stream`, behind whose work theirs will run; or no more.
+    """Local. Let products of `stream` use the workspace of `with_stream`; None: no more.
 
-    So what is captured on a stream has the same workspace as what it is launched among.
+    So what is captured on a stream has the workspace of the one that it is launched on, in order with the work there.
     """
     if with_stream is None:
         _workspaces.pop((device, stream), None)

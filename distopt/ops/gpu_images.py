@@ -87,9 +87,9 @@ def conv2d(
     window, bias = _convolution(x, w, b, stride, padding)
     m, places = len(w), window[8] * window[9]
     y = cupy.empty((len(x), m, *window[8:]), x.dtype)
-    for first, images, product in _products(x, w, window):
+    for first, images, rows in _products(x, w, window):
         address = y.data.ptr + first * m * places * y.itemsize
-        native.spread(code_of(x), images, m, places, product.data.ptr, bias, relu, address, current_stream())
+        native.spread(code_of(x), images, m, places, rows.data.ptr, bias, relu, address, current_stream())
     return y, _Conv(x, w, window, y if relu else None)
 
 
@@ -161,11 +161,11 @@ def conv2d_max_pool(
     pooling = (*window[8:], *pool_kernel, *pool_stride, *pool_padding, *shape[2:])
     y, taken = cupy.empty(shape, x.dtype), cupy.empty(shape, cupy.uint8)
     image = len(w) * shape[2] * shape[3]
-    for first, images, product in _products(x, w, window):
+    for first, images, rows in _products(x, w, window):
         at = first * image
         addresses = y.data.ptr + at * y.itemsize, taken.data.ptr + at
         native.max_pool(
-            code_of(x), images, len(w), pooling, product.data.ptr, True, bias, relu, *addresses, current_stream()
+            code_of(x), images, len(w), pooling, rows.data.ptr, True, bias, relu, *addresses, current_stream()
         )
     return y, _ConvPool(_Conv(x, w, window, y if relu else None), taken, pooling)
 

@@ -18,7 +18,7 @@ __all__ = ["activate"]
 
 
 def activate() -> None:
-    """From now on this process takes the emulated `_cuda` for `distopt._cuda`, and the stand-ins for CuPy, cuBLAS and NCCL."""
+    """From now on this process takes the emulated `_cuda` for `distopt._cuda`, and the libraries that stand in."""
     loaded = sys.modules.get("distopt._cuda")
     path = build.cuda_module()
     if loaded is not None and loaded.__file__ == str(path):

@@ -17,8 +17,8 @@ from . import runtime
 __all__ = [
     "Device",
     "Event",
-    "MemoryPool",
     "ExternalStream",
+    "MemoryPool",
     "Stream",
     "alloc",
     "alloc_pinned_memory",
@@ -151,7 +151,7 @@ class MemoryPool:
 
 
 class _Lent(BaseMemory):
-    """Memory of a `MemoryPool`. When it goes back in a recording, it turns into NaN there, as others may have it next."""
+    """Memory of a `MemoryPool`. When it goes back in a recording it turns into NaN there, as others may have it."""
 
     def __init__(self, pool: MemoryPool, whole: BaseMemory, stream: int, size: int) -> None:
         self._pool, self._whole, self._stream = weakref.ref(pool), whole, stream
