@@ -36,8 +36,8 @@ void bind_products(nb::module_& m) {
              Address stream) {
             const auto with = [&](auto zero) {
               using T = decltype(zero);
-              const cublas::Product<T> product{rows,     columns,  inner, a_transposed, b_transposed, accumulate,
-                                               at<T>(a), at<T>(b), at<T>(c)};
+              const cublas::Product<T> product{rows,       columns,  inner,    a_transposed, b_transposed,
+                                               accumulate, at<T>(a), at<T>(b), at<T>(c)};
               self.multiply(product, {at<void>(workspace), workspace_bytes}, stream_of(stream));
             };
             if (dtype == static_cast<int>(DType::float32)) return with(0.0f);
@@ -45,8 +45,8 @@ void bind_products(nb::module_& m) {
             throw std::invalid_argument("products are computed in float32 and float64, not in type " +
                                         std::to_string(dtype));
           },
-          "dtype"_a, "rows"_a, "columns"_a, "inner"_a, "a_transposed"_a, "b_transposed"_a, "accumulate"_a, "a"_a,
-          "b"_a, "c"_a, "workspace"_a, "workspace_bytes"_a, "stream"_a);
+          "dtype"_a, "rows"_a, "columns"_a, "inner"_a, "a_transposed"_a, "b_transposed"_a, "accumulate"_a, "a"_a, "b"_a,
+          "c"_a, "workspace"_a, "workspace_bytes"_a, "stream"_a);
   m.def("products", &products_of, "library"_a, "tf32"_a, nb::rv_policy::reference,
         "Products on the current device; `library` and `tf32` count at the first call for it.");
 }
@@ -62,10 +62,13 @@ void bind_cuda_step(nb::module_& m) {
   m.def("begin_capture", [](Address stream) { begin_capture(stream_of(stream)); }, "stream"_a);
   m.def("end_capture", [](Address stream) { return end_capture(stream_of(stream)); }, "stream"_a);
   m.def("abort_capture", [](Address stream) { abort_capture(stream_of(stream)); }, "stream"_a);
-  m.def("allow_in_capture", [](const nb::callable& call) {
-    const Relaxed relaxed;
-    return call();
-  }, "call"_a, "The result of `call`, whose calls of CUDA this thread's recordings do not forbid.");
+  m.def(
+      "allow_in_capture",
+      [](const nb::callable& call) {
+        const Relaxed relaxed;
+        return call();
+      },
+      "call"_a, "The result of `call`, whose calls of CUDA this thread's recordings do not forbid.");
 }
 
 }  // namespace distopt

@@ -15,17 +15,17 @@ enum class Status : int { success = 0 };
 enum class Transpose : int { no = 0, yes = 1 };
 enum class MathMode : int { standard = 0, tf32 = 3 };
 
-#define DISTOPT_CUBLAS_GEMM(T)                                                                                      \
+#define DISTOPT_CUBLAS_GEMM(T) \
   (Handle*, Transpose, Transpose, int, int, int, const T*, const T*, int, const T*, int, const T*, T*, int)
 
 // X(field, symbol, result, parameters)
-#define DISTOPT_CUBLAS_REQUIRED(X)                                              \
-  X(create, cublasCreate_v2, Status, (Handle**))                                \
-  X(get_status_string, cublasGetStatusString, const char*, (Status))            \
-  X(set_stream, cublasSetStream_v2, Status, (Handle*, cudaStream_t))            \
+#define DISTOPT_CUBLAS_REQUIRED(X)                                               \
+  X(create, cublasCreate_v2, Status, (Handle**))                                 \
+  X(get_status_string, cublasGetStatusString, const char*, (Status))             \
+  X(set_stream, cublasSetStream_v2, Status, (Handle*, cudaStream_t))             \
   X(set_workspace, cublasSetWorkspace_v2, Status, (Handle*, void*, std::size_t)) \
-  X(set_math_mode, cublasSetMathMode, Status, (Handle*, MathMode))              \
-  X(sgemm, cublasSgemm_v2, Status, DISTOPT_CUBLAS_GEMM(float))                  \
+  X(set_math_mode, cublasSetMathMode, Status, (Handle*, MathMode))               \
+  X(sgemm, cublasSgemm_v2, Status, DISTOPT_CUBLAS_GEMM(float))                   \
   X(dgemm, cublasDgemm_v2, Status, DISTOPT_CUBLAS_GEMM(double))
 
 struct Api {

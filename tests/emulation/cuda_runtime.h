@@ -174,6 +174,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 // rank say. It must not block, or queries of the stream would. Returns a cudaError_t.
 extern "C" __attribute__((visibility("default"))) int emulation_enqueue(void* stream, int (*step)(void*),
                                                                         void* argument);
-// For the fake cuBLAS: `run` gets a copy of the arguments, as often as a graph with it is launched. Returns a cudaError_t.
+// For the fake cuBLAS: `run` gets a copy of the arguments, as often as a graph with it is launched. Returns a
+// cudaError_t.
 extern "C" __attribute__((visibility("default"))) int emulation_launch(void* stream, void (*run)(const void*),
                                                                        const void* arguments, std::size_t bytes);

@@ -52,7 +52,8 @@ void run(const void* arguments) {
 template <class T>
 int gemm(Handle* handle, Arguments<T> p) {
   const int a_rows = p.a_transposed ? p.k : p.m, b_rows = p.b_transposed ? p.n : p.k;
-  if (p.m < 0 || p.n < 0 || p.k < 0 || p.a_width < a_rows || p.b_width < b_rows || p.c_width < p.m) return invalid_value;
+  if (p.m < 0 || p.n < 0 || p.k < 0 || p.a_width < a_rows || p.b_width < b_rows || p.c_width < p.m)
+    return invalid_value;
   if (handle->workspace == nullptr) return execution_failed;  // the real one would allocate, and that is not wanted
   if (const char* path = std::getenv("FAKE_CUBLAS_RECORD")) {
     if (std::FILE* file = std::fopen(path, "a")) {

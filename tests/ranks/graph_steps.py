@@ -222,6 +222,16 @@ class DrawsOnTheHost(Net):
         return super().forward(x + noise)
 
 
+class ReducesForward(Net):
+    """A collective of its own between the layers; the gradient does not see it."""
+
+    def forward(self, x):
+        total = x.clone()
+        if self.training:
+            self.optimizer.communicator.all_reduce(total.data).wait()
+        return super().forward(x)
+
+
 class _ReadsBackward(autograd.Operation):
     def forward(self, x):
         return x * x.dtype.type(2)
@@ -267,6 +277,7 @@ REFUSED = {
     WithDropout: "random numbers",
     ReadsForward: "",  # what CUDA says to that
     DrawsOnTheHost: "",
+    ReducesForward: "a collective cannot be captured",
     ReadsBackward: "the backward pass",
     StepsTwice: "2 times",
     StepsByHand: "0 times",
@@ -288,6 +299,8 @@ def refused(optimizer) -> dict[str, np.ndarray]:
     """The log says why, and training is right."""
     results = {}
     for kind, reason in REFUSED.items():
+        if kind is ReducesForward and optimizer.world_size == 1:
+            continue  # it does nothing
         log = _Records()
         logging.getLogger("distopt").addHandler(log)
 

@@ -426,7 +426,8 @@ const char* cudaGetErrorName(cudaError_t code) {
     case cudaErrorStreamCaptureIsolation:
       return "cudaErrorStreamCaptureIsolation: dependency created on uncaptured work in another stream";
     case cudaErrorStreamCaptureImplicit:
-      return "cudaErrorStreamCaptureImplicit: operation would make the legacy stream depend on a capturing blocking stream";
+      return "cudaErrorStreamCaptureImplicit: operation would make the legacy stream depend on a capturing blocking "
+             "stream";
     case cudaErrorCapturedEvent:
       return "cudaErrorCapturedEvent: operation not permitted on an event last recorded in a capturing stream";
     case cudaErrorStreamCaptureWrongThread:
