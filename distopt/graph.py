@@ -185,7 +185,7 @@ class StepGraphs:
         except Exception as error:
             if step.forward is not None:
                 raise  # the step has begun, and the error is none of the capture
-            failure = text_of(error)
+            failure = f"the forward pass: {text_of(error)}"
         finally:
             step.recorder.abort()
         try:

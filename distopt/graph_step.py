@@ -11,7 +11,7 @@ from .errors import DistoptError
 from .tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from .device import Device
     from .tensor import Array
@@ -67,17 +67,11 @@ class _Recorder:
         self._base, self._device = gpu_base, device
         self._cuda = cuda = device.xp.cuda
         self.memory: list[Any] = []
-        self._pool = cuda.MemoryPool(self._allocate)
+        self._pool = cuda.MemoryPool(_allocator(cuda, gpu_base.native, self.memory))
         # One that does not block: other threads may use the default stream meanwhile.
         self._stream = cuda.Stream(non_blocking=True)
         self.launched_on = gpu_base.current_stream()
         self._inside: contextlib.ExitStack | None = None
-
-    def _allocate(self, size: int) -> Any:
-        # cudaMalloc is no work of a stream; but a capture forbids it, as it may wait for the device.
-        memory = self._base.native.allow_in_capture(lambda: self._cuda.Memory(size))
-        self.memory.append(memory)
-        return self._cuda.MemoryPointer(memory, 0)
 
     def own_memory(self) -> Any:
         """Within this, new arrays lie in the graph's memory."""
@@ -114,6 +108,17 @@ class _Recorder:
             inside, self._inside = self._inside, None
             with inside:
                 self._base.native.abort_capture(self._stream.ptr)
+
+
+def _allocator(cuda: Any, native: Any, memory: list[Any]) -> Callable[[int], Any]:
+    """What a pool takes its memory from; all of it stays in `memory`, even if the pool lets go of it."""
+
+    def allocate(size: int) -> Any:
+        # cudaMalloc is no work of a stream; but a capture forbids it, as it may wait for the device.
+        memory.append(native.allow_in_capture(lambda: cuda.Memory(size)))
+        return cuda.MemoryPointer(memory[-1], 0)
+
+    return allocate
 
 
 @contextlib.contextmanager
@@ -181,7 +186,7 @@ class Step:
             self.pieces.append(_Piece(recorder.end(), pairs))
         except Exception as error:
             recorder.abort()
-            self.failure = error
+            self.failure = error.with_traceback(None)  # its frames hold this step
             for op, inputs, saved in kept:  # what was let go of serves again: nothing has overwritten it
                 op.inputs, op.saved = inputs, saved
         # What the step read besides: should its owner let go of it, a replay reads old values, and no foreign ones.

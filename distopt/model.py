@@ -157,7 +157,7 @@ class Model(Layer):
 
     @optimizer.setter
     def optimizer(self, optimizer: TrainingOptimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._graphs = optimizer, None
         self._attach()
 
     def set_optimizer(self, optimizer: TrainingOptimizer) -> None:
