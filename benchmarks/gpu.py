@@ -140,15 +140,15 @@ def convolution_rows(cupy) -> list[str]:
     return rows
 
 
-def ours():
-    """One call that trains the reference CNN on a batch."""
+def ours(use_graph: bool = False):
+    """One call that trains the reference CNN on a batch, as CUDA graphs or not."""
     sgd = opt.DistOpt(opt.SGD(lr=0.005, momentum=0.9, weight_decay=1e-5))
     rng = np.random.default_rng(0)
     x = tensor.from_numpy(rng.standard_normal((BATCH, 1, 28, 28), np.float32), sgd.device)
     y = tensor.from_numpy(rng.integers(0, 10, BATCH), sgd.device)
     cnn = train_cnn.CNN()
     cnn.set_optimizer(sgd)
-    cnn.compile([x], is_train=True)
+    cnn.compile([x], is_train=True, use_graph=use_graph)
     return lambda: cnn(x, y)
 
 
@@ -173,6 +173,14 @@ def cnn_rows(cupy, torch) -> list[str]:
     step = ours()
     (own,) = device_ms(cupy, step, repeats=20)
     rows = [f"| CNN step, batch {BATCH}: {BATCH / own * 1e3:,.0f} images/s | {own:.3f} ms | | | |"]
+    # Alone, as the wish for graphs is the device's; `step` has been measured by now.
+    replay = ours(use_graph=True)
+    (replayed,) = device_ms(cupy, replay, repeats=20)
+    rows.append(
+        f"| CNN step, batch {BATCH}, CUDA graphs: {BATCH / replayed * 1e3:,.0f} images/s | {replayed:.3f} ms | "
+        f"without, {own:.3f} ms | {own / replayed:.2f}x | |"
+    )
+    device.create_cuda_gpu().EnableGraph(False)
     for compiled in (False, True) if torch is not None else ():
         # Streams of two libraries: one call at a time, and PyTorch on CuPy's stream.
         with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)):

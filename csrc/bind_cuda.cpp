@@ -18,6 +18,7 @@ NB_MODULE(_cuda, m) {
   distopt::bind_nccl(m);
   distopt::bind_cuda_codec(m);
   distopt::bind_cuda_compute(m);
+  distopt::bind_cuda_step(m);
 #ifdef DISTOPT_EMULATED
   emulation::bind(m);
 #endif

@@ -21,5 +21,6 @@ inline cudaStream_t stream_of(Address handle) { return reinterpret_cast<cudaStre
 void bind_nccl(nanobind::module_& m);
 void bind_cuda_codec(nanobind::module_& m);
 void bind_cuda_compute(nanobind::module_& m);
+void bind_cuda_step(nanobind::module_& m);
 
 }  // namespace distopt

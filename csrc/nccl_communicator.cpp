@@ -161,6 +161,7 @@ NcclCommunicator::Work NcclCommunicator::enqueue(const Request& request, cudaStr
   const Lock turn(start_mutex_);
   Lock lock(mutex_);
   require_usable();
+  refuse_capture(caller);
   forget_finished();
   ++sequence_;
   auto operation =

@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <vector>
 
 #include "cuda_check.h"
@@ -46,6 +47,14 @@ class Event {
  private:
   cudaEvent_t event_ = nullptr;
 };
+
+// A collective in a graph would run at every replay, unseen by the time-outs and the comparison of the ranks.
+inline void refuse_capture(cudaStream_t stream) {
+  cudaStreamCaptureStatus status{};
+  DISTOPT_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  if (status != cudaStreamCaptureStatusNone)
+    throw std::runtime_error("a collective cannot be captured in a CUDA graph");
+}
 
 // Events that go back when nobody uses them any more: to create one takes longer than to record it. A stream that was
 // told to wait keeps to the record of that time, so the next user does not disturb it.

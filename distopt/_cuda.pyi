@@ -1,6 +1,9 @@
 # The extension for GPUs: addresses of device memory, counts and streams are integers.
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 # -- numerics; csrc/cuda_compute_kernels.h says what they do
 def lower(
@@ -288,3 +291,34 @@ class NcclCommunicator:
     def allocate(self, n_bytes: int) -> NcclMemory | None: ...
     def abort(self, reason: str) -> None: ...
     def close(self) -> None: ...
+
+# -- steps; csrc/cublas_api.h and csrc/step_graph.h say what they do
+class Products:
+    def multiply(
+        self,
+        dtype: int,
+        rows: int,
+        columns: int,
+        inner: int,
+        a_transposed: bool,
+        b_transposed: bool,
+        accumulate: bool,
+        a: int,
+        b: int,
+        c: int,
+        workspace: int,
+        workspace_bytes: int,
+        stream: int,
+    ) -> None: ...
+
+def products(library: str, tf32: bool) -> Products: ...
+
+class GraphPiece:
+    @property
+    def nodes(self) -> int: ...
+    def launch(self, stream: int) -> None: ...
+
+def begin_capture(stream: int) -> None: ...
+def end_capture(stream: int) -> GraphPiece: ...
+def abort_capture(stream: int) -> None: ...
+def allow_in_capture(call: Callable[[], T]) -> T: ...

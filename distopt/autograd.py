@@ -27,12 +27,13 @@ from .ops import kernels_for
 from .tensor import Operation, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Collection, Generator, Iterator, Sequence
 
     from .tensor import Array
 
 __all__ = [
     "Operation",
+    "Walk",
     "add",
     "backward",
     "cat",
@@ -51,13 +52,28 @@ __all__ = [
     "softmax",
     "softmax_cross_entropy",
     "sub",
+    "tape",
     "training",
 ]
 
 training: bool  # a property of the module, at the end of this file
 
 
-def backward(loss: Tensor, dy: Tensor | None = None) -> Generator[tuple[Tensor, Tensor], None, None]:
+class Walk(Operation):
+    """A backward pass of somebody else: what stands behind a loss in place of an operation."""
+
+    def pairs(self, dy: Tensor | None, pauses: Collection[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """What `backward` is to yield."""
+        raise NotImplementedError
+
+    def parameters(self) -> list[Tensor]:
+        """What `gradient_order` is to return."""
+        raise NotImplementedError
+
+
+def backward(
+    loss: Tensor, dy: Tensor | None = None, pauses: Collection[Tensor] = ()
+) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Local. Yield (parameter, gradient) for all parameters behind `loss`, each when its gradient is final.
 
     A parameter whose `grad` is set gets its gradient written there, into the memory of that tensor, such as a view of
@@ -67,11 +83,18 @@ def backward(loss: Tensor, dy: Tensor | None = None) -> Generator[tuple[Tensor, 
     Args:
         loss: a tensor of one element, or of any shape if `dy` is given.
         dy: gradient of `loss`, of its shape (default: 1).
+        pauses: parameters at whose gradients the consumer has something to do. Where steps are captured in CUDA graphs
+            a graph ends there, and gradients in between come no earlier than the next of these.
 
     Raises:
         UsageError: nothing was recorded behind `loss`, its graph has been walked before, or an operation has no
             gradient for an input that needs one.
     """
+    if isinstance(loss.creator, Walk):
+        yield from loss.creator.pairs(dy, pauses)
+        return
+    if loss.device.recording == "forward":
+        raise UsageError("the backward pass begins while the forward pass is captured; call self.optimizer(loss)")
     tape, uses = _graph(loss)
     if dy is None:
         if loss.size() != 1:
@@ -97,6 +120,8 @@ def gradient_order(loss: Tensor) -> list[Tensor]:
     Raises:
         UsageError: as `backward`.
     """
+    if isinstance(loss.creator, Walk):
+        return loss.creator.parameters()
     tape, uses = _graph(loss)
     order = []
     for op in reversed(tape):
@@ -106,6 +131,15 @@ def gradient_order(loss: Tensor) -> list[Tensor]:
                 if not uses[source]:
                     order.append(source)
     return order
+
+
+def tape(loss: Tensor) -> list[Operation]:
+    """Local. The operations behind `loss` in the order in which they ran.
+
+    Raises:
+        UsageError: as `backward`.
+    """
+    return _graph(loss)[0]
 
 
 def _graph(loss: Tensor) -> tuple[list[Operation], dict[Tensor, int]]:

@@ -214,6 +214,7 @@ class Layout:
 
     Attributes:
         buckets: in the order in which their gradients become final.
+        last: the parameters with which a bucket becomes full.
     """
 
     def __init__(
@@ -229,6 +230,7 @@ class Layout:
         """
         groups = plan(order, threshold)
         self.buckets = [Bucket(i, group, communicator, check_finite=check_finite) for i, group in enumerate(groups)]
+        self.last = frozenset(group[-1] for group in groups)
         self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
 
     def adopt(self) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "find_gpu",
     "get_default_device",
     "label_flag",
+    "tell_once",
 ]
 
 T = TypeVar("T")
@@ -48,17 +49,20 @@ class Device:
     Attributes:
         kind: as given.
         xp: as given.
-        rng: generator of this module; dropout masks are drawn from it.
         host_rng: generator of NumPy; initial parameters are drawn from it, so that a seed gives the same ones on every
             device. On the CPU it is `rng`.
+        recording: which pass of a training step is captured at the moment, "forward" or "backward"; else empty.
+        graph_generation: grows when captured steps are of no use any more.
         verbosity: with 1 or more, the time of every operation is measured.
     """
 
     def __init__(self, kind: str, index: int, xp: ModuleType) -> None:
         self.kind = kind
         self.xp: Any = xp
-        self.rng = self.xp.random.default_rng()
-        self.host_rng = self.rng if kind == "cpu" else np.random.default_rng()
+        self._rng = self.xp.random.default_rng()
+        self.host_rng = self._rng if kind == "cpu" else np.random.default_rng()
+        self.recording = ""
+        self.graph_generation = 0
         self.verbosity = 0
         self._index = index
         self._skip = 0
@@ -67,6 +71,17 @@ class Device:
 
     def __repr__(self) -> str:
         return f"{self.kind}:{self._index}"
+
+    @property
+    def rng(self) -> Any:
+        """Generator of this device's module; dropout masks are drawn from it.
+
+        Raises:
+            UsageError: a training step is being captured, and its replays would draw the same numbers again.
+        """
+        if self.recording:
+            raise UsageError("random numbers, such as those of dropout, would be the same in every replay of a graph")
+        return self._rng
 
     def id(self) -> int:
         """Number of the device among its kind."""
@@ -78,8 +93,8 @@ class Device:
 
     def SetRandSeed(self, seed: int) -> None:  # noqa: N802 - the methods in capitals are SINGA's
         """Start `rng` and `host_rng` anew from `seed`: parameters and dropout masks are the same on every run."""
-        self.rng = self.xp.random.default_rng(seed)
-        self.host_rng = self.rng if self.kind == "cpu" else np.random.default_rng(seed)
+        self._rng = self.xp.random.default_rng(seed)
+        self.host_rng = self._rng if self.kind == "cpu" else np.random.default_rng(seed)
 
     def Sync(self) -> None:  # noqa: N802
         """Return when all work handed to the device is done; at once on the CPU, where calls return finished."""
@@ -139,20 +154,19 @@ class Device:
 
     # -- graph -------------------------------------------------------------------------------------------------------
     def EnableGraph(self, enabled: bool) -> None:  # noqa: N802
-        """Remember the wish for graph execution. It changes nothing: operations always run when they are called.
+        """Let models on this device train by captured CUDA graphs, see `distopt.graph`; or no more.
 
-        On a GPU the log says so once, as a CUDA graph might be expected.
+        On the CPU the wish is remembered and changes nothing: operations run when they are called.
         """
         self._graph = enabled
-        if enabled and self.kind == "cuda":
-            _tell_once("use_graph=True: steps run as they are called; capture in a CUDA graph is not built yet")
 
     def graph_enabled(self) -> bool:
         """What `EnableGraph` was last given."""
         return self._graph
 
     def ResetGraph(self) -> None:  # noqa: N802
-        """Does nothing, as no graph of operations outlives its backward pass."""
+        """Drop all captured training steps; models capture theirs anew. Nothing is kept on the CPU."""
+        self.graph_generation += 1
 
 
 class LabelFlag:
@@ -226,11 +240,12 @@ def create_cuda_gpu_on(device_id: int) -> Device:
     if device is not None:
         return device
     if missing:
-        _tell_once(f"using the CPU: {missing} (DISTOPT_DEVICE=cpu stops this notice)")
+        tell_once(f"using the CPU: {missing} (DISTOPT_DEVICE=cpu stops this notice)")
     return _cpu
 
 
-def _tell_once(text: str) -> None:
+def tell_once(text: str) -> None:
+    """Local. Log `text` as a warning, unless this process has done so before."""
     if text not in _told:
         _told.add(text)
         _log.warning("%s", text)

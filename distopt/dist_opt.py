@@ -265,7 +265,7 @@ class DistOpt:
     def _full_buckets(self, loss: Tensor, layout: Layout) -> Iterator[Bucket]:
         """Run backward; yield each bucket when its gradients are final, while the pass still has to finish."""
         under_way = False
-        for param, _ in autograd.backward(loss):
+        for param, _ in autograd.backward(loss, pauses=layout.last):
             bucket = layout.bucket_of(param)
             if bucket.add():
                 yield bucket

@@ -12,6 +12,7 @@ import safetensors.numpy
 from . import autograd
 from .errors import StateError, UsageError
 from .files import atomic_write
+from .graph import StepGraphs
 from .layer_base import Layer
 from .tensor import Tensor
 
@@ -55,11 +56,31 @@ class Model(Layer):
     _compiled: bool = False
     _optimizer: TrainingOptimizer | None = None
     _device: Device | None = None
+    _graph_device: Device | None = None  # where `compile` has put the model
+    _graphs: StepGraphs | None = None
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """`train_one_batch` in training mode, else `forward`."""
+        """`train_one_batch` in training mode, as a CUDA graph where `compile` was told to; else `forward`."""
         autograd.training = self.training
-        return (self.train_one_batch if self.training else self.forward)(*inputs, **options)
+        if not self.training:
+            return self.forward(*inputs, **options)
+        graphs = self._step_graphs()
+        if graphs is None:
+            return self.train_one_batch(*inputs, **options)
+        return graphs.run(self.train_one_batch, self.get_states, self._optimizer, inputs, options)
+
+    def _step_graphs(self) -> StepGraphs | None:
+        device = self._graph_device
+        if device is None or device.kind != "cuda" or not device.graph_enabled():
+            self._graphs = None
+        elif self._graphs is None or self._graphs.generation != device.graph_generation:
+            self._graphs = StepGraphs(device)
+        return self._graphs
+
+    @property
+    def graph_replays(self) -> int:
+        """How many training steps were replayed from CUDA graphs, since they were last enabled or reset."""
+        return 0 if self._graphs is None else self._graphs.replays
 
     def train_one_batch(self, *inputs: Any, **options: Any) -> Any:
         """One training step; returns what the caller wants to see, mostly output and loss."""
@@ -77,8 +98,13 @@ class Model(Layer):
         Args:
             inputs: arguments of `forward`; values do not matter, shapes and dtypes do.
             is_train: mode to be in afterwards.
-            use_graph: accepted for SINGA's scripts. Operations run one by one as they are called, with or without it;
-                it only sets what `Device.graph_enabled` says.
+            use_graph: on a GPU, capture forward and backward of a training step in CUDA graphs and replay them, see
+                `distopt.graph`. The third step with arguments of a kind, of their shapes, types and other values, is
+                captured. From then on the Python code of `train_one_batch` no longer runs: what depends on anything
+                but its arguments, parameters and states stays as it was, and what it does besides computing, returning
+                tensors and calling `self.optimizer` once with the loss is not done. Where a step cannot be captured,
+                such as with dropout, it runs as ever and the log says why, once; the attempt has run its Python
+                code before, without effect on the device. On the CPU nothing changes.
             sequential: accepted for SINGA's scripts; without a graph there is nothing to put in sequence.
 
         Raises:
@@ -95,6 +121,7 @@ class Model(Layer):
             param.name = name
         self._compiled = True
         device.EnableGraph(use_graph)
+        self._graph_device, self._graphs = device, None
         self.train(is_train)
         self._attach()
 
@@ -123,11 +150,14 @@ class Model(Layer):
         """
         if self._optimizer is None:
             raise UsageError(f"{type(self).__name__} has no optimizer; call set_optimizer before training")
+        if self._graphs is not None and self._graphs.watch is not None:
+            watched: TrainingOptimizer = self._graphs.watch(self._optimizer)
+            return watched
         return self._optimizer
 
     @optimizer.setter
     def optimizer(self, optimizer: TrainingOptimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._graphs = optimizer, None
         self._attach()
 
     def set_optimizer(self, optimizer: TrainingOptimizer) -> None:

@@ -8,6 +8,7 @@
 | `DISTOPT_DEVICE` | auto | `cpu`, or `cuda` to make a missing GPU an error, or `auto` |
 | `DISTOPT_CONVOLUTION` | auto | on a GPU: `lowering`, or `cudnn` to make a missing cuDNN an error, or `auto` |
 | `DISTOPT_NCCL_LIBRARY` | | path of the libnccl.so.2 to load instead of the installed wheel's |
+| `DISTOPT_CUBLAS_LIBRARY` | | path of the libcublas.so to load instead of CuPy's |
 | `DISTOPT_DATA_DIR` | | folder that holds data sets |
 """
 
@@ -36,6 +37,7 @@ class Settings:
     convolution: str = "auto"
     data_dir: str | None = None
     nccl_library: str | None = None
+    cublas_library: str | None = None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -53,6 +55,7 @@ class Settings:
             convolution=_choice(env, "DISTOPT_CONVOLUTION", ("auto", "cudnn", "lowering")),
             data_dir=env.get("DISTOPT_DATA_DIR") or None,
             nccl_library=env.get("DISTOPT_NCCL_LIBRARY") or None,
+            cublas_library=env.get("DISTOPT_CUBLAS_LIBRARY") or None,
         )
 
 

@@ -240,7 +240,9 @@ class Tensor:
         """`value` as a tensor; a number takes a type that keeps this tensor's own where possible."""
         if isinstance(value, Tensor):
             return value
-        data = self.device.xp.asarray(value, dtype=np.result_type(self.dtype, value))
+        xp, dtype = self.device.xp, np.result_type(self.dtype, value)
+        # A number without `asarray`: on a GPU that copies from the host, which a graph would not do again.
+        data = xp.asarray(value, dtype) if np.ndim(value) else xp.full((), np.asarray(value).item(), dtype)
         return Tensor(data=data, device=self.device)
 
 
@@ -390,8 +392,7 @@ class Reshape(Operation):
 
 def from_numpy(array: np.ndarray[Any, Any], device: Device | None = None) -> Tensor:
     """A tensor with a copy of `array`, of the same dtype."""
-    device = get_default_device() if device is None else device
-    return Tensor(data=device.xp.array(array, order="C"), device=device)
+    return Tensor(data=(device or get_default_device()).xp.array(array, order="C"), device=device)
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:

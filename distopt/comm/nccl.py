@@ -229,9 +229,9 @@ class NcclCommunicator(Communicator):
         return [self.xp.asarray(array) for array in arrays]
 
     def _start(self, start: Callable[..., Any], *arrays: Array) -> NcclWork:
+        core = start(self.xp.cuda.get_current_stream().ptr, *arrays)
         while self._in_use and self._in_use[0][0].done():
             self._in_use.popleft()
-        core = start(self.xp.cuda.get_current_stream().ptr, *arrays)
         self._in_use.append((core, arrays))
         return NcclWork(core, self.xp)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..device import label_flag
 from ..errors import UsageError
-from .gpu_base import Array, address_of, address_or_null, code_of, current_stream, native
+from .gpu_base import Array, address_of, address_or_null, code_of, current_stream, native, product
 from .gpu_images import (
     avg_pool2d,
     avg_pool2d_backward,
@@ -88,7 +88,7 @@ def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Arr
     address_of(x, x.shape, x.dtype)
     address_of(w, (x.shape[1], w.shape[1]), x.dtype)
     bias = address_or_null(b, (w.shape[1],), x.dtype)
-    y = cupy.dot(x, w)
+    y = product(x, w)
     if bias or relu:
         native.add_bias(code_of(x), y.data.ptr, bias, len(x), w.shape[1], relu, current_stream())
     return y, _Linear(x, w, y if relu else None)
@@ -101,11 +101,11 @@ def linear_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx:
     address_of(dw, w.shape, x.dtype)
     if y is not None:
         dy = relu_backward(dy, y)
-    cupy.dot(x.T, dy, out=dw)
+    product(x, dy, dw, a_transposed=True)
     if db is not None:
         sums = address_of(db, (w.shape[1],), x.dtype)
         native.column_sums(code_of(x), dy.data.ptr, len(x), w.shape[1], sums, current_stream())
-    return cupy.dot(dy, w.T) if need_dx else None
+    return product(dy, w, b_transposed=True) if need_dx else None
 
 
 def relu(x: Array) -> Array:

@@ -13,7 +13,7 @@ import cupy
 
 from . import gpu_cudnn
 from .geometry import Pair, out_size, pool_out
-from .gpu_base import Array, address_of, address_or_null, code_of, current_stream, native
+from .gpu_base import Array, address_of, address_or_null, code_of, current_stream, native, product
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,7 +82,7 @@ def _results(x: Array, w: Array, window: Sizes, y: Array | None = None) -> Itera
     matrix = w.reshape(len(w), -1)
     places = window[8] * window[9]
     for first, images in _chunks(len(x), matrix.shape[1] * places * x.itemsize, places):
-        yield first, images, cupy.dot(matrix, _lowered(x, window, first, images)), True
+        yield first, images, product(matrix, _lowered(x, window, first, images)), True
 
 
 def _convolution(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> tuple[Sizes, int]:
@@ -101,10 +101,10 @@ def conv2d(
     window, bias = _convolution(x, w, b, stride, padding)
     m, places = len(w), window[8] * window[9]
     y = cupy.empty((len(x), m, *window[8:]), x.dtype)
-    for first, images, product, rows in _results(x, w, window, y):
+    for first, images, result, rows in _results(x, w, window, y):
         at = y.data.ptr + first * m * places * y.itemsize
         if rows or bias or relu:
-            native.spread(code_of(x), images, m, places, product.data.ptr, rows, bias, relu, at, current_stream())
+            native.spread(code_of(x), images, m, places, result.data.ptr, rows, bias, relu, at, current_stream())
     return y, _Conv(x, w, window, y if relu else None)
 
 
@@ -173,15 +173,12 @@ def _lowered_backward(
     for first, images in _chunks(len(x), matrix.shape[1] * places * x.itemsize, places):
         rows = collect(first, images, True)
         columns = _lowered(x, window, first, images)
-        if first:
-            gradient += cupy.dot(rows, columns.T)
-        else:
-            cupy.dot(rows, columns.T, out=gradient)
+        product(rows, columns, gradient, b_transposed=True, accumulate=first > 0)
         if db is not None:
             given = rows.data.ptr, True, first > 0, db.data.ptr
             native.channel_sums(code_of(x), images, len(w), places, *given, current_stream())
         if dx is not None:
-            cupy.dot(matrix.T, rows, out=columns)
+            product(matrix, rows, columns, a_transposed=True)
             address = dx.data.ptr + first * (dx.nbytes // len(x))
             native.gather_columns(code_of(x), images, x.shape[1], window, columns.data.ptr, address, current_stream())
 
@@ -203,11 +200,11 @@ def conv2d_max_pool(
     pooling = (*window[8:], *pool_kernel, *pool_stride, *pool_padding, *shape[2:])
     y, taken = cupy.empty(shape, x.dtype), cupy.empty(shape, cupy.uint8)
     image = len(w) * shape[2] * shape[3]
-    for first, images, product, rows in _results(x, w, window):
+    for first, images, result, rows in _results(x, w, window):
         at = first * image
         addresses = y.data.ptr + at * y.itemsize, taken.data.ptr + at
         native.max_pool(
-            code_of(x), images, len(w), pooling, product.data.ptr, rows, bias, relu, *addresses, current_stream()
+            code_of(x), images, len(w), pooling, result.data.ptr, rows, bias, relu, *addresses, current_stream()
         )
     return y, _ConvPool(_Conv(x, w, window, y if relu else None), taken, pooling)
 

@@ -18,7 +18,7 @@ __all__ = ["activate"]
 
 
 def activate() -> None:
-    """From now on this process takes the emulated `_cuda` for `distopt._cuda`, and the stand-ins for CuPy and NCCL."""
+    """From now on this process takes the emulated `_cuda` for `distopt._cuda`, and the libraries that stand in."""
     loaded = sys.modules.get("distopt._cuda")
     path = build.cuda_module()
     if loaded is not None and loaded.__file__ == str(path):
@@ -36,3 +36,4 @@ def activate() -> None:
     ctypes.CDLL(str(path), os.RTLD_NOLOAD | os.RTLD_GLOBAL)  # the stand-in for NCCL takes its streams from there
     sys.path.insert(0, str(Path(__file__).parent))  # has the packages cupy and cudnn
     os.environ["DISTOPT_NCCL_LIBRARY"] = str(build.NCCL)
+    os.environ["DISTOPT_CUBLAS_LIBRARY"] = str(build.CUBLAS)

@@ -1,4 +1,4 @@
-"""Builds what stands in for CUDA and NCCL, once for all tests, into build/emulation."""
+"""Builds what stands in for CUDA, cuBLAS and NCCL, once for all tests, into build/emulation."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "emulation"
 NCCL = FOLDER / "libnccl.so.2"
+CUBLAS = FOLDER / "libcublas.so"
 
 
 def cuda_module() -> Path:
@@ -27,7 +28,8 @@ def build() -> Path:
     with (FOLDER / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _build_cuda()
-        _build_nccl()
+        _build_library(NCCL, "fake_nccl", ROOT / "csrc" / "nccl_api.h")
+        _build_library(CUBLAS, "fake_cublas", ROOT / "csrc" / "cublas_api.h")
     return FOLDER
 
 
@@ -44,15 +46,15 @@ def _build_cuda() -> None:
     _run(cmake, "--build", str(FOLDER), "--target", "_cuda")
 
 
-def _build_nccl() -> None:
+def _build_library(library: Path, name: str, header: Path) -> None:
     here = Path(__file__).parent
-    sources = [*here.glob("fake_nccl*"), ROOT / "csrc" / "nccl_api.h"]
-    if NCCL.exists() and NCCL.stat().st_mtime > max(source.stat().st_mtime for source in sources):
+    sources = [*here.glob(f"{name}*"), header]
+    if library.exists() and library.stat().st_mtime > max(source.stat().st_mtime for source in sources):
         return
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{here}"]
-    new = NCCL.with_suffix(".new")
-    _run(_tool("c++", "g++"), *flags, "-o", str(new), str(here / "fake_nccl.cpp"), "-ldl")
-    new.rename(NCCL)
+    new = library.with_suffix(".new")
+    _run(_tool("c++", "g++"), *flags, "-o", str(new), str(here / f"{name}.cpp"), "-ldl")
+    new.rename(library)
 
 
 def _tool(*names: str) -> str:

@@ -13,7 +13,7 @@ import cupy  # noqa: E402
 
 from distopt import autograd, device, tensor  # noqa: E402
 from distopt.errors import UsageError  # noqa: E402
-from distopt.ops import cpu, gpu, kernels_for, reference  # noqa: E402
+from distopt.ops import cpu, gpu, gpu_base, kernels_for, reference  # noqa: E402
 from tests.gpu.hosted import hosted, to_device  # noqa: E402
 from tests.unit import test_ops as on_cpu  # noqa: E402
 from tests.unit import test_ops_gradients as gradients  # noqa: E402
@@ -138,6 +138,27 @@ def test_arrays_that_do_not_fit_never_reach_a_kernel(call, kind):
 def test_kernels_for_an_array_of_the_device():
     assert kernels_for(zeros(3)) is gpu
     assert set(gpu.__all__) == set(cpu.__all__)
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("sizes", [(5, 7, 3), (1, 1, 1), (33, 2, 65), (4, 3, 0), (0, 3, 4), (4, 0, 3)])
+def test_products(sizes, transposed, accumulate, dtype):  # noqa: F811
+    rows, columns, inner = sizes
+    a, b, before = array((rows, inner), dtype), array((inner, columns), dtype), array((rows, columns), dtype)
+    given = [to_device(np.ascontiguousarray(x.T if t else x)) for x, t in zip((a, b), transposed, strict=True)]
+    out = to_device(before) if accumulate else cupy.full((rows, columns), np.nan, dtype)
+    flags = {"a_transposed": transposed[0], "b_transposed": transposed[1]}
+    assert gpu_base.product(*given, out, accumulate=accumulate, **flags) is out
+    np.testing.assert_allclose(out.get(), a @ b + (before if accumulate else 0), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(gpu_base.product(*given, **flags).get(), gpu_base.product(*given, **flags).get())
+
+
+def test_products_of_shapes_that_do_not_fit():
+    for b, options in ((zeros(4, 2), {}), (zeros(2, 4), {"b_transposed": True}), (zeros(3, 2), {"out": zeros(2, 5)})):
+        with pytest.raises(ValueError, match="expected an array of shape"):
+            gpu_base.product(zeros(2, 3), b, **options)
 
 
 # -- labels ------------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def wrong_label(optimizer) -> dict[str, np.ndarray]:
     return {"parameters": before}
 
 
-def mnist_example(optimizer) -> dict[str, np.ndarray]:
+def mnist_example(optimizer, *options: str) -> dict[str, np.ndarray]:
     """The example on a handful of images."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     import train_cnn
@@ -107,8 +107,13 @@ def mnist_example(optimizer) -> dict[str, np.ndarray]:
 
     train_cnn.mnist = SimpleNamespace(load=lambda *_, **__: data)
     train_cnn.CNN = Remembered
-    train_cnn.run(optimizer, train_cnn.parse_args("", ["-m", "2", "-b", "4", "--seed", "1"]))
+    train_cnn.run(optimizer, train_cnn.parse_args("", ["-m", "2", "-b", "4", "--seed", "1", *options]))
+    assert bool(nets[0].graph_replays) == ("--graph" in options and optimizer.device.kind == "cuda")
     return {"parameters": parameters(nets[0])}
+
+
+def mnist_example_as_graphs(optimizer) -> dict[str, np.ndarray]:
+    return mnist_example(optimizer, "--graph")
 
 
 def enter_on_gpu(rank: int, world_size: int, ticket, folder: str, body, emulated: bool) -> None:
@@ -145,7 +150,7 @@ def test_every_strategy_ends_as_on_the_cpu(tmp_path, world_size):
     assert {str(gpu["kind"]) for gpu in gpus} == {"cuda"}
 
 
-@pytest.mark.parametrize("body", [by_hand, wrong_label, mnist_example])
+@pytest.mark.parametrize("body", [by_hand, wrong_label, mnist_example, mnist_example_as_graphs])
 def test_other_ways_end_as_on_the_cpu(tmp_path, body):
     (tmp_path / "cpu").mkdir()
     gpus = on_gpus(tmp_path, 2, body)

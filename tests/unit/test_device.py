@@ -101,14 +101,13 @@ def test_the_cpu_can_be_asked_for(monkeypatch, caplog, untold):
     assert not caplog.records
 
 
-def test_a_wish_for_a_graph_is_answered_once_on_a_gpu(caplog, untold):
-    gpu, cpu = device.Device("cuda", 0, np), device.Device("cpu", 0, np)
-    for wish in (False, True, True):
-        for each in (gpu, cpu):
-            each.EnableGraph(wish)
-            assert each.graph_enabled() is wish
-    (record,) = caplog.records
-    assert "capture in a CUDA graph is not built yet" in record.message
+def test_random_numbers_are_refused_while_a_step_is_captured():
+    gpu = device.Device("cuda", 0, np)
+    gpu.recording = "forward"
+    with pytest.raises(UsageError, match="would be the same in every replay"):
+        gpu.rng.random(3)
+    gpu.recording = ""
+    assert gpu.rng.random(3).shape == (3,)
 
 
 def test_a_gpu_is_one_device_and_becomes_the_current_one(monkeypatch, caplog, untold):

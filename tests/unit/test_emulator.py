@@ -12,7 +12,7 @@ import pytest
 
 from tests.emulation import build
 
-SOURCES = ["runtime.cpp", "blocks.cpp", "kernels_for_tests.cpp"]
+SOURCES = ["runtime.cpp", "graphs.cpp", "blocks.cpp", "kernels_for_tests.cpp"]
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,7 @@ PROLOGUE = """
 import ctypes, os, threading
 from tests.emulation import activate
 activate()
+from distopt import _cuda
 from distopt._cuda import emulation as cuda
 
 H2D, D2H = 1, 2
@@ -214,6 +215,98 @@ SCRIPTS = {
         cuda.stream_synchronize(first)
         cuda.stream_synchronize(second)
         assert byte(other) == 0xFF
+    """,
+    "a recording runs nothing, and its graph as often as it is launched": """
+        _cuda.begin_capture(first)
+        cuda.memset_async(device, 3, size, first)
+        cuda.memcpy_async(other, device, size, 3, first)
+        piece = _cuda.end_capture(first)
+        assert piece.nodes == 2
+        cuda.device_synchronize()
+        assert byte(device) == byte(other) == 0xFF
+        for _ in range(2):
+            cuda.memset_async(other, 4, size, second), cuda.stream_synchronize(second)
+            piece.launch(second)
+            assert byte(other) == 4, "a launch is work of a stream like any other"
+            cuda.stream_synchronize(second)
+            assert byte(device) == byte(other) == 3
+        _cuda.begin_capture(first)
+        _cuda.end_capture(first).launch(first)  # nothing at all
+    """,
+    "other streams become part of a recording, and have to be waited for": """
+        forked, joined = cuda.event_create(), cuda.event_create()
+        for join in (True, False):
+            _cuda.begin_capture(first)
+            cuda.memset_async(device, 3, size, first)
+            cuda.event_record(forked, first)
+            cuda.stream_wait_event(second, forked)
+            cuda.memcpy_async(other, device, size, 3, second)
+            cuda.event_record(joined, second)
+            if join:
+                cuda.stream_wait_event(first, joined)
+                piece = _cuda.end_capture(first)
+            else:
+                fails(904, _cuda.end_capture, first)
+        assert byte(other) == 0xFF
+        piece.launch(first)
+        cuda.stream_synchronize(first)
+        assert byte(other) == 3
+        fails(907, cuda.event_query, joined)
+        cuda.event_record(joined, second)
+        assert cuda.event_query(joined)
+    """,
+    "what a recording forbids makes it useless": """
+        event = cuda.event_create()
+        cuda.event_record(event, second)
+        for number, function, *args in (
+            (900, cuda.stream_synchronize, first),
+            (900, cuda.stream_query, first),
+            (900, cuda.device_synchronize),
+            (900, cuda.malloc, 8),
+            (900, cuda.malloc_host, 8),
+            (900, cuda.free, other),
+            (900, cuda.event_query, event),
+            (905, cuda.stream_wait_event, first, event),
+        ):
+            _cuda.begin_capture(first)
+            fails(number, function, *args)
+            fails(901, cuda.memset_async, device, 1, size, first)
+            fails(901, _cuda.end_capture, first)
+        _cuda.begin_capture(first)
+        assert _cuda.allow_in_capture(lambda: cuda.malloc(8))
+        others = []
+        thread = threading.Thread(target=lambda: others.append(cuda.malloc(8)))  # another thread may
+        thread.start(), thread.join()
+        assert others
+        _cuda.abort_capture(first)
+        _cuda.abort_capture(first)
+        fails(903, _cuda.end_capture, first)
+        fails(900, _cuda.begin_capture, 0)
+        cuda.memset_async(device, 6, size, first)
+        cuda.stream_synchronize(first)
+        assert byte(device) == 6
+    """,
+    "the legacy stream does not wait for a recording": """
+        blocking = cuda.stream_create(False)
+        _cuda.begin_capture(blocking)
+        fails(906, cuda.memset_async, device, 1, size, 0)
+        fails(901, _cuda.end_capture, blocking)
+        _cuda.begin_capture(first)
+        cuda.memset_async(device, 1, size, 0)
+        _cuda.end_capture(first)
+    """,
+    "a graph holds no copy from or to the host": """
+        for to, source in ((device, pinned), (pinned, device)):
+            _cuda.begin_capture(first)
+            cuda.memcpy_async(to, source, size, 4, first)
+            try:
+                _cuda.end_capture(first)
+            except RuntimeError as error:
+                assert "copies " + ("from" if to == device else "to") + " the host" in str(error)
+            else:
+                raise AssertionError("no error")
+        cuda.memset_async(device, 1, size, first)
+        cuda.stream_synchronize(first)
     """,
     "wrong arguments are errors": """
         fails(1, cuda.memcpy_async, device, device, size, H2D, first)

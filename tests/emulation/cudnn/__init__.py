@@ -217,11 +217,16 @@ class pygraph:  # noqa: N801
             raise ValueError(f"no tensor has the uid {unknown.pop()}")
         if any(not address or address % ALIGNMENT_BYTES for address in tensor_dict.values()):
             raise RuntimeError("misaligned address")
-        _emulated.stream_synchronize(handle.stream)
-        name, _, size = self._engine
-        if size:
-            _bytes_at(workspace, size)[:] = b"\xff" * size  # whoever reads it finds a NaN
         first, second, result = (tensor.at(tensor_dict[tensor.uid]) for tensor in self._tensors)
+        size = self._engine[2]
+        scratch = _bytes_at(workspace, size) if size else None
+        _emulated.launch(handle.stream, lambda: self._compute(first, second, result, scratch))
+
+    def _compute(self, first: Any, second: Any, result: Any, scratch: Any) -> None:
+        """On the stream. Reads addresses, as a kernel does, not arrays that it would keep alive."""
+        name, _, size = self._engine
+        if scratch is not None:
+            scratch[:] = b"\xff" * size  # whoever reads it finds a NaN
         if name in ("half", "tf32"):
             first, second = (down_converted(array, name) for array in (first, second))
         result[...] = self._operator(first, second)

@@ -108,11 +108,14 @@ def array(
     blocking: bool = False,
 ) -> ndarray:
     """A copy of a device array, a NumPy array or numbers."""
-    cuda.drain()
-    source = obj._host if isinstance(obj, ndarray) else _numpy.asarray(obj)
-    if not copy and isinstance(obj, ndarray) and dtype in (None, obj.dtype):
-        return obj
-    result: ndarray = _device(_numpy.array(source, dtype=dtype, order=order, ndmin=ndmin))  # type: ignore[call-overload]
+    if isinstance(obj, ndarray):
+        if not copy and dtype in (None, obj.dtype):
+            return obj
+        copied: ndarray = _call(_numpy.array, obj, dtype=dtype, order=order, ndmin=ndmin)
+        return copied
+    if cuda.capturing():  # it goes through pinned memory, with an event that CuPy then queries
+        raise cuda.runtime.CUDARuntimeError(907, "cudaErrorCapturedEvent: operation not permitted on an event last ...")
+    result: ndarray = _device(_numpy.array(_numpy.asarray(obj), dtype=dtype, order=order, ndmin=ndmin))  # type: ignore[call-overload]
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from math import prod
 from typing import Any
@@ -129,8 +130,8 @@ class ndarray:  # noqa: N801
         return self._host.tobytes()
 
     def fill(self, value: Any) -> None:
-        cuda.drain()
-        self._host.fill(host(value))
+        own, value = self._host, host(value)
+        cuda.run(lambda: own.fill(value))
 
     def __len__(self) -> int:
         return len(self._host)
@@ -169,8 +170,8 @@ class ndarray:  # noqa: N801
         return call(operator.getitem, self, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        cuda.drain()
-        self._host[host(key)] = host(value)
+        own, key, value = self._host, host(key), host(value)
+        cuda.run(lambda: operator.setitem(own, key, value))
 
     def __iter__(self) -> Any:
         return (self[i] for i in range(len(self)))
@@ -202,29 +203,70 @@ def device(value: Any, *sources: Any) -> Any:
         return type(value)(device(item, *sources) for item in value)
     if not isinstance(value, (np.ndarray, np.generic)):
         return value
+    if (view := _view(value, sources)) is not None:
+        return view
+    value = np.asarray(value)
+    result = ndarray(value.shape, value.dtype)
+    # Memory from the pool may still be written by those who had it before.
+    cuda.run(lambda own=result._host: operator.setitem(own, ..., value))
+    return result
+
+
+def _view(value: Any, sources: Any) -> ndarray | None:
     if isinstance(value, np.ndarray):
         for source in sources:
             if isinstance(source, (list, tuple)):
                 source = next((s for s in source if isinstance(s, ndarray) and s._memory.holds(value)), None)
             if isinstance(source, ndarray) and source._memory.holds(value):
                 return ndarray._from(value, source._memory)
-    value = np.asarray(value)
-    result = ndarray(value.shape, value.dtype)
-    cuda.drain()  # memory from the pool may still be written by those who had it before
-    result._host[...] = value
-    return result
+    return None
 
 
 def call(function: Any, *args: Any, **options: Any) -> Any:
     """`function` of NumPy, on arrays of the device."""
-    cuda.drain()
     out = options.get("out")
     if isinstance(out, tuple):
         (out,) = out
     if out is not None and not isinstance(out, ndarray):
         raise TypeError("return arrays must be of ArrayType")
-    result = function(*map(host, args), **{key: host(value) for key, value in options.items()})
+    task = functools.partial(function, *map(host, args), **{key: host(value) for key, value in options.items()})
+    if cuda.capturing():
+        return _recorded(function, task, args, out)
+    cuda.drain()
+    result = task()
     return out if out is not None else device(result, *args)
+
+
+def _recorded(function: Any, task: Any, args: Any, out: ndarray | None) -> Any:
+    """As `call`, while the current stream records: views are made now, and all else at each launch."""
+    if getattr(function, "__name__", "") in ("dot", "matmul"):
+        raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
+    if getattr(function, "__name__", "") in ("nonzero", "flatnonzero", "unique"):
+        cuda.drain()  # the size of the result is read from the device, which raises
+    if out is not None or function is np.copyto:
+        cuda.run(task)
+        return out
+    result = task()  # of rubbish; it tells the shape
+    several = isinstance(result, (list, tuple))
+    made: list[tuple[int, np.ndarray[Any, Any]]] = []
+    arrays = []
+    for i, value in enumerate(result if several else [result]):
+        if not isinstance(value, (np.ndarray, np.generic)):
+            arrays.append(value)
+        elif (view := _view(value, args)) is not None:
+            arrays.append(view)
+        else:
+            arrays.append(ndarray(value.shape, value.dtype))
+            made.append((i, arrays[-1]._host))
+
+    def again() -> None:
+        anew = task()
+        for i, own in made:
+            own[...] = anew[i] if several else anew
+
+    if made:
+        cuda.run(again)
+    return type(result)(arrays) if several else arrays[0]
 
 
 def _method(name: str) -> Any:
@@ -249,8 +291,8 @@ def _in_place(name: str) -> Any:
     function = getattr(operator, f"i{name.removesuffix('_')}")
 
     def method(self: ndarray, other: Any) -> ndarray:
-        cuda.drain()
-        function(self._host, host(other))
+        own, other = self._host, host(other)
+        cuda.run(lambda: function(own, other))
         return self
 
     return method

@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -142,6 +143,25 @@ void bind_streams(nb::module_& m) {
   m.def(
       "stream_query", [](Address stream) { return ready(cudaStreamQuery(stream_of(stream))); },
       nb::call_guard<nb::gil_scoped_release>());
+  m.def("stream_capturing", [](Address stream) {
+    cudaStreamCaptureStatus status{};
+    DISTOPT_CUDA_CHECK(cudaStreamIsCapturing(stream_of(stream), &status));
+    return status != cudaStreamCaptureStatusNone;
+  });
+  m.def(
+      "launch",
+      [](Address stream, nb::callable task) {
+        // Tasks run, and go, on threads that need not have Python's lock.
+        const std::shared_ptr<nb::callable> held(new nb::callable(std::move(task)), [](nb::callable* last) {
+          const nb::gil_scoped_acquire lock;
+          const std::unique_ptr<nb::callable> owner(last);
+        });
+        DISTOPT_CUDA_CHECK(enqueue(stream_of(stream), [held] {
+          const nb::gil_scoped_acquire lock;
+          (*held)();
+        }));
+      },
+      "stream"_a, "task"_a, "Put a Python function on the stream, as a kernel is.");
   m.def("stream_wait_event", [](Address stream, Address event) {
     DISTOPT_CUDA_CHECK(cudaStreamWaitEvent(stream_of(stream), event_of(event)));
   });

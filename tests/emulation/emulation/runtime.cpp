@@ -16,6 +16,8 @@
 #include <thread>
 #include <vector>
 
+#include "graphs.h"
+
 namespace emulation {
 namespace {
 
@@ -41,11 +43,15 @@ struct Queue {
   std::uint64_t added = 0, finished = 0;
   bool running = false;  // some thread is in the first task
   std::thread::id runner;
+  std::shared_ptr<Recording> recording;  // null: work is run
 };
 
 struct Mark {  // what an event was recorded at
   Position position;
   Clock::time_point time;
+  // Recorded: in which recording, and after how much work of which queue.
+  std::shared_ptr<Recording> recording;
+  std::size_t work = 0;
 };
 
 struct EventState {
@@ -192,10 +198,37 @@ void append(const std::shared_ptr<Queue>& queue, Task task) {
   ++queue->added;
 }
 
-cudaError_t add(cudaStream_t stream, Task task) {
+// Whether work on the default stream would have to wait for a stream that records. The lock is held.
+bool meets_recording(const std::shared_ptr<Queue>& queue) {
+  if (queue != legacy_queue(queue->device)) return false;
+  bool meets = false;
+  for (const auto& entry : runtime().streams) {
+    const Queue& other = *entry.second;
+    if (!other.recording || !other.blocking || other.device != queue->device) continue;
+    other.recording->invalid = true;
+    meets = true;
+  }
+  return meets;
+}
+
+// The lock is held.
+cudaError_t record(Queue& queue, Node node) {
+  Recording& recording = *queue.recording;
+  if (recording.invalid) return cudaErrorStreamCaptureInvalidated;
+  recording.graph.nodes.push_back(std::move(node));
+  if (recording.origin != &queue) ++recording.unjoined[&queue];
+  return cudaSuccess;
+}
+
+cudaError_t add(cudaStream_t stream, Task task, Node node) {
   const std::lock_guard<std::mutex> lock(runtime().mutex);
   const std::shared_ptr<Queue> queue = find(stream);
   if (!queue) return cudaErrorInvalidResourceHandle;
+  if (queue->recording) {
+    node.step = std::move(task.step);
+    return record(*queue, std::move(node));
+  }
+  if (meets_recording(queue)) return cudaErrorStreamCaptureImplicit;
   append(queue, std::move(task));
   return cudaSuccess;
 }
@@ -205,6 +238,11 @@ cudaError_t ends_of(cudaStream_t stream, std::vector<Position>& ends) {
   const std::lock_guard<std::mutex> lock(runtime().mutex);
   const std::shared_ptr<Queue> queue = find(stream);
   if (!queue) return cudaErrorInvalidResourceHandle;
+  if (queue->recording) {
+    queue->recording->invalid = true;
+    return cudaErrorStreamCaptureUnsupported;
+  }
+  if (meets_recording(queue)) return cudaErrorStreamCaptureImplicit;
   ends.push_back(end_of(queue));
   if (queue == legacy_queue(queue->device))
     for (const auto& entry : runtime().streams)
@@ -239,6 +277,14 @@ cudaError_t find_mark(cudaEvent_t event, std::shared_ptr<Mark>& mark) {
   return cudaSuccess;
 }
 
+// As `find_mark`, for those who look at the event from the host.
+cudaError_t find_reached_mark(cudaEvent_t event, std::shared_ptr<Mark>& mark) {
+  const cudaError_t code = find_mark(event, mark);
+  if (code != cudaSuccess || !mark || !mark->recording) return code;
+  mark->recording->invalid = true;
+  return cudaErrorCapturedEvent;
+}
+
 // -- memory -----------------------------------------------------------------------------------------------------------
 enum class Place { pageable, pinned, device, beyond };
 
@@ -257,6 +303,7 @@ cudaError_t allocate(void** pointer, std::size_t bytes, Memory memory) {
   if (const cudaError_t code = require_device(current_device)) return report(code);
   *pointer = nullptr;
   if (!bytes) return cudaSuccess;
+  if (unsafe_call_forbidden()) return report(cudaErrorStreamCaptureUnsupported);
   void* const at = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   if (!at) return report(cudaErrorMemoryAllocation);
   std::memset(at, 0xff, bytes);
@@ -268,6 +315,7 @@ cudaError_t allocate(void** pointer, std::size_t bytes, Memory memory) {
 
 cudaError_t release(void* pointer, Memory memory) {
   if (!pointer) return cudaSuccess;
+  if (unsafe_call_forbidden()) return report(cudaErrorStreamCaptureUnsupported);
   Allocation allocation{};
   {
     const std::lock_guard<std::mutex> lock(runtime().mutex);
@@ -279,6 +327,25 @@ cudaError_t release(void* pointer, Memory memory) {
   const std::lock_guard<std::mutex> lock(runtime().mutex);
   runtime().allocations.erase(reinterpret_cast<std::uintptr_t>(pointer));
   std::free(pointer);
+  return cudaSuccess;
+}
+
+// A stream waits for an event that was recorded in a recording: it becomes part of that, or joins its work to it.
+cudaError_t join_recording(cudaStream_t stream, const Mark& mark) {
+  const std::lock_guard<std::mutex> lock(runtime().mutex);
+  const std::shared_ptr<Queue> queue = find(stream);
+  if (!queue) return cudaErrorInvalidResourceHandle;
+  Recording& recording = *mark.recording;
+  if (recording.ended) return cudaErrorCapturedEvent;
+  if (recording.invalid) return cudaErrorStreamCaptureInvalidated;
+  if (queue->recording && queue->recording != mark.recording) return cudaErrorStreamCaptureIsolation;
+  queue->recording = mark.recording;
+  if (recording.origin != queue.get()) {
+    recording.unjoined.try_emplace(queue.get(), 1);  // even without any work it has to be waited for
+    return cudaSuccess;
+  }
+  const auto other = recording.unjoined.find(mark.position.queue.get());
+  if (other != recording.unjoined.end() && other->second <= mark.work) other->second = 0;
   return cudaSuccess;
 }
 
@@ -296,13 +363,22 @@ std::uintptr_t new_handle() { return runtime().next_handle += 0x10; }
 
 }  // namespace
 
-cudaError_t enqueue_step(cudaStream_t stream, Step step) { return report(add(stream, {{}, std::move(step)})); }
+cudaError_t enqueue_step(cudaStream_t stream, Step step) { return report(add(stream, {{}, std::move(step)}, {})); }
+
+namespace {
+cudaError_t enqueue_node(cudaStream_t stream, Node node, std::function<void()> task) {
+  return report(add(stream,
+                    {{},
+                     [task = std::move(task)] {
+                       task();
+                       return true;
+                     }},
+                    std::move(node)));
+}
+}  // namespace
 
 cudaError_t enqueue(cudaStream_t stream, std::function<void()> task) {
-  return enqueue_step(stream, [task = std::move(task)] {
-    task();
-    return true;
-  });
+  return enqueue_node(stream, {}, std::move(task));
 }
 
 cudaError_t check_configuration(dim3 grid, dim3 block) {
@@ -339,6 +415,23 @@ const char* cudaGetErrorName(cudaError_t code) {
       return "cudaErrorInvalidResourceHandle";
     case cudaErrorNotReady:
       return "cudaErrorNotReady";
+    case cudaErrorStreamCaptureUnsupported:
+      return "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing";
+    case cudaErrorStreamCaptureInvalidated:
+      return "cudaErrorStreamCaptureInvalidated: operation failed due to a previous error during capture";
+    case cudaErrorStreamCaptureUnmatched:
+      return "cudaErrorStreamCaptureUnmatched";
+    case cudaErrorStreamCaptureUnjoined:
+      return "cudaErrorStreamCaptureUnjoined: capturing stream has unjoined work";
+    case cudaErrorStreamCaptureIsolation:
+      return "cudaErrorStreamCaptureIsolation: dependency created on uncaptured work in another stream";
+    case cudaErrorStreamCaptureImplicit:
+      return "cudaErrorStreamCaptureImplicit: operation would make the legacy stream depend on a capturing blocking "
+             "stream";
+    case cudaErrorCapturedEvent:
+      return "cudaErrorCapturedEvent: operation not permitted on an event last recorded in a capturing stream";
+    case cudaErrorStreamCaptureWrongThread:
+      return "cudaErrorStreamCaptureWrongThread";
   }
   return "unrecognized error code";
 }
@@ -380,6 +473,7 @@ cudaError_t cudaSetDevice(int device) {
 
 cudaError_t cudaDeviceSynchronize() {
   if (const cudaError_t code = require_device(current_device)) return report(code);
+  if (unsafe_call_forbidden()) return report(cudaErrorStreamCaptureUnsupported);
   synchronize_device(current_device);
   return cudaSuccess;
 }
@@ -442,12 +536,14 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaM
   if (!bytes) return cudaSuccess;
   const Place target = place_of(to, bytes), source = place_of(from, bytes);
   if (const cudaError_t code = check_copy(target, source, kind)) return report(code);
-  if (const cudaError_t code = enqueue(stream, [=] { std::memmove(to, from, bytes); })) return code;
+  const Node node{cudaGraphNodeTypeMemcpy, to, from, {}};
+  if (const cudaError_t code = enqueue_node(stream, node, [=] { std::memmove(to, from, bytes); })) return code;
   const bool pageable = target == Place::pageable || source == Place::pageable;
   return pageable ? report(synchronize_stream(stream, true)) : cudaSuccess;
 }
 
 cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind) {
+  if (unsafe_call_forbidden()) return report(cudaErrorStreamCaptureUnsupported);
   if (const cudaError_t code = cudaMemcpyAsync(to, from, bytes, kind, nullptr)) return code;
   return report(synchronize_stream(nullptr, true));
 }
@@ -455,7 +551,8 @@ cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpy
 cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {
   if (!bytes) return cudaSuccess;
   if (place_of(to, bytes) != Place::device) return report(cudaErrorInvalidValue);
-  return enqueue(stream, [=] { std::memset(to, value, bytes); });
+  const Node node{cudaGraphNodeTypeMemset, to, nullptr, {}};
+  return enqueue_node(stream, node, [=] { std::memset(to, value, bytes); });
 }
 
 cudaError_t cudaMemset(void* to, int value, std::size_t bytes) { return cudaMemsetAsync(to, value, bytes, nullptr); }
@@ -495,11 +592,74 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   std::shared_ptr<Mark> mark;
   if (const cudaError_t code = find_mark(event, mark)) return report(code);
   if (!mark) return cudaSuccess;
-  return report(add(stream, {{mark->position}, [] { return true; }}));
+  if (mark->recording) return report(join_recording(stream, *mark));
+  {
+    const std::lock_guard<std::mutex> lock(runtime().mutex);
+    const std::shared_ptr<Queue> queue = find(stream);
+    if (queue && queue->recording) {
+      queue->recording->invalid = true;
+      return report(cudaErrorStreamCaptureIsolation);
+    }
+  }
+  return report(add(stream, {{mark->position}, [] { return true; }}, {}));
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
-  return enqueue(stream, [=] { function(argument); });
+  return enqueue_node(stream, {cudaGraphNodeTypeHost, nullptr, nullptr, {}}, [=] { function(argument); });
+}
+
+// -- recordings
+// -----------------------------------------------------------------------------------------------------------
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+  const Place place = place_of(pointer, 1);
+  attributes->type = place == Place::pinned   ? cudaMemoryTypeHost
+                     : place == Place::device ? cudaMemoryTypeDevice
+                                              : cudaMemoryTypeUnregistered;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
+  const std::lock_guard<std::mutex> lock(runtime().mutex);
+  const std::shared_ptr<Queue> queue = find(stream);
+  if (!queue) return report(cudaErrorInvalidResourceHandle);
+  if (queue->recording || queue == legacy_queue(queue->device)) return report(cudaErrorStreamCaptureUnsupported);
+  auto recording = std::make_shared<Recording>();
+  recording->mode = mode;
+  recording->thread = std::this_thread::get_id();
+  recording->origin = queue.get();
+  recording_begun(recording);
+  queue->recording = std::move(recording);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  *graph = nullptr;
+  const std::lock_guard<std::mutex> lock(runtime().mutex);
+  const std::shared_ptr<Queue> queue = find(stream);
+  if (!queue) return report(cudaErrorInvalidResourceHandle);
+  const std::shared_ptr<Recording> recording = queue->recording;
+  if (!recording || recording->origin != queue.get()) return report(cudaErrorStreamCaptureUnmatched);
+  if (recording->mode != cudaStreamCaptureModeRelaxed && recording->thread != std::this_thread::get_id())
+    return report(cudaErrorStreamCaptureWrongThread);
+  for (const auto& entry : runtime().streams)
+    if (entry.second->recording == recording) entry.second->recording = nullptr;
+  recording->ended = true;
+  recording_ended(*recording);
+  if (recording->invalid) return report(cudaErrorStreamCaptureInvalidated);
+  for (const auto& entry : recording->unjoined)
+    if (entry.second) return report(cudaErrorStreamCaptureUnjoined);
+  *graph = new Graph(std::move(recording->graph));
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  const std::lock_guard<std::mutex> lock(runtime().mutex);
+  const std::shared_ptr<Queue> queue = find(stream);
+  if (!queue) return report(cudaErrorInvalidResourceHandle);
+  *status = !queue->recording           ? cudaStreamCaptureStatusNone
+            : queue->recording->invalid ? cudaStreamCaptureStatusInvalidated
+                                        : cudaStreamCaptureStatusActive;
+  return cudaSuccess;
 }
 
 // -- events
@@ -528,6 +688,16 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (found == runtime().events.end() || !queue || queue->device != found->second.device)
     return report(cudaErrorInvalidResourceHandle);
   auto mark = std::make_shared<Mark>();
+  if (queue->recording) {
+    if (queue->recording->invalid) return report(cudaErrorStreamCaptureInvalidated);
+    mark->position = end_of(queue);
+    mark->recording = queue->recording;
+    const auto work = queue->recording->unjoined.find(queue.get());
+    mark->work = work == queue->recording->unjoined.end() ? 0 : work->second;
+    found->second.mark = std::move(mark);
+    return cudaSuccess;
+  }
+  if (meets_recording(queue)) return report(cudaErrorStreamCaptureImplicit);
   append(queue, {{}, [mark] {
                    mark->time = Clock::now();
                    return true;
@@ -539,14 +709,15 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   std::shared_ptr<Mark> mark;
-  if (const cudaError_t code = find_mark(event, mark)) return report(code);
+  if (const cudaError_t code = find_reached_mark(event, mark)) return report(code);
   if (mark) advance(mark->position, true);
   return cudaSuccess;
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (unsafe_call_forbidden()) return report(cudaErrorStreamCaptureUnsupported);
   std::shared_ptr<Mark> mark;
-  if (const cudaError_t code = find_mark(event, mark)) return report(code);
+  if (const cudaError_t code = find_reached_mark(event, mark)) return report(code);
   return !mark || advance(mark->position, false) ? cudaSuccess : cudaErrorNotReady;
 }
 
@@ -560,6 +731,16 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
   return cudaSuccess;
 }
 
+extern "C" int emulation_launch(void* stream, void (*run)(const void*), const void* arguments, std::size_t bytes) {
+  const auto* first = static_cast<const char*>(arguments);
+  const std::vector<char> copy(first, first + bytes);
+  return enqueue(static_cast<cudaStream_t>(stream), [=] { run(copy.data()); });
+}
+
 extern "C" int emulation_enqueue(void* stream, int (*step)(void*), void* argument) {
+  cudaStreamCaptureStatus status{};
+  if (const cudaError_t code = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status)) return code;
+  // A step of the fake NCCL has an end, so it could be run only once.
+  if (status != cudaStreamCaptureStatusNone) return report(cudaErrorStreamCaptureUnsupported);
   return enqueue_step(static_cast<cudaStream_t>(stream), [=] { return step(argument) != 0; });
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,13 @@ __all__ = [
     "Device",
     "Event",
     "ExternalStream",
+    "MemoryPool",
     "Stream",
     "alloc",
     "alloc_pinned_memory",
     "get_current_stream",
     "runtime",
+    "using_allocator",
 ]
 
 _local = threading.local()
@@ -84,7 +88,19 @@ class BaseMemory:
 
 
 class Memory(BaseMemory):
-    """Memory of its own, from a pool.
+    """Memory of its own, which the runtime allocates and frees."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.device_id = size, runtime.getDevice()
+        self.ptr: int = _emulated.malloc(max(size, 1))
+
+    def __del__(self, free: Any = _emulated.free) -> None:
+        if hasattr(self, "ptr"):
+            free(self.ptr)
+
+
+class PooledMemory(BaseMemory):
+    """Memory of the default pool.
 
     As in CuPy, memory that is let go serves again for the stream that was current when it was allocated, at once:
     right on that stream, and a fault that shows where another stream still works on it.
@@ -120,9 +136,52 @@ class MemoryPointer:
         return self.ptr
 
 
+class MemoryPool:
+    """Memory that goes back to this pool, by stream and size; what it has is from `allocator`."""
+
+    def __init__(self, allocator: Any = None) -> None:
+        self._allocator = allocator or (lambda size: MemoryPointer(Memory(size), 0))
+        self._free: dict[tuple[int, int], list[BaseMemory]] = {}
+
+    def malloc(self, size: int) -> MemoryPointer:
+        stream, rounded = get_current_stream().ptr, -(-max(size, 1) // 512) * 512
+        free = self._free.get((stream, rounded))
+        whole = free.pop() if free else self._allocator(rounded).mem
+        return MemoryPointer(_Lent(self, whole, stream, rounded), 0)
+
+
+class _Lent(BaseMemory):
+    """Memory of a `MemoryPool`. When it goes back in a recording it turns into NaN there, as others may have it."""
+
+    def __init__(self, pool: MemoryPool, whole: BaseMemory, stream: int, size: int) -> None:
+        self._pool, self._whole, self._stream = weakref.ref(pool), whole, stream
+        self.ptr, self.size, self.device_id = whole.ptr, size, whole.device_id
+
+    def __del__(self, capturing: Any = _emulated.stream_capturing, memset: Any = _emulated.memset_async) -> None:
+        pool = self._pool()
+        if pool is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the stream may be gone
+            if capturing(self._stream):
+                memset(self.ptr, 0xFF, self.size, self._stream)
+        pool._free.setdefault((self._stream, self.size), []).append(self._whole)
+
+
+@contextlib.contextmanager
+def using_allocator(allocator: Any = None) -> Any:
+    """Arrays of this thread take their memory from `allocator`."""
+    before = getattr(_local, "allocator", None)
+    _local.allocator = allocator
+    try:
+        yield
+    finally:
+        _local.allocator = before
+
+
 def alloc(size: int) -> MemoryPointer:
     """Device memory, uninitialised."""
-    return MemoryPointer(Memory(size), 0)
+    allocator = getattr(_local, "allocator", None)
+    return allocator(size) if allocator else MemoryPointer(PooledMemory(size), 0)
 
 
 def host_bytes(pointer: MemoryPointer, n_bytes: int) -> Any:
@@ -245,6 +304,20 @@ def get_current_stream(device_id: int = -1) -> Any:
 def drain(stream: Any = None) -> None:
     """Run what waits on a stream, default the current one: array operations come behind it."""
     _emulated.stream_synchronize((stream or get_current_stream()).ptr)
+
+
+def capturing() -> bool:
+    """Whether the current stream records."""
+    return bool(_emulated.stream_capturing(get_current_stream().ptr))
+
+
+def run(task: Any) -> None:
+    """Call `task` behind what waits on the current stream: now, or at each launch of what is recorded."""
+    if capturing():
+        _emulated.launch(get_current_stream().ptr, task)
+    else:
+        drain()
+        task()
 
 
 def is_available() -> bool:

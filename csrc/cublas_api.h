@@ -1,0 +1,78 @@
+// cuBLAS as far as it is used: own declarations of its C interface, which CUDA 12 and 13 share; loaded at run time, as
+// building needs none. CuPy refuses to call cuBLAS while a stream is captured in a graph, so products go this way.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <string>
+
+namespace distopt::cublas {
+
+struct Handle;  // opaque
+
+enum class Status : int { success = 0 };
+enum class Transpose : int { no = 0, yes = 1 };
+enum class MathMode : int { standard = 0, tf32 = 3 };
+
+#define DISTOPT_CUBLAS_GEMM(T) \
+  (Handle*, Transpose, Transpose, int, int, int, const T*, const T*, int, const T*, int, const T*, T*, int)
+
+// X(field, symbol, result, parameters)
+#define DISTOPT_CUBLAS_REQUIRED(X)                                               \
+  X(create, cublasCreate_v2, Status, (Handle**))                                 \
+  X(get_status_string, cublasGetStatusString, const char*, (Status))             \
+  X(set_stream, cublasSetStream_v2, Status, (Handle*, cudaStream_t))             \
+  X(set_workspace, cublasSetWorkspace_v2, Status, (Handle*, void*, std::size_t)) \
+  X(set_math_mode, cublasSetMathMode, Status, (Handle*, MathMode))               \
+  X(sgemm, cublasSgemm_v2, Status, DISTOPT_CUBLAS_GEMM(float))                   \
+  X(dgemm, cublasDgemm_v2, Status, DISTOPT_CUBLAS_GEMM(double))
+
+struct Api {
+#define DISTOPT_CUBLAS_FIELD(field, symbol, result, parameters) result(*field) parameters = nullptr;
+  DISTOPT_CUBLAS_REQUIRED(DISTOPT_CUBLAS_FIELD)
+#undef DISTOPT_CUBLAS_FIELD
+};
+
+// Loads the library of this path, or of this name: glibc then gives the one that the process has already, as CuPy has
+// put it there. It is never unloaded. Throws std::runtime_error that says what is wrong.
+const Api& load(const std::string& path);
+
+// Memory that cuBLAS may use while a product runs. Products that share it must be on streams that are in order.
+struct Workspace {
+  void* memory;
+  std::size_t bytes;
+};
+
+// c [rows, columns] = a [rows, inner] b [inner, columns], plus c if `accumulate`; all are dense and row-major, and a or
+// b transposed lies in memory as [inner, rows] or [columns, inner]. No size is 0.
+template <class T>
+struct Product {
+  int rows, columns, inner;
+  bool a_transposed, b_transposed, accumulate;
+  const T *a, *b;
+  T* c;
+};
+
+// Products of one device, whose current device it must be: a handle of cuBLAS, never destroyed, as the library may be
+// torn down before. Not for two threads at a time; Python's lock sees to that.
+class Products {
+ public:
+  Products(const Api& api, bool tf32);
+  Products(const Products&) = delete;
+  Products& operator=(const Products&) = delete;
+
+  // Enqueues. The same bits for the same sizes, alignment and workspace size, in a capture or not.
+  template <class T>
+  void multiply(const Product<T>& product, const Workspace& workspace, cudaStream_t stream);
+
+ private:
+  void check(Status status, const char* call) const;
+
+  const Api& api_;
+  Handle* handle_ = nullptr;
+  cudaStream_t stream_ = nullptr;
+  void* memory_ = nullptr;
+};
+
+}  // namespace distopt::cublas

@@ -1,0 +1,50 @@
+// Pieces of a training step as CUDA graphs: what a thread puts on a stream is recorded instead of run.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <memory>
+
+namespace distopt {
+
+// Recorded work, ready to be launched any number of times, with the addresses that it was recorded with.
+class GraphPiece {
+ public:
+  // Throws where the work has a copy from or to host memory, or calls the host: its replay would use old values.
+  explicit GraphPiece(cudaGraph_t graph);
+  ~GraphPiece();
+  GraphPiece(const GraphPiece&) = delete;
+  GraphPiece& operator=(const GraphPiece&) = delete;
+
+  void launch(cudaStream_t stream) const;
+  std::size_t nodes() const { return nodes_; }
+
+ private:
+  cudaGraphExec_t executable_ = nullptr;  // null: no work at all
+  std::size_t nodes_ = 0;
+};
+
+// From here on `stream`, one that does not block and is no default stream, records. Mode "thread local": calls of this
+// thread that might wait for the device fail, while other threads, such as the one that polls NCCL, may make them.
+void begin_capture(cudaStream_t stream);
+
+// The work since `begin_capture`. Throws where the recording has failed; the stream is as before it either way.
+std::unique_ptr<GraphPiece> end_capture(cudaStream_t stream);
+
+// Ends a recording that is of no use, whatever state it is in. Nothing of it was run.
+void abort_capture(cudaStream_t stream) noexcept;
+
+// For a call that is known to be safe within a recording, such as cudaMalloc, which "thread local" forbids.
+class Relaxed {
+ public:
+  Relaxed();
+  ~Relaxed();
+  Relaxed(const Relaxed&) = delete;
+  Relaxed& operator=(const Relaxed&) = delete;
+
+ private:
+  cudaStreamCaptureMode before_ = cudaStreamCaptureModeRelaxed;
+};
+
+}  // namespace distopt

@@ -1,0 +1,219 @@
+"""Training steps as CUDA graphs, in pieces.
+
+What is captured is the forward pass, and the backward pass cut at the parameters that complete a bucket. What an
+optimizer does is not: its collectives, checks, codecs and updates use numbers of the host and wait for the device. A
+replay launches the forward piece and then calls the method of the optimizer that `train_one_batch` had called; its
+`autograd.backward` launches one piece after another and yields the gradients of each. So an optimizer notices nothing,
+and communication overlaps the pieces that follow. (Such graphs are known as piecewise CUDA graphs.)
+
+The first calls with arguments of one kind run as ever, and the next one is captured: nothing runs while a piece is
+recorded, and each is launched as soon as its results are needed, so that this call is a whole step, too. The forward
+piece fails before anything has run, and the call begins anew without a capture; the backward pass fails with all that
+it needs still there, and runs as ever. Arguments that did so once are not tried again, and the log has the reason.
+
+Arrays of a graph lie in memory of its own, so that a replay writes nothing that somebody else has got since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from .device import tell_once
+from .graph_step import CaptureError, OptimizerCall, Step, copies, text_of
+from .tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from .device import Device
+
+__all__ = ["StepGraphs"]
+
+REHEARSALS = 2  # steps before a capture, in which momentum, buckets, plans and compiled kernels come into being
+KINDS = 8  # of arguments; each has memory of its own
+CAPTURES = 3  # of one kind, where parameters or buckets are not what they were at the last one
+
+_log = logging.getLogger("distopt")
+
+
+class _Watched:
+    """An optimizer whose methods tell `seen` when they are called with a loss."""
+
+    def __init__(self, optimizer: Any, seen: Callable[[Any, OptimizerCall], Any]) -> None:
+        object.__setattr__(self, "_optimizer", optimizer)
+        object.__setattr__(self, "_seen", seen)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._optimizer, name)
+        if not isinstance(value, MethodType):
+            return value
+        return lambda *args, **options: self._call(name, args, options)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._optimizer, name, value)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._call("__call__", args, options)
+
+    def _call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        places: list[tuple[int | str, Any]] = [*enumerate(args), *options.items()]
+        for place, value in places:
+            if isinstance(value, Tensor) and value.creator is not None:
+                return self._seen(self._optimizer, OptimizerCall(name, args, options, place))
+        return getattr(self._optimizer, name)(*args, **options)
+
+
+class _Kind:
+    """Arguments of one kind: what was done with them, and the captured step, or why there is none."""
+
+    def __init__(self) -> None:
+        self.rehearsals = self.captures = 0
+        self.step: Step | None = None
+        self.reason = ""
+
+
+class StepGraphs:
+    """The captured training steps of a model.
+
+    Attributes:
+        replays: number of steps that were replayed.
+        watch: while a step runs that is looked at, what stands for the optimizer.
+        generation: `Device.graph_generation` to which the steps belong.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.replays = 0
+        self.watch: Callable[[Any], Any] | None = None
+        self.generation = device.graph_generation
+        self._device = device
+        self._kinds: dict[Any, _Kind] = {}
+
+    def run(
+        self,
+        train: Callable[..., Any],
+        states: Callable[[], dict[str, Tensor]],
+        optimizer: Any,
+        inputs: Sequence[Any],
+        options: dict[str, Any],
+    ) -> Any:
+        """One training step, captured or replayed where that can be.
+
+        Args:
+            train: `train_one_batch`.
+            states: gives the tensors of the model.
+            optimizer: of the model.
+            inputs: arguments of `train`.
+            options: likewise, by keyword.
+        """
+        if self._device.recording:  # a model within a model that is captured
+            return train(*inputs, **options)
+        try:
+            kind = self._kind_of(inputs, options)
+        except CaptureError as error:
+            self._tell(error)
+            return train(*inputs, **options)
+        if kind.step is not None and not kind.step.fits():
+            kind.step = None
+            if kind.captures == CAPTURES:
+                kind.reason = f"parameters or buckets were moved after each of {CAPTURES} captures"
+                self._tell(kind.reason)
+        if kind.step is not None:
+            self.replays += 1
+            return kind.step.replay(optimizer, inputs, options)
+        if kind.reason:
+            return train(*inputs, **options)
+        if kind.rehearsals < REHEARSALS:
+            return self._rehearse(kind, train, inputs, options)
+        return self._capture(kind, train, states, inputs, options)
+
+    def _kind_of(self, inputs: Sequence[Any], options: dict[str, Any]) -> _Kind:
+        from .ops.gpu_base import current_stream
+
+        named: list[tuple[int | str, Any]] = [*enumerate(inputs), *sorted(options.items())]
+        key = (current_stream(), *(self._trait(name, value) for name, value in named))
+        try:
+            kind = self._kinds.get(key)
+        except TypeError as error:
+            raise CaptureError(f"arguments of train_one_batch must be tensors or have a hash ({error})") from None
+        if kind is None:
+            if len(self._kinds) == KINDS:
+                raise CaptureError(f"there were {KINDS} kinds of arguments of train_one_batch already")
+            kind = self._kinds[key] = _Kind()
+        return kind
+
+    def _trait(self, name: int | str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return name, type(value), value
+        if value.device is not self._device or value.creator is not None or value.stores_grad:
+            raise CaptureError(f"argument {name} of train_one_batch is no plain tensor on {self._device!r}")
+        return name, value.shape, value.dtype.str
+
+    def _rehearse(self, kind: _Kind, train: Callable[..., Any], inputs: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Run as ever, and see whether the step is one that could be captured."""
+        calls = 0
+
+        def seen(optimizer: Any, call: OptimizerCall) -> Any:
+            nonlocal calls
+            calls += 1
+            return call.on(optimizer, call.loss)
+
+        with self._watching(seen):
+            results = train(*inputs, **options)
+        kind.rehearsals += 1
+        if calls != 1:
+            kind.reason = _calls_text(calls)
+            self._tell(kind.reason)
+        return results
+
+    def _capture(
+        self,
+        kind: _Kind,
+        train: Callable[..., Any],
+        states: Callable[[], dict[str, Tensor]],
+        inputs: Sequence[Any],
+        options: dict[str, Any],
+    ) -> Any:
+        step, failure = Step(self._device, inputs, options), _calls_text(0)
+        step.states = [(tensor, tensor.data) for tensor in states().values()]
+        try:
+            with self._watching(step.seen):
+                step.recorder.begin("forward")
+                results = train(*step.inputs, **step.options)
+        except Exception as error:
+            if step.forward is not None:
+                raise  # the step has begun, and the error is none of the capture
+            failure = f"the forward pass: {text_of(error)}"
+        finally:
+            step.recorder.abort()
+        try:
+            if step.forward is None:  # nothing has run
+                results = train(*inputs, **options)  # raises where the error was the script's
+                raise CaptureError(failure)
+            step.check(results)
+        except CaptureError as error:
+            kind.reason = str(error)
+            self._tell(kind.reason)
+            return results
+        kind.step, kind.captures = step, kind.captures + 1
+        nodes = step.forward.nodes + sum(piece.work.nodes for piece in step.pieces)
+        _log.info("training step captured in %d CUDA graphs of %d nodes", 1 + len(step.pieces), nodes)
+        return copies(results)
+
+    @contextlib.contextmanager
+    def _watching(self, seen: Callable[[Any, OptimizerCall], Any]) -> Iterator[None]:
+        self.watch = lambda optimizer: _Watched(optimizer, seen)
+        try:
+            yield
+        finally:
+            self.watch = None
+
+    @staticmethod
+    def _tell(reason: object) -> None:
+        tell_once(f"use_graph=True: training steps run without a CUDA graph: {reason}")
+
+
+def _calls_text(calls: int) -> str:
+    return f"train_one_batch calls self.optimizer with a loss {calls} times, where one is needed"

@@ -1,0 +1,368 @@
+"""Training with and without CUDA graphs, for ranks that the tests start: both must give the same bits."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from distopt import autograd, layer, model, opt, tensor
+from distopt.compress import Fp32
+from tests.ranks.small_net import SMALL, parameters
+from tests.ranks.test_strategies import STRATEGIES
+
+CLASSES, BATCH = 5, 6
+BEFORE = 3  # steps that are no replays: two run as ever, one is captured
+
+
+class Net(model.Model):
+    """All kinds of work: products, kernels, arithmetic of arrays with numbers, running states."""
+
+    strategy: object = Fp32()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = layer.Conv2d(7, 3, padding=1, activation="RELU", pool=layer.MaxPool2d(2, 2))
+        self.norm = layer.BatchNorm2d()
+        self.flatten = layer.Flatten()
+        self.linear1 = layer.Linear(29, activation="RELU")
+        self.linear2 = layer.Linear(CLASSES)
+        self.loss = layer.SoftMaxCrossEntropy()
+
+    def forward(self, x):
+        return self.linear2(self.linear1(self.flatten(self.norm(self.conv(x))))) * 1.25
+
+    def penalty(self):
+        return autograd.reduce_mean(self.linear1.W * self.linear1.W, keepdims=False).reshape((1,))
+
+    def train_one_batch(self, x, y):
+        out = self.forward(x)
+        loss = self.loss(out, y) + self.penalty()
+        self.step(loss)
+        return out, loss
+
+    def step(self, loss):
+        if self.strategy == "partialUpdate":
+            self.optimizer.step_by("partialUpdate", loss)
+        else:
+            self.optimizer.reduce_and_update(loss, self.strategy, SMALL)
+
+
+def batch(step: int, optimizer, size: int = BATCH) -> tuple[tensor.Tensor, tensor.Tensor]:
+    rng = np.random.default_rng([step, optimizer.global_rank])
+    x, y = rng.standard_normal((size, 2, 6, 6), np.float32), rng.integers(0, CLASSES, size)
+    return tensor.from_numpy(x, optimizer.device), tensor.from_numpy(y, optimizer.device)
+
+
+def decaying_sgd() -> opt.SGD:
+    return opt.SGD(lr=opt.ExponentialDecay(0.05, 3, 0.9), momentum=0.5)
+
+
+def build(optimizer, use_graph: bool, kind: type[Net] = Net, rule=decaying_sgd, **options):
+    """A new optimizer on the same communicator, and a new net that it trains."""
+    options = {"threshold": SMALL, "partition_size": 100, **options}
+    optimizer = opt.DistOpt(rule(), communicator=optimizer.communicator, **options)
+    optimizer.device.SetRandSeed(3)
+    net = kind()
+    net.set_optimizer(optimizer)
+    net.compile([batch(0, optimizer)[0]], is_train=True, use_graph=use_graph)
+    return optimizer, net
+
+
+def states(net: Net) -> np.ndarray:
+    running = [value.to_numpy().reshape(-1) for _, value in sorted(net.get_states().items())]
+    return np.concatenate([parameters(net), *running])
+
+
+def equal_with_and_without(optimizer, train, key: str, **options) -> tuple[dict[str, np.ndarray], Net]:
+    """What `train(optimizer, net)` gives with graphs, after a check that it gives the same bits without."""
+    results = []
+    for use_graph in (False, True):
+        own, net = build(optimizer, use_graph, **options)
+        values = train(own, net)
+        own.synchronize()
+        results.append((np.array(values), states(net)))
+        assert use_graph or not net.graph_replays
+    for eager, captured in zip(*results, strict=True):
+        np.testing.assert_array_equal(captured, eager, err_msg=key)
+    assert np.isfinite(results[1][1]).all()
+    return {f"{key} losses": results[1][0], key: parameters(net)}, net
+
+
+def every_strategy(optimizer) -> dict[str, np.ndarray]:
+    results = {}
+    for name, strategy in STRATEGIES.items():
+
+        def train(own, net, strategy=strategy):
+            net.strategy = strategy
+            return [net(*batch(n, own))[1].item() for n in range(BEFORE + 4)]
+
+        found, net = equal_with_and_without(optimizer, train, name)
+        assert net.graph_replays == 4
+        results |= found
+    return results
+
+
+def every_rule(optimizer) -> dict[str, np.ndarray]:
+    results = {}
+    for rule in (lambda: opt.Adam(lr=opt.ExponentialDecay(0.01, 2, 0.8)), lambda: opt.RMSProp(lr=0.01), opt.AdaGrad):
+
+        def train(own, net):
+            return [net(*batch(n, own))[1].item() for n in range(BEFORE + 3)]
+
+        found, net = equal_with_and_without(optimizer, train, type(rule()).__name__, rule=rule)
+        assert net.graph_replays == 3
+        results |= found
+    return results
+
+
+class Plain(Net):
+    def step(self, loss):
+        self.optimizer(loss)
+
+
+def plain_optimizer(optimizer) -> dict[str, np.ndarray]:
+    """Without DistOpt: one piece for the whole backward pass, whose updates begin while later gradients are there."""
+    results = []
+    for use_graph in (False, True):
+        _, net = build(optimizer, use_graph, Plain)
+        net.set_optimizer(decaying_sgd())
+        values = [net(*batch(n, optimizer))[1].item() for n in range(BEFORE + 4)]
+        results.append(np.array([*values, *states(net)]))
+        assert net.graph_replays == (4 if use_graph else 0)
+    np.testing.assert_array_equal(*results)
+    return {}
+
+
+def a_life(optimizer) -> dict[str, np.ndarray]:
+    """Last batches of another size, evaluation, states that are loaded, results that are kept."""
+
+    def train(own, net):
+        kept, values, saved = [], [], None
+        for epoch in range(5):
+            net.train()
+            kept += [net(*batch(10 * epoch + n, own))[0] for n in range(3)]
+            values.append(net(*batch(10 * epoch + 3, own, 4))[1].item())
+            net.eval()
+            values.append(float(net(batch(99, own)[0]).to_numpy().sum()))
+            if epoch == 1:
+                weights = {name: value.to_numpy() for name, value in net.get_states().items()}
+                saved = weights, own.get_states()
+            if epoch == 3:
+                net.set_states(saved[0])
+                own.set_states(saved[1])
+        values += [float(np.abs(out.to_numpy()).sum()) for out in kept]
+        assert len(set(values[-len(kept) :])) > len(kept) - 4, "all of them differ, but where states were loaded"
+        return values
+
+    results, net = equal_with_and_without(optimizer, train, "life")
+    assert net.graph_replays == 5 * 4 - 2 * BEFORE
+    return results
+
+
+def skipped(optimizer) -> dict[str, np.ndarray]:
+    """A step whose gradients are NaN on one rank is left out by all."""
+
+    def train(own, net):
+        values = []
+        for n in range(BEFORE + 4):
+            x, y = batch(n, own)
+            if n in (1, BEFORE, BEFORE + 2) and own.global_rank == 0:
+                x.data[2] = np.nan
+            net.norm.momentum = 1.0  # so that the running states stay numbers
+            values.append(net(x, y)[1].item())
+        assert own.stats().skipped == 3
+        return np.nan_to_num(values)
+
+    class Unnormed(Net):
+        def forward(self, x):
+            return self.linear2(self.linear1(self.flatten(self.conv(x))))
+
+    results, net = equal_with_and_without(optimizer, train, "skip", kind=Unnormed, non_finite="skip")
+    assert net.graph_replays == 4
+    return results
+
+
+def joined(optimizer) -> dict[str, np.ndarray]:
+    """Ranks with different numbers of batches."""
+
+    def train(own, net):
+        with own.join():
+            return [net(*batch(n, own))[1].item() for n in range(BEFORE + 2 + 3 * own.global_rank)]
+
+    class Unnormed(Net):  # running states would differ between the ranks
+        def forward(self, x):
+            return self.linear2(self.linear1(self.flatten(self.conv(x))))
+
+    results, net = equal_with_and_without(optimizer, train, "join", kind=Unnormed)
+    assert net.graph_replays == 2 + 3 * optimizer.global_rank
+    return results
+
+
+# -- what cannot be captured -------------------------------------------------------------------------------------------
+class WithDropout(Net):
+    def forward(self, x):
+        return super().forward(autograd.dropout(x, 0.5))
+
+
+class ReadsForward(Net):
+    def train_one_batch(self, x, y):
+        out = self.forward(x)
+        loss = self.loss(out, y) * (1.0 if out.data.sum() > 1e9 else 0.5)
+        self.step(loss)
+        return out, loss
+
+
+class DrawsOnTheHost(Net):
+    seed = 0
+
+    def forward(self, x):
+        rng = np.random.default_rng(self.seed)  # anew, as the attempt to capture draws, too
+        noise = tensor.from_numpy(rng.standard_normal(x.shape, np.float32), x.device)
+        return super().forward(x + noise)
+
+
+class ReducesForward(Net):
+    """A collective of its own between the layers; the gradient does not see it."""
+
+    def forward(self, x):
+        total = x.clone()
+        if self.training:
+            self.optimizer.communicator.all_reduce(total.data).wait()
+        return super().forward(x)
+
+
+class _ReadsBackward(autograd.Operation):
+    def forward(self, x):
+        return x * x.dtype.type(2)
+
+    def backward(self, dy, into):
+        return (dy * dy.dtype.type(2 if float(dy.sum()) > -1e9 else 3),)
+
+
+class ReadsBackward(Net):
+    def forward(self, x):
+        return self.linear2(_ReadsBackward()(self.linear1(self.flatten(self.norm(self.conv(x))))))
+
+
+class StepsTwice(Net):
+    def train_one_batch(self, x, y):
+        for _ in range(2):
+            out = self.forward(x)
+            loss = self.loss(out, y)
+            self.step(loss)
+        return out, loss
+
+
+class StepsByHand(Net):
+    by_hand = None
+
+    def step(self, loss):
+        self.by_hand.reduce_and_update(loss, self.strategy, SMALL)
+
+
+class ComputesLater(Net):
+    def train_one_batch(self, x, y):
+        out, loss = super().train_one_batch(x, y)
+        return out, loss * 1.0
+
+
+class ReturnsANumber(Net):
+    def train_one_batch(self, x, y):
+        out, loss = super().train_one_batch(x, y)
+        return out, loss, loss.item()
+
+
+REFUSED = {
+    WithDropout: "random numbers",
+    ReadsForward: "",  # what CUDA says to that
+    DrawsOnTheHost: "",
+    ReducesForward: "a collective cannot be captured",
+    ReadsBackward: "the backward pass",
+    StepsTwice: "2 times",
+    StepsByHand: "0 times",
+    ComputesLater: "not computed before the optimizer's step",
+    ReturnsANumber: "returns a float",
+}
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def refused(optimizer) -> dict[str, np.ndarray]:
+    """The log says why, and training is right."""
+    results = {}
+    for kind, reason in REFUSED.items():
+        if kind is ReducesForward and optimizer.world_size == 1:
+            continue  # it does nothing
+        log = _Records()
+        logging.getLogger("distopt").addHandler(log)
+
+        def train(own, net):
+            net.by_hand = own
+            values = []
+            for n in range(BEFORE + 3):
+                net.seed = [5, n, own.global_rank]
+                values.append(net(*batch(n, own))[1].item())
+            return values
+
+        found, net = equal_with_and_without(optimizer, train, kind.__name__, kind=kind)
+        logging.getLogger("distopt").removeHandler(log)
+        told = [text for text in log.texts if "use_graph=True" in text]
+        assert len(told) == 1, (kind, told)
+        assert reason in told[0], (kind, told)
+        assert not net.graph_replays
+        results |= found
+    return results
+
+
+def moved(optimizer) -> dict[str, np.ndarray]:
+    """Another bucket size, and at last one that changes at every step, which is not captured again and again."""
+
+    class Moves(Net):
+        def step(self, loss):
+            self.optimizer(loss)
+
+    def train(own, net):
+        values = []
+        for n in range(30):
+            own.threshold = SMALL if n < 6 else 50 if n < 12 else 40 + n % 3
+            values.append(net(*batch(n, own))[1].item())
+        return values
+
+    results, net = equal_with_and_without(optimizer, train, "moved", kind=Moves)
+    assert 6 < net.graph_replays < 20
+    return results
+
+
+def other_arguments(optimizer) -> dict[str, np.ndarray]:
+    """Each kind of arguments has its own graph; too many kinds, and those without a hash, run as ever."""
+
+    class Scaled(Net):
+        def train_one_batch(self, x, y, scale=1.0, *, unused=None):
+            out = self.forward(x)
+            loss = self.loss(out, y) * scale
+            self.step(loss)
+            return {"out": out, "rest": [loss, None]}
+
+    def train(own, net):
+        values = [net(*batch(n, own), 1.0 + n % 2)["rest"][0].item() for n in range(2 * BEFORE + 4)]
+        values += [net(*batch(n, own), unused=[])["rest"][0].item() for n in range(2)]
+        values += [net(*batch(n, own), n / 7)["rest"][0].item() for n in range(20)]
+        own.device.ResetGraph()
+        assert net.graph_replays in (0, 2 * 2 + 2)
+        values += [net(*batch(n, own))["rest"][0].item() for n in range(BEFORE + 2)]
+        return values
+
+    results, net = equal_with_and_without(optimizer, train, "arguments", kind=Scaled)
+    assert net.graph_replays == 2, "the others were dropped"
+    return results
+
+
+BODIES = (every_strategy, every_rule, a_life, skipped, joined, refused, moved, other_arguments, plain_optimizer)

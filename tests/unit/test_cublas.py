@@ -1,0 +1,72 @@
+"""cuBLAS as it is loaded and called, by a stand-in that says what it was asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.emulation import build
+
+PROLOGUE = """
+import os
+from tests.emulation import activate
+activate()
+import cupy
+from distopt.ops.gpu_base import product
+"""
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    build.build()
+    hidden = ("CUDA_VISIBLE_DEVICES", "DISTOPT_EMULATED_GPUS", "CUPY_TF32")
+    environment = {key: value for key, value in os.environ.items() if key not in hidden} | env
+    command = [sys.executable, "-c", PROLOGUE + textwrap.dedent(code)]
+    return subprocess.run(command, cwd=build.ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("setting", "mode"), [({}, 0), ({"CUPY_TF32": "0"}, 0), ({"CUPY_TF32": "1"}, 3)])
+def test_tf32_is_used_on_request_alone(tmp_path: Path, setting: dict[str, str], mode: int) -> None:
+    ended = run(
+        """
+        product(cupy.ones((2, 3), "float32"), cupy.ones((3, 4), "float32"))
+        with cupy.cuda.Stream():
+            product(cupy.ones((5, 3)), cupy.ones((5, 4)), a_transposed=True)
+        """,
+        FAKE_CUBLAS_RECORD=str(tmp_path / "record"),
+        **setting,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "record").read_text().splitlines() == [f"2 4 3 mode {mode}", f"3 4 5 mode {mode}"]
+
+
+@pytest.mark.parametrize(
+    ("library", "message"),
+    [("/nowhere/libcublas.so", "cannot open shared object"), ("NCCL", "has no cublasCreate_v2, so it is no cuBLAS")],
+)
+def test_a_library_that_is_none_is_an_error_with_a_cure(library: str, message: str) -> None:
+    library = str(build.NCCL) if library == "NCCL" else library
+    ended = run(
+        f"""
+        os.environ["DISTOPT_CUBLAS_LIBRARY"] = {library!r}
+        product(cupy.ones((2, 3)), cupy.ones((3, 4)))
+        """
+    )
+    assert "MissingDependencyError: products need cuBLAS" in ended.stderr
+    assert message in ended.stderr
+    assert "DISTOPT_CUBLAS_LIBRARY" in ended.stderr.splitlines()[-1]
+
+
+def test_errors_of_cublas_are_named() -> None:
+    ended = run(
+        """
+        from distopt import _cuda
+        products = _cuda.products(os.environ["DISTOPT_CUBLAS_LIBRARY"], tf32=False)
+        products.multiply(0, 2, 2, 2, False, False, False, 0, 0, 0, 0, 0, 0)
+        """
+    )
+    assert "CUBLAS_STATUS_EXECUTION_FAILED (cuBLAS status 13)" in ended.stderr
