@@ -65,18 +65,17 @@ def cupy() -> Finding:
 
 def cudnn() -> Finding:
     """The library of convolutions and its Python package."""
-    wish = os.environ.get("DISTOPT_CONVOLUTION")
-    said = f"; DISTOPT_CONVOLUTION={wish}" if wish is not None else ""
+    instead = "GPUs convolve by lowering and cuBLAS"
     installed = version_of(_CUDNN_PACKAGE)
     if installed is None:
-        return absent(f"{_CUDNN_PACKAGE} is not installed; GPUs convolve by lowering and cuBLAS{said}", _install())
+        return absent(f"{_CUDNN_PACKAGE} is not installed; {instead}", _install())
     try:
         answer = ask("cudnn", seconds=60.0)
     except (ImportError, DistoptError) as error:
-        return failed(f"{_CUDNN_PACKAGE} {installed}: {error}{said}", _install())
+        return failed(f"{_CUDNN_PACKAGE} {installed}: {error}; {instead}", _install())
     if "version" not in answer:
-        return failed(f"{answer['missing_part']}; GPUs convolve by lowering and cuBLAS{said}", _install())
-    return ok(f"{answer['version']}, by {_CUDNN_PACKAGE} {installed}{said}", frontend=installed, **answer)
+        return failed(instead, answer["missing_part"])
+    return ok(f"{answer['version']}, by {_CUDNN_PACKAGE} {installed}", frontend=installed, **answer)
 
 
 def nccl() -> Finding:
