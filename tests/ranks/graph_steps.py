@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 
 import numpy as np
+import pytest
 
 from distopt import autograd, layer, model, opt, tensor
 from distopt.compress import Fp32
+from distopt.errors import GradientError, UsageError
 from tests.ranks.small_net import SMALL, parameters
 from tests.ranks.test_strategies import STRATEGIES
 
@@ -46,6 +48,13 @@ class Net(model.Model):
             self.optimizer.step_by("partialUpdate", loss)
         else:
             self.optimizer.reduce_and_update(loss, self.strategy, SMALL)
+
+
+class Unnormed(Net):
+    """Without states that a step leaves behind even if it is skipped."""
+
+    def forward(self, x):
+        return self.linear2(self.linear1(self.flatten(self.conv(x))))
 
 
 def batch(step: int, optimizer, size: int = BATCH) -> tuple[tensor.Tensor, tensor.Tensor]:
@@ -121,17 +130,46 @@ class Plain(Net):
         self.optimizer(loss)
 
 
+class InTwoCalls(Net):
+    def step(self, loss):
+        self.optimizer.backward_and_update(loss)
+        self.optimizer.step()
+        self.optimizer.weight_decay = 0.01
+
+
 def plain_optimizer(optimizer) -> dict[str, np.ndarray]:
-    """Without DistOpt: one piece for the whole backward pass, whose updates begin while later gradients are there."""
-    results = []
-    for use_graph in (False, True):
-        _, net = build(optimizer, use_graph, Plain)
-        net.set_optimizer(decaying_sgd())
-        values = [net(*batch(n, optimizer))[1].item() for n in range(BEFORE + 4)]
-        results.append(np.array([*values, *states(net)]))
-        assert net.graph_replays == (4 if use_graph else 0)
-    np.testing.assert_array_equal(*results)
+    """Without DistOpt: one piece for the whole backward pass, and later calls that are made in replays, too."""
+    for kind in (Plain, InTwoCalls):
+        results = []
+        for use_graph in (False, True):
+            _, net = build(optimizer, use_graph, kind)
+            rule = decaying_sgd()
+            net.set_optimizer(rule)
+            values = [net(*batch(n, optimizer))[1].item() for n in range(BEFORE + 4)]
+            results.append(np.array([*values, *states(net), rule.step_counter, rule.weight_decay]))
+            assert net.graph_replays == (4 if use_graph else 0)
+        np.testing.assert_array_equal(*results)
     return {}
+
+
+def wrong_label(optimizer) -> dict[str, np.ndarray]:
+    """A label that is no class is found in a replay as in any step; training goes on behind it."""
+
+    def train(own, net):
+        values = []
+        for n in range(BEFORE + 4):
+            x, y = batch(n, own)
+            if n == BEFORE + 1:
+                y.data[2] = CLASSES + own.global_rank
+                with pytest.raises((UsageError, GradientError), match=f"label {CLASSES + own.global_rank} of sample 2"):
+                    net(x, y)
+            else:
+                values.append(net(x, y)[1].item())
+        return values
+
+    results, net = equal_with_and_without(optimizer, train, "label", kind=Unnormed)
+    assert net.graph_replays == 4
+    return results
 
 
 def a_life(optimizer) -> dict[str, np.ndarray]:
@@ -169,14 +207,9 @@ def skipped(optimizer) -> dict[str, np.ndarray]:
             x, y = batch(n, own)
             if n in (1, BEFORE, BEFORE + 2) and own.global_rank == 0:
                 x.data[2] = np.nan
-            net.norm.momentum = 1.0  # so that the running states stay numbers
             values.append(net(x, y)[1].item())
         assert own.stats().skipped == 3
         return np.nan_to_num(values)
-
-    class Unnormed(Net):
-        def forward(self, x):
-            return self.linear2(self.linear1(self.flatten(self.conv(x))))
 
     results, net = equal_with_and_without(optimizer, train, "skip", kind=Unnormed, non_finite="skip")
     assert net.graph_replays == 4
@@ -189,10 +222,6 @@ def joined(optimizer) -> dict[str, np.ndarray]:
     def train(own, net):
         with own.join():
             return [net(*batch(n, own))[1].item() for n in range(BEFORE + 2 + 3 * own.global_rank)]
-
-    class Unnormed(Net):  # running states would differ between the ranks
-        def forward(self, x):
-            return self.linear2(self.linear1(self.flatten(self.conv(x))))
 
     results, net = equal_with_and_without(optimizer, train, "join", kind=Unnormed)
     assert net.graph_replays == 2 + 3 * optimizer.global_rank
@@ -261,6 +290,12 @@ class StepsByHand(Net):
         self.by_hand.reduce_and_update(loss, self.strategy, SMALL)
 
 
+class AsksBefore(Net):
+    def train_one_batch(self, x, y):
+        self.optimizer.stats()
+        return super().train_one_batch(x, y)
+
+
 class ComputesLater(Net):
     def train_one_batch(self, x, y):
         out, loss = super().train_one_batch(x, y)
@@ -281,6 +316,7 @@ REFUSED = {
     ReadsBackward: "the backward pass",
     StepsTwice: "2 times",
     StepsByHand: "0 times",
+    AsksBefore: "self.optimizer.stats before the forward pass is complete",
     ComputesLater: "not computed before the optimizer's step",
     ReturnsANumber: "returns a float",
 }
@@ -365,4 +401,15 @@ def other_arguments(optimizer) -> dict[str, np.ndarray]:
     return results
 
 
-BODIES = (every_strategy, every_rule, a_life, skipped, joined, refused, moved, other_arguments, plain_optimizer)
+BODIES = (
+    every_strategy,
+    every_rule,
+    plain_optimizer,
+    a_life,
+    skipped,
+    joined,
+    wrong_label,
+    refused,
+    moved,
+    other_arguments,
+)
