@@ -43,7 +43,7 @@ class OptimizerCall(NamedTuple):
         args, options = list(self.args), dict(self.options)
         if loss is not None and isinstance(self.place, int):
             args[self.place] = loss
-        elif loss is not None and self.place is not None:
+        elif loss is not None and isinstance(self.place, str):
             options[self.place] = loss
         return getattr(optimizer, self.name)(*args, **options)
 
