@@ -190,7 +190,9 @@ class Step:
                     self.pieces.append(_Piece(recorder.end(), pairs))
                     pairs = []
                     recorder.begin("backward")
-            self.pieces.append(_Piece(recorder.end(), pairs))
+            last = recorder.end()
+            if pairs or last.nodes:
+                self.pieces.append(_Piece(last, pairs))
         except Exception as error:
             recorder.abort()
             self.failure = error.with_traceback(None)  # its frames hold this step

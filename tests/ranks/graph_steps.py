@@ -152,6 +152,41 @@ def plain_optimizer(optimizer) -> dict[str, np.ndarray]:
     return {}
 
 
+def overlap(optimizer) -> dict[str, np.ndarray]:
+    """Each bucket is sent as soon as its piece is launched, before the next one is."""
+    own, net = build(optimizer, True)
+    for n in range(BEFORE):
+        net(*batch(n, own))
+    (kind,) = net._graphs._kinds.values()
+    buckets = sorted({label for label, _ in own.stats().buckets})
+    assert len(kind.step.pieces) == len(buckets) > 2
+    events: list[str] = []
+
+    class Watched:
+        def __init__(self, work) -> None:
+            self.work = work
+
+        def launch(self, stream: int) -> None:
+            events.append("launch")
+            self.work.launch(stream)
+
+    class Sends(Fp32):
+        def attach(self, *args, **options):
+            reducer = super().attach(*args, **options)
+            start = reducer.start
+            reducer.start = lambda: events.append("send") or start()
+            return reducer
+
+    kind.step.pieces = [piece._replace(work=Watched(piece.work)) for piece in kind.step.pieces]
+    for bucket in own._layout.buckets:
+        bucket._reducers.clear()
+    kind.step.call = kind.step.call._replace(args=(kind.step.call.args[0], Sends(), SMALL))
+    net(*batch(BEFORE, own))
+    assert net.graph_replays == 1
+    assert events == ["launch", "send"] * len(buckets)
+    return {}
+
+
 def wrong_label(optimizer) -> dict[str, np.ndarray]:
     """A label that is no class is found in a replay as in any step; training goes on behind it."""
 
@@ -405,6 +440,7 @@ BODIES = (
     every_strategy,
     every_rule,
     plain_optimizer,
+    overlap,
     a_life,
     skipped,
     joined,
