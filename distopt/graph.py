@@ -22,7 +22,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from .device import tell_once
-from .graph_step import CaptureError, OptimizerCall, Step, copies, text_of
+from .graph_step import CaptureError, OptimizerCall, Step, copies, early_text, text_of
 from .tensor import Tensor
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _log = logging.getLogger("distopt")
 
 
 class _Watched:
-    """An optimizer whose methods tell `seen` when they are called with a loss."""
+    """An optimizer whose methods tell `seen` when they are called."""
 
     def __init__(self, optimizer: Any, seen: Callable[[Any, OptimizerCall], Any]) -> None:
         object.__setattr__(self, "_optimizer", optimizer)
@@ -53,17 +53,15 @@ class _Watched:
         return lambda *args, **options: self._call(name, args, options)
 
     def __setattr__(self, name: str, value: object) -> None:
-        setattr(self._optimizer, name, value)
+        self._call("__setattr__", (name, value), {})
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self._call("__call__", args, options)
 
     def _call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         places: list[tuple[int | str, Any]] = [*enumerate(args), *options.items()]
-        for place, value in places:
-            if isinstance(value, Tensor) and value.creator is not None:
-                return self._seen(self._optimizer, OptimizerCall(name, args, options, place))
-        return getattr(self._optimizer, name)(*args, **options)
+        losses = [place for place, value in places if isinstance(value, Tensor) and value.creator is not None]
+        return self._seen(self._optimizer, OptimizerCall(name, args, options, losses[0] if losses else None))
 
 
 class _Kind:
@@ -153,18 +151,21 @@ class StepGraphs:
 
     def _rehearse(self, kind: _Kind, train: Callable[..., Any], inputs: Sequence[Any], options: dict[str, Any]) -> Any:
         """Run as ever, and see whether the step is one that could be captured."""
-        calls = 0
+        calls: list[OptimizerCall] = []
 
         def seen(optimizer: Any, call: OptimizerCall) -> Any:
-            nonlocal calls
-            calls += 1
-            return call.on(optimizer, call.loss)
+            calls.append(call)
+            return call.on(optimizer)
 
         with self._watching(seen):
             results = train(*inputs, **options)
         kind.rehearsals += 1
-        if calls != 1:
-            kind.reason = _calls_text(calls)
+        losses = sum(call.place is not None for call in calls)
+        if losses != 1:
+            kind.reason = _calls_text(losses)
+        elif calls[0].place is None:
+            kind.reason = early_text(calls[0])
+        if kind.reason:
             self._tell(kind.reason)
         return results
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .device import Device
     from .tensor import Array
 
-__all__ = ["CaptureError", "OptimizerCall", "Step", "copies", "text_of"]
+__all__ = ["CaptureError", "OptimizerCall", "Step", "copies", "early_text", "text_of"]
 
 
 class CaptureError(DistoptError):
@@ -31,26 +31,26 @@ class _Piece(NamedTuple):
 
 
 class OptimizerCall(NamedTuple):
-    """A call of a method of the optimizer; `place` is that of the loss, an index or a keyword."""
+    """A call of a method of the optimizer; `place` is that of the loss, an index or a keyword, or None without one."""
 
     name: str
     args: tuple[Any, ...]
     options: dict[str, Any]
-    place: int | str
+    place: int | str | None
 
-    def on(self, optimizer: Any, loss: Tensor) -> Any:
-        """The same call, of another optimizer and with another loss."""
+    def on(self, optimizer: Any, loss: Tensor | None = None) -> Any:
+        """The same call, of another optimizer, and with another loss if one is given."""
         args, options = list(self.args), dict(self.options)
-        if isinstance(self.place, int):
+        if loss is not None and isinstance(self.place, int):
             args[self.place] = loss
-        else:
+        elif loss is not None and isinstance(self.place, str):
             options[self.place] = loss
         return getattr(optimizer, self.name)(*args, **options)
 
     @property
     def loss(self) -> Tensor:
         """The loss of the call itself."""
-        loss: Tensor = self.args[self.place] if isinstance(self.place, int) else self.options[self.place]
+        loss: Tensor = self.args[self.place] if isinstance(self.place, int) else self.options[str(self.place)]
         return loss
 
 
@@ -137,6 +137,7 @@ class Step:
     """A step that was captured, or is about to be.
 
     Attributes:
+        later: calls of the optimizer that follow the one with the loss, such as `step`.
         results: of `train_one_batch`; arrays of the graph.
         moved: whether a gradient is wanted elsewhere than it was at the capture.
         failure: why the backward pass could not be captured.
@@ -150,6 +151,7 @@ class Step:
         self.forward: Any = None
         self.call: OptimizerCall | None = None
         self.calls = 0
+        self.later: list[OptimizerCall] = []
         self.pieces: list[_Piece] = []
         self.states: list[tuple[Tensor, Array]] = []
         self.leaves: list[Array] = []
@@ -159,10 +161,15 @@ class Step:
 
     # -- capture -----------------------------------------------------------------------------------------------------
     def seen(self, optimizer: Any, call: OptimizerCall) -> Any:
-        """The optimizer is called: the forward pass is complete."""
+        """The optimizer is called; the first time with a loss, the forward pass is complete."""
+        if call.place is None and self.calls:
+            self.later.append(call)
+            return call.on(optimizer)
+        if call.place is None:
+            raise CaptureError(early_text(call))
         self.calls += 1
         if self.calls > 1:
-            return call.on(optimizer, call.loss)
+            return call.on(optimizer)
         self.forward = self.recorder.end()
         self.call = call
         self.forward.launch(self.recorder.launched_on)
@@ -183,7 +190,9 @@ class Step:
                     self.pieces.append(_Piece(recorder.end(), pairs))
                     pairs = []
                     recorder.begin("backward")
-            self.pieces.append(_Piece(recorder.end(), pairs))
+            last = recorder.end()
+            if pairs or last.nodes:
+                self.pieces.append(_Piece(last, pairs))
         except Exception as error:
             recorder.abort()
             self.failure = error.with_traceback(None)  # its frames hold this step
@@ -225,6 +234,8 @@ class Step:
         loss = Tensor(data=self.call.loss.data, device=self.device)
         loss.creator = _Replaying(self)
         self.call.on(optimizer, loss)
+        for call in self.later:
+            call.on(optimizer)
         return copies(self.results)
 
     def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -297,6 +308,11 @@ def _check_results(results: Any, recorder: _Recorder) -> None:
             raise CaptureError("train_one_batch returns a tensor that was not computed before the optimizer's step")
     elif results is not None:
         raise CaptureError(f"train_one_batch returns a {type(results).__name__}, which a replay would not compute anew")
+
+
+def early_text(call: OptimizerCall) -> str:
+    """Why a step with this call, which comes before that with the loss, is not captured."""
+    return f"train_one_batch calls self.optimizer.{call.name} before the forward pass is complete"
 
 
 def text_of(error: Exception) -> str:

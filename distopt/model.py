@@ -100,11 +100,11 @@ class Model(Layer):
             is_train: mode to be in afterwards.
             use_graph: on a GPU, capture forward and backward of a training step in CUDA graphs and replay them, see
                 `distopt.graph`. The third step with arguments of a kind, of their shapes, types and other values, is
-                captured. From then on the Python code of `train_one_batch` no longer runs: what depends on anything
-                but its arguments, parameters and states stays as it was, and what it does besides computing, returning
-                tensors and calling `self.optimizer` once with the loss is not done. Where a step cannot be captured,
-                such as with dropout, it runs as ever and the log says why, once; the attempt has run its Python
-                code before, without effect on the device. On the CPU nothing changes.
+                captured. From then on the Python code of `train_one_batch` no longer runs: what it computes from
+                anything but its arguments, parameters and states stays as it was, and it cannot do more than compute,
+                call `self.optimizer` with one loss, and return tensors. Where a step cannot be captured, such as with
+                dropout, it runs as ever and the log says why, once; the attempt has run its Python code before, without
+                effect on the device. On the CPU nothing changes.
             sequential: accepted for SINGA's scripts; without a graph there is nothing to put in sequence.
 
         Raises:

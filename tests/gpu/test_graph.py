@@ -10,12 +10,13 @@ require_gpu()
 
 import cupy  # noqa: E402
 
+from tests.ranks.graph_refused import refused  # noqa: E402
 from tests.ranks.graph_steps import BODIES  # noqa: E402
 from tests.ranks.small_net import assert_equal_bits  # noqa: E402
 from tests.ranks.test_gpu_emulated import on_gpus  # noqa: E402
 
 
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("body", [*BODIES, refused])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_replays_give_the_bits_of_steps_without_a_graph(tmp_path, world_size, body):
     if cupy.cuda.runtime.getDeviceCount() < world_size:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
+import pytest
 
 from distopt import autograd, layer, model, opt, tensor
 from distopt.compress import Fp32
+from distopt.errors import GradientError, UsageError
 from tests.ranks.small_net import SMALL, parameters
 from tests.ranks.test_strategies import STRATEGIES
 
@@ -46,6 +46,13 @@ class Net(model.Model):
             self.optimizer.step_by("partialUpdate", loss)
         else:
             self.optimizer.reduce_and_update(loss, self.strategy, SMALL)
+
+
+class Unnormed(Net):
+    """Without states that a step leaves behind even if it is skipped."""
+
+    def forward(self, x):
+        return self.linear2(self.linear1(self.flatten(self.conv(x))))
 
 
 def batch(step: int, optimizer, size: int = BATCH) -> tuple[tensor.Tensor, tensor.Tensor]:
@@ -121,17 +128,81 @@ class Plain(Net):
         self.optimizer(loss)
 
 
+class InTwoCalls(Net):
+    def step(self, loss):
+        self.optimizer.backward_and_update(loss)
+        self.optimizer.step()
+        self.optimizer.weight_decay = 0.01
+
+
 def plain_optimizer(optimizer) -> dict[str, np.ndarray]:
-    """Without DistOpt: one piece for the whole backward pass, whose updates begin while later gradients are there."""
-    results = []
-    for use_graph in (False, True):
-        _, net = build(optimizer, use_graph, Plain)
-        net.set_optimizer(decaying_sgd())
-        values = [net(*batch(n, optimizer))[1].item() for n in range(BEFORE + 4)]
-        results.append(np.array([*values, *states(net)]))
-        assert net.graph_replays == (4 if use_graph else 0)
-    np.testing.assert_array_equal(*results)
+    """Without DistOpt: one piece for the whole backward pass, and later calls that are made in replays, too."""
+    for kind in (Plain, InTwoCalls):
+        results = []
+        for use_graph in (False, True):
+            _, net = build(optimizer, use_graph, kind)
+            rule = decaying_sgd()
+            net.set_optimizer(rule)
+            values = [net(*batch(n, optimizer))[1].item() for n in range(BEFORE + 4)]
+            results.append(np.array([*values, *states(net), rule.step_counter, rule.weight_decay]))
+            assert net.graph_replays == (4 if use_graph else 0)
+        np.testing.assert_array_equal(*results)
     return {}
+
+
+def overlap(optimizer) -> dict[str, np.ndarray]:
+    """Each bucket is sent as soon as its piece is launched, before the next one is."""
+    own, net = build(optimizer, True)
+    for n in range(BEFORE):
+        net(*batch(n, own))
+    (kind,) = net._graphs._kinds.values()
+    buckets = sorted({label for label, _ in own.stats().buckets})
+    assert len(kind.step.pieces) == len(buckets) > 2
+    events: list[str] = []
+
+    class Watched:
+        def __init__(self, work) -> None:
+            self.work = work
+
+        def launch(self, stream: int) -> None:
+            events.append("launch")
+            self.work.launch(stream)
+
+    class Sends(Fp32):
+        def attach(self, *args, **options):
+            reducer = super().attach(*args, **options)
+            start = reducer.start
+            reducer.start = lambda: events.append("send") or start()
+            return reducer
+
+    kind.step.pieces = [piece._replace(work=Watched(piece.work)) for piece in kind.step.pieces]
+    for bucket in own._layout.buckets:
+        bucket._reducers.clear()
+    kind.step.call = kind.step.call._replace(args=(kind.step.call.args[0], Sends(), SMALL))
+    net(*batch(BEFORE, own))
+    assert net.graph_replays == 1
+    assert events == ["launch", "send"] * len(buckets)
+    return {}
+
+
+def wrong_label(optimizer) -> dict[str, np.ndarray]:
+    """A label that is no class is found in a replay as in any step; training goes on behind it."""
+
+    def train(own, net):
+        values = []
+        for n in range(BEFORE + 4):
+            x, y = batch(n, own)
+            if n == BEFORE + 1:
+                y.data[2] = CLASSES + own.global_rank
+                with pytest.raises((UsageError, GradientError), match=f"label {CLASSES + own.global_rank} of sample 2"):
+                    net(x, y)
+            else:
+                values.append(net(x, y)[1].item())
+        return values
+
+    results, net = equal_with_and_without(optimizer, train, "label", kind=Unnormed)
+    assert net.graph_replays == 4
+    return results
 
 
 def a_life(optimizer) -> dict[str, np.ndarray]:
@@ -169,14 +240,9 @@ def skipped(optimizer) -> dict[str, np.ndarray]:
             x, y = batch(n, own)
             if n in (1, BEFORE, BEFORE + 2) and own.global_rank == 0:
                 x.data[2] = np.nan
-            net.norm.momentum = 1.0  # so that the running states stay numbers
             values.append(net(x, y)[1].item())
         assert own.stats().skipped == 3
         return np.nan_to_num(values)
-
-    class Unnormed(Net):
-        def forward(self, x):
-            return self.linear2(self.linear1(self.flatten(self.conv(x))))
 
     results, net = equal_with_and_without(optimizer, train, "skip", kind=Unnormed, non_finite="skip")
     assert net.graph_replays == 4
@@ -190,135 +256,8 @@ def joined(optimizer) -> dict[str, np.ndarray]:
         with own.join():
             return [net(*batch(n, own))[1].item() for n in range(BEFORE + 2 + 3 * own.global_rank)]
 
-    class Unnormed(Net):  # running states would differ between the ranks
-        def forward(self, x):
-            return self.linear2(self.linear1(self.flatten(self.conv(x))))
-
     results, net = equal_with_and_without(optimizer, train, "join", kind=Unnormed)
     assert net.graph_replays == 2 + 3 * optimizer.global_rank
-    return results
-
-
-# -- what cannot be captured -------------------------------------------------------------------------------------------
-class WithDropout(Net):
-    def forward(self, x):
-        return super().forward(autograd.dropout(x, 0.5))
-
-
-class ReadsForward(Net):
-    def train_one_batch(self, x, y):
-        out = self.forward(x)
-        loss = self.loss(out, y) * (1.0 if out.data.sum() > 1e9 else 0.5)
-        self.step(loss)
-        return out, loss
-
-
-class DrawsOnTheHost(Net):
-    seed = 0
-
-    def forward(self, x):
-        rng = np.random.default_rng(self.seed)  # anew, as the attempt to capture draws, too
-        noise = tensor.from_numpy(rng.standard_normal(x.shape, np.float32), x.device)
-        return super().forward(x + noise)
-
-
-class ReducesForward(Net):
-    """A collective of its own between the layers; the gradient does not see it."""
-
-    def forward(self, x):
-        total = x.clone()
-        if self.training:
-            self.optimizer.communicator.all_reduce(total.data).wait()
-        return super().forward(x)
-
-
-class _ReadsBackward(autograd.Operation):
-    def forward(self, x):
-        return x * x.dtype.type(2)
-
-    def backward(self, dy, into):
-        return (dy * dy.dtype.type(2 if float(dy.sum()) > -1e9 else 3),)
-
-
-class ReadsBackward(Net):
-    def forward(self, x):
-        return self.linear2(_ReadsBackward()(self.linear1(self.flatten(self.norm(self.conv(x))))))
-
-
-class StepsTwice(Net):
-    def train_one_batch(self, x, y):
-        for _ in range(2):
-            out = self.forward(x)
-            loss = self.loss(out, y)
-            self.step(loss)
-        return out, loss
-
-
-class StepsByHand(Net):
-    by_hand = None
-
-    def step(self, loss):
-        self.by_hand.reduce_and_update(loss, self.strategy, SMALL)
-
-
-class ComputesLater(Net):
-    def train_one_batch(self, x, y):
-        out, loss = super().train_one_batch(x, y)
-        return out, loss * 1.0
-
-
-class ReturnsANumber(Net):
-    def train_one_batch(self, x, y):
-        out, loss = super().train_one_batch(x, y)
-        return out, loss, loss.item()
-
-
-REFUSED = {
-    WithDropout: "random numbers",
-    ReadsForward: "",  # what CUDA says to that
-    DrawsOnTheHost: "",
-    ReducesForward: "a collective cannot be captured",
-    ReadsBackward: "the backward pass",
-    StepsTwice: "2 times",
-    StepsByHand: "0 times",
-    ComputesLater: "not computed before the optimizer's step",
-    ReturnsANumber: "returns a float",
-}
-
-
-class _Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-def refused(optimizer) -> dict[str, np.ndarray]:
-    """The log says why, and training is right."""
-    results = {}
-    for kind, reason in REFUSED.items():
-        if kind is ReducesForward and optimizer.world_size == 1:
-            continue  # it does nothing
-        log = _Records()
-        logging.getLogger("distopt").addHandler(log)
-
-        def train(own, net):
-            net.by_hand = own
-            values = []
-            for n in range(BEFORE + 3):
-                net.seed = [5, n, own.global_rank]
-                values.append(net(*batch(n, own))[1].item())
-            return values
-
-        found, net = equal_with_and_without(optimizer, train, kind.__name__, kind=kind)
-        logging.getLogger("distopt").removeHandler(log)
-        told = [text for text in log.texts if "use_graph=True" in text]
-        assert len(told) == 1, (kind, told)
-        assert reason in told[0], (kind, told)
-        assert not net.graph_replays
-        results |= found
     return results
 
 
@@ -365,4 +304,15 @@ def other_arguments(optimizer) -> dict[str, np.ndarray]:
     return results
 
 
-BODIES = (every_strategy, every_rule, a_life, skipped, joined, refused, moved, other_arguments, plain_optimizer)
+BODIES = (
+    every_strategy,
+    every_rule,
+    plain_optimizer,
+    overlap,
+    a_life,
+    skipped,
+    joined,
+    wrong_label,
+    moved,
+    other_arguments,
+)

@@ -1,0 +1,140 @@
+"""Training steps that cannot be captured in CUDA graphs, for ranks that the tests start."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from distopt import autograd, tensor
+from tests.ranks.graph_steps import BEFORE, Net, batch, equal_with_and_without
+from tests.ranks.small_net import SMALL
+
+
+class WithDropout(Net):
+    def forward(self, x):
+        return super().forward(autograd.dropout(x, 0.5))
+
+
+class ReadsForward(Net):
+    def train_one_batch(self, x, y):
+        out = self.forward(x)
+        loss = self.loss(out, y) * (1.0 if out.data.sum() > 1e9 else 0.5)
+        self.step(loss)
+        return out, loss
+
+
+class DrawsOnTheHost(Net):
+    seed = 0
+
+    def forward(self, x):
+        rng = np.random.default_rng(self.seed)  # anew, as the attempt to capture draws, too
+        noise = tensor.from_numpy(rng.standard_normal(x.shape, np.float32), x.device)
+        return super().forward(x + noise)
+
+
+class ReducesForward(Net):
+    """A collective of its own between the layers; the gradient does not see it."""
+
+    def forward(self, x):
+        total = x.clone()
+        if self.training:
+            self.optimizer.communicator.all_reduce(total.data).wait()
+        return super().forward(x)
+
+
+class _ReadsBackward(autograd.Operation):
+    def forward(self, x):
+        return x * x.dtype.type(2)
+
+    def backward(self, dy, into):
+        return (dy * dy.dtype.type(2 if float(dy.sum()) > -1e9 else 3),)
+
+
+class ReadsBackward(Net):
+    def forward(self, x):
+        return self.linear2(_ReadsBackward()(self.linear1(self.flatten(self.norm(self.conv(x))))))
+
+
+class StepsTwice(Net):
+    def train_one_batch(self, x, y):
+        for _ in range(2):
+            out = self.forward(x)
+            loss = self.loss(out, y)
+            self.step(loss)
+        return out, loss
+
+
+class StepsByHand(Net):
+    by_hand = None
+
+    def step(self, loss):
+        self.by_hand.reduce_and_update(loss, self.strategy, SMALL)
+
+
+class AsksBefore(Net):
+    def train_one_batch(self, x, y):
+        self.optimizer.stats()
+        return super().train_one_batch(x, y)
+
+
+class ComputesLater(Net):
+    def train_one_batch(self, x, y):
+        out, loss = super().train_one_batch(x, y)
+        return out, loss * 1.0
+
+
+class ReturnsANumber(Net):
+    def train_one_batch(self, x, y):
+        out, loss = super().train_one_batch(x, y)
+        return out, loss, loss.item()
+
+
+REFUSED = {
+    WithDropout: "random numbers",
+    ReadsForward: "",  # what CUDA says to that
+    DrawsOnTheHost: "",
+    ReducesForward: "a collective cannot be captured",
+    ReadsBackward: "the backward pass",
+    StepsTwice: "2 times",
+    StepsByHand: "0 times",
+    AsksBefore: "self.optimizer.stats before the forward pass is complete",
+    ComputesLater: "not computed before the optimizer's step",
+    ReturnsANumber: "returns a float",
+}
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def refused(optimizer) -> dict[str, np.ndarray]:
+    """The log says why, and training is right."""
+    results = {}
+    for kind, reason in REFUSED.items():
+        if kind is ReducesForward and optimizer.world_size == 1:
+            continue  # it does nothing
+        log = _Records()
+        logging.getLogger("distopt").addHandler(log)
+
+        def train(own, net):
+            net.by_hand = own
+            values = []
+            for n in range(BEFORE + 3):
+                net.seed = [5, n, own.global_rank]
+                values.append(net(*batch(n, own))[1].item())
+            return values
+
+        found, net = equal_with_and_without(optimizer, train, kind.__name__, kind=kind)
+        logging.getLogger("distopt").removeHandler(log)
+        told = [text for text in log.texts if "use_graph=True" in text]
+        assert len(told) == 1, (kind, told)
+        assert reason in told[0], (kind, told)
+        assert not net.graph_replays
+        results |= found
+    return results
