@@ -61,6 +61,17 @@ template <class T>
 struct Right {
   const T* b;
   Index row, strip;
+
+  const T* at(Index k) const { return b + k * row; }
+};
+
+// Rows that lie anywhere, at `offset[k]`.
+template <class T>
+struct Scattered {
+  const T* b;
+  const Index* offset;
+
+  const T* at(Index k) const { return b + offset[k]; }
 };
 
 template <class T>
@@ -82,13 +93,14 @@ struct Finish {
 };
 
 // Not inlined: where GCC 12 knows a stride, it allocates registers worse, and spills C.
-template <class T, Index R, Index V>
-[[gnu::noinline]] void tile(Index inner, Left<T> left, Right<T> right_side, T* c, Index c_row, Index columns,
+template <class T, Index R, Index V, class B>
+[[gnu::noinline]] void tile(Index inner, Left<T> left, B right_side, T* c, Index c_row, Index columns,
                             const Finish<T>& finish) {
   constexpr Index lanes = kLanes<T>;
   Vec<T> sum[R][V] = {};
-  const T *a = left.a, *b = right_side.b;
-  for (Index k = 0; k < inner; ++k, a += left.inner, b += right_side.row) {
+  const T* a = left.a;
+  for (Index k = 0; k < inner; ++k, a += left.inner) {
+    const T* const b = right_side.at(k);
     Vec<T> right[V];
 #pragma GCC unroll 8
     for (Index j = 0; j < V; ++j) {
@@ -132,16 +144,16 @@ inline void prefetch_rows(Left<T> left, Index rows, Index inner) {
 }
 
 // The same with a number of rows that is not known before, but is R at most.
-template <class T, Index R, Index V>
-inline void tile_of(Index rows, Index inner, Left<T> left, Right<T> b, T* c, Index c_row, Index columns,
+template <class T, Index R, Index V, class B>
+inline void tile_of(Index rows, Index inner, Left<T> left, B b, T* c, Index c_row, Index columns,
                     const Finish<T>& finish) {
   if (rows == R) return tile<T, R, V>(inner, left, b, c, c_row, columns, finish);
   if constexpr (R > 1) tile_of<T, R - 1, V>(rows, inner, left, b, c, c_row, columns, finish);
 }
 
 // The rows are dealt out evenly: a narrow last tile would wait for loads.
-template <class T, Index V>
-void strip_of(Index rows, Index inner, Left<T> left, Right<T> b, T* c, Index c_row, Index columns, Finish<T> finish) {
+template <class T, Index V, class B>
+void strip_of(Index rows, Index inner, Left<T> left, B b, T* c, Index c_row, Index columns, Finish<T> finish) {
   for (Index tiles = (rows + kTileRows<V> - 1) / kTileRows<V>; tiles > 0; --tiles) {
     const Index some = (rows + tiles - 1) / tiles;
     if (left.inner == 1 && inner >= kPrefetched)
