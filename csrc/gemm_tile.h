@@ -98,6 +98,11 @@ template <class T, Index R, Index V, class B>
                             const Finish<T>& finish) {
   constexpr Index lanes = kLanes<T>;
   Vec<T> sum[R][V] = {};
+#pragma GCC unroll 8
+  for (Index i = 0; i < R; ++i) {
+    __builtin_prefetch(c + i * c_row, 1);
+    __builtin_prefetch(c + i * c_row + V * lanes - 1, 1);
+  }
   const T* a = left.a;
   for (Index k = 0; k < inner; ++k, a += left.inner) {
     const T* const b = right_side.at(k);
@@ -116,21 +121,43 @@ template <class T, Index R, Index V, class B>
       }
     }
   }
+  // Each question is asked once, not for each vector.
+  const bool whole = columns >= V * lanes;
+  if (finish.accumulate && whole) {
 #pragma GCC unroll 8
-  for (Index i = 0; i < R; ++i) {
+    for (Index i = 0; i < R; ++i)
 #pragma GCC unroll 8
-    for (Index j = 0; j < V; ++j) {
-      T* to = c + i * c_row + j * lanes;
-      const Index count = columns - j * lanes;
-      Vec<T> v = sum[i][j];
-      if (finish.accumulate) v += count < lanes ? load_some(to, count) : load(to);
-      if (finish.bias) v += finish.bias[i];
-      if (finish.relu) v = v < 0 ? Vec<T>{} : v;  // a NaN stays
-      if (count < lanes)
-        store_some(to, v, count);
-      else
-        store(to, v);
-    }
+      for (Index j = 0; j < V; ++j) sum[i][j] += load(c + i * c_row + j * lanes);
+  } else if (finish.accumulate) {
+#pragma GCC unroll 8
+    for (Index i = 0; i < R; ++i)
+#pragma GCC unroll 8
+      for (Index j = 0; j < V; ++j)
+        sum[i][j] += load_some(c + i * c_row + j * lanes, smaller(columns - j * lanes, lanes));
+  }
+  if (finish.bias) {
+#pragma GCC unroll 8
+    for (Index i = 0; i < R; ++i)
+#pragma GCC unroll 8
+      for (Index j = 0; j < V; ++j) sum[i][j] += finish.bias[i];
+  }
+  if (finish.relu) {
+#pragma GCC unroll 8
+    for (Index i = 0; i < R; ++i)
+#pragma GCC unroll 8
+      for (Index j = 0; j < V; ++j) sum[i][j] = sum[i][j] < 0 ? Vec<T>{} : sum[i][j];  // a NaN stays
+  }
+  if (whole) {
+#pragma GCC unroll 8
+    for (Index i = 0; i < R; ++i)
+#pragma GCC unroll 8
+      for (Index j = 0; j < V; ++j) store(c + i * c_row + j * lanes, sum[i][j]);
+  } else {
+#pragma GCC unroll 8
+    for (Index i = 0; i < R; ++i)
+#pragma GCC unroll 8
+      for (Index j = 0; j < V; ++j)
+        store_some(c + i * c_row + j * lanes, sum[i][j], smaller(columns - j * lanes, lanes));
   }
 }
 
