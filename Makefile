@@ -7,7 +7,7 @@ WORLD_SIZE ?= 2
 TEST_EXTRAS ?= mpi,plot,test
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: mnist mpi test test-gpu lint examples format clean
+.PHONY: mnist mpi test test-gpu sanitize lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -21,6 +21,15 @@ test: $(VENV)/.test
 CUDA ?= 13
 test-gpu: $(VENV)/.test-gpu
 	$(BIN)/python -m pytest tests/gpu -rs
+
+# The tests of kernels and transports under the address and undefined-behaviour sanitizers, in an environment apart.
+SANITIZED ?= tests/unit tests/conformance
+sanitize: export SKBUILD_CMAKE_DEFINE = DISTOPT_SANITIZE=address,undefined;DISTOPT_CUDA=OFF
+sanitize: export SKBUILD_BUILD_DIR = build/sanitize
+sanitize:
+	$(MAKE) VENV=.venv-sanitize .venv-sanitize/.test
+	LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
+	.venv-sanitize/bin/python -m pytest $(SANITIZED)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -67,4 +76,4 @@ $(VENV)/.lint: $(VENV)/bin/python $(SOURCES)
 	touch $@ $(VENV)/.base $(VENV)/.mpi $(VENV)/.test
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-sanitize build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,5 +1,6 @@
 #include "conv_kernels.h"
 
+#include "direct_conv.h"
 #include "gemm_tile.h"
 #include "winograd.h"
 
@@ -139,10 +140,11 @@ inline Index image_size(const ConvShape& s, const Pooling* pooling) {
   return s.m * (pooling ? pooling->shape.oh * pooling->shape.ow : s.oh * s.ow);
 }
 
-// The panels, then an image at its full size, then the gradient of a pooled one.
+// The panels, then an image at its full size, then the gradient of a pooled one; or the first and the last alone.
 template <class T>
 Index work_size(const ConvShape& s, const Pooling* pooling) {
-  return panels_size<T>(s) + image_size(s, nullptr) + (pooling ? image_size(s, pooling) : 0);
+  const Index pooled = pooling ? image_size(s, pooling) : 0;
+  return larger(panels_size<T>(s) + image_size(s, nullptr), DirectConv<T>(s).work_size()) + pooled;
 }
 
 template <class T>
@@ -161,6 +163,13 @@ void forward(const ConvShape& s, const T* x, const T* weight, const T* bias, T* 
     if (pooling) pool_table<T>().max_pool(pooling->shape, full, out + n * size, pooling->taken + n * size);
   };
   if (with_winograd<T>(s, [&](auto& winograd) { winograd.forward(x, weight, bias, relu, work, y_of, done); })) return;
+  if (const DirectConv<T> direct(s); direct.pays_forward()) {
+    for (Index n = 0; n < s.n; ++n) {
+      direct.forward(x + n * s.c * s.h * s.w, weight, bias, relu, y_of(n));
+      done(n);
+    }
+    return;
+  }
   Offsets taps;
   for (Index n = 0; n < s.n; ++n, x += s.c * s.h * s.w) {
     T* const y = y_of(n);
@@ -226,23 +235,38 @@ void backward_input(const ConvShape& s, Index first, Index count, const T* g, co
 }
 
 template <class T>
+T sum_of(const T* x, Index count) {
+  Vec<T> lanes = {};
+  Index i = 0;
+  for (; i + kLanes<T> <= count; i += kLanes<T>) lanes += load(x + i);
+  T sum = 0;
+  for (; i < count; ++i) sum += x[i];
+  for (Index j = 0; j < kLanes<T>; ++j) sum += lanes[j];
+  return sum;
+}
+
+template <class T>
 void clear(T* x, Index count) {
   __builtin_memset(x, 0, count * sizeof(T));
 }
 
-// The gradient of image n before pooling and ReLU, in `work`. The largest of a window lets its gradient pass if it is
-// positive, so that the pooled y tells all that the full one would.
+// The gradient of the pooled image n before ReLU: dy itself, or in `work`. The largest of a window lets its gradient
+// pass if it is positive, so that the pooled y tells all that the full one would.
+template <class T>
+const T* pooled_slope(Index size, const T* dy, const T* y, Index n, T* work) {
+  dy += n * size;
+  if (!y) return dy;
+  y += n * size;
+  for (Index i = 0; i < size; ++i) work[i] = y[i] <= 0 ? T(0) : dy[i];
+  return work;
+}
+
+// The same before pooling, in `work`.
 template <class T>
 const T* unpool(const ConvShape& s, const T* dy, const T* y, const Pooling& pooling, Index n, T* work) {
   const Index size = image_size(s, &pooling);
-  dy += n * size;
-  if (y) {
-    y += n * size;
-    T* const masked = work + image_size(s, nullptr);
-    for (Index i = 0; i < size; ++i) masked[i] = y[i] <= 0 ? T(0) : dy[i];
-    dy = masked;
-  }
-  pool_table<T>().max_pool_backward(pooling.shape, dy, pooling.taken + n * size, work);
+  const T* const slope = pooled_slope(size, dy, y, n, work + image_size(s, nullptr));
+  pool_table<T>().max_pool_backward(pooling.shape, slope, pooling.taken + n * size, work);
   return work;
 }
 
@@ -257,10 +281,27 @@ const T* slope_of(const ConvShape& s, const T* dy, const T* y, const Pooling* po
 }
 
 template <class T>
+void backward_weight_pooled(const ConvShape& s, const DirectConv<T>& direct, const T* dy, const T* y, const T* x, T* dw,
+                            T* db, const Pooling& pooling, T* work) {
+  const Index size = image_size(s, &pooling), pooled = size / s.m;
+  T* const masked = work + direct.work_size();
+  direct.begin(work);
+  if (db) clear(db, s.m);
+  for (Index n = 0; n < s.n; ++n, x += s.c * s.h * s.w) {
+    const T* const slope = pooled_slope(size, dy, y, n, masked);
+    direct.backward(pooling.shape, slope, pooling.taken + n * size, x, work);
+    for (Index m = 0; db && m < s.m; ++m) db[m] += sum_of(slope + m * pooled, pooled);
+  }
+  direct.finish(work, dw);
+}
+
+template <class T>
 void backward(const ConvShape& s, const T* dy, const T* y, const T* x, const T* weight, T* dw, T* db, T* dx,
               const Pooling* pooling, T* work) {
   const auto gradient = [&](Index n) { return slope_of(s, dy, y, pooling, n, work + panels_size<T>(s)); };
   if (with_winograd<T>(s, [&](auto& winograd) { winograd.backward(gradient, x, weight, dw, db, dx, work); })) return;
+  if (const DirectConv<T> direct(s); !dx && direct.pays_backward(pooling))
+    return backward_weight_pooled(s, direct, dy, y, x, dw, db, *pooling, work);
   const Index pixels = s.oh * s.ow, image = s.c * s.h * s.w;
   T *const db_lanes = work, *const g = db_lanes + s.m * kLanes<T>, *const b = g + s.m * kPanel<T>;
   clear(db_lanes, s.m * kLanes<T>);

@@ -61,6 +61,17 @@ template <class T>
 struct Right {
   const T* b;
   Index row, strip;
+
+  const T* at(Index k) const { return b + k * row; }
+};
+
+// Rows that lie anywhere, at `offset[k]`.
+template <class T>
+struct Scattered {
+  const T* b;
+  const Index* offset;
+
+  const T* at(Index k) const { return b + offset[k]; }
 };
 
 template <class T>
@@ -82,13 +93,19 @@ struct Finish {
 };
 
 // Not inlined: where GCC 12 knows a stride, it allocates registers worse, and spills C.
-template <class T, Index R, Index V>
-[[gnu::noinline]] void tile(Index inner, Left<T> left, Right<T> right_side, T* c, Index c_row, Index columns,
+template <class T, Index R, Index V, class B>
+[[gnu::noinline]] void tile(Index inner, Left<T> left, B right_side, T* c, Index c_row, Index columns,
                             const Finish<T>& finish) {
   constexpr Index lanes = kLanes<T>;
   Vec<T> sum[R][V] = {};
-  const T *a = left.a, *b = right_side.b;
-  for (Index k = 0; k < inner; ++k, a += left.inner, b += right_side.row) {
+#pragma GCC unroll 8
+  for (Index i = 0; i < R; ++i) {
+    __builtin_prefetch(c + i * c_row, 1);
+    __builtin_prefetch(c + i * c_row + V * lanes - 1, 1);
+  }
+  const T* a = left.a;
+  for (Index k = 0; k < inner; ++k, a += left.inner) {
+    const T* const b = right_side.at(k);
     Vec<T> right[V];
 #pragma GCC unroll 8
     for (Index j = 0; j < V; ++j) {
@@ -104,21 +121,43 @@ template <class T, Index R, Index V>
       }
     }
   }
+  // Each question is asked once, not for each vector.
+  const bool whole = columns >= V * lanes;
+  if (finish.accumulate && whole) {
 #pragma GCC unroll 8
-  for (Index i = 0; i < R; ++i) {
+    for (Index i = 0; i < R; ++i)
 #pragma GCC unroll 8
-    for (Index j = 0; j < V; ++j) {
-      T* to = c + i * c_row + j * lanes;
-      const Index count = columns - j * lanes;
-      Vec<T> v = sum[i][j];
-      if (finish.accumulate) v += count < lanes ? load_some(to, count) : load(to);
-      if (finish.bias) v += finish.bias[i];
-      if (finish.relu) v = v < 0 ? Vec<T>{} : v;  // a NaN stays
-      if (count < lanes)
-        store_some(to, v, count);
-      else
-        store(to, v);
-    }
+      for (Index j = 0; j < V; ++j) sum[i][j] += load(c + i * c_row + j * lanes);
+  } else if (finish.accumulate) {
+#pragma GCC unroll 8
+    for (Index i = 0; i < R; ++i)
+#pragma GCC unroll 8
+      for (Index j = 0; j < V; ++j)
+        sum[i][j] += load_some(c + i * c_row + j * lanes, smaller(columns - j * lanes, lanes));
+  }
+  if (finish.bias) {
+#pragma GCC unroll 8
+    for (Index i = 0; i < R; ++i)
+#pragma GCC unroll 8
+      for (Index j = 0; j < V; ++j) sum[i][j] += finish.bias[i];
+  }
+  if (finish.relu) {
+#pragma GCC unroll 8
+    for (Index i = 0; i < R; ++i)
+#pragma GCC unroll 8
+      for (Index j = 0; j < V; ++j) sum[i][j] = sum[i][j] < 0 ? Vec<T>{} : sum[i][j];  // a NaN stays
+  }
+  if (whole) {
+#pragma GCC unroll 8
+    for (Index i = 0; i < R; ++i)
+#pragma GCC unroll 8
+      for (Index j = 0; j < V; ++j) store(c + i * c_row + j * lanes, sum[i][j]);
+  } else {
+#pragma GCC unroll 8
+    for (Index i = 0; i < R; ++i)
+#pragma GCC unroll 8
+      for (Index j = 0; j < V; ++j)
+        store_some(c + i * c_row + j * lanes, sum[i][j], smaller(columns - j * lanes, lanes));
   }
 }
 
@@ -132,16 +171,16 @@ inline void prefetch_rows(Left<T> left, Index rows, Index inner) {
 }
 
 // The same with a number of rows that is not known before, but is R at most.
-template <class T, Index R, Index V>
-inline void tile_of(Index rows, Index inner, Left<T> left, Right<T> b, T* c, Index c_row, Index columns,
+template <class T, Index R, Index V, class B>
+inline void tile_of(Index rows, Index inner, Left<T> left, B b, T* c, Index c_row, Index columns,
                     const Finish<T>& finish) {
   if (rows == R) return tile<T, R, V>(inner, left, b, c, c_row, columns, finish);
   if constexpr (R > 1) tile_of<T, R - 1, V>(rows, inner, left, b, c, c_row, columns, finish);
 }
 
 // The rows are dealt out evenly: a narrow last tile would wait for loads.
-template <class T, Index V>
-void strip_of(Index rows, Index inner, Left<T> left, Right<T> b, T* c, Index c_row, Index columns, Finish<T> finish) {
+template <class T, Index V, class B>
+void strip_of(Index rows, Index inner, Left<T> left, B b, T* c, Index c_row, Index columns, Finish<T> finish) {
   for (Index tiles = (rows + kTileRows<V> - 1) / kTileRows<V>; tiles > 0; --tiles) {
     const Index some = (rows + tiles - 1) / tiles;
     if (left.inner == 1 && inner >= kPrefetched)

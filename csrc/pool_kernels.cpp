@@ -38,14 +38,23 @@ inline bool is_halving(const PoolShape& s) {
   return s.kh == 2 && s.kw == 2 && s.sh == 2 && s.sw == 2 && s.ph == 0 && s.pw == 0;
 }
 
+// Calls f(ox, count) for vectors of a row of outputs. The last one begins earlier where it would end behind the row:
+// some outputs twice cost less than a part of a vector.
+template <class T, class F>
+inline void for_vectors(Index outputs, F f) {
+  constexpr Index lanes = kLanes<T>;
+  Index ox = 0;
+  for (; ox + lanes <= outputs; ox += lanes) f(ox, lanes);
+  if (ox < outputs) outputs < lanes ? f(ox, outputs - ox) : f(outputs - lanes, lanes);
+}
+
 template <class T>
 void halve(const PoolShape& s, const T* x, T* y, std::uint8_t* taken) {
   for (Index plane = 0; plane < s.planes; ++plane, x += s.h * s.w) {
     for (Index oy = 0; oy < s.oh; ++oy, y += s.ow, taken += s.ow) {
       const T* row = x + 2 * oy * s.w;
-      for (Index ox = 0; ox < s.ow; ox += kLanes<T>) {
-        const Index count = smaller(s.ow - ox, kLanes<T>);
-        Vec<T> best, others[3];
+      for_vectors<T>(s.ow, [&](Index ox, Index count) {
+        Vec<T> best = {}, others[3] = {};
         load_pairs(row + 2 * ox, count, best, others[0]);
         load_pairs(row + s.w + 2 * ox, count, others[1], others[2]);
         IntegerVec<T> place = {};
@@ -56,7 +65,7 @@ void halve(const PoolShape& s, const T* x, T* y, std::uint8_t* taken) {
         }
         store_some(y + ox, best, count);
         store_bytes<T>(taken + ox, place, count);
-      }
+      });
     }
   }
 }
@@ -66,13 +75,12 @@ void halve_backward(const PoolShape& s, const T* dy, const std::uint8_t* taken, 
   for (Index plane = 0; plane < s.planes; ++plane, dx += s.h * s.w) {
     for (Index oy = 0; oy < s.oh; ++oy, dy += s.ow, taken += s.ow) {
       T* row = dx + 2 * oy * s.w;
-      for (Index ox = 0; ox < s.ow; ox += kLanes<T>) {
-        const Index count = smaller(s.ow - ox, kLanes<T>);
+      for_vectors<T>(s.ow, [&](Index ox, Index count) {
         const Vec<T> slope = load_some(dy + ox, count), none = {};
         const IntegerVec<T> place = load_bytes<T>(taken + ox, count);
         store_pairs(row + 2 * ox, place == 0 ? slope : none, place == 1 ? slope : none, count);
         store_pairs(row + s.w + 2 * ox, place == 2 ? slope : none, place == 3 ? slope : none, count);
-      }
+      });
     }
   }
 }

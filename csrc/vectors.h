@@ -92,6 +92,9 @@ inline Vec<T> load_some(const T* p, Index count) {
 #if !defined(__AVX512F__)  // there a mask costs nothing
   if (count == kLanes<T>) return load(p);
 #endif
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if (count == kLanes<T> / 2) return (Vec<T>)_mm256_zextps128_ps256(_mm_loadu_ps(reinterpret_cast<const float*>(p)));
+#endif
   return load_lanes(p, (1u << count) - 1);
 }
 
@@ -99,6 +102,9 @@ template <class T>
 inline void store_some(T* p, Vec<T> v, Index count) {
 #if !defined(__AVX512F__)
   if (count == kLanes<T>) return store(p, v);
+#endif
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if (count == kLanes<T> / 2) return _mm_storeu_ps(reinterpret_cast<float*>(p), _mm256_castps256_ps128((__m256)v));
 #endif
   const unsigned lanes = (1u << count) - 1;
 #if defined(__AVX512F__)
@@ -152,7 +158,7 @@ inline void load_pairs(const T* p, Index count, Vec<T>& even, Vec<T>& odd) {
   }
 #elif defined(__AVX2__)
   const Vec<T> low = load_some(p, smaller(2 * count, kLanes<T>));
-  const Vec<T> high = load_some(p + kLanes<T>, larger(2 * count - kLanes<T>, 0));
+  const Vec<T> high = 2 * count > kLanes<T> ? load_some(p + kLanes<T>, 2 * count - kLanes<T>) : Vec<T>{};
   __m256d evens, odds;  // of low and high by turns, two lanes of float at a time
   if constexpr (sizeof(T) == 4) {
     evens = _mm256_castps_pd(_mm256_shuffle_ps((__m256)low, (__m256)high, 0x88));
@@ -197,7 +203,7 @@ inline void store_pairs(T* p, Vec<T> even, Vec<T> odd, Index count) {
   const Vec<T> low = (Vec<T>)_mm256_permute2f128_pd((__m256d)first, (__m256d)second, 0x20);
   const Vec<T> high = (Vec<T>)_mm256_permute2f128_pd((__m256d)first, (__m256d)second, 0x31);
   store_some(p, low, smaller(2 * count, kLanes<T>));
-  store_some(p + kLanes<T>, high, larger(2 * count - kLanes<T>, 0));
+  if (2 * count > kLanes<T>) store_some(p + kLanes<T>, high, 2 * count - kLanes<T>);
 #else
   T pairs[2 * kLanes<T>];
   for (Index i = 0; i < kLanes<T>; ++i) pairs[2 * i] = even[i], pairs[2 * i + 1] = odd[i];
@@ -216,6 +222,8 @@ inline IntegerVec<T> load_bytes(const std::uint8_t* p, Index count) {
   std::uint64_t bytes = 0;
   if (count == kLanes<T>)
     __builtin_memcpy(&bytes, p, kLanes<T>);
+  else if (count == kLanes<T> / 2)
+    __builtin_memcpy(&bytes, p, kLanes<T> / 2);
   else
     for (Index i = 0; i < count; ++i) bytes |= std::uint64_t(p[i]) << 8 * i;
   if constexpr (sizeof(T) == 4) return (IntegerVec<T>)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(std::int64_t(bytes)));
@@ -242,6 +250,10 @@ inline void store_bytes(std::uint8_t* p, IntegerVec<T> v, Index count) {
   std::uint64_t bytes = low | std::uint64_t(std::uint32_t(_mm256_extract_epi32(halves, 4))) << half_bits;
   if (count == kLanes<T>) {
     __builtin_memcpy(p, &bytes, kLanes<T>);
+    return;
+  }
+  if (count == kLanes<T> / 2) {
+    __builtin_memcpy(p, &bytes, kLanes<T> / 2);
     return;
   }
   for (Index i = 0; i < count; ++i, bytes >>= 8) p[i] = std::uint8_t(bytes);

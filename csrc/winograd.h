@@ -152,7 +152,7 @@ class Winograd {
   void contract_input(const float* in, Index tile, float* dx) const {
     dx += tile / per_image_ * s_.c * s_.h * s_.w;
     for_input(tile % per_image_, [&](Index c, const Block& block, Index at) {
-      contract_block<kInput, kTile>(block, in + c, c_slice(), [&](Index plane, Index row, Eight v) {
+      contract_block<kInput, kTile>(block, in + c, c_slice(), false, [&](Index plane, Index row, Eight v) {
         float* const to = dx + at + plane * block.plane + row * block.row;
         store_eight(to, load_eight(to, block.columns) + v, block.columns);
       });
@@ -165,11 +165,10 @@ class Winograd {
     });
   }
 
-  void contract_output(const float* in, Index tile, const float* bias, bool relu, float* y) const {
+  void contract_output(float* in, Index tile, const float* bias, bool relu, float* y) const {
+    for (Index m = 0; bias && m < s_.m; ++m) in[kOnes * m_slice() + m] += bias[m];
     for_output(tile, [&](Index m, const Block& block, Index at) {
-      contract_block<kOutput<kEdge>, kEdge>(block, in + m, m_slice(), [&](Index plane, Index row, Eight v) {
-        if (bias) v += bias[m + plane];
-        if (relu) v = v < 0 ? Eight{} : v;  // a NaN stays
+      contract_block<kOutput<kEdge>, kEdge>(block, in + m, m_slice(), relu, [&](Index plane, Index row, Eight v) {
         store_eight(y + at + plane * block.plane + row * block.row, v, block.columns);
       });
     });
@@ -186,7 +185,7 @@ class Winograd {
     const Index plane = s_.c * R * R;
     for (Index m = 0; m < s_.m; m += kTile)
       contract_block<kWeight<R>, R>(
-          {plane, R, smaller(kTile, s_.m - m), R, R}, in + m, cm_slice(),
+          {plane, R, smaller(kTile, s_.m - m), R, R}, in + m, cm_slice(), false,
           [&](Index i, Index row, Eight v) { store_eight(dw + (m + i) * plane + row * R, v, R); });
   }
 

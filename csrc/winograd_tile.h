@@ -10,6 +10,9 @@ constexpr Index kTile = 8, kFrequencies = kTile * kTile;
 
 // The same element of 8 channels.
 typedef float Eight __attribute__((vector_size(32)));
+typedef std::int32_t EightIntegers __attribute__((vector_size(32)));
+// In memory; GCC 12 copies 32 bytes by halves, which a load of the whole then has to wait for.
+typedef float EightAnywhere __attribute__((vector_size(32), aligned(4), may_alias));
 
 // Rows belong to the points 0, 1, -1, 2, -2, 1/2, -1/2 and infinity. Rows 1, 3 and 5 differ from the next in nothing
 // but the signs of odd columns.
@@ -116,7 +119,9 @@ inline __m256i first_lanes(Index count) {
 // The first `count` of 8 elements; the other lanes are 0.
 inline Eight load_eight(const float* p, Index count) {
 #if defined(__AVX2__)
-  return (Eight)(count == kTile ? _mm256_loadu_ps(p) : _mm256_maskload_ps(p, first_lanes(count)));
+  if (count == kTile) return (Eight)_mm256_loadu_ps(p);
+  if (count == kTile / 2) return (Eight)_mm256_zextps128_ps256(_mm_loadu_ps(p));
+  return (Eight)_mm256_maskload_ps(p, first_lanes(count));
 #else
   Eight v = {};
   __builtin_memcpy(&v, p, count * sizeof(float));
@@ -126,9 +131,12 @@ inline Eight load_eight(const float* p, Index count) {
 
 inline void store_eight(float* p, Eight v, Index count) {
   if (count == kTile) {
-    __builtin_memcpy(p, &v, sizeof v);
+    *reinterpret_cast<EightAnywhere*>(p) = v;
     return;
   }
+#if defined(__AVX2__)
+  if (count == kTile / 2) return _mm_storeu_ps(p, _mm256_castps256_ps128((__m256)v));
+#endif
   float lanes[kTile];
   __builtin_memcpy(lanes, &v, sizeof v);
   const float* from = lanes;
@@ -136,6 +144,12 @@ inline void store_eight(float* p, Eight v, Index count) {
   if (count & 2) __builtin_memcpy(p, from, 2 * sizeof(float)), p += 2, from += 2;
   if (count & 1) *p = *from;
 }
+
+// The lower halves of two vectors, and the upper half of one as a lower one.
+inline Eight join_halves(Eight low, Eight high) {
+  return __builtin_shuffle(low, high, EightIntegers{0, 1, 2, 3, 8, 9, 10, 11});
+}
+inline Eight upper_half(Eight v) { return __builtin_shuffle(v, EightIntegers{4, 5, 6, 7, 4, 5, 6, 7}); }
 
 inline void transpose(Eight (&v)[kTile]) {
 #if defined(__AVX2__)
@@ -166,6 +180,10 @@ inline void transpose(Eight (&v)[kTile]) {
 #endif
 }
 
+// Rows of a block that are transposed at a time.
+template <Index K>
+constexpr Index kRows = K == kTile / 2 ? 2 : 1;
+
 // Up to 8 planes of an array, and the part of a block of K x K that exists.
 struct Block {
   Index plane, row;  // steps, in elements
@@ -178,36 +196,50 @@ void expand_block(const Block& b, const float* from, float* out, Index slice) {
   Eight half[kTile][K], all[kTile];
   {
     Eight pixels[K][K];
-    for (Index y = 0; y < K; ++y) {
+    const auto load_row = [&](Index y, Index plane) {
+      return y < b.rows && plane < b.planes ? load_eight(from + plane * b.plane + y * b.row, b.columns) : Eight{};
+    };
+    for (Index y = 0; y < K; y += kRows<K>) {
       Eight row[kTile];
-      for (Index i = 0; i < kTile; ++i)
-        row[i] = y < b.rows && i < b.planes ? load_eight(from + i * b.plane + y * b.row, b.columns) : Eight{};
+      for (Index i = 0; i < kTile; ++i) {
+        row[i] = load_row(y, i);
+        if constexpr (kRows<K> == 2) row[i] = join_halves(row[i], load_row(y + 1, i));
+      }
       transpose(row);
-      for (Index x = 0; x < K; ++x) pixels[y][x] = row[x];
+#pragma GCC unroll 8
+      for (Index x = 0; x < kRows<K> * K; ++x) pixels[y + x / K][x % K] = row[x];
     }
     for (Index x = 0; x < K; ++x) expand<m, K>(&pixels[0][x], K, &half[0][x], K);
   }
   for (Index i = 0; i < kTile; ++i) {
     expand<m, K>(half[i], 1, all, 1);
-    for (Index j = 0; j < kTile; ++j, out += slice) __builtin_memcpy(out, &all[j], sizeof(Eight));
+#pragma GCC unroll 8
+    for (Index j = 0; j < kTile; ++j, out += slice) *reinterpret_cast<EightAnywhere*>(out) = all[j];
   }
 }
 
 // The block m^T in[frequency] m of 8 planes: calls f(plane, row, its K elements, the rest of the lanes being
 // undefined).
 template <const auto& m, Index K, class F>
-void contract_block(const Block& b, const float* in, Index slice, F f) {
+void contract_block(const Block& b, const float* in, Index slice, bool relu, F f) {
   Eight half[K][kTile];
   for (Index j = 0; j < kTile; ++j) {
     Eight column[kTile];
-    for (Index i = 0; i < kTile; ++i) __builtin_memcpy(&column[i], in + (i * kTile + j) * slice, sizeof(Eight));
+#pragma GCC unroll 8
+    for (Index i = 0; i < kTile; ++i) column[i] = *reinterpret_cast<const EightAnywhere*>(in + (i * kTile + j) * slice);
     contract<m, K>(column, 1, &half[0][j], kTile);
   }
-  for (Index y = 0; y < b.rows; ++y) {
+  for (Index y = 0; y < b.rows; y += kRows<K>) {
     Eight row[kTile] = {};
-    contract<m, K>(half[y], 1, row, 1);
+#pragma GCC unroll 2
+    for (Index i = 0; i < kRows<K>; ++i) contract<m, K>(half[y + i], 1, row + i * K, 1);
+#pragma GCC unroll 8
+    for (Index i = 0; relu && i < kTile; ++i) row[i] = row[i] < 0 ? Eight{} : row[i];  // a NaN stays
     transpose(row);
-    for (Index i = 0; i < b.planes; ++i) f(i, y, row[i]);
+    for (Index i = 0; i < b.planes; ++i) {
+      f(i, y, row[i]);
+      if (kRows<K> == 2 && y + 1 < b.rows) f(i, y + 1, upper_half(row[i]));
+    }
   }
 }
 

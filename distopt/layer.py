@@ -64,7 +64,7 @@ class Conv2d(Layer):
     argument is what tells the two apart.
 
     With `pool` the result is pooled as by that layer, to the bit, while it is in the cache: faster than the layer by
-    itself, and the convolution's own result takes no memory.
+    itself, and the convolution's own result takes no memory. Gradients may differ in their last bits.
 
     Attributes:
         W: [nb_kernels, C, kh, kw].

@@ -153,7 +153,11 @@ def conv2d_max_pool(
 
 
 def conv2d_max_pool_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
-    """Overwrite dw and db with the gradients of w and b; return the gradient of x, or None if not needed."""
+    """Overwrite dw and db with the gradients of w and b; return the gradient of x, or None if not needed.
+
+    Without it, and with up to 4 channels, dw and db are sums over pooled pixels alone (csrc/direct_conv.h): last bits
+    may then differ from those of the two functions.
+    """
     (x, w, stride, padding, y), taken, window = saved
     dx = empty(x.shape, x.dtype) if need_dx else None
     _core.conv2d_max_pool_backward(dy, y, taken, x, w, dw, db, dx, stride, *window)

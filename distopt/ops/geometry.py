@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TypeAlias
 
 from ..errors import UsageError
@@ -11,6 +12,7 @@ __all__ = ["Pair", "out_size", "pool_out"]
 Pair: TypeAlias = tuple[int, int]
 
 
+@lru_cache(maxsize=1024)
 def out_size(images: tuple[int, ...], kernel: Pair, stride: Pair, padding: Pair) -> tuple[int, ...]:
     """Height and width of the result of sliding `kernel` over images of the shape given."""
     if len(images) != 4:
@@ -24,6 +26,7 @@ def out_size(images: tuple[int, ...], kernel: Pair, stride: Pair, padding: Pair)
     return tuple((n + 2 * p - k) // s + 1 for n, k, s, p in sides)
 
 
+@lru_cache(maxsize=1024)
 def pool_out(images: tuple[int, ...], kernel: Pair, stride: Pair, padding: Pair) -> tuple[int, ...]:
     """Shape of the result of pooling images of the shape given."""
     size = out_size(images, kernel, stride, padding)

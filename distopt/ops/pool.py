@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import DTypeLike, NDArray
 
 __all__ = ["Pool"]
@@ -29,12 +29,24 @@ class _Block:
     last_use: int
 
 
-def _references(blocks: list[_Block]) -> list[int]:
-    return [sys.getrefcount(block.memory) for block in blocks]
+def _find_idle(blocks: list[_Block], idle: int) -> _Block | None:
+    for block in blocks:
+        if sys.getrefcount(block.memory) <= idle:
+            return block
+    return None
 
 
-# How a block looks that nobody else refers to. Measured, as interpreters differ in the references they take themselves.
-_IDLE = _references([_Block(np.empty(0, np.uint8), 0, 0)])[0]
+# References to the memory of a block that nobody else refers to: the least with which it is found. Measured, as
+# interpreters differ in the references they take themselves.
+_IDLE = next(n for n in count() if _find_idle([_Block(np.empty(0, np.uint8), 0, 0)], n))
+
+
+@lru_cache(maxsize=1024)
+def _sizes(shape: int | tuple[int, ...], dtype: DTypeLike) -> tuple[int, int]:
+    """Bytes of an array, and of the block for it: classes of size, at most 1/4 apart."""
+    n_bytes = np.dtype(dtype).itemsize * (shape if isinstance(shape, int) else prod(shape))
+    step = 1 << max((_ALIGNMENT + n_bytes - 1).bit_length() - 3, 0)
+    return n_bytes, step * -(-(_ALIGNMENT + n_bytes) // step)
 
 
 class Pool:
@@ -49,14 +61,13 @@ class Pool:
         self._blocks: dict[int, list[_Block]] = {}  # by size in bytes
         self._clock = 0
 
-    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[Any]:
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
         """Return an uninitialized C-contiguous array, aligned to 64 bytes unless it is small. Local."""
-        dtype = np.dtype(dtype)
-        n_bytes = dtype.itemsize * (shape if isinstance(shape, int) else prod(shape))
+        n_bytes, block_bytes = _sizes(shape, dtype)  # type: ignore[arg-type]  # dtypes can be hashed
         if n_bytes < _SMALL:
             return np.empty(shape, dtype)
         with self._lock:
-            block = self._take(_ALIGNMENT + n_bytes)
+            block = self._take(block_bytes)
             array: NDArray[Any] = np.ndarray(shape, dtype, block.memory, block.offset)
             return array
 
@@ -68,24 +79,19 @@ class Pool:
 
     def _take(self, n_bytes: int) -> _Block:
         self._clock += 1
-        size = 1 << (n_bytes - 1).bit_length() - 3  # classes of size, at most 1/4 apart
-        size *= -(-n_bytes // size)
-        blocks = self._blocks.setdefault(size, [])
-        for block, references in zip(blocks, _references(blocks), strict=True):
-            if references == _IDLE:
-                block.last_use = self._clock
-                return block
-        self._drop_stale()
-        memory = np.empty(size, np.uint8)
-        block = _Block(memory, -memory.ctypes.data % _ALIGNMENT, self._clock)
-        self._blocks.setdefault(size, []).append(block)
+        block = _find_idle(self._blocks.get(n_bytes, []), _IDLE)
+        if block is None:
+            self._drop_stale()
+            memory = np.empty(n_bytes, np.uint8)
+            block = _Block(memory, -memory.ctypes.data % _ALIGNMENT, 0)
+            self._blocks.setdefault(n_bytes, []).append(block)
+        block.last_use = self._clock
         return block
 
     def _drop_stale(self) -> None:
         oldest = self._clock - _KEPT
         for size, blocks in list(self._blocks.items()):
-            in_use = _references(blocks)
-            kept = [b for b, n in zip(blocks, in_use, strict=True) if n > _IDLE or b.last_use > oldest]
+            kept = [b for b in blocks if b.last_use > oldest or not _find_idle([b], _IDLE)]
             if kept:
                 self._blocks[size] = kept
             else:
