@@ -57,7 +57,8 @@ void bind_cuda_step(nb::module_& m) {
   bind_products(m);
   nb::class_<GraphPiece>(m, "GraphPiece", "Work that was recorded on a stream.")
       .def(
-          "launch", [](const GraphPiece& self, Address stream) { self.launch(stream_of(stream)); }, "stream"_a)
+          "launch", [](const GraphPiece& self, Address stream) { self.launch(stream_of(stream)); }, "stream"_a,
+          nb::call_guard<nb::gil_scoped_release>(), "Enqueue it; waits where the stream is full.")
       .def_prop_ro("nodes", &GraphPiece::nodes);
   m.def("begin_capture", [](Address stream) { begin_capture(stream_of(stream)); }, "stream"_a);
   m.def("end_capture", [](Address stream) { return end_capture(stream_of(stream)); }, "stream"_a);

@@ -96,18 +96,24 @@ class _Recorder:
 
     def end(self) -> Any:
         """The recorded piece."""
-        assert self._inside is not None
         try:
-            return self._base.native.end_capture(self._stream.ptr)
-        finally:
+            piece = self._base.native.end_capture(self._stream.ptr)
+        except Exception:
             self.abort()
+            raise
+        self._leave()
+        return piece
 
     def abort(self) -> None:
         """Leave no recording under way."""
         if self._inside is not None:
-            inside, self._inside = self._inside, None
-            with inside:
-                self._base.native.abort_capture(self._stream.ptr)
+            self._base.native.abort_capture(self._stream.ptr)
+            self._leave()
+
+    def _leave(self) -> None:
+        assert self._inside is not None
+        inside, self._inside = self._inside, None
+        inside.close()
 
 
 def _allocator(cuda: Any, native: Any, memory: list[Any]) -> Callable[[int], Any]:

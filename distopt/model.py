@@ -71,7 +71,9 @@ class Model(Layer):
 
     def _step_graphs(self) -> StepGraphs | None:
         device = self._graph_device
-        if device is None or device.kind != "cuda" or not device.graph_enabled():
+        if device is None or device.kind != "cuda":
+            return None
+        if not device.graph_enabled():
             self._graphs = None
         elif self._graphs is None or self._graphs.generation != device.graph_generation:
             self._graphs = StepGraphs(device)

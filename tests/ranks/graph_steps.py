@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -185,6 +188,24 @@ def overlap(optimizer) -> dict[str, np.ndarray]:
     return {}
 
 
+def memory_goes(optimizer) -> dict[str, np.ndarray]:
+    """A graph that is dropped gives its memory back at once, without the garbage collector."""
+    own, net = build(optimizer, True)
+    for n in range(BEFORE + 1):
+        net(*batch(n, own))
+    (kind,) = net._graphs._kinds.values()
+    runs = [weakref.ref(run) for run in kind.step.recorder.memory]
+    assert len(runs) > 5
+    del kind
+    gc.collect()
+    gc.disable()
+    own.device.ResetGraph()
+    net(*batch(0, own))
+    assert not any(run() for run in runs)
+    gc.enable()
+    return {}
+
+
 def wrong_label(optimizer) -> dict[str, np.ndarray]:
     """A label that is no class is found in a replay as in any step; training goes on behind it."""
 
@@ -312,6 +333,7 @@ BODIES = (
     a_life,
     skipped,
     joined,
+    memory_goes,
     wrong_label,
     moved,
     other_arguments,

@@ -30,8 +30,8 @@ def poisoned(optimizer, net: Net, number: int, strategy, bad: float) -> None:
     def step(loss):
         backward = autograd.backward
 
-        def spoiled(loss):
-            for param, grad in backward(loss):
+        def spoiled(loss, **options):
+            for param, grad in backward(loss, **options):
                 if param.name == "linear1.b" and optimizer.global_rank == optimizer.world_size - 1:
                     grad.data[7] = bad
                 yield param, grad

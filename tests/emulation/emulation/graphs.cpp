@@ -1,9 +1,9 @@
-// Graphs, and what recordings forbid. How streams record is in runtime.cpp.
-#include "graphs.h"
-
+// Recordings of streams, and the graphs that they become.
 #include <algorithm>
 #include <memory>
 #include <utility>
+
+#include "runtime.h"
 
 namespace emulation {
 namespace {
@@ -24,16 +24,91 @@ bool unsafe_call_forbidden() {
   return forbidden;
 }
 
-void recording_begun(const std::shared_ptr<Recording>& recording) { own.push_back(recording); }
+bool meets_recording(const std::shared_ptr<Queue>& queue) {
+  if (queue != legacy_queue(queue->device)) return false;
+  bool meets = false;
+  for (const auto& entry : runtime().streams) {
+    const Queue& other = *entry.second;
+    if (!other.recording || !other.blocking || other.device != queue->device) continue;
+    other.recording->invalid = true;
+    meets = true;
+  }
+  return meets;
+}
 
-void recording_ended(const Recording& recording) {
-  own.erase(std::remove_if(own.begin(), own.end(), [&](const auto& each) { return each.get() == &recording; }),
-            own.end());
+cudaError_t record(Queue& queue, Node node) {
+  Recording& recording = *queue.recording;
+  if (recording.invalid) return cudaErrorStreamCaptureInvalidated;
+  recording.graph.nodes.push_back(std::move(node));
+  if (recording.origin != &queue) ++recording.unjoined[&queue];
+  return cudaSuccess;
+}
+
+cudaError_t join_recording(cudaStream_t stream, const Mark& mark) {
+  const std::lock_guard<std::mutex> lock(runtime().mutex);
+  const std::shared_ptr<Queue> queue = find(stream);
+  if (!queue) return cudaErrorInvalidResourceHandle;
+  Recording& recording = *mark.recording;
+  if (recording.ended) return cudaErrorCapturedEvent;
+  if (recording.invalid) return cudaErrorStreamCaptureInvalidated;
+  if (queue->recording && queue->recording != mark.recording) return cudaErrorStreamCaptureIsolation;
+  queue->recording = mark.recording;
+  if (recording.origin != queue.get()) {
+    recording.unjoined.try_emplace(queue.get(), 1);  // even without any work it has to be waited for
+    return cudaSuccess;
+  }
+  const auto other = recording.unjoined.find(mark.position.queue.get());
+  if (other != recording.unjoined.end() && other->second <= mark.work) other->second = 0;
+  return cudaSuccess;
 }
 
 }  // namespace emulation
 
 using namespace emulation;
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
+  const std::lock_guard<std::mutex> lock(runtime().mutex);
+  const std::shared_ptr<Queue> queue = find(stream);
+  if (!queue) return report(cudaErrorInvalidResourceHandle);
+  if (queue->recording || queue == legacy_queue(queue->device)) return report(cudaErrorStreamCaptureUnsupported);
+  auto recording = std::make_shared<Recording>();
+  recording->mode = mode;
+  recording->thread = std::this_thread::get_id();
+  recording->origin = queue.get();
+  own.push_back(recording);
+  queue->recording = std::move(recording);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  *graph = nullptr;
+  const std::lock_guard<std::mutex> lock(runtime().mutex);
+  const std::shared_ptr<Queue> queue = find(stream);
+  if (!queue) return report(cudaErrorInvalidResourceHandle);
+  const std::shared_ptr<Recording> recording = queue->recording;
+  if (!recording || recording->origin != queue.get()) return report(cudaErrorStreamCaptureUnmatched);
+  if (recording->mode != cudaStreamCaptureModeRelaxed && recording->thread != std::this_thread::get_id())
+    return report(cudaErrorStreamCaptureWrongThread);
+  for (const auto& entry : runtime().streams)
+    if (entry.second->recording == recording) entry.second->recording = nullptr;
+  recording->ended = true;
+  own.erase(std::remove(own.begin(), own.end(), recording), own.end());
+  if (recording->invalid) return report(cudaErrorStreamCaptureInvalidated);
+  for (const auto& entry : recording->unjoined)
+    if (entry.second) return report(cudaErrorStreamCaptureUnjoined);
+  *graph = new Graph(std::move(recording->graph));
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  const std::lock_guard<std::mutex> lock(runtime().mutex);
+  const std::shared_ptr<Queue> queue = find(stream);
+  if (!queue) return report(cudaErrorInvalidResourceHandle);
+  *status = !queue->recording           ? cudaStreamCaptureStatusNone
+            : queue->recording->invalid ? cudaStreamCaptureStatusInvalidated
+                                        : cudaStreamCaptureStatusActive;
+  return cudaSuccess;
+}
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   std::swap(*mode, thread_mode);

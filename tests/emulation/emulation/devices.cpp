@@ -1,0 +1,193 @@
+// Errors and devices.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <utility>
+
+#include "runtime.h"
+
+namespace emulation {
+
+thread_local int current_device = 0;
+
+namespace {
+
+thread_local cudaError_t last_error = cudaSuccess;
+
+int physical_devices() {
+  const char* text = std::getenv("DISTOPT_EMULATED_GPUS");
+  return text ? std::atoi(text) : 8;
+}
+
+// Physical numbers of the visible devices. As CUDA does it, what follows the first wrong entry does not count.
+std::vector<int> visible_devices() {
+  const int physical = physical_devices();
+  std::vector<int> visible;
+  const char* text = std::getenv("CUDA_VISIBLE_DEVICES");
+  if (!text) {
+    for (int i = 0; i < physical; ++i) visible.push_back(i);
+    return visible;
+  }
+  for (char* end = nullptr;; text = end + 1) {
+    const long number = std::strtol(text, &end, 10);
+    if (end == text || number < 0 || number >= physical) break;
+    visible.push_back(static_cast<int>(number));
+    if (*end != ',') break;
+  }
+  return visible;
+}
+
+}  // namespace
+
+cudaError_t report(cudaError_t code) {
+  if (code != cudaSuccess && code != cudaErrorNotReady) last_error = code;
+  return code;
+}
+
+cudaError_t require_device(int device) {
+  int count = 0;
+  if (const cudaError_t code = cudaGetDeviceCount(&count)) return code;
+  return device >= 0 && device < count ? cudaSuccess : cudaErrorInvalidDevice;
+}
+
+cudaError_t check_configuration(dim3 grid, dim3 block) {
+  if (const cudaError_t code = require_device(current_device)) return report(code);
+  const std::uint64_t threads = std::uint64_t{block.x} * block.y * block.z;
+  const bool fits = threads >= 1 && threads <= 1024 && block.z <= 64 && grid.x >= 1 && grid.x <= 0x7fffffff &&
+                    grid.y >= 1 && grid.y <= 65535 && grid.z >= 1 && grid.z <= 65535;
+  return fits ? cudaSuccess : report(cudaErrorInvalidConfiguration);
+}
+
+}  // namespace emulation
+
+using namespace emulation;
+
+const char* cudaGetErrorName(cudaError_t code) {
+  switch (code) {
+    case cudaSuccess:
+      return "cudaSuccess";
+    case cudaErrorInvalidValue:
+      return "cudaErrorInvalidValue";
+    case cudaErrorMemoryAllocation:
+      return "cudaErrorMemoryAllocation";
+    case cudaErrorInvalidConfiguration:
+      return "cudaErrorInvalidConfiguration";
+    case cudaErrorInsufficientDriver:
+      return "cudaErrorInsufficientDriver";
+    case cudaErrorNoDevice:
+      return "cudaErrorNoDevice";
+    case cudaErrorInvalidDevice:
+      return "cudaErrorInvalidDevice";
+    case cudaErrorInvalidResourceHandle:
+      return "cudaErrorInvalidResourceHandle";
+    case cudaErrorNotReady:
+      return "cudaErrorNotReady";
+    case cudaErrorStreamCaptureUnsupported:
+      return "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing";
+    case cudaErrorStreamCaptureInvalidated:
+      return "cudaErrorStreamCaptureInvalidated: operation failed due to a previous error during capture";
+    case cudaErrorStreamCaptureUnmatched:
+      return "cudaErrorStreamCaptureUnmatched";
+    case cudaErrorStreamCaptureUnjoined:
+      return "cudaErrorStreamCaptureUnjoined: capturing stream has unjoined work";
+    case cudaErrorStreamCaptureIsolation:
+      return "cudaErrorStreamCaptureIsolation: dependency created on uncaptured work in another stream";
+    case cudaErrorStreamCaptureImplicit:
+      return "cudaErrorStreamCaptureImplicit: operation would make the legacy stream depend on a capturing blocking "
+             "stream";
+    case cudaErrorCapturedEvent:
+      return "cudaErrorCapturedEvent: operation not permitted on an event last recorded in a capturing stream";
+    case cudaErrorStreamCaptureWrongThread:
+      return "cudaErrorStreamCaptureWrongThread";
+  }
+  return "unrecognized error code";
+}
+
+const char* cudaGetErrorString(cudaError_t code) { return cudaGetErrorName(code); }
+
+cudaError_t cudaPeekAtLastError() { return last_error; }
+
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = physical_devices() < 0 ? 0 : CUDART_VERSION;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 0;
+  if (physical_devices() < 0) return report(cudaErrorInsufficientDriver);
+  *count = static_cast<int>(visible_devices().size());
+  return *count ? cudaSuccess : report(cudaErrorNoDevice);
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  if (const cudaError_t code = require_device(current_device)) return report(code);
+  *device = current_device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) {
+  if (const cudaError_t code = require_device(device)) return report(code);
+  current_device = device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceSynchronize() {
+  if (const cudaError_t code = require_device(current_device)) return report(code);
+  if (unsafe_call_forbidden()) return report(cudaErrorStreamCaptureUnsupported);
+  synchronize_device(current_device);
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  if (const cudaError_t code = require_device(device)) return report(code);
+  switch (attribute) {
+    case cudaDevAttrMaxThreadsPerBlock:
+      *value = 1024;
+      return cudaSuccess;
+    case cudaDevAttrMultiProcessorCount:
+      *value = 1;  // so that grid-stride loops go round
+      return cudaSuccess;
+    case cudaDevAttrPciBusId:
+      *value = visible_devices()[static_cast<std::size_t>(device)] + 1;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
+      return cudaSuccess;
+    case cudaDevAttrPciDeviceId:
+    case cudaDevAttrPciDomainId:
+    case cudaDevAttrComputeCapabilityMinor:
+    case cudaDevAttrMemoryPoolsSupported:
+      *value = 0;
+      return cudaSuccess;
+  }
+  return report(cudaErrorInvalidValue);
+}
+
+cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int device) {
+  int bus = 0;
+  if (const cudaError_t code = cudaDeviceGetAttribute(&bus, cudaDevAttrPciBusId, device)) return code;
+  if (length < 13) return report(cudaErrorInvalidValue);
+  std::snprintf(text, static_cast<std::size_t>(length), "0000:%02X:00.0", static_cast<unsigned>(bus));
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
+  if (const cudaError_t code = require_device(current_device)) return report(code);
+  *free = std::size_t{8} << 30;
+  *total = std::size_t{16} << 30;
+  return cudaSuccess;
+}

@@ -1,0 +1,108 @@
+// Memory and copies.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "runtime.h"
+
+namespace emulation {
+namespace {
+
+enum class Place { pageable, pinned, device, beyond };
+
+Place place_of(const void* pointer, std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(runtime().mutex);
+  const auto at = reinterpret_cast<std::uintptr_t>(pointer);
+  auto found = runtime().allocations.upper_bound(at);
+  if (found == runtime().allocations.begin()) return Place::pageable;
+  --found;
+  if (at >= found->first + std::max<std::size_t>(found->second.bytes, 1)) return Place::pageable;
+  if (at + bytes > found->first + found->second.bytes) return Place::beyond;
+  return found->second.memory == Memory::device ? Place::device : Place::pinned;
+}
+
+cudaError_t allocate(void** pointer, std::size_t bytes, Memory memory) {
+  if (const cudaError_t code = require_device(current_device)) return report(code);
+  *pointer = nullptr;
+  if (!bytes) return cudaSuccess;
+  if (unsafe_call_forbidden()) return report(cudaErrorStreamCaptureUnsupported);
+  void* const at = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  if (!at) return report(cudaErrorMemoryAllocation);
+  std::memset(at, 0xff, bytes);
+  const std::lock_guard<std::mutex> lock(runtime().mutex);
+  runtime().allocations[reinterpret_cast<std::uintptr_t>(at)] = {bytes, memory, current_device};
+  *pointer = at;
+  return cudaSuccess;
+}
+
+cudaError_t release(void* pointer, Memory memory) {
+  if (!pointer) return cudaSuccess;
+  if (unsafe_call_forbidden()) return report(cudaErrorStreamCaptureUnsupported);
+  Allocation allocation{};
+  {
+    const std::lock_guard<std::mutex> lock(runtime().mutex);
+    const auto found = runtime().allocations.find(reinterpret_cast<std::uintptr_t>(pointer));
+    if (found == runtime().allocations.end() || found->second.memory != memory) return report(cudaErrorInvalidValue);
+    allocation = found->second;
+  }
+  synchronize_device(allocation.device);
+  const std::lock_guard<std::mutex> lock(runtime().mutex);
+  runtime().allocations.erase(reinterpret_cast<std::uintptr_t>(pointer));
+  std::free(pointer);
+  return cudaSuccess;
+}
+
+bool fits(Place place, bool device) { return device ? place == Place::device : place != Place::device; }
+
+cudaError_t check_copy(Place to, Place from, cudaMemcpyKind kind) {
+  if (to == Place::beyond || from == Place::beyond) return cudaErrorInvalidValue;
+  if (kind == cudaMemcpyDefault) return cudaSuccess;
+  const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+  const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+  return fits(to, to_device) && fits(from, from_device) ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace
+}  // namespace emulation
+
+using namespace emulation;
+
+cudaError_t cudaMalloc(void** pointer, std::size_t bytes) { return allocate(pointer, bytes, Memory::device); }
+cudaError_t cudaFree(void* pointer) { return release(pointer, Memory::device); }
+cudaError_t cudaMallocHost(void** pointer, std::size_t bytes) { return allocate(pointer, bytes, Memory::pinned); }
+cudaError_t cudaHostAlloc(void** pointer, std::size_t bytes, unsigned) { return cudaMallocHost(pointer, bytes); }
+cudaError_t cudaFreeHost(void* pointer) { return release(pointer, Memory::pinned); }
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+  if (!bytes) return cudaSuccess;
+  const Place target = place_of(to, bytes), source = place_of(from, bytes);
+  if (const cudaError_t code = check_copy(target, source, kind)) return report(code);
+  const Node node{cudaGraphNodeTypeMemcpy, to, from, {}};
+  if (const cudaError_t code = enqueue_node(stream, node, [=] { std::memmove(to, from, bytes); })) return code;
+  const bool pageable = target == Place::pageable || source == Place::pageable;
+  return pageable ? report(synchronize_stream(stream, true)) : cudaSuccess;
+}
+
+cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind) {
+  if (unsafe_call_forbidden()) return report(cudaErrorStreamCaptureUnsupported);
+  if (const cudaError_t code = cudaMemcpyAsync(to, from, bytes, kind, nullptr)) return code;
+  return report(synchronize_stream(nullptr, true));
+}
+
+cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {
+  if (!bytes) return cudaSuccess;
+  if (place_of(to, bytes) != Place::device) return report(cudaErrorInvalidValue);
+  const Node node{cudaGraphNodeTypeMemset, to, nullptr, {}};
+  return enqueue_node(stream, node, [=] { std::memset(to, value, bytes); });
+}
+
+cudaError_t cudaMemset(void* to, int value, std::size_t bytes) { return cudaMemsetAsync(to, value, bytes, nullptr); }
+
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+  const Place place = place_of(pointer, 1);
+  attributes->type = place == Place::pinned   ? cudaMemoryTypeHost
+                     : place == Place::device ? cudaMemoryTypeDevice
+                                              : cudaMemoryTypeUnregistered;
+  return cudaSuccess;
+}

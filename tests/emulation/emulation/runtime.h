@@ -1,0 +1,128 @@
+// What the parts of the emulated runtime share: devices.cpp, memory.cpp, runtime.cpp (streams and events), graphs.cpp.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace emulation {
+
+// -- graphs -----------------------------------------------------------------------------------------------------------
+struct Node {
+  cudaGraphNodeType type = cudaGraphNodeTypeKernel;
+  void* to = nullptr;  // of copies
+  const void* from = nullptr;
+  Step step;
+};
+
+struct Graph {
+  std::vector<Node> nodes;
+};
+
+// A recording is a list: the work of all its streams in the order in which it was put there, which is an order that
+// the dependencies allow. It becomes a graph.
+struct Recording {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+  std::thread::id thread;
+  const void* origin = nullptr;  // the queue on which it was begun
+  Graph graph;
+  bool invalid = false, ended = false;
+  // Work of each other queue in it that the origin has not waited for.
+  std::map<const void*, std::size_t> unjoined;
+};
+
+// -- streams and events -----------------------------------------------------------------------------------------------
+using Clock = std::chrono::steady_clock;
+struct Queue;
+
+// A point in a queue: after its first `tasks` tasks.
+struct Position {
+  std::shared_ptr<Queue> queue;
+  std::uint64_t tasks = 0;
+};
+
+struct Task {
+  std::vector<Position> after;
+  Step step;
+};
+
+struct Queue {
+  int device = 0;
+  bool blocking = true;  // ordered with the legacy stream
+  int priority = 0;
+  std::deque<Task> tasks;
+  std::uint64_t added = 0, finished = 0;
+  bool running = false;  // some thread is in the first task
+  std::thread::id runner;
+  std::shared_ptr<Recording> recording;  // null: work is run
+};
+
+struct Mark {  // what an event was recorded at
+  Position position;
+  Clock::time_point time;
+  // Recorded: in which recording, and after how much work of which queue.
+  std::shared_ptr<Recording> recording;
+  std::size_t work = 0;
+};
+
+struct EventState {
+  int device = 0;
+  bool timing = true;
+  std::shared_ptr<Mark> mark;  // null: never recorded
+};
+
+enum class Memory { device, pinned };
+
+struct Allocation {
+  std::size_t bytes;
+  Memory memory;
+  int device;
+};
+
+struct Runtime {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<std::uintptr_t, std::shared_ptr<Queue>> streams;
+  std::map<std::uintptr_t, EventState> events;
+  std::map<int, std::shared_ptr<Queue>> legacy;
+  std::map<std::uintptr_t, Allocation> allocations;
+  std::uintptr_t next_handle = 0x1000;
+};
+
+Runtime& runtime();
+
+// Of this thread.
+extern thread_local int current_device;
+cudaError_t report(cudaError_t code);  // remembers it
+
+cudaError_t require_device(int device);
+void synchronize_device(int device);
+
+// The queue behind a handle, or null. The lock is held.
+std::shared_ptr<Queue> find(cudaStream_t stream);
+std::shared_ptr<Queue>& legacy_queue(int device);
+Position end_of(const std::shared_ptr<Queue>& queue);
+cudaError_t enqueue_node(cudaStream_t stream, Node node, std::function<void()> task);
+// All that is in the stream; without `wait` cudaErrorNotReady where that is not finished.
+cudaError_t synchronize_stream(cudaStream_t stream, bool wait);
+
+// -- recordings -------------------------------------------------------------------------------------------------------
+// Whether recordings forbid this thread calls that might wait for the device; if so they are invalid from here on.
+bool unsafe_call_forbidden();
+// Whether work on the default stream would have to wait for a stream that records. The lock is held.
+bool meets_recording(const std::shared_ptr<Queue>& queue);
+// The lock is held.
+cudaError_t record(Queue& queue, Node node);
+// A stream waits for an event that was recorded in a recording: it becomes part of that, or joins its work to it.
+cudaError_t join_recording(cudaStream_t stream, const Mark& mark);
+
+}  // namespace emulation
