@@ -43,6 +43,17 @@ class ReducesForward(Net):
         return super().forward(x)
 
 
+class Multiplies(Net):
+    """By CuPy's own product, which calls cuBLAS."""
+
+    square = None
+
+    def forward(self, x):
+        if self.square is None:
+            self.square = tensor.from_numpy(np.eye(5, dtype=np.float32), x.device)
+        return autograd.matmul(super().forward(x), self.square)
+
+
 class _ReadsBackward(autograd.Operation):
     def forward(self, x):
         return x * x.dtype.type(2)
@@ -94,6 +105,7 @@ REFUSED = {
     WithDropout: "random numbers",
     ReadsForward: "",  # what CUDA says to that
     DrawsOnTheHost: "",
+    Multiplies: "calling cuBLAS API during stream capture",
     ReducesForward: "a collective cannot be captured",
     ReadsBackward: "the backward pass",
     StepsTwice: "2 times",
