@@ -28,7 +28,7 @@ sanitize: export SKBUILD_CMAKE_DEFINE = DISTOPT_SANITIZE=address,undefined;DISTO
 sanitize: export SKBUILD_BUILD_DIR = build/sanitize
 sanitize:
 	$(MAKE) VENV=.venv-sanitize .venv-sanitize/.test
-	LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
 	.venv-sanitize/bin/python -m pytest $(SANITIZED)
 
 lint: $(VENV)/.lint
