@@ -113,19 +113,24 @@ double squared_norm(const float* x, std::size_t n) {
   return total;
 }
 
+inline float magnitude(float value) { return __builtin_fabsf(value); }
+inline double magnitude(double value) { return __builtin_fabs(value); }
+
 template <class Real>
 std::size_t first_beyond(const Real* x, std::size_t n, Real limit) {
-  const auto beyond = [limit](Real value) { return !((value <= limit) & (-limit <= value)); };  // NaN, too
-  constexpr std::size_t block = 2048;  // looked at element by element only if something is wrong in it
-  for (std::size_t start = 0; start < n; start += block) {
-    const std::size_t stop = n - start < block ? n : start + block;
-    int wrong = 0;
-    for (std::size_t i = start; i < stop; ++i) wrong |= beyond(x[i]);
-    if (!wrong) continue;
-    for (std::size_t i = start; i < stop; ++i)
-      if (beyond(x[i])) return i;
-  }
-  return n;
+  const auto beyond = [limit](Real value) { return !(magnitude(value) <= limit); };  // NaN, too
+  // In several places by turns: the processor foresees each of them, and twice as much arrives from the third cache.
+  constexpr std::size_t places = 8, turn = 64;
+  const std::size_t apart = n / places / turn * turn;
+  int wrong = 0;
+  for (std::size_t i = 0; i < apart; i += turn)
+    for (std::size_t place = 0; place < places; ++place)
+      for (std::size_t k = 0; k < turn; ++k) wrong |= beyond(x[place * apart + i + k]);
+  for (std::size_t i = places * apart; i < n; ++i) wrong |= beyond(x[i]);
+  if (!wrong) return n;
+  std::size_t first = 0;
+  while (!beyond(x[first])) ++first;
+  return first;
 }
 
 const CodecKernels table = {&encode16, &decode16, &squared_norm, &first_beyond<float>, &first_beyond<double>};

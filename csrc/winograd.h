@@ -166,6 +166,7 @@ class Winograd {
   }
 
   void contract_output(float* in, Index tile, const float* bias, bool relu, float* y) const {
+    // The frequency of point 1 reaches all outputs alike.
     for (Index m = 0; bias && m < s_.m; ++m) in[kOnes * m_slice() + m] += bias[m];
     for_output(tile, [&](Index m, const Block& block, Index at) {
       contract_block<kOutput<kEdge>, kEdge>(block, in + m, m_slice(), relu, [&](Index plane, Index row, Eight v) {
