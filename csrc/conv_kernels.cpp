@@ -163,14 +163,15 @@ void forward(const ConvShape& s, const T* x, const T* weight, const T* bias, T* 
     if (pooling) pool_table<T>().max_pool(pooling->shape, full, out + n * size, pooling->taken + n * size);
   };
   if (with_winograd<T>(s, [&](auto& winograd) { winograd.forward(x, weight, bias, relu, work, y_of, done); })) return;
+  Offsets taps;
   if (const DirectConv<T> direct(s); direct.pays_forward()) {
+    for_taps(s, 0, inner, [&](Index i, Index offset) { taps.offset[i] = offset; });
     for (Index n = 0; n < s.n; ++n) {
-      direct.forward(x + n * s.c * s.h * s.w, weight, bias, relu, y_of(n));
+      direct.forward(taps.offset, x + n * s.c * s.h * s.w, weight, bias, relu, y_of(n));
       done(n);
     }
     return;
   }
-  Offsets taps;
   for (Index n = 0; n < s.n; ++n, x += s.c * s.h * s.w) {
     T* const y = y_of(n);
     for (Index p = 0; p < pixels; p += kPanel<T>) {
@@ -250,10 +251,10 @@ void clear(T* x, Index count) {
   __builtin_memset(x, 0, count * sizeof(T));
 }
 
-// The gradient of the pooled image n before ReLU: dy itself, or in `work`. The largest of a window lets its gradient
-// pass if it is positive, so that the pooled y tells all that the full one would.
+// The gradient of image n before ReLU: dy itself, or in `work`. After pooling it is that of the pooled image: the
+// largest of a window lets its gradient pass if it is positive, so that the pooled y tells all that the full one would.
 template <class T>
-const T* pooled_slope(Index size, const T* dy, const T* y, Index n, T* work) {
+const T* before_relu(Index size, const T* dy, const T* y, Index n, T* work) {
   dy += n * size;
   if (!y) return dy;
   y += n * size;
@@ -265,7 +266,7 @@ const T* pooled_slope(Index size, const T* dy, const T* y, Index n, T* work) {
 template <class T>
 const T* unpool(const ConvShape& s, const T* dy, const T* y, const Pooling& pooling, Index n, T* work) {
   const Index size = image_size(s, &pooling);
-  const T* const slope = pooled_slope(size, dy, y, n, work + image_size(s, nullptr));
+  const T* const slope = before_relu(size, dy, y, n, work + image_size(s, nullptr));
   pool_table<T>().max_pool_backward(pooling.shape, slope, pooling.taken + n * size, work);
   return work;
 }
@@ -273,11 +274,7 @@ const T* unpool(const ConvShape& s, const T* dy, const T* y, const Pooling& pool
 // The gradient of image n before pooling and ReLU.
 template <class T>
 const T* slope_of(const ConvShape& s, const T* dy, const T* y, const Pooling* pooling, Index n, T* work) {
-  const Index size = image_size(s, nullptr);
-  if (pooling) return unpool(s, dy, y, *pooling, n, work);
-  if (!y) return dy + n * size;
-  for (Index i = 0; i < size; ++i) work[i] = y[n * size + i] <= 0 ? T(0) : dy[n * size + i];
-  return work;
+  return pooling ? unpool(s, dy, y, *pooling, n, work) : before_relu(image_size(s, nullptr), dy, y, n, work);
 }
 
 template <class T>
@@ -288,7 +285,7 @@ void backward_weight_pooled(const ConvShape& s, const DirectConv<T>& direct, con
   direct.begin(work);
   if (db) clear(db, s.m);
   for (Index n = 0; n < s.n; ++n, x += s.c * s.h * s.w) {
-    const T* const slope = pooled_slope(size, dy, y, n, masked);
+    const T* const slope = before_relu(size, dy, y, n, masked);
     direct.backward(pooling.shape, slope, pooling.taken + n * size, x, work);
     for (Index m = 0; db && m < s.m; ++m) db[m] += sum_of(slope + m * pooled, pooled);
   }

@@ -26,19 +26,17 @@ class DirectConv {
     return pooling && s_.c <= kMostChannels && s_.sh == 1 && s_.sw == 1 && s_.kw <= kLanes<T> && s_.kh <= kMostRows;
   }
 
-  // One image: y[m][oy][ox].
-  void forward(const T* x, const T* weight, const T* bias, bool relu, T* y) const {
-    constexpr Index lanes = kLanes<T>, most = kTileVectors < 3 ? 3 : 4;
-    Index offset[kPanelRows];
-    for (Index k = 0; k < taps_; ++k) offset[k] = (k / (s_.kh * s_.kw) * s_.h + k / s_.kw % s_.kh) * s_.w + k % s_.kw;
-    const Index vectors = (s_.ow + lanes - 1) / lanes, widest = smaller(most, s_.ow / lanes);
+  // One image: y[m][oy][ox]; `offset` is where x has each tap of the first pixel.
+  void forward(const Index* offset, const T* x, const T* weight, const T* bias, bool relu, T* y) const {
+    constexpr Index lanes = kLanes<T>;
+    const Index vectors = (s_.ow + lanes - 1) / lanes, widest = smaller(kWidestTile, s_.ow / lanes);
     const Index parts = (vectors + widest - 1) / widest;
     for (Index oy = 0; oy < s_.oh; ++oy, x += s_.w, y += s_.ow) {
       for (Index part = 0; part < parts; ++part) {
         const Index first = part * vectors / parts, count = (part + 1) * vectors / parts - first;
         // The last part begins earlier where it would end behind the row, and computes some pixels twice.
         const Index ox = smaller(first * lanes, s_.ow - count * lanes);
-        row_of<most>(count, {x + ox, offset}, weight, y + ox, {false, bias, relu});
+        row_of<kWidestTile>(count, {x + ox, offset}, weight, y + ox, {false, bias, relu});
       }
     }
   }
@@ -50,8 +48,8 @@ class DirectConv {
 
   // One image: `slope[m][pooled pixel]` is the gradient before ReLU.
   void backward(const PoolShape& pool, const T* slope, const std::uint8_t* taken, const T* x, T* work) const {
-    Index place[kPlaces];  // of a pixel in its window
-    for (Index i = 0; i < smaller(kPlaces, pool.kh * pool.kw); ++i) place[i] = i / pool.kw * s_.w + i % pool.kw;
+    Index place[kPlaces];  // of a pixel in its window, which has no more
+    for (Index i = 0; i < pool.kh * pool.kw; ++i) place[i] = i / pool.kw * s_.w + i % pool.kw;
     const Index pooled = pool.oh * pool.ow;
     for (Index m = 0; m < s_.m; ++m, slope += pooled, taken += pooled)
       for (Index c = 0; c < s_.c; ++c, work += s_.kh * kLanes<T>)

@@ -19,6 +19,9 @@ constexpr Index kTileRegisters = 12, kTileVectors = 2;  // of 16
 template <Index V>
 constexpr Index kTileRows = kTileRegisters / V < 8 ? kTileRegisters / V : 8;
 
+// Vectors of the widest tile where a row need not be one of a packed panel.
+constexpr Index kWidestTile = kTileVectors < 3 ? 3 : 4;
+
 // Columns of a panel of B, and the most rows of a packed one: 32 KiB, which stay in the first cache while every row of
 // A passes over them.
 template <class T>
@@ -222,9 +225,9 @@ void multiply_panel(Index rows, Index inner, Left<T> left, Right<T> b, T* c, Ind
 template <class T>
 void multiply_rows(Index rows, Index inner, Left<T> left, const T* b, Index b_row, T* c, Index c_row, Index vectors,
                    bool accumulate) {
-  constexpr Index lanes = kLanes<T>, widest = kTileVectors < 3 ? 3 : 4;
+  constexpr Index lanes = kLanes<T>;
   const Finish<T> finish = {accumulate, nullptr, false};
-  for (Index strips = (vectors + widest - 1) / widest; strips > 0; --strips) {
+  for (Index strips = (vectors + kWidestTile - 1) / kWidestTile; strips > 0; --strips) {
     const Index some = (vectors + strips - 1) / strips;
     const Right<T> right = {b, b_row, 0};
     switch (some) {
