@@ -5,7 +5,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <optional>
+#include <utility>
 
 #include "bind.h"
 #include "bind_errors.h"
@@ -23,19 +25,28 @@ using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
 class Buffers {
  public:
   Buffers() = default;
+  Buffers(Buffers&& other) noexcept : count_(std::exchange(other.count_, 0)) {
+    std::copy_n(other.views_, count_, views_);
+  }
   ~Buffers() {
-    if (!Py_IsInitialized()) return;  // at the end of the process the arrays are gone already
-    nb::gil_scoped_acquire gil;       // the last to let go may be a thread that waits without it
+    if (count_ == 0 || !Py_IsInitialized()) return;  // at the end of the process the arrays are gone already
+    nb::gil_scoped_acquire gil;                      // the last to let go may be a thread that waits without it
     for (int i = 0; i < count_; ++i) PyBuffer_Release(&views_[i]);
   }
   Buffers(const Buffers&) = delete;
   Buffers& operator=(const Buffers&) = delete;
 
-  const Py_buffer& add(nb::handle array, int flags) {
+  // nullptr, with a Python error set, if the array has no such buffer.
+  const Py_buffer* try_add(nb::handle array, int flags) {
     Py_buffer& view = views_[count_];
-    if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_C_CONTIGUOUS | flags) != 0) throw nb::python_error();
+    if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_C_CONTIGUOUS | flags) != 0) return nullptr;
     ++count_;
-    return view;
+    return &view;
+  }
+  const Py_buffer& add(nb::handle array, int flags) {
+    const Py_buffer* view = try_add(array, flags);
+    if (view == nullptr) throw nb::python_error();
+    return *view;
   }
 
  private:
@@ -43,12 +54,19 @@ class Buffers {
   int count_ = 0;
 };
 
+// An operation and, in the same allocation, what keeps its arrays alive.
+class HeldOperation : public Operation {
+ public:
+  HeldOperation(Request request, Buffers buffers) : Operation(std::move(request)), buffers_(std::move(buffers)) {}
+
+ private:
+  Buffers buffers_;
+};
+
 struct ShmWork {
   std::shared_ptr<ShmCommunicator> communicator;
   std::shared_ptr<Operation> operation;
 };
-
-using Shared = std::shared_ptr<ShmCommunicator>;
 
 Request make_request(OpKind kind, int dtype, const char* label) {
   Request request;
@@ -58,41 +76,110 @@ Request make_request(OpKind kind, int dtype, const char* label) {
   return request;
 }
 
+// Letting others have the interpreter and taking it back costs as much as a small collective on its own. So what ends
+// within microseconds keeps it.
+ShmWork start(ShmCommunicator& communicator, Request request, Buffers buffers) {
+  auto operation = std::make_shared<HeldOperation>(std::move(request), std::move(buffers));
+  if (!communicator.start(operation)) {
+    nb::gil_scoped_release release;
+    communicator.progress();
+  }
+  return {communicator.shared_from_this(), std::move(operation)};
+}
+
+void wait(ShmCommunicator& communicator, const Operation& operation, std::optional<double> timeout) {
+  if (communicator.wait_briefly(operation)) return;
+  nb::gil_scoped_release release;
+  communicator.wait(operation, timeout.value_or(communicator.default_timeout()));
+}
+
 // `array` is the input; `out` the output, or None where the operation works in place.
-ShmWork start(Shared communicator, Request request, nb::handle array, nb::handle out) {
-  auto buffers = std::make_shared<Buffers>();
-  const Py_buffer& input = buffers->add(array, PyBUF_WRITABLE);
-  const Py_buffer& output = out.is_none() ? input : buffers->add(out, PyBUF_WRITABLE);
+ShmWork start(ShmCommunicator& communicator, Request request, nb::handle array, nb::handle out) {
+  Buffers buffers;
+  const Py_buffer& input = buffers.add(array, PyBUF_WRITABLE);
+  const Py_buffer& output = out.is_none() ? input : buffers.add(out, PyBUF_WRITABLE);
   const Py_buffer& part = request.kind == OpKind::reduce_scatter ? output : input;
   request.input = static_cast<const char*>(input.buf);
   request.output = static_cast<char*>(output.buf);
   request.count = static_cast<std::size_t>(part.len) / item_bytes(request.dtype);
-  request.owner = std::move(buffers);
-  nb::gil_scoped_release release;
-  auto operation = communicator->start(std::move(request));
-  return {std::move(communicator), std::move(operation)};
+  return start(communicator, std::move(request), std::move(buffers));
 }
 
-ShmWork all_reduce(Shared communicator, nb::handle array, int dtype, int op, const char* label) {
+ShmWork all_reduce(ShmCommunicator& communicator, nb::handle array, int dtype, int op, const char* label) {
   Request request = make_request(OpKind::all_reduce, dtype, label);
   request.op = static_cast<RedOp>(op);
-  return start(std::move(communicator), std::move(request), array, nb::none());
+  return start(communicator, std::move(request), array, nb::none());
 }
 
-ShmWork reduce_scatter(Shared communicator, nb::handle array, nb::handle out, int dtype, int op, const char* label) {
+bool equals(nb::handle text, const char* name) {
+  return PyUnicode_Check(text.ptr()) && PyUnicode_CompareWithASCIIString(text.ptr(), name) == 0;
+}
+
+// The element type of a buffer, if its format tells and `wire` (a name or None) agrees.
+std::optional<DType> plain_dtype(const Py_buffer& view, nb::handle wire) {
+  struct Plain {
+    char format;
+    Py_ssize_t bytes;
+    DType dtype;
+    const char* name;
+  };
+  constexpr Plain types[] = {{'f', 4, DType::float32, "float32"}, {'d', 8, DType::float64, "float64"},
+                             {'e', 2, DType::float16, "float16"}, {'i', 4, DType::int32, "int32"},
+                             {'l', 8, DType::int64, "int64"},     {'q', 8, DType::int64, "int64"}};
+  if (view.format == nullptr || view.format[0] == 0 || view.format[1] != 0) return {};
+  for (const Plain& type : types)
+    if (view.format[0] == type.format && view.itemsize == type.bytes && (wire.is_none() || equals(wire, type.name)))
+      return type.dtype;
+  return {};
+}
+
+std::optional<RedOp> plain_op(nb::handle op, DType dtype) {
+  const bool integer = dtype == DType::int32 || dtype == DType::int64;
+  if (equals(op, "sum")) return RedOp::sum;
+  if (equals(op, "mean") && !integer) return RedOp::mean;
+  if (equals(op, "max")) return RedOp::max;
+  if (equals(op, "min")) return RedOp::min;
+  return {};
+}
+
+nb::object all_reduce_plain(ShmCommunicator& communicator, nb::handle array, nb::handle op, nb::handle wire,
+                            nb::handle label) {
+  Buffers buffers;
+  const Py_buffer* view = buffers.try_add(array, PyBUF_WRITABLE | PyBUF_FORMAT);
+  Py_ssize_t length = 0;
+  const char* text = view == nullptr ? nullptr : PyUnicode_AsUTF8AndSize(label.ptr(), &length);
+  if (text == nullptr) {
+    PyErr_Clear();
+    return nb::none();
+  }
+  const std::optional<DType> dtype = plain_dtype(*view, wire);
+  const std::optional<RedOp> reduction = dtype ? plain_op(op, *dtype) : std::nullopt;
+  if (!reduction) return nb::none();
+  Request request;
+  request.kind = OpKind::all_reduce;
+  request.dtype = *dtype;
+  request.op = *reduction;
+  request.count = static_cast<std::size_t>(view->len) / item_bytes(*dtype);
+  request.input = request.output = static_cast<char*>(view->buf);
+  request.label.assign(text, static_cast<std::size_t>(length));
+  return nb::cast(start(communicator, std::move(request), std::move(buffers)));
+}
+
+ShmWork reduce_scatter(ShmCommunicator& communicator, nb::handle array, nb::handle out, int dtype, int op,
+                       const char* label) {
   Request request = make_request(OpKind::reduce_scatter, dtype, label);
   request.op = static_cast<RedOp>(op);
-  return start(std::move(communicator), std::move(request), array, out);
+  return start(communicator, std::move(request), array, out);
 }
 
-ShmWork all_gather(Shared communicator, nb::handle array, nb::handle out, int dtype, const char* label) {
-  return start(std::move(communicator), make_request(OpKind::all_gather, dtype, label), array, out);
+ShmWork all_gather(ShmCommunicator& communicator, nb::handle array, nb::handle out, int dtype, const char* label) {
+  return start(communicator, make_request(OpKind::all_gather, dtype, label), array, out);
 }
 
-ShmWork broadcast(Shared communicator, nb::handle array, int root, int dtype, const char* label) {
+ShmWork broadcast(ShmCommunicator& communicator, nb::handle array, int root, int dtype, const char* label) {
   Request request = make_request(OpKind::broadcast, dtype, label);
   request.root = root;
-  return start(std::move(communicator), std::move(request), array, nb::none());
+  return start(communicator, std::move(request), array, nb::none());
 }
 
 nb::dlpack::dtype storage_of(DType dtype) {
@@ -131,11 +218,10 @@ nb::object empty(ShmCommunicator& communicator, std::size_t count, int dtype, st
 
 nb::list all_gather_ragged(ShmCommunicator& communicator, nb::handle array, int dtype, const char* label) {
   Request request = make_request(OpKind::all_gather_ragged, dtype, label);
-  auto buffers = std::make_shared<Buffers>();
-  const Py_buffer& input = buffers->add(array, 0);
+  Buffers buffers;
+  const Py_buffer& input = buffers.add(array, 0);
   request.input = static_cast<const char*>(input.buf);
   request.count = static_cast<std::size_t>(input.len) / item_bytes(request.dtype);
-  request.owner = std::move(buffers);
   std::vector<std::shared_ptr<char>> memory;
   std::vector<std::size_t> counts;
   auto allocate = [&](const std::vector<std::uint64_t>& all) {
@@ -159,13 +245,12 @@ nb::list all_gather_ragged(ShmCommunicator& communicator, nb::handle array, int 
 }
 
 void barrier(ShmCommunicator& communicator) {
-  nb::gil_scoped_release release;
-  auto operation = communicator.start(Request{});
-  communicator.wait(*operation, communicator.default_timeout());
+  const ShmWork work = start(communicator, Request{}, Buffers());
+  wait(communicator, *work.operation, {});
 }
 
-Shared create(int fd, int rank, std::vector<std::string> names, double timeout, double stall_warning,
-              nb::callable warn) {
+std::shared_ptr<ShmCommunicator> create(int fd, int rank, std::vector<std::string> names, double timeout,
+                                        double stall_warning, nb::callable warn) {
   Hooks hooks;
   hooks.check_signals = [] {
     nb::gil_scoped_acquire gil;
@@ -211,11 +296,8 @@ void bind_shm(nb::module_& m) {
           "Local. Move the operation forward without waiting; whether it has finished.")
       .def(
           "wait",
-          [](ShmWork& work, std::optional<double> timeout) {
-            work.communicator->wait(*work.operation, timeout.value_or(work.communicator->default_timeout()));
-          },
-          nb::arg("timeout") = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
-          "Wait for the end, at most `timeout` seconds.");
+          [](ShmWork& work, std::optional<double> timeout) { wait(*work.communicator, *work.operation, timeout); },
+          nb::arg("timeout") = nb::none(), "Wait for the end, at most `timeout` seconds.");
 
   nb::class_<ShmCommunicator>(m, "ShmCommunicator", "Collectives over the ranks of one host; arguments are trusted.")
       .def(nb::new_(&create), nb::arg("fd"), nb::arg("rank"), nb::arg("names"), nb::arg("timeout"),
@@ -224,6 +306,10 @@ void bind_shm(nb::module_& m) {
       .def("use_wire_memory_of", &ShmCommunicator::use_wire_memory_of, nb::keep_alive<1, 2>())
       .def("empty", &empty)
       .def("all_reduce", &all_reduce)
+      .def("all_reduce_plain", &all_reduce_plain, nb::arg("array"), nb::arg("op"), nb::arg("wire").none(),
+           nb::arg("label"),
+           "all_reduce of an array whose buffer says all; None, without having started anything, of another one or if "
+           "an argument is wrong.")
       .def("reduce_scatter", &reduce_scatter)
       .def("all_gather", &all_gather)
       .def("all_gather_ragged", &all_gather_ragged)

@@ -12,6 +12,9 @@ namespace {
 
 // How long a dead, closed or failed peer can go unnoticed by a rank that sleeps.
 constexpr double slice_seconds = 0.05;
+// Some microseconds, in which the calling thread keeps Python's lock from the others: longer than ranks that work in
+// step wait for each other in a small collective.
+constexpr int brief_polls = 128;
 
 std::atomic<unsigned> fork_count{0};
 
@@ -186,19 +189,19 @@ std::string ShmCommunicator::waiting_for(const std::vector<int>& ranks) const {
 
 // -- operations -------------------------------------------------------------------------------------------------------
 
-std::shared_ptr<Operation> ShmCommunicator::start(Request request) {
+bool ShmCommunicator::start(std::shared_ptr<Operation> operation) {
   Guard guard(*this);
-  return enqueue(std::move(request));
+  enqueue(std::move(operation));
+  if (!only_brief()) return false;
+  advance();
+  return true;
 }
 
-std::shared_ptr<Operation> ShmCommunicator::enqueue(Request request) {
+void ShmCommunicator::enqueue(std::shared_ptr<Operation> operation) {
   raise_recorded_failure();
-  auto operation = std::make_shared<Operation>(std::move(request), started_ + 1);
   check_aliasing(*operation);
-  ++started_;
-  queue_.push_back(operation);
-  advance();
-  return operation;
+  operation->begin(++started_);
+  queue_.push_back(std::move(operation));
 }
 
 void ShmCommunicator::check_aliasing(const Operation& operation) const {
@@ -214,13 +217,10 @@ void ShmCommunicator::check_aliasing(const Operation& operation) const {
                    "input and output overlap; pass separate arrays, or as the part this rank's own part of the whole");
 }
 
-bool ShmCommunicator::may_post(const Operation& operation) const {
+bool ShmCommunicator::may_post(const Operation& operation) {
   // The ring entry is free when every rank, this one too, has finished the operation that used it before.
   if (operation.sequence() - queue_.front()->sequence() >= ring_size) return false;
-  Blocker unused{};
-  if (operation.sequence() > ring_size &&
-      !peers_.all_reached(Signal::finished, operation.sequence() - ring_size, unused))
-    return false;
+  if (operation.sequence() > ring_size && !peers_.all_finished(operation.sequence() - ring_size)) return false;
   // Posting says "my arguments are ready", which they are not while an earlier operation still writes to them.
   const int n = peers_.size();
   const Request& later = operation.request();
@@ -279,6 +279,16 @@ void ShmCommunicator::wait(const Operation& operation, double timeout_seconds) {
   wait_until([&] { return operation.finished(); }, timeout_seconds);
 }
 
+bool ShmCommunicator::wait_briefly(const Operation& operation) {
+  if (operation.finished()) return true;
+  Guard guard(*this);
+  for (int polls = brief_polls; only_brief() && peers_.glance(blocker_, polls);) {
+    advance();
+    if (operation.finished()) return true;
+  }
+  return false;
+}
+
 std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, std::uint64_t bytes_available) {
   Guard guard(*this);
   std::size_t bytes = 0;
@@ -291,7 +301,8 @@ std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, s
   request.count = count;
   request.refused = peers_.rank() == 0 && (overflows || total > bytes_available);
   return or_fail("empty()", [&]() -> std::shared_ptr<char> {
-    auto operation = enqueue(std::move(request));
+    auto operation = std::make_shared<Operation>(std::move(request));
+    enqueue(operation);
     wait_until([&] { return operation->finished(); }, limits_.timeout_seconds);
     const std::string what =
         std::to_string(bytes >> 20) + " MiB of wire memory for each of " + std::to_string(peers_.size()) + " ranks";
@@ -318,7 +329,8 @@ void ShmCommunicator::all_gather_ragged(
     Request request, const std::function<std::vector<char*>(const std::vector<std::uint64_t>&)>& allocate) {
   Guard guard(*this);
   or_fail("all_gather_ragged()", [&] {
-    auto operation = enqueue(std::move(request));
+    auto operation = std::make_shared<Operation>(std::move(request));
+    enqueue(operation);
     wait_until([&] { return !operation->counts().empty(); }, limits_.timeout_seconds);
     operation->set_outputs(allocate(operation->counts()));
     wait_until([&] { return operation->finished(); }, limits_.timeout_seconds);

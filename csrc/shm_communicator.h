@@ -29,7 +29,7 @@ struct Limits {
   double warning_seconds;
 };
 
-class ShmCommunicator {
+class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
  public:
   // Takes over the descriptor from create_segment. Every rank must have constructed its own before any starts an
   // operation. `names`: see Peers.
@@ -44,11 +44,14 @@ class ShmCommunicator {
   // called once, by all ranks before their first operation; this one's own empty() must not be used then.
   void use_wire_memory_of(const ShmCommunicator& owner) { segment_.use_blocks_of(owner.segment_); }
 
-  // Starts an operation and returns at once.
-  std::shared_ptr<Operation> start(Request request);
+  // Starts an operation and returns at once. It has gone as far as it can if it is brief and no other is outstanding,
+  // which is what is returned; otherwise progress() has to be called next, which may take the time of large copies.
+  bool start(std::shared_ptr<Operation> operation);
   // Moves outstanding operations forward without waiting; whether this one has ended.
   bool test(const Operation& operation);
   void wait(const Operation& operation, double timeout_seconds);
+  // Waits for some microseconds at most, if nothing but a brief operation is outstanding; whether it has ended.
+  bool wait_briefly(const Operation& operation);
   void progress();
 
   // Collective; waits. `bytes_available` counts on rank 0 only: what the host can give to all ranks together.
@@ -69,10 +72,11 @@ class ShmCommunicator {
   void require_open() const;
   void raise_recorded_failure() const;
   [[noreturn]] void fail(ErrorKind kind, const std::string& text);
-  std::shared_ptr<Operation> enqueue(Request request);
+  void enqueue(std::shared_ptr<Operation> operation);
+  bool only_brief() const { return queue_.size() == 1 && queue_.front()->brief(peers_.size()); }
   void check_aliasing(const Operation& operation) const;
   void post_ready();
-  bool may_post(const Operation& operation) const;
+  bool may_post(const Operation& operation);
   void advance();
   template <typename Condition>
   void wait_until(Condition condition, double timeout_seconds);

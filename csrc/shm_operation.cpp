@@ -104,8 +104,8 @@ void Operation::run_inline(Peers& peers) {
   if (reduces()) {
     const std::size_t first =
         request_.kind == OpKind::reduce_scatter ? bytes * static_cast<std::size_t>(peers.rank()) : 0;
-    std::vector<const void*> inputs;
-    for (int q = 0; q < n; ++q) inputs.push_back(peers.entry(q, sequence_).payload + first);
+    std::vector<const void*>& inputs = peers.scratch();
+    for (int q = 0; q < n; ++q) inputs[q] = peers.entry(q, sequence_).payload + first;
     void* out = request_.output;
     reduce_kernels().reduce(&out, 1, inputs.data(), n, request_.count, request_.dtype, request_.op);
   } else if (request_.kind == OpKind::all_gather) {

@@ -21,15 +21,17 @@ struct Request {
   const char* input = nullptr;
   char* output = nullptr;
   std::string label;
-  // Keeps the arrays alive until the operation has ended, even if the caller has dropped them.
-  std::shared_ptr<void> owner;
   bool refused = false;  // of `empty`: see Descriptor
 };
 
 class Operation {
  public:
-  Operation(Request request, std::uint64_t sequence) : request_(std::move(request)), sequence_(sequence) {}
+  // Whoever derives from it may keep the arrays alive: it lives until the operation has ended, even if the caller has
+  // dropped it.
+  explicit Operation(Request request) : request_(std::move(request)) {}
 
+  // Gives it its place in the order of operations.
+  void begin(std::uint64_t sequence) { sequence_ = sequence; }
   // Tells the peers that this rank has come so far and that its arguments are ready.
   void post(Peers& peers);
   // Does everything that can be done without waiting; whether the operation has ended. If not, `blocker` says why.
@@ -47,6 +49,8 @@ class Operation {
   // The operation goes on when it knows where each rank's elements shall go.
   void set_outputs(std::vector<char*> outputs);
 
+  // Whether all that this rank may have to do for it is to copy and reduce what fits into a ring entry.
+  bool brief(int world_size) const { return input_bytes(world_size) <= inline_bytes; }
   std::size_t input_bytes(int world_size) const;
   std::size_t output_bytes(int world_size) const;
 
@@ -78,7 +82,7 @@ class Operation {
   bool reduces() const { return request_.kind == OpKind::all_reduce || request_.kind == OpKind::reduce_scatter; }
 
   Request request_;
-  std::uint64_t sequence_;
+  std::uint64_t sequence_ = 0;
   bool posted_ = false;
   bool finished_ = false;
   int checked_ = 0;  // peers whose descriptor has been compared

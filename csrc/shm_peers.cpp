@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <climits>
 #include <ctime>
@@ -37,7 +38,7 @@ void relax() {
 }  // namespace
 
 Peers::Peers(Segment& segment, std::vector<std::string> names)
-    : segment_(segment), rank_(segment.rank()), size_(segment.world_size()), names_(std::move(names)) {
+    : segment_(segment), rank_(segment.rank()), size_(segment.world_size()), names_(std::move(names)), scratch_(size_) {
   count_cores();
 }
 
@@ -100,6 +101,31 @@ std::vector<int> Peers::absent(const Blocker& blocker) const {
   for (int q = 0; q < size_; ++q)
     if (q != rank_ && !reached({blocker.signal, blocker.target, q})) ranks.push_back(q);
   return ranks;
+}
+
+// The peers write these counters at each operation: every look takes the line away from them, and they have to fetch it
+// back. As counters only grow, one look in `ring_size` operations is enough.
+bool Peers::all_finished(std::uint64_t sequence) {
+  if (sequence <= finished_seen_) return true;
+  std::uint64_t least = UINT64_MAX;
+  for (int q = 0; q < size_; ++q)
+    if (q != rank_)
+      least = std::min(least,
+                       segment_.slot(q).counters[static_cast<int>(Signal::finished)].load(std::memory_order_acquire));
+  finished_seen_ = least;
+  return sequence <= finished_seen_;
+}
+
+bool Peers::glance(const Blocker& blocker, int& polls) {
+  if (cores_shared_) return false;
+  while (polls-- > 0) {
+    if (reached(blocker)) {
+      failed_spins_ = 0;
+      return true;
+    }
+    relax();
+  }
+  return false;
 }
 
 bool Peers::spin(const Blocker& blocker) {

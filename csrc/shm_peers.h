@@ -37,7 +37,14 @@ class Peers {
   // Whether every peer has got to `target`; if not, `blocker` names the first that has not.
   bool all_reached(Signal signal, std::uint64_t target, Blocker& blocker) const;
   std::vector<int> absent(const Blocker& blocker) const;
+  // Whether every peer has finished that operation.
+  bool all_finished(std::uint64_t sequence);
+  // One element for each rank, for the use of whoever needs it next.
+  std::vector<const void*>& scratch() { return scratch_; }
 
+  // Polls a few times, each of which counts against `polls`; whether the blocker is gone. Worth no try where ranks
+  // share cores.
+  bool glance(const Blocker& blocker, int& polls);
   // Polls for a time that suits the machine; whether the blocker is gone.
   bool spin(const Blocker& blocker);
   // Sleeps until the blocker's word changes, but at most for the slice or until a signal arrives.
@@ -57,7 +64,9 @@ class Peers {
   int size_;
   std::vector<std::string> names_;
   bool cores_shared_;
-  unsigned failed_spins_ = 0;  // since one succeeded
+  unsigned failed_spins_ = 0;        // since one succeeded
+  std::uint64_t finished_seen_ = 0;  // operations that all peers had finished when last looked at
+  std::vector<const void*> scratch_;
 };
 
 }  // namespace distopt

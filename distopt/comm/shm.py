@@ -93,6 +93,11 @@ class ShmCommunicator(Communicator):
         array = self._core.empty(count, DTYPES[dtype], _available_bytes() if self.topology.rank == 0 else 0)
         return array if count else np.empty(0, array.dtype)
 
+    def all_reduce(self, array: Array, op: ReduceOp = "sum", *, wire: str | None = None, label: str = "") -> Work:
+        """Collective. See `Communicator.all_reduce`, which makes the errors."""
+        work = self._core.all_reduce_plain(array, op, wire, label)
+        return work or super().all_reduce(array, op, wire=wire, label=label)
+
     def barrier(self) -> None:
         """Collective. Return when every rank has called it; all earlier operations have finished then."""
         self._core.barrier()

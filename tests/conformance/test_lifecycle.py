@@ -98,6 +98,32 @@ def use_from_threads(job: LocalJob) -> None:
         comm.barrier()
 
 
+def wait_beside_a_thread(job: LocalJob) -> None:
+    comm = connect(job)
+    for _ in range(2):
+        comm.barrier()
+        ticks: list[float] = []
+        stop = threading.Event()
+
+        def tick(ticks: list[float] = ticks, stop: threading.Event = stop) -> None:
+            while not stop.wait(0.01):
+                ticks.append(time.monotonic())
+
+        thread = threading.Thread(target=tick)
+        thread.start()
+        time.sleep(0.4 * job.topology.rank)
+        comm.all_reduce(np.ones(7, np.float32)).wait()
+        time.sleep(0.4 * job.topology.rank)
+        comm.barrier()
+        stop.set()
+        thread.join()
+        assert len(ticks) > 20, ticks
+
+
+def test_other_threads_run_while_a_rank_waits_in_a_small_collective() -> None:
+    run_ranks_ok(wait_beside_a_thread, 2)
+
+
 def test_a_second_thread_is_refused() -> None:
     run_ranks_ok(use_from_threads, 2)
 
