@@ -70,7 +70,14 @@ def count_collectives(communicator, call) -> int:
 
         return wrapper
 
-    names = ["_all_reduce", "_all_gather", "_all_gather_ragged", "_reduce_scatter", "_broadcast"]
+    names = [
+        "_all_reduce",
+        "_all_reduce_and_look",
+        "_all_gather",
+        "_all_gather_ragged",
+        "_reduce_scatter",
+        "_broadcast",
+    ]
     for name in names:
         setattr(communicator, name, counted(getattr(communicator, name)))
     call()

@@ -82,7 +82,10 @@ class RecordedCalls:
         self._recorder, self._part, self._target = recorder, part, target
 
     def __getattr__(self, name: str):
-        call = self._recorder.wrap(self._part, getattr(self._target, name))
+        value = getattr(self._target, name)
+        if not callable(value):
+            return value
+        call = self._recorder.wrap(self._part, value)
 
         def recorded(*args):
             result = call(*args)

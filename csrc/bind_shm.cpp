@@ -1,6 +1,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -105,8 +106,9 @@ ShmWork start(ShmCommunicator& communicator, Request request, nb::handle array, 
   return start(communicator, std::move(request), std::move(buffers));
 }
 
-ShmWork all_reduce(ShmCommunicator& communicator, nb::handle array, int dtype, int op, const char* label) {
+ShmWork all_reduce(ShmCommunicator& communicator, nb::handle array, int dtype, int op, const char* label, bool looks) {
   Request request = make_request(OpKind::all_reduce, dtype, label);
+  request.looks = looks;
   request.op = static_cast<RedOp>(op);
   return start(communicator, std::move(request), array, nb::none());
 }
@@ -264,7 +266,12 @@ std::shared_ptr<ShmCommunicator> create(int fd, int rank, std::vector<std::strin
                                            std::move(hooks));
 }
 
-void reduce(const std::vector<Array>& outputs, const std::vector<Array>& inputs, int dtype, int op) {
+std::optional<std::pair<int, std::uint64_t>> rank_and_index(const Nonfinite& found) {
+  if (found.index == Nonfinite::nowhere) return {};
+  return std::pair(static_cast<int>(found.rank), found.index);
+}
+
+auto reduce(const std::vector<Array>& outputs, const std::vector<Array>& inputs, int dtype, int op, bool look) {
   std::vector<void*> outs;
   std::vector<const void*> ins;
   for (const Array& array : outputs) outs.push_back(array.data());
@@ -274,8 +281,14 @@ void reduce(const std::vector<Array>& outputs, const std::vector<Array>& inputs,
       if (array.nbytes() != inputs.at(0).nbytes() || array.itemsize() != item_bytes(static_cast<DType>(dtype)))
         throw std::invalid_argument("all arrays must have the same size and the item size of the type");
   nb::gil_scoped_release release;
-  reduce_kernels().reduce(outs.data(), static_cast<int>(outs.size()), ins.data(), static_cast<int>(ins.size()),
-                          inputs.at(0).size(), static_cast<DType>(dtype), static_cast<RedOp>(op));
+  const ReduceKernels& kernels = reduce_kernels();
+  const auto run = [&](auto kernel) {
+    return kernel(outs.data(), static_cast<int>(outs.size()), ins.data(), static_cast<int>(ins.size()),
+                  inputs.at(0).size(), static_cast<DType>(dtype), static_cast<RedOp>(op));
+  };
+  if (look) return rank_and_index(run(kernels.reduce_and_look));
+  run(kernels.reduce);
+  return rank_and_index({});
 }
 
 void copy(const Array& to, const Array& from) {
@@ -297,7 +310,10 @@ void bind_shm(nb::module_& m) {
       .def(
           "wait",
           [](ShmWork& work, std::optional<double> timeout) { wait(*work.communicator, *work.operation, timeout); },
-          nb::arg("timeout") = nb::none(), "Wait for the end, at most `timeout` seconds.");
+          nb::arg("timeout") = nb::none(), "Wait for the end, at most `timeout` seconds.")
+      .def_prop_ro(
+          "nonfinite", [](const ShmWork& work) { return rank_and_index(work.operation->nonfinite()); },
+          "See `Work.nonfinite`.");
 
   nb::class_<ShmCommunicator>(m, "ShmCommunicator", "Collectives over the ranks of one host; arguments are trusted.")
       .def(nb::new_(&create), nb::arg("fd"), nb::arg("rank"), nb::arg("names"), nb::arg("timeout"),
@@ -322,7 +338,9 @@ void bind_shm(nb::module_& m) {
         nb::arg("named_fallback") = false, "Descriptor of the memory that the ranks of one host are to share.");
   m.def(
       "reduce", &reduce, nb::arg("outputs"), nb::arg("inputs"), nb::arg("dtype"), nb::arg("op"),
-      "Element-wise reduction of equally long arrays in the order given, written to every output (tests, benchmarks).");
+      nb::arg("look") = false,
+      "Element-wise reduction of equally long arrays in the order given, written to every output (tests, benchmarks). "
+      "With `look`: as `Work.nonfinite`, with the place in `inputs` as the rank.");
   m.def("copy", &copy, nb::arg("to"), nb::arg("from_"), "Bytes of one array into another (tests).");
 }
 

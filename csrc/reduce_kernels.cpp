@@ -1,8 +1,9 @@
 #include "reduce_kernels.h"
 
 #include <cstring>
+#include <type_traits>
 
-#if defined(__F16C__)
+#if defined(__F16C__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -134,45 +135,105 @@ struct Min {
 // -- loops
 // --------------------------------------------------------------------------------------------------------------
 
+template <typename T>
+bool finite(T value) {
+  return value - value == 0;
+}
+
+// Whether any bit is set.
+template <typename V>
+bool any(const V& mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi64_mask(reinterpret_cast<__m512i>(mask), reinterpret_cast<__m512i>(mask)) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256(reinterpret_cast<__m256i>(mask), reinterpret_cast<__m256i>(mask));
+#else
+  const auto words = reinterpret_cast<VectorOf<std::uint64_t>::Type>(mask);
+  return (words[0] | words[1]) != 0;
+#endif
+}
+
+// Looks for it in elements `begin` to `end`, one by one: this happens once.
+template <typename T>
+Nonfinite find_nonfinite(const void* const* ins, int n, size_t begin, size_t end) {
+  const auto at = [&](int q, size_t i) {
+    T value;
+    std::memcpy(&value, static_cast<const T*>(ins[q]) + i, sizeof(T));
+    return value;
+  };
+  const auto magnitude = [&](int q, size_t i) { return at(q, i) < 0 ? -at(q, i) : at(q, i); };
+  for (size_t i = begin; i < end; ++i) {
+    T sum = at(0, i);
+    for (int q = 1; q < n; ++q) sum += at(q, i);
+    if (finite(sum)) continue;
+    int rank = 0;
+    for (int q = 1; q < n && finite(at(rank, i)); ++q)
+      if (!finite(at(q, i)) || magnitude(q, i) > magnitude(rank, i)) rank = q;
+    return {i, rank};
+  }
+  return {};
+}
+
 // `fixed` is the number of inputs where the compiler shall know it, else 0.
-template <typename Format, typename Op, bool divide, int fixed>
-void reduce_all(void* const* outs, int n_outs, const void* const* ins, int n_ins, size_t count) {
+template <typename Format, typename Op, bool divide, bool look, int fixed>
+Nonfinite reduce_all(void* const* outs, int n_outs, const void* const* ins, int n_ins, size_t count) {
   using Element = typename Format::Element;
+  using Wide = typename Format::Wide;
+  constexpr size_t lanes = sizeof(typename Format::Stored) / sizeof(Element);
   const int n = fixed ? fixed : n_ins;
-  const auto step = [&](size_t at, size_t bytes) __attribute__((always_inline)) {
-    const auto load = [&](typename Format::Wide& to, int q) __attribute__((always_inline)) {
+  Nonfinite found;
+  const auto reduced = [&](Wide& sum, size_t at, size_t bytes) __attribute__((always_inline)) {
+    const auto load = [&](Wide& to, int q) __attribute__((always_inline)) {
       typename Format::Stored stored = {};
       __builtin_memcpy(&stored, static_cast<const Element*>(ins[q]) + at, bytes);
       Format::load(to, stored);
     };
-    typename Format::Wide sum, next;
+    Wide next;
     load(sum, 0);
     for (int q = 1; q < n; ++q) {
       load(next, q);
       Op::apply(sum, next);
     }
     if (divide) sum = sum / static_cast<typename Format::Sum>(n);
+  };
+  const auto store = [&](const Wide& sum, size_t at, size_t bytes) __attribute__((always_inline)) {
     typename Format::Stored result;
     Format::store(result, sum);
     for (int q = 0; q < n_outs; ++q) __builtin_memcpy(static_cast<Element*>(outs[q]) + at, &result, bytes);
   };
-  constexpr size_t lanes = sizeof(typename Format::Stored) / sizeof(Element);
+  // Of several vectors at a time, so that the look costs next to nothing; before any is stored, as the inputs tell
+  // whose fault it is.
+  const auto step = [&](auto vectors, size_t at, size_t bytes) __attribute__((always_inline)) {
+    Wide sums[vectors];
+    for (size_t k = 0; k < vectors; ++k) reduced(sums[k], at + k * lanes, bytes);
+    if constexpr (look) {
+      Wide spoiled = sums[0] - sums[0];
+      for (size_t k = 1; k < vectors; ++k) spoiled += sums[k] - sums[k];
+      if (__builtin_expect(any(spoiled != spoiled), false) && found.index == Nonfinite::nowhere)
+        found = find_nonfinite<Element>(ins, n, at, at + (vectors - 1) * lanes + bytes / sizeof(Element));
+    }
+    for (size_t k = 0; k < vectors; ++k) store(sums[k], at + k * lanes, bytes);
+  };
+  constexpr std::integral_constant<size_t, 1> one;
+  constexpr std::integral_constant<size_t, look ? 4 : 1> several;
   size_t at = 0;
-  for (; at + lanes <= count; at += lanes) step(at, sizeof(typename Format::Stored));
-  if (at < count) step(at, (count - at) * sizeof(Element));
+  for (; at + several * lanes <= count; at += several * lanes) step(several, at, sizeof(typename Format::Stored));
+  for (; at + lanes <= count; at += lanes) step(one, at, sizeof(typename Format::Stored));
+  if (at < count) step(one, at, (count - at) * sizeof(Element));
+  return found;
 }
 
-template <typename Format, typename Op, bool divide = false>
-void reduce_as(void* const* outs, int n_outs, const void* const* ins, int n_ins, size_t count) {
+template <typename Format, typename Op, bool divide = false, bool look = false>
+Nonfinite reduce_as(void* const* outs, int n_outs, const void* const* ins, int n_ins, size_t count) {
   switch (n_ins) {
     case 2:
-      return reduce_all<Format, Op, divide, 2>(outs, n_outs, ins, n_ins, count);
+      return reduce_all<Format, Op, divide, look, 2>(outs, n_outs, ins, n_ins, count);
     case 3:
-      return reduce_all<Format, Op, divide, 3>(outs, n_outs, ins, n_ins, count);
+      return reduce_all<Format, Op, divide, look, 3>(outs, n_outs, ins, n_ins, count);
     case 4:
-      return reduce_all<Format, Op, divide, 4>(outs, n_outs, ins, n_ins, count);
+      return reduce_all<Format, Op, divide, look, 4>(outs, n_outs, ins, n_ins, count);
     default:
-      return reduce_all<Format, Op, divide, 0>(outs, n_outs, ins, n_ins, count);
+      return reduce_all<Format, Op, divide, look, 0>(outs, n_outs, ins, n_ins, count);
   }
 }
 
@@ -181,13 +242,17 @@ template <typename Format, typename Summing = Format>
 void reduce_format(void* const* outs, int n_outs, const void* const* ins, int n_ins, size_t count, RedOp op) {
   switch (op) {
     case RedOp::sum:
-      return reduce_as<Summing, Add>(outs, n_outs, ins, n_ins, count);
+      reduce_as<Summing, Add>(outs, n_outs, ins, n_ins, count);
+      return;
     case RedOp::max:
-      return reduce_as<Format, Max>(outs, n_outs, ins, n_ins, count);
+      reduce_as<Format, Max>(outs, n_outs, ins, n_ins, count);
+      return;
     case RedOp::min:
-      return reduce_as<Format, Min>(outs, n_outs, ins, n_ins, count);
+      reduce_as<Format, Min>(outs, n_outs, ins, n_ins, count);
+      return;
     case RedOp::mean:
-      return reduce_as<Format, Add, true>(outs, n_outs, ins, n_ins, count);
+      reduce_as<Format, Add, true>(outs, n_outs, ins, n_ins, count);
+      return;
   }
 }
 
@@ -206,6 +271,18 @@ void reduce(void* const* outs, int n_outs, const void* const* ins, int n_ins, si
     case DType::int64:
       return reduce_format<Plain<std::int64_t>, Plain<std::uint64_t>>(outs, n_outs, ins, n_ins, count, op);
   }
+}
+
+template <typename T>
+Nonfinite look_as(void* const* outs, int n_outs, const void* const* ins, int n_ins, size_t count, RedOp op) {
+  return op == RedOp::mean ? reduce_as<Plain<T>, Add, true, true>(outs, n_outs, ins, n_ins, count)
+                           : reduce_as<Plain<T>, Add, false, true>(outs, n_outs, ins, n_ins, count);
+}
+
+Nonfinite reduce_and_look(void* const* outs, int n_outs, const void* const* ins, int n_ins, size_t count, DType dtype,
+                          RedOp op) {
+  return dtype == DType::float64 ? look_as<double>(outs, n_outs, ins, n_ins, count, op)
+                                 : look_as<float>(outs, n_outs, ins, n_ins, count, op);
 }
 
 void copy(void* to, const void* from, size_t bytes) {
@@ -228,7 +305,7 @@ void copy(void* to, const void* from, size_t bytes) {
   if (bytes != 0) std::memcpy(target, source, bytes);
 }
 
-const ReduceKernels table = {&reduce, &copy};
+const ReduceKernels table = {&reduce, &reduce_and_look, &copy};
 
 }  // namespace
 

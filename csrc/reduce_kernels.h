@@ -13,6 +13,9 @@ struct ReduceKernels {
   // each may be one of the inputs. Arrays need not be aligned.
   void (*reduce)(void* const* outs, int n_outs, const void* const* ins, int n_ins, std::size_t count, DType dtype,
                  RedOp op);
+  // The same sum or mean, of float32 or float64, looked at on the way; the place in `ins` is the rank.
+  Nonfinite (*reduce_and_look)(void* const* outs, int n_outs, const void* const* ins, int n_ins, std::size_t count,
+                               DType dtype, RedOp op);
   // memcpy, for long arrays. glibc's takes `rep movsb` for them, which on AMD's Zen 3 takes several times as long into
   // an address that begins no cache line (https://lunnova.dev/articles/ryzen-slow-short-rep-mov), as NumPy's do not.
   void (*copy)(void* to, const void* from, std::size_t bytes);

@@ -62,6 +62,7 @@ void fill(Descriptor& descriptor, char (&label)[label_bytes], const Request& req
   descriptor.kind = request.kind;
   descriptor.dtype = static_cast<std::uint8_t>(request.dtype);
   descriptor.op = static_cast<std::uint8_t>(request.op);
+  descriptor.looks = request.looks;
   const std::size_t length = std::min(request.label.size(), label_bytes - 1);
   std::memcpy(label, request.label.data(), length);
   label[length] = '\0';
@@ -70,7 +71,7 @@ void fill(Descriptor& descriptor, char (&label)[label_bytes], const Request& req
 bool alike(const Descriptor& a, const Descriptor& b) {
   const bool ragged = a.kind == OpKind::all_gather_ragged || a.kind == OpKind::all_to_all_ragged;
   return a.kind == b.kind && a.dtype == b.dtype && a.op == b.op && a.root == b.root && a.label == b.label &&
-         (a.count == b.count || ragged);
+         a.looks == b.looks && (a.count == b.count || ragged);
 }
 
 std::string mismatch_between(const std::string& who, const std::string& does, const std::string& me,
@@ -85,6 +86,7 @@ std::string describe(const Descriptor& descriptor, std::uint64_t sequence, const
     text += " of " + with_commas(descriptor.count) + " " + dtype_name(descriptor.dtype);
   if (descriptor.kind == OpKind::all_reduce || descriptor.kind == OpKind::reduce_scatter)
     text += std::string(", ") + op_name(descriptor.op);
+  if (descriptor.looks) text += ", looked at for NaN";
   if (descriptor.kind == OpKind::broadcast) text += " from rank " + std::to_string(descriptor.root);
   const std::string shown(label, ::strnlen(label, label_bytes));
   return shown.empty() ? text : text + " (" + shown + ")";

@@ -14,7 +14,7 @@
 namespace distopt {
 
 constexpr std::uint64_t segment_magic = 0x74706f7473696400;
-constexpr std::uint32_t segment_version = 2;
+constexpr std::uint32_t segment_version = 3;
 // Two lines, because x86 prefetches lines in pairs.
 constexpr std::size_t line_bytes = 128;
 // Operations that a rank may have posted before its slowest peer has finished the first of them.
@@ -47,6 +47,7 @@ struct alignas(64) Descriptor {
   OpKind kind;
   std::uint8_t dtype;
   std::uint8_t op;
+  bool looks;            // for NaN and infinity
   std::uint8_t refused;  // rank 0 found too little memory for `empty`
 };
 static_assert(sizeof(Descriptor) == 64, "peers poll one line");
@@ -55,6 +56,7 @@ struct alignas(64) RingEntry {
   Descriptor descriptor;
   unsigned char payload[inline_bytes];
   char label[label_bytes];
+  Nonfinite nonfinite;  // of one that looks: what this rank has found so far
 };
 
 // Counts of what a rank has done since the start. All ranks run the same operations, so equal counts mean equal places.

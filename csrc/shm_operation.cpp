@@ -66,10 +66,34 @@ bool Operation::advance(Peers& peers, Blocker& blocker) {
     mode_ = choose_mode(peers);
     if (mode_ == Mode::staged) prepare_staging(peers);
   }
-  if (mode_ == Mode::direct) return advance_direct(peers, blocker);
-  if (mode_ == Mode::staged) return advance_staged(peers, blocker);
-  run_inline(peers);
+  if (mode_ == Mode::inlined) {
+    run_inline(peers);
+    return true;
+  }
+  if (!(mode_ == Mode::direct ? advance_direct(peers, blocker) : advance_staged(peers, blocker))) return false;
+  // All have reduced all of their shares, and no entry is used again before all have finished.
+  if (request_.looks)
+    for (int q = 0; q < peers.size(); ++q) keep_first(peers.entry(q, sequence_).nonfinite, 0);
   return true;
+}
+
+Nonfinite Operation::reduce(void* const* outs, int n_outs, const std::vector<const void*>& ins,
+                            std::uint64_t count) const {
+  const int n = static_cast<int>(ins.size());
+  if (request_.looks)
+    return reduce_kernels().reduce_and_look(outs, n_outs, ins.data(), n, count, request_.dtype, request_.op);
+  reduce_kernels().reduce(outs, n_outs, ins.data(), n, count, request_.dtype, request_.op);
+  return {};
+}
+
+void Operation::keep_first(const Nonfinite& found, std::uint64_t offset) {
+  if (found.index != Nonfinite::nowhere && found.index + offset < nonfinite_.index)
+    nonfinite_ = {found.index + offset, found.rank};
+}
+
+void Operation::publish_reduced(Peers& peers) {
+  if (request_.looks) peers.entry(peers.rank(), sequence_).nonfinite = nonfinite_;
+  peers.publish(Signal::reduced);
 }
 
 void Operation::check_peer(const Peers& peers, int peer) const {
@@ -107,7 +131,7 @@ void Operation::run_inline(Peers& peers) {
     std::vector<const void*>& inputs = peers.scratch();
     for (int q = 0; q < n; ++q) inputs[q] = peers.entry(q, sequence_).payload + first;
     void* out = request_.output;
-    reduce_kernels().reduce(&out, 1, inputs.data(), n, request_.count, request_.dtype, request_.op);
+    nonfinite_ = reduce(&out, 1, inputs, request_.count);
   } else if (request_.kind == OpKind::all_gather) {
     for (int q = 0; q < n; ++q)
       if (bytes != 0) std::memcpy(request_.output + q * bytes, peers.entry(q, sequence_).payload, bytes);
@@ -126,7 +150,7 @@ bool Operation::advance_direct(Peers& peers, Blocker& blocker) {
   if (!direct_work_done_) {
     run_direct(peers);
     direct_work_done_ = true;
-    peers.publish(Signal::reduced);
+    publish_reduced(peers);
     direct_target_ = peers.count(Signal::reduced);
   }
   // Until all have done their share, peers still read or write this rank's memory; the receivers of a broadcast are
@@ -149,7 +173,7 @@ void Operation::run_direct(Peers& peers) {
     const std::uint64_t share = round_up((request_.count + n - 1) / n, line);
     const std::uint64_t begin = std::min(request_.count, share * static_cast<std::uint64_t>(rank));
     const std::uint64_t end = std::min(request_.count, begin + share);
-    reduce_direct(peers, begin, end - begin, begin, true);
+    keep_first(reduce_direct(peers, begin, end - begin, begin, true), begin);
   } else if (request_.kind == OpKind::reduce_scatter) {
     reduce_direct(peers, 0, request_.count, request_.count * static_cast<std::uint64_t>(rank), false);
   } else if (request_.kind == OpKind::all_gather) {
@@ -168,8 +192,8 @@ void Operation::run_direct(Peers& peers) {
   }
 }
 
-void Operation::reduce_direct(Peers& peers, std::uint64_t first, std::uint64_t count, std::uint64_t input_first,
-                              bool into_all) {
+Nonfinite Operation::reduce_direct(Peers& peers, std::uint64_t first, std::uint64_t count, std::uint64_t input_first,
+                                   bool into_all) {
   const std::size_t item = item_bytes(request_.dtype);
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
@@ -179,8 +203,7 @@ void Operation::reduce_direct(Peers& peers, std::uint64_t first, std::uint64_t c
     if (into_all) outputs.push_back(array + first * item);
   }
   if (!into_all) outputs.push_back(request_.output + first * item);
-  reduce_kernels().reduce(outputs.data(), static_cast<int>(outputs.size()), inputs.data(), peers.size(), count,
-                          request_.dtype, request_.op);
+  return reduce(outputs.data(), static_cast<int>(outputs.size()), inputs, count);
 }
 
 // -- staged: ordinary arrays, through chunks that stay in the cache ---------------------------------------------------
@@ -218,7 +241,7 @@ bool Operation::advance_staged(Peers& peers, Blocker& blocker) {
     } else if (stage == 1 && reduces()) {
       if (!all_at_chunk(Signal::copied_in)) return false;
       reduce_chunk(peers, chunk);
-      peers.publish(Signal::reduced);
+      publish_reduced(peers);
     } else if (stage == 2) {
       if (request_.kind != OpKind::reduce_scatter &&
           !all_at_chunk(request_.kind == OpKind::all_reduce ? Signal::reduced : Signal::copied_in))
@@ -271,8 +294,8 @@ void Operation::reduce_chunk(Peers& peers, std::uint64_t chunk) {
   for (int q = 0; q < peers.size(); ++q) inputs.push_back(peers.segment().staging(q, number) + lane);
   inputs[rank] = request_.input + range.begin + (scatter ? part_bytes() * static_cast<std::size_t>(rank) : 0);
   void* outputs[] = {request_.output + range.begin, peers.segment().staging(rank, number) + lane};
-  reduce_kernels().reduce(outputs, scatter ? 1 : 2, inputs.data(), peers.size(),
-                          range.bytes / item_bytes(request_.dtype), request_.dtype, request_.op);
+  const std::size_t item = item_bytes(request_.dtype);
+  keep_first(reduce(outputs, scatter ? 1 : 2, inputs, range.bytes / item), range.begin / item);
 }
 
 void Operation::copy_out(Peers& peers, std::uint64_t chunk) {

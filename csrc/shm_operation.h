@@ -21,6 +21,7 @@ struct Request {
   const char* input = nullptr;
   char* output = nullptr;
   std::string label;
+  bool looks = false;    // for NaN and infinity: all_reduce, sum or mean of float32 or float64
   bool refused = false;  // of `empty`: see Descriptor
 };
 
@@ -44,6 +45,9 @@ class Operation {
   bool finished() const { return finished_; }
   void finish() { finished_ = true; }
 
+  // Of one that looks, once it has finished: the same on all ranks.
+  const Nonfinite& nonfinite() const { return nonfinite_; }
+
   // all_gather_ragged: every rank's element count, once the peers have posted; empty before.
   const std::vector<std::uint64_t>& counts() const { return counts_; }
   // The operation goes on when it knows where each rank's elements shall go.
@@ -66,10 +70,17 @@ class Operation {
 
   void run_inline(Peers& peers);
   void run_direct(Peers& peers);
-  void reduce_direct(Peers& peers, std::uint64_t first, std::uint64_t count, std::uint64_t input_first, bool into_all);
+  Nonfinite reduce_direct(Peers& peers, std::uint64_t first, std::uint64_t count, std::uint64_t input_first,
+                          bool into_all);
   void copy_in(Peers& peers, std::uint64_t chunk);
   void reduce_chunk(Peers& peers, std::uint64_t chunk);
   void copy_out(Peers& peers, std::uint64_t chunk);
+
+  Nonfinite reduce(void* const* outs, int n_outs, const std::vector<const void*>& ins, std::uint64_t count) const;
+  // Keeps what lies first, given what was found in a part of the array that begins at `offset`.
+  void keep_first(const Nonfinite& found, std::uint64_t offset);
+  // Tells the peers that this rank has reduced a part, and what it has found so far.
+  void publish_reduced(Peers& peers);
 
   struct Range {
     std::size_t begin, bytes;
@@ -89,6 +100,7 @@ class Operation {
   Mode mode_ = Mode::undecided;
   std::vector<std::uint64_t> counts_;
   std::vector<char*> outputs_;
+  Nonfinite nonfinite_;
 
   bool direct_work_done_ = false;
   std::uint64_t direct_target_ = 0;

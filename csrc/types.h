@@ -9,6 +9,14 @@ namespace distopt {
 enum class DType : std::int32_t { float32 = 0, float64, float16, bfloat16, int32, int64 };
 enum class RedOp : std::int32_t { sum = 0, max, min, mean };
 
+// Where a sum is NaN or infinite: the first such element, and the rank at fault, which is the first whose own value is
+// not finite or, where a sum of finite values overflowed, the first whose value has the largest magnitude.
+struct Nonfinite {
+  static constexpr std::uint64_t nowhere = UINT64_MAX;
+  std::uint64_t index = nowhere;
+  std::int32_t rank = -1;
+};
+
 inline std::size_t item_bytes(DType dtype) {
   switch (dtype) {
     case DType::float64:

@@ -42,6 +42,11 @@ class Work(ABC):
     def done(self) -> bool:
         """Local. Move the operation forward without waiting; whether it has finished."""
 
+    @property
+    def nonfinite(self) -> tuple[int, int] | None:
+        """Local, after `wait`. What `find_nonfinite` of `Communicator.all_reduce` has found, else None."""
+        return None
+
     @abstractmethod
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the end, at most `timeout` seconds (default: `Settings.timeout`).
@@ -98,6 +103,8 @@ class Communicator(ABC):
     sends_parts: ClassVar[bool] = False
     # Whether sums run in rank order on every element; if not, in an order of the library's, the same on all ranks.
     ordered_sums: ClassVar[bool] = True
+    # Whether `all_reduce` takes `find_nonfinite`.
+    finds_nonfinite: ClassVar[bool] = False
     # The array module of `empty`: numpy or cupy.
     xp: Any = np
     topology: Topology
@@ -120,7 +127,15 @@ class Communicator(ABC):
         """
 
     # -- collectives -------------------------------------------------------------------------------------------------
-    def all_reduce(self, array: Array, op: ReduceOp = "sum", *, wire: str | None = None, label: str = "") -> Work:
+    def all_reduce(
+        self,
+        array: Array,
+        op: ReduceOp = "sum",
+        *,
+        wire: str | None = None,
+        label: str = "",
+        find_nonfinite: bool = False,
+    ) -> Work:
         """Collective. Replace `array` on every rank by the element-wise reduction over all ranks.
 
         Args:
@@ -128,13 +143,21 @@ class Communicator(ABC):
             op: "mean" is the sum divided by the world size, for floating types.
             wire: wire type, where the array's own dtype cannot tell it ("bfloat16" in uint16).
             label: shown in diagnostics (at most 31 bytes are kept).
+            find_nonfinite: look for NaN and infinity in a sum or mean of float32 or float64 while it is made, which
+                costs next to nothing; only where `finds_nonfinite`. `Work.nonfinite` of every rank is then None or the
+                first such element, as rank at fault and index. That rank is the first whose own value is not finite
+                or, where a sum of finite values overflowed, the first whose value has the largest magnitude.
         """
         dtype = self._check(array, wire)
         if op not in OPS:
             raise UsageError(f"unknown reduction {op!r}; choose one of {', '.join(OPS)}")
         if op == "mean" and dtype in ("int32", "int64"):
             raise UsageError(f"the mean of {dtype} would not be an integer; use op='sum'")
-        return self._all_reduce(array, dtype, op, label)
+        if not find_nonfinite:
+            return self._all_reduce(array, dtype, op, label)
+        if not self.finds_nonfinite or op not in ("sum", "mean") or dtype not in ("float32", "float64"):
+            raise UsageError(f"the {self.name} communicator cannot look for NaN in a {op} of {dtype}")
+        return self._all_reduce_and_look(array, dtype, op, label)
 
     def reduce_scatter(
         self, array: Array, out: Array, op: ReduceOp = "sum", *, wire: str | None = None, label: str = ""
@@ -247,6 +270,9 @@ class Communicator(ABC):
     def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> list[Array]: ...
     @abstractmethod
     def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work: ...
+
+    def _all_reduce_and_look(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
+        raise NotImplementedError("for backends with finds_nonfinite")
 
     def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> list[Array]:
         # Correct on every transport, and no cheaper than a gather: see `sends_parts`.

@@ -39,6 +39,7 @@ class ShmCommunicator(Communicator):
     """
 
     name = "shm"
+    finds_nonfinite = True
 
     def __init__(
         self,
@@ -93,10 +94,18 @@ class ShmCommunicator(Communicator):
         array = self._core.empty(count, DTYPES[dtype], _available_bytes() if self.topology.rank == 0 else 0)
         return array if count else np.empty(0, array.dtype)
 
-    def all_reduce(self, array: Array, op: ReduceOp = "sum", *, wire: str | None = None, label: str = "") -> Work:
+    def all_reduce(
+        self,
+        array: Array,
+        op: ReduceOp = "sum",
+        *,
+        wire: str | None = None,
+        label: str = "",
+        find_nonfinite: bool = False,
+    ) -> Work:
         """Collective. See `Communicator.all_reduce`, which makes the errors."""
-        work = self._core.all_reduce_plain(array, op, wire, label)
-        return work or super().all_reduce(array, op, wire=wire, label=label)
+        work = None if find_nonfinite else self._core.all_reduce_plain(array, op, wire, label)
+        return work or super().all_reduce(array, op, wire=wire, label=label, find_nonfinite=find_nonfinite)
 
     def barrier(self) -> None:
         """Collective. Return when every rank has called it; all earlier operations have finished then."""
@@ -111,7 +120,10 @@ class ShmCommunicator(Communicator):
         self._core.close()
 
     def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        return self._core.all_reduce(array, DTYPES[dtype], OPS[op], label)
+        return self._core.all_reduce(array, DTYPES[dtype], OPS[op], label, False)
+
+    def _all_reduce_and_look(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
+        return self._core.all_reduce(array, DTYPES[dtype], OPS[op], label, True)
 
     def _reduce_scatter(self, array: Array, out: Array, dtype: str, op: ReduceOp, label: str) -> Work:
         return self._core.reduce_scatter(array, out, DTYPES[dtype], OPS[op], label)

@@ -12,6 +12,7 @@ import pytest
 from distopt.comm.base import DTYPES, OPS, Array, Communicator, ReduceOp, Work
 from distopt.errors import UsageError
 
+from . import nonfinite
 from .oracle import STORAGE, bfloat16_from, bfloat16_to, reduce_by_host, reduce_in_rank_order
 
 if TYPE_CHECKING:
@@ -237,6 +238,34 @@ def check_not_a_number(comm: Communicator) -> None:
             assert np.isnan(array).any()
 
 
+def check_find_nonfinite(comm: Communicator) -> None:
+    """Every rank hears of the first element of the sum that is not finite; or it is refused."""
+    n, rank = comm.topology.world_size, comm.topology.rank
+    if not comm.finds_nonfinite:
+        with pytest.raises(UsageError, match="look for NaN"):
+            comm.all_reduce(comm.xp.zeros(3, np.float32), find_nonfinite=True)
+        return
+    for dtype, op in (("float32", "max"), ("float16", "sum"), ("int32", "sum")):
+        with pytest.raises(UsageError, match=f"{op} of {dtype}"):
+            comm.all_reduce(comm.xp.zeros(3, dtype), op, find_nonfinite=True)
+    reductions: tuple[ReduceOp, ...] = ("sum", "mean")
+    for dtype in ("float32", "float64"):
+        places = Places(comm, dtype, max(nonfinite.SIZES))
+        for count in nonfinite.SIZES:
+            for i, inputs in enumerate(nonfinite.planted(n, count, dtype)):
+                op, place = reductions[i % 2], places.names[i % 3]
+                array = places.array(place, inputs[rank])
+                work = comm.all_reduce(array, op, find_nonfinite=True)
+                work.wait()
+                assert work.nonfinite == nonfinite.at_fault(inputs, dtype), (count, i, place)
+                with np.errstate(all="ignore"):
+                    expected = reduce_in_rank_order(inputs, dtype, op)
+                np.testing.assert_array_equal(host(array), expected, err_msg=f"{count}, {i}, {place}")
+        work = comm.all_reduce(places.array("wire", np.full(5, np.nan, dtype)))
+        work.wait()
+        assert work.nonfinite is None  # nobody has asked
+
+
 def check_mixed_places(comm: Communicator) -> None:
     """Ranks may differ in where their arrays lie."""
     n, rank = comm.topology.world_size, comm.topology.rank
@@ -356,6 +385,7 @@ CHECKS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
             check_all_to_all_ragged,
             check_sparse_all_reduce,
             check_not_a_number,
+            check_find_nonfinite,
             check_mixed_places,
             check_many_outstanding,
             check_chained,

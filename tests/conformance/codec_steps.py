@@ -55,12 +55,11 @@ def steps_of(comm: Communicator, size: int) -> list[np.ndarray]:
     for step in range(3):
         for i, bucket in enumerate(buckets):
             grad = gradient(step, i, rank, size)
-            if step == 1 and i and rank == comm.topology.world_size - 1:
+            if step == 1 and rank == comm.topology.world_size - 1:
                 grad[size // 2] = np.nan
             kernels_of(bucket).copy_into(bucket, grad)
         for reduction in [reducer.start() for reducer in reducers]:
-            broken = wait(reduction)
-            assert broken is None or (step, *broken) == (1, comm.topology.world_size - 1, size // 2)
+            assert wait(reduction) == ((comm.topology.world_size - 1, size // 2) if step == 1 else None)
         if step != 1:
             results += [kernels_of(bucket).to_host(bucket) for bucket in buckets]
     comm.barrier()

@@ -42,6 +42,8 @@ def disagree(job: LocalJob, which: str) -> None:
         work = comm.all_reduce(small, "max" if odd else "sum")
     elif which == "label":
         work = comm.all_reduce(large, label="bucket 4" if odd else "bucket 3")
+    elif which == "look":
+        work = comm.all_reduce(small, find_nonfinite=odd)
     elif which == "root":
         work = comm.broadcast(small, root=int(odd))
     else:
@@ -52,7 +54,7 @@ def disagree(job: LocalJob, which: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("which", ["operation", "count", "dtype", "reduction", "label", "root", "wire memory"])
+@pytest.mark.parametrize("which", ["operation", "count", "dtype", "reduction", "label", "look", "root", "wire memory"])
 def test_different_collectives_are_named_on_all_ranks(world_size: int, which: str) -> None:
     outcomes = run_ranks(disagree, world_size, which)
     assert [o.error for o in outcomes] == ["MismatchError"] * world_size

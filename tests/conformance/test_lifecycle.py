@@ -239,7 +239,7 @@ def use_named_file(job: LocalJob) -> None:
     array = core.empty(30_000, 0, 1 << 30)
     for target in (array, np.empty(30_001, np.float32)):
         target[...] = job.topology.rank + 1
-        core.all_reduce(target, 0, 0, "").wait()
+        core.all_reduce(target, 0, 0, "", False).wait()
         assert (target == 3).all()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from distopt import _core
 from distopt.comm.base import DTYPES, OPS
+from tests.conformance import nonfinite
 from tests.conformance.checks import COMBINATIONS, assert_same_bits, values
 from tests.conformance.oracle import bfloat16_to, reduce_in_rank_order
 
@@ -43,6 +45,20 @@ def test_reduction(isa: str, dtype: str, op: str, count: int) -> None:
                 assert_same_bits(output, expected, (n, count))
             for copy, original in zip(copies[1:-1], inputs[1:-1], strict=True):
                 assert_same_bits(copy, original, "inputs that are no outputs are left alone")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_look_for_what_is_not_finite(isa: str, dtype: str) -> None:
+    """Of sums around groups of vectors; the results are those without the look, and inputs may be outputs."""
+    for n, count in itertools.product((1, 2, 3, 4, 5), (1, 3, 31, 64, 65, 127, 513)):
+        for i, inputs in enumerate(nonfinite.planted(n, count, dtype)):
+            copies, plain = [a.copy() for a in inputs], np.empty_like(inputs[0])
+            op = ("sum", "mean")[i % 2]
+            found = _core.reduce([copies[-1], copies[0]], copies, DTYPES[dtype], OPS[op], look=True)
+            assert found == nonfinite.at_fault(inputs, dtype), (n, count, i)
+            assert _core.reduce([plain], inputs, DTYPES[dtype], OPS[op]) is None
+            np.testing.assert_array_equal(copies[0], plain)
+            np.testing.assert_array_equal(copies[-1], plain)
 
 
 def every_16_bit_pattern() -> np.ndarray:
