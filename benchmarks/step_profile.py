@@ -98,7 +98,7 @@ def profile_rank(rank: int, world_size: int, ticket, size: int, steps: int) -> N
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     from train_cnn import CNN
 
-    from distopt import _core, autograd, device, dist_opt, opt, tensor
+    from distopt import _core, autograd, device, dist_opt, opt, replay, tensor
 
     device.get_default_device().SetRandSeed(0)
     sgd = opt.DistOpt(opt.SGD(lr=0.005, momentum=0.9, weight_decay=1e-5), ticket, rank, world_size)
@@ -107,7 +107,7 @@ def profile_rank(rank: int, world_size: int, ticket, size: int, steps: int) -> N
     y = tensor.from_numpy(rng.integers(0, 10, size).astype(np.int32))
     net = CNN()
     net.set_optimizer(sgd)
-    net.compile([x], is_train=True)
+    net.compile([x], is_train=True, use_graph=True)
     net.train()
     net(x, y)  # sets up the buckets
 
@@ -119,8 +119,8 @@ def profile_rank(rank: int, world_size: int, ticket, size: int, steps: int) -> N
         sgd.communicator._core = RecordedCalls(recorder, "communication", sgd.communicator._core)
     autograd.backward = dist_opt.autograd.backward = recorder.wrap_generator("autograd", autograd.backward)
     sgd.opt.update = recorder.wrap("optimizer", sgd.opt.update)
-    sgd.step_by = recorder.wrap("DistOpt", sgd.step_by)
-    net.forward = recorder.wrap("layers", net.forward)
+    dist_opt.DistOpt.step_by = recorder.wrap("DistOpt", dist_opt.DistOpt.step_by)
+    replay.ReplayedStep.replay = recorder.wrap("replay", replay.ReplayedStep.replay)
     for _ in range(WARM_UP_STEPS + steps):
         recorder.next_step()
         net(x, y)

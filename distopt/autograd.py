@@ -17,12 +17,14 @@ follow the same switch. Functions below are SINGA's, on `Tensor` arguments.
 
 from __future__ import annotations
 
+import operator
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from . import operations, tensor
+from . import operations
 from .errors import UsageError
+from .mode import mode, noted
 from .ops import kernels_for
 from .tensor import Operation, Tensor
 
@@ -33,17 +35,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Operation",
+    "Visit",
     "Walk",
     "add",
     "backward",
     "cat",
     "div",
     "dropout",
+    "first_gradient",
     "flatten",
     "gradient_order",
     "matmul",
     "mse_loss",
     "mul",
+    "plan",
     "reduce_mean",
     "reduce_sum",
     "relu",
@@ -54,6 +59,7 @@ __all__ = [
     "sub",
     "tape",
     "training",
+    "visit_one",
 ]
 
 training: bool  # a property of the module, at the end of this file
@@ -95,23 +101,21 @@ def backward(
         return
     if loss.device.recording == "forward":
         raise UsageError("the backward pass begins while the forward pass is captured; call self.optimizer(loss)")
-    tape, uses = _graph(loss)
+    if mode.ran is not None:
+        mode.ran.append("a backward pass begins before the forward pass is complete")
+    visits = plan(loss)
     if dy is None:
-        if loss.size() != 1:
-            raise UsageError(f"the gradient of a tensor of shape {loss.shape} needs `dy`; a loss has one element")
-        start = loss.device.xp.ones_like(loss.data)
+        pending = first_gradient(loss, visits)
     elif dy.shape != loss.shape:
         raise UsageError(f"`dy` of shape {dy.shape} is no gradient of a tensor of shape {loss.shape}")
     else:
-        start = dy.data.copy()
-    pending = {tape[-1]: start}
-    del start, loss  # the walk frees what nothing needs any more
-    begun: set[Tensor] = set()
-    while tape:
+        pending = {visits[0].op: dy.data.copy()}
+    del loss  # the walk frees what nothing needs any more
+    for visit in visits:
         # A function of its own, so that no array of a visited operation is held while the consumer is busy.
-        for param in _visit(tape.pop(), pending, uses, begun):
-            assert param.grad is not None
-            yield param, param.grad
+        final = visit_one(visit, pending)
+        visit.op.inputs = None
+        yield from final
 
 
 def gradient_order(loss: Tensor) -> list[Tensor]:
@@ -122,15 +126,7 @@ def gradient_order(loss: Tensor) -> list[Tensor]:
     """
     if isinstance(loss.creator, Walk):
         return loss.creator.parameters()
-    tape, uses = _graph(loss)
-    order = []
-    for op in reversed(tape):
-        for source, needed in _inputs(op):
-            if needed and source.creator is None:
-                uses[source] -= 1
-                if not uses[source]:
-                    order.append(source)
-    return order
+    return [param for visit in plan(loss) for param in visit.final]
 
 
 def tape(loss: Tensor) -> list[Operation]:
@@ -139,11 +135,6 @@ def tape(loss: Tensor) -> list[Operation]:
     Raises:
         UsageError: as `backward`.
     """
-    return _graph(loss)[0]
-
-
-def _graph(loss: Tensor) -> tuple[list[Operation], dict[Tensor, int]]:
-    """The operations behind `loss` in the order in which they ran, and how often they use each parameter."""
     if loss.creator is None:
         raise UsageError(
             "no operation was recorded for this tensor; compute the loss from parameters in training mode "
@@ -151,78 +142,118 @@ def _graph(loss: Tensor) -> tuple[list[Operation], dict[Tensor, int]]:
         )
     found = {loss.creator}
     stack = [loss.creator]
-    uses: dict[Tensor, int] = {}
     while stack:
         for source, needed in _inputs(stack.pop()):
-            if not needed:
-                continue
-            if source.creator is None:
-                uses[source] = uses.get(source, 0) + 1
-            elif source.creator not in found:
+            if needed and source.creator is not None and source.creator not in found:
                 found.add(source.creator)
                 stack.append(source.creator)
-    return sorted(found, key=lambda op: op.order), uses
+    return sorted(found, key=lambda op: op.order)
 
 
-def _inputs(op: Operation) -> list[tuple[Tensor, bool]]:
+def _inputs(op: Operation) -> Iterator[tuple[Tensor, bool]]:
     if op.inputs is None:
         raise UsageError("this graph was walked before and is gone; compute the loss anew for another backward pass")
-    return list(zip(op.inputs, op.needs, strict=True))
+    return zip(op.inputs, op.needs, strict=True)
 
 
-def _visit(op: Operation, pending: dict[Operation, Array], uses: dict[Tensor, int], begun: set[Tensor]) -> list[Tensor]:
-    """Pass the gradient of the result of `op` on to its inputs, and let go of what it holds.
+# -- the walk ------------------------------------------------------------------------------------------------------
+class Visit(NamedTuple):
+    """What the backward pass does at one operation.
+
+    Attributes:
+        op: all operations that use its result come before it.
+        sinks: for each input, where its gradient goes: to the operation that computed it, or to the parameter that it
+            is; None if it is not wanted.
+        adds: for each input, whether an earlier gradient has gone there.
+        final: the parameters whose gradients are final then.
+    """
+
+    op: Operation
+    sinks: list[Operation | Tensor | None]
+    adds: list[bool]
+    final: list[Tensor]
+
+
+def plan(loss: Tensor) -> list[Visit]:
+    """Local. The backward pass from `loss`, of which nothing has been computed.
+
+    Raises:
+        UsageError: as `backward`.
+    """
+    visits = []
+    last: dict[Tensor, Visit] = {}  # that adds to the gradient of a parameter
+    met: set[Operation | Tensor | None] = set()
+    for op in reversed(tape(loss)):
+        sinks = [(source.creator or source) if needed else None for source, needed in _inputs(op)]
+        visit = Visit(op, sinks, [], [])
+        for sink in sinks:
+            visit.adds.append(sink in met)
+            met.add(sink)
+            if isinstance(sink, Tensor):
+                last.pop(sink, None)  # to the end: gradients come in the order of their last uses
+                last[sink] = visit
+        visits.append(visit)
+    for param, visit in last.items():
+        visit.final.append(param)
+    return visits
+
+
+def first_gradient(loss: Tensor, visits: Sequence[Visit]) -> dict[Operation, Array]:
+    """What is pending when a walk from `loss` begins: that the gradient of the loss is 1.
+
+    Raises:
+        UsageError: it has more than one element.
+    """
+    if loss.size() != 1:
+        raise UsageError(f"the gradient of a tensor of shape {loss.shape} needs `dy`; a loss has one element")
+    return {visits[0].op: loss.device.xp.ones_like(loss.data)}
+
+
+def visit_one(visit: Visit, pending: dict[Operation, Array]) -> list[tuple[Tensor, Tensor]]:
+    """Pass the gradient of the result of an operation on to its inputs, and let go of what it saved.
 
     Args:
-        op: all operations that use its result have been visited.
+        visit: what to do.
         pending: gradients of the results of operations that have not been visited.
-        uses: how many visits are yet to add to the gradient of each parameter.
-        begun: parameters whose gradient has a first contribution.
 
     Returns:
-        The parameters whose gradients are final now.
+        The parameters whose gradients are final now, and these.
     """
-    inputs = _inputs(op)
+    op, sinks, adds, final = visit
+    if op.inputs is None:
+        raise UsageError("this graph was walked before and is gone; compute the loss anew for another backward pass")
     into: list[Array] = []  # None for inputs that are no parameters
-    for source, needed in inputs:
-        into.append(_place(source, begun) if needed and source.creator is None else None)
-    device = inputs[0][0].device
-    dy = pending.pop(op)
+    for sink, more in zip(sinks, adds, strict=True):
+        into.append(_place(sink, more) if isinstance(sink, Tensor) else None)
+    device = op.inputs[0].device
     if device.verbosity:
-        gradients = device.timed(f"{type(op).__name__} backward", op.backward, dy, into)
+        gradients = device.timed(f"{type(op).__name__} backward", op.backward, pending.pop(op), into)
     else:
-        gradients = op.backward(dy, into)
-    op.inputs = op.saved = None
-    final = []
-    for (source, needed), place, gradient in zip(inputs, into, gradients, strict=True):
-        if not needed:
+        gradients = op.backward(pending.pop(op), into)
+    op.saved = None
+    for source, sink, more, place, gradient in zip(op.inputs, sinks, adds, into, gradients, strict=True):
+        if sink is None:
             continue
         if gradient is None:
             raise UsageError(f"{type(op).__name__} has no gradient for its input {source!r}, which needs one")
-        if source.creator is not None:
-            if source.creator in pending:
-                pending[source.creator] += gradient
-            else:
-                pending[source.creator] = gradient
-            continue
-        if place is not gradient:
-            place[...] = gradient
-        assert source.grad is not None
-        if place is not source.grad.data:
-            source.grad.data += place
-        uses[source] -= 1
-        if not uses[source]:
-            final.append(source)
-    return final
+        if isinstance(sink, Tensor):
+            if place is not gradient:
+                noted(operator.setitem, place, ..., gradient)
+            if more and sink.grad is not None:
+                noted(operator.iadd, sink.grad.data, place)
+        elif more:
+            pending[sink] = noted(operator.iadd, pending[sink], gradient)
+        else:
+            pending[sink] = gradient
+    return [(param, param.grad) for param in final if param.grad is not None]
 
 
-def _place(param: Tensor, begun: set[Tensor]) -> Array:
+def _place(param: Tensor, more: bool) -> Array:
     """Memory for a contribution to the gradient of `param`: its `grad` for the first, a scratch array for others."""
-    if param in begun:
-        return kernels_for(param.data).empty(param.shape, param.dtype)
-    begun.add(param)
-    if param.grad is None:
+    if param.grad is None or more:
         data = kernels_for(param.data).empty(param.shape, param.dtype)
+        if more:
+            return data
         param.grad = Tensor(data=data, device=param.device, requires_grad=False)
     return param.grad.data
 
@@ -328,11 +359,11 @@ class _Module(ModuleType):
     @property
     def training(self) -> bool:
         """Whether operations are recorded and layers behave as in training."""
-        return tensor.mode.training
+        return mode.training
 
     @training.setter
     def training(self, value: bool) -> None:
-        tensor.mode.training = bool(value)
+        mode.training = bool(value)
 
 
 sys.modules[__name__].__class__ = _Module

@@ -52,7 +52,7 @@ class Device:
         host_rng: generator of NumPy; initial parameters are drawn from it, so that a seed gives the same ones on every
             device. On the CPU it is `rng`.
         recording: which pass of a training step is captured at the moment, "forward" or "backward"; else empty.
-        graph_generation: grows when captured steps are of no use any more.
+        graph_generation: grows when recorded steps are of no use any more.
         verbosity: with 1 or more, the time of every operation is measured.
     """
 
@@ -125,7 +125,10 @@ class Device:
 
     # -- profile -----------------------------------------------------------------------------------------------------
     def SetVerbosity(self, verbosity: int) -> None:  # noqa: N802
-        """Measure the time of every operation if `verbosity` is 1 or more; on a GPU that waits for each of them."""
+        """Measure the time of every operation if `verbosity` is 1 or more; on a GPU that waits for each of them.
+
+        No step is replayed meanwhile.
+        """
         self.verbosity = verbosity
 
     def SetSkipIteration(self, iterations: int) -> None:  # noqa: N802
@@ -154,10 +157,7 @@ class Device:
 
     # -- graph -------------------------------------------------------------------------------------------------------
     def EnableGraph(self, enabled: bool) -> None:  # noqa: N802
-        """Let models on this device train by captured CUDA graphs, see `distopt.graph`; or no more.
-
-        On the CPU the wish is remembered and changes nothing: operations run when they are called.
-        """
+        """Let models on this device replay training steps that they record, see `distopt.graph`; or no more."""
         self._graph = enabled
 
     def graph_enabled(self) -> bool:
@@ -165,7 +165,7 @@ class Device:
         return self._graph
 
     def ResetGraph(self) -> None:  # noqa: N802
-        """Drop all captured training steps; models capture theirs anew. Nothing is kept on the CPU."""
+        """Drop all recorded training steps; models record theirs anew."""
         self.graph_generation += 1
 
 

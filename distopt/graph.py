@@ -1,10 +1,11 @@
-"""Training steps as CUDA graphs, in pieces.
+"""Training steps that are recorded and repeated: on a GPU as CUDA graphs, on the CPU by calling operations again.
 
-What is captured is the forward pass, and the backward pass cut at the parameters that complete a bucket. What an
-optimizer does is not: its collectives, checks, codecs and updates use numbers of the host and wait for the device. A
-replay launches the forward piece and then calls the method of the optimizer that `train_one_batch` had called; its
-`autograd.backward` launches one piece after another and yields the gradients of each. So an optimizer notices nothing,
-and communication overlaps the pieces that follow. (Such graphs are known as piecewise CUDA graphs.)
+On the CPU see `distopt.replay`. On a GPU the forward pass is captured, and the backward pass cut at the parameters that
+complete a bucket. What an optimizer does is not: its collectives, checks, codecs and updates use numbers of the host
+and wait for the device. A replay launches the forward piece and then calls the method of the optimizer that
+`train_one_batch` had called; its `autograd.backward` launches one piece after another and yields the gradients of each.
+So an optimizer notices nothing, and communication overlaps the pieces that follow. (Such graphs are known as piecewise
+CUDA graphs.)
 
 The first calls with arguments of one kind run as ever, and the next one is captured: nothing runs while a piece is
 recorded, and each is launched as soon as its results are needed, so that this call is a whole step, too. The forward
@@ -22,7 +23,10 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from .device import tell_once
-from .graph_step import CaptureError, OptimizerCall, Step, copies, early_text, text_of
+from .graph_step import CapturedStep
+from .mode import mode
+from .replay import ReplayedStep
+from .step import CaptureError, OptimizerCall, early_text, text_of
 from .tensor import Tensor
 
 if TYPE_CHECKING:
@@ -32,7 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StepGraphs"]
 
-REHEARSALS = 2  # steps before a capture, in which momentum, buckets, plans and compiled kernels come into being
+# Steps before one is recorded, in which momentum, buckets, plans and compiled kernels come into being.
+REHEARSALS = {"cpu": 1, "cuda": 2}
 KINDS = 8  # of arguments; each has memory of its own
 CAPTURES = 3  # of one kind, where parameters or buckets are not what they were at the last one
 
@@ -65,16 +70,17 @@ class _Watched:
 
 
 class _Kind:
-    """Arguments of one kind: what was done with them, and the captured step, or why there is none."""
+    """Arguments of one kind: what was done with them, and the recorded step, or why there is none."""
 
     def __init__(self) -> None:
         self.rehearsals = self.captures = 0
-        self.step: Step | None = None
+        self.step: CapturedStep | ReplayedStep | None = None
+        self.candidate: ReplayedStep | None = None  # the step if the next does the same
         self.reason = ""
 
 
 class StepGraphs:
-    """The captured training steps of a model.
+    """The recorded training steps of a model.
 
     Attributes:
         replays: number of steps that were replayed.
@@ -97,7 +103,7 @@ class StepGraphs:
         inputs: Sequence[Any],
         options: dict[str, Any],
     ) -> Any:
-        """One training step, captured or replayed where that can be.
+        """One training step, recorded or replayed where that can be.
 
         Args:
             train: `train_one_batch`.
@@ -106,7 +112,7 @@ class StepGraphs:
             inputs: arguments of `train`.
             options: likewise, by keyword.
         """
-        if self._device.recording:  # a model within a model that is captured
+        if self._device.recording or mode.ran is not None:  # a model within a model that is recorded
             return train(*inputs, **options)
         try:
             kind = self._kind_of(inputs, options)
@@ -123,15 +129,13 @@ class StepGraphs:
             return kind.step.replay(optimizer, inputs, options)
         if kind.reason:
             return train(*inputs, **options)
-        if kind.rehearsals < REHEARSALS:
+        if kind.rehearsals < REHEARSALS[self._device.kind]:
             return self._rehearse(kind, train, inputs, options)
-        return self._capture(kind, train, states, inputs, options)
+        return self._record(kind, train, states, inputs, options)
 
     def _kind_of(self, inputs: Sequence[Any], options: dict[str, Any]) -> _Kind:
-        from .ops.gpu_base import current_stream
-
         named: list[tuple[int | str, Any]] = [*enumerate(inputs), *sorted(options.items())]
-        key = (current_stream(), *(self._trait(name, value) for name, value in named))
+        key = (self._stream(), *[self._trait(name, value) for name, value in named])
         try:
             kind = self._kinds.get(key)
         except TypeError as error:
@@ -141,6 +145,13 @@ class StepGraphs:
                 raise CaptureError(f"there were {KINDS} kinds of arguments of train_one_batch already")
             kind = self._kinds[key] = _Kind()
         return kind
+
+    def _stream(self) -> int:
+        if self._device.kind == "cpu":
+            return 0
+        from .ops.gpu_base import current_stream
+
+        return current_stream()
 
     def _trait(self, name: int | str, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -169,7 +180,7 @@ class StepGraphs:
             self._tell(kind.reason)
         return results
 
-    def _capture(
+    def _record(
         self,
         kind: _Kind,
         train: Callable[..., Any],
@@ -177,31 +188,48 @@ class StepGraphs:
         inputs: Sequence[Any],
         options: dict[str, Any],
     ) -> Any:
-        step, failure = Step(self._device, inputs, options), _calls_text(0)
-        step.states = [(tensor, tensor.data) for tensor in states().values()]
+        step_type = ReplayedStep if self._device.kind == "cpu" else CapturedStep
+        step = step_type(self._device, inputs, options, states().values())
+        failure = _calls_text(0)
         try:
             with self._watching(step.seen):
-                step.recorder.begin("forward")
+                step.begin()
                 results = train(*step.inputs, **step.options)
         except Exception as error:
-            if step.forward is not None:
-                raise  # the step has begun, and the error is none of the capture
+            if step.begun:
+                raise  # the error is none of the recording
             failure = f"the forward pass: {text_of(error)}"
         finally:
-            step.recorder.abort()
+            step.abort()
         try:
-            if step.forward is None:  # nothing has run
+            if not step.begun:
                 results = train(*inputs, **options)  # raises where the error was the script's
                 raise CaptureError(failure)
             step.check(results)
+            if isinstance(step, ReplayedStep) and self._is_first(kind, step):
+                return step.hand_out()
         except CaptureError as error:
             kind.reason = str(error)
             self._tell(kind.reason)
             return results
         kind.step, kind.captures = step, kind.captures + 1
-        nodes = step.forward.nodes + sum(piece.work.nodes for piece in step.pieces)
-        _log.info("training step captured in %d CUDA graphs of %d nodes", 1 + len(step.pieces), nodes)
-        return copies(results)
+        _log.info("training step %s", step)
+        return step.hand_out()
+
+    @staticmethod
+    def _is_first(kind: _Kind, step: ReplayedStep) -> bool:
+        """Whether there is no step yet with which this one can be compared.
+
+        Raises:
+            CaptureError: there is one, and it did something else.
+        """
+        earlier, kind.candidate = kind.candidate, step
+        if earlier is None:
+            return True
+        kind.candidate = None
+        if difference := step.difference(earlier):
+            raise CaptureError(f"train_one_batch does not do the same in each step: {difference}")
+        return False
 
     @contextlib.contextmanager
     def _watching(self, seen: Callable[[Any, OptimizerCall], Any]) -> Iterator[None]:
@@ -213,7 +241,7 @@ class StepGraphs:
 
     @staticmethod
     def _tell(reason: object) -> None:
-        tell_once(f"use_graph=True: training steps run without a CUDA graph: {reason}")
+        tell_once(f"use_graph=True: training steps run without a graph: {reason}")
 
 
 def _calls_text(calls: int) -> str:

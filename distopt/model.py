@@ -60,7 +60,7 @@ class Model(Layer):
     _graphs: StepGraphs | None = None
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """`train_one_batch` in training mode, as a CUDA graph where `compile` was told to; else `forward`."""
+        """`train_one_batch` in training mode, or a replay where `compile` was told to; else `forward`."""
         autograd.training = self.training
         if not self.training:
             return self.forward(*inputs, **options)
@@ -71,9 +71,9 @@ class Model(Layer):
 
     def _step_graphs(self) -> StepGraphs | None:
         device = self._graph_device
-        if device is None or device.kind != "cuda":
+        if device is None:
             return None
-        if not device.graph_enabled():
+        if not device.graph_enabled() or device.verbosity:
             self._graphs = None
         elif self._graphs is None or self._graphs.generation != device.graph_generation:
             self._graphs = StepGraphs(device)
@@ -81,7 +81,7 @@ class Model(Layer):
 
     @property
     def graph_replays(self) -> int:
-        """How many training steps were replayed from CUDA graphs, since they were last enabled or reset."""
+        """How many training steps were replayed, since graphs were last enabled or reset."""
         return 0 if self._graphs is None else self._graphs.replays
 
     def train_one_batch(self, *inputs: Any, **options: Any) -> Any:
@@ -100,13 +100,13 @@ class Model(Layer):
         Args:
             inputs: arguments of `forward`; values do not matter, shapes and dtypes do.
             is_train: mode to be in afterwards.
-            use_graph: on a GPU, capture forward and backward of a training step in CUDA graphs and replay them, see
-                `distopt.graph`. The third step with arguments of a kind, of their shapes, types and other values, is
-                captured. From then on the Python code of `train_one_batch` no longer runs: what it computes from
-                anything but its arguments, parameters and states stays as it was, and it cannot do more than compute,
-                call `self.optimizer` with one loss, and return tensors. Where a step cannot be captured, such as with
-                dropout, it runs as ever and the log says why, once; the attempt has run its Python code before, without
-                effect on the device. On the CPU nothing changes.
+            use_graph: record forward and backward of a training step, and replay them: on a GPU as CUDA graphs, see
+                `distopt.graph`, on the CPU as calls of kernels, see `distopt.replay`. From the fourth step with
+                arguments of a kind, of their shapes, types and other values, the Python code of `train_one_batch` no
+                longer runs: what it computes from anything but its arguments, parameters and states stays as it was,
+                and it cannot do more than compute, call `self.optimizer` with one loss, and return tensors. Where a
+                step cannot be recorded, such as with dropout, it runs as ever and the log says why, once; on a GPU the
+                attempt has run its Python code before, without effect on the device.
             sequential: accepted for SINGA's scripts; without a graph there is nothing to put in sequence.
 
         Raises:

@@ -10,8 +10,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .errors import UsageError
+from .mode import mode
 from .ops import array_module, kernels_for
-from .tensor import Array, Operation, mode
+from .tensor import Array, Operation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,6 +54,8 @@ class _Weighted(Operation):
 class Conv2d(_Weighted):
     """Cross-correlation of x [N, C, H, W] with w [M, C, kh, kw], plus b [M] if given, with ReLU if asked."""
 
+    native = True
+
     def __init__(self, stride: Pair, padding: Pair, relu: bool = False) -> None:
         self.stride, self.padding, self.relu = stride, padding, relu
 
@@ -76,6 +79,8 @@ class Conv2dMaxPool(_Weighted):
         pool: kernel, stride and padding of pooling.
     """
 
+    native = True
+
     def __init__(self, stride: Pair, padding: Pair, relu: bool, pool: tuple[Pair, Pair, Pair]) -> None:
         self.stride, self.padding, self.relu, self.pool = stride, padding, relu, pool
 
@@ -91,6 +96,8 @@ class Conv2dMaxPool(_Weighted):
 
 class Linear(_Weighted):
     """x [N, in] @ w [in, out], plus b [out] if given, with ReLU if asked."""
+
+    native = True
 
     def __init__(self, relu: bool = False) -> None:
         self.relu = relu
@@ -114,6 +121,8 @@ class BatchNorm2d(_Weighted):
         momentum: weight of the batch in the running statistics.
         eps: added to the variance.
     """
+
+    native = True
 
     def __init__(self, running_mean: Array, running_var: Array, momentum: float, eps: float) -> None:
         self.running = running_mean, running_var
@@ -184,6 +193,8 @@ class _Pool2d(Operation):
 class MaxPool2d(_Pool2d):
     """The maximum of each window of x [N, C, H, W]."""
 
+    native = True
+
     def forward(self, x: Array) -> Array:
         y, self.saved = kernels_for(x).max_pool2d(x, *self.window)
         return y
@@ -194,6 +205,8 @@ class MaxPool2d(_Pool2d):
 
 class AvgPool2d(_Pool2d):
     """The mean of each window of x [N, C, H, W]; a border counts as zeros."""
+
+    native = True
 
     def forward(self, x: Array) -> Array:
         y, self.saved = kernels_for(x).avg_pool2d(x, *self.window)
@@ -206,6 +219,8 @@ class AvgPool2d(_Pool2d):
 class ReLU(Operation):
     """max(x, 0)."""
 
+    native = True
+
     def forward(self, x: Array) -> Array:
         self.saved = kernels_for(x).relu(x)
         return self.saved
@@ -216,6 +231,8 @@ class ReLU(Operation):
 
 class Sigmoid(Operation):
     """1 / (1 + exp(-x))."""
+
+    native = True
 
     def forward(self, x: Array) -> Array:
         self.saved = kernels_for(x).sigmoid(x)
@@ -297,6 +314,8 @@ class SoftMaxCrossEntropy(Operation):
 
     The labels are integers [N] or one distribution per row, [N, classes]; they have no gradient.
     """
+
+    native = True
 
     def forward(self, logits: Array, labels: Array) -> Array:
         loss, self.saved = kernels_for(logits).softmax_cross_entropy(logits, labels)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 import operator
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
 from .device import Device, get_default_device
 from .errors import UsageError
+from .mode import Ran, mode
 from .ops import array_module
 
 if TYPE_CHECKING:
@@ -31,15 +32,6 @@ float32 = np.float32
 float64 = np.float64
 int32 = np.int32
 int64 = np.int64
-
-
-class Mode:
-    """What a process is doing; scripts set it through `autograd.training` or `Model.train` and `Model.eval`."""
-
-    training: bool = False
-
-
-mode = Mode()
 
 
 class Tensor:
@@ -233,6 +225,8 @@ class Tensor:
         other = self._operand(other)
         if self.creator is not None or other.creator is not None:
             return None
+        if mode.ran is not None:
+            mode.ran.append("a tensor is changed in place")
         change(self.data, other.data)
         return self
 
@@ -250,12 +244,14 @@ class Operation:
     """One step of a forward pass. A subclass has `forward` and `backward`; an instance serves for one call.
 
     Attributes:
+        native: whether it computes on the CPU by kernels of `ops.cpu` alone, and nothing by itself.
         saved: what `forward` keeps for `backward`. It and `inputs` are dropped after the backward pass.
         inputs: the arguments, once recorded.
         needs: which of the inputs a gradient is wanted for.
         order: grows with every recorded call; descending order is a valid order of the backward pass.
     """
 
+    native: ClassVar[bool] = False
     saved: Any = None
     inputs: tuple[Tensor, ...] | None = None
     needs: tuple[bool, ...]
@@ -274,6 +270,8 @@ class Operation:
             if True in needs:
                 self.inputs, self.needs, self.order = inputs, needs, next(_order)
                 out.creator = self
+        if mode.ran is not None:
+            mode.ran.append(Ran(self, inputs, out))
         return out
 
     def forward(self, *inputs: Array) -> Array:
@@ -378,6 +376,8 @@ class MatMul(Operation):
 
 class Reshape(Operation):
     """The elements of x with other dimensions."""
+
+    native = True
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)

@@ -51,7 +51,8 @@ def run(sgd, args) -> None:
     staging = Staging(device, ((args.batch_size, *data.train_x.shape[1:]), np.float32), ((args.batch_size,), np.int64))
     cnn = CNN()
     cnn.set_optimizer(sgd)
-    cnn.compile(staging.send()[:1], is_train=True, use_graph=args.graph, sequential=False)
+    use_graph = device.kind == "cpu" if args.graph is None else args.graph
+    cnn.compile(staging.send()[:1], is_train=True, use_graph=use_graph, sequential=False)
 
     stats = sgd.stats()
     for epoch in range(args.max_epoch):
@@ -131,6 +132,8 @@ def parse_args(description: str, argv=None, *, with_world_size: bool = False):
     parser.add_argument("-s", "--spars", type=float, default=0.05, help="sparsity, for the sparse options")
     parser.add_argument("--data-dir", help="folder with MNIST's four files")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--graph", action="store_true", help="on a GPU, replay training steps as CUDA graphs")
+    parser.add_argument(
+        "--graph", action=argparse.BooleanOptionalAction, help="replay training steps (default: on CPUs)"
+    )
     parser.add_argument("--no-augment", action="store_true", help="do not shift the training images")
     return parser.parse_args(argv)

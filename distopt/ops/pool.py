@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["Pool"]
+__all__ = ["Pool", "empty"]
 
 _ALIGNMENT = 64  # bytes: a cache line and the widest vector
 _SMALL = 4096  # bytes: below, malloc is as quick
@@ -96,3 +96,6 @@ class Pool:
                 self._blocks[size] = kept
             else:
                 del self._blocks[size]
+
+
+empty = Pool().empty

@@ -126,11 +126,16 @@ class _Records(logging.Handler):
 
 
 def refused(optimizer) -> dict[str, np.ndarray]:
-    """The log says why, and training is right."""
+    """CUDA graphs: the log says why, and training is right."""
+    kinds = dict(REFUSED)
+    if optimizer.world_size == 1:
+        del kinds[ReducesForward]  # it does nothing
+    return told_and_trained(optimizer, kinds)
+
+
+def told_and_trained(optimizer, kinds: dict[type[Net], str]) -> dict[str, np.ndarray]:
     results = {}
-    for kind, reason in REFUSED.items():
-        if kind is ReducesForward and optimizer.world_size == 1:
-            continue  # it does nothing
+    for kind, reason in kinds.items():
         log = _Records()
         logging.getLogger("distopt").addHandler(log)
 

@@ -51,7 +51,7 @@ def test_the_cpu_is_one_device():
     assert cpu.host(array) is array
 
 
-def test_graph_switch_is_only_remembered():
+def test_graph_switch_is_remembered():
     cpu = device.get_default_device()
     cpu.EnableGraph(True)
     assert cpu.graph_enabled()

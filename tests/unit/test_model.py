@@ -156,7 +156,7 @@ def test_the_optimizer_meets_the_parameters_once_both_are_there(before):
     assert met == [NAMES]
 
 
-def test_graph_wish_is_remembered_and_changes_nothing():
+def test_graph_wish_is_remembered_and_changes_no_bit():
     results = []
     for use_graph in (False, True):
         device.get_default_device().SetRandSeed(0)
@@ -164,7 +164,8 @@ def test_graph_wish_is_remembered_and_changes_nothing():
         net.set_optimizer(optim.Adam(lr=0.01))
         net.compile([batch()[0]], use_graph=use_graph, sequential=use_graph)
         assert device.get_default_device().graph_enabled() is use_graph
-        results.append([net(*batch())[1].item() for _ in range(3)])
+        results.append([net(*batch())[1].item() for _ in range(5)])
+        assert not net.graph_replays, "dropout draws anew in each step"
     device.get_default_device().EnableGraph(False)
     assert results[0] == results[1]
 
