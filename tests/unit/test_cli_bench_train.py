@@ -48,10 +48,11 @@ def test_wrong_arguments(words, capsys):
 
 def test_a_small_real_run(tmp_path, capsys):
     path = tmp_path / "out.json"
-    assert cli.main(f"bench train --batch-size 4 -n 3 -w 1 --turns 2 --json {path}".split()) == 0
+    assert cli.main(f"bench train --batch-size 4 -n 3 -w 1 --turns 2 --apart --json {path}".split()) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
-    assert [line[:2] for line in lines] == [["distopt", "2"], ["distopt", "1"]]
+    assert [line[:2] for line in lines] == [["distopt", "2"], ["distopt", "1"], ["apart", "2"]]
     assert lines[1][4] == "100.0%"
+    assert lines[2][4] != "-"
     report = json.loads(path.read_text())
     assert report["missing"] == {}
     for row in report["rows"]:

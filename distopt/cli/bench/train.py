@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 _PEERS = ("torch-ddp",)
+_APART = "apart"  # distopt, each process a job of its own
 _HEADER = (
     f"#{'who':<11}{'ranks':>6}{'step':>9}{'images/s':>11}{'efficiency':>12}{'x':>7}   "
     f"{'forward':>8}{'backward':>9}{'exposed':>8}{'update':>8}{'memory':>9}\n"
@@ -106,13 +107,15 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "train",
         help="training steps of a reference model, beside PyTorch",
         description="Measure training steps on a synthetic batch, one thread a rank, with the given number of ranks "
-        "and with one. All take turns; PyTorch runs in an environment of its own that is made on first use.",
+        "and with one. All take turns; PyTorch runs in an environment of its own that is made on first use. --apart "
+        "adds as many jobs of one rank that run side by side: communication has no part in what they lose.",
     )
     parser.add_argument("--np", type=at_least(1), default=2, metavar="N", help="ranks (default: 2)")
     parser.add_argument("--model", choices=["cnn"], default="cnn", help="(cnn)")
     parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help="images of each rank (64)")
     parser.add_argument("--backend", choices=["shm", "mpi", "hierarchical"], default="shm", help="communicator (shm)")
     parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
+    parser.add_argument("--apart", action="store_true", help="also as many processes that do not communicate")
     parser.add_argument("-n", type=at_least(1), default=100, metavar="N", help="timed steps in each turn (100)")
     parser.add_argument("-w", type=at_least(0), default=10, metavar="N", help="untimed steps in each turn (10)")
     parser.add_argument("--turns", type=at_least(1), default=4, metavar="N", help="turns that all take (4)")
@@ -125,8 +128,8 @@ def run(args: argparse.Namespace) -> int:
     results: dict[str, Result] = {}
     facts = machine()
     with Lineup() as lineup:
-        for who in ("distopt", *args.peers):
-            for world_size in sorted({args.np, 1}, reverse=True):
+        for who in ("distopt", *([_APART] if args.apart else []), *args.peers):
+            for world_size in [args.np] if who == _APART else sorted({args.np, 1}, reverse=True):
                 name = f"{who} x{world_size}"
                 lineup.add(name, partial(_crew, who, world_size, args))
                 results[name] = Result(who, world_size, args.batch_size)
@@ -138,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
         gradients = next((candidate.hello["gradient_count"] for candidate in lineup.candidates), None)
     done = {name: result for name, result in results.items() if result.seconds}
     for result in done.values():
-        alone = done.get(f"{result.who} x1")
+        alone = done.get(f"{'distopt' if result.who == _APART else result.who} x1")
         print(result.line(alone, next(iter(done.values()))))
         if not result.equal:
             print(f"# {result.who}: the ranks' parameters differ")
@@ -154,7 +157,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _crew(who: str, world_size: int, args: argparse.Namespace) -> tuple[Crew, Setup]:
-    if who == "distopt":
+    if who == _APART:
+        crew, setup = distopt_crew("train", world_size, "single")
+        setup["apart"] = True
+    elif who == "distopt":
         crew, setup = distopt_crew("train", world_size, args.backend if world_size > 1 else "single")
     else:
         crew, setup = torch_crew("train", world_size, announce)

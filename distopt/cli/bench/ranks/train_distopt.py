@@ -75,9 +75,12 @@ class _TimedDistOpt(dist_opt.DistOpt):
 class _Distopt(Trainer):
     def __init__(self, rank: int, world_size: int, setup: dict[str, Any]) -> None:
         ticket = launch.Ticket(bytes.fromhex(setup["secret"]))
-        job: launch.Job = launch.MpiJob() if rank < 0 else launch.MultiprocessJob(ticket, rank, world_size)
+        if setup.get("apart"):
+            job: launch.Job = launch.MultiprocessJob(ticket, 0, 1)
+        else:
+            job = launch.MpiJob() if rank < 0 else launch.MultiprocessJob(ticket, rank, world_size)
         self.rank = job.topology.rank
-        communicator = comm.create(job, setup["backend"] if world_size > 1 else "single")
+        communicator = comm.create(job, setup["backend"] if job.topology.world_size > 1 else "single")
         device.get_default_device().SetRandSeed(0)
         self._clock, self._communicated = _Clock(), 0.0
         sgd = _TimedSgd(lr=0.005, momentum=0.9, weight_decay=1e-5)
