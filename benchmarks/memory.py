@@ -50,7 +50,7 @@ def distopt_rank(rank: int, world_size: int, ticket, size: int, steps: int, fold
     x, y = (tensor.from_numpy(array) for array in batch(size, rank))
     net = CNN()
     net.set_optimizer(sgd)
-    net.compile([x], is_train=True)
+    net.compile([x], is_train=True, use_graph=True)
     sample(lambda: net(x, y), steps, Path(folder, str(rank)))
     sgd.communicator.barrier()
 

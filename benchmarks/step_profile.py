@@ -1,7 +1,8 @@
 """Where one training step of the reference CNN spends its time, by part of the package.
 
-Every part's own time is taken, without that of the parts it calls. The two columns are the median over steps and the
-lower decile, which the load of other processes hardly touches. Rank 0; the recorder's own 0.2 us a call are inside.
+Steps are replayed, as in the examples. Every part's own time is taken, without that of the parts it calls. The two
+columns are the median over steps and the lower decile, which the load of other processes hardly touches. Rank 0; the
+recorder's own 0.2 us a call are inside.
 
     python benchmarks/step_profile.py --np 2 --batch-size 64
 """
