@@ -97,7 +97,10 @@ class RecordedStep(ABC):
             self.later.append(call)
             return call.on(optimizer)
         if call.place is None:
-            raise CaptureError(early_text(call))
+            self.failure = CaptureError(early_text(call))
+            if not self.begun:
+                raise self.failure
+            return call.on(optimizer)
         self._calls += 1
         if self._calls > 1:
             return call.on(optimizer)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distopt import autograd, operations, tensor
-from tests.ranks import graph_refused
+from distopt import autograd, operations, opt, tensor
+from tests.ranks import graph_refused, small_net
 from tests.ranks.graph_refused import told_and_trained
 from tests.ranks.graph_steps import BODIES, Net
 from tests.ranks.small_net import SMALL, assert_equal_bits, on_ranks
@@ -85,6 +85,16 @@ class BackwardInside(Net):
         return super().forward(x)
 
 
+class AsksFromTheSecondOn(Net):
+    turn = 0
+
+    def train_one_batch(self, x, y):
+        self.turn += 1
+        if self.turn > 1:
+            self.optimizer.get_states()
+        return super().train_one_batch(x, y)
+
+
 class OtherThreshold(Net):
     """The optimizer gets other arguments each time."""
 
@@ -104,6 +114,7 @@ REFUSED = {
     FromBefore: "Conv2dMaxPool has an input that is no argument, state or result",
     InPlace: "changed in place",
     BackwardInside: "before the forward pass is complete",
+    AsksFromTheSecondOn: "self.optimizer.get_states before the forward pass is complete",
     OtherThreshold: "called with other arguments",
     graph_refused.StepsTwice: "2 times",
     graph_refused.StepsByHand: "0 times",
@@ -124,3 +135,21 @@ def test_replays_give_the_bits_of_steps_without_a_graph(tmp_path, world_size, bo
     for key in ranks[0]:
         if "losses" not in key:
             assert_equal_bits(ranks, key)
+
+
+def test_an_optimizer_that_leaves_gradients_out_is_not_replayed():
+    class First(opt.SGD):
+        def __call__(self, loss):
+            self.update(*next(autograd.backward(loss)))
+
+    net, rng = small_net.Net(), np.random.default_rng(0)
+    net.train_one_batch = lambda x, y: net.optimizer(net.loss(net.forward(x), y))
+    net.set_optimizer(First(lr=0.1))
+    x, y = tensor.from_numpy(rng.standard_normal((4, 21), np.float32)), tensor.from_numpy(rng.integers(0, 5, 4))
+    net.compile([x], is_train=True, use_graph=True)
+    before = net.linear1.W.to_numpy()
+    for _ in range(5):
+        net(x, y)
+    assert not net.graph_replays
+    np.testing.assert_array_equal(net.linear1.W.to_numpy(), before)
+    tensor.from_numpy(np.zeros(1)).device.EnableGraph(False)
