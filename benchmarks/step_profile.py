@@ -1,8 +1,8 @@
 """Where one training step of the reference CNN spends its time, by part of the package.
 
-Steps are replayed, as in the examples. Every part's own time is taken, without that of the parts it calls. The two
-columns are the median over steps and the lower decile, which the load of other processes hardly touches. Rank 0; the
-recorder's own 0.2 us a call are inside.
+Steps are replayed, as in the examples, unless --no-graph is given. Every part's own time is taken, without that of the
+parts it calls. The two columns are the median over steps and the lower decile, which the load of other processes hardly
+touches. Rank 0; the recorder's own 0.2 us a call are inside.
 
     python benchmarks/step_profile.py --np 2 --batch-size 64
 """
@@ -95,7 +95,7 @@ class RecordedCalls:
         return recorded
 
 
-def profile_rank(rank: int, world_size: int, ticket, size: int, steps: int) -> None:
+def profile_rank(rank: int, world_size: int, ticket, size: int, steps: int, use_graph: bool) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     from train_cnn import CNN
 
@@ -108,7 +108,7 @@ def profile_rank(rank: int, world_size: int, ticket, size: int, steps: int) -> N
     y = tensor.from_numpy(rng.integers(0, 10, size).astype(np.int32))
     net = CNN()
     net.set_optimizer(sgd)
-    net.compile([x], is_train=True, use_graph=True)
+    net.compile([x], is_train=True, use_graph=use_graph)
     net.train()
     net(x, y)  # sets up the buckets
 
@@ -121,6 +121,7 @@ def profile_rank(rank: int, world_size: int, ticket, size: int, steps: int) -> N
     autograd.backward = dist_opt.autograd.backward = recorder.wrap_generator("autograd", autograd.backward)
     sgd.opt.update = recorder.wrap("optimizer", sgd.opt.update)
     dist_opt.DistOpt.step_by = recorder.wrap("DistOpt", dist_opt.DistOpt.step_by)
+    net.forward = recorder.wrap("layers", net.forward)
     replay.ReplayedStep.replay = recorder.wrap("replay", replay.ReplayedStep.replay)
     for _ in range(WARM_UP_STEPS + steps):
         recorder.next_step()
@@ -144,13 +145,14 @@ def main() -> None:
     parser.add_argument("--np", type=int, default=2, help="ranks")
     parser.add_argument("--batch-size", type=int, default=64, help="samples a rank")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--no-graph", action="store_true", help="run the Python code of every step")
     args = parser.parse_args()
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = "1"
 
     from distopt import launch, singa_wrap
 
-    launch.spawn(profile_rank, args.np, (singa_wrap.NcclIdHolder(), args.batch_size, args.steps))
+    launch.spawn(profile_rank, args.np, (singa_wrap.NcclIdHolder(), args.batch_size, args.steps, not args.no_graph))
 
 
 if __name__ == "__main__":

@@ -143,17 +143,18 @@ def tape(loss: Tensor) -> list[Operation]:
     found = {loss.creator}
     stack = [loss.creator]
     while stack:
-        for source, needed in _inputs(stack.pop()):
+        op = stack.pop()
+        for source, needed in zip(_inputs(op), op.needs, strict=True):
             if needed and source.creator is not None and source.creator not in found:
                 found.add(source.creator)
                 stack.append(source.creator)
     return sorted(found, key=lambda op: op.order)
 
 
-def _inputs(op: Operation) -> Iterator[tuple[Tensor, bool]]:
+def _inputs(op: Operation) -> tuple[Tensor, ...]:
     if op.inputs is None:
         raise UsageError("this graph was walked before and is gone; compute the loss anew for another backward pass")
-    return zip(op.inputs, op.needs, strict=True)
+    return op.inputs
 
 
 # -- the walk ------------------------------------------------------------------------------------------------------
@@ -184,7 +185,9 @@ def plan(loss: Tensor) -> list[Visit]:
     last: dict[Tensor, Visit] = {}  # that adds to the gradient of a parameter
     met: set[Operation | Tensor | None] = set()
     for op in reversed(tape(loss)):
-        sinks = [(source.creator or source) if needed else None for source, needed in _inputs(op)]
+        sinks = [
+            (source.creator or source) if needed else None for source, needed in zip(_inputs(op), op.needs, strict=True)
+        ]
         visit = Visit(op, sinks, [], [])
         for sink in sinks:
             visit.adds.append(sink in met)
@@ -220,18 +223,17 @@ def visit_one(visit: Visit, pending: dict[Operation, Array]) -> list[tuple[Tenso
         The parameters whose gradients are final now, and these.
     """
     op, sinks, adds, final = visit
-    if op.inputs is None:
-        raise UsageError("this graph was walked before and is gone; compute the loss anew for another backward pass")
+    inputs = _inputs(op)
     into: list[Array] = []  # None for inputs that are no parameters
     for sink, more in zip(sinks, adds, strict=True):
         into.append(_place(sink, more) if isinstance(sink, Tensor) else None)
-    device = op.inputs[0].device
+    device = inputs[0].device
     if device.verbosity:
         gradients = device.timed(f"{type(op).__name__} backward", op.backward, pending.pop(op), into)
     else:
         gradients = op.backward(pending.pop(op), into)
     op.saved = None
-    for source, sink, more, place, gradient in zip(op.inputs, sinks, adds, into, gradients, strict=True):
+    for source, sink, more, place, gradient in zip(inputs, sinks, adds, into, gradients, strict=True):
         if sink is None:
             continue
         if gradient is None:

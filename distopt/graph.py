@@ -1,4 +1,4 @@
-"""Training steps that are recorded and repeated: on a GPU as CUDA graphs, on the CPU by calling operations again.
+"""Training steps that are recorded and repeated: on a GPU as CUDA graphs, on the CPU as calls of kernels.
 
 On the CPU see `distopt.replay`. On a GPU the forward pass is captured, and the backward pass cut at the parameters that
 complete a bucket. What an optimizer does is not: its collectives, checks, codecs and updates use numbers of the host
@@ -7,10 +7,11 @@ and wait for the device. A replay launches the forward piece and then calls the 
 So an optimizer notices nothing, and communication overlaps the pieces that follow. (Such graphs are known as piecewise
 CUDA graphs.)
 
-The first calls with arguments of one kind run as ever, and the next one is captured: nothing runs while a piece is
-recorded, and each is launched as soon as its results are needed, so that this call is a whole step, too. The forward
-piece fails before anything has run, and the call begins anew without a capture; the backward pass fails with all that
-it needs still there, and runs as ever. Arguments that did so once are not tried again, and the log has the reason.
+The first calls with arguments of one kind run as ever, and the next one is captured. On a GPU nothing runs while a
+piece is recorded, and each is launched as soon as its results are needed, so that this call is a whole step, too. The
+forward piece fails before anything has run, and the call begins anew without a capture; the backward pass fails with
+all that it needs still there, and runs as ever. Arguments that did so once are not tried again, and the log has the
+reason.
 
 Arrays of a graph lie in memory of its own, so that a replay writes nothing that somebody else has got since.
 """
@@ -26,7 +27,7 @@ from .device import tell_once
 from .graph_step import CapturedStep
 from .mode import mode
 from .replay import ReplayedStep
-from .step import CaptureError, OptimizerCall, early_text, text_of
+from .step import CaptureError, OptimizerCall, RecordedStep, early_text, text_of
 from .tensor import Tensor
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class _Kind:
 
     def __init__(self) -> None:
         self.rehearsals = self.captures = 0
-        self.step: CapturedStep | ReplayedStep | None = None
+        self.step: RecordedStep | None = None
         self.candidate: ReplayedStep | None = None  # the step if the next does the same
         self.reason = ""
 
@@ -122,7 +123,7 @@ class StepGraphs:
         if kind.step is not None and not kind.step.fits():
             kind.step = None
             if kind.captures == CAPTURES:
-                kind.reason = f"parameters or buckets were moved after each of {CAPTURES} captures"
+                kind.reason = f"parameters or buckets were moved after each of {CAPTURES} recordings"
                 self._tell(kind.reason)
         if kind.step is not None:
             self.replays += 1

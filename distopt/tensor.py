@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike
 
-__all__ = ["Operation", "Tensor", "float32", "float64", "from_numpy", "int32", "int64", "mode", "to_numpy"]
+__all__ = ["Operation", "Tensor", "float32", "float64", "from_numpy", "int32", "int64", "to_numpy"]
 
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 

@@ -8,6 +8,7 @@ import pytest
 
 from distopt import autograd, layer, operations, tensor
 from distopt.errors import UsageError
+from distopt.mode import mode
 from distopt.tensor import Operation, Tensor
 
 
@@ -307,7 +308,7 @@ def test_only_what_leads_to_parameters_is_recorded():
     y = operations.Linear()(x, w)
     assert y.creator.needs == (False, True)
     autograd.training = False
-    assert tensor.mode.training is autograd.training is False
+    assert mode.training is autograd.training is False
     assert operations.Linear()(x, w).creator is None
 
 
