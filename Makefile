@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 WORLD_SIZE ?= 2
 # The main job needs the package alone; the tests also need MPI and the test tools.
 TEST_EXTRAS ?= mpi,plot,test
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+SOURCES := pyproject.toml CMakeLists.txt $(NATIVE)
 
 .PHONY: mnist mpi test test-gpu sanitize lint examples format clean
 
@@ -36,12 +37,12 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu)
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(wildcard csrc/*.h csrc/*.cpp csrc/*.cu)
+	$(BIN)/clang-format -i $(NATIVE)
 
 # The commands of README's table, for one epoch.
 examples: $(VENV)/.mpi

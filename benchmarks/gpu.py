@@ -20,7 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from distopt import device, launch, opt, singa_wrap, tensor
+from distopt import launch, opt, singa_wrap, tensor
+from distopt.nn import device
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -58,7 +59,7 @@ def bandwidth_rows(cupy, n: int) -> list[str]:
     """Casts, selection, sparse sum and update, against a copy of as many bytes."""
     from distopt.kernels import FINDINGS, Accumulation
     from distopt.kernels import gpu as codec
-    from distopt.ops import gpu as ops
+    from distopt.nn.kernels import gpu as ops
 
     x = cupy.random.default_rng(0).standard_normal(n, dtype=cupy.float32)
     wire, findings = cupy.empty(n, cupy.uint16), cupy.full(FINDINGS, -1, cupy.int64)
@@ -110,8 +111,8 @@ def select_rows(cupy, torch, n: int) -> list[str]:
 
 def convolution_rows(cupy) -> list[str]:
     """The convolutions of the reference CNN, by cuDNN and by lowering."""
-    from distopt.ops import gpu as ops
-    from distopt.ops import gpu_cudnn
+    from distopt.nn.kernels import gpu as ops
+    from distopt.nn.kernels import gpu_cudnn
 
     if device.find_cudnn()[0] is None:
         return []

@@ -12,7 +12,7 @@ from time import perf_counter
 
 import numpy as np
 
-from distopt.ops import cpu
+from distopt.nn.kernels import cpu
 
 POOLING = (1, 1), (0, 0), True, (2, 2), (2, 2), (0, 0)  # as `cpu.conv2d_max_pool` has it
 CONVOLUTIONS = [("conv1", 1, 28, 20), ("conv2", 20, 12, 50)]  # channels, height and width, filters of 5 x 5

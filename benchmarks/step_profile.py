@@ -99,7 +99,8 @@ def profile_rank(rank: int, world_size: int, ticket, size: int, steps: int, use_
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     from train_cnn import CNN
 
-    from distopt import _core, autograd, device, dist_opt, opt, replay, tensor
+    from distopt import _core, autograd, device, dist_opt, opt, tensor
+    from distopt.nn.replay import replayed as replay
 
     device.get_default_device().SetRandSeed(0)
     sgd = opt.DistOpt(opt.SGD(lr=0.005, momentum=0.9, weight_decay=1e-5), ticket, rank, world_size)

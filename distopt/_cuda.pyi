@@ -5,7 +5,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# -- numerics; csrc/cuda_compute_kernels.h says what they do
+# -- numerics; csrc/cuda/compute.h says what they do
 def lower(
     dtype: int, images: int, channels: int, window: tuple[int, ...], x: int, columns: int, stream: int
 ) -> None: ...
@@ -171,7 +171,7 @@ def sigmoid(dtype: int, x: int, y: int, count: int, stream: int) -> None: ...
 def relu_backward(dtype: int, dy: int, y: int, dx: int, count: int, stream: int) -> None: ...
 def sigmoid_backward(dtype: int, dy: int, y: int, dx: int, count: int, stream: int) -> None: ...
 
-# -- codecs; csrc/cuda_codec_kernels.h and csrc/cuda_select_kernels.h say what they do
+# -- codecs; csrc/cuda/codec.h and csrc/cuda/select.h say what they do
 squared_norm_parts: int
 
 def encode16(
@@ -292,7 +292,7 @@ class NcclCommunicator:
     def abort(self, reason: str) -> None: ...
     def close(self) -> None: ...
 
-# -- steps; csrc/cublas_api.h and csrc/step_graph.h say what they do
+# -- steps; csrc/cuda/cublas_api.h and csrc/cuda/step_graph.h say what they do
 class Products:
     def multiply(
         self,

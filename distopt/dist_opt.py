@@ -13,24 +13,25 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from . import autograd, comm, compress, launch
-from .agreement import check_same_model, check_same_values
-from .bucket import Bucket, Layout
+from . import comm, compress, launch
 from .errors import GradientError, StateError, UsageError
-from .join import RollCall
-from .placement import device_of
-from .stats import CommunicationStatistics
+from .nn import autograd
+from .sync.agreement import check_same_model, check_same_values
+from .sync.bucket import Bucket, Layout
+from .sync.placement import device_of
+from .sync.stats import CommunicationStatistics
+from .sync.uneven import RollCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from .bucket import LayoutStates
     from .comm import Communicator
     from .compress import Codec, Reduction
-    from .device import Device
     from .launch.job import Job
-    from .optim import Optimizer
-    from .tensor import Tensor
+    from .nn.device import Device
+    from .nn.optim import Optimizer
+    from .nn.tensor import Tensor
+    from .sync.bucket import LayoutStates
 
 __all__ = ["DEFAULT_THRESHOLD", "STRATEGIES", "DistOpt", "NonFinite"]
 
@@ -51,7 +52,7 @@ class DistOpt:
         job: this rank's membership (default: found from the launcher, see `distopt.launch.join`).
         communicator: how bytes move (default: the best one for the job, see `distopt.comm.create`).
         compression: what is sent: a codec, or the name of one (see `distopt.compress`).
-        threshold: bucket size in elements, see `distopt.bucket.plan`.
+        threshold: bucket size in elements, see `distopt.sync.bucket.plan`.
         partition_size: size in elements of the partitions of a partial update (default: `threshold`).
         non_finite: what to do about a gradient that is NaN or infinite on any rank. "raise" a GradientError on all
             ranks; "skip" the update of this step on all ranks, with a warning; "ignore" it: fp32 then does not look,

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from . import dist_opt, launch
 from .compress import Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
 from .dist_opt import DEFAULT_THRESHOLD, STRATEGIES
-from .fusion import Fusion
-from .optim import SGD, AdaGrad, Adam, Constant, DecayScheduler, ExponentialDecay, Optimizer, RMSProp
+from .nn.optim import SGD, AdaGrad, Adam, Constant, DecayScheduler, ExponentialDecay, Optimizer, RMSProp
+from .sync.by_hand import Fusion
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .comm import Work
     from .launch.multiprocess import Ticket
-    from .tensor import Tensor
+    from .nn.tensor import Tensor
 
 __all__ = [
     "SGD",

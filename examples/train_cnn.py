@@ -11,7 +11,8 @@ import numpy as np
 from tqdm import tqdm
 
 from distopt import launch, layer, model, opt, tensor
-from distopt.data import ShardedSampler, Staging, mnist, normalize, random_shift
+from distopt.data import ShardedSampler, mnist, normalize, random_shift
+from distopt.nn.staging import Staging
 
 
 class CNN(model.Model):

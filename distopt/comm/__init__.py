@@ -15,7 +15,7 @@ from .base import Communicator, Work
 
 if TYPE_CHECKING:
     from ..launch.job import Job
-    from ..topology import Topology
+    from ..launch.topology import Topology
 
 __all__ = ["BACKENDS", "Communicator", "Work", "create"]
 
@@ -25,7 +25,7 @@ _log = logging.getLogger("distopt")
 BACKENDS = {
     "single": "distopt.comm.single:SingleCommunicator",
     "shm": "distopt.comm.shm:ShmCommunicator",
-    "mpi": "distopt.comm.mpi:MpiCommunicator",
+    "mpi": "distopt.comm.mpi.communicator:MpiCommunicator",
     "nccl": "distopt.comm.nccl:NcclCommunicator",
     "hierarchical": "distopt.comm.hierarchical:HierarchicalCommunicator",
 }

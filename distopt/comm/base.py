@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..launch.job import Job
-    from ..topology import Topology
+    from ..launch.topology import Topology
 
 __all__ = ["DTYPES", "Array", "Communicator", "DoneWork", "ReduceOp", "SparseLists", "SparseWork", "Work"]
 
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 ReduceOp: TypeAlias = Literal["sum", "max", "min", "mean"]
 
-# Code of each wire type in csrc/types.h. NumPy has no bfloat16: such arrays are uint16 and say so with `wire=`.
+# Code of each wire type in csrc/base/types.h. NumPy has no bfloat16: such arrays are uint16 and say so with `wire=`.
 DTYPES: dict[str, int] = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3, "int32": 4, "int64": 5}
 # Looked up by dtype: numpy.dtype.name is slow to compute, and every collective asks for it.
 _NAMES = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}

@@ -16,9 +16,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import UsageError
-from ..topology import Topology
-from .mpi import MpiCommunicator
-from .mpi_work import LocalRequest, MpiGroup
+from ..launch.topology import Topology
+from .mpi.communicator import MpiCommunicator
+from .mpi.work import LocalRequest, MpiGroup
 from .shm import ShmCommunicator
 
 if TYPE_CHECKING:

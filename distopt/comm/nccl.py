@@ -1,4 +1,4 @@
-"""The communicator of GPUs, over NCCL. The work is done in `csrc/nccl_*.cpp`; arrays are CuPy's.
+"""The communicator of GPUs, over NCCL. The work is done in `csrc/nccl`; arrays are CuPy's.
 
 Collectives run on a stream of their own. Each waits, on the device, for what the current stream of CuPy held when it
 was called, and `Work.wait` makes the then current stream wait for the result, so the host waits for neither. NumPy

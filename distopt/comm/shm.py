@@ -1,4 +1,4 @@
-"""The communicator of ranks that share a host, through shared memory. The work is done in `csrc/shm_*.cpp`."""
+"""The communicator of ranks that share a host, through shared memory. The work is done in `csrc/shm`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..launch.job import Job
     from ..launch.rendezvous import HostGroup
-    from ..topology import Topology
+    from ..launch.topology import Topology
 
 __all__ = ["ShmCommunicator"]
 

@@ -11,7 +11,7 @@ from .base import DTYPES, Array, Communicator, DoneWork, ReduceOp, Work
 
 if TYPE_CHECKING:
     from ..launch.job import Job
-    from ..topology import Topology
+    from ..launch.topology import Topology
 
 __all__ = ["SingleCommunicator"]
 

@@ -3,6 +3,5 @@
 from . import mnist
 from .augment import normalize, random_shift
 from .sampler import ShardedSampler, data_partition
-from .staging import Staging
 
-__all__ = ["ShardedSampler", "Staging", "data_partition", "mnist", "normalize", "random_shift"]
+__all__ = ["ShardedSampler", "data_partition", "mnist", "normalize", "random_shift"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ __all__ = [
     "Accumulation",
     "Kernels",
     "Lists",
+    "array_module",
     "kernels_of",
 ]
 
@@ -29,3 +31,8 @@ def kernels_of(array: Any) -> Kernels:
     from . import gpu  # needs CuPy
 
     return gpu
+
+
+def array_module(array: object) -> Any:
+    """Numpy or cupy, whichever `array` is of."""
+    return np if isinstance(array, np.ndarray) else sys.modules["cupy"]

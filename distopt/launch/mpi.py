@@ -1,4 +1,4 @@
-"""Jobs that mpiexec started. The only room that imports mpi4py, besides `distopt.comm.mpi`.
+"""Jobs that mpiexec started. The only room that imports mpi4py, besides `distopt.comm.mpi.communicator`.
 
 A rank that leaves alone makes MPI_Finalize, and with it the whole job, wait for ever. Hence, in jobs of more than one
 rank:
@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from .. import _core
 from ..errors import DistoptError, LaunchError, MissingDependencyError, UsageError
 from ..settings import Settings
-from ..topology import Topology
 from .env import LauncherInfo, launcher
 from .job import Job
 from .mpi_setup import all_gather_bytes
@@ -41,6 +40,7 @@ from .multiprocess import Ticket
 from .rendezvous import HostGroup
 from .siblings import Absence, end_with_parent, ends_of_siblings
 from .threads import cap_threads, cores
+from .topology import Topology
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

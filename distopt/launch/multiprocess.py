@@ -10,11 +10,11 @@ from secrets import token_bytes
 
 from ..errors import LaunchError, UsageError
 from ..settings import Settings
-from ..topology import Topology
 from .job import Job
 from .rendezvous import HostGroup
 from .siblings import Absence, end_with_parent
 from .threads import cap_threads
+from .topology import Topology
 
 __all__ = ["MultiprocessJob", "Ticket"]
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from distopt.comm.shm import ShmCommunicator
 from distopt.launch.job import Job
 from distopt.launch.rendezvous import HostGroup
+from distopt.launch.topology import Topology
 from distopt.settings import Settings
-from distopt.topology import Topology
 
 if TYPE_CHECKING:
     from collections.abc import Callable

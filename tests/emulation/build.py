@@ -28,8 +28,8 @@ def build() -> Path:
     with (FOLDER / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _build_cuda()
-        _build_library(NCCL, "fake_nccl", ROOT / "csrc" / "nccl_api.h")
-        _build_library(CUBLAS, "fake_cublas", ROOT / "csrc" / "cublas_api.h")
+        _build_library(NCCL, "fake_nccl", ROOT / "csrc" / "nccl" / "api.h")
+        _build_library(CUBLAS, "fake_cublas", ROOT / "csrc" / "cuda" / "cublas_api.h")
     return FOLDER
 
 
@@ -51,7 +51,7 @@ def _build_library(library: Path, name: str, header: Path) -> None:
     sources = [*here.glob(f"{name}*"), header]
     if library.exists() and library.stat().st_mtime > max(source.stat().st_mtime for source in sources):
         return
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{here}"]
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{here}", f"-I{ROOT / 'csrc'}"]
     new = library.with_suffix(".new")
     _run(_tool("c++", "g++"), *flags, "-o", str(new), str(here / f"{name}.cpp"), "-ldl")
     new.rename(library)

@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "../../csrc/nccl_api.h"
+#include "nccl/api.h"
 
 namespace fake {
 

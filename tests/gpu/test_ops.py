@@ -13,7 +13,7 @@ import cupy  # noqa: E402
 
 from distopt import autograd, device, tensor  # noqa: E402
 from distopt.errors import UsageError  # noqa: E402
-from distopt.ops import cpu, gpu, gpu_base, kernels_for, reference  # noqa: E402
+from distopt.nn.kernels import cpu, gpu, gpu_base, kernels_of, reference  # noqa: E402
 from tests.gpu.hosted import hosted, to_device  # noqa: E402
 from tests.unit import test_ops as on_cpu  # noqa: E402
 from tests.unit import test_ops_gradients as gradients  # noqa: E402
@@ -135,8 +135,8 @@ def test_arrays_that_do_not_fit_never_reach_a_kernel(call, kind):
         call()
 
 
-def test_kernels_for_an_array_of_the_device():
-    assert kernels_for(zeros(3)) is gpu
+def test_kernels_of_an_array_of_the_device():
+    assert kernels_of(zeros(3)) is gpu
     assert set(gpu.__all__) == set(cpu.__all__)
 
 

@@ -9,8 +9,8 @@ from tests.gpu import require_gpu
 require_gpu()
 
 from distopt import device  # noqa: E402
-from distopt.data import Staging  # noqa: E402
-from distopt.ops import gpu  # noqa: E402
+from distopt.nn.kernels import gpu  # noqa: E402
+from distopt.nn.staging import Staging  # noqa: E402
 
 
 def test_batches_arrive_while_the_host_runs_ahead():

@@ -9,7 +9,7 @@ pytest.importorskip("mpi4py", reason="mpi4py is absent: pip install 'distopt[mpi
 
 from distopt import launch
 from distopt.comm import create
-from distopt.comm.mpi import MpiCommunicator
+from distopt.comm.mpi.communicator import MpiCommunicator
 from distopt.errors import CommunicatorClosedError, LaunchError, MismatchError, StalledError, UsageError
 
 DTYPES = ["float32", "float64", "float16", "int32", "int64"]

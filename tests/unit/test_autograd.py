@@ -6,10 +6,11 @@ import weakref
 import numpy as np
 import pytest
 
-from distopt import autograd, layer, operations, tensor
+from distopt import autograd, layer
 from distopt.errors import UsageError
-from distopt.mode import mode
-from distopt.tensor import Operation, Tensor
+from distopt.nn import operations
+from distopt.nn.mode import mode
+from distopt.nn.tensor import MatMul, Operation, Tensor
 
 
 @pytest.fixture(autouse=True)
@@ -164,13 +165,13 @@ def chain(params, x):
 def test_pairs_come_in_order_of_readiness_and_before_the_pass_ends(monkeypatch):
     params = [parameter(f"w{i}", (3, 3), seed=i) for i in range(4)]
     visited = []
-    backward = tensor.MatMul.backward
+    backward = MatMul.backward
 
     def counted(self, dy, into):
         visited.append(self)
         return backward(self, dy, into)
 
-    monkeypatch.setattr(tensor.MatMul, "backward", counted)
+    monkeypatch.setattr(MatMul, "backward", counted)
     for _ in range(2):
         visited.clear()
         loss = chain(params, Tensor(data=np.ones((2, 3))))

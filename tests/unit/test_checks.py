@@ -10,7 +10,7 @@ from distopt import comm
 from distopt.errors import LaunchError
 from distopt.launch.checks import check_same_environment, environment
 from distopt.launch.job import Job
-from distopt.topology import Topology
+from distopt.launch.topology import Topology
 
 
 class Told(Job):

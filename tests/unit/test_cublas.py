@@ -17,7 +17,7 @@ import os
 from tests.emulation import activate
 activate()
 import cupy
-from distopt.ops.gpu_base import product
+from distopt.nn.kernels.gpu_base import product
 """
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from distopt.device import find_cudnn
+from distopt.nn.device import find_cudnn
 from tests.emulation import build
 
 pytestmark = pytest.mark.skipif(find_cudnn()[0] is None, reason=find_cudnn()[1])
@@ -20,7 +20,7 @@ from tests.emulation import activate
 activate()
 from pathlib import Path
 from tests import emulation
-from distopt.ops import gpu_cudnn
+from distopt.nn.kernels import gpu_cudnn
 """
 
 # Up to its validation, a graph needs no driver if it is told what the device would be, and given a handle that is none.

@@ -46,7 +46,7 @@ class Network:
 
 
 def served(mirror=0):
-    return {f"{mnist.MIRRORS[mirror]}{name}.gz": gzip.compress(data) for name, data in CONTENT.items()}
+    return {f"{mnist.MIRRORS[mirror]}{name}.gz": gzip.compress(data, mtime=0) for name, data in CONTENT.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def put(folder, content=CONTENT, rename=lambda name: name):
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in content.items():
         target = folder / rename(name)
-        target.write_bytes(gzip.compress(data) if target.suffix == ".gz" else data)
+        target.write_bytes(gzip.compress(data, mtime=0) if target.suffix == ".gz" else data)
     return folder
 
 
@@ -196,8 +196,8 @@ def test_download_fills_the_cache_once(network, cache, caplog):
         mnist.http.client.IncompleteRead(b"x"),
         b"",
         b"<html>log in to the hotel's network</html>",
-        gzip.compress(CONTENT[NAMES[0]])[:-3],
-        gzip.compress(idx.encode(ARRAYS[NAMES[0]] ^ 1)),
+        gzip.compress(CONTENT[NAMES[0]], mtime=0)[:-3],
+        gzip.compress(idx.encode(ARRAYS[NAMES[0]] ^ 1), mtime=0),
         CONTENT[NAMES[0]] + b"x",
     ],
     ids=str,

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from distopt import autograd, device, layer, optim, tensor
+from distopt import autograd, device, layer, tensor
 from distopt.errors import StateError, UsageError
-from distopt.model import Model
-from distopt.tensor import Tensor
+from distopt.nn import optim
+from distopt.nn.model import Model
+from distopt.nn.tensor import Tensor
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 
 from distopt import _core
 from distopt.errors import UsageError
-from distopt.ops import cpu, kernels_for, reference
+from distopt.nn.kernels import cpu, kernels_of, reference
 
 TOLERANCE = {"float32": 2e-4, "float64": 1e-11}
 
@@ -106,7 +106,7 @@ def test_conv2d(isa, dtype, case, with_bias, relu):
 
 @pytest.mark.parametrize("case", WINOGRAD[:-1])
 def test_error_of_winograd(isa, case):
-    """What csrc/winograd.h says of its precision."""
+    """What csrc/cpu/conv/winograd.h says of its precision."""
     n, c, h, w, m, kernel, stride, padding = case
     x, weight = array((n, c, h, w), "float32"), array((m, c, *kernel), "float32", 1)
 
@@ -344,10 +344,10 @@ def test_large_logits_do_not_overflow(dtype):
     assert loss == 1e4
 
 
-def test_kernels_for():
-    assert kernels_for(np.zeros(3)) is cpu
+def test_kernels_of():
+    assert kernels_of(np.zeros(3)) is cpu
     with pytest.raises(UsageError, match=r"builtins\.list"):
-        kernels_for([1.0])
+        kernels_of([1.0])
 
 
 def test_both_modules_have_the_same_functions():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distopt.ops import cpu, reference
+from distopt.nn.kernels import cpu, reference
 
 STEP = 1e-6
 

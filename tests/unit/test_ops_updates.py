@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distopt import _core
-from distopt.ops import cpu, reference
+from distopt.nn.kernels import cpu, reference
 
 SETTINGS = {
     "sgd": [

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from distopt import autograd, optim
+from distopt import autograd
 from distopt.errors import StateError, UsageError
-from distopt.tensor import Tensor
+from distopt.nn import optim
+from distopt.nn.tensor import Tensor
 
 CONFIGURATIONS = {
     "sgd": (optim.SGD, {"lr": 0.1}, "SGD", {"lr": 0.1}),

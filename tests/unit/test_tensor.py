@@ -5,7 +5,7 @@ import pytest
 
 from distopt import autograd, device, initializer, tensor
 from distopt.errors import UsageError
-from distopt.tensor import Tensor
+from distopt.nn.tensor import Tensor
 
 
 def ramp(*shape, dtype=np.float32):

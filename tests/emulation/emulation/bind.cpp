@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda_check.h"
+#include "cuda/check.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -1,7 +1,7 @@
 // A library of kernels for tests/unit/test_emulator.py: what the emulator must get right, and faults that it must show.
 #include <cuda_runtime.h>
 
-#include "cuda_launch.h"
+#include "cuda/launch.h"
 
 namespace {
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from threadpoolctl import threadpool_info
 
-from distopt import comm, device, dist_opt, launch, layer, model, optim, tensor
+from distopt import comm, dist_opt, launch
+from distopt.nn import device, layer, model, optim, tensor
 
 from .train import Trainer, synthetic_batch
 
 if TYPE_CHECKING:
-    from distopt.tensor import Tensor
+    from distopt.nn.tensor import Tensor
 
 __all__ = ["trainer"]
 

@@ -1,0 +1,74 @@
+#include "base/watchdog.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <cstddef>
+#include <cstdint>
+#include <system_error>
+#include <utility>
+
+namespace distopt {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Whoever supervises the processes may act on the same sign, and say it better.
+constexpr std::chrono::milliseconds patience{500};
+
+int milliseconds_until(Clock::time_point time) {
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(time - Clock::now()).count();
+  return static_cast<int>(std::clamp<std::int64_t>(left, 0, 60'000));
+}
+
+void watch(int stop, double seconds, std::string text, int exit_code, const std::vector<Watchdog::Sign>& signs) {
+  auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  std::vector<pollfd> fds{{stop, POLLIN, 0}};
+  for (const auto& sign : signs) fds.push_back({sign.first, POLLIN, 0});
+  for (;;) {
+    const int ready = ::poll(fds.data(), fds.size(), milliseconds_until(end));
+    if (ready > 0 && fds[0].revents != 0) return;
+    for (std::size_t i = 1; ready > 0 && i < fds.size(); ++i) {
+      if (fds[i].revents == 0) continue;
+      text = signs[i - 1].second;
+      end = std::min(end, Clock::now() + patience);
+      fds.resize(1);  // the first is enough
+    }
+    if (Clock::now() < end) continue;
+    const auto written = ::write(STDERR_FILENO, text.data(), text.size());
+    (void)written;  // nobody is left to be told
+    ::_exit(exit_code);
+  }
+}
+
+}  // namespace
+
+Watchdog::Watchdog(double seconds, std::string text, int exit_code, std::vector<Sign> signs)
+    : stop_(::eventfd(0, EFD_CLOEXEC)) {
+  if (stop_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+  // A new thread inherits the mask: signals stay with the threads that expect them.
+  sigset_t all, before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  thread_ = std::thread(watch, stop_, seconds, std::move(text), exit_code, std::move(signs));
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+Watchdog::~Watchdog() { stop(); }
+
+void Watchdog::stop() {
+  if (stop_ < 0) return;
+  const std::uint64_t one = 1;
+  const auto written = ::write(stop_, &one, sizeof one);
+  (void)written;  // an eventfd takes 2^64 - 2 of them
+  thread_.join();
+  ::close(std::exchange(stop_, -1));
+}
+
+}  // namespace distopt

@@ -1,0 +1,175 @@
+#include "cpu/codec.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <stdexcept>
+
+#include "bind/rooms.h"
+#include "cpu/sparse.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace distopt {
+namespace {
+
+template <class T>
+using Flat = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Counts = std::tuple<std::size_t, std::size_t, std::size_t>;
+
+void require(bool holds, const char* fact) {
+  if (!holds) throw std::invalid_argument(fact);
+}
+
+DType type_16(const std::string& name) {
+  if (name == "float16") return DType::float16;
+  require(name == "bfloat16", "the 16-bit type is neither float16 nor bfloat16");
+  return DType::bfloat16;
+}
+
+// The largest value of the type that `ranks` ranks can add up without leaving it.
+float cast_limit(const std::string& type, int ranks) {
+  require(ranks >= 1, "the number of ranks is not positive");
+  const bool half = type_16(type) == DType::float16;
+  const float bound = (half ? 65504.0f : 0x1.fep127f) / static_cast<float>(ranks);
+  const float digits = half ? 0x1p11f : 0x1p8f;
+  int exponent;
+  const float fraction = std::frexp(bound, &exponent);
+  return std::ldexp(std::floor(fraction * digits) / digits, exponent);
+}
+
+Counts encode16(Flat<const float> in, Flat<std::uint16_t> out, const std::string& type, float scale, float limit,
+                std::optional<Flat<float>> residual) {
+  require(out.size() == in.size() && (!residual || residual->size() == in.size()), "the arrays differ in length");
+  const DType dtype = type_16(type);
+  nb::gil_scoped_release release;
+  const CastCounts counts = codec_kernels().encode16(in.data(), residual ? residual->data() : nullptr, out.data(),
+                                                     in.size(), scale, limit, dtype);
+  return {counts.overflowed, counts.underflowed, counts.nan};
+}
+
+void decode16(Flat<const std::uint16_t> in, Flat<float> out, const std::string& type, float scale) {
+  require(out.size() == in.size(), "the arrays differ in length");
+  const DType dtype = type_16(type);
+  nb::gil_scoped_release release;
+  codec_kernels().decode16(in.data(), out.data(), in.size(), scale, dtype);
+}
+
+double squared_norm(Flat<const float> x) {
+  nb::gil_scoped_release release;
+  return codec_kernels().squared_norm(x.data(), x.size());
+}
+
+template <class Real>
+std::optional<std::size_t> first_beyond(Flat<const Real> x, double limit) {
+  nb::gil_scoped_release release;
+  std::size_t found;
+  if constexpr (sizeof(Real) == sizeof(float))
+    found = codec_kernels().first_beyond_32(x.data(), x.size(), static_cast<float>(limit));
+  else
+    found = codec_kernels().first_beyond_64(x.data(), x.size(), limit);
+  return found == x.size() ? std::nullopt : std::optional(found);
+}
+
+Source source(const Flat<const float>& grad, const std::optional<Flat<float>>& residual,
+              const std::optional<Flat<float>>& momentum, float scale, float decay) {
+  require(grad.size() <= std::numeric_limits<std::int32_t>::max(), "int32 indices reach 2^31 - 1 elements");
+  require(!residual || residual->size() == grad.size(), "residual and gradient differ in length");
+  require(!momentum || (residual && momentum->size() == grad.size()), "momentum needs a residual, of equal length");
+  return {grad.data(), residual ? residual->data() : nullptr, momentum ? momentum->data() : nullptr, scale, decay};
+}
+
+std::pair<std::size_t, std::size_t> bind_top_k(Flat<const float> grad, std::size_t k, Flat<std::int32_t> indices,
+                                               Flat<float> values, std::optional<Flat<float>> residual,
+                                               std::optional<Flat<float>> momentum, float scale, float decay) {
+  const Source from = source(grad, residual, momentum, scale, decay);
+  require(k <= grad.size(), "k is larger than the array");
+  require(indices.size() == values.size() && values.size() >= top_k_capacity(grad.size(), k),
+          "the lists are shorter than top_k_capacity");
+  nb::gil_scoped_release release;
+  const Selection found = top_k(from, grad.size(), k, indices.data(), values.data(), values.size());
+  return {found.count, found.nonfinite};
+}
+
+std::pair<std::size_t, std::size_t> bind_threshold(Flat<const float> grad, float bound, Flat<std::int32_t> indices,
+                                                   Flat<float> values, std::optional<Flat<float>> residual,
+                                                   std::optional<Flat<float>> momentum, float scale, float decay) {
+  const Source from = source(grad, residual, momentum, scale, decay);
+  require(bound >= 0, "the threshold is negative or NaN");
+  require(indices.size() == values.size(), "the lists differ in length");
+  nb::gil_scoped_release release;
+  const Selection found = select_threshold(from, grad.size(), bound, indices.data(), values.data(), values.size());
+  return {found.count, found.nonfinite};
+}
+
+void require_list(const Flat<const std::int32_t>& indices, std::size_t n) {
+  require(is_ascending(indices.data(), indices.size(), n), "indices do not ascend strictly inside the dense array");
+}
+
+void clear_at(Flat<float> dense, Flat<const std::int32_t> indices) {
+  nb::gil_scoped_release release;
+  require_list(indices, dense.size());
+  for (std::size_t j = 0; j < indices.size(); ++j) dense.data()[indices.data()[j]] = 0;
+}
+
+void bind_scatter_add(Flat<float> dense, const std::vector<Flat<const std::int32_t>>& indices,
+                      const std::vector<Flat<const float>>& values, std::int64_t lo, std::int64_t hi, float scale) {
+  require(indices.size() == values.size(), "there are not as many lists of values as of indices");
+  require(dense.size() <= std::numeric_limits<std::int32_t>::max(), "int32 indices reach 2^31 - 1 elements");
+  require(0 <= lo && lo <= hi && hi <= static_cast<std::int64_t>(dense.size()), "the range leaves the dense array");
+  std::vector<SparseList> lists;
+  for (std::size_t r = 0; r < indices.size(); ++r) {
+    require(indices[r].size() == values[r].size(), "a list has not as many values as indices");
+    lists.push_back({indices[r].data(), values[r].data(), values[r].size()});
+  }
+  nb::gil_scoped_release release;
+  for (const auto& list : indices) require_list(list, dense.size());
+  scatter_add(dense.data(), lists.data(), lists.size(), static_cast<std::int32_t>(lo), static_cast<std::int32_t>(hi),
+              scale);
+}
+
+}  // namespace
+
+void bind_codec(nb::module_& m) {
+  m.def("cast_limit", &cast_limit, "dtype"_a, "ranks"_a,
+        "The largest value of `dtype` that `ranks` ranks can add up without leaving it.");
+  m.def("encode16", &encode16, "x"_a.noconvert(), "out"_a.noconvert(), "dtype"_a, "scale"_a, "limit"_a,
+        "residual"_a.noconvert() = nb::none(),
+        "Cast x * scale to 16 bits (in a uint16 array), clamped to +-limit. With a residual, residual + x is cast and\n"
+        "residual becomes what the cast lost of it. Returns the counts (overflowed, underflowed, nan).");
+  m.def("decode16", &decode16, "x"_a.noconvert(), "out"_a.noconvert(), "dtype"_a, "scale"_a,
+        "Cast 16-bit floats (in a uint16 array) to float32 and multiply them by scale.");
+  m.def("squared_norm", &squared_norm, "x"_a.noconvert(), "Sum of squares, accumulated in float64.");
+  m.def("first_beyond", &first_beyond<float>, "x"_a.noconvert(), "limit"_a,
+        "Index of the first element that is NaN or beyond +-limit, or None.");
+  m.def("first_beyond", &first_beyond<double>, "x"_a.noconvert(), "limit"_a);
+  m.def("top_k_capacity", &top_k_capacity, "n"_a, "k"_a, "Length that the lists given to top_k need.");
+  m.attr("list_slack") = gather_slack;
+  m.def("top_k", &bind_top_k, "x"_a.noconvert(), "k"_a, "indices"_a.noconvert(), "values"_a.noconvert(),
+        "residual"_a.noconvert() = nb::none(), "momentum"_a.noconvert() = nb::none(), "scale"_a = 1.0f,
+        "decay"_a = 0.0f,
+        "List the k elements of largest magnitude, indices ascending, ties by lowest index, in the first k places of\n"
+        "indices and values. With a residual, residual += scale * x first, and the selection is from residual; with\n"
+        "momentum too, momentum = decay * momentum + scale * x and residual += momentum.\n"
+        "Returns (count, how many of these are not finite).");
+  m.def(
+      "threshold", &bind_threshold, "x"_a.noconvert(), "bound"_a, "indices"_a.noconvert(), "values"_a.noconvert(),
+      "residual"_a.noconvert() = nb::none(), "momentum"_a.noconvert() = nb::none(), "scale"_a = 1.0f, "decay"_a = 0.0f,
+      "List the elements with |x| >= bound, and NaN; accumulation as in top_k. Returns (count, how many of these are\n"
+      "not finite); where count + list_slack exceeds the room, the lists are incomplete.");
+  m.def("clear_at", &clear_at, "dense"_a.noconvert(), "indices"_a.noconvert(), "dense[indices] = 0");
+  m.def("scatter_add", &bind_scatter_add, "dense"_a.noconvert(), "indices"_a.noconvert(), "values"_a.noconvert(),
+        "lo"_a, "hi"_a, "scale"_a = 1.0f,
+        "dense[indices[r]] += values[r] * scale for each list r in turn, restricted to indices in [lo, hi).");
+}
+
+}  // namespace distopt

@@ -1,0 +1,38 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "base/isa.h"
+#include "base/watchdog.h"
+#include "bind/rooms.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+nb::dict build_info() {
+  nb::dict info;
+  info["compiler"] = DISTOPT_COMPILER;
+  info["flags"] = DISTOPT_FLAGS;
+  return info;
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() = "Native CPU kernels and the shared-memory communicator of distopt.";
+  m.def("supported_isas", &distopt::supported_isas, "Instruction sets that this build and this processor have.");
+  m.def("isa", [] { return distopt::isa_name(distopt::current_isa()); }, "The instruction set in force.");
+  m.def("set_isa", &distopt::set_isa, nb::arg("name"), "Choose an instruction set by name (tests, diagnosis).");
+  m.def("build_info", &build_info, "Compiler and flags of this build.");
+  nb::class_<distopt::Watchdog>(m, "Watchdog", "Ends the process with a message, unless it is stopped in time.")
+      .def(nb::init<double, std::string, int, std::vector<distopt::Watchdog::Sign>>(), nb::arg("seconds"),
+           nb::arg("text"), nb::arg("exit_code"), nb::arg("signs") = std::vector<distopt::Watchdog::Sign>(),
+           "`signs`: descriptors, each with the text that is true once it can be read.")
+      .def("stop", &distopt::Watchdog::stop);
+  distopt::bind_shm(m);
+  distopt::bind_compute(m);
+  distopt::bind_images(m);
+  distopt::bind_codec(m);
+}

@@ -1,0 +1,208 @@
+#include "bind/arrays.h"
+#include "bind/rooms.h"
+#include "cpu/conv/kernels.h"
+#include "cpu/pool.h"
+
+namespace distopt {
+namespace {
+
+template <class T>
+const PoolTable<T>& pool() {
+  if constexpr (std::is_same_v<T, float>) return pool_kernels().f32;
+  if constexpr (std::is_same_v<T, double>) return pool_kernels().f64;
+}
+
+template <class T>
+const ConvTable<T>& conv() {
+  if constexpr (std::is_same_v<T, float>) return conv_kernels().f32;
+  if constexpr (std::is_same_v<T, double>) return conv_kernels().f64;
+}
+
+// Windows of a kernel along one axis.
+Index windows(Index size, Index kernel, Index stride, Index padding) {
+  if (size < 1 || kernel < 1 || stride < 1 || padding < 0 || kernel > size + 2 * padding)
+    throw std::invalid_argument("a kernel of " + std::to_string(kernel) + ", stride " + std::to_string(stride) +
+                                " and padding " + std::to_string(padding) + " do not fit a side of " +
+                                std::to_string(size));
+  return (size + 2 * padding - kernel) / stride + 1;
+}
+
+template <class T>
+ConvShape conv_shape(const Array<const T, 4>& x, const Array<const T, 4>& w, Pair stride) {
+  ConvShape s{Index(x.shape(0)),
+              Index(x.shape(1)),
+              Index(x.shape(2)),
+              Index(x.shape(3)),
+              Index(w.shape(0)),
+              Index(w.shape(2)),
+              Index(w.shape(3)),
+              stride.first,
+              stride.second,
+              0,
+              0};
+  need(w, "w", {s.m, s.c, s.kh, s.kw});
+  s.oh = windows(s.h, s.kh, s.sh, 0);
+  s.ow = windows(s.w, s.kw, s.sw, 0);
+  return s;
+}
+
+PoolShape pool_shape(Index planes, Index h, Index w, Pair kernel, Pair stride, Pair padding) {
+  const auto [kh, kw] = kernel;
+  const auto [ph, pw] = padding;
+  if (2 * ph > kh || 2 * pw > kw || kh * kw > 256)
+    throw std::invalid_argument("pooling needs at most 256 elements in a window and padding of at most half of it");
+  return {planes,
+          h,
+          w,
+          kh,
+          kw,
+          stride.first,
+          stride.second,
+          ph,
+          pw,
+          windows(h, kh, stride.first, ph),
+          windows(w, kw, stride.second, pw)};
+}
+
+template <class A>
+PoolShape pool_shape(const A& x, Pair kernel, Pair stride, Pair padding) {
+  return pool_shape(x.shape(0) * x.shape(1), x.shape(2), x.shape(3), kernel, stride, padding);
+}
+
+// What a convolution computes on; with pooling y, dy and `taken` have the pooled size.
+template <class T>
+struct Conv {
+  ConvShape shape;
+  std::optional<Pooling> pooling;
+
+  Conv(const Array<const T, 4>& x, const Array<const T, 4>& w, Pair stride) : shape(conv_shape<T>(x, w, stride)) {}
+
+  void pool(const Array<std::uint8_t, 4>& taken, Pair kernel, Pair stride, Pair padding) {
+    pooling = Pooling{pool_shape(shape.m, shape.oh, shape.ow, kernel, stride, padding), taken.data()};
+    need_output(taken, "taken");
+  }
+
+  template <class A>
+  void need_output(const A& array, const char* name) const {
+    if (pooling)
+      need(array, name, {shape.n, shape.m, pooling->shape.oh, pooling->shape.ow});
+    else
+      need(array, name, {shape.n, shape.m, shape.oh, shape.ow});
+  }
+
+  const Pooling* pooling_or_null() const { return pooling ? &*pooling : nullptr; }
+
+  void forward(const Array<const T, 4>& x, const Array<const T, 4>& w, const std::optional<Array<const T, 1>>& b,
+               const Array<T, 4>& y, bool relu) const {
+    need(b, "b", {shape.m});
+    need_output(y, "y");
+    nb::gil_scoped_release release;
+    conv<T>().forward(shape, x.data(), w.data(), data_of(b), y.data(), relu, pooling_or_null(), work());
+  }
+
+  void backward(const Array<const T, 4>& dy, const std::optional<Array<const T, 4>>& y, const Array<const T, 4>& x,
+                const Array<const T, 4>& w, const Array<T, 4>& dw, const std::optional<Array<T, 1>>& db,
+                const std::optional<Array<T, 4>>& dx) const {
+    need_output(dy, "dy");
+    need_output(y, "y");
+    need(dw, "dw", {shape.m, shape.c, shape.kh, shape.kw});
+    need(db, "db", {shape.m});
+    need(dx, "dx", {shape.n, shape.c, shape.h, shape.w});
+    nb::gil_scoped_release release;
+    conv<T>().backward(shape, dy.data(), data_of(y), x.data(), w.data(), dw.data(), data_of(db), data_of(dx),
+                       pooling_or_null(), work());
+  }
+
+ private:
+  T* work() const { return scratch<T>(conv<T>().work_size(shape, pooling_or_null())); }
+};
+
+template <class T>
+void conv2d(Array<const T, 4> x, Array<const T, 4> w, std::optional<Array<const T, 1>> b, Array<T, 4> y, Pair stride,
+            bool relu) {
+  Conv<T>(x, w, stride).forward(x, w, b, y, relu);
+}
+
+template <class T>
+void conv2d_backward(Array<const T, 4> dy, std::optional<Array<const T, 4>> y, Array<const T, 4> x, Array<const T, 4> w,
+                     Array<T, 4> dw, std::optional<Array<T, 1>> db, std::optional<Array<T, 4>> dx, Pair stride) {
+  Conv<T>(x, w, stride).backward(dy, y, x, w, dw, db, dx);
+}
+
+template <class T>
+void conv2d_max_pool(Array<const T, 4> x, Array<const T, 4> w, std::optional<Array<const T, 1>> b, Array<T, 4> y,
+                     Array<std::uint8_t, 4> taken, Pair stride, bool relu, Pair pool_kernel, Pair pool_stride,
+                     Pair pool_padding) {
+  Conv<T> whole(x, w, stride);
+  whole.pool(taken, pool_kernel, pool_stride, pool_padding);
+  whole.forward(x, w, b, y, relu);
+}
+
+template <class T>
+void conv2d_max_pool_backward(Array<const T, 4> dy, std::optional<Array<const T, 4>> y, Array<std::uint8_t, 4> taken,
+                              Array<const T, 4> x, Array<const T, 4> w, Array<T, 4> dw, std::optional<Array<T, 1>> db,
+                              std::optional<Array<T, 4>> dx, Pair stride, Pair pool_kernel, Pair pool_stride,
+                              Pair pool_padding) {
+  Conv<T> whole(x, w, stride);
+  whole.pool(taken, pool_kernel, pool_stride, pool_padding);
+  whole.backward(dy, y, x, w, dw, db, dx);
+}
+
+template <class T>
+void max_pool2d(Array<const T, 4> x, Array<T, 4> y, Array<std::uint8_t, 4> taken, Pair kernel, Pair stride,
+                Pair padding) {
+  const PoolShape s = pool_shape(x, kernel, stride, padding);
+  need(y, "y", {Index(x.shape(0)), Index(x.shape(1)), s.oh, s.ow});
+  need(taken, "taken", {Index(x.shape(0)), Index(x.shape(1)), s.oh, s.ow});
+  nb::gil_scoped_release release;
+  pool<T>().max_pool(s, x.data(), y.data(), taken.data());
+}
+
+template <class T>
+void max_pool2d_backward(Array<const T, 4> dy, Array<const std::uint8_t, 4> taken, Array<T, 4> dx, Pair kernel,
+                         Pair stride, Pair padding) {
+  const PoolShape s = pool_shape(dx, kernel, stride, padding);
+  need(dy, "dy", {Index(dx.shape(0)), Index(dx.shape(1)), s.oh, s.ow});
+  need(taken, "taken", {Index(dx.shape(0)), Index(dx.shape(1)), s.oh, s.ow});
+  nb::gil_scoped_release release;
+  pool<T>().max_pool_backward(s, dy.data(), taken.data(), dx.data());
+}
+
+template <class T>
+void avg_pool2d(Array<const T, 4> x, Array<T, 4> y, Pair kernel, Pair stride, Pair padding) {
+  const PoolShape s = pool_shape(x, kernel, stride, padding);
+  need(y, "y", {Index(x.shape(0)), Index(x.shape(1)), s.oh, s.ow});
+  nb::gil_scoped_release release;
+  pool<T>().avg_pool(s, x.data(), y.data());
+}
+
+template <class T>
+void avg_pool2d_backward(Array<const T, 4> dy, Array<T, 4> dx, Pair kernel, Pair stride, Pair padding) {
+  const PoolShape s = pool_shape(dx, kernel, stride, padding);
+  need(dy, "dy", {Index(dx.shape(0)), Index(dx.shape(1)), s.oh, s.ow});
+  nb::gil_scoped_release release;
+  pool<T>().avg_pool_backward(s, dy.data(), dx.data());
+}
+
+template <class T>
+void bind_all(nb::module_& m) {
+  define(m, "conv2d", &conv2d<T>, {"x", "w", "b", "y", "stride", "relu"});
+  define(m, "conv2d_backward", &conv2d_backward<T>, {"dy", "y", "x", "w", "dw", "db", "dx", "stride"});
+  define(m, "conv2d_max_pool", &conv2d_max_pool<T>,
+         {"x", "w", "b", "y", "taken", "stride", "relu", "pool_kernel", "pool_stride", "pool_padding"});
+  define(m, "conv2d_max_pool_backward", &conv2d_max_pool_backward<T>,
+         {"dy", "y", "taken", "x", "w", "dw", "db", "dx", "stride", "pool_kernel", "pool_stride", "pool_padding"});
+  define(m, "max_pool2d", &max_pool2d<T>, {"x", "y", "taken", "kernel", "stride", "padding"});
+  define(m, "max_pool2d_backward", &max_pool2d_backward<T>, {"dy", "taken", "dx", "kernel", "stride", "padding"});
+  define(m, "avg_pool2d", &avg_pool2d<T>, {"x", "y", "kernel", "stride", "padding"});
+  define(m, "avg_pool2d_backward", &avg_pool2d_backward<T>, {"dy", "dx", "kernel", "stride", "padding"});
+}
+
+}  // namespace
+
+void bind_images(nb::module_& m) {
+  bind_all<float>(m);
+  bind_all<double>(m);
+}
+
+}  // namespace distopt

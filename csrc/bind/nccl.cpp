@@ -1,0 +1,231 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <utility>
+
+#include "bind/cuda.h"
+#include "bind/errors.h"
+#include "nccl/communicator.h"
+
+namespace nb = nanobind;
+
+namespace distopt {
+namespace {
+
+using Shared = std::shared_ptr<NcclCommunicator>;
+using Parts = std::vector<std::pair<Address, std::size_t>>;
+using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
+
+struct NcclWork {
+  Shared communicator;
+  NcclCommunicator::Work operation;
+};
+
+// Memory that NCCL has registered. It keeps the communicator alive.
+class NcclMemory {
+ public:
+  NcclMemory(Shared communicator, void* address) : communicator_(std::move(communicator)), address_(address) {}
+  ~NcclMemory() {
+    const nb::gil_scoped_release release;  // waits for the device
+    communicator_->release(address_);
+  }
+  NcclMemory(const NcclMemory&) = delete;
+  NcclMemory& operator=(const NcclMemory&) = delete;
+  Address address() const { return reinterpret_cast<Address>(address_); }
+
+ private:
+  Shared communicator_;
+  void* address_;
+};
+
+Request make_request(OpKind kind, Address input, Address output, std::size_t count, int dtype, const char* label) {
+  Request request;
+  request.kind = kind;
+  request.dtype = static_cast<DType>(dtype);
+  request.count = count;
+  request.input = at<const char>(input);
+  request.output = at<char>(output);
+  request.label = label;
+  return request;
+}
+
+NcclWork start(Shared communicator, Request request, Address stream) {
+  auto operation = communicator->start(request, stream_of(stream));
+  return {std::move(communicator), std::move(operation)};
+}
+
+NcclWork all_reduce(Shared communicator, Address array, std::size_t count, int dtype, int op, const char* label,
+                    Address stream) {
+  Request request = make_request(OpKind::all_reduce, array, array, count, dtype, label);
+  request.op = static_cast<RedOp>(op);
+  return start(std::move(communicator), std::move(request), stream);
+}
+
+NcclWork reduce_scatter(Shared communicator, Address array, Address out, std::size_t count, int dtype, int op,
+                        const char* label, Address stream) {
+  Request request = make_request(OpKind::reduce_scatter, array, out, count, dtype, label);
+  request.op = static_cast<RedOp>(op);
+  return start(std::move(communicator), std::move(request), stream);
+}
+
+NcclWork all_gather(Shared communicator, Address array, Address out, std::size_t count, int dtype, const char* label,
+                    Address stream) {
+  return start(std::move(communicator), make_request(OpKind::all_gather, array, out, count, dtype, label), stream);
+}
+
+NcclWork broadcast(Shared communicator, Address array, std::size_t count, int root, int dtype, const char* label,
+                   Address stream) {
+  Request request = make_request(OpKind::broadcast, array, array, count, dtype, label);
+  request.root = root;
+  return start(std::move(communicator), std::move(request), stream);
+}
+
+// One element of any value: when it has been reduced, every rank has come.
+NcclWork barrier(Shared communicator, Address scratch, Address stream) {
+  Request request = make_request(OpKind::barrier, scratch, scratch, 1, static_cast<int>(DType::int32), "");
+  return start(std::move(communicator), std::move(request), stream);
+}
+
+std::vector<NcclPart> parts_of(const Parts& parts, int world_size) {
+  if (parts.size() != static_cast<std::size_t>(world_size)) throw std::invalid_argument("one part for each rank");
+  std::vector<NcclPart> result;
+  for (const auto& [address, count] : parts) result.push_back({at<void>(address), count});
+  return result;
+}
+
+NcclWork gather_parts(Shared communicator, Address own, std::size_t count, const Parts& parts, int dtype,
+                      const char* label, Address stream) {
+  const Request request = make_request(OpKind::all_gather_ragged, own, 0, count, dtype, label);
+  auto operation = communicator->gather_parts(request, {at<void>(own), count},
+                                              parts_of(parts, communicator->world_size()), stream_of(stream));
+  return {std::move(communicator), std::move(operation)};
+}
+
+NcclWork exchange_parts(Shared communicator, const Parts& sent, const Parts& received, int dtype, const char* label,
+                        Address stream) {
+  std::size_t count = 0;
+  for (const auto& part : sent) count += part.second;
+  const Request request = make_request(OpKind::all_to_all_ragged, 0, 0, count, dtype, label);
+  const int world_size = communicator->world_size();
+  auto operation = communicator->exchange_parts(request, parts_of(sent, world_size), parts_of(received, world_size),
+                                                stream_of(stream));
+  return {std::move(communicator), std::move(operation)};
+}
+
+std::shared_ptr<NcclMemory> allocate(Shared communicator, std::size_t bytes) {
+  void* memory = communicator->allocate(bytes);
+  return memory == nullptr ? nullptr : std::make_shared<NcclMemory>(std::move(communicator), memory);
+}
+
+NcclHooks make_hooks(nb::callable warn) {
+  // Shared, so that the last to let go need not hold the GIL.
+  std::shared_ptr<nb::callable> callable(new nb::callable(std::move(warn)), [](nb::callable* pointer) {
+    if (!Py_IsInitialized()) return;  // leaked at the end of the process
+    const nb::gil_scoped_acquire gil;
+    delete pointer;
+  });
+  NcclHooks hooks;
+  hooks.check_signals = [] {
+    const nb::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  };
+  hooks.warn = [callable](const std::string& text) {
+    const nb::gil_scoped_acquire gil;
+    (*callable)(text);
+  };
+  return hooks;
+}
+
+// The last reference may be dropped by Python, with the GIL, for which the watching thread may wait.
+void destroy(NcclCommunicator* communicator) {
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    const nb::gil_scoped_release release;
+    delete communicator;
+  } else {
+    delete communicator;
+  }
+}
+
+Shared create(const std::string& path, nb::bytes id, int rank, int world_size, std::shared_ptr<Board> board,
+              double timeout, double stall_warning, double abort, nb::callable warn) {
+  nccl::UniqueId unique_id;
+  if (id.size() != sizeof(unique_id)) throw std::invalid_argument("an id of NCCL has 128 bytes");
+  std::memcpy(&unique_id, id.c_str(), sizeof(unique_id));
+  NcclHooks hooks = make_hooks(std::move(warn));
+  const nb::gil_scoped_release release;
+  return {new NcclCommunicator(nccl::load(path), unique_id, rank, world_size, std::move(board),
+                               {timeout, stall_warning, abort}, std::move(hooks)),
+          destroy};
+}
+
+nb::bytes unique_id(const std::string& path) {
+  const nccl::Api& api = nccl::load(path);
+  nccl::UniqueId id;
+  if (const nccl::Result result = api.get_unique_id(&id); result != nccl::Result::success)
+    throw std::runtime_error(std::string("ncclGetUniqueId failed: ") + api.get_error_string(result));
+  return nb::bytes(&id, sizeof(id));
+}
+
+int device_count() {
+  int count = 0;
+  DISTOPT_CUDA_CHECK(cudaGetDeviceCount(&count));
+  return count;
+}
+
+std::string pci_bus_id(int device) {
+  char text[32];
+  DISTOPT_CUDA_CHECK(cudaDeviceGetPCIBusId(text, sizeof(text), device));
+  return text;
+}
+
+void bind_work(nb::module_& m) {
+  nb::class_<NcclWork>(m, "NcclWork", "A collective of NCCL under way.")
+      .def(
+          "done", [](NcclWork& work) { return work.communicator->done(*work.operation); }, WithoutGil(),
+          "Local. Whether the result is there.")
+      .def(
+          "join", [](NcclWork& work, Address stream) { work.communicator->join(*work.operation, stream_of(stream)); },
+          nb::arg("stream"), WithoutGil(), "Local. What `stream` does from now on sees the result.")
+      .def(
+          "wait", [](NcclWork& work, double timeout) { work.communicator->wait(*work.operation, timeout); },
+          nb::arg("timeout"), WithoutGil(), "Wait on the host, at most `timeout` seconds.");
+  nb::class_<Board>(m, "NcclBoard", "Where the ranks of one host see each other.")
+      .def(nb::init<int, int, std::vector<std::string>>(), nb::arg("fd"), nb::arg("rank"), nb::arg("names"));
+  nb::class_<NcclMemory>(m, "NcclMemory", "Memory that NCCL has registered.")
+      .def_prop_ro("address", &NcclMemory::address);
+}
+
+}  // namespace
+
+void bind_nccl(nb::module_& m) {
+  nb::register_exception_translator(raise_as_python);
+  bind_work(m);
+  nb::class_<NcclCommunicator>(m, "NcclCommunicator",
+                               "Collectives over NCCL on device pointers; arguments are trusted.")
+      .def(nb::new_(&create), nb::arg("path"), nb::arg("unique_id"), nb::arg("rank"), nb::arg("world_size"),
+           nb::arg("board"), nb::arg("timeout"), nb::arg("stall_warning"), nb::arg("abort"), nb::arg("warn"))
+      .def("all_reduce", &all_reduce, WithoutGil())
+      .def("reduce_scatter", &reduce_scatter, WithoutGil())
+      .def("all_gather", &all_gather, WithoutGil())
+      .def("broadcast", &broadcast, WithoutGil())
+      .def("barrier", &barrier, WithoutGil())
+      .def("gather_parts", &gather_parts, WithoutGil())
+      .def("exchange_parts", &exchange_parts, WithoutGil())
+      .def("allocate", &allocate, WithoutGil(), "Memory that NCCL has registered, or None where it cannot.")
+      .def("abort", &NcclCommunicator::abort, nb::arg("reason"), WithoutGil())
+      .def("close", &NcclCommunicator::close, WithoutGil());
+
+  m.def(
+      "nccl_version", [](const std::string& path) { return nccl::load(path).version; }, nb::arg("path"), WithoutGil(),
+      "Version of the NCCL at an absolute path, as 10000 * major + 100 * minor + patch.");
+  m.def("nccl_unique_id", &unique_id, nb::arg("path"), "128 bytes that the ranks of one communicator share.");
+  m.def("device_count", &device_count, "GPUs that this process sees.");
+  m.def("pci_bus_id", &pci_bus_id, nb::arg("device"), "What tells a GPU from the others of the host.");
+}
+
+}  // namespace distopt

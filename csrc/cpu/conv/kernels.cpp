@@ -1,0 +1,331 @@
+#include "cpu/conv/kernels.h"
+
+#include "cpu/conv/direct.h"
+#include "cpu/conv/winograd.h"
+#include "cpu/gemm.h"
+
+namespace distopt::DISTOPT_ISA {
+namespace {
+
+// An element of the lowered image has two coordinates, and its place in x is the sum of what they contribute:
+// lowered(tap, pixel) = x[tap.offset + pixel.offset], where a tap is (c, ky, kx) and a pixel (oy, ox). Along the
+// columns of a panel consecutive offsets make runs, of at most one vector and inside one strip.
+struct Run {
+  Index column, count, offset;  // `column` as packed_column() has it
+};
+
+template <class T>
+struct Runs {
+  Run runs[kPanel<T>];
+  Index count = 0;
+
+  void add(Index column, Index offset) {
+    Run* last = count ? &runs[count - 1] : nullptr;
+    if (last && last->offset + last->count == offset && last->count < kLanes<T> && column % kStrip<T> != 0)
+      ++last->count;
+    else
+      runs[count++] = {packed_column<T>(column), 1, offset};
+  }
+};
+
+struct Offsets {
+  Index offset[kPanelRows];
+};
+
+// Calls f(i, offset) for the pixels first + i, i < count.
+template <class F>
+inline void for_pixels(const ConvShape& s, Index first, Index count, F f) {
+  Index oy = first / s.ow, ox = first % s.ow;
+  for (Index i = 0; i < count; ++i) {
+    f(i, oy * s.sh * s.w + ox * s.sw);
+    if (++ox == s.ow) ox = 0, ++oy;
+  }
+}
+
+// Calls f(i, offset) for the taps first + i, i < count.
+template <class F>
+inline void for_taps(const ConvShape& s, Index first, Index count, F f) {
+  Index kx = first % s.kw, ky = first / s.kw % s.kh, c = first / s.kw / s.kh;
+  for (Index i = 0; i < count; ++i) {
+    f(i, (c * s.h + ky) * s.w + kx);
+    if (++kx < s.kw) continue;
+    kx = 0;
+    if (++ky == s.kh) ky = 0, ++c;
+  }
+}
+
+// The number of elements is a constant in each instance, so that the copy needs no loop.
+template <class T, Index N = kLanes<T>>
+inline void copy_run(const Run& run, const T* x, const Offsets& rows, Index n_rows, T* b) {
+  if (run.count == N) {
+    for (Index r = 0; r < n_rows; ++r)
+      __builtin_memcpy(b + r * kStrip<T> + run.column, x + rows.offset[r] + run.offset, N * sizeof(T));
+    return;
+  }
+  if constexpr (N > 1) copy_run<T, N - 1>(run, x, rows, n_rows, b);
+}
+
+// The packed panel b[r][column] = x[row offset + column offset].
+template <class T>
+void lower(const T* x, const Offsets& rows, Index n_rows, const Runs<T>& columns, T* b) {
+  for (Index i = 0; i < columns.count; ++i) copy_run<T>(columns.runs[i], x, rows, n_rows, b);
+}
+
+// Kernels that are wider have no fast path in raise().
+constexpr Index kWidestRaised = 32;
+
+inline std::uint64_t bits_between(Index first, Index last) { return (1ull << last) - (1ull << first); }
+
+// The adjoint, for whole channels: adds b[(c, ky, kx)][pixel - first] to dx[c]. It gathers, a vector of a row of dx
+// from all taps: neighbouring taps overlap in dx, and a load that overlaps a store in flight would have to wait for it.
+template <class T>
+void raise(const ConvShape& s, Index first, Index count, Index channels, const T* b, T* dx) {
+  constexpr Index lanes = kLanes<T>;
+  const Index top = first / s.ow, bottom = (first + count - 1) / s.ow;
+  for (Index c = 0; c < channels; ++c, b += s.kh * s.kw * kPanel<T>, dx += s.h * s.w) {
+    for (Index iy = top; iy < bottom + s.kh; ++iy) {
+      for (Index ix = 0; ix < s.w; ix += lanes) {
+        T* const to = dx + iy * s.w + ix;
+        const Index width = smaller(s.w - ix, lanes);
+        Vec<T> sum = load_some(to, width);
+        for (Index oy = larger(top, iy - s.kh + 1); oy <= smaller(bottom, iy); ++oy) {
+          // The pixels of this row begin at column `origin`; [left, right) of them are in the panel.
+          const Index origin = oy * s.ow - first, left = larger(0, -origin), right = smaller(s.ow, count - origin);
+          // Bit 32 + i: tap 0 reaches lane i. Each further tap reaches one lane further.
+          std::uint64_t reached = bits_between(clamp(left - ix + 32, 0, 63), clamp(right - ix + 32, 0, 63));
+          const T* from = b + (iy - oy) * s.kw * kPanel<T> + origin + ix;
+          for (Index kx = 0; kx < s.kw; ++kx, from += kPanel<T> - 1, reached <<= 1)
+            sum += load_lanes(from, unsigned(reached >> 32));
+        }
+        if (width == lanes)
+          store(to, sum);
+        else
+          store_some(to, sum, width);
+      }
+    }
+  }
+}
+
+// The same for any shape, element by element.
+template <class T>
+void raise_scattered(const ConvShape& s, Index first, Index count, Index channels, const T* b, T* dx) {
+  for_taps(s, 0, channels * s.kh * s.kw, [&](Index k, Index tap) {
+    for_pixels(s, first, count, [&](Index i, Index pixel) { dx[tap + pixel] += b[k * kPanel<T> + i]; });
+  });
+}
+
+// Channels of dx that are raised at once: whole ones, in at most kPanelRows rows of a panel unless one alone takes
+// more.
+inline Index channels_at_once(const ConvShape& s) { return clamp(kPanelRows / (s.kh * s.kw), 1, s.c); }
+
+// Calls f(a Winograd<R>) if one pays; returns whether it did.
+template <class T, class F>
+bool with_winograd(const ConvShape& s, F f) {
+  if constexpr (sizeof(T) == 4) {
+    if (Winograd<5> winograd(s); winograd.pays()) return f(winograd), true;
+    if (Winograd<3> winograd(s); winograd.pays()) return f(winograd), true;
+  }
+  return false;
+}
+
+template <class T>
+Index panels_size(const ConvShape& s) {
+  Index size = 0;
+  if (with_winograd<T>(s, [&](const auto& winograd) { size = winograd.work_size(); })) return size;
+  return (s.m + larger(kPanelRows, channels_at_once(s) * s.kh * s.kw)) * kPanel<T> + s.m * kLanes<T>;
+}
+
+// Elements of y that belong to one image.
+inline Index image_size(const ConvShape& s, const Pooling* pooling) {
+  return s.m * (pooling ? pooling->shape.oh * pooling->shape.ow : s.oh * s.ow);
+}
+
+// The panels, then an image at its full size, then the gradient of a pooled one; or the first and the last alone.
+template <class T>
+Index work_size(const ConvShape& s, const Pooling* pooling) {
+  const Index pooled = pooling ? image_size(s, pooling) : 0;
+  return larger(panels_size<T>(s) + image_size(s, nullptr), DirectConv<T>(s).work_size()) + pooled;
+}
+
+template <class T>
+const PoolTable<T>& pool_table() {
+  if constexpr (sizeof(T) == 4) return pool_kernels().f32;
+  if constexpr (sizeof(T) == 8) return pool_kernels().f64;
+}
+
+template <class T>
+void forward(const ConvShape& s, const T* x, const T* weight, const T* bias, T* out, bool relu, const Pooling* pooling,
+             T* work) {
+  const Index inner = s.c * s.kh * s.kw, pixels = s.oh * s.ow, size = image_size(s, pooling);
+  T* const full = work + panels_size<T>(s);
+  const auto y_of = [&](Index n) { return pooling ? full : out + n * size; };
+  const auto done = [&](Index n) {
+    if (pooling) pool_table<T>().max_pool(pooling->shape, full, out + n * size, pooling->taken + n * size);
+  };
+  if (with_winograd<T>(s, [&](auto& winograd) { winograd.forward(x, weight, bias, relu, work, y_of, done); })) return;
+  Offsets taps;
+  if (const DirectConv<T> direct(s); direct.pays_forward()) {
+    for_taps(s, 0, inner, [&](Index i, Index offset) { taps.offset[i] = offset; });
+    for (Index n = 0; n < s.n; ++n) {
+      direct.forward(taps.offset, x + n * s.c * s.h * s.w, weight, bias, relu, y_of(n));
+      done(n);
+    }
+    return;
+  }
+  for (Index n = 0; n < s.n; ++n, x += s.c * s.h * s.w) {
+    T* const y = y_of(n);
+    for (Index p = 0; p < pixels; p += kPanel<T>) {
+      const Index columns = smaller(pixels - p, kPanel<T>);
+      Runs<T> runs;
+      for_pixels(s, p, columns, [&](Index i, Index offset) { runs.add(i, offset); });
+      for (Index k = 0; k < inner; k += kPanelRows) {
+        const Index rows = smaller(inner - k, kPanelRows);
+        const bool last = k + rows == inner;
+        for_taps(s, k, rows, [&](Index i, Index offset) { taps.offset[i] = offset; });
+        lower(x, taps, rows, runs, work);
+        multiply_panel<T>(s.m, rows, {weight + k, inner, 1}, packed(work), y + p, pixels, columns,
+                          {k > 0, last ? bias : nullptr, last && relu});
+      }
+    }
+    done(n);
+  }
+}
+
+// g[m][pixel] = dy; adds to db[m], which has a partial sum per lane.
+template <class T>
+void pack_gradient(const ConvShape& s, Index columns, const T* dy, T* db, T* g) {
+  constexpr Index lanes = kLanes<T>;
+  const Index row = s.oh * s.ow;
+  for (Index m = 0; m < s.m; ++m, dy += row, g += kPanel<T>, db += lanes) {
+    Vec<T> sum = load(db);
+    for (Index j = 0; j < columns; j += lanes) {
+      const Index width = smaller(columns - j, lanes);
+      const Vec<T> slope = load_some(dy + j, width);
+      store(g + j, slope);
+      sum += slope;
+    }
+    store(db, sum);
+  }
+}
+
+// dw += the product of a panel of g and the lowered image, for the pixels [first, first + count).
+template <class T>
+void backward_weight(const ConvShape& s, Index first, Index count, const T* g, const T* x, T* dw, T* b) {
+  const Index inner = s.c * s.kh * s.kw;
+  Offsets pixels;
+  for_pixels(s, first, count, [&](Index i, Index offset) { pixels.offset[i] = offset; });
+  for (Index k = 0; k < inner; k += kPanel<T>) {
+    const Index columns = smaller(inner - k, kPanel<T>);
+    Runs<T> taps;
+    for_taps(s, k, columns, [&](Index i, Index offset) { taps.add(i, offset); });
+    lower(x, pixels, count, taps, b);
+    multiply_panel<T>(s.m, count, {g, kPanel<T>, 1}, packed(b), dw + k, inner, columns, {true, nullptr, false});
+  }
+}
+
+template <class T>
+void backward_input(const ConvShape& s, Index first, Index count, const T* g, const T* weight, T* dx, T* b) {
+  const Index taps = s.kh * s.kw, at_once = channels_at_once(s);
+  for (Index c = 0; c < s.c; c += at_once) {
+    const Index channels = smaller(s.c - c, at_once);
+    multiply_panel<T>(channels * taps, s.m, {weight + c * taps, 1, s.c * taps}, in_rows(g), b, kPanel<T>, count,
+                      {false, nullptr, false});
+    (s.sh == 1 && s.sw == 1 && s.kw <= kWidestRaised ? raise<T> : raise_scattered<T>)(s, first, count, channels, b,
+                                                                                      dx + c * s.h * s.w);
+  }
+}
+
+template <class T>
+T sum_of(const T* x, Index count) {
+  Vec<T> lanes = {};
+  Index i = 0;
+  for (; i + kLanes<T> <= count; i += kLanes<T>) lanes += load(x + i);
+  T sum = 0;
+  for (; i < count; ++i) sum += x[i];
+  for (Index j = 0; j < kLanes<T>; ++j) sum += lanes[j];
+  return sum;
+}
+
+template <class T>
+void clear(T* x, Index count) {
+  __builtin_memset(x, 0, count * sizeof(T));
+}
+
+// The gradient of image n before ReLU: dy itself, or in `work`. After pooling it is that of the pooled image: the
+// largest of a window lets its gradient pass if it is positive, so that the pooled y tells all that the full one would.
+template <class T>
+const T* before_relu(Index size, const T* dy, const T* y, Index n, T* work) {
+  dy += n * size;
+  if (!y) return dy;
+  y += n * size;
+  for (Index i = 0; i < size; ++i) work[i] = y[i] <= 0 ? T(0) : dy[i];
+  return work;
+}
+
+// The same before pooling, in `work`.
+template <class T>
+const T* unpool(const ConvShape& s, const T* dy, const T* y, const Pooling& pooling, Index n, T* work) {
+  const Index size = image_size(s, &pooling);
+  const T* const slope = before_relu(size, dy, y, n, work + image_size(s, nullptr));
+  pool_table<T>().max_pool_backward(pooling.shape, slope, pooling.taken + n * size, work);
+  return work;
+}
+
+// The gradient of image n before pooling and ReLU.
+template <class T>
+const T* slope_of(const ConvShape& s, const T* dy, const T* y, const Pooling* pooling, Index n, T* work) {
+  return pooling ? unpool(s, dy, y, *pooling, n, work) : before_relu(image_size(s, nullptr), dy, y, n, work);
+}
+
+template <class T>
+void backward_weight_pooled(const ConvShape& s, const DirectConv<T>& direct, const T* dy, const T* y, const T* x, T* dw,
+                            T* db, const Pooling& pooling, T* work) {
+  const Index size = image_size(s, &pooling), pooled = size / s.m;
+  T* const masked = work + direct.work_size();
+  direct.begin(work);
+  if (db) clear(db, s.m);
+  for (Index n = 0; n < s.n; ++n, x += s.c * s.h * s.w) {
+    const T* const slope = before_relu(size, dy, y, n, masked);
+    direct.backward(pooling.shape, slope, pooling.taken + n * size, x, work);
+    for (Index m = 0; db && m < s.m; ++m) db[m] += sum_of(slope + m * pooled, pooled);
+  }
+  direct.finish(work, dw);
+}
+
+template <class T>
+void backward(const ConvShape& s, const T* dy, const T* y, const T* x, const T* weight, T* dw, T* db, T* dx,
+              const Pooling* pooling, T* work) {
+  const auto gradient = [&](Index n) { return slope_of(s, dy, y, pooling, n, work + panels_size<T>(s)); };
+  if (with_winograd<T>(s, [&](auto& winograd) { winograd.backward(gradient, x, weight, dw, db, dx, work); })) return;
+  if (const DirectConv<T> direct(s); !dx && direct.pays_backward(pooling))
+    return backward_weight_pooled(s, direct, dy, y, x, dw, db, *pooling, work);
+  const Index pixels = s.oh * s.ow, image = s.c * s.h * s.w;
+  T *const db_lanes = work, *const g = db_lanes + s.m * kLanes<T>, *const b = g + s.m * kPanel<T>;
+  clear(db_lanes, s.m * kLanes<T>);
+  clear(dw, s.m * s.c * s.kh * s.kw);
+  if (dx) clear(dx, s.n * image);
+  for (Index n = 0; n < s.n; ++n) {
+    const T* const slope = gradient(n);
+    for (Index p = 0; p < pixels; p += kPanel<T>) {
+      const Index count = smaller(pixels - p, kPanel<T>);
+      pack_gradient(s, count, slope + p, db_lanes, g);
+      backward_weight(s, p, count, g, x + n * image, dw, b);
+      if (dx) backward_input(s, p, count, g, weight, dx + n * image, b);
+    }
+  }
+  for (Index m = 0; db && m < s.m; ++m) {
+    db[m] = 0;
+    for (Index j = 0; j < kLanes<T>; ++j) db[m] += db_lanes[m * kLanes<T> + j];
+  }
+}
+
+template <class T>
+constexpr ConvTable<T> table_of = {&work_size<T>, &forward<T>, &backward<T>};
+
+const ConvKernels table = {table_of<float>, table_of<double>};
+
+}  // namespace
+
+const ConvKernels& conv_kernels() { return table; }
+
+}  // namespace distopt::DISTOPT_ISA

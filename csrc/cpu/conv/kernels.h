@@ -1,0 +1,41 @@
+// Two-dimensional convolution on images that already carry their zero border.
+#pragma once
+
+#include "base/isa.h"
+#include "base/types.h"
+#include "cpu/pool.h"
+
+namespace distopt {
+
+// x[n, c, h, w] * weight[m, c, kh, kw] -> y[n, m, oh, ow], with oh = (h - kh) / sh + 1, ow likewise. All in elements.
+struct ConvShape {
+  std::ptrdiff_t n, c, h, w, m, kh, kw, sh, sw, oh, ow;
+};
+
+// Max pooling in the same pass: each image is pooled while the cache holds it, and its full size stays in scratch
+// memory.
+struct Pooling {
+  PoolShape shape;      // of one image: m planes of oh x ow
+  std::uint8_t* taken;  // for all images, see PoolTable; written forward, read backward
+};
+
+template <class T>
+struct ConvTable {
+  // Elements of the scratch memory that the two functions below need. `pooling` may be null in all three.
+  std::ptrdiff_t (*work_size)(const ConvShape& shape, const Pooling* pooling);
+  // y = convolution + bias, then ReLU if asked, then pooling if asked. `bias` may be null.
+  void (*forward)(const ConvShape& shape, const T* x, const T* weight, const T* bias, T* y, bool relu,
+                  const Pooling* pooling, T* work);
+  // Overwrites dw, db and dx; db and dx may be null. `y` is the output of a forward with ReLU, else null.
+  void (*backward)(const ConvShape& shape, const T* dy, const T* y, const T* x, const T* weight, T* dw, T* db, T* dx,
+                   const Pooling* pooling, T* work);
+};
+
+struct ConvKernels {
+  ConvTable<float> f32;
+  ConvTable<double> f64;
+};
+
+DISTOPT_DECLARE_KERNELS(ConvKernels, conv_kernels)
+
+}  // namespace distopt

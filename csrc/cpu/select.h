@@ -1,0 +1,40 @@
+// Selection of large elements from a float32 array.
+//
+// The *key* of x is the bit pattern of |x|, a non-negative int32 that orders as |x| does, with infinity and then NaN on
+// top; selection compares keys, so a NaN is never lost. `floor` is a key, or -1, which all keys exceed.
+#pragma once
+
+#include "base/isa.h"
+#include "base/types.h"
+
+namespace distopt {
+
+// What is selected from, and how it comes about in the same pass over the memory.
+struct Source {
+  const float* grad;
+  float* residual = nullptr;  // if given: residual[i] += scale * grad[i], and the selection is from residual
+  float* momentum =
+      nullptr;  // if given too: momentum[i] = decay * momentum[i] + scale * grad[i]; residual[i] += momentum[i]
+  float scale = 1;
+  float decay = 0;
+};
+
+struct SelectKernels {
+  // Lists the elements with key > floor, indices ascending, and returns how many there are. If that is more than
+  // capacity - gather_slack, the lists hold only a part of them; the accumulation is complete all the same.
+  std::size_t (*gather)(const Source& from, std::size_t n, std::int32_t floor, std::int32_t* indices, float* values,
+                        std::size_t capacity);
+  // Lists the elements of x with key > floor, and the first `ties` of those with key == floor; returns how many. Their
+  // indices are ids[i], or i where `ids` is null. The lists may be ids and x themselves; else they need room for
+  // gather_slack more.
+  std::size_t (*keep)(const float* x, const std::int32_t* ids, std::size_t n, std::int32_t floor, std::size_t ties,
+                      std::int32_t* indices, float* values);
+};
+
+// The kernels store whole registers, and gather looks at its room once per chunk.
+constexpr std::size_t gather_chunk = 512;
+constexpr std::size_t gather_slack = gather_chunk + 16;
+
+DISTOPT_DECLARE_KERNELS(SelectKernels, select_kernels)
+
+}  // namespace distopt

@@ -1,0 +1,46 @@
+// Sparse lists: ascending int32 indices into a dense array, each with a float32 value.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/select.h"
+
+namespace distopt {
+
+struct Selection {
+  std::size_t count;      // selected elements
+  std::size_t nonfinite;  // of these, infinities and NaN: 0 says that the whole source is finite, unless count is 0
+};
+
+// Room that the lists of top_k need.
+std::size_t top_k_capacity(std::size_t n, std::size_t k);
+
+// Lists the k <= n elements of largest magnitude, among equals the ones with the lowest index; indices ascending. The
+// lists have room for top_k_capacity(n, k).
+//
+// A sample of the source estimates a bound that somewhat more than k elements exceed; one pass collects those, and a
+// radix select among them is exact. Where the estimate was wrong, which the count of the collected shows, the radix
+// select runs over the whole source instead: the result never depends on the sample.
+Selection top_k(const Source& from, std::size_t n, std::size_t k, std::int32_t* indices, float* values,
+                std::size_t capacity);
+
+// Lists the elements with |x| >= bound, NaN included. Where Selection::count + gather_slack exceeds `capacity` the
+// lists are incomplete: repeat with more room, without the accumulation.
+Selection select_threshold(const Source& from, std::size_t n, float bound, std::int32_t* indices, float* values,
+                           std::size_t capacity);
+
+struct SparseList {
+  const std::int32_t* indices;
+  const float* values;
+  std::size_t count;
+};
+
+// Whether the indices ascend strictly within 0 ... n - 1.
+bool is_ascending(const std::int32_t* indices, std::size_t count, std::size_t n);
+
+// dense[i] += value * scale for the entries with lo <= i < hi, list after list.
+void scatter_add(float* dense, const SparseList* lists, std::size_t n_lists, std::int32_t lo, std::int32_t hi,
+                 float scale);
+
+}  // namespace distopt

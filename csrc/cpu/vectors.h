@@ -1,0 +1,266 @@
+// Vectors as wide as the instruction set has them, for *_kernels.cpp; each is compiled once per set.
+#pragma once
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "base/types.h"
+
+namespace distopt::DISTOPT_ISA {
+namespace {
+
+using Index = std::ptrdiff_t;
+
+inline Index smaller(Index a, Index b) { return a < b ? a : b; }
+inline Index larger(Index a, Index b) { return a > b ? a : b; }
+inline Index clamp(Index value, Index low, Index high) { return value < low ? low : value > high ? high : value; }
+
+#if defined(__AVX512F__)
+constexpr Index kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr Index kVectorBytes = 32;
+#else
+constexpr Index kVectorBytes = 16;
+#endif
+
+template <class T>
+struct Lanes;
+template <>
+struct Lanes<float> {
+  typedef float type __attribute__((vector_size(kVectorBytes)));
+  typedef float unaligned __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
+  typedef std::int32_t integer __attribute__((vector_size(kVectorBytes)));
+};
+template <>
+struct Lanes<double> {
+  typedef double type __attribute__((vector_size(kVectorBytes)));
+  typedef double unaligned __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
+  typedef std::int64_t integer __attribute__((vector_size(kVectorBytes)));
+};
+template <class T>
+using Vec = typename Lanes<T>::type;
+// Integers as wide as T: what comparisons of Vec<T> give.
+template <class T>
+using IntegerVec = typename Lanes<T>::integer;
+template <class T>
+constexpr Index kLanes = kVectorBytes / sizeof(T);
+
+template <class T>
+inline Vec<T> load(const T* p) {
+  return *reinterpret_cast<const typename Lanes<T>::unaligned*>(p);
+}
+
+template <class T>
+inline void store(T* p, Vec<T> v) {
+  *reinterpret_cast<typename Lanes<T>::unaligned*>(p) = v;
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <class T>
+inline __m256i lane_mask(unsigned lanes) {
+  if constexpr (sizeof(T) == 4) {
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int(lanes)), bit), bit);
+  } else {
+    const __m256i bit = _mm256_setr_epi64x(1, 2, 4, 8);
+    return _mm256_cmpeq_epi64(_mm256_and_si256(_mm256_set1_epi64x(lanes), bit), bit);
+  }
+}
+#endif
+
+// The lanes whose bit is set; the other lanes are 0 and their memory is not touched.
+template <class T>
+inline Vec<T> load_lanes(const T* p, unsigned lanes) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return (Vec<T>)_mm512_maskz_loadu_ps(__mmask16(lanes), p);
+  if constexpr (sizeof(T) == 8) return (Vec<T>)_mm512_maskz_loadu_pd(__mmask8(lanes), p);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) return (Vec<T>)_mm256_maskload_ps(p, lane_mask<T>(lanes));
+  if constexpr (sizeof(T) == 8) return (Vec<T>)_mm256_maskload_pd(p, lane_mask<T>(lanes));
+#else
+  Vec<T> v = {};
+  for (Index i = 0; i < kLanes<T>; ++i)
+    if (lanes >> i & 1) v[i] = p[i];
+  return v;
+#endif
+}
+
+// The first `count` lanes, count <= kLanes.
+template <class T>
+inline Vec<T> load_some(const T* p, Index count) {
+#if !defined(__AVX512F__)  // there a mask costs nothing
+  if (count == kLanes<T>) return load(p);
+#endif
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if (count == kLanes<T> / 2) return (Vec<T>)_mm256_zextps128_ps256(_mm_loadu_ps(reinterpret_cast<const float*>(p)));
+#endif
+  return load_lanes(p, (1u << count) - 1);
+}
+
+template <class T>
+inline void store_some(T* p, Vec<T> v, Index count) {
+#if !defined(__AVX512F__)
+  if (count == kLanes<T>) return store(p, v);
+#endif
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if (count == kLanes<T> / 2) return _mm_storeu_ps(reinterpret_cast<float*>(p), _mm256_castps256_ps128((__m256)v));
+#endif
+  const unsigned lanes = (1u << count) - 1;
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) _mm512_mask_storeu_ps(p, __mmask16(lanes), (__m512)v);
+  if constexpr (sizeof(T) == 8) _mm512_mask_storeu_pd(p, __mmask8(lanes), (__m512d)v);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) _mm256_maskstore_ps(p, lane_mask<T>(lanes), (__m256)v);
+  if constexpr (sizeof(T) == 8) _mm256_maskstore_pd(p, lane_mask<T>(lanes), (__m256d)v);
+#else
+  for (Index i = 0; i < kLanes<T>; ++i)
+    if (lanes >> i & 1) p[i] = v[i];
+#endif
+}
+
+// c + a * b. The build forbids contraction (element-wise updates must agree between processors); products of matrices
+// differ in order between BLAS kernels anyhow, so they ask for the fused instruction.
+inline Vec<float> multiply_add(float a, Vec<float> b, Vec<float> c) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_fmadd_ps(_mm512_set1_ps(a), (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Vec<float>)_mm256_fmadd_ps(_mm256_set1_ps(a), (__m256)b, (__m256)c);
+#else
+  return c + a * b;
+#endif
+}
+
+inline Vec<double> multiply_add(double a, Vec<double> b, Vec<double> c) {
+#if defined(__AVX512F__)
+  return (Vec<double>)_mm512_fmadd_pd(_mm512_set1_pd(a), (__m512d)b, (__m512d)c);
+#elif defined(__AVX2__)
+  return (Vec<double>)_mm256_fmadd_pd(_mm256_set1_pd(a), (__m256d)b, (__m256d)c);
+#else
+  return c + a * b;
+#endif
+}
+
+// Even and odd elements of p[0 ... 2 count), count <= kLanes, apart.
+template <class T>
+inline void load_pairs(const T* p, Index count, Vec<T>& even, Vec<T>& odd) {
+#if defined(__AVX512F__)
+  const Vec<T> low = load_some(p, smaller(2 * count, kLanes<T>));
+  const Vec<T> high = load_some(p + kLanes<T>, larger(2 * count - kLanes<T>, 0));
+  if constexpr (sizeof(T) == 4) {
+    const __m512i lane = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    even = (Vec<T>)_mm512_permutex2var_ps((__m512)low, lane, (__m512)high);
+    odd = (Vec<T>)_mm512_permutex2var_ps((__m512)low, _mm512_add_epi32(lane, _mm512_set1_epi32(1)), (__m512)high);
+  } else {
+    const __m512i lane = _mm512_setr_epi64(0, 2, 4, 6, 8, 10, 12, 14);
+    even = (Vec<T>)_mm512_permutex2var_pd((__m512d)low, lane, (__m512d)high);
+    odd = (Vec<T>)_mm512_permutex2var_pd((__m512d)low, _mm512_add_epi64(lane, _mm512_set1_epi64(1)), (__m512d)high);
+  }
+#elif defined(__AVX2__)
+  const Vec<T> low = load_some(p, smaller(2 * count, kLanes<T>));
+  const Vec<T> high = 2 * count > kLanes<T> ? load_some(p + kLanes<T>, 2 * count - kLanes<T>) : Vec<T>{};
+  __m256d evens, odds;  // of low and high by turns, two lanes of float at a time
+  if constexpr (sizeof(T) == 4) {
+    evens = _mm256_castps_pd(_mm256_shuffle_ps((__m256)low, (__m256)high, 0x88));
+    odds = _mm256_castps_pd(_mm256_shuffle_ps((__m256)low, (__m256)high, 0xdd));
+  } else {
+    evens = _mm256_unpacklo_pd((__m256d)low, (__m256d)high);
+    odds = _mm256_unpackhi_pd((__m256d)low, (__m256d)high);
+  }
+  even = (Vec<T>)_mm256_permute4x64_pd(evens, 0xd8);
+  odd = (Vec<T>)_mm256_permute4x64_pd(odds, 0xd8);
+#else
+  T pairs[2 * kLanes<T>] = {};
+  __builtin_memcpy(pairs, p, 2 * count * sizeof(T));
+  for (Index i = 0; i < kLanes<T>; ++i) even[i] = pairs[2 * i], odd[i] = pairs[2 * i + 1];
+#endif
+}
+
+template <class T>
+inline void store_pairs(T* p, Vec<T> even, Vec<T> odd, Index count) {
+#if defined(__AVX512F__)
+  Vec<T> low, high;
+  if constexpr (sizeof(T) == 4) {
+    const __m512i lane = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    low = (Vec<T>)_mm512_permutex2var_ps((__m512)even, lane, (__m512)odd);
+    high = (Vec<T>)_mm512_permutex2var_ps((__m512)even, _mm512_add_epi32(lane, _mm512_set1_epi32(8)), (__m512)odd);
+  } else {
+    const __m512i lane = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
+    low = (Vec<T>)_mm512_permutex2var_pd((__m512d)even, lane, (__m512d)odd);
+    high = (Vec<T>)_mm512_permutex2var_pd((__m512d)even, _mm512_add_epi64(lane, _mm512_set1_epi64(4)), (__m512d)odd);
+  }
+  store_some(p, low, smaller(2 * count, kLanes<T>));
+  store_some(p + kLanes<T>, high, larger(2 * count - kLanes<T>, 0));
+#elif defined(__AVX2__)
+  Vec<T> first, second;  // the pairs of each half of the lanes: the lower quarters, then the upper ones
+  if constexpr (sizeof(T) == 4) {
+    first = (Vec<T>)_mm256_unpacklo_ps((__m256)even, (__m256)odd);
+    second = (Vec<T>)_mm256_unpackhi_ps((__m256)even, (__m256)odd);
+  } else {
+    first = (Vec<T>)_mm256_unpacklo_pd((__m256d)even, (__m256d)odd);
+    second = (Vec<T>)_mm256_unpackhi_pd((__m256d)even, (__m256d)odd);
+  }
+  const Vec<T> low = (Vec<T>)_mm256_permute2f128_pd((__m256d)first, (__m256d)second, 0x20);
+  const Vec<T> high = (Vec<T>)_mm256_permute2f128_pd((__m256d)first, (__m256d)second, 0x31);
+  store_some(p, low, smaller(2 * count, kLanes<T>));
+  if (2 * count > kLanes<T>) store_some(p + kLanes<T>, high, 2 * count - kLanes<T>);
+#else
+  T pairs[2 * kLanes<T>];
+  for (Index i = 0; i < kLanes<T>; ++i) pairs[2 * i] = even[i], pairs[2 * i + 1] = odd[i];
+  __builtin_memcpy(p, pairs, 2 * count * sizeof(T));
+#endif
+}
+
+// The first `count` lanes from and to single bytes.
+template <class T>
+inline IntegerVec<T> load_bytes(const std::uint8_t* p, Index count) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_maskz_loadu_epi8(__mmask16((1u << count) - 1), p);
+  if constexpr (sizeof(T) == 4) return (IntegerVec<T>)_mm512_maskz_cvtepu8_epi32(__mmask16(-1), bytes);
+  if constexpr (sizeof(T) == 8) return (IntegerVec<T>)_mm512_maskz_cvtepu8_epi64(__mmask8(-1), bytes);
+#elif defined(__AVX2__)
+  std::uint64_t bytes = 0;
+  if (count == kLanes<T>)
+    __builtin_memcpy(&bytes, p, kLanes<T>);
+  else if (count == kLanes<T> / 2)
+    __builtin_memcpy(&bytes, p, kLanes<T> / 2);
+  else
+    for (Index i = 0; i < count; ++i) bytes |= std::uint64_t(p[i]) << 8 * i;
+  if constexpr (sizeof(T) == 4) return (IntegerVec<T>)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(std::int64_t(bytes)));
+  if constexpr (sizeof(T) == 8) return (IntegerVec<T>)_mm256_cvtepu8_epi64(_mm_cvtsi64_si128(std::int64_t(bytes)));
+#endif
+  IntegerVec<T> v = {};
+  for (Index i = 0; i < count; ++i) v[i] = p[i];
+  return v;
+}
+
+template <class T>
+inline void store_bytes(std::uint8_t* p, IntegerVec<T> v, Index count) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return _mm512_mask_cvtepi32_storeu_epi8(p, __mmask16((1u << count) - 1), (__m512i)v);
+  if constexpr (sizeof(T) == 8) return _mm512_mask_cvtepi64_storeu_epi8(p, __mmask8((1u << count) - 1), (__m512i)v);
+#elif defined(__AVX2__)
+  // Byte 0 of each lane, to the bottom of each half.
+  const __m256i lowest =
+      _mm256_setr_epi8(0, sizeof(T) == 4 ? 4 : 8, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0,
+                       sizeof(T) == 4 ? 4 : 8, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  const __m256i halves = _mm256_shuffle_epi8((__m256i)v, lowest);
+  constexpr int half_bits = 4 * kLanes<T>;
+  const auto low = std::uint64_t(std::uint32_t(_mm256_extract_epi32(halves, 0))) & ((1ull << half_bits) - 1);
+  std::uint64_t bytes = low | std::uint64_t(std::uint32_t(_mm256_extract_epi32(halves, 4))) << half_bits;
+  if (count == kLanes<T>) {
+    __builtin_memcpy(p, &bytes, kLanes<T>);
+    return;
+  }
+  if (count == kLanes<T> / 2) {
+    __builtin_memcpy(p, &bytes, kLanes<T> / 2);
+    return;
+  }
+  for (Index i = 0; i < count; ++i, bytes >>= 8) p[i] = std::uint8_t(bytes);
+  return;
+#endif
+  for (Index i = 0; i < count; ++i) p[i] = std::uint8_t(v[i]);
+}
+
+}  // namespace
+}  // namespace distopt::DISTOPT_ISA

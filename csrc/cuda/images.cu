@@ -1,0 +1,263 @@
+// Kernels that move windows over images: lowering of convolutions, and pooling.
+//
+// The second dimension of the grid is a plane or a row of columns, so that threads divide by widths alone.
+#include <cuda_runtime.h>
+
+#include "cuda/compute.h"
+#include "cuda/compute_device.h"
+
+namespace distopt::cuda {
+namespace {
+
+template <class T>
+__global__ void lower_kernel(Batch batch, Window s, const T* x, T* columns) {
+  const int places = s.oh * s.ow, taps = s.kh * s.kw;
+  const std::size_t width = std::size_t(batch.images) * places;
+  for (unsigned row = blockIdx.y; row < unsigned(batch.channels * taps); row += gridDim.y) {
+    const int channel = int(row) / taps, tap = int(row) % taps;
+    const int dy = tap / s.kw - s.ph, dx = tap % s.kw - s.pw;
+    for (std::size_t at = thread_index(); at < width; at += thread_stride()) {
+      const unsigned image = unsigned(at) / unsigned(places), place = unsigned(at) % unsigned(places);
+      const int iy = int(place) / s.ow * s.sh + dy, ix = int(place) % s.ow * s.sw + dx;
+      const bool inside = iy >= 0 && iy < s.h && ix >= 0 && ix < s.w;
+      const std::size_t plane = std::size_t(image) * batch.channels + channel;
+      columns[row * width + at] = inside ? x[plane * s.h * s.w + std::size_t(iy) * s.w + ix] : T(0);
+    }
+  }
+}
+
+template <class T>
+__global__ void gather_columns_kernel(Batch batch, Window s, const T* columns, T* dx) {
+  const std::size_t places = std::size_t(s.oh) * s.ow, width = batch.images * places;
+  const std::size_t pixels = std::size_t(s.h) * s.w;
+  for (unsigned plane = blockIdx.y; plane < unsigned(batch.images * batch.channels); plane += gridDim.y) {
+    const int image = int(plane) / batch.channels, channel = int(plane) % batch.channels;
+    for (std::size_t pixel = thread_index(); pixel < pixels; pixel += thread_stride()) {
+      const int iy = int(pixel) / s.w + s.ph, ix = int(pixel) % s.w + s.pw;
+      T sum = T(0);
+      for (int ky = iy % s.sh; ky < s.kh && ky <= iy; ky += s.sh) {
+        const int oy = (iy - ky) / s.sh;
+        if (oy >= s.oh) continue;
+        for (int kx = ix % s.sw; kx < s.kw && kx <= ix; kx += s.sw) {
+          const int ox = (ix - kx) / s.sw;
+          if (ox >= s.ow) continue;
+          const std::size_t row = (std::size_t(channel) * s.kh + ky) * s.kw + kx;
+          sum += columns[row * width + image * places + std::size_t(oy) * s.ow + ox];
+        }
+      }
+      dx[plane * pixels + pixel] = sum;
+    }
+  }
+}
+
+template <class T>
+__device__ T* plane_of(const Planes<T>& planes, int image, int channel) {
+  return planes.data + image * planes.per_image + channel * planes.per_channel;
+}
+
+template <class T>
+__global__ void spread_kernel(Batch batch, int pixels, Planes<const T> from, const T* bias, bool relu, T* to) {
+  for (unsigned plane = blockIdx.y; plane < unsigned(batch.images * batch.channels); plane += gridDim.y) {
+    const int image = int(plane) / batch.channels, channel = int(plane) % batch.channels;
+    const T* source = plane_of(from, image, channel);
+    const T shift = bias ? bias[channel] : T(0);
+    for (std::size_t i = thread_index(); i < std::size_t(pixels); i += thread_stride()) {
+      const T value = bias ? source[i] + shift : source[i];
+      to[std::size_t(plane) * pixels + i] = relu ? rectify(value) : value;
+    }
+  }
+}
+
+template <class T>
+__global__ void collect_kernel(Batch batch, int pixels, const T* dy, const T* y, Planes<T> to) {
+  for (unsigned plane = blockIdx.y; plane < unsigned(batch.images * batch.channels); plane += gridDim.y) {
+    T* target = plane_of(to, int(plane) / batch.channels, int(plane) % batch.channels);
+    for (std::size_t i = thread_index(); i < std::size_t(pixels); i += thread_stride()) {
+      const std::size_t at = std::size_t(plane) * pixels + i;
+      target[i] = y ? rectify_gradient(dy[at], y[at]) : dy[at];
+    }
+  }
+}
+
+template <class T>
+__global__ void channel_sums_kernel(Batch batch, int pixels, Planes<const T> x, bool add, T* out) {
+  const std::size_t count = std::size_t(batch.images) * pixels;
+  for (unsigned channel = blockIdx.x; channel < unsigned(batch.channels); channel += gridDim.x) {
+    const T* source = plane_of(x, 0, int(channel));
+    double sum = 0;
+    for (std::size_t i = threadIdx.x; i < count; i += blockDim.x)
+      sum += double(source[i / unsigned(pixels) * x.per_image + i % unsigned(pixels)]);
+    sum = gpu::block_sum<block_threads>(sum);
+    if (threadIdx.x == 0) out[channel] = add ? out[channel] + T(sum) : T(sum);
+  }
+}
+
+template <class T>
+__global__ void max_pool_kernel(Batch batch, Window s, Planes<const T> x, const T* bias, bool relu, T* y,
+                                std::uint8_t* taken) {
+  const std::size_t places = std::size_t(s.oh) * s.ow;
+  for (unsigned plane = blockIdx.y; plane < unsigned(batch.images * batch.channels); plane += gridDim.y) {
+    const int image = int(plane) / batch.channels, channel = int(plane) % batch.channels;
+    const T* source = plane_of(x, image, channel);
+    const T shift = bias ? bias[channel] : T(0);
+    for (std::size_t place = thread_index(); place < places; place += thread_stride()) {
+      const int top = int(place) / s.ow * s.sh - s.ph, left = int(place) % s.ow * s.sw - s.pw;
+      T best = T(-infinity);
+      int tap = (top < 0 ? -top : 0) * s.kw + (left < 0 ? -left : 0);  // the first that is inside
+      for (int ky = 0; ky < s.kh; ++ky) {
+        for (int kx = 0; kx < s.kw; ++kx) {
+          const int iy = top + ky, ix = left + kx;
+          if (iy < 0 || iy >= s.h || ix < 0 || ix >= s.w) continue;
+          T value = source[std::size_t(iy) * s.w + ix];
+          if (bias) value += shift;
+          if (relu) value = rectify(value);
+          if (value > best || value != value) {
+            best = value;
+            tap = ky * s.kw + kx;
+          }
+        }
+      }
+      y[plane * places + place] = best;
+      taken[plane * places + place] = std::uint8_t(tap);
+    }
+  }
+}
+
+// Calls f(place, tap) for the windows that cover a pixel, in ascending order of their rows and then of their taps: the
+// order in which the CPU adds.
+template <class F>
+__device__ inline void for_windows(const Window& s, int pixel, F f) {
+  const int iy = pixel / s.w + s.ph, ix = pixel % s.w + s.pw;
+  const int first = iy < s.kh ? 0 : (iy - s.kh) / s.sh + 1;
+  for (int oy = first; oy < s.oh && oy * s.sh <= iy; ++oy)
+    for (int kx = ix % s.sw; kx < s.kw && kx <= ix; kx += s.sw) {
+      const int ox = (ix - kx) / s.sw;
+      if (ox < s.ow) f(std::size_t(oy) * s.ow + ox, (iy - oy * s.sh) * s.kw + kx);
+    }
+}
+
+template <class T>
+__global__ void max_pool_backward_kernel(Batch batch, Window s, const T* dy, const T* y, const std::uint8_t* taken,
+                                         Planes<T> dx) {
+  const std::size_t places = std::size_t(s.oh) * s.ow, pixels = std::size_t(s.h) * s.w;
+  for (unsigned plane = blockIdx.y; plane < unsigned(batch.images * batch.channels); plane += gridDim.y) {
+    T* target = plane_of(dx, int(plane) / batch.channels, int(plane) % batch.channels);
+    const std::size_t base = plane * places;
+    for (std::size_t pixel = thread_index(); pixel < pixels; pixel += thread_stride()) {
+      T sum = T(0);
+      for_windows(s, int(pixel), [&](std::size_t place, int tap) {
+        if (taken[base + place] != tap) return;
+        sum += y ? rectify_gradient(dy[base + place], y[base + place]) : dy[base + place];
+      });
+      target[pixel] = sum;
+    }
+  }
+}
+
+template <class T>
+__global__ void avg_pool_kernel(Batch batch, Window s, const T* x, T* y) {
+  const std::size_t places = std::size_t(s.oh) * s.ow, pixels = std::size_t(s.h) * s.w;
+  const T share = T(1) / T(s.kh * s.kw);
+  for (unsigned plane = blockIdx.y; plane < unsigned(batch.images * batch.channels); plane += gridDim.y) {
+    for (std::size_t place = thread_index(); place < places; place += thread_stride()) {
+      const int top = int(place) / s.ow * s.sh - s.ph, left = int(place) % s.ow * s.sw - s.pw;
+      T sum = T(0);
+      for (int iy = max(top, 0); iy < min(top + s.kh, s.h); ++iy)
+        for (int ix = max(left, 0); ix < min(left + s.kw, s.w); ++ix)
+          sum += x[plane * pixels + std::size_t(iy) * s.w + ix] * share;
+      y[plane * places + place] = sum;
+    }
+  }
+}
+
+template <class T>
+__global__ void avg_pool_backward_kernel(Batch batch, Window s, const T* dy, T* dx) {
+  const std::size_t places = std::size_t(s.oh) * s.ow, pixels = std::size_t(s.h) * s.w;
+  const T share = T(1) / T(s.kh * s.kw);
+  for (unsigned plane = blockIdx.y; plane < unsigned(batch.images * batch.channels); plane += gridDim.y) {
+    for (std::size_t pixel = thread_index(); pixel < pixels; pixel += thread_stride()) {
+      T sum = T(0);
+      for_windows(s, int(pixel), [&](std::size_t place, int) { sum += dy[plane * places + place] * share; });
+      dx[plane * pixels + pixel] = sum;
+    }
+  }
+}
+
+std::size_t planes_of(Batch batch) { return std::size_t(batch.images) * batch.channels; }
+std::size_t pixels_of(const Window& s) { return std::size_t(s.h) * s.w; }
+std::size_t places_of(const Window& s) { return std::size_t(s.oh) * s.ow; }
+
+// Starts a kernel with one thread per pixel and plane; an empty grid is no launch.
+template <class Kernel, class... Arguments>
+void launch_planes(Kernel* kernel, std::size_t pixels, std::size_t planes, cudaStream_t stream,
+                   const Arguments&... arguments) {
+  if (pixels && planes) launch(kernel, grid_for_planes(pixels, planes), dim3(block_threads), stream, arguments...);
+}
+
+}  // namespace
+
+template <class T>
+void lower(Batch batch, Window s, const T* x, T* columns, cudaStream_t stream) {
+  const std::size_t rows = std::size_t(batch.channels) * s.kh * s.kw;
+  launch_planes(lower_kernel<T>, batch.images * places_of(s), rows, stream, batch, s, x, columns);
+}
+
+template <class T>
+void gather_columns(Batch batch, Window s, const T* columns, T* dx, cudaStream_t stream) {
+  launch_planes(gather_columns_kernel<T>, pixels_of(s), planes_of(batch), stream, batch, s, columns, dx);
+}
+
+template <class T>
+void spread(Batch batch, int pixels, Planes<const T> from, const T* bias, bool relu, T* to, cudaStream_t stream) {
+  launch_planes(spread_kernel<T>, std::size_t(pixels), planes_of(batch), stream, batch, pixels, from, bias, relu, to);
+}
+
+template <class T>
+void collect(Batch batch, int pixels, const T* dy, const T* y, Planes<T> to, cudaStream_t stream) {
+  launch_planes(collect_kernel<T>, std::size_t(pixels), planes_of(batch), stream, batch, pixels, dy, y, to);
+}
+
+template <class T>
+void channel_sums(Batch batch, int pixels, Planes<const T> x, bool add, T* out, cudaStream_t stream) {
+  if (batch.channels)
+    launch(channel_sums_kernel<T>, dim3(unsigned(batch.channels)), dim3(block_threads), stream, batch, pixels, x, add,
+           out);
+}
+
+template <class T>
+void max_pool(Batch batch, Window s, Planes<const T> x, const T* bias, bool relu, T* y, std::uint8_t* taken,
+              cudaStream_t stream) {
+  launch_planes(max_pool_kernel<T>, places_of(s), planes_of(batch), stream, batch, s, x, bias, relu, y, taken);
+}
+
+template <class T>
+void max_pool_backward(Batch batch, Window s, const T* dy, const T* y, const std::uint8_t* taken, Planes<T> dx,
+                       cudaStream_t stream) {
+  launch_planes(max_pool_backward_kernel<T>, pixels_of(s), planes_of(batch), stream, batch, s, dy, y, taken, dx);
+}
+
+template <class T>
+void avg_pool(Batch batch, Window s, const T* x, T* y, cudaStream_t stream) {
+  launch_planes(avg_pool_kernel<T>, places_of(s), planes_of(batch), stream, batch, s, x, y);
+}
+
+template <class T>
+void avg_pool_backward(Batch batch, Window s, const T* dy, T* dx, cudaStream_t stream) {
+  launch_planes(avg_pool_backward_kernel<T>, pixels_of(s), planes_of(batch), stream, batch, s, dy, dx);
+}
+
+#define DISTOPT_INSTANTIATE(T)                                                                                         \
+  template void lower<T>(Batch, Window, const T*, T*, cudaStream_t);                                                   \
+  template void gather_columns<T>(Batch, Window, const T*, T*, cudaStream_t);                                          \
+  template void spread<T>(Batch, int, Planes<const T>, const T*, bool, T*, cudaStream_t);                              \
+  template void collect<T>(Batch, int, const T*, const T*, Planes<T>, cudaStream_t);                                   \
+  template void channel_sums<T>(Batch, int, Planes<const T>, bool, T*, cudaStream_t);                                  \
+  template void max_pool<T>(Batch, Window, Planes<const T>, const T*, bool, T*, std::uint8_t*, cudaStream_t);          \
+  template void max_pool_backward<T>(Batch, Window, const T*, const T*, const std::uint8_t*, Planes<T>, cudaStream_t); \
+  template void avg_pool<T>(Batch, Window, const T*, T*, cudaStream_t);                                                \
+  template void avg_pool_backward<T>(Batch, Window, const T*, T*, cudaStream_t);
+DISTOPT_INSTANTIATE(float)
+DISTOPT_INSTANTIATE(double)
+#undef DISTOPT_INSTANTIATE
+
+}  // namespace distopt::cuda

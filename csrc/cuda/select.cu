@@ -1,0 +1,401 @@
+#include <cstring>
+
+#include "base/select_rules.h"
+#include "cuda/device.h"
+#include "cuda/launch.h"
+#include "cuda/select.h"
+#include "cuda/source.h"
+
+// How a selection goes: one pass collects candidates, tile by tile in whatever order the tiles come, into a list; a
+// radix select finds the boundary among the candidates; what is above it is counted per tile, and a scan over the tiles
+// says where each one's share goes. The list of candidates is short, so this is one read of the array. CUB's select
+// would read it twice, once to count and once to write, and could neither accumulate nor break ties on the way. Blocks
+// never wait for each other, and every sum is one of integers: the result has the same bits on every run.
+namespace distopt::gpu {
+namespace {
+
+constexpr unsigned rows = 4, tile = rows * block_threads * 4;  // of float4: elements that a block collects from
+constexpr unsigned bins = 1 << 11;
+
+// In device memory, at the head of the workspace.
+struct State {
+  std::int32_t floor;     // keys above it are candidates
+  unsigned candidates;    // how many there are, also of those that found no room
+  std::int32_t prefix;    // leading bits of the k-th largest key; all of them after the last pass
+  unsigned remaining;     // its rank among the keys that begin so; in the end, how many keys equal to it are kept
+  unsigned finished;      // blocks that have finished a pass
+  unsigned counts[bins];  // keys by the digit that is looked for
+};
+
+struct Share {
+  unsigned first, count;
+};
+
+// The candidates of a tile lie side by side at tiles[t], in ascending order.
+struct Workspace {
+  State* state;
+  Share* tiles;
+  Share* kept;  // per tile: keys above the boundary, and equal to it; after the scan: the same of all tiles before
+  std::int32_t* indices;
+  float* values;
+  unsigned capacity;
+};
+
+__host__ __device__ std::size_t padded(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+unsigned tiles_of(std::size_t n) { return blocks_of(n, tile); }
+
+Workspace layout(void* memory, std::size_t n, std::size_t capacity) {
+  char* at = static_cast<char*>(memory);
+  const auto take = [&](std::size_t bytes) {
+    char* const part = at;
+    at += padded(bytes);
+    return static_cast<void*>(part);
+  };
+  Workspace w{};
+  w.state = static_cast<State*>(take(sizeof(State)));
+  w.tiles = static_cast<Share*>(take(tiles_of(n) * sizeof(Share)));
+  w.kept = static_cast<Share*>(take(tiles_of(n) * sizeof(Share)));
+  w.indices = static_cast<std::int32_t*>(take(capacity * sizeof(std::int32_t)));
+  w.values = static_cast<float*>(take(capacity * sizeof(float)));
+  w.capacity = static_cast<unsigned>(capacity);
+  return w;
+}
+
+__device__ float value_at(const Source& from, float scale, std::size_t i) {
+  if (!from.residual) return from.grad[i];
+  float momentum = from.momentum ? from.momentum[i] : 0;
+  return accumulated(from, scale, from.grad[i], from.residual[i], momentum);
+}
+
+// -- the boundary -----------------------------------------------------------------------------------------------------
+// Finds the digit of the k-th largest key in the counts of a block or grid, 1 <= k <= their sum; k becomes the rank
+// among the keys with that digit. The counts become 0. All threads of the block must call it.
+template <unsigned threads>
+__device__ void find_digit(unsigned* counts, int width, std::int32_t& prefix, unsigned& k) {
+  constexpr unsigned per_thread = bins / threads;
+  unsigned own[per_thread], sum = 0;
+  for (unsigned j = 0; j < per_thread; ++j) {  // from the top bin down
+    // Other blocks have added to them: atomics see that, a load could find an old line in the cache.
+    own[j] = atomicExch(&counts[bins - 1 - threadIdx.x * per_thread - j], 0u);
+    sum += own[j];
+  }
+  unsigned total;
+  unsigned before = block_scan<threads>(sum, total);
+  const unsigned rank = k;
+  const std::int32_t known = prefix;
+  __syncthreads();  // all have read them
+  for (unsigned j = 0; j < per_thread; ++j) {
+    if (before < rank && rank <= before + own[j]) {
+      prefix = known << width | static_cast<std::int32_t>(bins - 1 - threadIdx.x * per_thread - j);
+      k = rank - before;
+    }
+    before += own[j];
+  }
+  __syncthreads();
+}
+
+constexpr unsigned sampling_threads = 1024;
+
+// One block: prepares the workspace and estimates the floor from a sample. No strata: the floor that is given.
+__global__ void __launch_bounds__(sampling_threads)
+    prepare_kernel(Source from, std::size_t n, unsigned k, unsigned strata, unsigned rank, std::int32_t floor,
+                   State* state, Findings* findings) {
+  constexpr unsigned most_groups = most_strata / sampling_threads;
+  constexpr unsigned group = sample_group;
+  __shared__ unsigned counts[bins];
+  __shared__ std::int32_t prefix;
+  __shared__ unsigned remaining;
+  for (unsigned i = threadIdx.x; i < bins; i += sampling_threads) counts[i] = state->counts[i] = 0;
+  if (threadIdx.x == 0) {
+    prefix = 0;
+    remaining = rank;
+    *findings = {k, 0, 0, 0};
+    state->candidates = state->finished = 0;
+    state->prefix = 0;
+    state->remaining = k;
+  }
+  __syncthreads();
+  if (!strata) {
+    if (threadIdx.x == 0) state->floor = floor;
+    return;
+  }
+  std::int32_t keys[most_groups * group];
+  const float scale = scale_of(from);
+  const std::size_t width = n / strata;
+#pragma unroll
+  for (unsigned g = 0; g < most_groups; ++g) {
+    const unsigned s = g * sampling_threads + threadIdx.x;
+    const unsigned random = (s + 1) * 2654435761u;  // Knuth's multiplicative hash
+    const std::size_t first = s * width + ((width - group) * static_cast<std::uint64_t>(random) >> 32);
+#pragma unroll
+    for (unsigned j = 0; j < group; ++j)
+      keys[g * group + j] = s < strata ? key_of(value_at(from, scale, first + j)) : -1;
+  }
+#pragma unroll
+  for (const std::int32_t key : keys)
+    if (key >= 0) atomicAdd(&counts[key >> 20], 1u);
+  __syncthreads();
+  find_digit<sampling_threads>(counts, 11, prefix, remaining);
+#pragma unroll
+  for (const std::int32_t key : keys)
+    if (key >= 0 && key >> 20 == prefix) atomicAdd(&counts[key >> 9 & (bins - 1)], 1u);
+  __syncthreads();
+  find_digit<sampling_threads>(counts, 11, prefix, remaining);
+  // The last nine bits make no difference. All zeros are one tie, which needs no candidates.
+  if (threadIdx.x == 0) state->floor = max((prefix << 9) - 1, 0);
+}
+
+// Where the boundary is looked for: among the candidates, or in all of x if they are too few or had no room.
+struct View {
+  const float* x;
+  const std::int32_t* indices;  // null: 0, 1, 2 ...
+  unsigned count;
+};
+
+__device__ View view_of(const Workspace& w, const float* x, unsigned n, unsigned k) {
+  const unsigned candidates = w.state->candidates;
+  if (k <= candidates && candidates <= w.capacity) return {w.values, w.indices, candidates};
+  return {x, nullptr, n};
+}
+
+// One digit of the boundary: counts key >> shift, below bit `known`, of the keys that begin with the prefix.
+template <int known, int shift>
+__global__ void __launch_bounds__(block_threads) digit_kernel(Workspace w, const float* x, unsigned n, unsigned k) {
+  __shared__ unsigned counts[bins];
+  __shared__ bool last;
+  const View view = view_of(w, x, n, k);
+  const std::int32_t prefix = w.state->prefix;
+  for (unsigned i = threadIdx.x; i < bins; i += block_threads) counts[i] = 0;
+  __syncthreads();
+  constexpr std::int32_t digit = (1 << (known - shift)) - 1;
+  const std::size_t stride = std::size_t{gridDim.x} * block_threads;
+#pragma unroll 4
+  for (std::size_t i = std::size_t{blockIdx.x} * block_threads + threadIdx.x; i < view.count; i += stride) {
+    const std::int32_t key = key_of(view.x[i]);
+    if (known == 31 || key >> (known % 31) == prefix) atomicAdd(&counts[key >> shift & digit], 1u);
+  }
+  __syncthreads();
+  for (unsigned i = threadIdx.x; i < bins; i += block_threads)
+    if (counts[i]) atomicAdd(&w.state->counts[i], counts[i]);
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicAdd(&w.state->finished, 1u) == gridDim.x - 1;
+  __syncthreads();
+  if (!last) return;
+  if (threadIdx.x == 0) w.state->finished = 0;
+  find_digit<block_threads>(w.state->counts, known - shift, w.state->prefix, w.state->remaining);
+}
+
+// -- collecting -------------------------------------------------------------------------------------------------------
+// One block per tile: accumulates it and appends its candidates to the list.
+__global__ void __launch_bounds__(block_threads)
+    collect_kernel(Source from, unsigned n, bool vectors, Workspace w, Findings* findings) {
+  __shared__ unsigned list_begin;
+  const std::size_t begin = std::size_t{blockIdx.x} * tile;
+  const float scale = scale_of(from);
+  const std::int32_t floor = w.state->floor;
+  float4 x[rows];
+  unsigned wanted = 0;            // bit 4 * row + component
+  unsigned long long counts = 0;  // per row, 16 bits each: a row of the tile has at most 1024
+#pragma unroll
+  for (unsigned row = 0; row < rows; ++row) {
+    const std::size_t at = begin + row * (block_threads * 4) + threadIdx.x * 4;
+    const unsigned available = at < n ? static_cast<unsigned>(min(std::size_t{n} - at, std::size_t{4})) : 0;
+    x[row] = accumulate_four(from, scale, at, available, vectors);
+    unsigned bits = (key_of(x[row].x) > floor) | (key_of(x[row].y) > floor) << 1 | (key_of(x[row].z) > floor) << 2 |
+                    (key_of(x[row].w) > floor) << 3;
+    bits &= (1u << available) - 1;
+    // Also where the list has no room: the findings are complete all the same.
+    report_nonfinite(x[row], at, n, findings);
+    wanted |= bits << 4 * row;
+    counts |= static_cast<unsigned long long>(__popc(bits)) << 16 * row;
+  }
+  unsigned long long totals;
+  const unsigned long long before = block_scan<block_threads>(counts, totals);
+  const auto of_row = [](unsigned long long packed, unsigned row) {
+    return static_cast<unsigned>(packed >> 16 * row & 0xffff);
+  };
+  const unsigned total = of_row(totals, 0) + of_row(totals, 1) + of_row(totals, 2) + of_row(totals, 3);
+  if (threadIdx.x == 0) {
+    list_begin = total ? atomicAdd(&w.state->candidates, total) : 0;
+    w.tiles[blockIdx.x] = {list_begin, total};
+  }
+  __syncthreads();
+  // Candidates that find no room are counted: the count says that the list is of no use.
+  if (!total || list_begin > w.capacity || total > w.capacity - list_begin) return;
+  unsigned out = list_begin;
+#pragma unroll
+  for (unsigned row = 0; row < rows; ++row) {
+    unsigned place = out + of_row(before, row);
+    const float elements[4] = {x[row].x, x[row].y, x[row].z, x[row].w};
+#pragma unroll
+    for (unsigned c = 0; c < 4; ++c) {
+      if (!(wanted >> (4 * row + c) & 1)) continue;
+      w.indices[place] = static_cast<std::int32_t>(begin + row * (block_threads * 4) + threadIdx.x * 4 + c);
+      w.values[place++] = elements[c];
+    }
+    out += of_row(totals, row);
+  }
+}
+
+// -- listing ----------------------------------------------------------------------------------------------------------
+constexpr unsigned warps = block_threads / 32;
+
+__device__ Share share_of(const Workspace& w, const View& view, unsigned t) {
+  if (view.indices) return w.tiles[t];
+  return {t * tile, min(tile, view.count - t * tile)};
+}
+
+// One warp per tile: how many of its keys are above the boundary, and how many equal to it.
+__global__ void __launch_bounds__(block_threads)
+    count_kernel(Workspace w, const float* x, unsigned n, unsigned k, unsigned tiles) {
+  const unsigned t = blockIdx.x * warps + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (t >= tiles) return;
+  const View view = view_of(w, x, n, k);
+  const Share share = share_of(w, view, t);
+  const std::int32_t boundary = w.state->prefix;
+  unsigned above = 0, equal = 0;
+#pragma unroll 4
+  for (unsigned i = lane; i < share.count; i += 32) {
+    const std::int32_t key = key_of(view.x[share.first + i]);
+    above += key > boundary;
+    equal += key == boundary;
+  }
+  above = __reduce_add_sync(all_lanes, above);
+  equal = __reduce_add_sync(all_lanes, equal);
+  if (lane == 0) w.kept[t] = {above, equal};
+}
+
+constexpr unsigned scan_threads = 1024;
+
+// One block: sums over the tiles before each tile. Without a boundary all candidates count as above it, and their
+// number is reported.
+__global__ void __launch_bounds__(scan_threads)
+    scan_kernel(Workspace w, unsigned tiles, bool boundary, Findings* findings) {
+  const unsigned each = (tiles + scan_threads - 1) / scan_threads;
+  const unsigned begin = min(threadIdx.x * each, tiles), end = min(begin + each, tiles);
+  const auto share_at = [&](unsigned t) { return boundary ? w.kept[t] : Share{w.tiles[t].count, 0}; };
+  const auto packed = [](Share share) { return static_cast<unsigned long long>(share.first) << 32 | share.count; };
+  unsigned long long sum = 0, total;
+  for (unsigned t = begin; t < end; ++t) sum += packed(share_at(t));
+  sum = block_scan<scan_threads>(sum, total);
+  for (unsigned t = begin; t < end; ++t) {
+    const unsigned long long own = packed(share_at(t));
+    w.kept[t] = {static_cast<unsigned>(sum >> 32), static_cast<unsigned>(sum)};
+    sum += own;
+  }
+  if (!boundary && threadIdx.x == 0) findings->selected = total >> 32;
+}
+
+// One warp per tile: writes its share of the lists.
+__device__ void write_tile(const View& view, Share share, std::int32_t boundary, unsigned out, unsigned ties,
+                           unsigned n, std::int32_t* indices, float* values, Findings* findings) {
+  const unsigned lane = threadIdx.x % 32, lower = (1u << lane) - 1;
+  for (unsigned base = 0; base < share.count; base += 32) {
+    const bool present = base + lane < share.count;
+    const unsigned at = share.first + base + lane;
+    const float x = present ? view.x[at] : 0;
+    const std::int32_t key = present ? key_of(x) : -1;
+    const unsigned equal = __ballot_sync(all_lanes, present && key == boundary);
+    const bool tie = (equal >> lane & 1) && static_cast<unsigned>(__popc(equal & lower)) < ties;
+    ties -= min(ties, static_cast<unsigned>(__popc(equal)));
+    const unsigned chosen = __ballot_sync(all_lanes, (present && key > boundary) || tie);
+    if (chosen >> lane & 1) {
+      const std::int32_t index = view.indices ? view.indices[at] : static_cast<std::int32_t>(at);
+      indices[out + __popc(chosen & lower)] = index;
+      values[out + __popc(chosen & lower)] = x;
+      if (key >= nonfinite_key)
+        atomicMax(&findings->from_bad, static_cast<unsigned long long>(n - static_cast<unsigned>(index)));
+    }
+    out += __popc(chosen);
+  }
+}
+
+__global__ void __launch_bounds__(block_threads)
+    write_top_k_kernel(Workspace w, const float* x, unsigned n, unsigned k, unsigned tiles, std::int32_t* indices,
+                       float* values, Findings* findings) {
+  const unsigned t = blockIdx.x * warps + threadIdx.x / 32;
+  if (t >= tiles) return;
+  const View view = view_of(w, x, n, k);
+  const unsigned ties = w.state->remaining;
+  const Share before = w.kept[t];
+  const unsigned ties_before = min(before.count, ties);
+  write_tile(view, share_of(w, view, t), w.state->prefix, before.first + ties_before, ties - ties_before, n, indices,
+             values, findings);
+}
+
+__global__ void __launch_bounds__(block_threads)
+    write_all_kernel(Workspace w, unsigned n, unsigned tiles, std::int32_t* indices, float* values,
+                     Findings* findings) {
+  const unsigned t = blockIdx.x * warps + threadIdx.x / 32;
+  if (t >= tiles || w.state->candidates > w.capacity) return;
+  const View view = {w.values, w.indices, w.state->candidates};
+  write_tile(view, w.tiles[t], -1, w.kept[t].first, 0, n, indices, values, findings);
+}
+
+// -- elements that are not finite
+// --------------------------------------------------------------------------------------- Does nothing unless one was
+// listed. Then it looks for the first one, which may not have been, and clears them all.
+__global__ void __launch_bounds__(block_threads)
+    give_up_kernel(const float* x, float* residual, float* momentum, std::size_t n, Findings* findings) {
+  if (!findings->from_bad) return;
+  const std::size_t stride = std::size_t{gridDim.x} * block_threads;
+  for (std::size_t i = std::size_t{blockIdx.x} * block_threads + threadIdx.x; i < n; i += stride) {
+    if (key_of(x[i]) < nonfinite_key) continue;
+    atomicMax(&findings->from_bad, static_cast<unsigned long long>(n - i));
+    if (residual) residual[i] = 0;
+    if (momentum) momentum[i] = 0;
+  }
+}
+
+void give_up(const Source& from, std::size_t n, Findings* findings, cudaStream_t stream) {
+  const float* const x = from.residual ? from.residual : from.grad;
+  launch(&give_up_kernel, stride_blocks(n / 16), block_threads, stream, x, from.residual, from.momentum, n, findings);
+}
+
+}  // namespace
+
+std::size_t select_workspace(std::size_t n, std::size_t capacity) {
+  return padded(sizeof(State)) + 2 * padded(tiles_of(n) * sizeof(Share)) + padded(capacity * sizeof(std::int32_t)) +
+         padded(capacity * sizeof(float));
+}
+
+void top_k(const Source& from, std::size_t n, std::size_t k, std::int32_t* indices, float* values, void* workspace,
+           Findings* findings, cudaStream_t stream) {
+  const Workspace w = layout(workspace, n, candidate_capacity(n, k));
+  const auto n32 = static_cast<unsigned>(n), k32 = static_cast<unsigned>(k);
+  const unsigned tiles = tiles_of(n);
+  const bool estimated = estimate_pays(n, k);
+  launch(&prepare_kernel, 1, sampling_threads, stream, from, n, k32, estimated ? unsigned(sample_strata(n)) : 0u,
+         estimated ? unsigned(sample_rank(n, k)) : 0u, top_key, w.state, findings);
+  if (estimated || from.residual)
+    launch(&collect_kernel, tiles, block_threads, stream, from, n32, takes_vectors(from), w, findings);
+  const float* const x = from.residual ? from.residual : from.grad;
+  const unsigned blocks = stride_blocks(n / 4);
+  launch(&digit_kernel<31, 20>, blocks, block_threads, stream, w, x, n32, k32);
+  launch(&digit_kernel<20, 10>, blocks, block_threads, stream, w, x, n32, k32);
+  launch(&digit_kernel<10, 0>, blocks, block_threads, stream, w, x, n32, k32);
+  launch(&count_kernel, blocks_of(tiles, warps), block_threads, stream, w, x, n32, k32, tiles);
+  launch(&scan_kernel, 1, scan_threads, stream, w, tiles, true, findings);
+  launch(&write_top_k_kernel, blocks_of(tiles, warps), block_threads, stream, w, x, n32, k32, tiles, indices, values,
+         findings);
+  give_up(from, n, findings, stream);
+}
+
+void threshold(const Source& from, std::size_t n, float bound, std::int32_t* indices, float* values,
+               std::size_t capacity, void* workspace, Findings* findings, cudaStream_t stream) {
+  const Workspace w = layout(workspace, n, capacity);
+  const unsigned tiles = tiles_of(n);
+  std::int32_t key;
+  std::memcpy(&key, &bound, sizeof key);
+  launch(&prepare_kernel, 1, sampling_threads, stream, from, n, 0u, 0u, 0u, (key & top_key) - 1, w.state, findings);
+  if (!n) return;
+  const auto n32 = static_cast<unsigned>(n);
+  launch(&collect_kernel, tiles, block_threads, stream, from, n32, takes_vectors(from), w, findings);
+  launch(&scan_kernel, 1, scan_threads, stream, w, tiles, false, findings);
+  launch(&write_all_kernel, blocks_of(tiles, warps), block_threads, stream, w, n32, tiles, indices, values, findings);
+  give_up(from, n, findings, stream);
+}
+
+}  // namespace distopt::gpu

@@ -1,0 +1,92 @@
+#include "cuda/device.h"
+#include "cuda/launch.h"
+#include "cuda/select.h"
+#include "cuda/source.h"
+
+// What goes with the selections: accumulation without one, and sums of lists.
+namespace distopt::gpu {
+namespace {
+
+constexpr unsigned tile = 4096;  // of the dense array, in shared memory
+
+__global__ void __launch_bounds__(block_threads)
+    accumulate_kernel(Source from, std::size_t n, bool vectors, Findings* findings) {
+  const float scale = scale_of(from);
+  const std::size_t stride = std::size_t{gridDim.x} * block_threads * 4;
+  for (std::size_t at = (std::size_t{blockIdx.x} * block_threads + threadIdx.x) * 4; at < n; at += stride) {
+    const unsigned available = static_cast<unsigned>(min(n - at, std::size_t{4}));
+    const float4 x = accumulate_four(from, scale, at, available, vectors);
+    const float elements[4] = {x.x, x.y, x.z, x.w};
+    for (unsigned c = 0; c < available; ++c) {
+      if (key_of(elements[c]) < nonfinite_key) continue;
+      from.residual[at + c] = 0;
+      if (from.momentum) from.momentum[at + c] = 0;
+      atomicMax(&findings->from_bad, static_cast<unsigned long long>(n - at - c));
+    }
+  }
+}
+
+// -- sparse lists
+// -------------------------------------------------------------------------------------------------------
+__global__ void __launch_bounds__(block_threads)
+    clear_kernel(float* dense, const std::int32_t* indices, std::size_t count) {
+  const std::size_t stride = std::size_t{gridDim.x} * block_threads;
+  for (std::size_t i = std::size_t{blockIdx.x} * block_threads + threadIdx.x; i < count; i += stride)
+    dense[indices[i]] = 0;
+}
+
+__device__ unsigned lower_bound(const std::int32_t* indices, unsigned count, std::int64_t bound) {
+  unsigned low = 0;
+  while (count) {
+    const unsigned half = count / 2;
+    const bool below = indices[low + half] < bound;
+    low = below ? low + half + 1 : low;
+    count = below ? count - half - 1 : half;
+  }
+  return low;
+}
+
+// One block per tile of the dense array, which is summed up in shared memory. Within a list no two entries meet, so
+// only the step from list to list needs a barrier.
+__global__ void __launch_bounds__(block_threads)
+    scatter_kernel(float* dense, SparseLists lists, std::size_t lo, std::size_t hi, float scale, bool add) {
+  __shared__ float sums[tile];
+  __shared__ unsigned bounds[2 * SparseLists::most];
+  const std::size_t begin = lo + std::size_t{blockIdx.x} * tile, end = min(begin + tile, hi);
+  const auto size = static_cast<unsigned>(end - begin);
+  for (unsigned i = threadIdx.x; i < size; i += block_threads) sums[i] = add ? dense[begin + i] : 0;
+  if (threadIdx.x < 2 * lists.size) {
+    const unsigned r = threadIdx.x / 2;
+    const std::size_t bound = threadIdx.x % 2 ? end : begin;
+    bounds[threadIdx.x] = lower_bound(lists.indices[r], lists.counts[r], static_cast<std::int64_t>(bound));
+  }
+  __syncthreads();
+  for (unsigned r = 0; r < lists.size; ++r) {
+    for (unsigned j = bounds[2 * r] + threadIdx.x; j < bounds[2 * r + 1]; j += block_threads) {
+      float& sum = sums[static_cast<std::size_t>(lists.indices[r][j]) - begin];
+      sum = __fadd_rn(sum, __fmul_rn(lists.values[r][j], scale));
+    }
+    __syncthreads();
+  }
+  for (unsigned i = threadIdx.x; i < size; i += block_threads) dense[begin + i] = sums[i];
+}
+
+}  // namespace
+
+void accumulate(const Source& from, std::size_t n, Findings* findings, cudaStream_t stream) {
+  DISTOPT_CUDA_CHECK(cudaMemsetAsync(findings, 0, sizeof *findings, stream));
+  if (n)
+    launch(&accumulate_kernel, stride_blocks(n / 4), block_threads, stream, from, n, takes_vectors(from), findings);
+}
+
+void clear_at(float* dense, const std::int32_t* indices, std::size_t count, cudaStream_t stream) {
+  if (count) launch(&clear_kernel, stride_blocks(count), block_threads, stream, dense, indices, count);
+}
+
+void scatter_sum(float* dense, const SparseLists& lists, std::size_t lo, std::size_t hi, float scale, bool add,
+                 cudaStream_t stream) {
+  if (lo < hi)
+    launch(&scatter_kernel, blocks_of(hi - lo, tile), block_threads, stream, dense, lists, lo, hi, scale, add);
+}
+
+}  // namespace distopt::gpu

@@ -1,0 +1,112 @@
+// Optimizer updates, one pass each.
+#include <cuda_runtime.h>
+
+#include <cmath>
+
+#include "cuda/compute.h"
+#include "cuda/compute_device.h"
+
+namespace distopt::cuda {
+namespace {
+
+template <class T>
+struct Rule {
+  T lr, weight_decay;
+};
+
+template <class T, bool kMomentum, bool kFirst, bool kNesterov>
+__global__ void sgd_kernel(T* param, const T* grad, T* buffer, std::size_t count, Rule<T> rule, T momentum, T kept) {
+  for (std::size_t i = thread_index(); i < count; i += thread_stride()) {
+    T g = grad[i] + rule.weight_decay * param[i];
+    if constexpr (kMomentum) {
+      T v = g;
+      if constexpr (!kFirst) v = momentum * buffer[i] + kept * g;
+      buffer[i] = v;
+      g = kNesterov ? g + momentum * v : v;
+    }
+    param[i] -= rule.lr * g;
+  }
+}
+
+template <class T>
+struct Decay {
+  T kept, share;
+};
+
+template <class T>
+__global__ void adam_kernel(T* param, const T* grad, T* m, T* v, std::size_t count, Rule<T> rule, Decay<T> first,
+                            Decay<T> second, T eps, T root_correction) {
+  for (std::size_t i = thread_index(); i < count; i += thread_stride()) {
+    const T g = grad[i] + rule.weight_decay * param[i];
+    m[i] = first.kept * m[i] + first.share * g;
+    v[i] = second.kept * v[i] + second.share * g * g;
+    param[i] -= rule.lr * (m[i] / (sqrt(v[i]) / root_correction + eps));
+  }
+}
+
+template <class T>
+__global__ void rmsprop_kernel(T* param, const T* grad, T* running, std::size_t count, Rule<T> rule, Decay<T> mean,
+                               T eps) {
+  for (std::size_t i = thread_index(); i < count; i += thread_stride()) {
+    const T g = grad[i] + rule.weight_decay * param[i];
+    running[i] = mean.kept * running[i] + mean.share * g * g;
+    param[i] -= rule.lr * (g / (sqrt(running[i]) + eps));
+  }
+}
+
+template <class T>
+__global__ void adagrad_kernel(T* param, const T* grad, T* history, std::size_t count, Rule<T> rule, T eps) {
+  for (std::size_t i = thread_index(); i < count; i += thread_stride()) {
+    const T g = grad[i] + rule.weight_decay * param[i];
+    history[i] += g * g;
+    param[i] -= rule.lr * (g / (sqrt(history[i]) + eps));
+  }
+}
+
+template <class T>
+Decay<T> decay_of(double kept) {
+  return {T(kept), T(1 - kept)};
+}
+
+}  // namespace
+
+template <class T>
+void sgd(T* param, const T* grad, T* buffer, std::size_t count, SgdRule rule, cudaStream_t stream) {
+  auto* update = &sgd_kernel<T, false, false, false>;
+  if (buffer && rule.first)
+    update = rule.nesterov ? &sgd_kernel<T, true, true, true> : &sgd_kernel<T, true, true, false>;
+  if (buffer && !rule.first)
+    update = rule.nesterov ? &sgd_kernel<T, true, false, true> : &sgd_kernel<T, true, false, false>;
+  launch_each(update, count, stream, param, grad, buffer, count, Rule<T>{T(rule.lr), T(rule.weight_decay)},
+              T(rule.momentum), T(rule.kept));
+}
+
+template <class T>
+void adam(T* param, const T* grad, T* m, T* v, std::size_t count, AdamRule rule, cudaStream_t stream) {
+  launch_each(adam_kernel<T>, count, stream, param, grad, m, v, count, Rule<T>{T(rule.lr), T(rule.weight_decay)},
+              decay_of<T>(rule.beta1), decay_of<T>(rule.beta2), T(rule.eps), T(rule.root_correction));
+}
+
+template <class T>
+void rmsprop(T* param, const T* grad, T* running, std::size_t count, double lr, double rho, double eps,
+             double weight_decay, cudaStream_t stream) {
+  launch_each(rmsprop_kernel<T>, count, stream, param, grad, running, count, Rule<T>{T(lr), T(weight_decay)},
+              decay_of<T>(rho), T(eps));
+}
+
+template <class T>
+void adagrad(T* param, const T* grad, T* history, std::size_t count, double lr, double eps, double weight_decay,
+             cudaStream_t stream) {
+  launch_each(adagrad_kernel<T>, count, stream, param, grad, history, count, Rule<T>{T(lr), T(weight_decay)}, T(eps));
+}
+
+#define DISTOPT_INSTANTIATE(T)                                                                           \
+  template void sgd<T>(T*, const T*, T*, std::size_t, SgdRule, cudaStream_t);                            \
+  template void adam<T>(T*, const T*, T*, T*, std::size_t, AdamRule, cudaStream_t);                      \
+  template void rmsprop<T>(T*, const T*, T*, std::size_t, double, double, double, double, cudaStream_t); \
+  template void adagrad<T>(T*, const T*, T*, std::size_t, double, double, double, cudaStream_t);
+DISTOPT_INSTANTIATE(float)
+DISTOPT_INSTANTIATE(double)
+#undef DISTOPT_INSTANTIATE
+
+}  // namespace distopt::cuda

@@ -1,0 +1,106 @@
+// What a rank says of an operation, compared and in words.
+#include <algorithm>
+#include <cstring>
+
+#include "shm/operation.h"
+
+namespace distopt {
+namespace {
+
+std::string with_commas(std::uint64_t value) {
+  std::string digits = std::to_string(value);
+  for (std::size_t at = digits.size(); at > 3;) digits.insert(at -= 3, ",");
+  return digits;
+}
+
+const char* kind_name(OpKind kind) {
+  switch (kind) {
+    case OpKind::barrier:
+      return "barrier";
+    case OpKind::all_reduce:
+      return "all_reduce";
+    case OpKind::reduce_scatter:
+      return "reduce_scatter";
+    case OpKind::all_gather:
+      return "all_gather";
+    case OpKind::all_gather_ragged:
+      return "all_gather_ragged";
+    case OpKind::broadcast:
+      return "broadcast";
+    case OpKind::empty:
+      return "empty";
+    case OpKind::all_to_all_ragged:
+      return "all_to_all_ragged";
+  }
+  return "an unknown operation";
+}
+
+const char* dtype_name(std::uint8_t dtype) {
+  static const char* const names[] = {"float32", "float64", "float16", "bfloat16", "int32", "int64"};
+  return dtype < sizeof(names) / sizeof(*names) ? names[dtype] : "an unknown type";
+}
+
+const char* op_name(std::uint8_t op) {
+  static const char* const names[] = {"sum", "max", "min", "mean"};
+  return op < sizeof(names) / sizeof(*names) ? names[op] : "an unknown reduction";
+}
+
+// FNV-1a, which every build computes alike.
+std::uint64_t hash_of(const std::string& text) {
+  std::uint64_t hash = 0xcbf29ce484222325;
+  for (unsigned char c : text) hash = (hash ^ c) * 0x100000001b3;
+  return hash;
+}
+
+}  // namespace
+
+void fill(Descriptor& descriptor, char (&label)[label_bytes], const Request& request) {
+  descriptor.count = request.count;
+  descriptor.location = 0;
+  descriptor.label = hash_of(request.label);
+  descriptor.root = request.root;
+  descriptor.kind = request.kind;
+  descriptor.dtype = static_cast<std::uint8_t>(request.dtype);
+  descriptor.op = static_cast<std::uint8_t>(request.op);
+  descriptor.looks = request.looks;
+  const std::size_t length = std::min(request.label.size(), label_bytes - 1);
+  std::memcpy(label, request.label.data(), length);
+  label[length] = '\0';
+}
+
+bool alike(const Descriptor& a, const Descriptor& b) {
+  const bool ragged = a.kind == OpKind::all_gather_ragged || a.kind == OpKind::all_to_all_ragged;
+  return a.kind == b.kind && a.dtype == b.dtype && a.op == b.op && a.root == b.root && a.label == b.label &&
+         a.looks == b.looks && (a.count == b.count || ragged);
+}
+
+std::string mismatch_between(const std::string& who, const std::string& does, const std::string& me,
+                             const std::string& mine) {
+  return who + " is in " + does + ", " + me + " in " + mine +
+         "; all ranks must call the same collectives in the same order with equal types and counts";
+}
+
+std::string describe(const Descriptor& descriptor, std::uint64_t sequence, const char* label) {
+  std::string text = std::string(kind_name(descriptor.kind)) + " #" + with_commas(sequence);
+  if (descriptor.kind != OpKind::barrier)
+    text += " of " + with_commas(descriptor.count) + " " + dtype_name(descriptor.dtype);
+  if (descriptor.kind == OpKind::all_reduce || descriptor.kind == OpKind::reduce_scatter)
+    text += std::string(", ") + op_name(descriptor.op);
+  if (descriptor.looks) text += ", looked at for NaN";
+  if (descriptor.kind == OpKind::broadcast) text += " from rank " + std::to_string(descriptor.root);
+  const std::string shown(label, ::strnlen(label, label_bytes));
+  return shown.empty() ? text : text + " (" + shown + ")";
+}
+
+std::string last_operation(const Peers& peers, int rank) {
+  std::uint64_t last = 0;
+  for (std::uint64_t i = 0; i < ring_size; ++i) {
+    const std::uint64_t sequence = peers.entry(rank, i).descriptor.sequence.load(std::memory_order_acquire);
+    if (sequence > last) last = sequence;
+  }
+  if (last == 0) return "it has started no operation";
+  const RingEntry& entry = peers.entry(rank, last);
+  return "the last operation it started is " + describe(entry.descriptor, last, entry.label);
+}
+
+}  // namespace distopt

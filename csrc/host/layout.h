@@ -1,0 +1,94 @@
+// What lies at the start of the segment, byte for byte: every rank maps it, and every field has one writer.
+//
+//   Header | Slot of rank 0 | Slot of rank 1 | ... | staging of rank 0 | staging of rank 1 | ... | wire blocks ...
+//
+// Pages come zeroed from the kernel, and zero is the valid initial value of everything but the header.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "base/types.h"
+
+namespace distopt {
+
+constexpr std::uint64_t segment_magic = 0x74706f7473696400;
+constexpr std::uint32_t segment_version = 3;
+// Two lines, because x86 prefetches lines in pairs.
+constexpr std::size_t line_bytes = 128;
+// Operations that a rank may have posted before its slowest peer has finished the first of them.
+constexpr std::uint64_t ring_size = 32;
+// Arguments up to this size travel in the descriptor's own ring entry: one synchronisation instead of two.
+constexpr std::size_t inline_bytes = 4096;
+// Chunks in flight per rank. The pipeline copies chunk k in, reduces k-1 and copies k-2 out; the fourth lets a rank
+// run one chunk ahead of the slowest peer.
+constexpr std::uint64_t staging_buffers = 4;
+constexpr std::size_t label_bytes = 32;
+
+enum class OpKind : std::uint8_t {
+  barrier,
+  all_reduce,
+  reduce_scatter,
+  all_gather,
+  all_gather_ragged,
+  broadcast,
+  empty,
+  all_to_all_ragged  // NCCL only
+};
+
+// What a rank says when it starts an operation. `sequence` is written last and makes the rest valid.
+struct alignas(64) Descriptor {
+  std::atomic<std::uint64_t> sequence;
+  std::uint64_t count;     // elements; those of one part where the whole is world_size parts
+  std::uint64_t location;  // offset in the segment where peers can read the argument; 0: not in wire memory
+  std::uint64_t label;     // its hash: two buckets of one size are not the same operation
+  std::int32_t root;
+  OpKind kind;
+  std::uint8_t dtype;
+  std::uint8_t op;
+  bool looks;            // for NaN and infinity
+  std::uint8_t refused;  // rank 0 found too little memory for `empty`
+};
+static_assert(sizeof(Descriptor) == 64, "peers poll one line");
+
+struct alignas(64) RingEntry {
+  Descriptor descriptor;
+  unsigned char payload[inline_bytes];
+  char label[label_bytes];
+  Nonfinite nonfinite;  // of one that looks: what this rank has found so far
+};
+
+// Counts of what a rank has done since the start. All ranks run the same operations, so equal counts mean equal places.
+enum class Signal : int { copied_in, reduced, copied_out, finished, posted };
+constexpr int counter_count = 4;  // `posted` is the sequence number in the ring instead
+
+struct alignas(line_bytes) Slot {
+  std::atomic<std::uint64_t> counters[counter_count];
+  alignas(line_bytes) std::atomic<std::uint32_t> sleepers;  // peers that sleep on a word of this slot
+  alignas(line_bytes) std::atomic<std::uint32_t> closed;
+  std::atomic<std::uint32_t> allocation_errno;
+  std::uint64_t cores[16];  // bit set of the cores that this rank may run on
+  alignas(line_bytes) RingEntry ring[ring_size];
+};
+
+// The first failure of the job. `state` goes 0 -> 1 (being written) -> 2 (valid).
+struct FailureRecord {
+  std::atomic<std::uint32_t> state;
+  std::int32_t kind;
+  char text[2048];
+};
+
+struct alignas(4096) Header {
+  std::uint64_t magic;
+  std::uint32_t version;
+  std::uint32_t world_size;
+  std::uint64_t chunk_bytes;
+  std::uint64_t total_bytes;
+  alignas(line_bytes) FailureRecord failure;
+};
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free && std::atomic<std::uint32_t>::is_always_lock_free,
+              "atomics with a lock do not work between processes");
+
+}  // namespace distopt

@@ -1,0 +1,166 @@
+#include "host/peers.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <ctime>
+#include <utility>
+
+namespace distopt {
+namespace {
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the futex is the low half of a counter, at its address");
+
+// A patient spin is longer than it takes to wake a sleeper. With less, two ranks that have once slept wake each other
+// too late for the other one's next spin, and sleep at every operation from then on. But where the peer waits for this
+// rank's own core, every spin is lost. So after some lost ones most spins are short, until one succeeds. The patient
+// ones come in a row that is long enough (13 ms) for the scheduler to notice two busy ranks on one core.
+constexpr std::chrono::microseconds patient_spin{200};
+constexpr std::chrono::microseconds short_spin{5};
+constexpr unsigned spin_cycle = 1024;
+constexpr unsigned patient_spins = 64;
+
+std::uint32_t* futex_of(std::atomic<std::uint64_t>& word) { return reinterpret_cast<std::uint32_t*>(&word); }
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb");
+#endif
+}
+
+}  // namespace
+
+Peers::Peers(Segment& segment, std::vector<std::string> names)
+    : segment_(segment), rank_(segment.rank()), size_(segment.world_size()), names_(std::move(names)), scratch_(size_) {
+  count_cores();
+}
+
+void Peers::count_cores() {
+  int cores = 0;
+  for (std::size_t i = 0; i < sizeof(Slot::cores) / sizeof(std::uint64_t); ++i) {
+    std::uint64_t any = 0;
+    for (int q = 0; q < size_; ++q) any |= segment_.slot(q).cores[i];
+    cores += __builtin_popcountll(any);
+  }
+  cores_shared_ = cores < size_;
+}
+
+std::uint64_t Peers::count(Signal signal) const {
+  return segment_.slot(rank_).counters[static_cast<int>(signal)].load(std::memory_order_relaxed);
+}
+
+void Peers::publish(Signal signal) {
+  auto& counter = segment_.slot(rank_).counters[static_cast<int>(signal)];
+  counter.store(counter.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+  wake(counter);
+}
+
+void Peers::publish_post(std::uint64_t sequence) {
+  auto& word = entry(rank_, sequence).descriptor.sequence;
+  word.store(sequence, std::memory_order_release);
+  wake(word);
+}
+
+// The counter is written before `sleepers` is read here, and `sleepers` before the counter in sleep(). Only two full
+// fences rule out that each side misses the other's write.
+void Peers::wake(std::atomic<std::uint64_t>& word) const {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (segment_.slot(rank_).sleepers.load(std::memory_order_relaxed) != 0)
+    ::syscall(SYS_futex, futex_of(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+std::atomic<std::uint64_t>& Peers::word(const Blocker& blocker) const {
+  if (blocker.signal == Signal::posted) return entry(blocker.peer, blocker.target).descriptor.sequence;
+  return segment_.slot(blocker.peer).counters[static_cast<int>(blocker.signal)];
+}
+
+bool Peers::reached(const Blocker& blocker) const {
+  return word(blocker).load(std::memory_order_acquire) >= blocker.target;
+}
+
+bool Peers::all_reached(Signal signal, std::uint64_t target, Blocker& blocker) const {
+  for (int q = 0; q < size_; ++q) {
+    const Blocker candidate{signal, target, q};
+    if (q != rank_ && !reached(candidate)) {
+      blocker = candidate;
+      return false;
+    }
+  }
+  return true;
+}
+
+std::vector<int> Peers::absent(const Blocker& blocker) const {
+  std::vector<int> ranks;
+  for (int q = 0; q < size_; ++q)
+    if (q != rank_ && !reached({blocker.signal, blocker.target, q})) ranks.push_back(q);
+  return ranks;
+}
+
+// The peers write these counters at each operation: every look takes the line away from them, and they have to fetch it
+// back. As counters only grow, one look in `ring_size` operations is enough.
+bool Peers::all_finished(std::uint64_t sequence) {
+  if (sequence <= finished_seen_) return true;
+  std::uint64_t least = UINT64_MAX;
+  for (int q = 0; q < size_; ++q)
+    if (q != rank_)
+      least = std::min(least,
+                       segment_.slot(q).counters[static_cast<int>(Signal::finished)].load(std::memory_order_acquire));
+  finished_seen_ = least;
+  return sequence <= finished_seen_;
+}
+
+bool Peers::glance(const Blocker& blocker, int& polls) {
+  if (cores_shared_) return false;
+  while (polls-- > 0) {
+    if (reached(blocker)) {
+      failed_spins_ = 0;
+      return true;
+    }
+    relax();
+  }
+  return false;
+}
+
+bool Peers::spin(const Blocker& blocker) {
+  const bool patient = !cores_shared_ && failed_spins_ % spin_cycle < patient_spins;
+  const auto end = std::chrono::steady_clock::now() + (patient ? patient_spin : short_spin);
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (reached(blocker)) {
+        failed_spins_ = 0;
+        return true;
+      }
+      relax();
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  ++failed_spins_;
+  return false;
+}
+
+bool Peers::sleep(const Blocker& blocker, std::chrono::nanoseconds slice) const {
+  auto& awaited = word(blocker);
+  auto& sleepers = segment_.slot(blocker.peer).sleepers;
+  sleepers.fetch_add(1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  const std::uint64_t seen = awaited.load(std::memory_order_acquire);
+  bool changed = seen >= blocker.target;
+  if (!changed) {
+    constexpr long nanoseconds_per_second = 1000000000;
+    const timespec limit{static_cast<std::time_t>(slice.count() / nanoseconds_per_second),
+                         static_cast<long>(slice.count() % nanoseconds_per_second)};
+    const long status =
+        ::syscall(SYS_futex, futex_of(awaited), FUTEX_WAIT, static_cast<std::uint32_t>(seen), &limit, nullptr, 0);
+    changed = status == 0 || errno == EAGAIN;
+  }
+  sleepers.fetch_sub(1, std::memory_order_relaxed);
+  return changed;
+}
+
+}  // namespace distopt

@@ -1,0 +1,72 @@
+// The counters through which ranks see each other, and the one way to wait for them.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "host/segment.h"
+
+namespace distopt {
+
+// What an operation cannot go on without: `signal` of rank `peer` at `target` or more.
+struct Blocker {
+  Signal signal;
+  std::uint64_t target;
+  int peer;
+};
+
+class Peers {
+ public:
+  // `names` says for every rank how messages call it, e.g. "rank 3 (host a, pid 77)".
+  Peers(Segment& segment, std::vector<std::string> names);
+
+  Segment& segment() const { return segment_; }
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  const std::string& name(int rank) const { return names_[rank]; }
+  RingEntry& entry(int rank, std::uint64_t sequence) const { return segment_.slot(rank).ring[sequence % ring_size]; }
+
+  // Own counters. Publishing makes everything written before visible to the peers that see the new value.
+  std::uint64_t count(Signal signal) const;
+  void publish(Signal signal);
+  void publish_post(std::uint64_t sequence);
+
+  bool reached(const Blocker& blocker) const;
+  // Whether every peer has got to `target`; if not, `blocker` names the first that has not.
+  bool all_reached(Signal signal, std::uint64_t target, Blocker& blocker) const;
+  std::vector<int> absent(const Blocker& blocker) const;
+  // Whether every peer has finished that operation.
+  bool all_finished(std::uint64_t sequence);
+  // One element for each rank, for the use of whoever needs it next.
+  std::vector<const void*>& scratch() { return scratch_; }
+
+  // Polls a few times, each of which counts against `polls`; whether the blocker is gone. Worth no try where ranks
+  // share cores.
+  bool glance(const Blocker& blocker, int& polls);
+  // Polls for a time that suits the machine; whether the blocker is gone.
+  bool spin(const Blocker& blocker);
+  // Sleeps until the blocker's word changes, but at most for the slice or until a signal arrives.
+  // Whether it was woken by a change.
+  bool sleep(const Blocker& blocker, std::chrono::nanoseconds slice) const;
+
+  // To be called once every rank has joined. Finds out whether ranks have to share cores, in which case polling takes
+  // the core from the rank polled for.
+  void count_cores();
+
+ private:
+  std::atomic<std::uint64_t>& word(const Blocker& blocker) const;
+  void wake(std::atomic<std::uint64_t>& word) const;
+
+  Segment& segment_;
+  int rank_;
+  int size_;
+  std::vector<std::string> names_;
+  bool cores_shared_;
+  unsigned failed_spins_ = 0;        // since one succeeded
+  std::uint64_t finished_seen_ = 0;  // operations that all peers had finished when last looked at
+  std::vector<const void*> scratch_;
+};
+
+}  // namespace distopt

@@ -1,0 +1,211 @@
+#include "host/segment.h"
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <new>
+#include <string>
+
+#include "base/errors.h"
+
+namespace distopt {
+namespace {
+
+constexpr std::size_t page_bytes = 4096;
+
+std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
+
+std::size_t slots_offset() { return sizeof(Header); }
+std::size_t staging_offset(int world_size) {
+  return round_up(slots_offset() + sizeof(Slot) * static_cast<std::size_t>(world_size), page_bytes);
+}
+std::size_t control_bytes(int world_size, std::size_t chunk_bytes) {
+  return staging_offset(world_size) +
+         round_up(static_cast<std::size_t>(world_size) * staging_buffers * chunk_bytes, page_bytes);
+}
+
+// Owns a descriptor until it is released.
+class File {
+ public:
+  explicit File(int fd) : fd_(fd) {}
+  ~File() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  int get() const { return fd_; }
+  int release() {
+    int fd = fd_;
+    fd_ = -1;
+    return fd;
+  }
+
+ private:
+  int fd_;
+};
+
+int allocate(int fd, std::uint64_t offset, std::size_t bytes) {
+  // Not posix_fallocate: where the file system cannot allocate, it would write to every page instead.
+  while (::fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0)
+    if (errno != EINTR) return errno;
+  return 0;
+}
+
+std::shared_ptr<char> map(int fd, std::uint64_t offset, std::size_t bytes) {
+  // Populated now: page faults in the first all-reduce of a training run would look like a slow peer.
+  void* memory =
+      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, static_cast<off_t>(offset));
+  if (memory == MAP_FAILED)
+    throw ShmError(ErrorKind::memory, "mapping " + std::to_string(bytes) + " bytes of shared memory failed (" +
+                                          std::strerror(errno) + "); free memory or raise the limit (ulimit -v)");
+  return {static_cast<char*>(memory), [bytes](char* p) { ::munmap(p, bytes); }};
+}
+
+}  // namespace
+
+int create_segment(int world_size, std::size_t chunk_bytes, bool named_fallback) {
+  if (chunk_bytes == 0 || chunk_bytes % page_bytes != 0 || chunk_bytes / 64 < static_cast<std::size_t>(world_size))
+    throw ShmError(ErrorKind::usage, "staging chunks of " + std::to_string(chunk_bytes) + " bytes do not suit " +
+                                         std::to_string(world_size) + " ranks; use a multiple of 4096");
+  int fd = -1;
+  if (!named_fallback) fd = ::memfd_create("distopt", MFD_CLOEXEC);
+  if (fd < 0) fd = ::open("/dev/shm", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  if (fd < 0)
+    throw ShmError(ErrorKind::memory, std::string("neither memfd_create nor /dev/shm gives shared memory (") +
+                                          std::strerror(errno) + "); allow one of them, or use the MPI communicator");
+  File file(fd);
+  ::fchmod(fd, 0600);  // a memfd is open to all who can reach it through /proc
+  const std::size_t bytes = control_bytes(world_size, chunk_bytes);
+  if (int error = allocate(fd, 0, bytes))
+    throw ShmError(ErrorKind::memory, std::to_string(bytes) + " bytes of shared memory for the ranks of this host: " +
+                                          std::strerror(error) + "; free memory or enlarge /dev/shm");
+  std::shared_ptr<char> memory = map(fd, 0, sizeof(Header));
+  auto* header = reinterpret_cast<Header*>(memory.get());
+  header->magic = segment_magic;
+  header->version = segment_version;
+  header->world_size = static_cast<std::uint32_t>(world_size);
+  header->chunk_bytes = chunk_bytes;
+  header->total_bytes = bytes;
+  return file.release();
+}
+
+Segment::Segment(int fd, int rank, int world_size) : fd_(fd), rank_(rank), world_size_(world_size) {
+  File file(fd);
+  struct stat status = {};
+  if (::fstat(fd, &status) != 0 || status.st_size < static_cast<off_t>(sizeof(Header)))
+    throw ShmError(ErrorKind::launch, "the shared file is too small to be a segment of distopt");
+  std::shared_ptr<char> first = map(fd, 0, sizeof(Header));
+  const auto* header = reinterpret_cast<const Header*>(first.get());
+  if (header->magic != segment_magic || header->version != segment_version)
+    throw ShmError(ErrorKind::launch,
+                   "rank 0 runs another version of distopt; install the same one in every environment of the job");
+  if (header->world_size != static_cast<std::uint32_t>(world_size) || rank < 0 || rank >= world_size)
+    throw ShmError(ErrorKind::launch, "rank " + std::to_string(rank) + " of " + std::to_string(world_size) +
+                                          " does not fit a segment of " + std::to_string(header->world_size) +
+                                          " ranks; check the rank variables that the launcher set");
+  chunk_bytes_ = header->chunk_bytes;
+  end_ = control_bytes(world_size, chunk_bytes_);
+  if (header->total_bytes != end_ || static_cast<std::uint64_t>(status.st_size) < end_)
+    throw ShmError(ErrorKind::launch, "the shared file is truncated; restart the job");
+  control_ = map(fd, 0, end_);
+  slots_ = reinterpret_cast<Slot*>(control_.get() + slots_offset());
+  staging_ = control_.get() + staging_offset(world_size);
+
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  static_assert(sizeof(cores) == sizeof(slots_->cores), "one bit per core");
+  if (::sched_getaffinity(0, sizeof(cores), &cores) == 0) std::memcpy(slots_[rank].cores, &cores, sizeof(cores));
+
+  struct flock lock = {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = rank;
+  lock.l_len = 1;
+  if (::fcntl(fd, F_SETLK, &lock) != 0)
+    throw ShmError(ErrorKind::launch, "another process is rank " + std::to_string(rank) +
+                                          " of this job already; give every process its own rank");
+  file.release();
+}
+
+Segment::~Segment() { close(); }
+
+// Closing any descriptor of the file drops the lock of this process (POSIX), so this is the only one.
+ShmError Segment::fail(ErrorKind kind, const std::string& text) {
+  FailureRecord& record = header().failure;
+  std::uint32_t none = 0;
+  if (record.state.compare_exchange_strong(none, 1)) {
+    record.kind = static_cast<std::int32_t>(kind);
+    const std::size_t length = std::min(text.size(), sizeof(record.text) - 1);
+    std::memcpy(record.text, text.data(), length);
+    record.text[length] = '\0';
+    record.state.store(2, std::memory_order_release);
+  }
+  return failure();
+}
+
+ShmError Segment::failure() const {
+  const FailureRecord& record = header().failure;
+  // The writer may have been killed half way.
+  for (int i = 0; i < 1000 && record.state.load(std::memory_order_acquire) == 1; ++i) ::sched_yield();
+  if (record.state.load(std::memory_order_acquire) != 2)
+    return ShmError(ErrorKind::peer_lost, "a rank failed and ended before it could say why; see the ranks' output");
+  return ShmError(static_cast<ErrorKind>(record.kind), record.text);
+}
+
+void Segment::close() {
+  if (fd_ >= 0) ::close(fd_);
+  fd_ = -1;
+  blocks_.clear();
+}
+
+bool Segment::holds_lock(int rank) const {
+  struct flock lock = {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = rank;
+  lock.l_len = 1;
+  // A failing question is no evidence of death; the time-out still bounds the wait.
+  return ::fcntl(fd_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+}
+
+std::size_t Segment::stride_of(std::size_t bytes) const { return round_up(bytes, page_bytes); }
+
+int Segment::allocate_region(std::size_t bytes) {
+  const std::size_t stride = stride_of(bytes);
+  if (stride == 0) return 0;
+  return allocate(fd_, end_ + static_cast<std::uint64_t>(rank_) * stride, stride);
+}
+
+Block Segment::map_block(std::size_t bytes) {
+  const std::size_t stride = stride_of(bytes);
+  const std::size_t total = stride * static_cast<std::size_t>(world_size_);
+  Block block{map(fd_, end_, total), end_, stride};
+  blocks_.push_back(block);
+  end_ += total;
+  return block;
+}
+
+std::uint64_t Segment::locate(const void* array, std::size_t bytes) const {
+  const auto at = reinterpret_cast<std::uintptr_t>(array);
+  for (const Block& block : *located_) {
+    const auto region = reinterpret_cast<std::uintptr_t>(block.memory.get()) + rank_ * block.stride;
+    if (at >= region && at + bytes <= region + block.stride)
+      return block.offset + (at - reinterpret_cast<std::uintptr_t>(block.memory.get()));
+  }
+  return 0;
+}
+
+char* Segment::address(std::uint64_t location) const {
+  for (const Block& block : *located_)
+    if (location >= block.offset && location - block.offset < block.stride * static_cast<std::size_t>(world_size_))
+      return block.memory.get() + (location - block.offset);
+  throw ShmError(ErrorKind::launch, "a peer refers to wire memory that this rank does not have; restart the job");
+}
+
+}  // namespace distopt

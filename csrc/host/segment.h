@@ -1,0 +1,80 @@
+// The memory that the ranks of one host share: one unnamed file, so that not even SIGKILL leaves anything behind.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/errors.h"
+#include "host/layout.h"
+
+namespace distopt {
+
+// Makes the file of a job of `world_size` ranks and returns its descriptor. `named_fallback` takes an unlinked file in
+// /dev/shm instead of a memfd, as is done where memfd_create is forbidden. Throws ShmError.
+int create_segment(int world_size, std::size_t chunk_bytes, bool named_fallback);
+
+// A block of wire memory: one region of equal size for every rank.
+struct Block {
+  std::shared_ptr<char> memory;  // unmaps when the last array on it is gone
+  std::uint64_t offset;          // in the file
+  std::size_t stride;            // from one rank's region to the next
+};
+
+class Segment {
+ public:
+  // Takes over `fd`. Throws ShmError if the file was not made by this version for this world size.
+  Segment(int fd, int rank, int world_size);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+  std::size_t chunk_bytes() const { return chunk_bytes_; }
+  Header& header() const { return *reinterpret_cast<Header*>(control_.get()); }
+  Slot& slot(int rank) const { return slots_[rank]; }
+  char* staging(int rank, std::uint64_t chunk) const {
+    return staging_ + (rank * staging_buffers + chunk % staging_buffers) * chunk_bytes_;
+  }
+
+  // Whether the process of that rank lives and has not left. Asked of the kernel, which drops the lock at the end of
+  // the process, before the parent has collected it and across process namespaces.
+  bool holds_lock(int rank) const;
+  // Records a failure; the first of all ranks is kept and returned, as what others see later only follows from it.
+  ShmError fail(ErrorKind kind, const std::string& text);
+  // Whether any rank has recorded one.
+  bool failed() const { return header().failure.state.load(std::memory_order_acquire) != 0; }
+  ShmError failure() const;
+
+  // Gives up the lock, so that peers see this rank as gone, and the wire memory that no array uses any more.
+  void close();
+
+  // Backs this rank's region of the next block with memory; an errno, 0 for success. All ranks must have done so
+  // before any of them calls map_block().
+  int allocate_region(std::size_t bytes);
+  Block map_block(std::size_t bytes);
+  // From now on locate() and address() mean the blocks of `owner`, which has the same ranks and outlives this.
+  void use_blocks_of(const Segment& owner) { located_ = &owner.blocks_; }
+
+  // Offset in the file of an array that lies in this rank's wire memory, else 0.
+  std::uint64_t locate(const void* array, std::size_t bytes) const;
+  // The address here of what a peer located.
+  char* address(std::uint64_t location) const;
+
+ private:
+  std::size_t stride_of(std::size_t bytes) const;
+
+  int fd_;
+  int rank_;
+  int world_size_;
+  std::size_t chunk_bytes_ = 0;
+  std::shared_ptr<char> control_;
+  Slot* slots_ = nullptr;
+  char* staging_ = nullptr;
+  std::uint64_t end_ = 0;  // of the file, where the next block goes
+  std::vector<Block> blocks_;
+  const std::vector<Block>* located_ = &blocks_;
+};
+
+}  // namespace distopt

@@ -1,0 +1,142 @@
+// Collectives over NCCL on a stream of their own, beside the stream on which the caller computes.
+//
+// Every operation waits, on the device, for what the caller's stream held when it was started; `join` makes the
+// caller's stream wait for its result. The host waits in `wait` alone, and in `start` for connections to be made. A
+// thread watches what is under way: errors of NCCL, peers that end, and time-outs make it abort the communicator, so
+// that nobody waits for ever on the device.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "nccl/api.h"
+#include "nccl/board.h"
+#include "nccl/handles.h"
+
+namespace distopt {
+
+// In seconds.
+struct NcclLimits {
+  double timeout;        // of an operation whose data are ready on this rank
+  double stall_warning;  // after which such an operation warns
+  double abort;          // that ncclCommAbort may take
+};
+
+struct NcclHooks {
+  std::function<void()> check_signals;  // throws to end a wait
+  std::function<void(const std::string&)> warn;
+};
+
+class NcclOperation {
+ public:
+  NcclOperation(std::uint64_t sequence, std::string text, std::shared_ptr<Event> ready, std::shared_ptr<Event> finished)
+      : sequence(sequence), text(std::move(text)), ready(std::move(ready)), finished(std::move(finished)) {}
+
+  const std::uint64_t sequence;
+  const std::string text;
+  const std::shared_ptr<Event> ready;     // the caller's data, on the caller's stream
+  const std::shared_ptr<Event> finished;  // the result, on the collective stream
+};
+
+// A part of an operation between two ranks, or from one rank to all.
+struct NcclPart {
+  void* data;
+  std::size_t count;
+};
+
+class NcclCommunicator {
+ public:
+  using Work = std::shared_ptr<NcclOperation>;
+
+  // Collective. Waits until all ranks have come; the device must be the current one. Throws ShmError.
+  NcclCommunicator(const nccl::Api& api, const nccl::UniqueId& id, int rank, int world_size,
+                   std::shared_ptr<Board> board, NcclLimits limits, NcclHooks hooks);
+  ~NcclCommunicator();
+  NcclCommunicator(const NcclCommunicator&) = delete;
+  NcclCommunicator& operator=(const NcclCommunicator&) = delete;
+
+  int world_size() const { return world_size_; }
+
+  // Collective. `request` has kind, type, count, label and device pointers; `caller` is the stream of the data.
+  Work start(const Request& request, cudaStream_t caller);
+  // Collective. Every rank's `own` to all ranks' `parts`, of any length.
+  Work gather_parts(const Request& request, NcclPart own, const std::vector<NcclPart>& parts, cudaStream_t caller);
+  // Collective. sent[r] to rank r, received[r] from rank r, of any length.
+  Work exchange_parts(const Request& request, const std::vector<NcclPart>& sent, const std::vector<NcclPart>& received,
+                      cudaStream_t caller);
+
+  // Local. Whether the result is there. Throws ShmError if the communicator has failed.
+  bool done(const NcclOperation& operation);
+  // Local. What `stream` does from now on sees the result. Throws ShmError if the communicator has failed.
+  void join(const NcclOperation& operation, cudaStream_t stream);
+  // Waits on the host. Throws ShmError.
+  void wait(const NcclOperation& operation, double timeout_seconds);
+
+  // Memory that NCCL has registered, or null where it cannot. To be freed by release() or close().
+  void* allocate(std::size_t bytes);
+  void release(void* memory);
+
+  // Local. Ends the communicator at once, with that error for this rank and those of its host.
+  void abort(const std::string& text);
+  // Local in effect: waits a few seconds for what is under way, then leaves. Idempotent, throws nothing of NCCL.
+  void close();
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  using Clock = std::chrono::steady_clock;
+  using Enqueue = std::function<nccl::Result(nccl::Comm*, cudaStream_t)>;
+
+  Work enqueue(const Request& request, cudaStream_t caller, const Enqueue& call);
+  // Calls and, as the communicator is non-blocking, polls until the call has taken effect.
+  void call(Lock& lock, const char* what, const std::function<nccl::Result()>& function);
+  void require_usable() const;
+  // Fails if a rank of this host has failed, or has gone without starting `sequence`. Whether any has gone.
+  bool check_host(std::uint64_t sequence, const std::string& text);
+  void fail(ErrorKind kind, const std::string& text);
+  [[noreturn]] void fail_and_throw(ErrorKind kind, const std::string& text);
+  bool end_comm(bool orderly);
+  std::string nccl_error(const char* what, nccl::Result result) const;
+  // "rank 0 (...) waits in all_reduce #3 ... for rank 1 (...): the last operation it started is ..."
+  std::string waiting_in(const std::string& text, std::uint64_t sequence) const;
+
+  void watch();
+  void look_after_oldest(Lock& lock);
+  void forget_finished();
+  void stop_watching();
+  bool drained(Lock& lock, double seconds);
+
+  const nccl::Api& api_;
+  const int rank_, world_size_;
+  int device_ = 0;
+  std::shared_ptr<Board> board_;
+  const NcclLimits limits_;
+  const NcclHooks hooks_;
+  Stream stream_;
+  EventPool events_;
+
+  std::mutex start_mutex_;    // one caller at a time; taken before mutex_
+  mutable std::mutex mutex_;  // all below
+  std::condition_variable changed_;
+  nccl::Comm* comm_ = nullptr;
+  std::uint64_t sequence_ = 0;
+  std::deque<Work> outstanding_;
+  std::optional<ShmError> failure_;
+  bool closed_ = false, stop_ = false;
+  std::vector<std::pair<void*, void*>> memory_;  // address, registration or null
+
+  // Of the watching thread: since when the oldest operation has had its data, and since when a peer has been gone.
+  std::uint64_t watched_ = 0;
+  std::optional<Clock::time_point> waits_since_, gone_since_;
+  bool warned_ = false;
+  std::thread watcher_;
+};
+
+}  // namespace distopt

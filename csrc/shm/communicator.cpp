@@ -1,0 +1,340 @@
+#include "shm/communicator.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+namespace distopt {
+namespace {
+
+// How long a dead, closed or failed peer can go unnoticed by a rank that sleeps.
+constexpr double slice_seconds = 0.05;
+// Some microseconds, in which the calling thread keeps Python's lock from the others: longer than ranks that work in
+// step wait for each other in a small collective.
+constexpr int brief_polls = 128;
+
+std::atomic<unsigned> fork_count{0};
+
+// Number of forks between the first process with a communicator and this one.
+unsigned current_fork_count() {
+  static const int registered =
+      ::pthread_atfork(nullptr, nullptr, [] { fork_count.fetch_add(1, std::memory_order_relaxed); });
+  (void)registered;
+  return fork_count.load(std::memory_order_relaxed);
+}
+
+double seconds_since(std::chrono::steady_clock::time_point began) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+}
+
+std::string seconds_text(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.3g s", seconds);
+  return text;
+}
+
+bool overlap(const char* a, std::size_t a_bytes, const char* b, std::size_t b_bytes) {
+  return a_bytes != 0 && b_bytes != 0 && a < b + b_bytes && b < a + a_bytes;
+}
+
+}  // namespace
+
+// Two threads in one communicator would make the order of operations a matter of luck.
+class ShmCommunicator::Guard {
+ public:
+  explicit Guard(ShmCommunicator& owner) : owner_(owner) {
+    owner.require_open();
+    if (owner.busy_.exchange(true, std::memory_order_acquire))
+      throw ShmError(ErrorKind::usage,
+                     "two threads use one communicator at the same time; call collectives from one thread");
+  }
+  ~Guard() { owner_.busy_.store(false, std::memory_order_release); }
+  Guard(const Guard&) = delete;
+  Guard& operator=(const Guard&) = delete;
+
+ private:
+  ShmCommunicator& owner_;
+};
+
+ShmCommunicator::ShmCommunicator(int fd, int rank, std::vector<std::string> names, Limits limits, Hooks hooks)
+    : segment_(fd, rank, static_cast<int>(names.size())),
+      peers_(segment_, std::move(names)),
+      limits_(limits),
+      hooks_(std::move(hooks)),
+      fork_generation_(current_fork_count()) {}
+
+ShmCommunicator::~ShmCommunicator() { close(); }
+
+void ShmCommunicator::count_cores() { peers_.count_cores(); }
+
+// -- life cycle and failure -------------------------------------------------------------------------------------------
+
+void ShmCommunicator::close() {
+  if (closed_) return;
+  if (busy_.load(std::memory_order_acquire))
+    throw ShmError(ErrorKind::usage, "another thread waits in this communicator; close it when that wait has ended");
+  closed_ = true;
+  queue_.clear();
+  // In a forked child this is the parent's memory: only the parent may say that the rank has left.
+  if (current_fork_count() == fork_generation_) segment_.slot(peers_.rank()).closed.store(1, std::memory_order_release);
+  segment_.close();
+}
+
+void ShmCommunicator::require_open() const {
+  if (current_fork_count() != fork_generation_)
+    throw ShmError(ErrorKind::usage, "this process was forked from " + peers_.name(peers_.rank()) +
+                                         " and is no rank of the job; use the communicator in the parent only");
+  if (closed_)
+    throw ShmError(ErrorKind::closed,
+                   peers_.name(peers_.rank()) + " has closed this communicator; use it before close()");
+}
+
+void ShmCommunicator::raise_recorded_failure() const {
+  if (segment_.failed()) throw segment_.failure();
+}
+
+void ShmCommunicator::fail(ErrorKind kind, const std::string& text) { throw segment_.fail(kind, text); }
+
+// A collective that needs both sides at every step cannot be left half done.
+template <typename Body>
+auto ShmCommunicator::or_fail(const char* what, Body body) {
+  try {
+    return body();
+  } catch (const ShmError&) {
+    throw;  // recorded already
+  } catch (...) {
+    try {
+      fail(ErrorKind::closed,
+           peers_.name(peers_.rank()) + " left " + what + " because of an exception; restart the job");
+    } catch (const ShmError&) {  // the exception itself tells this rank more
+    }
+    throw;
+  }
+}
+
+// -- waiting ----------------------------------------------------------------------------------------------------------
+
+template <typename Condition>
+void ShmCommunicator::wait_until(Condition condition, double timeout_seconds) {
+  Clock::time_point began{};
+  bool warned = false;
+  for (;;) {
+    advance();
+    if (condition()) return;
+    raise_recorded_failure();
+    if (peers_.spin(blocker_)) continue;
+    if (began == Clock::time_point{}) began = Clock::now();
+    const double left = timeout_seconds - seconds_since(began);
+    const std::chrono::duration<double> nap(std::min(slice_seconds, std::max(left, 1e-6)));
+    if (peers_.sleep(blocker_, std::chrono::duration_cast<std::chrono::nanoseconds>(nap))) continue;
+    call_hook(hooks_.check_signals);
+    require_open();
+    advance();
+    if (condition()) return;
+    check_peers(began, timeout_seconds, warned);
+  }
+}
+
+template <typename Hook>
+void ShmCommunicator::call_hook(Hook hook) {
+  // The hook may run a signal handler that closes this communicator.
+  busy_.store(false, std::memory_order_release);
+  struct Retake {
+    std::atomic<bool>& busy;
+    ~Retake() { busy.store(true, std::memory_order_release); }
+  } retake{busy_};
+  hook();
+}
+
+// The order matters: a peer that left after its last counter is read as absent only if the counter, read again, is
+// still short.
+void ShmCommunicator::check_peers(Clock::time_point began, double timeout_seconds, bool& warned) {
+  raise_recorded_failure();
+  for (int q : peers_.absent(blocker_)) {
+    const bool closed = segment_.slot(q).closed.load(std::memory_order_acquire) != 0;
+    const bool gone = closed || !segment_.holds_lock(q);
+    if (!gone || peers_.reached({blocker_.signal, blocker_.target, q})) continue;
+    const bool closed_first = closed || segment_.slot(q).closed.load(std::memory_order_acquire) != 0;
+    fail(closed_first ? ErrorKind::closed : ErrorKind::peer_lost,
+         peers_.name(q) + (closed_first ? " closed its communicator" : " ended") + " while " + waiting_for({q}) +
+             "; see that rank's output for the cause, then restart the job");
+  }
+  const double waited = seconds_since(began);
+  const std::vector<int> absent = peers_.absent(blocker_);
+  if (absent.empty()) return;
+  if (waited >= timeout_seconds)
+    fail(ErrorKind::stalled, "no answer within " + seconds_text(timeout_seconds) + ": " + waiting_for(absent) +
+                                 "; find out what it is busy with, or raise DISTOPT_TIMEOUT");
+  if (!warned && waited >= limits_.warning_seconds) {
+    warned = true;
+    const std::string text = "for " + seconds_text(waited) + " now " + waiting_for(absent);
+    call_hook([&] { hooks_.warn(text); });
+  }
+}
+
+// "rank 0 (...) waited in all_reduce #412 of 50,000 float32 for rank 1 (...): the last operation it started is ..."
+std::string ShmCommunicator::waiting_for(const std::vector<int>& ranks) const {
+  const Operation& front = *queue_.front();
+  const RingEntry& own = peers_.entry(peers_.rank(), front.sequence());
+  std::string text = peers_.name(peers_.rank()) + " waits ";
+  if (posted_ != 0) text += "in " + describe(own.descriptor, front.sequence(), own.label) + " ";
+  text += "for ";
+  for (std::size_t i = 0; i < ranks.size(); ++i)
+    text += (i ? "; " : "") + peers_.name(ranks[i]) + ": " + last_operation(peers_, ranks[i]);
+  return text;
+}
+
+// -- operations -------------------------------------------------------------------------------------------------------
+
+bool ShmCommunicator::start(std::shared_ptr<Operation> operation) {
+  Guard guard(*this);
+  enqueue(std::move(operation));
+  if (!only_brief()) return false;
+  advance();
+  return true;
+}
+
+void ShmCommunicator::enqueue(std::shared_ptr<Operation> operation) {
+  raise_recorded_failure();
+  check_aliasing(*operation);
+  operation->begin(++started_);
+  queue_.push_back(std::move(operation));
+}
+
+void ShmCommunicator::check_aliasing(const Operation& operation) const {
+  const Request& request = operation.request();
+  if (request.kind != OpKind::reduce_scatter && request.kind != OpKind::all_gather) return;
+  const std::size_t part_bytes = request.count * item_bytes(request.dtype);
+  const std::size_t own = part_bytes * static_cast<std::size_t>(peers_.rank());
+  const bool in_place = request.kind == OpKind::reduce_scatter ? request.output == request.input + own
+                                                               : request.input == request.output + own;
+  if (!in_place && overlap(request.input, operation.input_bytes(peers_.size()), request.output,
+                           operation.output_bytes(peers_.size())))
+    throw ShmError(ErrorKind::usage,
+                   "input and output overlap; pass separate arrays, or as the part this rank's own part of the whole");
+}
+
+bool ShmCommunicator::may_post(const Operation& operation) {
+  // The ring entry is free when every rank, this one too, has finished the operation that used it before.
+  if (operation.sequence() - queue_.front()->sequence() >= ring_size) return false;
+  if (operation.sequence() > ring_size && !peers_.all_finished(operation.sequence() - ring_size)) return false;
+  // Posting says "my arguments are ready", which they are not while an earlier operation still writes to them.
+  const int n = peers_.size();
+  const Request& later = operation.request();
+  for (const auto& earlier : queue_) {
+    if (earlier.get() == &operation) break;
+    const char* written = earlier->request().output;
+    const std::size_t written_bytes = earlier->output_bytes(n);
+    if (overlap(later.input, operation.input_bytes(n), written, written_bytes) ||
+        overlap(later.output, operation.output_bytes(n), written, written_bytes))
+      return false;
+  }
+  return true;
+}
+
+void ShmCommunicator::post_ready() {
+  for (; posted_ < queue_.size() && may_post(*queue_[posted_]); ++posted_) queue_[posted_]->post(peers_);
+}
+
+void ShmCommunicator::advance() {
+  post_ready();
+  while (!queue_.empty()) {
+    Operation& front = *queue_.front();
+    if (posted_ == 0) {
+      peers_.all_reached(Signal::finished, front.sequence() - ring_size, blocker_);
+      return;
+    }
+    try {
+      if (!front.advance(peers_, blocker_)) return;
+    } catch (const ShmError& error) {
+      fail(error.kind(), error.what());
+    }
+    front.finish();
+    queue_.pop_front();
+    --posted_;
+    peers_.publish(Signal::finished);
+    post_ready();
+  }
+}
+
+bool ShmCommunicator::test(const Operation& operation) {
+  if (operation.finished()) return true;
+  Guard guard(*this);
+  advance();
+  if (!operation.finished()) raise_recorded_failure();
+  return operation.finished();
+}
+
+void ShmCommunicator::progress() {
+  Guard guard(*this);
+  advance();
+}
+
+void ShmCommunicator::wait(const Operation& operation, double timeout_seconds) {
+  if (operation.finished()) return;
+  Guard guard(*this);
+  wait_until([&] { return operation.finished(); }, timeout_seconds);
+}
+
+bool ShmCommunicator::wait_briefly(const Operation& operation) {
+  if (operation.finished()) return true;
+  Guard guard(*this);
+  for (int polls = brief_polls; only_brief() && peers_.glance(blocker_, polls);) {
+    advance();
+    if (operation.finished()) return true;
+  }
+  return false;
+}
+
+std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, std::uint64_t bytes_available) {
+  Guard guard(*this);
+  std::size_t bytes = 0;
+  std::size_t total = 0;
+  const bool overflows = __builtin_mul_overflow(count, item_bytes(dtype), &bytes) ||
+                         __builtin_mul_overflow(bytes, static_cast<std::size_t>(peers_.size()), &total);
+  Request request;
+  request.kind = OpKind::empty;
+  request.dtype = dtype;
+  request.count = count;
+  request.refused = peers_.rank() == 0 && (overflows || total > bytes_available);
+  return or_fail("empty()", [&]() -> std::shared_ptr<char> {
+    auto operation = std::make_shared<Operation>(std::move(request));
+    enqueue(operation);
+    wait_until([&] { return operation->finished(); }, limits_.timeout_seconds);
+    const std::string what =
+        std::to_string(bytes >> 20) + " MiB of wire memory for each of " + std::to_string(peers_.size()) + " ranks";
+    if (peers_.entry(0, operation->sequence()).descriptor.refused)
+      fail(ErrorKind::memory, what + " do not fit in the memory that " + peers_.name(0) +
+                                  " finds available; use fewer ranks or a smaller model");
+    for (int q = 0; q < peers_.size(); ++q)
+      if (const auto error = segment_.slot(q).allocation_errno.load(std::memory_order_relaxed))
+        fail(ErrorKind::memory, peers_.name(q) + " cannot allocate its share of " + what + " (" +
+                                    std::strerror(static_cast<int>(error)) + "); free memory or enlarge /dev/shm");
+    if (bytes == 0) return {};
+    Block block;
+    try {
+      block = segment_.map_block(bytes);
+    } catch (const ShmError& error) {
+      fail(error.kind(), peers_.name(peers_.rank()) + ": " + error.what());
+    }
+    char* own = block.memory.get() + block.stride * static_cast<std::size_t>(peers_.rank());
+    return {block.memory, own};
+  });
+}
+
+void ShmCommunicator::all_gather_ragged(
+    Request request, const std::function<std::vector<char*>(const std::vector<std::uint64_t>&)>& allocate) {
+  Guard guard(*this);
+  or_fail("all_gather_ragged()", [&] {
+    auto operation = std::make_shared<Operation>(std::move(request));
+    enqueue(operation);
+    wait_until([&] { return !operation->counts().empty(); }, limits_.timeout_seconds);
+    operation->set_outputs(allocate(operation->counts()));
+    wait_until([&] { return operation->finished(); }, limits_.timeout_seconds);
+  });
+}
+
+}  // namespace distopt

@@ -1,0 +1,103 @@
+// Collectives over the ranks of one host through shared memory.
+//
+// Operations run strictly in the order in which they were started. Starting one only posts it; whoever calls later
+// (another start, progress, a wait) moves all outstanding ones forward, so that the skew between ranks hides behind
+// other work. There is no thread of its own.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/errors.h"
+#include "shm/operation.h"
+
+namespace distopt {
+
+// What only the caller's side can do. Both are called while waiting, without any lock held.
+struct Hooks {
+  std::function<void()> check_signals;           // may throw, which ends the wait
+  std::function<void(const std::string&)> warn;  // a peer is late
+};
+
+struct Limits {
+  double timeout_seconds;
+  double warning_seconds;
+};
+
+class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
+ public:
+  // Takes over the descriptor from create_segment. Every rank must have constructed its own before any starts an
+  // operation. `names`: see Peers.
+  ShmCommunicator(int fd, int rank, std::vector<std::string> names, Limits limits, Hooks hooks);
+  ~ShmCommunicator();
+  ShmCommunicator(const ShmCommunicator&) = delete;
+  ShmCommunicator& operator=(const ShmCommunicator&) = delete;
+
+  // Called once, when all ranks have constructed theirs.
+  void count_cores();
+  // Wire memory of `owner`, a communicator of the same ranks that outlives this one, is wire memory here, too. To be
+  // called once, by all ranks before their first operation; this one's own empty() must not be used then.
+  void use_wire_memory_of(const ShmCommunicator& owner) { segment_.use_blocks_of(owner.segment_); }
+
+  // Starts an operation and returns at once. It has gone as far as it can if it is brief and no other is outstanding,
+  // which is what is returned; otherwise progress() has to be called next, which may take the time of large copies.
+  bool start(std::shared_ptr<Operation> operation);
+  // Moves outstanding operations forward without waiting; whether this one has ended.
+  bool test(const Operation& operation);
+  void wait(const Operation& operation, double timeout_seconds);
+  // Waits for some microseconds at most, if nothing but a brief operation is outstanding; whether it has ended.
+  bool wait_briefly(const Operation& operation);
+  void progress();
+
+  // Collective; waits. `bytes_available` counts on rank 0 only: what the host can give to all ranks together.
+  std::shared_ptr<char> empty(std::uint64_t count, DType dtype, std::uint64_t bytes_available);
+  // Collective; waits. `allocate` gets every rank's count and returns where each rank's elements go.
+  void all_gather_ragged(Request request,
+                         const std::function<std::vector<char*>(const std::vector<std::uint64_t>&)>& allocate);
+
+  // Local. Outstanding operations are dropped. Idempotent.
+  void close();
+
+  double default_timeout() const { return limits_.timeout_seconds; }
+
+ private:
+  class Guard;
+  using Clock = std::chrono::steady_clock;
+
+  void require_open() const;
+  void raise_recorded_failure() const;
+  [[noreturn]] void fail(ErrorKind kind, const std::string& text);
+  void enqueue(std::shared_ptr<Operation> operation);
+  bool only_brief() const { return queue_.size() == 1 && queue_.front()->brief(peers_.size()); }
+  void check_aliasing(const Operation& operation) const;
+  void post_ready();
+  bool may_post(const Operation& operation);
+  void advance();
+  template <typename Condition>
+  void wait_until(Condition condition, double timeout_seconds);
+  void check_peers(Clock::time_point began, double timeout_seconds, bool& warned);
+  std::string waiting_for(const std::vector<int>& ranks) const;
+  template <typename Hook>
+  void call_hook(Hook hook);
+  template <typename Body>
+  auto or_fail(const char* what, Body body);
+
+  Segment segment_;
+  Peers peers_;
+  Limits limits_;
+  Hooks hooks_;
+  std::deque<std::shared_ptr<Operation>> queue_;
+  std::size_t posted_ = 0;  // of the queue
+  std::uint64_t started_ = 0;
+  Blocker blocker_{Signal::posted, 0, 0};
+  std::atomic<bool> busy_{false};
+  bool closed_ = false;
+  unsigned fork_generation_;
+};
+
+}  // namespace distopt

@@ -1,0 +1,325 @@
+#include "shm/operation.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/errors.h"
+#include "shm/reduce.h"
+
+namespace distopt {
+namespace {
+
+std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
+
+void copy_if_apart(char* to, const char* from, std::size_t bytes) {
+  if (to != from) reduce_kernels().copy(to, from, bytes);
+}
+
+}  // namespace
+
+std::size_t Operation::input_bytes(int world_size) const {
+  return request_.kind == OpKind::reduce_scatter ? part_bytes() * static_cast<std::size_t>(world_size) : part_bytes();
+}
+
+std::size_t Operation::output_bytes(int world_size) const {
+  if (request_.output == nullptr) return 0;
+  return request_.kind == OpKind::all_gather ? part_bytes() * static_cast<std::size_t>(world_size) : part_bytes();
+}
+
+void Operation::post(Peers& peers) {
+  RingEntry& entry = peers.entry(peers.rank(), sequence_);
+  Descriptor& mine = entry.descriptor;
+  const std::size_t bytes = request_.input == nullptr ? 0 : input_bytes(peers.size());
+  const bool sends = request_.kind != OpKind::broadcast || request_.root == peers.rank();
+  fill(mine, entry.label, request_);
+  mine.refused = request_.refused;
+  if (sends && bytes > inline_bytes)
+    mine.location = peers.segment().locate(request_.input, bytes);
+  else if (sends && bytes != 0)
+    std::memcpy(entry.payload, request_.input, bytes);
+  posted_ = true;
+  peers.publish_post(sequence_);
+}
+
+void Operation::set_outputs(std::vector<char*> outputs) { outputs_ = std::move(outputs); }
+
+bool Operation::advance(Peers& peers, Blocker& blocker) {
+  if (mode_ == Mode::undecided) {
+    for (; checked_ < peers.size(); ++checked_) {
+      const Blocker next{Signal::posted, sequence_, checked_};
+      if (checked_ == peers.rank()) continue;
+      if (!peers.reached(next)) {
+        blocker = next;
+        return false;
+      }
+      check_peer(peers, checked_);
+    }
+    if (request_.kind == OpKind::all_gather_ragged) {
+      if (counts_.empty())
+        for (int q = 0; q < peers.size(); ++q) counts_.push_back(peers.entry(q, sequence_).descriptor.count);
+      if (outputs_.empty()) {
+        blocker = {Signal::posted, sequence_, peers.rank()};
+        return false;
+      }
+    }
+    mode_ = choose_mode(peers);
+    if (mode_ == Mode::staged) prepare_staging(peers);
+  }
+  if (mode_ == Mode::inlined) {
+    run_inline(peers);
+    return true;
+  }
+  if (!(mode_ == Mode::direct ? advance_direct(peers, blocker) : advance_staged(peers, blocker))) return false;
+  // All have reduced all of their shares, and no entry is used again before all have finished.
+  if (request_.looks)
+    for (int q = 0; q < peers.size(); ++q) keep_first(peers.entry(q, sequence_).nonfinite, 0);
+  return true;
+}
+
+Nonfinite Operation::reduce(void* const* outs, int n_outs, const std::vector<const void*>& ins,
+                            std::uint64_t count) const {
+  const int n = static_cast<int>(ins.size());
+  if (request_.looks)
+    return reduce_kernels().reduce_and_look(outs, n_outs, ins.data(), n, count, request_.dtype, request_.op);
+  reduce_kernels().reduce(outs, n_outs, ins.data(), n, count, request_.dtype, request_.op);
+  return {};
+}
+
+void Operation::keep_first(const Nonfinite& found, std::uint64_t offset) {
+  if (found.index != Nonfinite::nowhere && found.index + offset < nonfinite_.index)
+    nonfinite_ = {found.index + offset, found.rank};
+}
+
+void Operation::publish_reduced(Peers& peers) {
+  if (request_.looks) peers.entry(peers.rank(), sequence_).nonfinite = nonfinite_;
+  peers.publish(Signal::reduced);
+}
+
+void Operation::check_peer(const Peers& peers, int peer) const {
+  const RingEntry& own = peers.entry(peers.rank(), sequence_);
+  const RingEntry& other = peers.entry(peer, sequence_);
+  const Descriptor& a = own.descriptor;
+  const Descriptor& b = other.descriptor;
+  if (alike(a, b)) return;
+  throw ShmError(ErrorKind::mismatch, mismatch_between(peers.name(peer), describe(b, sequence_, other.label),
+                                                       peers.name(peers.rank()), describe(a, sequence_, own.label)));
+}
+
+Operation::Mode Operation::choose_mode(Peers& peers) const {
+  if (request_.kind == OpKind::empty) return Mode::direct;
+  bool all_small = true;
+  bool all_located = true;
+  for (int q = 0; q < peers.size(); ++q) {
+    const Descriptor& descriptor = peers.entry(q, sequence_).descriptor;
+    const std::size_t parts = request_.kind == OpKind::reduce_scatter ? static_cast<std::size_t>(peers.size()) : 1;
+    const std::size_t bytes = descriptor.count * parts * item_bytes(request_.dtype);
+    const bool sends = request_.kind != OpKind::broadcast || request_.root == q;
+    all_small = all_small && bytes <= inline_bytes;
+    all_located = all_located && (descriptor.location != 0 || descriptor.count == 0 || !sends);
+  }
+  // A ragged part that is small went inline and has no location, though another part is large.
+  return all_small ? Mode::inlined : all_located ? Mode::direct : Mode::staged;
+}
+
+void Operation::run_inline(Peers& peers) {
+  const int n = peers.size();
+  const std::size_t bytes = part_bytes();
+  if (reduces()) {
+    const std::size_t first =
+        request_.kind == OpKind::reduce_scatter ? bytes * static_cast<std::size_t>(peers.rank()) : 0;
+    std::vector<const void*>& inputs = peers.scratch();
+    for (int q = 0; q < n; ++q) inputs[q] = peers.entry(q, sequence_).payload + first;
+    void* out = request_.output;
+    nonfinite_ = reduce(&out, 1, inputs, request_.count);
+  } else if (request_.kind == OpKind::all_gather) {
+    for (int q = 0; q < n; ++q)
+      if (bytes != 0) std::memcpy(request_.output + q * bytes, peers.entry(q, sequence_).payload, bytes);
+  } else if (request_.kind == OpKind::all_gather_ragged) {
+    for (int q = 0; q < n; ++q)
+      if (counts_[q] != 0)
+        std::memcpy(outputs_[q], peers.entry(q, sequence_).payload, counts_[q] * item_bytes(request_.dtype));
+  } else if (request_.kind == OpKind::broadcast && request_.root != peers.rank() && bytes != 0) {
+    std::memcpy(request_.output, peers.entry(request_.root, sequence_).payload, bytes);
+  }
+}
+
+// -- direct: on the wire memory itself ----------------------------------------------------------------------------
+
+bool Operation::advance_direct(Peers& peers, Blocker& blocker) {
+  if (!direct_work_done_) {
+    run_direct(peers);
+    direct_work_done_ = true;
+    publish_reduced(peers);
+    direct_target_ = peers.count(Signal::reduced);
+  }
+  // Until all have done their share, peers still read or write this rank's memory; the receivers of a broadcast are
+  // left alone.
+  if (request_.kind == OpKind::broadcast && request_.root != peers.rank()) return true;
+  return peers.all_reached(Signal::reduced, direct_target_, blocker);
+}
+
+void Operation::run_direct(Peers& peers) {
+  const int n = peers.size();
+  const int rank = peers.rank();
+  const std::size_t bytes = part_bytes();
+  auto source = [&](int q) { return peers.segment().address(peers.entry(q, sequence_).descriptor.location); };
+  if (request_.kind == OpKind::empty) {
+    if (!peers.entry(0, sequence_).descriptor.refused)
+      peers.segment().slot(rank).allocation_errno.store(
+          static_cast<std::uint32_t>(peers.segment().allocate_region(bytes)), std::memory_order_relaxed);
+  } else if (request_.kind == OpKind::all_reduce) {
+    const std::uint64_t line = 64 / item_bytes(request_.dtype);
+    const std::uint64_t share = round_up((request_.count + n - 1) / n, line);
+    const std::uint64_t begin = std::min(request_.count, share * static_cast<std::uint64_t>(rank));
+    const std::uint64_t end = std::min(request_.count, begin + share);
+    keep_first(reduce_direct(peers, begin, end - begin, begin, true), begin);
+  } else if (request_.kind == OpKind::reduce_scatter) {
+    reduce_direct(peers, 0, request_.count, request_.count * static_cast<std::uint64_t>(rank), false);
+  } else if (request_.kind == OpKind::all_gather) {
+    for (int i = 0; i < n; ++i) {
+      // Each rank starts at its own part, so that they do not all read the same memory at once.
+      const int q = (rank + i) % n;
+      copy_if_apart(request_.output + q * bytes, source(q), bytes);
+    }
+  } else if (request_.kind == OpKind::all_gather_ragged) {
+    for (int i = 0; i < n; ++i) {
+      const int q = (rank + i) % n;
+      if (counts_[q] != 0) copy_if_apart(outputs_[q], source(q), counts_[q] * item_bytes(request_.dtype));
+    }
+  } else if (request_.kind == OpKind::broadcast && rank != request_.root) {
+    copy_if_apart(request_.output, source(request_.root), bytes);
+  }
+}
+
+Nonfinite Operation::reduce_direct(Peers& peers, std::uint64_t first, std::uint64_t count, std::uint64_t input_first,
+                                   bool into_all) {
+  const std::size_t item = item_bytes(request_.dtype);
+  std::vector<const void*> inputs;
+  std::vector<void*> outputs;
+  for (int q = 0; q < peers.size(); ++q) {
+    char* array = peers.segment().address(peers.entry(q, sequence_).descriptor.location);
+    inputs.push_back(array + input_first * item);
+    if (into_all) outputs.push_back(array + first * item);
+  }
+  if (!into_all) outputs.push_back(request_.output + first * item);
+  return reduce(outputs.data(), static_cast<int>(outputs.size()), inputs, count);
+}
+
+// -- staged: ordinary arrays, through chunks that stay in the cache ---------------------------------------------------
+
+void Operation::prepare_staging(Peers& peers) {
+  const std::size_t chunk_bytes = peers.segment().chunk_bytes();
+  const std::size_t n = static_cast<std::size_t>(peers.size());
+  lane_bytes_ = reduces() ? chunk_bytes / n / 64 * 64 : chunk_bytes;
+  std::size_t bytes = part_bytes();
+  for (std::uint64_t count : counts_) bytes = std::max(bytes, count * item_bytes(request_.dtype));
+  const std::size_t step = request_.kind == OpKind::all_reduce ? lane_bytes_ * n : lane_bytes_;
+  chunks_ = (bytes + step - 1) / step;
+  for (Signal signal : {Signal::copied_in, Signal::reduced, Signal::copied_out})
+    first_[static_cast<int>(signal)] = peers.count(signal);
+}
+
+// Iteration i copies chunk i in, reduces chunk i - 1 and copies chunk i - 2 out. So a rank only ever waits for what
+// its peers did one iteration ago, and what it touches thrice is still in its cache.
+bool Operation::advance_staged(Peers& peers, Blocker& blocker) {
+  constexpr std::uint64_t stages = 3;
+  for (; step_ < stages * (chunks_ + stages - 1); ++step_) {
+    const std::uint64_t iteration = step_ / stages;
+    const std::uint64_t stage = step_ % stages;
+    if (iteration < stage || iteration - stage >= chunks_) continue;
+    const std::uint64_t chunk = iteration - stage;
+    auto all_at_chunk = [&](Signal signal) {
+      return peers.all_reached(signal, first_[static_cast<int>(signal)] + chunk + 1, blocker);
+    };
+    if (stage == 0) {
+      const std::uint64_t number = peers.count(Signal::copied_in) + 1;
+      if (number > staging_buffers && !peers.all_reached(Signal::copied_out, number - staging_buffers, blocker))
+        return false;
+      copy_in(peers, chunk);
+      peers.publish(Signal::copied_in);
+    } else if (stage == 1 && reduces()) {
+      if (!all_at_chunk(Signal::copied_in)) return false;
+      reduce_chunk(peers, chunk);
+      publish_reduced(peers);
+    } else if (stage == 2) {
+      if (request_.kind != OpKind::reduce_scatter &&
+          !all_at_chunk(request_.kind == OpKind::all_reduce ? Signal::reduced : Signal::copied_in))
+        return false;
+      copy_out(peers, chunk);
+      peers.publish(Signal::copied_out);
+    }
+  }
+  return true;
+}
+
+Operation::Range Operation::slice(int world_size, std::uint64_t chunk, int q) const {
+  const std::size_t n = static_cast<std::size_t>(world_size);
+  const std::size_t begin = chunk * lane_bytes_ * n;
+  const std::size_t bytes = std::min(lane_bytes_ * n, part_bytes() - begin);
+  const std::size_t lane = round_up((bytes + n - 1) / n, 64);  // equal shares of the last chunk, too
+  const std::size_t from = std::min(bytes, lane * static_cast<std::size_t>(q));
+  return {begin + from, std::min(bytes - from, lane)};
+}
+
+Operation::Range Operation::part(std::uint64_t chunk, std::size_t bytes) const {
+  const std::size_t begin = std::min(bytes, chunk * lane_bytes_);
+  return {begin, std::min(bytes - begin, lane_bytes_)};
+}
+
+void Operation::copy_in(Peers& peers, std::uint64_t chunk) {
+  const int rank = peers.rank();
+  char* staging = peers.segment().staging(rank, first_[static_cast<int>(Signal::copied_in)] + chunk);
+  if (reduces()) {
+    for (int q = 0; q < peers.size(); ++q) {
+      if (q == rank) continue;  // its own share it reads from its own array
+      const bool scatter = request_.kind == OpKind::reduce_scatter;
+      const Range range = scatter ? part(chunk, part_bytes()) : slice(peers.size(), chunk, q);
+      const char* from = request_.input + range.begin + (scatter ? q * part_bytes() : 0);
+      copy_if_apart(staging + q * lane_bytes_, from, range.bytes);
+    }
+  } else if (request_.kind != OpKind::broadcast || request_.root == rank) {
+    const Range range = part(chunk, part_bytes());
+    copy_if_apart(staging, request_.input + range.begin, range.bytes);
+  }
+}
+
+void Operation::reduce_chunk(Peers& peers, std::uint64_t chunk) {
+  const int rank = peers.rank();
+  const std::uint64_t number = first_[static_cast<int>(Signal::copied_in)] + chunk;
+  const bool scatter = request_.kind == OpKind::reduce_scatter;
+  const Range range = scatter ? part(chunk, part_bytes()) : slice(peers.size(), chunk, rank);
+  const std::size_t lane = lane_bytes_ * static_cast<std::size_t>(rank);
+  std::vector<const void*> inputs;
+  for (int q = 0; q < peers.size(); ++q) inputs.push_back(peers.segment().staging(q, number) + lane);
+  inputs[rank] = request_.input + range.begin + (scatter ? part_bytes() * static_cast<std::size_t>(rank) : 0);
+  void* outputs[] = {request_.output + range.begin, peers.segment().staging(rank, number) + lane};
+  const std::size_t item = item_bytes(request_.dtype);
+  keep_first(reduce(outputs, scatter ? 1 : 2, inputs, range.bytes / item), range.begin / item);
+}
+
+void Operation::copy_out(Peers& peers, std::uint64_t chunk) {
+  const int rank = peers.rank();
+  const std::uint64_t number = first_[static_cast<int>(Signal::copied_in)] + chunk;
+  for (int i = 0; i < peers.size(); ++i) {
+    const int q = (rank + i) % peers.size();
+    const char* staging = peers.segment().staging(q, number);
+    if (request_.kind == OpKind::all_reduce && q != rank) {
+      const Range range = slice(peers.size(), chunk, q);
+      copy_if_apart(request_.output + range.begin, staging + q * lane_bytes_, range.bytes);
+    } else if (request_.kind == OpKind::all_gather) {
+      const Range range = part(chunk, part_bytes());
+      const char* from = q == rank ? request_.input + range.begin : staging;
+      copy_if_apart(request_.output + q * part_bytes() + range.begin, from, range.bytes);
+    } else if (request_.kind == OpKind::all_gather_ragged) {
+      const Range range = part(chunk, counts_[q] * item_bytes(request_.dtype));
+      const char* from = q == rank ? request_.input + range.begin : staging;
+      copy_if_apart(outputs_[q] + range.begin, from, range.bytes);
+    } else if (request_.kind == OpKind::broadcast && q == request_.root && q != rank) {
+      const Range range = part(chunk, part_bytes());
+      copy_if_apart(request_.output + range.begin, staging, range.bytes);
+    }
+  }
+}
+
+}  // namespace distopt

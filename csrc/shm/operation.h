@@ -1,0 +1,126 @@
+// One collective as a state machine that each rank moves forward when it has the time.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "host/peers.h"
+
+namespace distopt {
+
+// What the caller asked for. Pointers are to whole arrays: the input of reduce_scatter and the output of all_gather
+// hold world_size parts of `count` elements.
+struct Request {
+  OpKind kind = OpKind::barrier;
+  DType dtype = DType::float32;
+  RedOp op = RedOp::sum;
+  int root = 0;
+  std::uint64_t count = 0;
+  const char* input = nullptr;
+  char* output = nullptr;
+  std::string label;
+  bool looks = false;    // for NaN and infinity: all_reduce, sum or mean of float32 or float64
+  bool refused = false;  // of `empty`: see Descriptor
+};
+
+class Operation {
+ public:
+  // Whoever derives from it may keep the arrays alive: it lives until the operation has ended, even if the caller has
+  // dropped it.
+  explicit Operation(Request request) : request_(std::move(request)) {}
+
+  // Gives it its place in the order of operations.
+  void begin(std::uint64_t sequence) { sequence_ = sequence; }
+  // Tells the peers that this rank has come so far and that its arguments are ready.
+  void post(Peers& peers);
+  // Does everything that can be done without waiting; whether the operation has ended. If not, `blocker` says why.
+  // Throws ShmError (mismatch) when a peer has posted something else under the same number.
+  bool advance(Peers& peers, Blocker& blocker);
+
+  const Request& request() const { return request_; }
+  std::uint64_t sequence() const { return sequence_; }
+  bool posted() const { return posted_; }
+  bool finished() const { return finished_; }
+  void finish() { finished_ = true; }
+
+  // Of one that looks, once it has finished: the same on all ranks.
+  const Nonfinite& nonfinite() const { return nonfinite_; }
+
+  // all_gather_ragged: every rank's element count, once the peers have posted; empty before.
+  const std::vector<std::uint64_t>& counts() const { return counts_; }
+  // The operation goes on when it knows where each rank's elements shall go.
+  void set_outputs(std::vector<char*> outputs);
+
+  // Whether all that this rank may have to do for it is to copy and reduce what fits into a ring entry.
+  bool brief(int world_size) const { return input_bytes(world_size) <= inline_bytes; }
+  std::size_t input_bytes(int world_size) const;
+  std::size_t output_bytes(int world_size) const;
+
+ private:
+  // Inline: through the ring entries. Direct: peers work on the wire memory itself. Staged: through chunks.
+  enum class Mode { undecided, inlined, direct, staged };
+
+  void check_peer(const Peers& peers, int peer) const;
+  Mode choose_mode(Peers& peers) const;
+  void prepare_staging(Peers& peers);
+  bool advance_direct(Peers& peers, Blocker& blocker);
+  bool advance_staged(Peers& peers, Blocker& blocker);
+
+  void run_inline(Peers& peers);
+  void run_direct(Peers& peers);
+  Nonfinite reduce_direct(Peers& peers, std::uint64_t first, std::uint64_t count, std::uint64_t input_first,
+                          bool into_all);
+  void copy_in(Peers& peers, std::uint64_t chunk);
+  void reduce_chunk(Peers& peers, std::uint64_t chunk);
+  void copy_out(Peers& peers, std::uint64_t chunk);
+
+  Nonfinite reduce(void* const* outs, int n_outs, const std::vector<const void*>& ins, std::uint64_t count) const;
+  // Keeps what lies first, given what was found in a part of the array that begins at `offset`.
+  void keep_first(const Nonfinite& found, std::uint64_t offset);
+  // Tells the peers that this rank has reduced a part, and what it has found so far.
+  void publish_reduced(Peers& peers);
+
+  struct Range {
+    std::size_t begin, bytes;
+  };
+  // Rank q's share of a chunk of all_reduce, as a range of the array.
+  Range slice(int world_size, std::uint64_t chunk, int q) const;
+  // The chunk's range within one part (or the whole) of `bytes`.
+  Range part(std::uint64_t chunk, std::size_t bytes) const;
+  std::size_t part_bytes() const { return request_.count * item_bytes(request_.dtype); }
+  bool reduces() const { return request_.kind == OpKind::all_reduce || request_.kind == OpKind::reduce_scatter; }
+
+  Request request_;
+  std::uint64_t sequence_ = 0;
+  bool posted_ = false;
+  bool finished_ = false;
+  int checked_ = 0;  // peers whose descriptor has been compared
+  Mode mode_ = Mode::undecided;
+  std::vector<std::uint64_t> counts_;
+  std::vector<char*> outputs_;
+  Nonfinite nonfinite_;
+
+  bool direct_work_done_ = false;
+  std::uint64_t direct_target_ = 0;
+
+  std::size_t lane_bytes_ = 0;  // of a staging chunk that belong to one slice or part
+  std::uint64_t chunks_ = 0;
+  std::uint64_t step_ = 0;    // 3 * iteration + stage, see advance_staged
+  std::uint64_t first_[3]{};  // this rank's counters when the operation began
+};
+
+// What a rank says of an operation: all but where its data lies.
+void fill(Descriptor& descriptor, char (&label)[label_bytes], const Request& request);
+// Whether two ranks take part in the same operation.
+bool alike(const Descriptor& a, const Descriptor& b);
+// That they do not; `does` and `mine` are descriptions.
+std::string mismatch_between(const std::string& who, const std::string& does, const std::string& me,
+                             const std::string& mine);
+// "all_reduce #412 of 50,000 float32 (bucket 3)"
+std::string describe(const Descriptor& descriptor, std::uint64_t sequence, const char* label);
+// What that rank posted last.
+std::string last_operation(const Peers& peers, int rank);
+
+}  // namespace distopt

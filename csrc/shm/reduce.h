@@ -1,0 +1,26 @@
+// Reductions of n equally long arrays, element by element in rank order.
+#pragma once
+
+#include "base/isa.h"
+#include "base/types.h"
+
+namespace distopt {
+
+struct ReduceKernels {
+  // For every i < count: out[i] = ((in[0][i] op in[1][i]) op in[2][i]) ... ; mean divides the sum by n.
+  // 16-bit floats accumulate in float32 and round once, to nearest even. Integer sums wrap around. In max and min the
+  // first NaN wins, and the first of equal values (0 and -0). `outs` are n_outs arrays that all receive the result;
+  // each may be one of the inputs. Arrays need not be aligned.
+  void (*reduce)(void* const* outs, int n_outs, const void* const* ins, int n_ins, std::size_t count, DType dtype,
+                 RedOp op);
+  // The same sum or mean, of float32 or float64, looked at on the way; the place in `ins` is the rank.
+  Nonfinite (*reduce_and_look)(void* const* outs, int n_outs, const void* const* ins, int n_ins, std::size_t count,
+                               DType dtype, RedOp op);
+  // memcpy, for long arrays. glibc's takes `rep movsb` for them, which on AMD's Zen 3 takes several times as long into
+  // an address that begins no cache line (https://lunnova.dev/articles/ryzen-slow-short-rep-mov), as NumPy's do not.
+  void (*copy)(void* to, const void* from, std::size_t bytes);
+};
+
+DISTOPT_DECLARE_KERNELS(ReduceKernels, reduce_kernels)
+
+}  // namespace distopt

@@ -1,0 +1,54 @@
+"""Where the ranks of a job are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import LaunchError
+
+__all__ = ["Topology"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The answer to "who am I?".
+
+    Attributes:
+        rank: number of this process in the job, 0 ... world_size - 1.
+        world_size: number of processes in the job.
+        local_rank: number of this process among those on its host.
+        local_size: number of processes on its host.
+        hosts: host name of every rank, in rank order.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    hosts: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        fact = None
+        if not 0 <= self.rank < self.world_size:
+            fact = f"rank {self.rank} is outside 0 ... {self.world_size - 1}"
+        elif not 0 <= self.local_rank < self.local_size <= self.world_size:
+            fact = f"local rank {self.local_rank} of {self.local_size} does not fit in a world of {self.world_size}"
+        elif len(self.hosts) != self.world_size:
+            fact = f"{len(self.hosts)} host names were given for {self.world_size} ranks"
+        if fact:
+            raise LaunchError(f"{fact}; check the rank variables that the launcher set")
+
+    @property
+    def host(self) -> str:
+        """Name of this rank's host."""
+        return self.hosts[self.rank]
+
+    @property
+    def single_host(self) -> bool:
+        """Whether all ranks share one host."""
+        return self.local_size == self.world_size
+
+    @classmethod
+    def of_one_host(cls, rank: int, world_size: int, host: str) -> Topology:
+        """The topology of `world_size` ranks that all run on `host`."""
+        return cls(rank, world_size, rank, world_size, (host,) * world_size)

@@ -1,0 +1,231 @@
+"""Kernels for NumPy arrays: the native ones of `distopt._core`, each on the calling thread.
+
+Conventions of all functions: local, no communication; arrays are C-contiguous and share one dtype, float32 or float64;
+images are [N, C, H, W]; an empty batch is allowed. Results come from a pool (see `empty`) and belong to the caller.
+`saved` is opaque and refers to inputs and outputs, which must not change before the backward pass. No function changes
+an argument unless it says so. Equal inputs give equal bits on equal processors.
+
+Raises (all functions): UsageError for values that cannot be used, ValueError or TypeError for arrays whose shape, type
+or layout does not fit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ... import _core
+from ...errors import UsageError
+from ..mode import noted
+from .cpu_images import (
+    avg_pool2d,
+    avg_pool2d_backward,
+    batch_norm2d,
+    batch_norm2d_backward,
+    conv2d,
+    conv2d_backward,
+    conv2d_max_pool,
+    conv2d_max_pool_backward,
+    max_pool2d,
+    max_pool2d_backward,
+)
+from .pool import empty
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+
+__all__ = [
+    "adagrad_update",
+    "adam_update",
+    "avg_pool2d",
+    "avg_pool2d_backward",
+    "batch_norm2d",
+    "batch_norm2d_backward",
+    "conv2d",
+    "conv2d_backward",
+    "conv2d_max_pool",
+    "conv2d_max_pool_backward",
+    "empty",
+    "linear",
+    "linear_backward",
+    "max_pool2d",
+    "max_pool2d_backward",
+    "relu",
+    "relu_backward",
+    "rmsprop_update",
+    "sgd_update",
+    "sigmoid",
+    "sigmoid_backward",
+    "softmax",
+    "softmax_cross_entropy",
+    "softmax_cross_entropy_backward",
+]
+
+
+class _Linear(NamedTuple):
+    x: Array
+    w: Array
+    y: Array | None  # with ReLU
+
+
+class _Loss(NamedTuple):
+    probability: Array
+    labels: Array | None
+    target: Array | None
+
+
+def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Array, Any]:
+    """Return y [N, out] = x [N, in] @ w [in, out] + b [out], with ReLU if asked, and saved."""
+    if x.ndim != 2 or not x.shape[1]:
+        raise UsageError(f"a linear layer takes inputs of the shape [N, in]; got {list(x.shape)}")
+    y = empty((len(x), w.shape[1]), x.dtype)
+    noted(_core.linear, x, w, b, y, relu)
+    return y, _Linear(x, w, y if relu else None)
+
+
+def linear_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
+    """Overwrite dw and db with the gradients of w and b; return the gradient of x, or None if not needed."""
+    x, w, y = saved
+    dx = empty(x.shape, x.dtype) if need_dx else None
+    noted(_core.linear_backward, dy, y, x, w, dw, db, dx)
+    return dx
+
+
+def relu(x: Array) -> Array:
+    """Return max(x, 0); a NaN stays."""
+    y = empty(x.shape, x.dtype)
+    noted(_core.relu, x, y)
+    return y
+
+
+def relu_backward(dy: Array, y: Array) -> Array:
+    """Return the gradient of x, from the output y."""
+    dx = empty(dy.shape, dy.dtype)
+    noted(_core.relu_backward, dy, y, dx)
+    return dx
+
+
+def sigmoid(x: Array) -> Array:
+    """Return 1 / (1 + exp(-x))."""
+    y = empty(x.shape, x.dtype)
+    noted(_core.sigmoid, x, y)
+    return y
+
+
+def sigmoid_backward(dy: Array, y: Array) -> Array:
+    """Return the gradient of x, from the output y."""
+    dx = empty(dy.shape, dy.dtype)
+    noted(_core.sigmoid_backward, dy, y, dx)
+    return dx
+
+
+def softmax(x: Array) -> Array:
+    """Return the softmax of each row of x [N, classes]."""
+    y = empty(x.shape, x.dtype)
+    _core.softmax(x, y)
+    return y
+
+
+def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
+    """Mean over the batch of the cross entropy of softmax(logits [N, classes]); 0 for an empty batch.
+
+    Args:
+        logits: scores, [N, classes].
+        labels: class indices of an integer type, [N], or one distribution (such as one-hot) per row, [N, classes].
+
+    Returns:
+        the loss as an array of shape (), and saved.
+
+    Raises:
+        UsageError: a label is not a class.
+    """
+    index = target = None
+    if labels.ndim == 2:
+        target = _converted(labels, logits.dtype)
+    else:
+        index = _converted(labels, np.dtype(np.int64))
+    probability, loss = empty(logits.shape, logits.dtype), empty((), logits.dtype)
+    noted(_cross_entropy, logits, index, target, probability, loss)
+    return loss, _Loss(probability, index, target)
+
+
+def _converted(x: Array, dtype: np.dtype[Any]) -> Array:
+    if x.dtype == dtype and x.flags.c_contiguous:
+        return x
+    y = empty(x.shape, dtype)
+    noted(np.copyto, y, x)
+    return y
+
+
+def _cross_entropy(logits: Array, index: Array | None, target: Array | None, probability: Array, loss: Array) -> None:
+    bad = _core.cross_entropy(logits, index, target, probability, loss)
+    if bad >= 0:
+        assert index is not None
+        raise UsageError(f"label {index[bad]} of sample {bad} is outside 0 ... {logits.shape[1] - 1}")
+
+
+def softmax_cross_entropy_backward(saved: Any, scale: float | Array = 1.0) -> Array:
+    """Return the gradient of the logits, times `scale`, a number or an array of one element."""
+    probability, index, target = saved
+    dlogits = empty(probability.shape, probability.dtype)
+    noted(_cross_entropy_backward, probability, index, target, scale, dlogits)
+    return dlogits
+
+
+def _cross_entropy_backward(
+    probability: Array, index: Array | None, target: Array | None, scale: float | Array, dlogits: Array
+) -> None:
+    factor = scale.item() if isinstance(scale, np.ndarray) else scale
+    _core.cross_entropy_backward(probability, index, target, factor / max(len(probability), 1), dlogits)
+
+
+def sgd_update(
+    param: Array,
+    grad: Array,
+    momentum_buffer: Array | None,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    first: bool = False,
+) -> None:
+    """Update `param` and `momentum_buffer` in place, with the semantics of PyTorch's SGD.
+
+    As in all updates, arrays have any one shape, `grad` does not change, and weight decay is added to the gradient.
+    `first`: the buffer is yet to be filled, and takes the gradient undampened.
+    """
+    _core.sgd(param, grad, momentum_buffer, lr, momentum, dampening, weight_decay, nesterov, first)
+
+
+def adam_update(
+    param: Array,
+    grad: Array,
+    m: Array,
+    v: Array,
+    step: int,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> None:
+    """Update `param` and the moments in place; `step` counts from 1 (Kingma and Ba, arXiv 1412.6980, algorithm 1)."""
+    _core.adam(param, grad, m, v, step, lr, beta1, beta2, eps, weight_decay)
+
+
+def rmsprop_update(
+    param: Array, grad: Array, running: Array, lr: float, rho: float = 0.9, eps: float = 1e-8, weight_decay: float = 0.0
+) -> None:
+    """Update `param` and `running`, the mean square of the gradient with decay `rho`, in place."""
+    _core.rmsprop(param, grad, running, lr, rho, eps, weight_decay)
+
+
+def adagrad_update(
+    param: Array, grad: Array, history: Array, lr: float, eps: float = 1e-10, weight_decay: float = 0.0
+) -> None:
+    """Update `param` and `history`, the sum of squares of the gradient, in place."""
+    _core.adagrad(param, grad, history, lr, eps, weight_decay)

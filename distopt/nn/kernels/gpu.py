@@ -1,0 +1,278 @@
+"""Kernels for CuPy arrays: those of `distopt._cuda`, and cuBLAS for products, on the current stream of CuPy.
+
+The functions, their conventions and errors are those of `distopt.nn.kernels.cpu`; what differs is said here. Nothing
+waits for the device, so a label that is no class is found late: the loss and its gradients are then NaN, and
+`Device.check` raises when something is next read from the device.
+
+Convolution is in `gpu_images`: by cuDNN, or as a product with lowered images, in chunks of images. Sums run in an order
+that shapes alone determine, without atomics, so equal inputs give equal bits on equal devices; chunks of gradients are
+added in their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+
+from ...errors import UsageError
+from ..device import label_flag
+from .gpu_base import Array, address_of, address_or_null, code_of, current_stream, native, product
+from .gpu_images import (
+    avg_pool2d,
+    avg_pool2d_backward,
+    conv2d,
+    conv2d_backward,
+    conv2d_max_pool,
+    conv2d_max_pool_backward,
+    max_pool2d,
+    max_pool2d_backward,
+)
+
+__all__ = [
+    "adagrad_update",
+    "adam_update",
+    "avg_pool2d",
+    "avg_pool2d_backward",
+    "batch_norm2d",
+    "batch_norm2d_backward",
+    "conv2d",
+    "conv2d_backward",
+    "conv2d_max_pool",
+    "conv2d_max_pool_backward",
+    "empty",
+    "linear",
+    "linear_backward",
+    "max_pool2d",
+    "max_pool2d_backward",
+    "relu",
+    "relu_backward",
+    "rmsprop_update",
+    "sgd_update",
+    "sigmoid",
+    "sigmoid_backward",
+    "softmax",
+    "softmax_cross_entropy",
+    "softmax_cross_entropy_backward",
+]
+
+empty = cupy.empty
+
+
+class _Linear(NamedTuple):
+    x: Array
+    w: Array
+    y: Array | None  # with ReLU
+
+
+class _Norm(NamedTuple):
+    x: Array
+    gamma: Array
+    mean: Array
+    inverse_deviation: Array
+    training: bool
+
+
+class _Loss(NamedTuple):
+    probability: Array
+    labels: Array | None
+    target: Array | None
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Array, Any]:
+    """See `cpu.linear`."""
+    if x.ndim != 2 or not x.shape[1]:
+        raise UsageError(f"a linear layer takes inputs of the shape [N, in]; got {list(x.shape)}")
+    address_of(x, x.shape, x.dtype)
+    address_of(w, (x.shape[1], w.shape[1]), x.dtype)
+    bias = address_or_null(b, (w.shape[1],), x.dtype)
+    y = product(x, w)
+    if bias or relu:
+        native.add_bias(code_of(x), y.data.ptr, bias, len(x), w.shape[1], relu, current_stream())
+    return y, _Linear(x, w, y if relu else None)
+
+
+def linear_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
+    """See `cpu.linear_backward`."""
+    x, w, y = saved
+    address_of(dy, (len(x), w.shape[1]), x.dtype)
+    address_of(dw, w.shape, x.dtype)
+    if y is not None:
+        dy = relu_backward(dy, y)
+    product(x, dy, dw, a_transposed=True)
+    if db is not None:
+        sums = address_of(db, (w.shape[1],), x.dtype)
+        native.column_sums(code_of(x), dy.data.ptr, len(x), w.shape[1], sums, current_stream())
+    return product(dy, w, b_transposed=True) if need_dx else None
+
+
+def relu(x: Array) -> Array:
+    """See `cpu.relu`."""
+    y = cupy.empty(x.shape, x.dtype)
+    native.relu(code_of(x), address_of(x, x.shape, x.dtype), y.data.ptr, x.size, current_stream())
+    return y
+
+
+def relu_backward(dy: Array, y: Array) -> Array:
+    """See `cpu.relu_backward`."""
+    dx = cupy.empty(dy.shape, dy.dtype)
+    addresses = address_of(dy, dy.shape, dy.dtype), address_of(y, dy.shape, dy.dtype), dx.data.ptr
+    native.relu_backward(code_of(dy), *addresses, dy.size, current_stream())
+    return dx
+
+
+def sigmoid(x: Array) -> Array:
+    """See `cpu.sigmoid`."""
+    y = cupy.empty(x.shape, x.dtype)
+    native.sigmoid(code_of(x), address_of(x, x.shape, x.dtype), y.data.ptr, x.size, current_stream())
+    return y
+
+
+def sigmoid_backward(dy: Array, y: Array) -> Array:
+    """See `cpu.sigmoid_backward`."""
+    dx = cupy.empty(dy.shape, dy.dtype)
+    addresses = address_of(dy, dy.shape, dy.dtype), address_of(y, dy.shape, dy.dtype), dx.data.ptr
+    native.sigmoid_backward(code_of(dy), *addresses, dy.size, current_stream())
+    return dx
+
+
+def batch_norm2d(
+    x: Array,
+    gamma: Array,
+    beta: Array,
+    running_mean: Array,
+    running_var: Array,
+    momentum: float,
+    eps: float,
+    training: bool,
+) -> tuple[Array, Any]:
+    """See `cpu.batch_norm2d`."""
+    n, c, h, w = x.shape
+    if training and n * h * w == 1:
+        raise UsageError("batch normalization needs more than one value per channel to train; use a larger batch")
+    mean, inverse = cupy.empty((c,), x.dtype), cupy.empty((c,), x.dtype)
+    y = cupy.empty(x.shape, x.dtype)
+    sizes = code_of(x), n, c, h * w, address_of(x, x.shape, x.dtype), mean.data.ptr, inverse.data.ptr
+    running = address_of(running_mean, (c,), x.dtype), address_of(running_var, (c,), x.dtype)
+    native.channel_moments(*sizes, *running, momentum, eps, training, current_stream())
+    scale = address_of(gamma, (c,), x.dtype), address_of(beta, (c,), x.dtype)
+    native.normalize(*sizes, *scale, y.data.ptr, current_stream())
+    return y, _Norm(x, gamma, mean, inverse, training)
+
+
+def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) -> Array:
+    """See `cpu.batch_norm2d_backward`."""
+    x, gamma, mean, inverse, training = saved
+    n, c, h, w = x.shape
+    dx = cupy.empty(x.shape, x.dtype)
+    given = address_of(dy, x.shape, x.dtype), x.data.ptr, mean.data.ptr, inverse.data.ptr, gamma.data.ptr, training
+    results = address_of(dgamma, (c,), x.dtype), address_of(dbeta, (c,), x.dtype), dx.data.ptr
+    native.normalize_backward(code_of(x), n, c, h * w, *given, *results, current_stream())
+    return dx
+
+
+def _matrix(x: Array) -> tuple[int, int]:
+    """Rows and columns of scores."""
+    if x.ndim != 2 or x.shape[1] < 1:
+        raise ValueError(f"softmax needs rows of at least one class; got the shape {x.shape}")
+    return x.shape[0], x.shape[1]
+
+
+def softmax(x: Array) -> Array:
+    """See `cpu.softmax`."""
+    rows, columns = _matrix(x)
+    y = cupy.empty(x.shape, x.dtype)
+    native.softmax(code_of(x), address_of(x, x.shape, x.dtype), y.data.ptr, rows, columns, current_stream())
+    return y
+
+
+def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
+    """See `cpu.softmax_cross_entropy`; a label that is no class makes the loss NaN, see the module."""
+    rows, columns = _matrix(logits)
+    index = target = None
+    if labels.ndim == 2:
+        target = cupy.ascontiguousarray(labels, logits.dtype)
+    elif labels.dtype.kind in "iu":
+        index = cupy.ascontiguousarray(labels, cupy.int64)
+    else:
+        raise TypeError(f"labels are class indices of an integer type, not {labels.dtype}")
+    probability, loss = cupy.empty(logits.shape, logits.dtype), cupy.empty((), logits.dtype)
+    row_loss = cupy.empty((rows,), cupy.float64)
+    given = address_of(logits, logits.shape, logits.dtype), address_or_null(index, (rows,), np.int64)
+    distribution = address_or_null(target, logits.shape, logits.dtype)
+    results = probability.data.ptr, row_loss.data.ptr, loss.data.ptr, label_flag(logits.device.id).address
+    native.cross_entropy(code_of(logits), *given, distribution, rows, columns, *results, current_stream())
+    return loss, _Loss(probability, index, target)
+
+
+def softmax_cross_entropy_backward(saved: Any, scale: float | Array = 1.0) -> Array:
+    """See `cpu.softmax_cross_entropy_backward`; a scale on the device is read there."""
+    probability, index, target = saved
+    rows, columns = probability.shape
+    dlogits = cupy.empty(probability.shape, probability.dtype)
+    labels = 0 if index is None else index.data.ptr, 0 if target is None else target.data.ptr
+    on_device = isinstance(scale, cupy.ndarray)
+    address = address_of(scale.reshape(()), (), probability.dtype) if on_device else 0  # type: ignore[union-attr]
+    factor = (1.0 if on_device else float(scale)) / max(rows, 1)
+    given = probability.data.ptr, *labels, address, factor
+    native.cross_entropy_backward(code_of(probability), *given, rows, columns, dlogits.data.ptr, current_stream())
+    return dlogits
+
+
+# -- updates -----------------------------------------------------------------------------------------------------------
+def _like(param: Array, *arrays: Array | None) -> list[int]:
+    """Addresses of arrays of the shape and type of `param`."""
+    return [address_or_null(array, param.shape, param.dtype) for array in arrays]
+
+
+def sgd_update(
+    param: Array,
+    grad: Array,
+    momentum_buffer: Array | None,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    first: bool = False,
+) -> None:
+    """See `cpu.sgd_update`."""
+    at, slope, buffer = _like(param, param, grad, momentum_buffer)
+    rule = lr, momentum, dampening, weight_decay, nesterov, first
+    native.sgd(code_of(param), at, slope, buffer, param.size, *rule, current_stream())
+
+
+def adam_update(
+    param: Array,
+    grad: Array,
+    m: Array,
+    v: Array,
+    step: int,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> None:
+    """See `cpu.adam_update`."""
+    at, slope, first, second = _like(param, param, grad, m, v)
+    rule = step, lr, beta1, beta2, eps, weight_decay
+    native.adam(code_of(param), at, slope, first, second, param.size, *rule, current_stream())
+
+
+def rmsprop_update(
+    param: Array, grad: Array, running: Array, lr: float, rho: float = 0.9, eps: float = 1e-8, weight_decay: float = 0.0
+) -> None:
+    """See `cpu.rmsprop_update`."""
+    at, slope, square = _like(param, param, grad, running)
+    native.rmsprop(code_of(param), at, slope, square, param.size, lr, rho, eps, weight_decay, current_stream())
+
+
+def adagrad_update(
+    param: Array, grad: Array, history: Array, lr: float, eps: float = 1e-10, weight_decay: float = 0.0
+) -> None:
+    """See `cpu.adagrad_update`."""
+    at, slope, square = _like(param, param, grad, history)
+    native.adagrad(code_of(param), at, slope, square, param.size, lr, eps, weight_decay, current_stream())

@@ -1,0 +1,231 @@
+"""Convolution of CuPy arrays by cuDNN, through cudnn-frontend's Python package; see `distopt.nn.kernels.gpu_images`.
+
+A plan is a convolution, or one of its gradients, for one geometry and type in the layout N, C, H, W. Its engine is the
+best in the eyes of cuDNN's heuristics of those that give equal bits on every run and compute in the type of the arrays.
+Bias and ReLU stay kernels of distopt: a ReLU that is fused by cuDNN need not pass a NaN on. Where cuDNN is missing, or
+has no such engine, there is no plan, and the caller lowers.
+
+Plans and handles belong to a thread and a device, as cuDNN asks for handles. They are kept for good: a CUDA graph
+launches kernels that its plans hold, and to destroy a handle while another stream is captured breaks the capture. For
+the same reason a geometry must have been met once before a step is captured: building its plan loads code.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cupy
+
+from ...errors import MissingDependencyError
+from ...settings import Settings
+from ..device import find_cudnn
+from .gpu_base import Array, code_of, current_stream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["OPERATIONS", "Plan", "build_graph", "convolving_by", "plan"]
+
+ALIGNMENT_BYTES = 16  # what cudnn-frontend promises to engines about every array
+WORKSPACE_BYTES = 1 << 28  # an engine that wants more is not taken
+
+# The method of the graph, its arguments, and its result; y stands for its gradient, too.
+OPERATIONS = {
+    "fprop": ("conv_fprop", {"image": "x", "weight": "w"}, "y"),
+    "dgrad": ("conv_dgrad", {"loss": "y", "filter": "w"}, "x"),
+    "wgrad": ("conv_wgrad", {"image": "x", "loss": "y"}, "w"),
+}
+
+_log = logging.getLogger("distopt")
+
+
+class Plan:
+    """A convolution, or one of its gradients, that is ready to run."""
+
+    def __init__(self, cudnn: Any, handle: Any, graph: Any) -> None:
+        self._cudnn, self._handle, self._graph = cudnn, handle, graph
+        self._workspace_bytes: int = graph.get_workspace_size()
+
+    def __call__(self, first: Array, second: Array, out: Array) -> None:
+        """Local. Overwrite `out`, on CuPy's current stream.
+
+        Args:
+            first: x, or dy for "dgrad"; dense, of the shape and type of the plan, as the others are.
+            second: w, or dy for "wgrad".
+            out: y, dx or dw.
+        """
+        # Gradients of parameters are views of a bucket and begin anywhere.
+        first, second = (array if _is_aligned(array) else array.copy() for array in (first, second))
+        result = out if _is_aligned(out) else cupy.empty(out.shape, out.dtype)
+        workspace = cupy.empty(self._workspace_bytes, cupy.uint8)
+        self._cudnn.set_stream(self._handle, current_stream())
+        addresses = {1: first.data.ptr, 2: second.data.ptr, 3: result.data.ptr}
+        self._graph.execute(addresses, workspace.data.ptr, self._handle)
+        if result is not out:
+            cupy.copyto(out, result)
+
+
+class _Library(NamedTuple):
+    cudnn: Any
+    handle: Any
+    plans: dict[Any, Plan | None]
+
+
+class _Thread(threading.local):
+    """What a thread has of its own: its wish, and what was opened for a wish and a device."""
+
+    def __init__(self) -> None:
+        self.wish = Settings.from_env().convolution
+        self.libraries: dict[tuple[str, int], _Library | None] = {}
+
+
+_thread = _Thread()
+_kept: list[_Library] = []  # those of threads that have ended, too
+
+
+@contextmanager
+def convolving_by(wish: str) -> Iterator[None]:
+    """Local. Within, this thread does as if DISTOPT_CONVOLUTION were `wish`."""
+    before, _thread.wish = _thread.wish, wish
+    try:
+        yield
+    finally:
+        _thread.wish = before
+
+
+def plan(kind: str, x: Array, w: Array, window: tuple[int, ...]) -> Plan | None:
+    """Local. The plan for arrays like these, built when it is first asked for; None where the caller lowers.
+
+    Args:
+        kind: "fprop", "dgrad" or "wgrad".
+        x: [N, C, H, W], float32 or float64.
+        w: [M, C, kh, kw].
+        window: see `gpu_images.Sizes`.
+
+    Raises:
+        TypeError: x is of another type.
+        MissingDependencyError: DISTOPT_CONVOLUTION=cudnn and cuDNN cannot be used.
+        RuntimeError: DISTOPT_CONVOLUTION=cudnn and cuDNN refuses such a geometry, other than by having no engine.
+    """
+    library = _library()
+    if library is None or not x.size or not w.size:
+        return None
+    key = kind, x.shape, w.shape, window, code_of(x)
+    if key not in library.plans:
+        library.plans[key] = _plan(library, kind, x, w, window)
+    return library.plans[key]
+
+
+def _library() -> _Library | None:
+    """Of this thread and the current device; None where convolution is lowering."""
+    key = _thread.wish, cupy.cuda.runtime.getDevice()
+    if key not in _thread.libraries:
+        _thread.libraries[key] = _open_library(_thread.wish)
+    return _thread.libraries[key]
+
+
+def _open_library(wish: str) -> _Library | None:
+    if wish == "lowering":
+        return None
+    cudnn, missing = find_cudnn()
+    if cudnn is not None:
+        try:
+            library = _Library(cudnn, cudnn.create_handle(), {})
+            _kept.append(library)
+        except RuntimeError as error:
+            missing = f"cuDNN does not start ({error}); check that its CUDA is that of CuPy and of the driver"
+        else:
+            _tell_once(logging.INFO, f"convolution by cuDNN {cudnn.backend_version_string()}")
+            return library
+    if wish == "cudnn":
+        raise MissingDependencyError(f"DISTOPT_CONVOLUTION=cudnn, but {missing}")
+    notice = f"convolution by lowering and cuBLAS: {missing} (DISTOPT_CONVOLUTION=lowering stops this notice)"
+    _tell_once(logging.WARNING, notice)
+    return None
+
+
+@cache
+def _tell_once(level: int, text: str) -> None:
+    _log.log(level, "%s", text)
+
+
+def _plan(library: _Library, kind: str, x: Array, w: Array, window: tuple[int, ...]) -> Plan | None:
+    cudnn, handle, _ = library
+    shapes = {"x": x.shape, "w": w.shape, "y": (len(x), len(w), *window[8:])}
+    what = f"{kind} of {x.dtype} {x.shape} with {w.shape}"
+    try:
+        graph = build_graph(cudnn, kind, shapes, window[4:8], x.dtype.name, handle=handle)
+    except cudnn.cudnnGraphNotSupportedError as error:
+        _tell_once(logging.INFO, f"cuDNN has no engine for {what}, so it is lowered: {error}")
+        return None
+    except (RuntimeError, ValueError) as error:
+        if _thread.wish == "cudnn":
+            raise
+        _tell_once(logging.WARNING, f"cuDNN refuses {what}, so it is lowered: {error}")
+        return None
+    return Plan(cudnn, handle, graph)
+
+
+def build_graph(
+    cudnn: Any, kind: str, shapes: dict[str, tuple[int, ...]], steps: tuple[int, ...], dtype: str, **place: Any
+) -> Any:
+    """Local. The graph of one operation with its engine, whose tensors have the ids 1, 2 and 3 in the order of `Plan`.
+
+    Args:
+        cudnn: the package.
+        kind: of `OPERATIONS`.
+        shapes: of x, w and y.
+        steps: stride and padding, each of rows and columns.
+        dtype: "float32" or "float64".
+        place: what `cudnn.pygraph` needs to know about the device: a handle, or its description.
+
+    Raises:
+        cudnnGraphNotSupportedError: no engine will do.
+        RuntimeError: cuDNN refuses the graph.
+    """
+    number = {"float32": cudnn.data_type.FLOAT, "float64": cudnn.data_type.DOUBLE}[dtype]
+    graph = cudnn.pygraph(io_data_type=number, intermediate_data_type=number, compute_data_type=number, **place)
+    method, inputs, output = OPERATIONS[kind]
+    given = {
+        role: graph.tensor(dim=list(shapes[name]), stride=_strides(shapes[name]), data_type=number)
+        for role, name in inputs.items()
+    }
+    result = getattr(graph, method)(**given, padding=list(steps[2:]), stride=list(steps[:2]), dilation=[1, 1])
+    result.set_output(True).set_data_type(number)
+    result.set_dim(list(shapes[output])).set_stride(_strides(shapes[output]))
+    for uid, tensor in enumerate((*given.values(), result), 1):
+        tensor.set_uid(uid)
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.deselect_numeric_notes(_refused_notes(cudnn, dtype))
+    graph.deselect_workspace_greater_than(WORKSPACE_BYTES)
+    graph.check_support()
+    graph.build_plans()
+    return graph
+
+
+def _refused_notes(cudnn: Any, dtype: str) -> list[Any]:
+    """What an engine must not do."""
+    note = cudnn.numerical_note
+    refused = [note.NONDETERMINISTIC, note.DOWN_CONVERT_INPUTS, note.REDUCED_PRECISION_REDUCTION]
+    if dtype == "float32" and os.environ.get("CUPY_TF32") != "1":
+        refused.append(note.TENSOR_CORE)  # these compute float32 in TF32; the switch is that of CuPy's products
+    return refused
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    """Elements from one entry of each dimension to the next in a dense array."""
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.insert(0, strides[0] * extent)
+    return strides
+
+
+def _is_aligned(array: Array) -> bool:
+    return bool(array.data.ptr % ALIGNMENT_BYTES == 0)

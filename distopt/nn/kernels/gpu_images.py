@@ -1,0 +1,272 @@
+"""Convolution and pooling of CuPy arrays; see `distopt.nn.kernels.gpu`.
+
+A convolution is a plan of cuDNN where there is one (`gpu_cudnn.plan`), with bias, ReLU and pooling by kernels of
+`distopt._cuda`. Else it is lowering: a product with the lowered images, `columns` [C * kh * kw, images * places], made
+in chunks of images that bound the memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import cupy
+
+from . import gpu_cudnn
+from .geometry import Pair, out_size, pool_out
+from .gpu_base import Array, address_of, address_or_null, code_of, current_stream, native, product
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = [
+    "avg_pool2d",
+    "avg_pool2d_backward",
+    "conv2d",
+    "conv2d_backward",
+    "conv2d_max_pool",
+    "conv2d_max_pool_backward",
+    "max_pool2d",
+    "max_pool2d_backward",
+]
+
+Sizes: TypeAlias = tuple[int, ...]  # h, w, kh, kw, sh, sw, ph, pw, oh, ow: see csrc/cuda/compute.h
+
+SCRATCH_BYTES = 1 << 28  # of lowered images at a time; one image may take more
+
+
+class _Conv(NamedTuple):
+    x: Array
+    w: Array
+    window: Sizes
+    y: Array | None  # with ReLU
+
+
+class _ConvPool(NamedTuple):
+    conv: _Conv  # y is pooled
+    taken: Array
+    window: Sizes  # of pooling
+
+
+class _Pool(NamedTuple):
+    x_shape: tuple[int, ...]
+    window: Sizes
+    taken: Array | None  # of max pooling
+
+
+# -- convolution -------------------------------------------------------------------------------------------------------
+def _chunks(images: int, columns_bytes: int, places: int) -> Iterator[tuple[int, int]]:
+    """First image and number of images of each chunk; `columns_bytes` and `places` are those of one image."""
+    count = max(1, min(SCRATCH_BYTES // max(columns_bytes, 1), (2**31 - 1) // max(places, 1)))
+    for first in range(0, images, count):
+        yield first, min(count, images - first)
+
+
+def _lowered(x: Array, window: Sizes, first: int, images: int) -> Array:
+    channels, (h, w, kh, kw), places = x.shape[1], window[:4], window[8] * window[9]
+    columns = cupy.empty((channels * kh * kw, images * places), x.dtype)
+    address = x.data.ptr + first * channels * h * w * x.itemsize
+    native.lower(code_of(x), images, channels, window, address, columns.data.ptr, current_stream())
+    return columns
+
+
+def _results(x: Array, w: Array, window: Sizes, y: Array | None = None) -> Iterator[tuple[int, int, Array, bool]]:
+    """First image, number of images, their convolution, and whether that is rows [M, images * places].
+
+    Else it is [N, M, oh, ow] for all images at once, and stands in `y`, if given.
+    """
+    if (convolve := gpu_cudnn.plan("fprop", x, w, window)) is not None:
+        y = cupy.empty((len(x), len(w), *window[8:]), x.dtype) if y is None else y
+        convolve(x, w, y)
+        yield 0, len(x), y, False
+        return
+    matrix = w.reshape(len(w), -1)
+    places = window[8] * window[9]
+    for first, images in _chunks(len(x), matrix.shape[1] * places * x.itemsize, places):
+        yield first, images, product(matrix, _lowered(x, window, first, images)), True
+
+
+def _convolution(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> tuple[Sizes, int]:
+    """Window of a convolution and address of its bias, of arrays that fit."""
+    kernel = (w.shape[2], w.shape[3])
+    size = out_size(x.shape, kernel, stride, padding)
+    address_of(x, x.shape, x.dtype)
+    address_of(w, (len(w), x.shape[1], *kernel), x.dtype)
+    return (*x.shape[2:], *kernel, *stride, *padding, *size), address_or_null(b, (len(w),), x.dtype)
+
+
+def conv2d(
+    x: Array, w: Array, b: Array | None, stride: Pair = (1, 1), padding: Pair = (0, 0), relu: bool = False
+) -> tuple[Array, Any]:
+    """See `cpu.conv2d`."""
+    window, bias = _convolution(x, w, b, stride, padding)
+    m, places = len(w), window[8] * window[9]
+    y = cupy.empty((len(x), m, *window[8:]), x.dtype)
+    for first, images, result, rows in _results(x, w, window, y):
+        at = y.data.ptr + first * m * places * y.itemsize
+        if rows or bias or relu:
+            native.spread(code_of(x), images, m, places, result.data.ptr, rows, bias, relu, at, current_stream())
+    return y, _Conv(x, w, window, y if relu else None)
+
+
+def conv2d_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
+    """See `cpu.conv2d_backward`."""
+    m, places = len(saved.w), saved.window[8] * saved.window[9]
+    shape = (len(saved.x), m, *saved.window[8:])
+    slope, result = address_of(dy, shape, saved.x.dtype), address_or_null(saved.y, shape, saved.x.dtype)
+    image_bytes = m * places * dy.itemsize
+
+    def collect(first: int, images: int, rows: bool) -> Array:
+        if not rows and not result:
+            return dy
+        at = first * image_bytes
+        y = result and result + at
+        before = cupy.empty((m, images * places) if rows else shape, dy.dtype)
+        native.collect(code_of(dy), images, m, places, slope + at, y, before.data.ptr, rows, current_stream())
+        return before
+
+    return _convolution_backward(saved, collect, dw, db, need_dx)
+
+
+def _convolution_backward(
+    saved: _Conv, collect: Callable[[int, int, bool], Array], dw: Array, db: Array | None, need_dx: bool
+) -> Array | None:
+    """The gradients of a convolution.
+
+    Args:
+        saved: of the convolution.
+        collect: gives the gradient of its result, before bias and ReLU, for a number of images from a first one on: as
+            rows [M, images * places], or as [images, M, oh, ow], which is asked for of all images only.
+        dw: overwritten.
+        db: overwritten, if given.
+        need_dx: whether the gradient of x is returned.
+    """
+    x, w, window, _ = saved
+    address_of(dw, w.shape, x.dtype)
+    sums = address_or_null(db, (len(w),), x.dtype)
+    dx = cupy.empty(x.shape, x.dtype) if need_dx else None
+    to_w = gpu_cudnn.plan("wgrad", x, w, window)
+    to_x = gpu_cudnn.plan("dgrad", x, w, window) if need_dx else None
+    if to_w is None or (need_dx and to_x is None):
+        _lowered_backward(saved, collect, dw, db, dx)
+        return dx
+    slope = collect(0, len(x), False)
+    to_w(x, slope, dw)
+    if sums:
+        places = window[8] * window[9]
+        native.channel_sums(code_of(x), len(x), len(w), places, slope.data.ptr, False, False, sums, current_stream())
+    if to_x is not None:
+        to_x(slope, w, dx)
+    return dx
+
+
+def _lowered_backward(
+    saved: _Conv, collect: Callable[[int, int, bool], Array], dw: Array, db: Array | None, dx: Array | None
+) -> None:
+    """As `_convolution_backward`; dx is overwritten, if given."""
+    x, w, window, _ = saved
+    matrix, gradient = w.reshape(len(w), -1), dw.reshape(len(w), -1)
+    places = window[8] * window[9]
+    if not len(x):
+        dw.fill(0)
+        if db is not None:
+            db.fill(0)
+    for first, images in _chunks(len(x), matrix.shape[1] * places * x.itemsize, places):
+        rows = collect(first, images, True)
+        columns = _lowered(x, window, first, images)
+        product(rows, columns, gradient, b_transposed=True, accumulate=first > 0)
+        if db is not None:
+            given = rows.data.ptr, True, first > 0, db.data.ptr
+            native.channel_sums(code_of(x), images, len(w), places, *given, current_stream())
+        if dx is not None:
+            product(matrix, rows, columns, a_transposed=True)
+            address = dx.data.ptr + first * (dx.nbytes // len(x))
+            native.gather_columns(code_of(x), images, x.shape[1], window, columns.data.ptr, address, current_stream())
+
+
+def conv2d_max_pool(
+    x: Array,
+    w: Array,
+    b: Array | None,
+    stride: Pair,
+    padding: Pair,
+    relu: bool,
+    pool_kernel: Pair,
+    pool_stride: Pair,
+    pool_padding: Pair,
+) -> tuple[Array, Any]:
+    """See `cpu.conv2d_max_pool`; bias, ReLU and pooling are one pass over the product."""
+    window, bias = _convolution(x, w, b, stride, padding)
+    shape = pool_out((len(x), len(w), *window[8:]), pool_kernel, pool_stride, pool_padding)
+    pooling = (*window[8:], *pool_kernel, *pool_stride, *pool_padding, *shape[2:])
+    y, taken = cupy.empty(shape, x.dtype), cupy.empty(shape, cupy.uint8)
+    image = len(w) * shape[2] * shape[3]
+    for first, images, result, rows in _results(x, w, window):
+        at = first * image
+        addresses = y.data.ptr + at * y.itemsize, taken.data.ptr + at
+        native.max_pool(
+            code_of(x), images, len(w), pooling, result.data.ptr, rows, bias, relu, *addresses, current_stream()
+        )
+    return y, _ConvPool(_Conv(x, w, window, y if relu else None), taken, pooling)
+
+
+def conv2d_max_pool_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
+    """See `cpu.conv2d_max_pool_backward`."""
+    conv, taken, pooling = saved
+    slope, result = address_of(dy, taken.shape, conv.x.dtype), address_or_null(conv.y, taken.shape, conv.x.dtype)
+    m = len(conv.w)
+    image = m * pooling[8] * pooling[9]
+    h, w = pooling[:2]
+
+    def collect(first: int, images: int, rows: bool) -> Array:
+        at = first * image
+        y = result and result + at * dy.itemsize
+        before = cupy.empty((m, images * h * w) if rows else (images, m, h, w), dy.dtype)
+        addresses = slope + at * dy.itemsize, y, taken.data.ptr + at, before.data.ptr
+        native.max_pool_backward(code_of(dy), images, m, pooling, *addresses, rows, current_stream())
+        return before
+
+    return _convolution_backward(conv, collect, dw, db, need_dx)
+
+
+# -- pooling -----------------------------------------------------------------------------------------------------------
+def _pooling(x: Array, kernel: Pair, stride: Pair, padding: Pair) -> tuple[int, tuple[int, ...], Sizes]:
+    """Address of x, shape of the result, and the window."""
+    shape = pool_out(x.shape, kernel, stride, padding)
+    return address_of(x, x.shape, x.dtype), shape, (*x.shape[2:], *kernel, *stride, *padding, *shape[2:])
+
+
+def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
+    """See `cpu.max_pool2d`."""
+    address, shape, window = _pooling(x, kernel, stride, padding)
+    images, channels = shape[:2]
+    y, taken = cupy.empty(shape, x.dtype), cupy.empty(shape, cupy.uint8)
+    addresses = y.data.ptr, taken.data.ptr
+    native.max_pool(code_of(x), images, channels, window, address, False, 0, False, *addresses, current_stream())
+    return y, _Pool(x.shape, window, taken)
+
+
+def max_pool2d_backward(dy: Array, saved: Any) -> Array:
+    """See `cpu.max_pool2d_backward`."""
+    images, channels = saved.x_shape[:2]
+    dx = cupy.empty(saved.x_shape, dy.dtype)
+    addresses = address_of(dy, saved.taken.shape, dy.dtype), 0, saved.taken.data.ptr, dx.data.ptr
+    native.max_pool_backward(code_of(dy), images, channels, saved.window, *addresses, False, current_stream())
+    return dx
+
+
+def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
+    """See `cpu.avg_pool2d`."""
+    address, shape, window = _pooling(x, kernel, stride, padding)
+    images, channels = shape[:2]
+    y = cupy.empty(shape, x.dtype)
+    native.avg_pool(code_of(x), images, channels, window, address, y.data.ptr, current_stream())
+    return y, _Pool(x.shape, window, None)
+
+
+def avg_pool2d_backward(dy: Array, saved: Any) -> Array:
+    """See `cpu.avg_pool2d_backward`."""
+    images, channels = saved.x_shape[:2]
+    dx = cupy.empty(saved.x_shape, dy.dtype)
+    address = address_of(dy, (*saved.x_shape[:2], *saved.window[8:]), dy.dtype)
+    native.avg_pool_backward(code_of(dy), images, channels, saved.window, address, dx.data.ptr, current_stream())
+    return dx

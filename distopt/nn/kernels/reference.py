@@ -1,0 +1,309 @@
+"""The kernels of `cpu` once more, slow and plain: the oracle of the tests.
+
+Every function is the definition of the operation written with NumPy. Nothing is fused, chunked or reused, and nothing
+is shared with `cpu`, which documents each function.
+"""
+# ruff: noqa: D103
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import DTypeLike, NDArray
+
+    Array = NDArray[Any]
+    Pair = tuple[int, int]
+
+__all__ = [
+    "adagrad_update",
+    "adam_update",
+    "avg_pool2d",
+    "avg_pool2d_backward",
+    "batch_norm2d",
+    "batch_norm2d_backward",
+    "conv2d",
+    "conv2d_backward",
+    "conv2d_max_pool",
+    "conv2d_max_pool_backward",
+    "empty",
+    "linear",
+    "linear_backward",
+    "max_pool2d",
+    "max_pool2d_backward",
+    "relu",
+    "relu_backward",
+    "rmsprop_update",
+    "sgd_update",
+    "sigmoid",
+    "sigmoid_backward",
+    "softmax",
+    "softmax_cross_entropy",
+    "softmax_cross_entropy_backward",
+]
+
+
+def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
+    return np.empty(shape, dtype)
+
+
+def _padded(x: Array, padding: Pair, value: float = 0.0) -> Array:
+    (ph, pw) = padding
+    return np.pad(x, ((0, 0), (0, 0), (ph, ph), (pw, pw)), constant_values=value)
+
+
+def _cropped(x: Array, padding: Pair) -> Array:
+    (ph, pw) = padding
+    return np.ascontiguousarray(x[:, :, ph : x.shape[2] - ph, pw : x.shape[3] - pw])
+
+
+def _windows(x: Array, kernel: Pair, stride: Pair) -> Iterator[tuple[int, int, tuple[slice, slice]]]:
+    oh, ow = ((size - k) // s + 1 for size, k, s in zip(x.shape[2:], kernel, stride, strict=True))
+    for oy, ox in product(range(oh), range(ow)):
+        top, left = oy * stride[0], ox * stride[1]
+        yield oy, ox, (slice(top, top + kernel[0]), slice(left, left + kernel[1]))
+
+
+def _out_shape(x: Array, channels: int, kernel: Pair, stride: Pair) -> tuple[int, ...]:
+    return (len(x), channels, *((n - k) // s + 1 for n, k, s in zip(x.shape[2:], kernel, stride, strict=True)))
+
+
+def conv2d(
+    x: Array, w: Array, b: Array | None, stride: Pair = (1, 1), padding: Pair = (0, 0), relu: bool = False
+) -> tuple[Array, Any]:
+    kernel = (w.shape[2], w.shape[3])
+    bordered = _padded(x, padding)
+    y = np.zeros(_out_shape(bordered, len(w), kernel, stride), x.dtype)
+    for oy, ox, (rows, columns) in _windows(bordered, kernel, stride):
+        y[:, :, oy, ox] = np.einsum("nchw,mchw->nm", bordered[:, :, rows, columns], w)
+    if b is not None:
+        y += b[:, None, None]
+    if relu:
+        y = np.where(y < 0, 0, y)
+    return y, (bordered, w, stride, padding, y if relu else None)
+
+
+def conv2d_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
+    bordered, w, stride, padding, y = saved
+    if y is not None:
+        dy = np.where(y <= 0, 0, dy)
+    dw[...] = 0
+    dx = np.zeros_like(bordered)
+    for oy, ox, (rows, columns) in _windows(bordered, (w.shape[2], w.shape[3]), stride):
+        dw += np.einsum("nm,nchw->mchw", dy[:, :, oy, ox], bordered[:, :, rows, columns])
+        dx[:, :, rows, columns] += np.einsum("nm,mchw->nchw", dy[:, :, oy, ox], w)
+    if db is not None:
+        db[...] = dy.sum((0, 2, 3))
+    return _cropped(dx, padding) if need_dx else None
+
+
+def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
+    bordered = _padded(x, padding, -np.inf)
+    y = np.zeros(_out_shape(bordered, x.shape[1], kernel, stride), x.dtype)
+    for oy, ox, (rows, columns) in _windows(bordered, kernel, stride):
+        y[:, :, oy, ox] = bordered[:, :, rows, columns].max((2, 3))
+    return y, (bordered, kernel, stride, padding)
+
+
+def max_pool2d_backward(dy: Array, saved: Any) -> Array:
+    bordered, kernel, stride, padding = saved
+    dx = np.zeros(bordered.shape, dy.dtype)
+    for oy, ox, (rows, columns) in _windows(bordered, kernel, stride):
+        for n, c in product(*map(range, dy.shape[:2])):
+            window = bordered[n, c, rows, columns]
+            place = np.unravel_index(window.argmax(), window.shape)  # of equal values the first
+            dx[n, c, rows, columns][place] += dy[n, c, oy, ox]
+    return _cropped(dx, padding)
+
+
+def conv2d_max_pool(
+    x: Array,
+    w: Array,
+    b: Array | None,
+    stride: Pair,
+    padding: Pair,
+    relu: bool,
+    pool_kernel: Pair,
+    pool_stride: Pair,
+    pool_padding: Pair,
+) -> tuple[Array, Any]:
+    y, conv = conv2d(x, w, b, stride, padding, relu)
+    y, pool = max_pool2d(y, pool_kernel, pool_stride, pool_padding)
+    return y, (conv, pool)
+
+
+def conv2d_max_pool_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
+    conv, pool = saved
+    return conv2d_backward(max_pool2d_backward(dy, pool), conv, dw, db, need_dx)
+
+
+def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
+    bordered = _padded(x, padding)
+    y = np.zeros(_out_shape(bordered, x.shape[1], kernel, stride), x.dtype)
+    for oy, ox, (rows, columns) in _windows(bordered, kernel, stride):
+        y[:, :, oy, ox] = bordered[:, :, rows, columns].mean((2, 3))
+    return y, (bordered, kernel, stride, padding)
+
+
+def avg_pool2d_backward(dy: Array, saved: Any) -> Array:
+    bordered, kernel, stride, padding = saved
+    dx = np.zeros(bordered.shape, dy.dtype)
+    for oy, ox, (rows, columns) in _windows(bordered, kernel, stride):
+        dx[:, :, rows, columns] += dy[:, :, oy, ox, None, None] / (kernel[0] * kernel[1])
+    return _cropped(dx, padding)
+
+
+def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Array, Any]:
+    y = x @ w
+    if b is not None:
+        y += b
+    if relu:
+        y = np.where(y < 0, 0, y)
+    return y, (x, w, y if relu else None)
+
+
+def linear_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
+    x, w, y = saved
+    if y is not None:
+        dy = np.where(y <= 0, 0, dy)
+    dw[...] = x.T @ dy
+    if db is not None:
+        db[...] = dy.sum(0)
+    return np.ascontiguousarray(dy @ w.T) if need_dx else None
+
+
+def relu(x: Array) -> Array:
+    return np.where(x < 0, np.zeros_like(x), x)
+
+
+def relu_backward(dy: Array, y: Array) -> Array:
+    return np.where(y <= 0, np.zeros_like(dy), dy)
+
+
+def sigmoid(x: Array) -> Array:
+    return np.asarray(1 / (1 + np.exp(-x)))
+
+
+def sigmoid_backward(dy: Array, y: Array) -> Array:
+    return np.asarray(dy * y * (1 - y))
+
+
+def batch_norm2d(
+    x: Array,
+    gamma: Array,
+    beta: Array,
+    running_mean: Array,
+    running_var: Array,
+    momentum: float,
+    eps: float,
+    training: bool,
+) -> tuple[Array, Any]:
+    mean, var = running_mean.copy(), running_var.copy()
+    count = x.size // max(x.shape[1], 1)
+    if training and count == 1:
+        raise UsageError("batch normalization needs more than one value per channel to train")
+    if training and count:
+        mean, var = x.mean((0, 2, 3)), x.var((0, 2, 3))
+        running_mean += momentum * (mean - running_mean)
+        running_var += momentum * (var * count / (count - 1) - running_var)
+    inverse = 1 / np.sqrt(var + eps)
+    normal = (x - mean[:, None, None]) * inverse[:, None, None]
+    return normal * gamma[:, None, None] + beta[:, None, None], (normal, inverse, gamma, training)
+
+
+def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) -> Array:
+    normal, inverse, gamma, training = saved
+    dbeta[...] = dy.sum((0, 2, 3))
+    dgamma[...] = (dy * normal).sum((0, 2, 3))
+    inner = dy
+    if training and dy.size:
+        count = dy.size // dy.shape[1]
+        inner = dy - (dbeta[:, None, None] + normal * dgamma[:, None, None]) / count
+    return np.asarray(inner * (gamma * inverse)[:, None, None])
+
+
+def softmax(x: Array) -> Array:
+    e = np.exp(x - x.max(1, keepdims=True))
+    return np.asarray(e / e.sum(1, keepdims=True))
+
+
+def _distribution(logits: Array, labels: Array) -> Array:
+    if labels.ndim == 2:
+        return labels.astype(logits.dtype)
+    if ((labels < 0) | (labels >= logits.shape[1])).any():
+        raise UsageError(f"a label is outside 0 ... {logits.shape[1] - 1}")
+    return np.eye(logits.shape[1], dtype=logits.dtype)[labels.astype(np.int64)]
+
+
+def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
+    target = _distribution(logits, labels)
+    shifted = logits - logits.max(1, keepdims=True)
+    log_probability = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    loss = -(target * log_probability).sum() / max(len(logits), 1)
+    return np.asarray(loss, logits.dtype), (softmax(logits), target)
+
+
+def softmax_cross_entropy_backward(saved: Any, scale: float | Array = 1.0) -> Array:
+    probability, target = saved
+    scale = np.asarray(scale).item()
+    weight = target.sum(1, keepdims=True)
+    return np.asarray((probability * weight - target) * probability.dtype.type(scale / max(len(target), 1)))
+
+
+def sgd_update(
+    param: Array,
+    grad: Array,
+    momentum_buffer: Array | None,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    first: bool = False,
+) -> None:
+    grad = grad + weight_decay * param
+    if momentum_buffer is not None:
+        momentum_buffer[...] = grad if first else momentum * momentum_buffer + (1 - dampening) * grad
+        grad = grad + momentum * momentum_buffer if nesterov else momentum_buffer
+    param -= lr * grad
+
+
+def adam_update(
+    param: Array,
+    grad: Array,
+    m: Array,
+    v: Array,
+    step: int,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> None:
+    grad = grad + weight_decay * param
+    m[...] = beta1 * m + (1 - beta1) * grad
+    v[...] = beta2 * v + (1 - beta2) * grad**2
+    param -= lr * (m / (1 - beta1**step)) / (np.sqrt(v / (1 - beta2**step)) + eps)
+
+
+def rmsprop_update(
+    param: Array, grad: Array, running: Array, lr: float, rho: float = 0.9, eps: float = 1e-8, weight_decay: float = 0.0
+) -> None:
+    grad = grad + weight_decay * param
+    running[...] = rho * running + (1 - rho) * grad**2
+    param -= lr * grad / (np.sqrt(running) + eps)
+
+
+def adagrad_update(
+    param: Array, grad: Array, history: Array, lr: float, eps: float = 1e-10, weight_decay: float = 0.0
+) -> None:
+    grad = grad + weight_decay * param
+    history += grad**2
+    param -= lr * grad / (np.sqrt(history) + eps)

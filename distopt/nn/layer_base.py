@@ -1,0 +1,156 @@
+"""The base of layers and models.
+
+A layer finds its sub-layers and parameters among its attributes, so that `self.conv1 = Conv2d(...)` is all that a model
+has to say. A parameter's name is its path, such as "conv1.W".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..errors import StateError, UsageError
+from .tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import numpy as np
+
+__all__ = ["Layer"]
+
+
+class Layer:
+    """Base of layers and models.
+
+    A subclass has `forward`, and `initialize` if it has parameters. Calling the layer initializes it at the first call.
+
+    Attributes:
+        name: path in the model once that is compiled, before that the attribute's name; the class name if it has none.
+    """
+
+    name: str = ""
+    _ready: bool = False
+
+    def __setattr__(self, key: str, value: object) -> None:
+        object.__setattr__(self, key, value)
+        if isinstance(value, Layer) and not value.name:
+            value.name = key
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """`forward`, with `initialize` before it at the first call."""
+        if not self._ready:
+            self.initialize(*inputs)
+            self._ready = True
+        return self.forward(*inputs, **options)
+
+    def initialize(self, *inputs: Any) -> None:
+        """Make the parameters that fit `inputs`."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """The layer's result."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward")
+
+    def own_states(self) -> dict[str, Tensor]:
+        """Tensors that belong to a saved model and are not parameters, by attribute name; without sub-layers."""
+        return {}
+
+    # -- parameters and states ---------------------------------------------------------------------------------------
+    def get_params(self) -> dict[str, Tensor]:
+        """The parameters of this layer and its sub-layers, by path. One that is shared is listed once."""
+        params: dict[str, Tensor] = {}
+        listed: set[int] = set()
+        for path, layer in self._walk():
+            for key, value in vars(layer).items():
+                if isinstance(value, Tensor) and value.stores_grad and id(value) not in listed:
+                    listed.add(id(value))
+                    params[path + key] = value
+        return params
+
+    def get_states(self) -> dict[str, Tensor]:
+        """The parameters, and other tensors that belong to a saved model, by path."""
+        states = self.get_params()
+        for path, layer in self._walk():
+            states.update({path + key: value for key, value in layer.own_states().items()})
+        return states
+
+    def set_params(self, params: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
+        """Overwrite the values of all parameters, in place.
+
+        Raises:
+            StateError: a name is missing or unknown, or a shape or dtype differs; nothing was changed.
+        """
+        _overwrite(self.get_params(), params)
+
+    def set_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
+        """Overwrite the values of all states, in place.
+
+        Raises:
+            StateError: as `set_params`.
+        """
+        _overwrite(self.get_states(), states)
+
+    def _walk(self, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Layer]]:
+        """This layer and all below it, each once, with the prefix of the names of what it holds."""
+        seen = set() if seen is None else seen
+        if id(self) in seen:
+            return
+        seen.add(id(self))
+        yield path, self
+        for key, value in vars(self).items():
+            if isinstance(value, Layer):
+                yield from value._walk(f"{path}{key}.", seen)
+            elif isinstance(value, (list, tuple)):
+                for index, item in enumerate(value):
+                    if isinstance(item, Layer):
+                        yield from item._walk(f"{path}{key}.{index}.", seen)
+
+    # -- for layers --------------------------------------------------------------------------------------------------
+    @property
+    def label(self) -> str:
+        """What errors call this layer."""
+        return self.name or type(self).__name__
+
+    def _parameter(self, key: str, shape: Sequence[int], x: Tensor) -> Tensor:
+        """A new parameter of zeros, on the device and of the dtype of `x`."""
+        if x.dtype not in ("float32", "float64"):
+            raise UsageError(f"{self.label} computes in float32 or float64, got {x.dtype}; convert the input")
+        name = f"{self.name}.{key}" if self.name else key
+        return Tensor(shape, x.device, x.dtype, stores_grad=True, name=name)
+
+    def _check_images(self, x: Tensor, channels: int, param: Tensor) -> None:
+        shape = x.data.shape
+        if len(shape) != 4 or shape[1] != channels:
+            raise UsageError(f"{self.label} expects images [N, {channels}, H, W], got {list(shape)}")
+        self._check_dtype(x, param)
+
+    def _check_dtype(self, x: Tensor, param: Tensor) -> None:
+        if x.data.dtype != param.data.dtype:
+            raise UsageError(f"{self.label} has parameters of {param.dtype}, got an input of {x.dtype}")
+
+
+def _check_states(have: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
+    """Check that `given` has a value for each of the tensors `have`, and nothing else.
+
+    Raises:
+        StateError: a name is missing or unknown, or a shape or dtype differs.
+    """
+    for name in have.keys() - given.keys():
+        raise StateError(f"{name} is missing; the states are of another model")
+    for name in given.keys() - have.keys():
+        raise StateError(f"the model has no {name}; the states are of another model")
+    for name, tensor in have.items():
+        shape, dtype = tuple(given[name].shape), given[name].dtype
+        if shape != tensor.shape or dtype != tensor.dtype:
+            raise StateError(
+                f"{name} is {tensor.dtype} of shape {tensor.shape}, the states have {dtype} of shape {shape}"
+            )
+
+
+def _overwrite(have: Mapping[str, Tensor], given: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
+    _check_states(have, given)
+    for name, tensor in have.items():
+        value = given[name]
+        if isinstance(value, Tensor):
+            tensor.copy_data(value)
+        else:
+            tensor.copy_from_numpy(value)

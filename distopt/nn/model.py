@@ -1,0 +1,225 @@
+"""Models: a layer that knows its optimizer, how to train on a batch, and how to be saved."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from ..errors import StateError, UsageError
+from ..files import atomic_write
+from .layer_base import Layer
+from .mode import mode as process_mode
+from .replay.graphs import StepGraphs
+from .tensor import Tensor
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from .device import Device
+
+__all__ = ["Model", "TrainingOptimizer"]
+
+_FORMAT = {"format": "distopt states", "version": "1"}
+
+
+class TrainingOptimizer(Protocol):
+    """What a model asks of its optimizer: `optim.Optimizer` and `DistOpt` have it."""
+
+    def __call__(self, loss: Tensor) -> None:
+        """One training step from `loss`."""
+
+    def attach(self, params: Iterable[Tensor]) -> None:
+        """Learn of the model's parameters before the first step."""
+
+
+def _digest(arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype.str} {array.shape} ".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+class Model(Layer):
+    """Base of models.
+
+    A subclass makes its layers in `__init__`, computes in `forward`, and trains on one batch in `train_one_batch`,
+    which calls `self.optimizer(loss)`. Calling the model calls `train_one_batch` in training mode, else `forward`.
+    """
+
+    training: bool = True
+    _compiled: bool = False
+    _optimizer: TrainingOptimizer | None = None
+    _device: Device | None = None
+    _graph_device: Device | None = None  # where `compile` has put the model
+    _graphs: StepGraphs | None = None
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """`train_one_batch` in training mode, or a replay where `compile` was told to; else `forward`."""
+        process_mode.training = self.training
+        if not self.training:
+            return self.forward(*inputs, **options)
+        graphs = self._step_graphs()
+        if graphs is None:
+            return self.train_one_batch(*inputs, **options)
+        return graphs.run(self.train_one_batch, self.get_states, self._optimizer, inputs, options)
+
+    def _step_graphs(self) -> StepGraphs | None:
+        device = self._graph_device
+        if device is None:
+            return None
+        if not device.graph_enabled() or device.verbosity:
+            self._graphs = None
+        elif self._graphs is None or self._graphs.generation != device.graph_generation:
+            self._graphs = StepGraphs(device)
+        return self._graphs
+
+    @property
+    def graph_replays(self) -> int:
+        """How many training steps were replayed, since graphs were last enabled or reset."""
+        return 0 if self._graphs is None else self._graphs.replays
+
+    def train_one_batch(self, *inputs: Any, **options: Any) -> Any:
+        """One training step; returns what the caller wants to see, mostly output and loss."""
+        raise NotImplementedError(f"{type(self).__name__} has no train_one_batch")
+
+    def compile(
+        self,
+        inputs: Sequence[Tensor],
+        is_train: bool = True,
+        use_graph: bool = False,
+        sequential: bool = False,
+    ) -> None:
+        """Make and name all parameters, by one forward pass in evaluation mode. Collective if the optimizer is.
+
+        Args:
+            inputs: arguments of `forward`; values do not matter, shapes and dtypes do.
+            is_train: mode to be in afterwards.
+            use_graph: record forward and backward of a training step, and replay them: on a GPU as CUDA graphs, on the
+                CPU as calls of kernels; see `distopt.nn.replay`. From the fourth step with arguments of the same kind
+                (shapes, types and other values) the Python code of `train_one_batch` no longer runs: what it computes
+                from anything but its arguments, parameters and states stays as it was, and it can do no more than
+                compute, call `self.optimizer` with one loss, and return tensors. Where a step cannot be recorded, such
+                as with dropout, it runs as before and the log says why, once; on a GPU the attempt has run its Python
+                code before, without effect on the device.
+            sequential: accepted for SINGA's scripts; without a graph there is nothing to put in sequence.
+
+        Raises:
+            UsageError: the shapes of two layers do not fit; the message names the second.
+        """
+        device = self._device or inputs[0].device
+        for x in inputs:
+            x.to_device(device)
+        for path, layer in self._walk():
+            layer.name = path.removesuffix(".") or self.name
+        self.eval()
+        self.forward(*inputs)
+        for name, param in self.get_params().items():
+            param.name = name
+        self._compiled = True
+        device.EnableGraph(use_graph)
+        self._graph_device, self._graphs = device, None
+        self.train(is_train)
+        self._attach()
+
+    def on_device(self, device: Device) -> None:
+        """Make the parameters on `device` at `compile`, or move them there if they exist."""
+        self._device = device
+        for tensor in self.get_states().values():
+            tensor.to_device(device)
+
+    def train(self, mode: bool = True) -> None:
+        """Go to training mode: calls train, operations are recorded, dropout and batch normalization are active."""
+        self.training = mode
+        process_mode.training = mode
+
+    def eval(self) -> None:
+        """Go to evaluation mode."""
+        self.train(False)
+
+    # -- optimizer ---------------------------------------------------------------------------------------------------
+    @property
+    def optimizer(self) -> TrainingOptimizer:
+        """The optimizer.
+
+        Raises:
+            UsageError: none was set.
+        """
+        if self._optimizer is None:
+            raise UsageError(f"{type(self).__name__} has no optimizer; call set_optimizer before training")
+        if self._graphs is not None and self._graphs.watch is not None:
+            watched: TrainingOptimizer = self._graphs.watch(self._optimizer)
+            return watched
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: TrainingOptimizer) -> None:
+        self._optimizer, self._graphs = optimizer, None
+        self._attach()
+
+    def set_optimizer(self, optimizer: TrainingOptimizer) -> None:
+        """Train with `optimizer`. Collective if that is one of many ranks and the model is compiled."""
+        self.optimizer = optimizer
+
+    def _attach(self) -> None:
+        if self._compiled and self._optimizer is not None:
+            self._optimizer.attach(self.get_params().values())
+
+    # -- files -------------------------------------------------------------------------------------------------------
+    def save_states(self, fpath: str | os.PathLike[str], aux_states: Mapping[str, Any] | None = None) -> None:
+        """Local. Write parameters and states to a safetensors file, which replaces an older one all at once.
+
+        Args:
+            fpath: file to write.
+            aux_states: further arrays, tensors or numbers to keep with them.
+
+        Raises:
+            UsageError: a value of `aux_states` is of another kind.
+            OSError: from the file system; an older file stays.
+        """
+        self._check_compiled()
+        arrays = {f"model/{name}": tensor.to_numpy() for name, tensor in self.get_states().items()}
+        for name, value in (aux_states or {}).items():
+            array = value.to_numpy() if isinstance(value, Tensor) else np.asarray(value)
+            if array.dtype.kind not in "biuf":
+                raise UsageError(
+                    f"aux_states[{name!r}] has dtype {array.dtype}; only numbers and truth values are saved"
+                )
+            arrays[f"aux/{name}"] = np.array(array, order="C")
+        with atomic_write(fpath) as file:
+            file.write(safetensors.numpy.save(arrays, {**_FORMAT, "blake2b": _digest(arrays)}))
+
+    def load_states(self, fpath: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
+        """Local. Overwrite parameters and states by those of a file, and return its `aux_states` as arrays.
+
+        Raises:
+            StateError: the file is truncated, corrupt or foreign, or a name, shape or dtype differs; nothing was
+                changed.
+            FileNotFoundError: there is no such file.
+        """
+        self._check_compiled()
+        try:
+            with safetensors.safe_open(fpath, framework="numpy") as file:
+                metadata = file.metadata() or {}
+                if any(metadata.get(key) != value for key, value in _FORMAT.items()):
+                    raise StateError(f"{fpath} was not written by Model.save_states")
+                arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+        except (safetensors.SafetensorError, AttributeError, TypeError) as error:  # the latter: types NumPy lacks
+            raise StateError(f"{fpath} is truncated or no file of states: {error}") from None
+        if metadata.get("blake2b") != _digest(arrays):
+            raise StateError(f"{fpath} is corrupt: its content does not have the digest that was saved with it")
+        own = {key.removeprefix("model/"): array for key, array in arrays.items() if key.startswith("model/")}
+        try:
+            self.set_states(own)
+        except StateError as error:
+            raise StateError(f"{fpath}: {error}") from None
+        return {key.removeprefix("aux/"): array for key, array in arrays.items() if key.startswith("aux/")}
+
+    def _check_compiled(self) -> None:
+        if not self._compiled:
+            raise UsageError(f"{type(self).__name__} has no parameters yet; call compile before saving or loading")

@@ -1,0 +1,170 @@
+"""One training step that is captured in CUDA graphs, and replayed; see `distopt.nn.replay.graphs`."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from typing import TYPE_CHECKING, Any
+
+from .. import autograd
+from .step import Piece, RecordedStep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+    from ..device import Device
+    from ..tensor import Array, Tensor
+
+__all__ = ["CapturedStep"]
+
+
+class _Recorder:
+    """Records pieces on a stream of its own, for another one, in memory of its own.
+
+    Attributes:
+        memory: all that was allocated, which lasts as long as this.
+    """
+
+    def __init__(self, device: Device) -> None:
+        from ..kernels import gpu_base
+
+        self._base, self._device = gpu_base, device
+        self._cuda = cuda = device.xp.cuda
+        self.memory: list[Any] = []
+        self._pool = cuda.MemoryPool(_allocator(cuda, gpu_base.native, self.memory))
+        # One that does not block: other threads may use the default stream meanwhile.
+        self._stream = cuda.Stream(non_blocking=True)
+        self.launched_on = gpu_base.current_stream()
+        self._inside: contextlib.ExitStack | None = None
+
+    def own_memory(self) -> Any:
+        """Within this, new arrays lie in the graph's memory."""
+        return self._cuda.using_allocator(self._pool.malloc)
+
+    def holds(self, array: Array) -> bool:
+        address = array.data.ptr
+        return any(run.ptr <= address < run.ptr + run.size for run in self.memory)
+
+    def begin(self, what: str) -> None:
+        """Record what this thread puts on CuPy's current stream, which is another one until `end`."""
+        with contextlib.ExitStack() as inside:
+            inside.enter_context(_no_collection())
+            inside.enter_context(self._stream)
+            inside.enter_context(self.own_memory())
+            self._base.share_workspace(self._device.id(), self._stream.ptr, self.launched_on)
+            inside.callback(self._base.share_workspace, self._device.id(), self._stream.ptr, None)
+            self._device.recording = what
+            inside.callback(setattr, self._device, "recording", "")
+            self._base.native.begin_capture(self._stream.ptr)
+            self._inside = inside.pop_all()
+
+    def end(self) -> Any:
+        """The recorded piece."""
+        try:
+            piece = self._base.native.end_capture(self._stream.ptr)
+        except Exception:
+            self.abort()
+            raise
+        self._leave()
+        return piece
+
+    def abort(self) -> None:
+        """Leave no recording under way."""
+        if self._inside is not None:
+            self._base.native.abort_capture(self._stream.ptr)
+            self._leave()
+
+    def _leave(self) -> None:
+        assert self._inside is not None
+        inside, self._inside = self._inside, None
+        inside.close()
+
+
+def _allocator(cuda: Any, native: Any, memory: list[Any]) -> Callable[[int], Any]:
+    """What a pool takes its memory from; all of it stays in `memory`, even if the pool lets go of it."""
+
+    def allocate(size: int) -> Any:
+        # cudaMalloc is no work of a stream; but a capture forbids it, as it may wait for the device.
+        memory.append(native.allow_in_capture(lambda: cuda.Memory(size)))
+        return cuda.MemoryPointer(memory[-1], 0)
+
+    return allocate
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage may hold memory of CUDA, and to free it fails within a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class CapturedStep(RecordedStep):
+    """A step that was captured in CUDA graphs, or is about to be."""
+
+    def __init__(
+        self, device: Device, inputs: Sequence[Any], options: dict[str, Any], states: Iterable[Tensor]
+    ) -> None:
+        self.recorder = _Recorder(device)
+        with self.recorder.own_memory():
+            super().__init__(device, inputs, options, states)
+        self._leaves: list[Array] = []
+
+    def __str__(self) -> str:
+        nodes = self.forward.nodes + sum(piece.work.nodes for piece in self.pieces)
+        return f"captured in {1 + len(self.pieces)} CUDA graphs of {nodes} nodes"
+
+    @property
+    def begun(self) -> bool:
+        """Whether the forward piece was launched."""
+        return self.forward is not None
+
+    def begin(self) -> None:
+        """Record the forward pass; nothing runs."""
+        self.recorder.begin("forward")
+
+    def abort(self) -> None:
+        """Leave no recording under way."""
+        self.recorder.abort()
+
+    def end_forward(self, loss: Tensor) -> None:
+        """Launch the forward piece."""
+        self.forward = self.recorder.end()
+        self.launch(self.forward)
+
+    def record_backward(self, loss: Tensor, pauses: Collection[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Record the backward pass, in pieces that end at the parameters of `pauses`; then launch them."""
+        kept = [(op, op.inputs, op.saved) for op in autograd.tape(loss)]
+        recorder = self.recorder
+        pairs: list[tuple[Tensor, Array]] = []
+        try:
+            recorder.begin("backward")
+            for param, grad in autograd.backward(loss):
+                pairs.append((param, grad.data))
+                if param in pauses:
+                    self.pieces.append(Piece(recorder.end(), pairs))
+                    pairs = []
+                    recorder.begin("backward")
+            last = recorder.end()
+            if pairs or last.nodes:
+                self.pieces.append(Piece(last, pairs))
+        except Exception as error:
+            recorder.abort()
+            self.failure = error.with_traceback(None)  # its frames hold this step
+            for op, inputs, saved in kept:  # what was let go of serves again: nothing has overwritten it
+                op.inputs, op.saved = inputs, saved
+        # What the step read besides: should its owner let go of it, a replay reads old values, and no foreign ones.
+        self._leaves = [source.data for _, inputs, _ in kept for source in inputs or () if source.creator is None]
+        return self.gradients() if self.failure is None else autograd.backward(loss)
+
+    def computed(self, tensor: Tensor) -> bool:
+        """Whether it lies in memory of the graph."""
+        return self.recorder.holds(tensor.data)
+
+    def launch(self, work: Any) -> None:
+        """Hand a piece to the stream."""
+        work.launch(self.recorder.launched_on)

@@ -1,0 +1,249 @@
+"""Training steps that are recorded and repeated: on a GPU as CUDA graphs, on the CPU as calls of kernels.
+
+On the CPU see `distopt.nn.replay.replayed`. On a GPU the forward pass is captured, and the backward pass cut at the
+parameters that complete a bucket. What an optimizer does is not: its collectives, checks, codecs and updates use
+numbers of the host and wait for the device. A replay launches the forward piece and then calls the method of the
+optimizer that `train_one_batch` had called; its `autograd.backward` launches one piece after another and yields the
+gradients of each. So an optimizer notices nothing, and communication overlaps the pieces that follow. (Such graphs are
+known as piecewise CUDA graphs.)
+
+The first calls with arguments of one kind run as ever, and the next one is captured. On a GPU nothing runs while a
+piece is recorded, and each is launched as soon as its results are needed, so that this call is a whole step, too. The
+forward piece fails before anything has run, and the call begins anew without a capture; the backward pass fails with
+all that it needs still there, and runs as ever. Arguments that did so once are not tried again, and the log has the
+reason.
+
+Arrays of a graph lie in memory of its own, so that a replay writes nothing that somebody else has got since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from ..device import tell_once
+from ..mode import mode
+from ..tensor import Tensor
+from .captured import CapturedStep
+from .replayed import ReplayedStep
+from .step import CaptureError, OptimizerCall, RecordedStep, early_text, text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ..device import Device
+
+__all__ = ["StepGraphs"]
+
+# Steps before one is recorded, in which momentum, buckets, plans and compiled kernels come into being.
+REHEARSALS = {"cpu": 1, "cuda": 2}
+KINDS = 8  # of arguments; each has memory of its own
+CAPTURES = 3  # of one kind, where parameters or buckets are not what they were at the last one
+
+_log = logging.getLogger("distopt")
+
+
+class _Watched:
+    """An optimizer whose methods tell `seen` when they are called."""
+
+    def __init__(self, optimizer: Any, seen: Callable[[Any, OptimizerCall], Any]) -> None:
+        object.__setattr__(self, "_optimizer", optimizer)
+        object.__setattr__(self, "_seen", seen)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._optimizer, name)
+        if not isinstance(value, MethodType):
+            return value
+        return lambda *args, **options: self._call(name, args, options)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        self._call("__setattr__", (name, value), {})
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._call("__call__", args, options)
+
+    def _call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        places: list[tuple[int | str, Any]] = [*enumerate(args), *options.items()]
+        losses = [place for place, value in places if isinstance(value, Tensor) and value.creator is not None]
+        return self._seen(self._optimizer, OptimizerCall(name, args, options, losses[0] if losses else None))
+
+
+class _Kind:
+    """Arguments of one kind: what was done with them, and the recorded step, or why there is none."""
+
+    def __init__(self) -> None:
+        self.rehearsals = self.captures = 0
+        self.step: RecordedStep | None = None
+        self.candidate: ReplayedStep | None = None  # the step if the next does the same
+        self.reason = ""
+
+
+class StepGraphs:
+    """The recorded training steps of a model.
+
+    Attributes:
+        replays: number of steps that were replayed.
+        watch: while a step runs that is looked at, what stands for the optimizer.
+        generation: `Device.graph_generation` to which the steps belong.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.replays = 0
+        self.watch: Callable[[Any], Any] | None = None
+        self.generation = device.graph_generation
+        self._device = device
+        self._kinds: dict[Any, _Kind] = {}
+
+    def run(
+        self,
+        train: Callable[..., Any],
+        states: Callable[[], dict[str, Tensor]],
+        optimizer: Any,
+        inputs: Sequence[Any],
+        options: dict[str, Any],
+    ) -> Any:
+        """One training step, recorded or replayed where that can be.
+
+        Args:
+            train: `train_one_batch`.
+            states: gives the tensors of the model.
+            optimizer: of the model.
+            inputs: arguments of `train`.
+            options: likewise, by keyword.
+        """
+        if self._device.recording or mode.ran is not None:  # a model within a model that is recorded
+            return train(*inputs, **options)
+        try:
+            kind = self._kind_of(inputs, options)
+        except CaptureError as error:
+            self._tell(error)
+            return train(*inputs, **options)
+        if kind.step is not None and not kind.step.fits():
+            kind.step = None
+            if kind.captures == CAPTURES:
+                kind.reason = f"parameters or buckets were moved after each of {CAPTURES} recordings"
+                self._tell(kind.reason)
+        if kind.step is not None:
+            self.replays += 1
+            return kind.step.replay(optimizer, inputs, options)
+        if kind.reason:
+            return train(*inputs, **options)
+        if kind.rehearsals < REHEARSALS[self._device.kind]:
+            return self._rehearse(kind, train, inputs, options)
+        return self._record(kind, train, states, inputs, options)
+
+    def _kind_of(self, inputs: Sequence[Any], options: dict[str, Any]) -> _Kind:
+        named: list[tuple[int | str, Any]] = [*enumerate(inputs), *sorted(options.items())]
+        key = (self._stream(), *[self._trait(name, value) for name, value in named])
+        try:
+            kind = self._kinds.get(key)
+        except TypeError as error:
+            raise CaptureError(f"arguments of train_one_batch must be tensors or have a hash ({error})") from None
+        if kind is None:
+            if len(self._kinds) == KINDS:
+                raise CaptureError(f"there were {KINDS} kinds of arguments of train_one_batch already")
+            kind = self._kinds[key] = _Kind()
+        return kind
+
+    def _stream(self) -> int:
+        if self._device.kind == "cpu":
+            return 0
+        from ..kernels.gpu_base import current_stream
+
+        return current_stream()
+
+    def _trait(self, name: int | str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return name, type(value), value
+        if value.device is not self._device or value.creator is not None or value.stores_grad:
+            raise CaptureError(f"argument {name} of train_one_batch is no plain tensor on {self._device!r}")
+        return name, value.shape, value.dtype.str
+
+    def _rehearse(self, kind: _Kind, train: Callable[..., Any], inputs: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Run as ever, and see whether the step is one that could be captured."""
+        calls: list[OptimizerCall] = []
+
+        def seen(optimizer: Any, call: OptimizerCall) -> Any:
+            calls.append(call)
+            return call.on(optimizer)
+
+        with self._watching(seen):
+            results = train(*inputs, **options)
+        kind.rehearsals += 1
+        losses = sum(call.place is not None for call in calls)
+        if losses != 1:
+            kind.reason = _calls_text(losses)
+        elif calls[0].place is None:
+            kind.reason = early_text(calls[0])
+        if kind.reason:
+            self._tell(kind.reason)
+        return results
+
+    def _record(
+        self,
+        kind: _Kind,
+        train: Callable[..., Any],
+        states: Callable[[], dict[str, Tensor]],
+        inputs: Sequence[Any],
+        options: dict[str, Any],
+    ) -> Any:
+        step_type = ReplayedStep if self._device.kind == "cpu" else CapturedStep
+        step = step_type(self._device, inputs, options, states().values())
+        failure = _calls_text(0)
+        try:
+            with self._watching(step.seen):
+                step.begin()
+                results = train(*step.inputs, **step.options)
+        except Exception as error:
+            if step.begun:
+                raise  # the error is none of the recording
+            failure = f"the forward pass: {text_of(error)}"
+        finally:
+            step.abort()
+        try:
+            if not step.begun:
+                results = train(*inputs, **options)  # raises where the error was the script's
+                raise CaptureError(failure)
+            step.check(results)
+            if isinstance(step, ReplayedStep) and self._is_first(kind, step):
+                return step.hand_out()
+        except CaptureError as error:
+            kind.reason = str(error)
+            self._tell(kind.reason)
+            return results
+        kind.step, kind.captures = step, kind.captures + 1
+        _log.info("training step %s", step)
+        return step.hand_out()
+
+    @staticmethod
+    def _is_first(kind: _Kind, step: ReplayedStep) -> bool:
+        """Whether there is no step yet with which this one can be compared.
+
+        Raises:
+            CaptureError: there is one, and it did something else.
+        """
+        earlier, kind.candidate = kind.candidate, step
+        if earlier is None:
+            return True
+        kind.candidate = None
+        if difference := step.difference(earlier):
+            raise CaptureError(f"train_one_batch does not do the same in each step: {difference}")
+        return False
+
+    @contextlib.contextmanager
+    def _watching(self, seen: Callable[[Any, OptimizerCall], Any]) -> Iterator[None]:
+        self.watch = lambda optimizer: _Watched(optimizer, seen)
+        try:
+            yield
+        finally:
+            self.watch = None
+
+    @staticmethod
+    def _tell(reason: object) -> None:
+        tell_once(f"use_graph=True: training steps run without a graph: {reason}")
+
+
+def _calls_text(calls: int) -> str:
+    return f"train_one_batch calls self.optimizer with a loss {calls} times, where one is needed"

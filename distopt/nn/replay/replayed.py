@@ -1,0 +1,148 @@
+"""Training steps on the CPU that are replayed: the calls of kernels, without the Python code around them.
+
+A step is recorded as it runs: which kernels are called for its forward and its backward pass, on which arrays. The
+arrays stay, and a replay copies new arguments to where the recorded ones were and makes the same calls. So it computes
+the same bits, and saves the time of layers, their checks, the search of the graph and the arrays that come and go: for
+a small network these are as long as a layer.
+
+Python code that does not run cannot be watched. So only operations are recorded that compute by kernels alone
+(`Operation.native`), on arguments, states of the model and results of each other; and two steps must have done the
+same before there is a replay.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .. import autograd
+from ..mode import Ran, mode
+from ..tensor import Operation, Tensor
+from .step import CaptureError, Piece, RecordedStep
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from ..device import Device
+
+__all__ = ["ReplayedStep"]
+
+_OF_A_CALL = {"inputs", "needs", "order", "saved"}  # attributes of an operation
+
+
+class ReplayedStep(RecordedStep):
+    """A step that was recorded, or is about to be. Its work are lists of calls."""
+
+    begun = True  # kernels run as they are recorded
+
+    def __init__(
+        self, device: Device, inputs: Sequence[Any], options: dict[str, Any], states: Iterable[Tensor]
+    ) -> None:
+        super().__init__(device, inputs, options, states)
+        self._ran: list[Ran] = []
+
+    def __str__(self) -> str:
+        return f"recorded as {len(self.forward) + sum(len(piece.work) for piece in self.pieces)} calls of kernels"
+
+    def begin(self) -> None:
+        """Note what runs."""
+        mode.ran, mode.calls = [], []
+
+    def abort(self) -> None:
+        """Note no more."""
+        mode.ran = mode.calls = None
+
+    def end_forward(self, loss: Tensor) -> None:
+        """Take what has run."""
+        ran, self.forward = mode.ran or [], mode.calls
+        self.abort()
+        self._ran = [entry for entry in ran if isinstance(entry, Ran)]
+        hindrance = next((entry for entry in ran if isinstance(entry, str)), None) or self._foreign()
+        if hindrance or not self.computed(loss):
+            self.failure = CaptureError(hindrance or "the loss was not computed in this step")
+
+    def _foreign(self) -> str:
+        """What a replay would not compute anew, if there is something."""
+        known = {*self._arguments(), *(tensor for tensor, _ in self._states)}
+        for op, inputs, out in self._ran:
+            if not _is_native(op):
+                return f"{type(op).__name__} does not compute by kernels alone"
+            if not known.issuperset(inputs):
+                return f"{type(op).__name__} has an input that is no argument, state or result of an operation"
+            known.add(out)
+        return ""
+
+    def record_backward(self, loss: Tensor, pauses: Collection[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run the backward pass, and note it in pieces that end at the parameters of `pauses`."""
+        visits = autograd.plan(loss)
+        pending = autograd.first_gradient(loss, visits)
+        self.failure = CaptureError("the optimizer does not take all gradients")
+        piece = Piece([], [])
+        for visit in visits:
+            mode.calls = piece.work
+            try:
+                final = autograd.visit_one(visit, pending)
+            finally:
+                mode.calls = None
+            piece.pairs.extend((param, grad.data) for param, grad in final)
+            if not self.pieces or self.pieces[-1] is not piece:
+                self.pieces.append(piece)
+            if any(param in pauses for param in visit.final):
+                piece = Piece([], [])
+            yield from final
+        self.failure = None
+
+    def computed(self, tensor: Tensor) -> bool:
+        """Whether an operation of this step returned it."""
+        return any(tensor is ran.out for ran in self._ran)
+
+    def launch(self, work: Any) -> None:
+        """Make the calls."""
+        for function, args in work:
+            function(*args)
+
+    def difference(self, other: ReplayedStep) -> str:
+        """What this step did otherwise than another one with arguments of the same kind; empty if nothing."""
+        if len(self._ran) != len(other._ran):
+            return "another number of operations runs"
+        for mine, its in zip(self._ran, other._ran, strict=True):
+            name = type(mine.op).__name__
+            if not _alike(_settings(mine.op), _settings(its.op)):
+                return f"{name} takes the place of {type(its.op).__name__}, or has other settings"
+            if self._origins(mine) != other._origins(its):
+                return f"{name} has other inputs"
+        calls, others = ([step.call, *step.later] for step in (self, other))
+        if not _alike([call and call.others for call in calls], [call and call.others for call in others]):
+            return "the optimizer is called with other arguments"
+        return ""
+
+    def _origins(self, ran: Ran) -> list[Any]:
+        """Each input by its number among arguments and results, or the state that it is."""
+        numbers = {out: i for i, (_, _, out) in enumerate(self._ran)}
+        numbers.update({tensor: ~i for i, tensor in enumerate(self._arguments())})
+        return [numbers.get(tensor, tensor) for tensor in ran.inputs]
+
+    def _arguments(self) -> list[Tensor]:
+        return [value for value in (*self.inputs, *self.options.values()) if isinstance(value, Tensor)]
+
+
+def _is_native(op: Operation) -> bool:
+    """Whether the classes that have its `forward` and `backward` say so: a subclass may compute in another way."""
+    owners = (next(base for base in type(op).__mro__ if name in vars(base)) for name in ("forward", "backward"))
+    return all(vars(owner).get("native") for owner in owners)
+
+
+def _settings(op: Operation) -> list[Any]:
+    return [type(op), *(item for item in vars(op).items() if item[0] not in _OF_A_CALL)]
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether both are one object, or equal numbers or texts, or collections of such."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_alike(value, b[key]) for key, value in a.items())
+    return isinstance(a, (bool, int, float, str)) and a == b

@@ -1,0 +1,268 @@
+"""A training step that is recorded once and then repeated: what CUDA graphs and replays on the CPU have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...errors import DistoptError
+from .. import autograd
+from ..tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from ..device import Device
+    from ..tensor import Array
+
+__all__ = ["CaptureError", "OptimizerCall", "Piece", "RecordedStep", "early_text", "text_of"]
+
+
+class CaptureError(DistoptError):
+    """A step cannot be recorded; the message says why."""
+
+
+class OptimizerCall(NamedTuple):
+    """A call of a method of the optimizer; `place` is that of the loss, an index or a keyword, or None without one."""
+
+    name: str
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    place: int | str | None
+
+    def on(self, optimizer: Any, loss: Tensor | None = None) -> Any:
+        """The same call, of another optimizer, and with another loss if one is given."""
+        args, options = list(self.args), dict(self.options)
+        if loss is not None and isinstance(self.place, int):
+            args[self.place] = loss
+        elif loss is not None and isinstance(self.place, str):
+            options[self.place] = loss
+        return getattr(optimizer, self.name)(*args, **options)
+
+    @property
+    def others(self) -> tuple[Any, ...]:
+        """All but the loss."""
+        args = [arg for i, arg in enumerate(self.args) if i != self.place]
+        return self.name, self.place, args, {key: value for key, value in self.options.items() if key != self.place}
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss of the call itself."""
+        loss: Tensor = self.args[self.place] if isinstance(self.place, int) else self.options[str(self.place)]
+        return loss
+
+
+class Piece(NamedTuple):
+    """Work of the backward pass, and whose gradients are final after it: parameter, and where it was written."""
+
+    work: Any
+    pairs: list[tuple[Tensor, Array]]
+
+
+class RecordedStep(ABC):
+    """A step that was recorded, or is about to be.
+
+    Attributes:
+        device: where it runs.
+        inputs: arguments for the call of `train_one_batch` that is recorded.
+        options: likewise, by keyword.
+        call: that of the optimizer with the loss.
+        later: calls of the optimizer that follow, such as `step`.
+        results: of `train_one_batch`.
+        failure: why the step cannot be repeated.
+        forward: work of the forward pass.
+        pieces: the backward pass.
+    """
+
+    def __init__(
+        self, device: Device, inputs: Sequence[Any], options: dict[str, Any], states: Iterable[Tensor]
+    ) -> None:
+        self.device = device
+        self.inputs = [_copied(value) for value in inputs]
+        self.options = {key: _copied(value) for key, value in options.items()}
+        self.call: OptimizerCall | None = None
+        self.later: list[OptimizerCall] = []
+        self.results: Any = None
+        self.failure: Exception | None = None
+        self.forward: Any = None
+        self.pieces: list[Piece] = []
+        self._calls = 0
+        self._states = [(tensor, tensor.data) for tensor in states]
+        self._moved = False  # whether a gradient is wanted elsewhere than it was written
+
+    # -- recording ---------------------------------------------------------------------------------------------------
+    def seen(self, optimizer: Any, call: OptimizerCall) -> Any:
+        """The optimizer is called; the first time with a loss, the forward pass is complete."""
+        if call.place is None and self._calls:
+            self.later.append(call)
+            return call.on(optimizer)
+        if call.place is None:
+            self.failure = CaptureError(early_text(call))
+            if not self.begun:
+                raise self.failure
+            return call.on(optimizer)
+        self._calls += 1
+        if self._calls > 1:
+            return call.on(optimizer)
+        self.call = call
+        self.end_forward(call.loss)
+        return call.on(optimizer, self._loss(_Recording(self, call.loss)))
+
+    def _loss(self, walk: autograd.Walk) -> Tensor:
+        assert self.call is not None
+        loss = Tensor(data=self.call.loss.data, device=self.device)
+        loss.creator = walk
+        return loss
+
+    def check(self, results: Any) -> None:
+        """Take the results of `train_one_batch`.
+
+        Raises:
+            CaptureError: a replay would not do what this step did.
+        """
+        if self._calls != 1:
+            raise CaptureError(f"train_one_batch calls self.optimizer {self._calls} times, where a replay would once")
+        if isinstance(self.failure, CaptureError):
+            raise self.failure
+        if self.failure is not None:
+            raise CaptureError(f"the backward pass: {text_of(self.failure)}") from self.failure
+        if not self.pieces:
+            raise CaptureError("the optimizer did not call autograd.backward for its loss")
+        self._check_results(results)
+        self.results = results
+
+    def _check_results(self, results: Any) -> None:
+        if type(results) in (tuple, list, dict):
+            for value in results.values() if isinstance(results, dict) else results:
+                self._check_results(value)
+        elif isinstance(results, Tensor):
+            if not self.computed(results):
+                raise CaptureError("train_one_batch returns a tensor that was not computed before the optimizer's step")
+        elif results is not None:
+            raise CaptureError(
+                f"train_one_batch returns a {type(results).__name__}, which a replay would not compute anew"
+            )
+
+    @property
+    @abstractmethod
+    def begun(self) -> bool:
+        """Whether anything has been computed."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Record from now on."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Leave no recording under way."""
+
+    @abstractmethod
+    def end_forward(self, loss: Tensor) -> None:
+        """The forward pass is complete: see to it that it is computed."""
+
+    @abstractmethod
+    def record_backward(self, loss: Tensor, pauses: Collection[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Compute and record the backward pass, or note a failure; yield as `autograd.backward`."""
+
+    @abstractmethod
+    def computed(self, tensor: Tensor) -> bool:
+        """Whether it was computed in the forward pass of this step."""
+
+    def hand_out(self) -> Any:
+        """`results` with copies of their tensors, which later replays leave alone."""
+        return _copied(self.results)
+
+    # -- replay ------------------------------------------------------------------------------------------------------
+    def replay(self, optimizer: Any, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
+        """One step with other arguments of the same kind; returns what `train_one_batch` had."""
+        assert self.call is not None
+        given = (*inputs, *(options[key] for key in self.options))
+        for own, value in zip((*self.inputs, *self.options.values()), given, strict=True):
+            if isinstance(own, Tensor):
+                own.data[...] = value.data
+        self.launch(self.forward)
+        results = self.hand_out()
+        self.call.on(optimizer, self._loss(_Replaying(self)))
+        for call in self.later:
+            call.on(optimizer)
+        return results
+
+    def fits(self) -> bool:
+        """Whether parameters, states and gradients lie where they did."""
+        return not self._moved and all(tensor.data is array for tensor, array in self._states)
+
+    @abstractmethod
+    def launch(self, work: Any) -> None:
+        """Do `forward`, or the work of a piece."""
+
+    def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Compute the backward pass, and yield as `autograd.backward`."""
+        for work, pairs in self.pieces:
+            self.launch(work)
+            for param, array in pairs:
+                if param.grad is None:
+                    param.grad = Tensor(data=array.copy(), device=self.device, requires_grad=False)
+                    self._moved = True
+                elif param.grad.data is not array:  # another bucket: right all the same, and the next step is recorded
+                    param.grad.data[...] = array
+                    self._moved = True
+                yield param, param.grad
+
+    def parameters(self) -> list[Tensor]:
+        """In the order in which `gradients` yields them."""
+        return [param for _, pairs in self.pieces for param, _ in pairs]
+
+
+class _Recording(autograd.Walk):
+    """Behind the loss of the step that is recorded."""
+
+    def __init__(self, step: RecordedStep, loss: Tensor) -> None:
+        self.step, self.loss = step, loss
+
+    def pairs(self, dy: Tensor | None, pauses: Collection[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The gradients of the step, as it runs."""
+        if dy is not None:
+            self.step.failure = CaptureError("the optimizer passes `dy`")
+        if self.step.failure is not None:
+            return autograd.backward(self.loss, dy)
+        return self.step.record_backward(self.loss, pauses)
+
+    def parameters(self) -> list[Tensor]:
+        """Those behind the loss."""
+        return autograd.gradient_order(self.loss)
+
+
+class _Replaying(autograd.Walk):
+    """Behind the loss of a replay."""
+
+    def __init__(self, step: RecordedStep) -> None:
+        self.step = step
+
+    def pairs(self, dy: Tensor | None, pauses: Collection[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The gradients of the step, computed anew."""
+        return self.step.gradients()
+
+    def parameters(self) -> list[Tensor]:
+        """Those of the step."""
+        return self.step.parameters()
+
+
+def _copied(value: Any) -> Any:
+    """`value` with copies of its tensors."""
+    if isinstance(value, Tensor):
+        return Tensor(data=value.data.copy(), device=value.device)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_copied, value))
+    return value
+
+
+def early_text(call: OptimizerCall) -> str:
+    """Why a step with this call, which comes before that with the loss, is not recorded."""
+    return f"train_one_batch calls self.optimizer.{call.name} before the forward pass is complete"
+
+
+def text_of(error: Exception) -> str:
+    """The kind of an error and what it says."""
+    return f"{type(error).__name__}: {error}"

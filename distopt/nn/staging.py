@@ -1,0 +1,87 @@
+"""From the host to the device: a batch travels while the device still computes on the one before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import DTypeLike, NDArray
+
+    from .device import Device
+
+__all__ = ["Staging"]
+
+
+class _Slot:
+    """Memory for one batch on a GPU: pinned on the host, and on the device.
+
+    Attributes:
+        host: NumPy arrays to fill.
+        tensors: on the device.
+        copied: when the copy is through.
+        used: when the device is through with the tensors.
+    """
+
+    def __init__(self, device: Device, arrays: Sequence[tuple[Sequence[int], DTypeLike]]) -> None:
+        cuda = device.xp.cuda
+        self.tensors = [Tensor(shape, device, dtype) for shape, dtype in arrays]
+        self.host: list[NDArray[Any]] = []
+        for tensor in self.tensors:
+            memory = cuda.alloc_pinned_memory(max(tensor.data.nbytes, 1))
+            self.host.append(np.frombuffer(memory, tensor.dtype, tensor.size()).reshape(tensor.shape))
+        self.copied, self.used = cuda.Event(disable_timing=True), cuda.Event(disable_timing=True)
+
+
+class Staging:
+    """Memory in which batches are put together, and their way to the device.
+
+    A step is `fill`, which gives NumPy arrays to write a batch into, and `send`, which gives the tensors to train on.
+    On a GPU there are two of each, in turn: the copy runs on a stream of its own, and the host waits only where it is
+    two batches ahead of the copies. On the CPU the arrays are the tensors' own memory and nothing is copied.
+
+    The tensors of a batch may be used on the stream that is current at the next `send`, until the `send` after that.
+
+    Args:
+        device: where the tensors are.
+        arrays: shape and dtype of each array of a batch.
+    """
+
+    def __init__(self, device: Device, *arrays: tuple[Sequence[int], DTypeLike]) -> None:
+        self._slots: list[_Slot] = []
+        self._tensors: list[Tensor] = []
+        if device.kind == "cpu":
+            self._tensors = [Tensor(shape, device, dtype) for shape, dtype in arrays]
+            return
+        self._cuda = device.xp.cuda
+        self._slots = [_Slot(device, arrays), _Slot(device, arrays)]
+        self._stream = self._cuda.Stream(non_blocking=True)
+        # The tensors are made of zeros on the current stream; no copy may come before that.
+        self._stream.wait_event(self._cuda.get_current_stream().record())
+
+    def fill(self) -> list[NDArray[Any]]:
+        """Local. The arrays of the next batch, to write into; what stands in them is of no use."""
+        if not self._slots:
+            return [tensor.data for tensor in self._tensors]
+        self._slots[0].copied.synchronize()  # at once where nothing was sent from here yet
+        return self._slots[0].host
+
+    def send(self) -> list[Tensor]:
+        """Local. The tensors of the batch that was written into the arrays of `fill`; waits for nothing."""
+        if not self._slots:
+            return self._tensors
+        slot, before = self._slots
+        current = self._cuda.get_current_stream()
+        before.used.record(current)  # all that uses the batch before has been put on the stream by now
+        self._stream.wait_event(slot.used)
+        for tensor, array in zip(slot.tensors, slot.host, strict=True):
+            tensor.data.set(array, self._stream)
+        slot.copied.record(self._stream)
+        current.wait_event(slot.copied)
+        self._slots.reverse()
+        return slot.tensors

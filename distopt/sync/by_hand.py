@@ -1,0 +1,118 @@
+"""Tensors that a script reduces by hand, on their way as messages (the buffer of SINGA's `fused_all_reduce`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from ..errors import GradientError, UsageError
+from ..kernels import array_module
+from .placement import wire_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..comm.base import Array, Communicator
+    from ..compress import Codec, Reducer, Reduction
+
+__all__ = ["Fusion"]
+
+
+@dataclass
+class _Message:
+    reducer: Reducer[Any]
+    arrays: Sequence[Array]
+    residual: Array | None
+    reduction: Reduction
+
+
+class Fusion:
+    """Sums arrays over the ranks, small ones fused into one message.
+
+    A message travels in wire memory of its own, which later messages of the same codec and size use again.
+    """
+
+    def __init__(self, communicator: Communicator, capacity: int) -> None:
+        """Local; wire memory comes with the messages.
+
+        Args:
+            communicator: what the messages go through.
+            capacity: elements of a message, from which on it is sent. A larger array is a message of its own.
+        """
+        if capacity < 1:
+            raise UsageError(f"a fusion buffer of {capacity} elements holds nothing; pass 1 or more")
+        self._communicator = communicator
+        self._capacity = capacity
+        self._staged: dict[tuple[str, str], tuple[Codec, list[Array]]] = {}
+        self._sent: list[_Message] = []
+        self._free: dict[tuple[str, str, int], list[Reducer[Any]]] = {}
+
+    def stage(self, array: Array, codec: Codec) -> None:
+        """Collective. Put `array` into the message of its codec and type, once; a full message is sent first."""
+        key = codec.kind, array.dtype.name
+        codec, staged = self._staged.setdefault(key, (codec, []))
+        if any(array is other for other in staged):
+            return
+        if staged and sum(other.size for other in staged) + array.size > self._capacity:
+            self.send(staged, codec)
+            staged = []
+        self._staged[key] = codec, [*staged, array]
+
+    def send_staged(self) -> None:
+        """Collective. Start the sums of all that has been staged."""
+        staged, self._staged = self._staged, {}
+        for codec, arrays in staged.values():
+            self.send(arrays, codec)
+
+    def send(self, arrays: Sequence[Array], codec: Codec, residual: Array | None = None) -> None:
+        """Collective. Start the sum of `arrays`, which are of one type, as one message.
+
+        Args:
+            arrays: valid, with the sums in place, after `wait`.
+            codec: what is sent.
+            residual: flat; with a codec with error feedback, what is added before and left over after the selection.
+        """
+        total = sum(array.size for array in arrays)
+        key = codec.kind, arrays[0].dtype.name, total
+        if self._free.get(key):
+            reducer = self._free[key].pop()
+            codec.retune(reducer)
+        else:
+            memory = wire_memory(self._communicator, total, key[1], array_module(arrays[0]))
+            reducer = codec.attach(memory, self._communicator, label="fused")
+        for array, part in self._parts(arrays, reducer):
+            part[...] = array.reshape(-1)
+        if residual is not None:
+            reducer.load_state_dict({"residual": residual})
+        self._sent.append(_Message(reducer, arrays, residual, reducer.start()))
+
+    def wait(self) -> None:
+        """Collective. Finish what was sent, staged arrays included, and put the sums in place.
+
+        Raises:
+            GradientError: see `Reduction.wait`; arrays of other messages hold their sums.
+        """
+        self.send_staged()
+        sent, self._sent = self._sent, []
+        errors = []
+        for message in sent:
+            reducer = message.reducer
+            try:
+                message.reduction.wait()
+            except GradientError as error:
+                errors.append(error)
+            else:
+                for array, part in self._parts(message.arrays, reducer):
+                    array[...] = (part * self._communicator.topology.world_size).reshape(array.shape)
+            if message.residual is not None:
+                message.residual[...] = reducer.residual
+            key = reducer.kind, reducer.bucket.dtype.name, reducer.bucket.size
+            self._free.setdefault(key, []).append(reducer)
+        if errors:
+            raise errors[0]
+
+    @staticmethod
+    def _parts(arrays: Sequence[Array], reducer: Reducer[Any]) -> list[tuple[Array, Array]]:
+        stops = list(accumulate(array.size for array in arrays))
+        return [(array, reducer.bucket[stop - array.size : stop]) for array, stop in zip(arrays, stops, strict=True)]

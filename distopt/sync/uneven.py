@@ -1,0 +1,79 @@
+"""Ranks with different numbers of batches.
+
+A rank that has no more batches takes part in the others' steps with gradients of zero, and applies the same updates, so
+all ranks keep equal parameters. Every step begins with a roll call: who still has data, and what is about to be sent.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..compress import ErrorFeedback
+from ..errors import MismatchError, UsageError
+
+if TYPE_CHECKING:
+    from ..comm import Communicator
+    from ..compress import Codec
+
+__all__ = ["RollCall"]
+
+_NO_STEP = 0
+
+
+class RollCall:
+    """The exchange at the beginning of every step, while ranks may run out of data.
+
+    Attributes:
+        last: codec, bucket size and clipping value of this rank's last own step.
+    """
+
+    last: tuple[Codec, int, float | None]
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._plan = _NO_STEP
+        self._answers = np.empty(2 * communicator.topology.world_size, np.int64)
+
+    def step(self, codec: Codec, threshold: int, clip: float | None) -> float:
+        """Collective. Announce a step with data.
+
+        Returns:
+            By what to multiply a mean over all ranks to have the mean over those that still have data.
+
+        Raises:
+            UsageError: a codec with error feedback, or a rank that had no batch at all; the latter on all ranks.
+            MismatchError: the ranks are about to send different things; on all ranks.
+        """
+        if isinstance(codec, ErrorFeedback):
+            raise UsageError(
+                "error feedback would go on sending what a rank without data has left over, at a weight that is not "
+                "its own; use a codec without it inside DistOpt.join"
+            )
+        self.last = (codec, threshold, clip)
+        self._plan = zlib.crc32(repr(self.last).encode()) + 1
+        return self._call(True)
+
+    def without_data(self) -> float:
+        """Collective. Announce that this rank has no more batches; as `step`, and 0 if no rank has."""
+        return self._call(False)
+
+    def _call(self, active: bool) -> float:
+        mine = np.array([active, self._plan], np.int64)
+        self._communicator.all_gather(mine, self._answers, label="join").wait()
+        have_data, plans = self._answers.reshape(-1, 2).T.tolist()
+        topology = self._communicator.topology
+        first = next((rank for rank, has in enumerate(have_data) if has), None)
+        for rank, plan in enumerate(plans):
+            if first is None or plan == plans[first]:
+                continue
+            who = f"rank {rank} ({topology.hosts[rank]})"
+            if plan == _NO_STEP:
+                raise UsageError(f"{who} has no batch at all; inside DistOpt.join every rank needs one or more")
+            raise MismatchError(
+                f"{who} reduces with another codec, bucket size or clipping than rank {first} "
+                f"({topology.hosts[first]}); inside DistOpt.join all ranks take the same steps"
+            )
+        return 0.0 if first is None else topology.world_size / sum(have_data)
