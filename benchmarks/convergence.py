@@ -80,7 +80,7 @@ def train(rank: int, world_size: int, ticket, name: str, args: argparse.Namespac
     strategy = STRATEGIES[name]
     sgd = opt.SGD(lr=0.005, momentum=strategy.momentum, weight_decay=1e-5)
     codec = strategy.codec or Fp32()
-    sgd = opt.DistOpt(sgd, ticket, rank, world_size, compression=codec, partition_size=PARTITION)
+    sgd = opt.DistOpt(sgd, ticket, rank, world_size, codec=codec, partition_elements=PARTITION)
     data = mnist.load(args.data_dir, rank=rank, exchange=sgd.communicator.all_gather_bytes)
     sampler = ShardedSampler(len(data.train_x), world_size, rank, args.batch_size, seed=args.seed)
     noise = np.random.default_rng((args.seed, rank))

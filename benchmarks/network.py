@@ -92,7 +92,7 @@ def distopt_rank(args: argparse.Namespace) -> None:
     for name, strategy in STRATEGIES.items():
         option, spars = (strategy, 0.05) if isinstance(strategy, str) else strategy
         sgd = opt.SGD(lr=0.005, momentum=0.9, weight_decay=1e-5)
-        sgd = opt.DistOpt(sgd, communicator=communicator, partition_size=100_000)
+        sgd = opt.DistOpt(sgd, communicator=communicator, partition_elements=100_000)
         device.get_default_device().SetRandSeed(0)
         x, y = map(tensor.from_numpy, batch(sgd.global_rank))
         net = CNN()

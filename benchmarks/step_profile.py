@@ -99,7 +99,8 @@ def profile_rank(rank: int, world_size: int, ticket, size: int, steps: int, use_
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     from train_cnn import CNN
 
-    from distopt import _core, autograd, device, dist_opt, opt, tensor
+    from distopt import _core, device, opt, tensor
+    from distopt.nn import autograd
     from distopt.nn.replay import replayed as replay
 
     device.get_default_device().SetRandSeed(0)
@@ -119,9 +120,9 @@ def profile_rank(rank: int, world_size: int, ticket, size: int, steps: int, use_
     _core.sgd = recorder.wrap("kernel sgd", _core.sgd)
     if world_size > 1:
         sgd.communicator._core = RecordedCalls(recorder, "communication", sgd.communicator._core)
-    autograd.backward = dist_opt.autograd.backward = recorder.wrap_generator("autograd", autograd.backward)
+    autograd.backward = recorder.wrap_generator("autograd", autograd.backward)
     sgd.opt.update = recorder.wrap("optimizer", sgd.opt.update)
-    dist_opt.DistOpt.step_by = recorder.wrap("DistOpt", dist_opt.DistOpt.step_by)
+    opt.DistOpt.step_by = recorder.wrap("DistOpt", opt.DistOpt.step_by)
     net.forward = recorder.wrap("layers", net.forward)
     replay.ReplayedStep.replay = recorder.wrap("replay", replay.ReplayedStep.replay)
     for _ in range(WARM_UP_STEPS + steps):

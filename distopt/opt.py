@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import dist_opt, launch
-from .compress import Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
-from .dist_opt import DEFAULT_THRESHOLD, STRATEGIES
+from .compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
+from .dist_opt import DEFAULT_BUCKET_ELEMENTS
+from .errors import UsageError
 from .nn.optim import SGD, AdaGrad, Adam, Constant, DecayScheduler, ExponentialDecay, Optimizer, RMSProp
 from .sync.by_hand import Fusion
 
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .comm import Work
-    from .launch.multiprocess import Ticket
+    from .launch import Ticket
     from .nn.tensor import Tensor
 
 __all__ = [
+    "DIST_OPTIONS",
     "SGD",
-    "STRATEGIES",
     "AdaGrad",
     "Adam",
     "Constant",
@@ -32,6 +33,10 @@ __all__ = [
     "Optimizer",
     "RMSProp",
 ]
+
+# What scripts call `dist_option`.
+PARTIAL = "partialUpdate"
+DIST_OPTIONS = ("plain", "fp32", "half", "fp16", "bf16", PARTIAL, "sparseTopK", "sparseThreshold")
 
 
 class DistOpt(dist_opt.DistOpt):
@@ -131,24 +136,24 @@ class DistOpt(dist_opt.DistOpt):
         if send:
             self._fusion.send_staged()
 
-    def backward_and_update(self, loss: Tensor, threshold: int = DEFAULT_THRESHOLD) -> None:
+    def backward_and_update(self, loss: Tensor, threshold: int = DEFAULT_BUCKET_ELEMENTS) -> None:
         """Collective. One step with float32 gradients on the wire."""
         self.reduce_and_update(loss, Fp32(), threshold)
 
     def backward_and_update_half(
-        self, loss: Tensor, threshold: int = DEFAULT_THRESHOLD, clipping: bool = False, clip_Value: float = 100
+        self, loss: Tensor, threshold: int = DEFAULT_BUCKET_ELEMENTS, clipping: bool = False, clip_Value: float = 100
     ) -> None:
         """Collective. One step with float16 gradients on the wire, on request clipped to +-clip_Value before."""
         self.reduce_and_update(loss, Fp16(), threshold, clip=clip_Value if clipping else None)
 
-    def backward_and_partial_update(self, loss: Tensor, threshold: int = DEFAULT_THRESHOLD) -> None:
+    def backward_and_partial_update(self, loss: Tensor, threshold: int = DEFAULT_BUCKET_ELEMENTS) -> None:
         """Collective. One step of local updates, after which one partition of the parameters is averaged."""
         self.update_partially(loss, threshold)
 
     def backward_and_sparse_update(
         self,
         loss: Tensor,
-        threshold: int = DEFAULT_THRESHOLD,
+        threshold: int = DEFAULT_BUCKET_ELEMENTS,
         spars: float = 0.05,
         topK: bool = False,
         corr: bool = True,
@@ -163,6 +168,40 @@ class DistOpt(dist_opt.DistOpt):
             corr: add what was not sent to the next step's gradients (error feedback).
         """
         self.reduce_and_update(loss, _sparse_codec(spars, topK, corr), threshold)
+
+    def step_by(self, dist_option: str, loss: Tensor, *, spars: float = 0.05, corr: bool = True) -> None:
+        """Collective. One step of a kind that is chosen by name, as command-line options do.
+
+        Args:
+            dist_option: one of `DIST_OPTIONS`. It may change from step to step.
+            loss: what to differentiate.
+            spars: share of the elements (sparseTopK) or threshold (sparseThreshold).
+            corr: error feedback for the sparse ones.
+
+        Raises:
+            UsageError: no option has that name.
+        """
+        if dist_option == PARTIAL:
+            self.update_partially(loss, self.partition_elements)
+        else:
+            self.reduce_and_update(loss, codec_of(dist_option, spars, corr), self.bucket_elements)
+
+
+def codec_of(dist_option: str, spars: float = 0.05, corr: bool = True) -> Codec:
+    """Local. The codec of a `dist_option` other than partialUpdate; see `DistOpt.step_by`.
+
+    Raises:
+        UsageError: no option has that name.
+    """
+    if dist_option in ("plain", "fp32"):
+        return Fp32()
+    if dist_option in ("half", "fp16"):
+        return Fp16()
+    if dist_option == "bf16":
+        return BFloat16()
+    if dist_option in ("sparseTopK", "sparseThreshold"):
+        return _sparse_codec(spars, dist_option == "sparseTopK", corr)
+    raise UsageError(f"unknown dist_option {dist_option!r}; choose one of {', '.join(DIST_OPTIONS)}")
 
 
 def _sparse_codec(spars: float, topK: bool, corr: bool) -> Codec:

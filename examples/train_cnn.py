@@ -129,7 +129,7 @@ def parse_args(description: str, argv=None, *, with_world_size: bool = False):
     parser.add_argument("-m", "--max-epoch", type=int, default=10)
     parser.add_argument("-b", "--batch-size", type=int, default=64, help="samples per rank and step")
     parser.add_argument("-l", "--learning-rate", type=float, default=0.005)
-    parser.add_argument("-d", "--dist-option", default="fp32", choices=opt.STRATEGIES, help="what is sent")
+    parser.add_argument("-d", "--dist-option", default="fp32", choices=opt.DIST_OPTIONS, help="what is sent")
     parser.add_argument("-s", "--spars", type=float, default=0.05, help="sparsity, for the sparse options")
     parser.add_argument("--data-dir", help="folder with MNIST's four files")
     parser.add_argument("--seed", type=int, default=0)

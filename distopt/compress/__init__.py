@@ -2,66 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any
 
 from ..errors import UsageError
-from .base import Codec, Reducer, Reduction, Statistics, Stopwatch
+from .base import Codec, Reduction, finish_all
 from .dense import Fp32
 from .error_feedback import ErrorFeedback
 from .half import BFloat16, Fp16
+from .power_sgd import PowerSGD
+from .reducer import BadGradient, Part, Reducer
 from .sparse import SparseCodec
+from .statistics import Statistics
 from .threshold import Threshold
 from .top_k import TopK
 
 __all__ = [
     "CODECS",
     "BFloat16",
+    "BadGradient",
     "Codec",
     "ErrorFeedback",
     "Fp16",
     "Fp32",
+    "Part",
+    "PowerSGD",
     "Reducer",
     "Reduction",
     "SparseCodec",
     "Statistics",
-    "Stopwatch",
     "Threshold",
     "TopK",
     "create",
+    "finish_all",
 ]
 
-# From `spars` (ratio or threshold) and `corr` (error feedback) to a codec.
-CodecFactory: TypeAlias = Callable[[float, bool], Codec]
-
-
-def _corrected(codec: Codec, corr: bool) -> Codec:
-    return ErrorFeedback(codec) if corr else codec
-
-
-# The names that options and scripts use. A new codec is one file and one line here.
-CODECS: dict[str, CodecFactory] = {
-    "plain": lambda *_: Fp32(),
-    "fp32": lambda *_: Fp32(),
-    "half": lambda *_: Fp16(),
-    "fp16": lambda *_: Fp16(),
-    "bf16": lambda *_: BFloat16(),
-    "sparseTopK": lambda spars, corr: _corrected(TopK(spars), corr),
-    "sparseThreshold": lambda spars, corr: _corrected(Threshold(spars), corr),
+# The names that options use. A new codec is one file and one line here.
+CODECS: dict[str, type[Codec]] = {
+    "fp32": Fp32,
+    "fp16": Fp16,
+    "bf16": BFloat16,
+    "top-k": TopK,
+    "threshold": Threshold,
+    "power-sgd": PowerSGD,
 }
 
 
-def create(name: str, *, spars: float = 0.05, corr: bool = True) -> Codec:
-    """The codec of an option string.
+def create(name: str, *, error_feedback: bool = False, **options: Any) -> Codec:
+    """The codec of that name: `create("top-k", ratio=0.01, error_feedback=True)`.
 
     Args:
         name: a key of `CODECS`.
-        spars: share of the elements for sparseTopK, threshold for sparseThreshold; the others ignore it.
-        corr: error feedback for the sparse ones.
+        error_feedback: whether it is wrapped by `ErrorFeedback`.
+        options: arguments of the codec.
 
     Raises:
-        UsageError: no codec has that name, or `spars` cannot be used with it.
+        UsageError: no codec has that name, or it does not take these options.
     """
     if name not in CODECS:
         raise UsageError(f"unknown codec {name!r}; choose one of {', '.join(CODECS)}")
-    return CODECS[name](spars, corr)
+    try:
+        codec = CODECS[name](**options)
+    except TypeError as error:
+        raise UsageError(f"codec {name!r}: {error}; see distopt.compress.{CODECS[name].__name__}") from None
+    return ErrorFeedback(codec) if error_feedback else codec

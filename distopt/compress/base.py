@@ -1,101 +1,44 @@
-"""What every codec is: a way to turn one bucket into the mean of it over the ranks.
+"""What every codec is: a way to replace a bucket of gradients by its mean over the ranks.
 
-A *bucket* is a flat array that holds gradients. A `Codec` describes a strategy and has no state; `attach` gives
-the `Reducer`, which is that strategy at work on one bucket and owns whatever must outlive a step (residual, momentum)
-or should not be allocated in one (wire buffers). Every step calls `start` once the bucket is full, and waits for the
-`Reduction` when the means are needed.
+A *bucket* is a flat array of gradients. A `Codec` is a set of frozen options with two methods. `prepare` runs once for
+a bucket and makes wire memory and state. `reduce` is a generator that runs in every step and reads as the algorithm in
+its paper: it encodes, starts collectives, yields every `Work` that it waits for, decodes, and returns its verdict.
+
+A `Reduction` drives one such generator. What stands before the first `yield` runs as soon as the bucket is full, in the
+middle of the backward pass; so it must not wait for other ranks. The rest may start further collectives, which must
+come in the same order on all ranks: **a generator is resumed only at points that are the same on all ranks**, after the
+last gradient, in rounds, in the order of the buckets (`finish_all`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
 
-from ..comm.base import Work
-from ..comm.sparse import dense_wire_bytes
-from ..errors import DistoptError, GradientError, StateError, UsageError
-from ..kernels import FINDINGS, kernels_of
+from ..errors import UsageError
+from .reducer import BadGradient, Part, Reducer
+from .statistics import Statistics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Generator, Sequence
 
-    from ..comm.base import Array, Communicator
+    from ..comm import Communicator, Work
+    from ..comm.base import Array
 
-__all__ = ["Codec", "CodecT", "LossyReducer", "Place", "Reducer", "Reduction", "Statistics", "Stopwatch"]
+__all__ = ["Codec", "Reduction", "Steps", "finish_all", "started"]
 
-
-@dataclass
-class Statistics:
-    """What reductions of a bucket cost on this rank.
-
-    Attributes:
-        reductions: how many these are.
-        dense_bytes: bytes that this rank would have sent in a bandwidth-optimal all_reduce of the bucket as it is.
-        wire_bytes: bytes that it sent, by the same measure: for a dense reduction 2 (n - 1) / n times its size, for a
-            gather n - 1 times its own part.
-        select_seconds: time in selection, casts and checks before the collective.
-        comm_seconds: time in the start of collectives and in waiting for them; what was hidden behind other work is
-            not in it.
-        decode_seconds: time in casts and checks after the collective. A sparse sum belongs to the collective.
-        overflowed: values too large for a 16-bit wire, sent as the largest one.
-        underflowed: values other than zero, sent as zero.
-        fell_back: reductions of a sparse codec that went dense, because that moves fewer bytes.
-    """
-
-    reductions: int = 0
-    dense_bytes: int = 0
-    wire_bytes: int = 0
-    select_seconds: float = 0.0
-    comm_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    overflowed: int = 0
-    underflowed: int = 0
-    fell_back: int = 0
-
-    def __iadd__(self, other: Statistics) -> Statistics:
-        mine = vars(self)
-        for name, value in vars(other).items():
-            mine[name] += value
-        return self
-
-    def __sub__(self, earlier: Statistics) -> Statistics:
-        """What was added since `earlier`."""
-        before = vars(earlier)
-        return Statistics(**{name: value - before[name] for name, value in vars(self).items()})
-
-
-class Stopwatch:
-    """Adds the time since it was made, or since the last call, to one field of a `Statistics`."""
-
-    def __init__(self, statistics: Statistics) -> None:
-        self._statistics = statistics
-        self._last = perf_counter()
-
-    def book(self, name: str) -> None:
-        """Add the time that has passed to the field `name`."""
-        now = perf_counter()
-        vars(self._statistics)[name] += now - self._last
-        self._last = now
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a codec works: the arguments of `Codec.attach`, and whether there is error feedback."""
-
-    bucket: Array
-    comm: Communicator
-    label: str
-    check_finite: bool
-    residual: bool = False
+T = TypeVar("T")
+# The steps of a reduction: each Work is waited for before the next step; the value is the verdict, None if all is well.
+Steps: TypeAlias = "Generator[Work, None, BadGradient | None]"
 
 
 class Codec(ABC):
-    """A strategy of reduction: immutable, picklable, comparable.
+    """What is sent in place of a bucket: immutable, picklable, comparable.
 
     Attributes:
-        lossy: whether something of a gradient may stay unsent, so that error feedback has something to feed back.
+        lossy: whether something of a gradient may stay unsent, so that error feedback has something to feed back. The
+            ranks of a lossy codec exchange a header with every reduction; see `Reducer.findings`.
         dtypes: types of bucket that it can reduce.
     """
 
@@ -104,15 +47,24 @@ class Codec(ABC):
 
     @property
     def kind(self) -> str:
-        """Name of the strategy. Codecs of one kind differ in options only, see `retune`."""
+        """Name of the codec. Codecs of one kind differ in options only, and share a `Reducer`."""
         return type(self).__name__
 
-    def attach(self, bucket: Array, comm: Communicator, *, label: str = "", check_finite: bool = True) -> Reducer[Any]:
-        """Collective. Put this codec to work on `bucket`.
+    def attach(
+        self,
+        bucket: Array,
+        comm: Communicator,
+        *,
+        parts: Sequence[Part] = (),
+        label: str = "",
+        check_finite: bool = True,
+    ) -> Reducer:
+        """Collective. What this kind of codec needs to work on `bucket`.
 
         Args:
             bucket: flat, contiguous, of a type in `dtypes`, all ranks of equal length; best in wire memory of `comm`.
             comm: what the bytes go through.
+            parts: where the parameters lie in it, with zeros between them (default: one parameter that fills it).
             label: name of the bucket in diagnostics.
             check_finite: whether NaN and infinity are looked for. Lossy codecs always do: they could not carry them.
 
@@ -128,237 +80,131 @@ class Codec(ABC):
         # CuPy's arrays are all writable.
         if bucket.ndim != 1 or not bucket.flags.c_contiguous or not getattr(bucket.flags, "writeable", True):
             raise UsageError(f"a bucket of shape {bucket.shape} is not a flat, contiguous, writable array")
-        reducer = self._attach(Place(bucket, comm, label, check_finite))
-        reducer.kind = self.kind
+        reducer = Reducer(self.kind, bucket, comm, parts, label, check_finite)
+        if self.lossy:
+            reducer.prepare_header()
+        self.prepare(reducer)
         return reducer
 
-    def retune(self, reducer: Reducer[Any]) -> None:
-        """Local. Let `reducer` go on by this codec's options; residual and other state stay.
+    def start(self, reducer: Reducer) -> Reduction:
+        """Collective. Encode the bucket of `reducer` and start its reduction; leave the bucket alone until the end.
 
-        All ranks must do so between the same two reductions.
+        The options may be other ones than in the step before, on all ranks alike; residual and other state stay.
 
         Raises:
-            UsageError: the reducer was made by a codec of another kind, or the options need error feedback.
+            UsageError: the reducer is of another kind of codec, the previous reduction has not been finished, or the
+                options need error feedback.
         """
         if reducer.kind != self.kind:
             raise UsageError(f"a reducer of {reducer.kind} cannot go on as {self.kind}; attach the new codec instead")
-        self._retune(reducer)
+        if reducer.busy:
+            raise UsageError(f"bucket {reducer.label!r} is still being reduced; wait for it before the next start")
+        return Reduction(self, reducer)
 
-    @abstractmethod
-    def _attach(self, place: Place) -> Reducer[Any]:
-        """`attach`, checked."""
-
-    def _retune(self, reducer: Reducer[Any]) -> None:
-        reducer._tune(self)
-
-
-CodecT = TypeVar("CodecT", bound=Codec)
-
-
-class Reducer(ABC, Generic[CodecT]):
-    """One codec at work on one bucket.
-
-    Attributes:
-        bucket: the array that is reduced in place.
-        kind: that of the codec which was attached.
-        statistics: totals of all finished reductions.
-    """
-
-    kind: str
-
-    def __init__(self, codec: CodecT, place: Place) -> None:
-        self.bucket = place.bucket
-        self.statistics = Statistics()
-        self._comm = place.comm
-        self._label = place.label
-        self._kernels = kernels_of(place.bucket)
-        self._state: dict[str, Array] = {}
-        self._initial: dict[str, tuple[float, ...]] = {}
-        self._residual = self._keep("residual", place.bucket) if place.residual else None
-        self._under_way: Reduction | None = None
-        self._tune(codec)
-
-    def start(self) -> Reduction:
-        """Collective. Encode the bucket and start its reduction; leave the bucket alone until `Reduction.wait`.
+    def prepare(self, reducer: Reducer) -> None:  # noqa: B027 - a codec without memory or state has nothing to do
+        """Collective. Make wire memory and state.
 
         Raises:
-            UsageError: the previous reduction has not been waited for.
+            UsageError: the options cannot be used on this bucket, or need error feedback.
         """
-        if self._under_way is not None:
-            raise UsageError(f"bucket {self._label!r} is still being reduced; wait for it before the next start")
-        cost = Statistics(reductions=1, dense_bytes=self._dense_bytes(self.bucket.nbytes))
-        self._start(cost)
-        self._under_way = Reduction(self, cost)
-        return self._under_way
-
-    @property
-    def residual(self) -> Array | None:
-        """What has not been sent yet, with error feedback: the array itself, where the bucket is."""
-        return self._residual
-
-    def state_dict(self) -> dict[str, Array]:
-        """Local. Copies, in NumPy arrays, of what the next steps depend on; they differ between ranks."""
-        return {name: kernels_of(array).to_host(array) for name, array in self._state.items()}
-
-    def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Local. Continue from what `state_dict` returned, or from such arrays where the bucket is.
-
-        Raises:
-            StateError: see `check_state_dict`; nothing was changed.
-        """
-        self.check_state_dict(state)
-        for name, array in self._state.items():
-            kernels_of(array).copy_into(array, state[name])
-
-    def reset(self) -> None:
-        """Local. Go back to the state of a new reducer."""
-        for name, array in self._state.items():
-            _fill(array, self._initial[name])
-
-    def check_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Local. Whether `load_state_dict` would accept `state`.
-
-        Raises:
-            StateError: names, types or shapes do not fit this bucket.
-        """
-        if state.keys() != self._state.keys():
-            raise StateError(
-                f"state of bucket {self._label!r} has {sorted(state)}, its codec keeps {sorted(self._state)}; "
-                "load it with the codec that saved it"
-            )
-        for name, array in self._state.items():
-            if state[name].dtype != array.dtype or state[name].shape != array.shape:
-                raise StateError(
-                    f"{name} of bucket {self._label!r} is {state[name].dtype} of shape {state[name].shape}, not "
-                    f"{array.dtype} of shape {array.shape}; load it into the same model and bucket size"
-                )
-
-    def _keep(self, name: str, like: Array, initial: tuple[float, ...] = (0.0,)) -> Array:
-        """The array `name` of the state: as it is, or new, like another array and of the values `initial`."""
-        if name not in self._state:
-            self._state[name] = kernels_of(like).empty(like.size, like.dtype)
-            _fill(self._state[name], initial)
-            self._initial[name] = initial
-        return self._state[name]
-
-    def _finish_reduction(self, cost: Statistics, timeout: float | None) -> None:
-        try:
-            self._finish(cost, timeout)
-        finally:
-            self._under_way = None
-        self.statistics += cost
-
-    def _dense_bytes(self, nbytes: int) -> int:
-        return dense_wire_bytes(nbytes, self._comm.topology.world_size)
-
-    def _errors(self, from_bad: Sequence[int], fault: str = "NaN or infinite") -> Iterator[GradientError]:
-        """What is wrong, given every rank's `FROM_BAD`."""
-        for rank, elements in enumerate(from_bad):
-            if elements:
-                index = self.bucket.size - elements
-                yield GradientError(
-                    f"a gradient is {fault}: element {index} of bucket {self._label!r} on rank {rank} "
-                    f"({self._comm.topology.hosts[rank]}); lower the learning rate or clip the gradients",
-                    rank=rank,
-                    index=index,
-                )
-
-    @staticmethod
-    def _read(array: Array, work: Work) -> list[Any]:
-        """The numbers of an array that `work`, which has been waited for, has filled."""
-        numbers: list[Any] = array.tolist()
-        work.done()  # the host waits for a GPU here only, and a communicator that fails meanwhile leaves rubbish
-        return numbers
-
-    def _tune(self, codec: CodecT) -> None:
-        """Take over the options of `codec`, and make the state that they need."""
-        self._codec = codec
 
     @abstractmethod
-    def _start(self, cost: Statistics) -> None:
-        """Encode and start the first collectives."""
+    def reduce(self, reducer: Reducer) -> Steps:
+        """Collective. The steps that replace the bucket by its mean over the ranks.
 
-    @abstractmethod
-    def _done(self) -> bool:
-        """Move forward without starting a collective; whether `_finish` would not wait."""
-
-    @abstractmethod
-    def _finish(self, cost: Statistics, timeout: float | None) -> None:
-        """Wait, decode into the bucket."""
+        Returns:
+            The verdict, the same on all ranks: None, or whose gradient was unusable. The bucket holds no mean then.
+        """
 
 
-class Reduction(Work):
+class Reduction:
     """A bucket on its way to being the mean over ranks.
 
-    `wait` is collective: it may start a further collective, so all ranks call `start` and `wait` of all their buckets
-    in one order.
-
     Attributes:
-        statistics: what it cost, complete after `wait`.
+        cost: complete when the reduction has finished.
+        finished: whether it has.
+        verdict: what `Codec.reduce` returned; valid when it has.
     """
 
-    def __init__(self, reducer: Reducer[Any], statistics: Statistics) -> None:
-        self.statistics = statistics
-        self._reducer: Reducer[Any] | None = reducer
-        self._error: DistoptError | None = None
+    def __init__(self, codec: Codec, reducer: Reducer) -> None:
+        """Collective: runs up to the first wait."""
+        self.cost = cost = reducer.wire.cost = Statistics(reductions=1)
+        cost.dense_bytes = reducer.wire.dense_bytes(reducer.bucket.nbytes)
+        self.finished = False
+        self.verdict: BadGradient | None = None
+        self._reducer = reducer
+        self._steps = codec.reduce(reducer)
+        self._pending: Work | None = None
+        began = perf_counter()
+        self._run()
+        reducer.busy = not self.finished
+        cost.select_seconds = perf_counter() - began - cost.comm_seconds
 
     def done(self) -> bool:
-        """Local. Move the reduction forward without waiting; whether `wait` would return without waiting."""
-        return self._reducer is None or self._reducer._done()
+        """Local. Whether `resume` would return without waiting. Moves bytes, but never goes on to the next step."""
+        return self._pending is None or self._pending.done()
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Collective. Wait until the bucket holds the mean over ranks.
-
-        Raises:
-            GradientError: a rank's gradient was NaN or infinite; raised on every rank, and the communicator stays
-                usable. The bucket holds no mean then, and of this step's gradients part may be lost.
-        """
-        if self._error is not None:
-            raise self._error
-        if self._reducer is None:
+    def resume(self, timeout: float | None = None) -> None:
+        """Collective. Wait for what the codec waits for, and run up to its next wait or its end."""
+        if self._pending is None:
             return
-        reducer, self._reducer = self._reducer, None
+        cost, began = self.cost, perf_counter()
         try:
-            reducer._finish_reduction(self.statistics, timeout)
-        except DistoptError as error:
-            self._error = error
+            self._pending.wait(timeout)
+        except BaseException:
+            self._close()
+            raise
+        waited = perf_counter()
+        cost.comm_seconds += waited - began
+        before = cost.comm_seconds
+        self._run()
+        cost.decode_seconds += perf_counter() - waited - (cost.comm_seconds - before)
+
+    def wait(self, timeout: float | None = None) -> BadGradient | None:
+        """Collective. Finish this reduction alone; the verdict. Other ones must not be waiting for a further step."""
+        while not self.finished:
+            self.resume(timeout)
+        return self.verdict
+
+    def _run(self) -> None:
+        try:
+            self._pending = next(self._steps)
+        except StopIteration as end:
+            self.verdict = end.value
+            self._reducer.statistics += self.cost
+            self._close()
+        except BaseException:
+            self._close()
             raise
 
-
-class LossyReducer(Reducer[CodecT]):
-    """A reducer whose ranks tell each other a few numbers with every reduction.
-
-    These make an unusable gradient an error on every rank at once, in place of one that ends and others that wait for
-    it, and they carry the lengths of ragged lists.
-    """
-
-    _FIELDS = 3  # of the findings: all but the last are for the others
-
-    def __init__(self, codec: CodecT, place: Place) -> None:
-        super().__init__(codec, place)
-        # Everyone's headers and then the own findings, so that the host reads both at once.
-        gathered = self._FIELDS * place.comm.topology.world_size
-        self._report = place.comm.empty(gathered + FINDINGS, "int64")
-        self._headers, self._findings = self._report[:gathered], self._report[gathered:]
-        self._header = self._findings[: self._FIELDS]
-        self._header_work: Work
-
-    def _start_header(self, cost: Statistics) -> None:
-        self._header_work = self._comm.all_gather(self._header, self._headers, label=self._label)
-        cost.wire_bytes += self._header.nbytes * (self._comm.topology.world_size - 1)
-
-    def _wait_header(self, cost: Statistics, timeout: float | None) -> tuple[list[int], bool, GradientError | None]:
-        """List lengths per rank, whether any saturated a value, and what is wrong with the gradients, if it is."""
-        self._header_work.wait(timeout)
-        report = self._read(self._report, self._header_work)
-        counts, overflowed, from_bad = (report[field : -FINDINGS : self._FIELDS] for field in range(self._FIELDS))
-        cost.overflowed = overflowed[self._comm.topology.rank]
-        cost.underflowed = report[-1]
-        return counts, any(overflowed), next(self._errors(from_bad), None)
+    def _close(self) -> None:
+        self._pending, self.finished, self._reducer.busy = None, True, False
 
 
-def _fill(array: Array, values: tuple[float, ...]) -> None:
-    if len(values) == 1:
-        array.fill(values[0])
-    else:
-        array[...] = values
+def finish_all(reductions: Sequence[Reduction]) -> list[BadGradient | None]:
+    """Collective. Finish reductions that are under way together: in rounds, in their order. Their verdicts."""
+    waiting = [reduction for reduction in reductions if not reduction.finished]
+    while waiting:
+        for reduction in waiting:
+            reduction.resume()
+        waiting = [reduction for reduction in waiting if not reduction.finished]
+    return [reduction.verdict for reduction in reductions]
+
+
+def started(steps: Generator[Work, None, T]) -> Generator[Work, None, T]:
+    """Collective. Run `steps` up to its first wait now; what is left of it, that wait included."""
+    try:
+        first = next(steps)
+    except StopIteration as end:
+        return _ended(end.value)
+    return _rest(first, steps)
+
+
+def _rest(first: Work, steps: Generator[Work, None, T]) -> Generator[Work, None, T]:
+    yield first
+    return (yield from steps)
+
+
+def _ended(value: T) -> Generator[Work, None, T]:
+    yield from ()
+    return value

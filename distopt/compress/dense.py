@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from .base import Codec, Place, Reducer, Statistics, Stopwatch
+from .base import Codec
 
 if TYPE_CHECKING:
-    from ..comm.base import Work
-    from ..errors import GradientError
+    from .base import Steps
+    from .reducer import Reducer
 
 __all__ = ["Fp32"]
 
@@ -23,70 +23,44 @@ class Fp32(Codec):
 
     Where the communicator does not look for NaN and infinity while it adds, a rank that finds an element which is NaN,
     infinite or so large that a sum over the ranks could overflow puts NaN into the first one. That survives every sum.
-    So the first element of the mean tells each rank whether all gradients were good, and they come to the same verdict
-    without a message and without another pass over the bucket; only a bad one is followed by the exchange of who it
-    was.
+    So the first element of the mean tells each rank whether all gradients were good, without a message and without
+    another pass over the bucket; only a bad one is followed by the exchange of who it was.
     """
 
     lossy: ClassVar[bool] = False
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float64")
 
-    def _attach(self, place: Place) -> Reducer[Fp32]:
-        marks = place.check_finite and not place.comm.finds_nonfinite
-        return (_MarkingReducer if marks else _DenseReducer)(self, place)
+    def prepare(self, reducer: Reducer) -> None:
+        """Collective. See `Codec.prepare`."""
+        if reducer.check_finite and not reducer.wire.finds_nonfinite:
+            reducer.memory["from_bad"] = reducer.kernels.empty(1, "int64")
 
-
-class _DenseReducer(Reducer[Fp32]):
-    _work: Work
-
-    def __init__(self, codec: Fp32, place: Place) -> None:
-        super().__init__(codec, place)
-        self._look = place.check_finite and place.comm.finds_nonfinite
-        ranks = place.comm.topology.world_size
-        largest = float(np.finfo(place.bucket.dtype).max)
-        # Half of a share, as rounding goes up as well.
-        self._limit = largest / (2 * ranks) if ranks > 1 else largest
-
-    def _start(self, cost: Statistics) -> None:
-        watch = Stopwatch(cost)
-        self._work = self._comm.all_reduce(self.bucket, "mean", label=self._label, find_nonfinite=self._look)
-        cost.wire_bytes += cost.dense_bytes
-        watch.book("comm_seconds")
-
-    def _done(self) -> bool:
-        return self._work.done()
-
-    def _finish(self, cost: Statistics, timeout: float | None) -> None:
-        watch = Stopwatch(cost)
-        self._work.wait(timeout)
-        watch.book("comm_seconds")
-        if self._look and (found := self._work.nonfinite):
+    def reduce(self, reducer: Reducer) -> Steps:
+        """Collective. See `Codec.reduce`."""
+        bucket, wire = reducer.bucket, reducer.wire
+        from_bad = reducer.memory.get("from_bad")
+        if from_bad is not None:
+            reducer.kernels.mark_beyond(bucket, _limit(reducer), from_bad)
+        looks = reducer.check_finite and from_bad is None
+        work = wire.all_reduce(bucket, "mean", find_nonfinite=looks)
+        yield work
+        if looks and (found := work.nonfinite):
             rank, index = found
-            from_bad = [0] * rank + [self.bucket.size - index]
-            raise self._error(from_bad)
+            return reducer.verdict([0] * rank + [bucket.size - index], _fault(reducer))
+        # Of an empty bucket there is no first element.
+        if from_bad is not None and any(map(math.isnan, reducer.read(bucket[:1], work))):
+            gathered = wire.all_gather_ragged(from_bad)
+            yield gathered
+            return reducer.verdict([int(own[0]) for own in gathered.parts], _fault(reducer))
+        return None
 
-    def _error(self, from_bad: list[int]) -> GradientError:
-        ranks = self._comm.topology.world_size
-        fault = f"NaN, infinite or, beyond {self._limit:.2g}, too large for a sum over {ranks} ranks"
-        return next(self._errors(from_bad, fault))
+
+def _limit(reducer: Reducer) -> float:
+    """The largest magnitude of which a sum over the ranks is surely finite."""
+    largest, ranks = float(np.finfo(reducer.bucket.dtype).max), reducer.wire.world_size
+    return largest / (2 * ranks) if ranks > 1 else largest  # half of a share, as rounding goes up as well
 
 
-class _MarkingReducer(_DenseReducer):
-    def __init__(self, codec: Fp32, place: Place) -> None:
-        super().__init__(codec, place)
-        self._own = self._kernels.empty(1, "int64")  # as `FROM_BAD`
-
-    def _start(self, cost: Statistics) -> None:
-        watch = Stopwatch(cost)
-        self._kernels.mark_beyond(self.bucket, self._limit, self._own)
-        watch.book("select_seconds")
-        super()._start(cost)
-
-    def _finish(self, cost: Statistics, timeout: float | None) -> None:
-        super()._finish(cost, timeout)
-        watch = Stopwatch(cost)
-        first = self._read(self.bucket[:1], self._work)  # of an empty bucket there is none
-        watch.book("decode_seconds")
-        if any(map(math.isnan, first)):
-            gathered = self._comm.all_gather_ragged(self._own, label=self._label)
-            raise self._error([int(own[0]) for own in gathered])
+def _fault(reducer: Reducer) -> str:
+    ranks = reducer.wire.world_size
+    return f"NaN, infinite or, beyond {_limit(reducer):.2g}, too large for a sum over {ranks} ranks"

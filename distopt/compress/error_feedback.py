@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..errors import UsageError
-from .base import Codec, Place, Reducer
+from .base import Codec
+
+if TYPE_CHECKING:
+    from .base import Steps
+    from .reducer import Reducer
 
 __all__ = ["ErrorFeedback"]
 
@@ -31,11 +35,14 @@ class ErrorFeedback(Codec):
 
     @property
     def kind(self) -> str:
-        """Name of the strategy, that of the codec included."""
+        """Name of the codec, that of the wrapped one included."""
         return f"ErrorFeedback({self.codec.kind})"
 
-    def _attach(self, place: Place) -> Reducer[Any]:
-        return self.codec._attach(replace(place, residual=True))
+    def prepare(self, reducer: Reducer) -> None:
+        """Collective. See `Codec.prepare`."""
+        reducer.keep("residual")
+        self.codec.prepare(reducer)
 
-    def _retune(self, reducer: Reducer[Any]) -> None:
-        self.codec._retune(reducer)
+    def reduce(self, reducer: Reducer) -> Steps:
+        """Collective. See `Codec.reduce`: the passes of a codec apply `Reducer.residual` where there is one."""
+        return self.codec.reduce(reducer)

@@ -10,10 +10,13 @@ import numpy as np
 
 from .. import _core
 from ..errors import UsageError
-from .base import Codec, LossyReducer, Place, Reducer, Statistics, Stopwatch
+from ..kernels import array_module
+from .base import Codec
 
 if TYPE_CHECKING:
-    from ..comm.base import Work
+    from ..comm.base import Array
+    from .base import Steps
+    from .reducer import Reducer
 
 __all__ = ["BFloat16", "Fp16"]
 
@@ -39,8 +42,33 @@ class _Half(Codec):
         if self.scale != "dynamic" and not (isinstance(self.scale, int | float) and 0 < self.scale < math.inf):
             raise UsageError(f"scale {self.scale!r} is neither a positive number nor 'dynamic'")
 
-    def _attach(self, place: Place) -> Reducer[_Half]:
-        return _HalfReducer(self, place)
+    def prepare(self, reducer: Reducer) -> None:
+        """Collective. See `Codec.prepare`."""
+        reducer.memory["wire"] = reducer.wire.empty(reducer.bucket.size, self.wire, array_module(reducer.bucket))
+        self._scale_state(reducer)
+
+    def reduce(self, reducer: Reducer) -> Steps:
+        """Collective. See `Codec.reduce`."""
+        on_wire, dynamic = reducer.memory["wire"], self._scale_state(reducer)
+        scale = float(self.scale) if dynamic is None else float(dynamic[0])
+        limit = _core.cast_limit(self.wire, reducer.wire.world_size)
+        bits, factor = on_wire.view(np.uint16), scale / reducer.wire.world_size
+        # Without a residual infinity is saturated and counted; a residual would keep it for ever.
+        reducer.kernels.encode16(reducer.bucket, reducer.residual, bits, self.wire, factor, limit, reducer.findings)
+        sent = reducer.send_header()
+        work = reducer.wire.all_reduce(on_wire, "sum", wire=self.wire)
+        yield sent
+        yield work
+        header = reducer.read_header(sent)
+        if dynamic is not None:
+            _adapt(dynamic, header.overflowed)
+        if header.verdict is None:
+            reducer.kernels.decode16(bits, reducer.bucket, self.wire, 1 / scale)
+        return header.verdict
+
+    def _scale_state(self, reducer: Reducer) -> Array | None:
+        """With a dynamic scale: the scale, and the number of reductions since it last changed."""
+        return reducer.keep("scale", np.array([1.0, 0.0])) if self.scale == "dynamic" else None
 
 
 @dataclass(frozen=True)
@@ -68,59 +96,12 @@ class BFloat16(_Half):
     scale: float | Literal["dynamic"] = 1.0
 
 
-class _HalfReducer(LossyReducer[_Half]):
-    _work: Work
-
-    def __init__(self, codec: _Half, place: Place) -> None:
-        super().__init__(codec, place)
-        self._wire = place.comm.empty(place.bucket.size, codec.wire)
-        self._limit = _core.cast_limit(codec.wire, place.comm.topology.world_size)
-
-    def _tune(self, codec: _Half) -> None:
-        super()._tune(codec)
-        if codec.scale == "dynamic":
-            # The scale, and the reductions since it last changed.
-            self._keep("scale", np.zeros(2), (1.0, 0.0))
-
-    @property
-    def scale(self) -> float:
-        """Factor that the next reduction puts on the wire."""
-        return float(self._state["scale"][0]) if self._codec.scale == "dynamic" else float(self._codec.scale)
-
-    def _start(self, cost: Statistics) -> None:
-        watch = Stopwatch(cost)
-        self._used_scale = self.scale
-        factor = self._used_scale / self._comm.topology.world_size
-        wire = self._wire.view(np.uint16)
-        # Without a residual infinity is saturated and counted; a residual would keep it for ever.
-        self._kernels.encode16(self.bucket, self._residual, wire, self._codec.wire, factor, self._limit, self._findings)
-        watch.book("select_seconds")
-        self._start_header(cost)
-        self._work = self._comm.all_reduce(self._wire, "sum", wire=self._codec.wire, label=self._label)
-        cost.wire_bytes += self._dense_bytes(self._wire.nbytes)
-        watch.book("comm_seconds")
-
-    def _done(self) -> bool:
-        return self._header_work.done() and self._work.done()
-
-    def _finish(self, cost: Statistics, timeout: float | None) -> None:
-        watch = Stopwatch(cost)
-        _, overflowed, error = self._wait_header(cost, timeout)
-        self._work.wait(timeout)
-        watch.book("comm_seconds")
-        if self._codec.scale == "dynamic":
-            self._adapt(overflowed)
-        if error:
-            raise error
-        self._kernels.decode16(self._wire.view(np.uint16), self.bucket, self._codec.wire, 1 / self._used_scale)
-        watch.book("decode_seconds")
-
-    def _adapt(self, overflowed: bool) -> None:
-        scale, calm = self._state["scale"]
-        if overflowed:
-            scale, calm = scale / 2, 0
-        elif calm + 1 == _GROWTH_STEPS:
-            scale, calm = min(scale * 2, _LARGEST_SCALE), 0
-        else:
-            calm += 1
-        self._state["scale"][:] = scale, calm
+def _adapt(state: Array, overflowed: bool) -> None:
+    scale, calm = state
+    if overflowed:
+        scale, calm = scale / 2, 0
+    elif calm + 1 == _GROWTH_STEPS:
+        scale, calm = min(scale * 2, _LARGEST_SCALE), 0
+    else:
+        calm += 1
+    state[:] = scale, calm

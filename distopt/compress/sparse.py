@@ -9,19 +9,21 @@ import logging
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from ..comm.sparse import choose_strategy
+from ..comm.sparse import choose_route
 from ..errors import UsageError
 from ..kernels import Accumulation
-from .base import Codec, LossyReducer, Place, Statistics, Stopwatch
+from .base import Codec, started
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
-    from ..comm.base import Array, SparseWork, Work
+    from ..comm.base import Array, Work
+    from .base import Steps
+    from .reducer import Reducer
 
-__all__ = ["SparseCodec", "SparseReducer"]
+__all__ = ["SparseCodec"]
 
 log = logging.getLogger("distopt")
 
@@ -54,120 +56,96 @@ class SparseCodec(Codec):
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise UsageError(f"clip_norm {self.clip_norm!r} is not a positive number")
 
-    def _check_residual(self, residual: bool) -> None:
-        if not residual and (self.momentum or self.clip_norm is not None):
+    # -- for the codec -----------------------------------------------------------------------------------------------
+    @abstractmethod
+    def _known_count(self, reducer: Reducer) -> int | None:
+        """Local. Entries that every rank sends in this step, if that is known beforehand."""
+
+    @abstractmethod
+    def _select(self, reducer: Reducer, accumulation: Accumulation, count: int | None) -> None:
+        """Local. Accumulate; fill the lists and the findings. `count` is what `_known_count` gave."""
+
+    def _room(self, size: int) -> int:
+        """Local. Entries that the lists of a bucket of `size` begin with."""
+        return 0
+
+    def _complete(self, reducer: Reducer, count: int) -> None:
+        """Local. Make sure that the lists hold all `count` entries that the findings promised."""
+
+    # -- the reduction -----------------------------------------------------------------------------------------------
+    def prepare(self, reducer: Reducer) -> None:
+        """Collective. See `Codec.prepare`."""
+        size = reducer.bucket.size
+        if size >= 2**31:
+            raise UsageError(f"int32 indices do not reach into a bucket of {size}; use smaller buckets")
+        self._velocity(reducer)
+        reducer.memory["lists"] = reducer.kernels.new_lists(self._room(size))
+
+    def reduce(self, reducer: Reducer) -> Steps:
+        """Collective. See `Codec.reduce`."""
+        kernels, lists = reducer.kernels, reducer.memory["lists"]
+        accumulation = self._accumulation(reducer)
+        count = self._known_count(reducer)
+        counts = None if count is None else [count] * reducer.wire.world_size
+        if counts is not None and _goes_dense(reducer, counts):
+            kernels.accumulate(reducer.bucket, accumulation, lists, reducer.findings)
+        else:
+            self._select(reducer, accumulation, count)
+        sent = reducer.send_header()
+        # Lists of known lengths set out with the header, others follow it.
+        payload = None if counts is None else started(self._send(reducer, counts))
+        yield sent
+        header = reducer.read_header(sent)
+        if payload is None and header.verdict is None:
+            payload = self._send(reducer, header.counts)
+        if payload is not None:
+            yield from payload
+        return header.verdict
+
+    def _send(self, reducer: Reducer, counts: Sequence[int]) -> Generator[Work, None, None]:
+        if _goes_dense(reducer, counts):
+            yield from self._send_dense(reducer, counts)
+            return
+        count, velocity = counts[reducer.wire.rank], self._velocity(reducer)
+        self._complete(reducer, count)
+        lists = reducer.memory["lists"]
+        indices, values = lists.indices[:count], lists.values[:count]
+        if reducer.residual is not None:
+            reducer.kernels.clear_at(reducer.residual, indices)
+        if velocity is not None and self.factor_masking:
+            reducer.kernels.clear_at(velocity, indices)
+        yield from reducer.wire.sparse_all_reduce(indices, values, reducer.bucket, counts, 1 / len(counts))
+
+    def _send_dense(self, reducer: Reducer, counts: Sequence[int]) -> Generator[Work, None, None]:
+        if not reducer.statistics.fell_back:
+            log.info(
+                "bucket %r: %d of %d elements per rank on %d ranks are more bytes than the dense bucket; reducing it "
+                "densely", reducer.label, max(counts), reducer.size, len(counts),
+            )  # fmt: skip
+        reducer.wire.cost.fell_back = 1
+        # Everything is sent, so nothing is left over. Velocity goes on: masked everywhere, there would be no momentum.
+        if reducer.residual is not None:
+            reducer.kernels.copy_into(reducer.bucket, reducer.residual)
+            reducer.residual.fill(0)
+        yield reducer.wire.all_reduce(reducer.bucket, "mean")
+
+    # -- the residual ------------------------------------------------------------------------------------------------
+    def _velocity(self, reducer: Reducer) -> Array | None:
+        if reducer.residual is None and (self.momentum or self.clip_norm is not None):
             raise UsageError(
                 "momentum correction and local clipping act on the residual; wrap the codec: "
                 f"ErrorFeedback({type(self).__name__}(...))"
             )
+        return reducer.keep("velocity") if self.momentum else None
+
+    def _accumulation(self, reducer: Reducer) -> Accumulation:
+        scale, velocity = 1.0, self._velocity(reducer)
+        if self.clip_norm is not None:
+            limit = self.clip_norm / math.sqrt(reducer.wire.world_size)
+            scale = reducer.kernels.clip_scale(reducer.bucket, limit)
+        return Accumulation(reducer.residual, velocity, scale, self.momentum)
 
 
-SparseCodecT = TypeVar("SparseCodecT", bound=SparseCodec)
-
-
-class SparseReducer(LossyReducer[SparseCodecT]):
-    """A sparse codec at work on one bucket."""
-
-    def __init__(self, codec: SparseCodecT, place: Place) -> None:
-        if place.bucket.size >= 2**31:
-            raise UsageError(f"int32 indices do not reach into a bucket of {place.bucket.size}; use smaller buckets")
-        super().__init__(codec, place)
-        self._lists = self._kernels.new_lists(self._room(place.bucket.size))
-        self._payload: Work | None = None
-        self._sparse: SparseWork | None = None
-        self._told = False
-
-    def _tune(self, codec: SparseCodecT) -> None:
-        codec._check_residual(self._residual is not None)
-        super()._tune(codec)
-        self._velocity: Array | None = self._keep("velocity", self.bucket) if codec.momentum else None
-
-    # -- for the codec -----------------------------------------------------------------------------------------------
-    @abstractmethod
-    def _known_count(self) -> int | None:
-        """Entries that every rank will send in this step, if that is known beforehand."""
-
-    @abstractmethod
-    def _select(self, accumulation: Accumulation) -> None:
-        """Accumulate; fill the lists and the findings."""
-
-    def _room(self, size: int) -> int:
-        """Entries that the lists begin with."""
-        return 0
-
-    def _complete(self, count: int) -> None:
-        """Make sure that the lists hold all `count` entries that the findings promised."""
-
-    # -- the reduction -----------------------------------------------------------------------------------------------
-    def _start(self, cost: Statistics) -> None:
-        watch = Stopwatch(cost)
-        world_size = self._comm.topology.world_size
-        count = self._known_count()
-        counts = None if count is None else [count] * world_size
-        if counts is not None and self._goes_dense(counts):
-            self._kernels.accumulate(self.bucket, self._accumulation(), self._lists, self._findings)
-        else:
-            self._select(self._accumulation())
-        watch.book("select_seconds")
-        self._payload = self._sparse = None
-        self._start_header(cost)
-        if counts is not None:
-            self._start_payload(counts, cost)
-        watch.book("comm_seconds")
-
-    def _done(self) -> bool:
-        return self._header_work.done() and self._payload is not None and self._payload.done()
-
-    def _finish(self, cost: Statistics, timeout: float | None) -> None:
-        watch = Stopwatch(cost)
-        counts, _, error = self._wait_header(cost, timeout)
-        if self._payload is None and error is None:
-            self._start_payload(counts, cost)
-        if self._payload is not None:
-            self._payload.wait(timeout)
-        if self._sparse is not None:
-            cost.wire_bytes += self._sparse.wire_bytes
-        watch.book("comm_seconds")
-        if error:
-            raise error
-
-    def _goes_dense(self, counts: Sequence[int]) -> bool:
-        return choose_strategy(counts, self.bucket.size, splits=self._comm.sends_parts) == "dense"
-
-    def _start_payload(self, counts: Sequence[int], cost: Statistics) -> None:
-        if self._goes_dense(counts):
-            self._start_dense(counts, cost)
-            return
-        count = counts[self._comm.topology.rank]
-        self._complete(count)
-        indices, values = self._lists.indices[:count], self._lists.values[:count]
-        if self._residual is not None:
-            self._kernels.clear_at(self._residual, indices)
-        if self._velocity is not None and self._codec.factor_masking:
-            self._kernels.clear_at(self._velocity, indices)
-        self._payload = self._sparse = self._comm.sparse_all_reduce(
-            indices, values, self.bucket, counts=counts, scale=1 / len(counts), label=self._label
-        )
-
-    def _start_dense(self, counts: Sequence[int], cost: Statistics) -> None:
-        if not self._told:
-            self._told = True
-            log.info(
-                "bucket %r: %d of %d elements per rank on %d ranks are more bytes than the dense bucket; reducing it "
-                "densely", self._label, max(counts), self.bucket.size, len(counts),
-            )  # fmt: skip
-        # Everything is sent, so nothing is left over. Velocity goes on: masked everywhere, there would be no momentum.
-        if self._residual is not None:
-            self._kernels.copy_into(self.bucket, self._residual)
-            self._residual.fill(0)
-        self._payload = self._comm.all_reduce(self.bucket, "mean", label=self._label)
-        cost.wire_bytes += self._dense_bytes(self.bucket.nbytes)
-        cost.fell_back = 1
-
-    # -- the residual ------------------------------------------------------------------------------------------------
-    def _accumulation(self) -> Accumulation:
-        scale = 1.0
-        if self._codec.clip_norm is not None:
-            limit = self._codec.clip_norm / math.sqrt(self._comm.topology.world_size)
-            scale = self._kernels.clip_scale(self.bucket, limit)
-        return Accumulation(self._residual, self._velocity, scale, self._codec.momentum)
+def _goes_dense(reducer: Reducer, counts: Sequence[int]) -> bool:
+    route = choose_route(counts, reducer.bucket.size, splits=reducer.wire.sends_parts)
+    return route == "dense"

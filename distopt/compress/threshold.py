@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from ..kernels import FINDINGS, Accumulation
-from .sparse import SparseCodec, SparseReducer
+from .sparse import SparseCodec
 
 if TYPE_CHECKING:
-    from .base import Place, Reducer
+    from .reducer import Reducer
 
 __all__ = ["Threshold"]
 
@@ -37,25 +37,22 @@ class Threshold(SparseCodec):
         if not 0 <= self.bound < math.inf:
             raise UsageError(f"the threshold {self.bound!r} is not a number from 0 up")
 
-    def _attach(self, place: Place) -> Reducer[Threshold]:
-        return _ThresholdReducer(self, place)
-
-
-class _ThresholdReducer(SparseReducer[Threshold]):
-    def _known_count(self) -> int | None:
-        return self.bucket.size if self._codec.bound == 0 else None
+    def _known_count(self, reducer: Reducer) -> int | None:
+        return reducer.bucket.size if self.bound == 0 else None
 
     def _room(self, size: int) -> int:
         return size // 32  # more than any threshold that is worth it selects
 
-    def _select(self, accumulation: Accumulation) -> None:
-        self._kernels.threshold(self.bucket, self._codec.bound, accumulation, self._lists, self._findings)
+    def _select(self, reducer: Reducer, accumulation: Accumulation, count: int | None) -> None:
+        lists = reducer.memory["lists"]
+        reducer.kernels.threshold(reducer.bucket, self.bound, accumulation, lists, reducer.findings)
 
-    def _complete(self, count: int) -> None:
-        if count <= self._lists.values.size:
+    def _complete(self, reducer: Reducer, count: int) -> None:
+        lists = reducer.memory["lists"]
+        if count <= lists.values.size:
             return
         # A GPU does not wait for the host to make room. What was accumulated is in the residual by now.
-        self._lists.reserve(count + count // 4)
-        source = self.bucket if self._residual is None else self._residual
-        scratch = self._kernels.empty(FINDINGS, "int64")
-        self._kernels.threshold(source, self._codec.bound, Accumulation(), self._lists, scratch)
+        lists.reserve(count + count // 4)
+        source = reducer.bucket if reducer.residual is None else reducer.residual
+        scratch = reducer.kernels.empty(FINDINGS, "int64")
+        reducer.kernels.threshold(source, self.bound, Accumulation(), lists, scratch)

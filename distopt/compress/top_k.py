@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import UsageError
-from .sparse import SparseCodec, SparseReducer
+from .sparse import SparseCodec
 
 if TYPE_CHECKING:
+    from ..comm.base import Array
     from ..kernels import Accumulation
-    from .base import Place, Reducer
+    from .reducer import Reducer
 
 __all__ = ["TopK"]
 
@@ -62,23 +63,25 @@ class TopK(SparseCodec):
         # Rounded first: 0.07 * 100 is a little above 7.
         return min(math.ceil(round(ratio * size, 6)), size)
 
-    def _attach(self, place: Place) -> Reducer[TopK]:
-        return _TopKReducer(self, place)
+    def prepare(self, reducer: Reducer) -> None:
+        """Collective. See `Codec.prepare`."""
+        super().prepare(reducer)
+        self._step(reducer)
 
+    def _step(self, reducer: Reducer) -> Array:
+        """Number of the reduction, which warm-up needs."""
+        first = np.zeros(1, np.int64)
+        return reducer.keep("step", first) if self.warm_up_steps else first
 
-class _TopKReducer(SparseReducer[TopK]):
-    def _tune(self, codec: TopK) -> None:
-        super()._tune(codec)
-        self._step = self._keep("step", np.zeros(1, np.int64)) if codec.warm_up_steps else np.zeros(1, np.int64)
-
-    def _known_count(self) -> int:
-        count = self._codec.count(self.bucket.size, int(self._step[0]))
-        self._step += 1
-        self._next = count
+    def _known_count(self, reducer: Reducer) -> int:
+        step = self._step(reducer)
+        count = self.count(reducer.size, int(step[0]))
+        step += 1
         return count
 
-    def _select(self, accumulation: Accumulation) -> None:
-        if self._next:
-            self._kernels.top_k(self.bucket, self._next, accumulation, self._lists, self._findings)
+    def _select(self, reducer: Reducer, accumulation: Accumulation, count: int | None) -> None:
+        kernels, lists = reducer.kernels, reducer.memory["lists"]
+        if count:
+            kernels.top_k(reducer.bucket, count, accumulation, lists, reducer.findings)
         else:  # the bucket is empty
-            self._kernels.accumulate(self.bucket, accumulation, self._lists, self._findings)
+            kernels.accumulate(reducer.bucket, accumulation, lists, reducer.findings)

@@ -26,7 +26,7 @@ from .mode import mode, noted
 from .tensor import Operation, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Iterator, Sequence
+    from collections.abc import Container, Generator, Iterator, Sequence
 
     from .tensor import Array
 
@@ -45,7 +45,7 @@ __all__ = [
 class Walk(Operation):
     """A backward pass of somebody else: what stands behind a loss in place of an operation."""
 
-    def pairs(self, dy: Tensor | None, pauses: Collection[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def pairs(self, dy: Tensor | None, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:
         """What `backward` is to yield."""
         raise NotImplementedError
 
@@ -55,7 +55,7 @@ class Walk(Operation):
 
 
 def backward(
-    loss: Tensor, dy: Tensor | None = None, pauses: Collection[Tensor] = ()
+    loss: Tensor, dy: Tensor | None = None, pauses: Container[object] = ()
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Local. Yield (parameter, gradient) for all parameters behind `loss`, each when its gradient is final.
 

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import MismatchError
+from ..kernels import kernels_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..comm import Communicator
-    from ..nn.tensor import Tensor
+    from .bucket import Parameter
 
 __all__ = ["check_same_model", "check_same_values"]
 
 
-def check_same_model(communicator: Communicator, params: Sequence[Tensor]) -> None:
+def check_same_model(communicator: Communicator, params: Sequence[Parameter]) -> None:
     """Collective. Compare names, shapes and types of `params` over the ranks.
 
     Raises:
@@ -38,15 +39,15 @@ def check_same_model(communicator: Communicator, params: Sequence[Tensor]) -> No
         )
 
 
-def check_same_values(communicator: Communicator, params: Sequence[Tensor]) -> None:
-    """Collective. Compare the values of `params` over the ranks.
+def check_same_values(communicator: Communicator, params: Sequence[Parameter]) -> None:
+    """Collective. Compare the values of `params` over the ranks, by a digest.
 
     Raises:
         MismatchError: they differ; the message names the ranks.
     """
     digest = hashlib.sha256()
     for param in params:
-        digest.update(np.ascontiguousarray(param.device.host(param.data)).data)
+        digest.update(np.ascontiguousarray(kernels_of(param.data).to_host(param.data)).data)
     digests = communicator.all_gather_bytes(digest.digest())
     differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if differing:

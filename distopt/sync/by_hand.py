@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..errors import GradientError, UsageError
+from ..compress import finish_all
+from ..errors import UsageError
 from ..kernels import array_module
-from .placement import wire_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ __all__ = ["Fusion"]
 
 @dataclass
 class _Message:
-    reducer: Reducer[Any]
+    reducer: Reducer
     arrays: Sequence[Array]
     residual: Array | None
     reduction: Reduction
@@ -46,7 +46,7 @@ class Fusion:
         self._capacity = capacity
         self._staged: dict[tuple[str, str], tuple[Codec, list[Array]]] = {}
         self._sent: list[_Message] = []
-        self._free: dict[tuple[str, str, int], list[Reducer[Any]]] = {}
+        self._free: dict[tuple[str, str, int], list[Reducer]] = {}
 
     def stage(self, array: Array, codec: Codec) -> None:
         """Collective. Put `array` into the message of its codec and type, once; a full message is sent first."""
@@ -77,42 +77,37 @@ class Fusion:
         key = codec.kind, arrays[0].dtype.name, total
         if self._free.get(key):
             reducer = self._free[key].pop()
-            codec.retune(reducer)
         else:
-            memory = wire_memory(self._communicator, total, key[1], array_module(arrays[0]))
+            memory = self._communicator.empty(total, key[1], xp=array_module(arrays[0]))
             reducer = codec.attach(memory, self._communicator, label="fused")
         for array, part in self._parts(arrays, reducer):
             part[...] = array.reshape(-1)
         if residual is not None:
-            reducer.load_state_dict({"residual": residual})
-        self._sent.append(_Message(reducer, arrays, residual, reducer.start()))
+            reducer.kernels.copy_into(reducer.keep("residual"), residual)
+        self._sent.append(_Message(reducer, arrays, residual, codec.start(reducer)))
 
     def wait(self) -> None:
         """Collective. Finish what was sent, staged arrays included, and put the sums in place.
 
         Raises:
-            GradientError: see `Reduction.wait`; arrays of other messages hold their sums.
+            GradientError: a value was NaN or infinite on some rank; arrays of other messages hold their sums.
         """
         self.send_staged()
         sent, self._sent = self._sent, []
-        errors = []
-        for message in sent:
+        verdicts = finish_all([message.reduction for message in sent])
+        for message, verdict in zip(sent, verdicts, strict=True):
             reducer = message.reducer
-            try:
-                message.reduction.wait()
-            except GradientError as error:
-                errors.append(error)
-            else:
+            if verdict is None:
                 for array, part in self._parts(message.arrays, reducer):
                     array[...] = (part * self._communicator.topology.world_size).reshape(array.shape)
             if message.residual is not None:
                 message.residual[...] = reducer.residual
             key = reducer.kind, reducer.bucket.dtype.name, reducer.bucket.size
             self._free.setdefault(key, []).append(reducer)
-        if errors:
-            raise errors[0]
+        for verdict in filter(None, verdicts):
+            raise verdict.error()
 
     @staticmethod
-    def _parts(arrays: Sequence[Array], reducer: Reducer[Any]) -> list[tuple[Array, Array]]:
+    def _parts(arrays: Sequence[Array], reducer: Reducer) -> list[tuple[Array, Array]]:
         stops = list(accumulate(array.size for array in arrays))
         return [(array, reducer.bucket[stop - array.size : stop]) for array, stop in zip(arrays, stops, strict=True)]

@@ -7,7 +7,7 @@ all ranks keep equal parameters. Every step begins with a roll call: who still h
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,26 +18,34 @@ if TYPE_CHECKING:
     from ..comm import Communicator
     from ..compress import Codec
 
-__all__ = ["RollCall"]
+__all__ = ["Recipe", "RollCall"]
 
 _NO_STEP = 0
+
+
+class Recipe(NamedTuple):
+    """How a step reduces: codec, bucket size in elements, and limit of a gradient's elements."""
+
+    codec: Codec
+    bucket_elements: int
+    clip: float | None
 
 
 class RollCall:
     """The exchange at the beginning of every step, while ranks may run out of data.
 
     Attributes:
-        last: codec, bucket size and clipping value of this rank's last own step.
+        last: how this rank's last own step was reduced.
     """
 
-    last: tuple[Codec, int, float | None]
+    last: Recipe
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._plan = _NO_STEP
         self._answers = np.empty(2 * communicator.topology.world_size, np.int64)
 
-    def step(self, codec: Codec, threshold: int, clip: float | None) -> float:
+    def step(self, recipe: Recipe) -> float:
         """Collective. Announce a step with data.
 
         Returns:
@@ -47,13 +55,13 @@ class RollCall:
             UsageError: a codec with error feedback, or a rank that had no batch at all; the latter on all ranks.
             MismatchError: the ranks are about to send different things; on all ranks.
         """
-        if isinstance(codec, ErrorFeedback):
+        if isinstance(recipe.codec, ErrorFeedback):
             raise UsageError(
                 "error feedback would go on sending what a rank without data has left over, at a weight that is not "
                 "its own; use a codec without it inside DistOpt.join"
             )
-        self.last = (codec, threshold, clip)
-        self._plan = zlib.crc32(repr(self.last).encode()) + 1
+        self.last = recipe
+        self._plan = zlib.crc32(repr(recipe).encode()) + 1
         return self._call(True)
 
     def without_data(self) -> float:

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distopt.comm import create
-from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, Threshold, TopK
-from distopt.errors import GradientError
+from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, Part, PowerSGD, Threshold, TopK, finish_all
 from distopt.kernels import kernels_of
 
 if TYPE_CHECKING:
     from distopt.comm import Communicator
-    from distopt.compress import Reduction
     from distopt.launch.job import Job
 
 CODECS = [
@@ -27,6 +25,7 @@ CODECS = [
     Threshold(100.0),
     ErrorFeedback(TopK(0.01, momentum=0.9, clip_norm=20.0)),
     ErrorFeedback(Threshold(1.5)),
+    ErrorFeedback(PowerSGD(rank=2)),
 ]
 
 
@@ -35,13 +34,10 @@ def gradient(step: int, codec: int, rank: int, size: int) -> np.ndarray:
     return rng.standard_normal(size).astype(np.float32) * np.float32((1 + rank) / 2)
 
 
-def wait(reduction: Reduction) -> tuple[int | None, int | None] | None:
-    """Rank and index of the unusable gradient, if there is one."""
-    try:
-        reduction.wait()
-    except GradientError as error:
-        return error.rank, error.index
-    return None
+def parts_of(size: int) -> list[Part]:
+    """A matrix, as large as fits, and the rest."""
+    side = int(size**0.5)
+    return [Part("matrix", 0, (side, side)), Part("rest", side * side, (size - side * side,))]
 
 
 def steps_of(comm: Communicator, size: int) -> list[np.ndarray]:
@@ -49,7 +45,8 @@ def steps_of(comm: Communicator, size: int) -> list[np.ndarray]:
     rank = comm.topology.rank
     buckets = [comm.empty(size) for _ in CODECS]
     reducers = [
-        codec.attach(bucket, comm, label=f"b{i}") for i, (codec, bucket) in enumerate(zip(CODECS, buckets, strict=True))
+        codec.attach(bucket, comm, parts=parts_of(size), label=f"b{i}")
+        for i, (codec, bucket) in enumerate(zip(CODECS, buckets, strict=True))
     ]
     results = []
     for step in range(3):
@@ -58,8 +55,9 @@ def steps_of(comm: Communicator, size: int) -> list[np.ndarray]:
             if step == 1 and rank == comm.topology.world_size - 1:
                 grad[size // 2] = np.nan
             kernels_of(bucket).copy_into(bucket, grad)
-        for reduction in [reducer.start() for reducer in reducers]:
-            assert wait(reduction) == ((comm.topology.world_size - 1, size // 2) if step == 1 else None)
+        verdicts = finish_all([codec.start(reducer) for codec, reducer in zip(CODECS, reducers, strict=True)])
+        found = [verdict and (verdict.rank, verdict.element) for verdict in verdicts]
+        assert found == [(comm.topology.world_size - 1, size // 2) if step == 1 else None] * len(CODECS)
         if step != 1:
             results += [kernels_of(bucket).to_host(bucket) for bucket in buckets]
     comm.barrier()

@@ -80,7 +80,7 @@ def decaying_sgd() -> opt.SGD:
 
 def build(optimizer, use_graph: bool, kind: type[Net] = Net, rule=decaying_sgd, **options):
     """A new optimizer on the same communicator, and a new net that it trains."""
-    options = {"threshold": SMALL, "partition_size": 100, **options}
+    options = {"bucket_elements": SMALL, "partition_elements": 100, **options}
     optimizer = opt.DistOpt(rule(), communicator=optimizer.communicator, **options)
     optimizer.device.SetRandSeed(3)
     net = kind()
@@ -175,22 +175,18 @@ def overlap(optimizer) -> dict[str, np.ndarray]:
     events: list[str] = []
 
     class Sends(Fp32):
-        def attach(self, *args, **options):
-            reducer = super().attach(*args, **options)
-            start = reducer.start
-            reducer.start = lambda: events.append("send") or start()
-            return reducer
+        def start(self, reducer):
+            events.append("send")
+            return super().start(reducer)
 
     launch = kind.step.launch
     kind.step.launch = lambda work: events.append("launch") or launch(work)
-    for bucket in own._layout.buckets:
-        bucket._reducers.clear()
     kind.step.call = kind.step.call._replace(args=(kind.step.call.args[0], Sends(), SMALL))
     net(*batch(BEFORE, own))
     assert net.graph_replays == 1
     expected = ["launch"]  # forward
     for piece in kind.step.pieces:
-        expected += ["launch", *["send"] * sum(param in own._layout.last for param, _ in piece.pairs)]
+        expected += ["launch", *["send"] * sum(param in own._adopted.last for param, _ in piece.pairs)]
     assert events == expected
     assert events.count("send") == len(buckets)
     return {}
@@ -303,7 +299,7 @@ def moved(optimizer) -> dict[str, np.ndarray]:
     def train(own, net):
         values = []
         for n in range(30):
-            own.threshold = SMALL if n < 6 else 50 if n < 12 else 40 + n % 3
+            own.bucket_elements = SMALL if n < 6 else 50 if n < 12 else 40 + n % 3
             values.append(net(*batch(n, own))[1].item())
         return values
 

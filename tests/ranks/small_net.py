@@ -46,7 +46,9 @@ def build(optimizer) -> Net:
 
 
 def make(rank: int, world_size: int, ticket, **options) -> opt.DistOpt:
-    return opt.DistOpt(opt.SGD(lr=0.05, momentum=0.5), ticket, rank, world_size, **{"threshold": SMALL, **options})
+    return opt.DistOpt(
+        opt.SGD(lr=0.05, momentum=0.5), ticket, rank, world_size, **{"bucket_elements": SMALL, **options}
+    )
 
 
 def parameters(net: Net) -> np.ndarray:

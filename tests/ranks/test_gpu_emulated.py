@@ -26,7 +26,10 @@ def every_strategy(optimizer) -> dict[str, np.ndarray]:
     results = {"kind": np.array(optimizer.device.kind)}
     for name, strategy in STRATEGIES.items():
         optimizer = opt.DistOpt(
-            opt.SGD(lr=0.05, momentum=0.5), communicator=optimizer.communicator, threshold=SMALL, partition_size=100
+            opt.SGD(lr=0.05, momentum=0.5),
+            communicator=optimizer.communicator,
+            bucket_elements=SMALL,
+            partition_elements=100,
         )
         net = small_net.build(optimizer)
         results[f"{name} losses"] = np.array(train(optimizer, net, range(STEPS), strategy))
@@ -45,7 +48,7 @@ def by_hand(optimizer) -> dict[str, np.ndarray]:
     """SINGA's methods on single tensors, clipping, and the other rules."""
     results = {}
     for rule in (opt.Adam(lr=0.01), opt.RMSProp(lr=0.01), opt.AdaGrad(lr=0.05)):
-        optimizer = opt.DistOpt(rule, communicator=optimizer.communicator, threshold=SMALL)
+        optimizer = opt.DistOpt(rule, communicator=optimizer.communicator, bucket_elements=SMALL)
         net = small_net.build(optimizer)
         train(optimizer, net, range(2), STRATEGIES["fp32"])
         step = lambda loss, o=optimizer: o.backward_and_update_half(loss, SMALL, True, 0.01)  # noqa: E731

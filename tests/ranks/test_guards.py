@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distopt import autograd, device, launch, opt, singa_wrap, tensor
+from distopt import device, launch, opt, singa_wrap, tensor
 from distopt.compress import ErrorFeedback, Fp16, Fp32, Threshold, TopK
 from distopt.errors import GradientError, RankFailedError, UsageError
+from distopt.nn import autograd
 from tests.ranks.small_net import (
     SMALL,
     Net,
@@ -48,7 +49,7 @@ def poisoned(optimizer, net: Net, number: int, strategy, bad: float) -> None:
 def raising(optimizer) -> dict[str, np.ndarray]:
     last = optimizer.world_size - 1
     for strategy in [*CODECS.values(), "partialUpdate"]:
-        optimizer = opt.DistOpt(opt.SGD(lr=0.05), communicator=optimizer.communicator, threshold=SMALL)
+        optimizer = opt.DistOpt(opt.SGD(lr=0.05), communicator=optimizer.communicator, bucket_elements=SMALL)
         net = build(optimizer)
         train(optimizer, net, range(2), strategy)
         for number in (2, 3):  # the error is not the end: a second one is named as well
@@ -74,7 +75,7 @@ def skipping(optimizer) -> dict[str, np.ndarray]:
     results = {}
     for name, strategy in {**CODECS, "partial": "partialUpdate"}.items():
         optimizer = opt.DistOpt(
-            opt.SGD(lr=0.05), communicator=optimizer.communicator, threshold=SMALL, non_finite="skip"
+            opt.SGD(lr=0.05), communicator=optimizer.communicator, bucket_elements=SMALL, non_finite="skip"
         )
         net = build(optimizer)
         train(optimizer, net, range(2), strategy)
@@ -119,9 +120,9 @@ def overflowing(optimizer) -> dict[str, np.ndarray]:
             with pytest.raises(
                 GradientError, match=r"beyond 8.5e\+37, too large .* element 17 of bucket 'b0' on rank 0"
             ):
-                reducer.start().wait()
+                raise Fp32().start(reducer).wait().error()
         else:
-            reducer.start().wait()
+            assert Fp32().start(reducer).wait() is None
             assert bucket[17] == np.float32(large)
     return {}
 
@@ -166,7 +167,7 @@ def test_bad_arguments_are_named(alone):
         r"ratio 0.0 .* outside \(0, 1\]": lambda loss: optimizer.backward_and_sparse_update(loss, spars=0.0, topK=True),
         r"ratio 1.5 .* outside \(0, 1\]": lambda loss: optimizer.step_by("sparseTopK", loss, spars=1.5),
         "threshold -0.1 is not": lambda loss: optimizer.backward_and_sparse_update(loss, spars=-0.1),
-        "unknown strategy 'fp8'; choose one of plain, fp32,": lambda loss: optimizer.step_by("fp8", loss),
+        "unknown dist_option 'fp8'; choose one of plain, fp32,": lambda loss: optimizer.step_by("fp8", loss),
         "clipping value of -1": lambda loss: optimizer.backward_and_update_half(loss, clipping=True, clip_Value=-1),
         "-5 is negative": lambda loss: optimizer.backward_and_update(loss, threshold=-5),
     }
@@ -177,7 +178,7 @@ def test_bad_arguments_are_named(alone):
     with pytest.raises(UsageError, match="non_finite='stop' is not one of raise, skip, ignore"):
         alone(non_finite="stop")
     with pytest.raises(UsageError, match="unknown codec 'fp8'; choose one of"):
-        alone(compression="fp8")
+        alone(codec="fp8")
     with pytest.raises(UsageError, match="a fusion buffer of 0 elements"):
         alone(buffSize=0)
 

@@ -37,7 +37,7 @@ def flat(net: Net) -> np.ndarray:
 
 
 def reduce_with(codec, optimizer, loss) -> None:
-    optimizer.reduce_and_update(loss, codec, threshold=500)
+    optimizer.reduce_and_update(loss, codec, bucket_elements=500)
 
 
 def train(rank: int, world_size: int, ticket, folder: str, batches: tuple[int, ...], codec) -> None:

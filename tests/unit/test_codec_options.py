@@ -5,8 +5,9 @@ import pickle
 import numpy as np
 import pytest
 
-from distopt.compress import CODECS, BFloat16, ErrorFeedback, Fp16, Fp32, Threshold, TopK, create
+from distopt.compress import CODECS, BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK, create
 from distopt.errors import UsageError
+from distopt.opt import DIST_OPTIONS, codec_of
 from tests.conformance.thread_ranks import on_ranks
 
 F32 = np.float32
@@ -33,8 +34,13 @@ F32 = np.float32
         lambda: ErrorFeedback(Fp32()),
         lambda: ErrorFeedback(ErrorFeedback(TopK(0.1))),
         lambda: create("top"),
-        lambda: create("sparseTopK", spars=0.0),
-        lambda: create("sparseThreshold", spars=-1.0),
+        lambda: create("top-k", ratio=0.0),
+        lambda: create("threshold", bound=-1.0),
+        lambda: create("top-k"),
+        lambda: create("fp16", ratio=0.1),
+        lambda: create("fp32", error_feedback=True),
+        lambda: PowerSGD(rank=0),
+        lambda: PowerSGD(rank=1.5),
     ],
 )
 def test_bad_options_are_refused(make):
@@ -63,9 +69,23 @@ def test_codecs_are_values(codec):
 
 
 def test_registry():
-    assert list(CODECS) == ["plain", "fp32", "half", "fp16", "bf16", "sparseTopK", "sparseThreshold"]
-    assert create("sparseTopK", spars=0.02) == ErrorFeedback(TopK(0.02))
-    assert create("sparseThreshold", spars=0.02, corr=False) == Threshold(0.02)
-    assert create("half", spars=7.0) == Fp16()
-    with pytest.raises(UsageError, match="plain, fp32, half, fp16, bf16, sparseTopK, sparseThreshold"):
+    assert list(CODECS) == ["fp32", "fp16", "bf16", "top-k", "threshold", "power-sgd"]
+    assert create("top-k", ratio=0.02, error_feedback=True) == ErrorFeedback(TopK(0.02))
+    assert create("threshold", bound=0.02) == Threshold(0.02)
+    assert create("fp16", scale="dynamic") == Fp16("dynamic")
+    with pytest.raises(UsageError, match="fp32, fp16, bf16, top-k, threshold, power-sgd"):
         create("fp64")
+    with pytest.raises(UsageError, match=r"codec 'fp16': .*'ratio'"):
+        create("fp16", ratio=0.5)
+
+
+def test_names_of_singa():
+    assert codec_of("plain") == codec_of("fp32") == Fp32()
+    assert codec_of("half", 7.0) == codec_of("fp16") == Fp16()
+    assert codec_of("sparseTopK", 0.02) == ErrorFeedback(TopK(0.02))
+    assert codec_of("sparseThreshold", 0.02, corr=False) == Threshold(0.02)
+    for name in DIST_OPTIONS:
+        if name != "partialUpdate":
+            codec_of(name)
+    with pytest.raises(UsageError, match="plain, fp32, half, fp16, bf16, partialUpdate, sparseTopK, sparseThreshold"):
+        codec_of("fp64")

@@ -10,7 +10,7 @@ from .. import autograd
 from .step import Piece, RecordedStep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
     from ..device import Device
     from ..tensor import Array, Tensor
@@ -136,7 +136,7 @@ class CapturedStep(RecordedStep):
         self.forward = self.recorder.end()
         self.launch(self.forward)
 
-    def record_backward(self, loss: Tensor, pauses: Collection[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def record_backward(self, loss: Tensor, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:
         """Record the backward pass, in pieces that end at the parameters of `pauses`; then launch them."""
         kept = [(op, op.inputs, op.saved) for op in autograd.tape(loss)]
         recorder = self.recorder

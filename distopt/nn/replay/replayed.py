@@ -20,7 +20,7 @@ from ..tensor import Operation, Tensor
 from .step import CaptureError, Piece, RecordedStep
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
     from ..device import Device
 
@@ -71,7 +71,7 @@ class ReplayedStep(RecordedStep):
             known.add(out)
         return ""
 
-    def record_backward(self, loss: Tensor, pauses: Collection[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def record_backward(self, loss: Tensor, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:
         """Run the backward pass, and note it in pieces that end at the parameters of `pauses`."""
         visits = autograd.plan(loss)
         pending = autograd.first_gradient(loss, visits)

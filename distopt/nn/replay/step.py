@@ -10,7 +10,7 @@ from .. import autograd
 from ..tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
     from ..device import Device
     from ..tensor import Array
@@ -161,7 +161,7 @@ class RecordedStep(ABC):
         """The forward pass is complete: see to it that it is computed."""
 
     @abstractmethod
-    def record_backward(self, loss: Tensor, pauses: Collection[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def record_backward(self, loss: Tensor, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:
         """Compute and record the backward pass, or note a failure; yield as `autograd.backward`."""
 
     @abstractmethod
@@ -219,7 +219,7 @@ class _Recording(autograd.Walk):
     def __init__(self, step: RecordedStep, loss: Tensor) -> None:
         self.step, self.loss = step, loss
 
-    def pairs(self, dy: Tensor | None, pauses: Collection[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def pairs(self, dy: Tensor | None, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:
         """The gradients of the step, as it runs."""
         if dy is not None:
             self.step.failure = CaptureError("the optimizer passes `dy`")
@@ -238,7 +238,7 @@ class _Replaying(autograd.Walk):
     def __init__(self, step: RecordedStep) -> None:
         self.step = step
 
-    def pairs(self, dy: Tensor | None, pauses: Collection[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def pairs(self, dy: Tensor | None, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:
         """The gradients of the step, computed anew."""
         return self.step.gradients()
 

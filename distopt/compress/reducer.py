@@ -1,0 +1,216 @@
+"""What a codec has to work with on one bucket, and what it keeps there between steps."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from ..errors import GradientError, StateError
+from ..kernels import FINDINGS, array_module, kernels_of
+from .statistics import Statistics
+from .wire import Wire
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..comm import Communicator, Work
+    from ..comm.base import Array
+
+__all__ = ["BadGradient", "Header", "Part", "Reducer", "State"]
+
+# Arrays by name, and of each the pieces by parameter.
+State: TypeAlias = "dict[str, dict[str, Array]]"
+
+_FIELDS = 3  # of the findings: all but the last are for the other ranks
+
+
+class Part(NamedTuple):
+    """Where a parameter's gradient lies in its bucket: `offset` is an element index."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+class BadGradient(NamedTuple):
+    """The verdict on a reduction that failed, the same on all ranks: which rank's gradient was unusable.
+
+    Attributes:
+        rank: the rank at fault.
+        element: its index in the bucket.
+        text: what is wrong, in a sentence with the cure.
+    """
+
+    rank: int
+    element: int
+    text: str
+
+    def error(self) -> GradientError:
+        """The verdict as an exception."""
+        return GradientError(self.text, rank=self.rank, index=self.element)
+
+
+class Header(NamedTuple):
+    """What the ranks tell each other with a lossy reduction.
+
+    Attributes:
+        counts: lengths of the lists, by rank.
+        overflowed: whether any rank saturated a value.
+        verdict: what is wrong with the gradients, if anything is.
+    """
+
+    counts: list[int]
+    overflowed: bool
+    verdict: BadGradient | None
+
+
+class Reducer:
+    """One bucket as codecs of one kind see it. Codecs are options; whatever outlives a step is here.
+
+    Attributes:
+        kind: that of the codec which was attached.
+        bucket: flat array, reduced in place; what lies between and behind the parts is zero and stays zero.
+        parts: the parameters in it.
+        size: number of elements of the parts, without padding.
+        label: name of the bucket in diagnostics.
+        check_finite: whether a codec that could carry NaN and infinity looks for them.
+        wire: what the bytes go through.
+        kernels: passes over arrays like the bucket.
+        memory: wire memory and scratch of the codec, by name; not part of the state.
+        findings: int64 [4], what a pass over the bucket has found; see `kernels.base`. Only for lossy codecs.
+        statistics: totals of all finished reductions.
+        busy: whether a reduction is under way.
+    """
+
+    def __init__(
+        self, kind: str, bucket: Array, comm: Communicator, parts: Sequence[Part], label: str, check_finite: bool
+    ) -> None:
+        self.kind, self.bucket, self.label, self.check_finite = kind, bucket, label, check_finite
+        self.parts = tuple(parts) or (Part(label, 0, (bucket.size,)),)
+        self.size = sum(part.size for part in self.parts)
+        self.wire = Wire(comm, label)
+        self.kernels = kernels_of(bucket)
+        self.memory: dict[str, Any] = {}
+        self.findings: Array = None
+        self.statistics = Statistics()
+        self.busy = False
+        self._state: dict[str, Array] = {}
+        self._initial: dict[str, Array | None] = {}
+
+    # -- state -------------------------------------------------------------------------------------------------------
+    @property
+    def residual(self) -> Array | None:
+        """What has not been sent yet, with error feedback: the array itself, where the bucket is."""
+        return self._state.get("residual")
+
+    def keep(self, name: str, initial: Array | None = None) -> Array:
+        """Local. The array `name` of the state. The first call makes it: of `initial`, or of zeros like the bucket."""
+        array = self._state.get(name)
+        if array is None:
+            if initial is None:
+                array = self.kernels.empty(self.bucket.size, self.bucket.dtype)
+                array.fill(0)
+            else:
+                array = initial.copy()
+            self._state[name], self._initial[name] = array, initial
+        return array
+
+    def state_dict(self) -> State:
+        """Local. Copies, in NumPy arrays, of what the next steps depend on; they differ between ranks."""
+        return {
+            name: {owner: kernels_of(view).to_host(view) for owner, view in self._views(name)} for name in self._state
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Local. Continue from what `state_dict` returned.
+
+        Raises:
+            StateError: see `check_state_dict`; nothing was changed.
+        """
+        self.check_state_dict(state)
+        for name in self._state:
+            for owner, view in self._views(name):
+                kernels_of(view).copy_into(view, state[name][owner])
+
+    def reset(self) -> None:
+        """Local. Go back to the state of a new reducer."""
+        for name, array in self._state.items():
+            array[...] = 0 if self._initial[name] is None else self._initial[name]
+
+    def check_state_dict(self, state: State) -> None:
+        """Local. Whether `load_state_dict` would accept `state`.
+
+        Raises:
+            StateError: names, types or shapes do not fit this bucket.
+        """
+        if state.keys() != self._state.keys():
+            raise StateError(
+                f"state of bucket {self.label!r} has {sorted(state)}, its codec keeps {sorted(self._state)}; "
+                "load it with the codec that saved it"
+            )
+        for name in self._state:
+            views = dict(self._views(name))
+            if state[name].keys() != views.keys():
+                raise StateError(
+                    f"{name} of bucket {self.label!r} is there for {sorted(state[name])}, not for {sorted(views)}; "
+                    "load it into the same model and bucket size"
+                )
+            for owner, view in views.items():
+                given = state[name][owner]
+                if given.dtype != view.dtype or given.shape != view.shape:
+                    raise StateError(
+                        f"{name} of {owner or 'the bucket'} is {given.dtype} of shape {given.shape}, not "
+                        f"{view.dtype} of shape {view.shape}; load it into the same model and bucket size"
+                    )
+
+    def _views(self, name: str) -> list[tuple[str, Array]]:
+        """The parts of a state by parameter; what is not like the bucket belongs to its first one."""
+        array = self._state[name]
+        if self._initial[name] is not None:
+            return [(self.parts[0].name, array)]
+        return [(p.name, array[p.offset : p.offset + p.size].reshape(p.shape)) for p in self.parts]
+
+    # -- findings ----------------------------------------------------------------------------------------------------
+    def prepare_header(self) -> None:
+        """Collective. Make the memory of findings and headers."""
+        gathered = _FIELDS * self.wire.world_size
+        # Everyone's headers and then the own findings, so that the host reads both at once.
+        self._report = self.wire.empty(gathered + FINDINGS, "int64", array_module(self.bucket))
+        self._headers, self.findings = self._report[:gathered], self._report[gathered:]
+
+    def send_header(self) -> Work:
+        """Collective. Start to exchange the findings, except for the last one, with all ranks."""
+        return self.wire.all_gather(self.findings[:_FIELDS], self._headers)
+
+    def read_header(self, work: Work) -> Header:
+        """Local. What all ranks have found, once `work` of `send_header` has been waited for."""
+        report = self.read(self._report, work)
+        counts, overflowed, from_bad = (report[field:-FINDINGS:_FIELDS] for field in range(_FIELDS))
+        self.wire.cost.overflowed = overflowed[self.wire.rank]
+        self.wire.cost.underflowed = report[-1]
+        return Header(counts, any(overflowed), self.verdict(from_bad))
+
+    def verdict(self, from_bad: Sequence[int], fault: str = "NaN or infinite") -> BadGradient | None:
+        """Local. What is wrong with the gradients, given every rank's `FROM_BAD`."""
+        for rank, elements in enumerate(from_bad):
+            if elements:
+                index = self.bucket.size - elements
+                return BadGradient(
+                    rank,
+                    index,
+                    f"a gradient is {fault}: element {index} of bucket {self.label!r} on rank {rank} "
+                    f"({self.wire.hosts[rank]}); lower the learning rate or clip the gradients",
+                )
+        return None
+
+    @staticmethod
+    def read(array: Array, work: Work) -> list[Any]:
+        """Local. The numbers of an array that `work`, which has been waited for, has filled."""
+        numbers: list[Any] = array.tolist()
+        work.done()  # only here the host waits for a GPU; a communicator that failed meanwhile leaves garbage
+        return numbers

@@ -1,0 +1,79 @@
+"""The communicator as a codec sees it: the same collectives, with bytes and time counted."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from ..comm.sparse import dense_wire_bytes, sparse_all_reduce
+from .statistics import Statistics
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from ..comm import Communicator, Work
+    from ..comm.base import Array, RaggedWork, ReduceOp
+
+__all__ = ["Wire"]
+
+
+class Wire:
+    """The collectives of one bucket.
+
+    Attributes:
+        cost: of the reduction under way; calls are added to it.
+        rank: this rank.
+        world_size: number of ranks.
+        hosts: host name of every rank.
+        finds_nonfinite: whether `all_reduce` looks for NaN and infinity while it adds.
+    """
+
+    def __init__(self, comm: Communicator, label: str) -> None:
+        topology = comm.topology
+        self.cost = Statistics()
+        self.rank, self.world_size, self.hosts = topology.rank, topology.world_size, topology.hosts
+        self.finds_nonfinite = comm.finds_nonfinite
+        self.sends_parts = comm.sends_parts
+        self._comm = comm
+        self._label = label
+
+    def empty(self, count: int, dtype: str, xp: Any) -> Array:
+        """Collective. Wire memory; see `Communicator.empty`."""
+        return self._comm.empty(count, dtype, xp=xp)
+
+    def all_reduce(self, array: Array, op: ReduceOp, *, wire: str | None = None, find_nonfinite: bool = False) -> Work:
+        """Collective. See `Communicator.all_reduce`."""
+        began = perf_counter()
+        work = self._comm.all_reduce(array, op, wire=wire, label=self._label, find_nonfinite=find_nonfinite)
+        self._book(dense_wire_bytes(array.nbytes, self.world_size), began)
+        return work
+
+    def all_gather(self, array: Array, out: Array) -> Work:
+        """Collective. See `Communicator.all_gather`."""
+        began = perf_counter()
+        work = self._comm.all_gather(array, out, label=self._label)
+        self._book(array.nbytes * (self.world_size - 1), began)
+        return work
+
+    def all_gather_ragged(self, array: Array) -> RaggedWork:
+        """Collective. See `Communicator.all_gather_ragged`."""
+        began = perf_counter()
+        work = self._comm.all_gather_ragged(array, label=self._label)
+        self._book(array.nbytes * (self.world_size - 1), began)
+        return work
+
+    def sparse_all_reduce(
+        self, indices: Array, values: Array, dense: Array, counts: Sequence[int], scale: float
+    ) -> Generator[Work, None, None]:
+        """Collective. See `comm.sparse.sparse_all_reduce`."""
+        self.cost.wire_bytes += yield from sparse_all_reduce(
+            self._comm, indices, values, dense, counts=counts, scale=scale, label=self._label
+        )
+
+    def _book(self, n_bytes: int, began: float) -> None:
+        self.cost.wire_bytes += n_bytes
+        self.cost.comm_seconds += perf_counter() - began
+
+    def dense_bytes(self, n_bytes: int) -> int:
+        """Local. What each rank sends in a bandwidth-optimal all_reduce of `n_bytes`."""
+        return dense_wire_bytes(n_bytes, self.world_size)

@@ -1,0 +1,322 @@
+"""The engine: it averages the gradients of named parameters over the ranks.
+
+It knows parameters and their gradients as arrays, and nothing of where these come from. A front opens a step with
+`begin`, writes each gradient where it belongs (`Bucket.grads`, views of wire memory), says `Step.final`, and ends with
+`Step.finish`, after which the views hold the means and the front's optimizer applies them. A full bucket is encoded and
+sent while later gradients are still being computed. Buckets start in the order of their indices, and are finished in
+rounds in the same order, so that all ranks make the same calls whatever order gradients come in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+
+import numpy as np
+
+from ..compress import Statistics
+from ..errors import StateError, UsageError
+from .agreement import check_same_model, check_same_values
+from .layout import Layout
+from .stats import CommunicationStatistics
+from .step import PartialStep, Step
+from .uneven import Recipe, RollCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ..comm import Communicator
+    from ..compress import BadGradient, Codec
+    from .bucket import Parameter
+    from .layout import LayoutStates
+
+__all__ = ["DEFAULT_BUCKET_ELEMENTS", "Engine", "NonFinite", "Slots", "States"]
+
+NonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
+States: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
+
+DEFAULT_BUCKET_ELEMENTS = 2097152  # SINGA's default
+
+log = logging.getLogger("distopt")
+
+
+class Slots(Protocol):
+    """The states of an optimizer, such as momentum, by name."""
+
+    def get_states(self) -> States:
+        """Copies of them."""
+
+    def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Take them over."""
+
+
+class Engine:
+    """Averages gradients over the ranks of a communicator.
+
+    Args:
+        communicator: how bytes move.
+        slots: the optimizer's states. They are averaged where partial updates have let them differ between ranks.
+        non_finite: what to do about a gradient that is NaN or infinite on any rank: "raise" a GradientError on all
+            ranks; "skip" the update of this step on all ranks, with a warning; "ignore" it: fp32 then does not look,
+            and the other codecs, which cannot carry such a value, raise.
+
+    Attributes:
+        steps: number of steps that have begun.
+        skipped: those of them without update.
+    """
+
+    def __init__(self, communicator: Communicator, slots: Slots, non_finite: NonFinite = "raise") -> None:
+        """Local."""
+        self.check_options(non_finite)
+        self.communicator = communicator
+        self.non_finite = non_finite
+        self.steps = self.skipped = 0
+        self._slots = slots
+        self._attached: set[int] = set()
+        self._layouts: dict[tuple[int, bool], Layout] = {}  # by bucket size, and whether for partial updates
+        self._unclaimed: dict[int, LayoutStates] = {}  # loaded, by bucket size
+        self._partition = 0  # the next one to be averaged
+        self._drifted = False  # whether the ranks' parameters differ
+        self._own_slots = False  # whether the ranks' slots differ
+        self._roll_call: RollCall | None = None  # inside `join`
+
+    @staticmethod
+    def check_options(non_finite: str) -> None:
+        """Local. Check the arguments of the constructor before there is a communicator.
+
+        Raises:
+            UsageError: there is no such value of `non_finite`.
+        """
+        if non_finite not in get_args(NonFinite):
+            raise UsageError(f"non_finite={non_finite!r} is not one of {', '.join(get_args(NonFinite))}")
+
+    def attach(self, params: Sequence[Parameter]) -> None:
+        """Collective. Check that all ranks train the same model, and give all of them the parameters of rank 0.
+
+        Raises:
+            MismatchError: names, shapes or types differ; the message names the ranks and the first difference.
+        """
+        check_same_model(self.communicator, params)
+        works = [self.communicator.broadcast(p.data, label=str(p.name)) for p in params]
+        for work in works:
+            work.wait()
+        self._attached = {id(p) for p in params}
+
+    def layout(self, bucket_elements: int, order: Callable[[], Sequence[Parameter]], partial: bool = False) -> Layout:
+        """Collective on first use of a bucket size. The buckets of that size.
+
+        Args:
+            bucket_elements: bucket size in elements, see `layout.plan`.
+            order: gives the parameters in the order in which their gradients become final; called on first use.
+            partial: for partial updates, whose partitions are the buckets.
+
+        Raises:
+            MismatchError: the ranks have different models, or parameters that differ before the first step.
+        """
+        key = bucket_elements, partial
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = self._new_layout(bucket_elements, order(), partial)
+        return layout
+
+    def _new_layout(self, bucket_elements: int, order: Sequence[Parameter], partial: bool) -> Layout:
+        check_same_model(self.communicator, order)
+        if not self._drifted:
+            check_same_values(self.communicator, [p for p in order if id(p) not in self._attached])
+        layout = Layout(
+            order,
+            bucket_elements,
+            self.communicator,
+            small_first=self.communicator.overlaps and not partial,
+            check_finite=self.non_finite != "ignore",
+        )
+        if not partial:
+            layout.set_states(self._unclaimed.pop(bucket_elements, {}))
+        return layout
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+    def begin(
+        self,
+        bucket_elements: int,
+        order: Callable[[], Sequence[Parameter]],
+        codec: Codec,
+        clip: float | None = None,
+    ) -> Step:
+        """Collective. Open a step in which gradients are averaged.
+
+        Args:
+            bucket_elements: see `layout`.
+            order: see `layout`.
+            codec: what is sent. Options and kind may change from step to step, alike on all ranks: a kind that returns
+                goes on from the residuals that it has left.
+            clip: limit every element of a gradient to [-clip, clip] before it is sent.
+
+        Raises:
+            UsageError: `clip` is not positive.
+        """
+        if clip is not None and not clip > 0:
+            raise UsageError(f"a clipping value of {clip} leaves nothing of a gradient; pass a positive one")
+        recipe = Recipe(codec, bucket_elements, clip)
+        weight = 1.0 if self._roll_call is None else self._roll_call.step(recipe)
+        return self._open(recipe, order, weight)
+
+    def _open(self, recipe: Recipe, order: Callable[[], Sequence[Parameter]], weight: float) -> Step:
+        layout = self.layout(recipe.bucket_elements, order)
+        self._leave_partial()
+        self.steps += 1
+        return Step(layout, self.communicator, self.steps - 1, recipe, weight)
+
+    def begin_partial(self, partition_elements: int, order: Callable[[], Sequence[Parameter]]) -> PartialStep:
+        """Collective. Open a step whose gradients stay with this rank.
+
+        After its update comes `average_partition`. In between the ranks' parameters drift apart.
+
+        Args:
+            partition_elements: partition size in elements.
+            order: see `layout`.
+
+        Raises:
+            UsageError: inside `join`.
+        """
+        if self._roll_call is not None:
+            raise UsageError(
+                "partial updates need all ranks at every step; send gradients by a codec inside DistOpt.join"
+            )
+        layout = self.layout(partition_elements, order, partial=True)
+        self.steps += 1
+        return PartialStep(layout, self.communicator, self.steps - 1, look=self.non_finite != "ignore")
+
+    def may_update(self, verdict: BadGradient | None) -> bool:
+        """Local. Whether the gradients of this step may be applied, given what `finish` returned; alike on all ranks.
+
+        Raises:
+            GradientError: they may not, and `non_finite` is not "skip".
+        """
+        if verdict is None:
+            return True
+        error = verdict.error()
+        if self.non_finite != "skip":
+            raise error
+        self.skipped += 1
+        log.warning("update skipped, step %d of %d skipped so far: %s", self.skipped, self.steps, error)
+        return False
+
+    # -- partial updates ---------------------------------------------------------------------------------------------
+    def average_partition(self, layout: Layout) -> None:
+        """Collective. After a partial update: average one partition of the parameters; steps visit them in a cycle."""
+        self._drifted = self._own_slots = True
+        layout.buckets[self._partition % len(layout.buckets)].average_params()
+        self._partition += 1
+
+    def synchronize(self) -> None:
+        """Collective. Set the parameters to their means over the ranks, where partial updates have let them drift."""
+        layout = next(iter(self._layouts.values()), None)
+        if self._drifted and layout is not None:
+            for bucket in layout.buckets:
+                bucket.average_params()
+            self._drifted = False
+
+    def _leave_partial(self) -> None:
+        """Collective. Make the ranks equal after partial updates: equal gradients then keep them so."""
+        self.synchronize()
+        if self._own_slots:
+            states = self._slots.get_states()
+            for name, array in states.items():
+                if array.dtype.kind == "f":
+                    self.communicator.all_reduce(array, "mean", label=name).wait()
+            self._slots.set_states(states)
+            self._own_slots = False
+
+    # -- uneven data -------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def join(self, update: Callable[[Layout], None]) -> Iterator[None]:
+        """Collective. Let ranks take different numbers of steps in the body of a `with`.
+
+        A rank that leaves the body waits in it until all have left. Meanwhile it contributes gradients of zero to the
+        steps of the others, and calls `update` where they do, so that the ranks end with equal parameters. A step
+        averages over the ranks that still have data. It costs one exchange of 16 bytes per rank and step. See `RollCall`.
+
+        Raises:
+            UsageError: a rank had no batch, or a step is of a kind that cannot be taken without all ranks.
+            MismatchError: the ranks took different kinds of steps.
+        """
+        if self._roll_call is not None:
+            raise UsageError("DistOpt.join was called inside of DistOpt.join; leave the outer one first")
+        roll_call = self._roll_call = RollCall(self.communicator)
+        try:
+            yield
+            while weight := roll_call.without_data():
+                step = self._open(roll_call.last, list, weight)
+                if self.may_update(step.finish(unused="zero")):
+                    update(step.layout)
+        finally:
+            self._roll_call = None
+
+    # -- statistics and states ---------------------------------------------------------------------------------------
+    def stats(self) -> CommunicationStatistics:
+        """Local. What communication has cost since the first step; the difference of two is what lies between them."""
+        costs: dict[tuple[str, str], Statistics] = {}
+        for layout in self._layouts.values():
+            for bucket in layout.buckets:
+                for kind, cost in bucket.statistics.items():
+                    total = costs.setdefault((bucket.label, kind), Statistics())
+                    total += cost
+        return CommunicationStatistics(self.steps, self.skipped, costs)
+
+    def get_states(self) -> States:
+        """Local. Copies of all that a later run needs to go on, except for the optimizer's slots.
+
+        Residuals differ between ranks: every rank saves its own. The keys are `steps`, and
+        `ELEMENTS/KIND/NAME/PARAMETER` for the array that codecs of a kind keep for a parameter (or for the bucket that
+        begins with it) with buckets of so many elements.
+        """
+        flags = (self._drifted, self._own_slots)
+        states = {"steps": np.array([self.steps, self.skipped, self._partition, *flags], np.int64)}
+        existing = {elements: one.get_states() for (elements, partial), one in self._layouts.items() if not partial}
+        for elements, kinds in (self._unclaimed | existing).items():
+            for kind, arrays in kinds.items():
+                for name, by_param in arrays.items():
+                    states.update({f"{elements}/{kind}/{name}/{p}": array for p, array in by_param.items()})
+        return states
+
+    def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Local. Go on from what `get_states` gave on the same rank of a job of the same size.
+
+        Raises:
+            StateError: see `check_states`; nothing was changed.
+        """
+        counts, loaded = self.check_states(states)
+        for (elements, partial), layout in self._layouts.items():
+            if not partial:
+                layout.set_states(loaded.pop(elements, {}))
+        self._unclaimed = loaded
+        self.steps, self.skipped, self._partition = counts[:3]
+        self._drifted, self._own_slots = map(bool, counts[3:])
+
+    def check_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> tuple[list[int], dict[int, LayoutStates]]:
+        """Local. Counters and arrays of `states`, if `set_states` would accept them.
+
+        Raises:
+            StateError: they are not of an engine, or do not fit.
+        """
+        counts = states.get("steps", np.empty(0))
+        if counts.shape != (5,):
+            raise StateError("these are no states of a DistOpt: steps is missing")
+        loaded: dict[int, LayoutStates] = {}
+        for key, array in states.items():
+            if key != "steps":
+                elements, kind, name, param = _split(key)
+                loaded.setdefault(elements, {}).setdefault(kind, {}).setdefault(name, {})[param] = array
+        for (elements, partial), layout in self._layouts.items():
+            if not partial:
+                layout.check_states(loaded.get(elements, {}))
+        return [int(count) for count in counts], loaded
+
+
+def _split(key: str) -> tuple[int, str, str, str]:
+    """Bucket size, kind of codec, name and parameter of a state."""
+    parts = key.split("/", 3)
+    if len(parts) != 4 or not parts[0].isdecimal():
+        raise StateError(f"{key} is no state of a DistOpt; pass what DistOpt.get_states gave")
+    return int(parts[0]), parts[1], parts[2], parts[3]

@@ -1,0 +1,166 @@
+"""Which gradients travel together: the plan of buckets, and the buckets of a model by this plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, TypeAlias
+
+from ..errors import StateError, UsageError
+from .bucket import Bucket
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..comm import Communicator
+    from .bucket import BucketStates, Parameter
+
+__all__ = ["FIRST_BUCKET_BYTES", "Layout", "LayoutStates", "plan", "unique_names"]
+
+# By kind of codec and name, arrays by parameter; those of all buckets together.
+LayoutStates: TypeAlias = "BucketStates"
+
+# The last layers' gradients are final first. A small bucket of them sets out early, where bytes move while the rest of
+# the backward pass runs (Li et al., arXiv 2006.15704, section 3.2.3; the size is that of PyTorch's DDP).
+FIRST_BUCKET_BYTES = 1 << 20
+
+
+def plan(params: Sequence[Parameter], bucket_elements: int, first_elements: int | None = None) -> list[list[Parameter]]:
+    """Group parameters, in the order in which their gradients become final, into buckets.
+
+    SINGA's rule: a parameter larger than `bucket_elements` goes alone; smaller ones are fused until their sum passes
+    it. Groups hold one dtype each.
+
+    Args:
+        params: the parameters in that order.
+        bucket_elements: see above.
+        first_elements: a smaller sum at which the first fused bucket is full.
+
+    Raises:
+        UsageError: `bucket_elements` is negative.
+    """
+    if bucket_elements < 0:
+        raise UsageError(f"bucket_elements is a number of elements; {bucket_elements} is negative")
+    groups: list[list[Parameter]] = []
+    fused: list[Parameter] = []
+    elements = 0
+    limit = bucket_elements if first_elements is None else min(first_elements, bucket_elements)
+    for param in params:
+        if param.data.size > bucket_elements:
+            groups.append([param])
+            continue
+        if fused and fused[0].data.dtype != param.data.dtype:
+            groups.append(fused)
+            fused, elements = [], 0
+        fused.append(param)
+        elements += param.data.size
+        if elements > limit:
+            groups.append(fused)
+            fused, elements, limit = [], 0, bucket_elements
+    if fused:
+        groups.append(fused)
+    return groups
+
+
+def unique_names(params: Sequence[Parameter]) -> dict[int, str]:
+    """A name for each parameter, by its id: its own, or its place in `params` where that is missing or not unique."""
+    counts = Counter(param.name for param in params)
+    return {
+        id(param): param.name if param.name and counts[param.name] == 1 else f"parameter {place}"
+        for place, param in enumerate(params)
+    }
+
+
+class Layout:
+    """The buckets of one model.
+
+    Attributes:
+        buckets: in the order in which their gradients become final.
+        last: the parameters with which a bucket becomes full, if gradients come in that order.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[Parameter],
+        bucket_elements: int,
+        communicator: Communicator,
+        *,
+        small_first: bool = False,
+        check_finite: bool = True,
+    ) -> None:
+        """Collective: allocates wire memory.
+
+        Args:
+            order: the parameters in the order in which their gradients become final.
+            bucket_elements: bucket size in elements, see `plan`.
+            communicator: what the buckets are reduced by.
+            small_first: whether the first bucket is one of `FIRST_BUCKET_BYTES`.
+            check_finite: whether NaN and infinity are looked for.
+        """
+        first = FIRST_BUCKET_BYTES // order[0].data.itemsize if small_first and order else None
+        groups = plan(order, bucket_elements, first)
+        self._names = unique_names(order)
+        self.buckets = [
+            Bucket(i, group, [self._names[id(p)] for p in group], communicator, check_finite=check_finite)
+            for i, group in enumerate(groups)
+        ]
+        self.last = frozenset(group[-1] for group in groups)
+        self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
+
+    def bucket_of(self, param: Parameter) -> Bucket:
+        """Local. Where the gradient of `param` is.
+
+        Raises:
+            UsageError: in no bucket.
+        """
+        try:
+            return self._bucket_of[id(param)]
+        except KeyError:
+            raise UsageError(
+                f"parameter {param.name} was not part of the loss in the first step; make a new DistOpt for a new model"
+            ) from None
+
+    # -- states ------------------------------------------------------------------------------------------------------
+    def get_states(self) -> LayoutStates:
+        """Local. Copies of what the reducers keep between steps."""
+        states: LayoutStates = {}
+        for bucket in self.buckets:
+            for kind, arrays in bucket.get_states().items():
+                for name, by_param in arrays.items():
+                    states.setdefault(kind, {}).setdefault(name, {}).update(by_param)
+        return states
+
+    def check_states(self, states: LayoutStates) -> None:
+        """Local. Whether `set_states` would accept them, as far as reducers exist.
+
+        Raises:
+            StateError: they do not fit.
+        """
+        for bucket, own in zip(self.buckets, self._shares(states), strict=True):
+            bucket.check_states(own)
+
+    def set_states(self, states: LayoutStates) -> None:
+        """Local. Go on from what `get_states` gave; reducers without states begin anew.
+
+        Raises:
+            StateError: see `check_states`.
+        """
+        shares = self._shares(states)
+        for bucket, own in zip(self.buckets, shares, strict=True):
+            bucket.check_states(own)
+        for bucket, own in zip(self.buckets, shares, strict=True):
+            bucket.set_states(own)
+
+    def _shares(self, states: LayoutStates) -> list[BucketStates]:
+        """The states of each bucket."""
+        index_of = {self._names[id(param)]: bucket.index for bucket in self.buckets for param in bucket.params}
+        shares: list[BucketStates] = [{} for _ in self.buckets]
+        for kind, arrays in states.items():
+            for name, by_param in arrays.items():
+                for param, array in by_param.items():
+                    if param not in index_of:
+                        raise StateError(
+                            f"there is a {name} of parameter {param}, which the model does not have; load it into the "
+                            "model that saved it"
+                        )
+                    shares[index_of[param]].setdefault(kind, {}).setdefault(name, {})[param] = array
+        return shares

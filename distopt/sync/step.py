@@ -1,0 +1,145 @@
+"""One training step of the engine: gradients come in, in any order; their means are there when it ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from ..compress import BadGradient, finish_all
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from ..comm import Communicator
+    from ..compress import Reduction
+    from .bucket import Bucket, Parameter
+    from .layout import Layout
+    from .uneven import Recipe
+
+__all__ = ["PartialStep", "Step"]
+
+
+class _Counter:
+    """Which gradients of a layout have come.
+
+    Attributes:
+        layout: the buckets of this step.
+    """
+
+    def __init__(self, layout: Layout, communicator: Communicator, number: int) -> None:
+        """`number` is that of the step, for messages."""
+        self.layout = layout
+        self._communicator = communicator
+        self._number = number
+        self._missing = [len(bucket.params) for bucket in layout.buckets]
+        self._final: set[int] = set()
+
+    def final(self, param: Parameter) -> None:
+        """Local. The gradient of `param` is in its place, and will not change any more.
+
+        Raises:
+            UsageError: `param` has no place, or its gradient was final before.
+        """
+        bucket = self.layout.bucket_of(param)
+        if id(param) in self._final:
+            raise UsageError(f"the gradient of {param.name} was declared final twice in one step; do so once")
+        self._final.add(id(param))
+        self._missing[bucket.index] -= 1
+
+    def _complete(self, unused: Literal["raise", "zero"]) -> None:
+        """Give the parameters that had no gradient one of zeros, or raise."""
+        for bucket, missing in zip(self.layout.buckets, self._missing, strict=True):
+            if missing and unused == "raise":
+                raise UsageError(
+                    f"the loss did not reach {missing} of {len(bucket.params)} parameters from {bucket.params[0].name} "
+                    f"to {bucket.params[-1].name}; every step must use the parameters of the first one"
+                )
+            if missing:
+                for param, grad in zip(bucket.params, bucket.grads, strict=True):
+                    if id(param) not in self._final:
+                        grad.fill(0)
+                self._missing[bucket.index] = 0
+
+    def _named(self, bucket: Bucket, rank: int, index: int) -> BadGradient:
+        """The verdict on an element of a bucket, in terms of parameter and step."""
+        return BadGradient(
+            rank,
+            index,
+            f"step {self._number}: the gradient of {bucket.name_of(index)} is NaN, infinite or too large for a sum on "
+            f"rank {rank} ({self._communicator.topology.hosts[rank]}); lower the learning rate, clip the gradients, or "
+            "leave such steps out with DistOpt(non_finite='skip')",
+        )
+
+
+class Step(_Counter):
+    """A step in which gradients are averaged over the ranks."""
+
+    def __init__(
+        self, layout: Layout, communicator: Communicator, number: int, recipe: Recipe, weight: float = 1.0
+    ) -> None:
+        """Local. `weight` is a factor on the means."""
+        super().__init__(layout, communicator, number)
+        self._codec, _, self._clip = recipe
+        self._weight = weight
+        self._started: list[Reduction] = []
+
+    def final(self, param: Parameter) -> None:
+        """Collective. As above. Starts the buckets that are full, or moves the bytes of those under way."""
+        super().final(param)
+        if not self._start_full() and self._started:
+            self._communicator.progress()
+
+    def finish(self, unused: Literal["raise", "zero"] = "raise") -> BadGradient | None:
+        """Collective. Wait until all gradients are the means over the ranks; the verdict, the same on all ranks.
+
+        Args:
+            unused: what to do where a parameter had no gradient in this step: raise an error, or take part with zeros.
+
+        Raises:
+            UsageError: see `unused`.
+        """
+        self._complete(unused)
+        self._start_full()
+        verdicts = finish_all(self._started)
+        for bucket, verdict in zip(self.layout.buckets, verdicts, strict=True):
+            if verdict is not None:
+                return self._named(bucket, verdict.rank, verdict.element)
+        if self._weight != 1:
+            for bucket in self.layout.buckets:
+                bucket.flat *= self._weight
+        return None
+
+    def _start_full(self) -> bool:
+        """Start full buckets in the order of their indices, which is the same on all ranks; whether there was one."""
+        before = len(self._started)
+        while len(self._started) < len(self._missing) and not self._missing[len(self._started)]:
+            bucket = self.layout.buckets[len(self._started)]
+            if self._clip is not None:
+                bucket.flat.clip(-self._clip, self._clip, out=bucket.flat)
+            self._started.append(bucket.start(self._codec))
+        return len(self._started) > before
+
+
+class PartialStep(_Counter):
+    """A step in which every rank uses its own gradients."""
+
+    def __init__(self, layout: Layout, communicator: Communicator, number: int, look: bool) -> None:
+        """Local. `look`: whether NaN and infinity are looked for."""
+        super().__init__(layout, communicator, number)
+        self._look = look
+
+    def finish(self, unused: Literal["raise", "zero"] = "raise") -> BadGradient | None:
+        """Collective. The verdict on the gradients of all ranks, which are left as they are; see `Step.finish`."""
+        self._complete(unused)
+        for bucket in self.layout.buckets:
+            bucket.keep_local()
+        if not self._look:
+            return None
+        found = ((bucket.index, bucket.first_nonfinite()) for bucket in self.layout.buckets)
+        own = next(((index, element) for index, element in found if element is not None), (-1, -1))
+        everyone = np.empty(2 * self._communicator.topology.world_size, np.int64)
+        self._communicator.all_gather(np.array(own, np.int64), everyone, label="non-finite").wait()
+        for rank, (index, element) in enumerate(everyone.reshape(-1, 2).tolist()):
+            if index >= 0:
+                return self._named(self.layout.buckets[index], rank, element)
+        return None
