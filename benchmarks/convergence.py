@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from distopt import device, launch, opt, singa_wrap, tensor
-from distopt.compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
+from distopt.compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
 from distopt.data import ShardedSampler, mnist, random_shift
 
 ROOT = Path(__file__).parents[1]
@@ -61,6 +61,7 @@ STRATEGIES = {
     "fp16": Strategy("fp16", Fp16(), 0.2),
     "bf16": Strategy("bf16", BFloat16(), 0.2),
     "partial": Strategy("partial update", None, 0.5),
+    "powersgd2": Strategy("PowerSGD rank 2, error feedback", ErrorFeedback(PowerSGD(2)), 0.2),
     **sparse_strategies(),
 }
 

@@ -1,4 +1,4 @@
-"""Two hosts at 1 Gbit/s and at 100 Mbit/s: steps per second and bytes per step of every strategy, PyTorch DDP beside.
+"""Two hosts at 1 Gbit/s and at 100 Mbit/s: steps per second and bytes per step for every codec, PyTorch DDP beside.
 
 The hosts are network namespaces of this machine, joined by a veth pair whose ends are shaped by tc's token bucket.
 Needs root, iproute2, MPICH with mpi4py, and PyTorch. Everything is taken down again, whatever happens.
@@ -25,16 +25,19 @@ ROOT = Path(__file__).parents[1]
 # Rate and burst of tbf. The burst passes unshaped whenever the link was idle: no larger than the rate needs.
 RATES = {"1 Gbit/s": ("1gbit", "256kb"), "100 Mbit/s": ("100mbit", "16kb")}
 WARM_UP_STEPS = 5
-STRATEGIES = {
-    "fp32": "fp32",
-    "fp16": "fp16",
-    "partial update": "partialUpdate",
-    "top-K 5 %": ("sparseTopK", 0.05),
-    "top-K 1 %": ("sparseTopK", 0.01),
-    "top-K 0.1 %": ("sparseTopK", 0.001),
-    "threshold 0.01": ("sparseThreshold", 0.01),
+PARTIAL = "partial update"
+# Arguments of distopt.compress.create.
+SENT = {
+    "fp32": {"name": "fp32"},
+    "fp16": {"name": "fp16"},
+    PARTIAL: {"name": "fp32"},
+    "top-K 5 %": {"name": "top-k", "ratio": 0.05, "error_feedback": True},
+    "top-K 1 %": {"name": "top-k", "ratio": 0.01, "error_feedback": True},
+    "top-K 0.1 %": {"name": "top-k", "ratio": 0.001, "error_feedback": True},
+    "threshold 0.01": {"name": "threshold", "bound": 0.01, "error_feedback": True},
+    "PowerSGD rank 2": {"name": "power-sgd", "rank": 2, "error_feedback": True},
 }
-DDP = {"PyTorch DDP fp32": None, "PyTorch DDP fp16 hook": "fp16"}
+DDP = ("PyTorch DDP fp32", "PyTorch DDP fp16 hook", "PyTorch DDP PowerSGD hook, rank 2")
 
 
 def link_rate(net: TwoHosts, megabytes: int = 10) -> float:
@@ -85,21 +88,29 @@ def distopt_rank(args: argparse.Namespace) -> None:
     sys.path.insert(0, str(ROOT / "examples"))
     from train_cnn import CNN
 
-    from distopt import comm, device, launch, opt, tensor
+    from distopt import comm, compress, device, launch, opt, tensor
+
+    class Net(CNN):
+        def train_one_batch(self, x, y, name):
+            loss = self.softmax_cross_entropy(self.forward(x), y)
+            if name == PARTIAL:
+                self.optimizer.step_by("partialUpdate", loss)
+            else:
+                self.optimizer(loss)
 
     communicator = comm.create(launch.join(), "mpi")
     records = {}
-    for name, strategy in STRATEGIES.items():
-        option, spars = (strategy, 0.05) if isinstance(strategy, str) else strategy
+    for name, options in SENT.items():
         sgd = opt.SGD(lr=0.005, momentum=0.9, weight_decay=1e-5)
-        sgd = opt.DistOpt(sgd, communicator=communicator, partition_elements=100_000)
+        codec = compress.create(**options)
+        sgd = opt.DistOpt(sgd, communicator=communicator, codec=codec, partition_elements=100_000)
         device.get_default_device().SetRandSeed(0)
         x, y = map(tensor.from_numpy, batch(sgd.global_rank))
-        net = CNN()
+        net = Net()
         net.set_optimizer(sgd)
         net.compile([x], is_train=True)
         net.train()
-        step = partial(net, x, y, option, spars)
+        step = partial(net, x, y, name)
         warm_up(step, communicator.barrier)
         before = sgd.stats()
         records[name] = measure(step, args.steps)
@@ -113,7 +124,7 @@ def distopt_rank(args: argparse.Namespace) -> None:
 def torch_rank(args: argparse.Namespace) -> None:
     import torch
     from torch import distributed, nn
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -121,13 +132,19 @@ def torch_rank(args: argparse.Namespace) -> None:
     images, labels = batch(rank)
     x, y = torch.from_numpy(images), torch.from_numpy(labels).long()
     records = {}
-    for name, hook in DDP.items():
+    for name in DDP:
         torch.manual_seed(0)
         layers = [nn.Conv2d(1, 20, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(20, 50, 5), nn.ReLU(), nn.MaxPool2d(2)]
         layers += [nn.Flatten(), nn.Linear(800, 500), nn.ReLU(), nn.Linear(500, 10)]
         net = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
-        if hook:
+        if "fp16" in name:
             net.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        if "PowerSGD" in name:
+            # The hook must not begin before DDP has rebuilt its buckets, which is in the second step.
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
+            )
+            net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         sgd = torch.optim.SGD(net.parameters(), lr=0.005, momentum=0.9, weight_decay=1e-5)
         criterion = nn.CrossEntropyLoss()
 
@@ -182,15 +199,15 @@ def measure_all(args: argparse.Namespace) -> tuple[dict[str, dict], dict[str, fl
             records[label] |= json.loads(result.read_text())
             start_torch(net, command)
             records[label] |= json.loads(result.read_text())
-            for strategy, record in records[label].items():
-                print(f"{label}: {strategy}: {record['steps_per_second']:.1f} steps/s", flush=True)
+            for row, record in records[label].items():
+                print(f"{label}: {row}: {record['steps_per_second']:.1f} steps/s", flush=True)
     return records, rates
 
 
 def table(records: dict[str, dict]) -> str:
     fp32, ddp = (records[name]["steps_per_second"] for name in ("fp32", "PyTorch DDP fp32"))
     lines = [
-        "| strategy | steps/s | of fp32 | of DDP fp32 | sent per step and rank | by the counter |",
+        "| sent | steps/s | of fp32 | of DDP fp32 | sent per step and rank | by the counter |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, record in records.items():
@@ -212,16 +229,16 @@ def write(records: dict[str, dict], rates: dict[str, float], args: argparse.Name
 
 The reference CNN (431,080 parameters), batch 64 per rank, one rank of one thread on each of two hosts. The hosts are
 network namespaces of one machine, joined by a veth pair that `tc` limits to the rate named. Ours goes through MPICH,
-PyTorch's through Gloo, both by TCP. {args.steps} steps of each strategy, after {WARM_UP_STEPS} for warming up.
+PyTorch's through Gloo, both by TCP. {args.steps} steps of each row, after {WARM_UP_STEPS} for warming up.
 Written by
 
 ```sh
 sudo python benchmarks/network.py --steps {args.steps}
 ```
 
-"Sent" is what the strategy counts, "by the counter" what left the host through its interface, with the headers of TCP,
-IP and Ethernet and with all acknowledgements. The sparse strategies feed their errors back; the partial update averages
-one of three partitions per step, and its steps differ by the size of theirs.
+"Sent per step and rank" is what distopt counts; "by the counter" is what left the host through its interface, with the
+headers of TCP, IP and Ethernet and with all acknowledgements. The sparse codecs and PowerSGD feed their errors back; the
+partial update averages one of its partitions per step, and its steps differ by the size of theirs.
 
 {sections}
 """)
@@ -229,7 +246,7 @@ one of three partitions per step, and its steps differ by the size of theirs.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60, help="timed steps of each strategy")
+    parser.add_argument("--steps", type=int, default=60, help="timed steps of each row")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "network.md")
     parser.add_argument("--as-rank", choices=("distopt", "torch"), help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)

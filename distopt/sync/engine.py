@@ -235,7 +235,7 @@ class Engine:
 
         A rank that leaves the body waits in it until all have left. Meanwhile it contributes gradients of zero to the
         steps of the others, and calls `update` where they do, so that the ranks end with equal parameters. A step
-        averages over the ranks that still have data. It costs one exchange of 16 bytes per rank and step. See `RollCall`.
+        averages over the ranks that still have data. It costs one exchange of 16 bytes per rank and step.
 
         Raises:
             UsageError: a rank had no batch, or a step is of a kind that cannot be taken without all ranks.

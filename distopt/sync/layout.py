@@ -163,4 +163,7 @@ class Layout:
                             "model that saved it"
                         )
                     shares[index_of[param]].setdefault(kind, {}).setdefault(name, {})[param] = array
+            for bucket, own in zip(self.buckets, shares, strict=True):
+                if kind not in own:
+                    raise StateError(f"the states of {kind} lack those of {bucket.label!r}; load all that were saved")
         return shares

@@ -1,0 +1,449 @@
+"""The engine driven from plain NumPy arrays: no autograd, no optimizer, ranks as threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import pytest
+
+from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
+from distopt.errors import GradientError, MismatchError, StateError, UsageError
+from distopt.sync.bucket import ALIGNMENT_BYTES
+from distopt.sync.engine import Engine
+from distopt.sync.layout import FIRST_BUCKET_BYTES, Layout, plan
+from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
+
+F32 = np.float32
+SHAPES = {"conv.W": (7, 3, 3, 3), "conv.b": (7,), "fc.W": (61, 13), "fc.b": (13,), "scale": ()}
+SMALL = 100  # elements; makes several buckets
+
+DENSE = [Fp32(), TopK(1.0), ErrorFeedback(TopK(1.0)), Threshold(0.0)]
+CODECS = [
+    *DENSE,
+    Fp16(),
+    ErrorFeedback(Fp16("dynamic")),
+    BFloat16(),
+    TopK(0.1),
+    ErrorFeedback(TopK(0.05, momentum=0.5, warm_up_steps=1)),
+    Threshold(0.5),
+    ErrorFeedback(Threshold(1.0)),
+    ErrorFeedback(PowerSGD(rank=1)),
+]
+WORLDS = list(product([1, 2, 3], [OracleCommunicator, SplittingCommunicator]))
+
+worlds = pytest.mark.parametrize(("world_size", "cls"), WORLDS, ids=lambda v: getattr(v, "name", v) if v else v)
+
+
+@dataclass(eq=False)
+class Parameter:
+    name: str | None
+    data: np.ndarray
+
+
+class NoSlots:
+    def get_states(self):
+        return {}
+
+    def set_states(self, states):
+        assert not states
+
+
+class Rank:
+    """One rank's parameters, and its engine."""
+
+    def __init__(self, comm, *, slots=None, non_finite="raise", bucket_elements=SMALL, spread=0):
+        self.comm = comm
+        self.rank = comm.topology.rank
+        self.params = [
+            Parameter(name, np.full(shape, 1 + spread * self.rank, F32)) for name, shape in SHAPES.items()
+        ]
+        self.engine = Engine(comm, slots or NoSlots(), non_finite)
+        self.bucket_elements = bucket_elements
+
+    def begin(self, codec, clip=None):
+        return self.engine.begin(self.bucket_elements, lambda: self.params, codec, clip)
+
+    def write(self, step, grads, order=None, without=()):
+        """Every gradient to its place, and final, in any order."""
+        places = {id(p): g for b in step.layout.buckets for p, g in zip(b.params, b.grads, strict=True)}
+        for i in range(len(self.params)) if order is None else order:
+            if self.params[i].name not in without:
+                places[id(self.params[i])][...] = grads[i]
+                step.final(self.params[i])
+
+    def means(self, step):
+        by_param = {id(p): g for b in step.layout.buckets for p, g in zip(b.params, b.grads, strict=True)}
+        return [by_param[id(p)].copy() for p in self.params]
+
+    def run(self, codec, grads, **options):
+        step = self.begin(codec)
+        self.write(step, grads, **options)
+        assert step.finish(unused="zero" if options.get("without") else "raise") is None
+        return self.means(step)
+
+
+def gradients(rank, step=0):
+    """Other values for each rank, step, parameter and element."""
+    rng = np.random.default_rng([rank, step])
+    return [(rng.standard_normal(shape) * (1 + rank)).astype(F32) for shape in SHAPES.values()]
+
+
+def mean_of(world_size, step=0):
+    total = gradients(0, step)
+    for rank in range(1, world_size):
+        total = [a + b for a, b in zip(total, gradients(rank, step), strict=True)]
+    return [a / F32(world_size) for a in total]
+
+
+def same_bits(a, b):
+    return all(np.array_equal(x.view(np.uint32), y.view(np.uint32)) for x, y in zip(a, b, strict=True))
+
+
+@worlds
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_every_codec_gives_the_same_means_on_all_ranks_whatever_order_gradients_come_in(codec, world_size, cls):
+    def body(comm, shuffled):
+        own, results = Rank(comm), []
+        for number in range(3):
+            rng = np.random.default_rng([number, own.rank] if shuffled else 0)
+            order = rng.permutation(len(SHAPES)) if shuffled else None
+            results.append(own.run(codec, gradients(own.rank, number), order=order))
+        return results
+
+    in_order = on_ranks(world_size, lambda comm: body(comm, False), cls=cls)
+    shuffled = on_ranks(world_size, lambda comm: body(comm, True), cls=cls)
+    for results in in_order + shuffled:
+        for step, expected in zip(results, in_order[0], strict=True):
+            assert same_bits(step, expected)
+    if codec in DENSE:
+        assert all(same_bits(in_order[0][number], mean_of(world_size, number)) for number in range(3))
+
+
+def test_buckets_start_in_the_order_of_their_indices():
+    def body(comm):
+        own, started = Rank(comm), []
+
+        class Tells(Fp32):
+            def start(self, reducer):
+                started.append(reducer.label)
+                return super().start(reducer)
+
+        step = own.begin(Tells())
+        assert len(step.layout.buckets) > 2
+        labels = [bucket.label for bucket in step.layout.buckets]
+        own.write(step, gradients(own.rank), order=reversed(range(1, len(SHAPES))))
+        assert not started, "the first bucket is not full"
+        own.write(step, gradients(own.rank), order=[0])
+        assert started == labels, "before the end of the pass"
+        assert step.finish() is None
+
+    on_ranks(2, body)
+
+
+@worlds
+def test_a_parameter_without_gradient_takes_part_with_zeros(world_size, cls):
+    def body(comm):
+        own = Rank(comm)
+        own.run(Fp32(), gradients(own.rank, 0))
+        unused = {"conv.b", "scale"} | ({"fc.W"} if own.rank == 0 else set())
+        return own.run(Fp32(), gradients(own.rank, 1), without=unused)
+
+    everyone = [gradients(rank, 1) for rank in range(world_size)]
+    for grads in everyone:
+        grads[1][...] = grads[4][...] = 0
+    everyone[0][2][...] = 0
+    for means in on_ranks(world_size, body, cls=cls):
+        for mean, parts in zip(means, zip(*everyone, strict=True), strict=True):
+            np.testing.assert_allclose(mean, np.mean(parts, axis=0), rtol=1e-5, atol=1e-6)
+
+
+def test_missing_foreign_and_repeated_gradients_are_errors():
+    def body(comm):
+        own = Rank(comm)
+        step = own.begin(Fp32())
+        own.write(step, gradients(own.rank), without={"fc.b"})
+        with pytest.raises(UsageError, match="did not reach 1 of"):
+            step.finish()
+        with pytest.raises(UsageError, match=r"conv\.b was declared final twice"):
+            step.final(own.params[1])
+        with pytest.raises(UsageError, match="parameter other was not part"):
+            step.final(Parameter("other", np.zeros(3, F32)))
+        with pytest.raises(UsageError, match="clipping value of 0"):
+            own.begin(Fp32(), clip=0)
+
+    on_ranks(1, body)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_verdict_is_a_value_that_names_parameter_step_and_rank(codec, world_size):
+    def body(comm):
+        own = Rank(comm, non_finite="skip")
+        own.run(codec, gradients(own.rank))
+        bad = gradients(own.rank, 1)
+        if own.rank == world_size - 1:
+            bad[2][60, 12] = np.nan
+        step = own.begin(codec)
+        own.write(step, bad)
+        verdict = step.finish()
+        assert f"step 1: the gradient of fc.W is NaN, infinite or too large for a sum on rank {own.rank}" in (
+            verdict.text.replace(f"rank {world_size - 1} ", f"rank {own.rank} ")
+        )
+        assert verdict.rank == world_size - 1
+        assert not own.engine.may_update(verdict)
+        assert (own.engine.steps, own.engine.skipped) == (2, 1)
+        own.engine.non_finite = "raise"
+        with pytest.raises(GradientError, match=r"fc\.W"):
+            own.engine.may_update(verdict)
+        return own.run(codec, gradients(own.rank, 2))
+
+    for means in on_ranks(world_size, body):
+        assert all(np.isfinite(mean).all() for mean in means)
+
+
+def test_clipping_limits_every_element_before_it_is_sent():
+    def body(comm):
+        own = Rank(comm)
+        step = own.begin(Fp32(), clip=0.25)
+        own.write(step, gradients(own.rank))
+        step.finish()
+        return own.means(step)
+
+    clipped = [[np.clip(g, -0.25, 0.25) for g in gradients(rank)] for rank in range(2)]
+    for means in on_ranks(2, body):
+        assert same_bits(means, [(a + b) / F32(2) for a, b in zip(*clipped, strict=True)])
+
+
+# -- partial updates --------------------------------------------------------------------------------------------------
+class Momentum:
+    """Slots that differ between ranks."""
+
+    def __init__(self, rank):
+        self.states = {"momentum": np.full(5, rank, F32), "step": np.array([7])}
+
+    def get_states(self):
+        return {name: array.copy() for name, array in self.states.items()}
+
+    def set_states(self, states):
+        self.states = dict(states)
+
+
+def test_partial_updates_average_one_partition_after_the_other():
+    def body(comm):
+        slots = Momentum(comm.topology.rank)
+        own = Rank(comm, slots=slots)
+        averaged = []
+        for number in range(4):
+            step = own.engine.begin_partial(SMALL, lambda: own.params)
+            own.write(step, gradients(own.rank, number))
+            assert own.engine.may_update(step.finish())
+            own_grads = own.means(step)
+            assert same_bits(own_grads, gradients(own.rank, number)), "they stay as they are"
+            for param, grad in zip(own.params, own_grads, strict=True):
+                param.data -= grad
+            own.engine.average_partition(step.layout)
+            averaged.append([param.data.copy() for param in own.params])
+        drifted = [param.data.copy() for param in own.params]
+        own.engine.synchronize()
+        synchronized = [param.data.copy() for param in own.params]
+        own.run(Fp32(), gradients(own.rank))
+        return averaged, drifted, synchronized, slots.states
+
+    ranks = on_ranks(3, body)
+    layout = Layout(Rank(ranks_of_one()).params, SMALL, ranks_of_one())
+    for number in range(4):
+        names = {p.name for p in layout.buckets[number % len(layout.buckets)].params}
+        for i, name in enumerate(SHAPES):
+            same = all(np.array_equal(rank[0][number][i], ranks[0][0][number][i]) for rank in ranks)
+            assert same or name not in names
+            assert not same or name in names
+    for _, drifted, synchronized, slots in ranks:
+        assert same_bits(synchronized, ranks[0][2])
+        assert not same_bits(drifted, synchronized)
+        np.testing.assert_array_equal(slots["momentum"], np.full(5, 1, F32))
+        assert slots["step"] == 7
+    mean = [np.mean([rank[1][i] for rank in ranks], axis=0) for i in range(len(SHAPES))]
+    for a, b in zip(mean, ranks[0][2], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def ranks_of_one():
+    (comm,) = on_ranks(1, lambda comm: comm)
+    return comm
+
+
+def test_a_bad_gradient_of_a_partial_update_is_named_on_all_ranks():
+    def body(comm):
+        own = Rank(comm)
+        step = own.engine.begin_partial(10**6, lambda: own.params)
+        grads = gradients(own.rank)
+        if own.rank == 1:
+            grads[3][4] = np.inf
+        own.write(step, grads)
+        return step.finish()
+
+    for verdict in on_ranks(3, body):
+        assert (verdict.rank, "the gradient of fc.b" in verdict.text) == (1, True)
+
+
+# -- uneven data ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("codec", [Fp32(), Fp16(), TopK(0.3), PowerSGD(rank=1)], ids=repr)
+@pytest.mark.parametrize("batches", [(3, 5), (4, 1, 2)], ids=str)
+def test_ranks_with_other_numbers_of_batches_end_with_the_same_parameters(codec, batches):
+    def body(comm):
+        own = Rank(comm)
+
+        def update(layout):
+            for bucket in layout.buckets:
+                for param, grad in zip(bucket.params, bucket.grads, strict=True):
+                    param.data -= F32(0.1) * grad
+
+        with own.engine.join(update):
+            for number in range(batches[own.rank]):
+                step = own.begin(codec)
+                own.write(step, gradients(own.rank, number))
+                assert step.finish() is None
+                update(step.layout)
+        assert own.engine.steps == max(batches)
+        return [param.data for param in own.params]
+
+    ranks = on_ranks(len(batches), body)
+    assert all(same_bits(rank, ranks[0]) for rank in ranks)
+    if codec == Fp32():
+        expected = [np.ones(shape, F32) for shape in SHAPES.values()]
+        for number in range(max(batches)):
+            with_data = [gradients(rank, number) for rank, count in enumerate(batches) if number < count]
+            for param, parts in zip(expected, zip(*with_data, strict=True), strict=True):
+                param -= F32(0.1) * np.mean(parts, axis=0)
+        for param, other in zip(expected, ranks[0], strict=True):
+            np.testing.assert_allclose(param, other, rtol=1e-5, atol=1e-5)
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+CORRECTED = [codec for codec in CODECS if isinstance(codec, ErrorFeedback)]
+
+
+@pytest.mark.parametrize("codec", CORRECTED, ids=repr)
+def test_states_are_saved_per_parameter_and_go_on_to_the_bit(codec):
+    def body(comm):
+        whole = Rank(comm)
+        for number in range(2):
+            whole.run(codec, gradients(whole.rank, number))
+        states = whole.engine.get_states()
+        residuals = {key: array for key, array in states.items() if "/residual/" in key}
+        assert {key.split("/", 3)[3]: array.shape for key, array in residuals.items()} == SHAPES
+        expected = whole.run(codec, gradients(whole.rank, 2))
+        fresh = Rank(comm)
+        for target in (fresh, whole):  # one without buckets, and one with
+            target.engine.set_states(states)
+            assert target.engine.get_states().keys() == states.keys()
+            assert same_bits(target.run(codec, gradients(target.rank, 2)), expected)
+            assert target.engine.steps == 3
+        key = next(iter(residuals))
+        others = {k: a for k, a in states.items() if k != key}
+        before = whole.engine.get_states()
+        for bad in (
+            {**states, "x/y": np.zeros(1)},
+            {**states, f"{SMALL}/{codec.kind}/residual/other": np.zeros(3, F32)},
+            others,
+            {**states, key: states[key].reshape(-1)[1:]},
+            {},
+        ):
+            with pytest.raises(StateError):
+                whole.engine.set_states(bad)
+            after = whole.engine.get_states()
+            assert all(np.array_equal(after[k], before[k]) for k in before), "nothing was changed"
+
+    on_ranks(2, body)
+
+
+def test_parameters_without_names_have_states_too():
+    def body(comm):
+        own = Rank(comm)
+        for param in own.params[1:]:
+            param.name = None
+        own.run(ErrorFeedback(TopK(0.1)), gradients(own.rank))
+        names = {key.split("/", 3)[3] for key in own.engine.get_states() if "/residual/" in key}
+        assert names == {"conv.W", "parameter 1", "parameter 2", "parameter 3", "parameter 4"}
+
+    on_ranks(2, body)
+
+
+def test_ranks_that_start_from_other_parameters_are_told_or_made_equal():
+    def body(comm):
+        own = Rank(comm, spread=1)
+        with pytest.raises(MismatchError, match=r"parameters of ranks \[1, 2\] differ"):
+            own.begin(Fp32())
+        own = Rank(comm, spread=1)
+        own.engine.attach(own.params)
+        assert all((param.data == 1).all() for param in own.params)
+        own.begin(Fp32())
+
+    on_ranks(3, body)
+
+
+# -- layouts ----------------------------------------------------------------------------------------------------------
+def test_gradients_are_aligned_and_padding_stays_zero():
+    def body(comm):
+        own = Rank(comm, bucket_elements=10**6)
+        for codec in CODECS:
+            for number in range(2):
+                step = own.begin(codec)
+                own.write(step, gradients(own.rank, number))
+                step.finish()
+                (bucket,) = step.layout.buckets
+                for grad in bucket.grads:
+                    offset = grad.ctypes.data - bucket.flat.ctypes.data
+                    assert offset % ALIGNMENT_BYTES == 0
+                inside = np.zeros(bucket.flat.size, bool)
+                for grad in bucket.grads:
+                    start = (grad.ctypes.data - bucket.flat.ctypes.data) // 4
+                    inside[start : start + grad.size] = True
+                assert not bucket.flat[~inside].any(), codec
+                assert inside.sum() == sum(grad.size for grad in bucket.grads) < bucket.flat.size
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("count", [1, 5, 99])
+def test_k_is_a_share_of_the_parameters_not_of_the_padding(count):
+    total = sum(int(np.prod(shape)) for shape in SHAPES.values())
+
+    def body(comm):
+        own = Rank(comm, bucket_elements=10**6)
+        means = own.run(TopK(count / total), gradients(own.rank))
+        return sum(int(np.count_nonzero(mean)) for mean in means)
+
+    assert on_ranks(1, body) == [count]
+
+
+def test_plan():
+    params = [Parameter(str(n), np.empty(n, F32)) for n in (5, 50, 3, 400, 3, 3)]
+
+    def sizes(*limits):
+        return [[param.data.size for param in group] for group in plan(params, *limits)]
+
+    assert sizes(54) == [[5, 50], [400], [3, 3, 3]]
+    assert sizes(1000) == [[5, 50, 3, 400, 3, 3]]
+    assert sizes(1000, 54) == [[5, 50], [3, 400, 3, 3]], "a small first bucket"
+    assert sizes(54, 10**6) == sizes(54), "never larger than the others"
+    assert sizes(0) == [[5], [50], [3], [400], [3], [3]]
+    with pytest.raises(UsageError, match="-1 is negative"):
+        sizes(-1)
+
+
+def test_the_first_bucket_is_small_where_bytes_move_during_backward(monkeypatch):
+    def body(comm):
+        quarter = FIRST_BUCKET_BYTES // 16
+        own = Rank(comm, bucket_elements=10**7)
+        own.params = [Parameter(f"p{i}", np.zeros(quarter, F32)) for i in range(12)]
+        own.engine.attach(own.params)
+        dense = own.begin(Fp32()).layout
+        partial = own.engine.begin_partial(10**7, lambda: own.params).layout
+        return [len(bucket.params) for bucket in dense.buckets], len(partial.buckets)
+
+    assert on_ranks(2, body) == [([12], 1)] * 2
+    monkeypatch.setattr(OracleCommunicator, "overlaps", True)
+    assert on_ranks(2, body) == [([5, 7], 1)] * 2
