@@ -21,6 +21,7 @@ namespace distopt {
 namespace {
 
 using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
+using Input = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
 // Contiguous arrays by the buffer protocol: a fraction of the time that DLPack takes, and held until released.
 class Buffers {
@@ -64,6 +65,27 @@ class HeldOperation : public Operation {
   Buffers buffers_;
 };
 
+// An all_gather_ragged and the memory that its results arrive in.
+class RaggedOperation final : public HeldOperation {
+ public:
+  using HeldOperation::HeldOperation;
+  // To be called once, when it has finished: every rank's elements, which are the caller's from now on.
+  std::vector<std::shared_ptr<char>> take() { return std::move(memory_); }
+
+ private:
+  std::vector<char*> allocate(const std::vector<std::uint64_t>& counts) override {
+    std::vector<char*> outputs;
+    for (std::uint64_t count : counts) {
+      // At least one byte, so that no array is at the null address.
+      memory_.emplace_back(new char[count * item_bytes(request().dtype) + 1], std::default_delete<char[]>());
+      outputs.push_back(memory_.back().get());
+    }
+    return outputs;
+  }
+
+  std::vector<std::shared_ptr<char>> memory_;
+};
+
 struct ShmWork {
   std::shared_ptr<ShmCommunicator> communicator;
   std::shared_ptr<Operation> operation;
@@ -79,13 +101,16 @@ Request make_request(OpKind kind, int dtype, const char* label) {
 
 // Letting others have the interpreter and taking it back costs as much as a small collective on its own. So what ends
 // within microseconds keeps it.
-ShmWork start(ShmCommunicator& communicator, Request request, Buffers buffers) {
-  auto operation = std::make_shared<HeldOperation>(std::move(request), std::move(buffers));
+ShmWork start(ShmCommunicator& communicator, std::shared_ptr<Operation> operation) {
   if (!communicator.start(operation)) {
     nb::gil_scoped_release release;
     communicator.progress();
   }
   return {communicator.shared_from_this(), std::move(operation)};
+}
+
+ShmWork start(ShmCommunicator& communicator, Request request, Buffers buffers) {
+  return start(communicator, std::make_shared<HeldOperation>(std::move(request), std::move(buffers)));
 }
 
 void wait(ShmCommunicator& communicator, const Operation& operation, std::optional<double> timeout) {
@@ -97,7 +122,7 @@ void wait(ShmCommunicator& communicator, const Operation& operation, std::option
 // `array` is the input; `out` the output, or None where the operation works in place.
 ShmWork start(ShmCommunicator& communicator, Request request, nb::handle array, nb::handle out) {
   Buffers buffers;
-  const Py_buffer& input = buffers.add(array, PyBUF_WRITABLE);
+  const Py_buffer& input = buffers.add(array, out.is_none() ? PyBUF_WRITABLE : 0);
   const Py_buffer& output = out.is_none() ? input : buffers.add(out, PyBUF_WRITABLE);
   const Py_buffer& part = request.kind == OpKind::reduce_scatter ? output : input;
   request.input = static_cast<const char*>(input.buf);
@@ -117,7 +142,8 @@ bool equals(nb::handle text, const char* name) {
   return PyUnicode_Check(text.ptr()) && PyUnicode_CompareWithASCIIString(text.ptr(), name) == 0;
 }
 
-// The element type of a buffer, if its format tells and `wire` (a name or None) agrees.
+// The element type of a buffer, if its format tells, `wire` (a name or None) agrees, and it is aligned. A format of the
+// other byte order has two characters.
 std::optional<DType> plain_dtype(const Py_buffer& view, nb::handle wire) {
   struct Plain {
     char format;
@@ -130,7 +156,8 @@ std::optional<DType> plain_dtype(const Py_buffer& view, nb::handle wire) {
                              {'l', 8, DType::int64, "int64"},     {'q', 8, DType::int64, "int64"}};
   if (view.format == nullptr || view.format[0] == 0 || view.format[1] != 0) return {};
   for (const Plain& type : types)
-    if (view.format[0] == type.format && view.itemsize == type.bytes && (wire.is_none() || equals(wire, type.name)))
+    if (view.format[0] == type.format && view.itemsize == type.bytes && (wire.is_none() || equals(wire, type.name)) &&
+        reinterpret_cast<std::uintptr_t>(view.buf) % static_cast<std::uintptr_t>(type.bytes) == 0)
       return type.dtype;
   return {};
 }
@@ -145,7 +172,7 @@ std::optional<RedOp> plain_op(nb::handle op, DType dtype) {
 }
 
 nb::object all_reduce_plain(ShmCommunicator& communicator, nb::handle array, nb::handle op, nb::handle wire,
-                            nb::handle label) {
+                            nb::handle label, bool looks) {
   Buffers buffers;
   const Py_buffer* view = buffers.try_add(array, PyBUF_WRITABLE | PyBUF_FORMAT);
   Py_ssize_t length = 0;
@@ -157,10 +184,14 @@ nb::object all_reduce_plain(ShmCommunicator& communicator, nb::handle array, nb:
   const std::optional<DType> dtype = plain_dtype(*view, wire);
   const std::optional<RedOp> reduction = dtype ? plain_op(op, *dtype) : std::nullopt;
   if (!reduction) return nb::none();
+  const bool sums = *reduction == RedOp::sum || *reduction == RedOp::mean;
+  const bool wide = *dtype == DType::float32 || *dtype == DType::float64;
+  if (looks && !(sums && wide)) return nb::none();
   Request request;
   request.kind = OpKind::all_reduce;
   request.dtype = *dtype;
   request.op = *reduction;
+  request.looks = looks;
   request.count = static_cast<std::size_t>(view->len) / item_bytes(*dtype);
   request.input = request.output = static_cast<char*>(view->buf);
   request.label.assign(text, static_cast<std::size_t>(length));
@@ -218,32 +249,34 @@ nb::object empty(ShmCommunicator& communicator, std::size_t count, int dtype, st
   return flat_array(std::move(memory), count, static_cast<DType>(dtype));
 }
 
-nb::list all_gather_ragged(ShmCommunicator& communicator, nb::handle array, int dtype, const char* label) {
+// `parts` are made when they are first asked for.
+struct ShmRaggedWork : ShmWork {
+  std::shared_ptr<RaggedOperation> ragged;
+  nb::object parts;
+};
+
+ShmRaggedWork all_gather_ragged(ShmCommunicator& communicator, nb::handle array, int dtype, const char* label) {
   Request request = make_request(OpKind::all_gather_ragged, dtype, label);
   Buffers buffers;
   const Py_buffer& input = buffers.add(array, 0);
   request.input = static_cast<const char*>(input.buf);
   request.count = static_cast<std::size_t>(input.len) / item_bytes(request.dtype);
-  std::vector<std::shared_ptr<char>> memory;
-  std::vector<std::size_t> counts;
-  auto allocate = [&](const std::vector<std::uint64_t>& all) {
-    std::vector<char*> outputs;
-    for (std::uint64_t count : all) {
-      counts.push_back(count);
-      // At least one byte, so that no array is at the null address.
-      memory.emplace_back(new char[count * item_bytes(static_cast<DType>(dtype)) + 1], std::default_delete<char[]>());
-      outputs.push_back(memory.back().get());
-    }
-    return outputs;
-  };
-  {
-    nb::gil_scoped_release release;
-    communicator.all_gather_ragged(std::move(request), allocate);
+  auto operation = std::make_shared<RaggedOperation>(std::move(request), std::move(buffers));
+  return {start(communicator, operation), operation, nb::none()};
+}
+
+nb::object parts_of(ShmRaggedWork& work) {
+  if (!work.operation->finished())
+    throw ShmError(ErrorKind::usage, "the parts have not arrived; call wait() before parts is read");
+  if (work.parts.is_none()) {
+    const std::vector<std::uint64_t>& counts = work.operation->counts();
+    std::vector<std::shared_ptr<char>> memory = work.ragged->take();
+    nb::list parts;
+    for (std::size_t q = 0; q < counts.size(); ++q)
+      parts.append(flat_array(std::move(memory[q]), counts[q], work.operation->request().dtype));
+    work.parts = parts;
   }
-  nb::list arrays;
-  for (std::size_t q = 0; q < counts.size(); ++q)
-    arrays.append(flat_array(std::move(memory[q]), counts[q], static_cast<DType>(dtype)));
-  return arrays;
+  return work.parts;
 }
 
 void barrier(ShmCommunicator& communicator) {
@@ -271,15 +304,17 @@ std::optional<std::pair<int, std::uint64_t>> rank_and_index(const Nonfinite& fou
   return std::pair(static_cast<int>(found.rank), found.index);
 }
 
-auto reduce(const std::vector<Array>& outputs, const std::vector<Array>& inputs, int dtype, int op, bool look) {
+auto reduce(const std::vector<Array>& outputs, const std::vector<Input>& inputs, int dtype, int op, bool look) {
   std::vector<void*> outs;
   std::vector<const void*> ins;
   for (const Array& array : outputs) outs.push_back(array.data());
-  for (const Array& array : inputs) ins.push_back(array.data());
-  for (const auto* arrays : {&outputs, &inputs})
-    for (const Array& array : *arrays)
-      if (array.nbytes() != inputs.at(0).nbytes() || array.itemsize() != item_bytes(static_cast<DType>(dtype)))
-        throw std::invalid_argument("all arrays must have the same size and the item size of the type");
+  for (const Input& array : inputs) ins.push_back(array.data());
+  const auto check = [&](const auto& array) {
+    if (array.nbytes() != inputs.at(0).nbytes() || array.itemsize() != item_bytes(static_cast<DType>(dtype)))
+      throw std::invalid_argument("all arrays must have the same size and the item size of the type");
+  };
+  for (const Array& array : outputs) check(array);
+  for (const Input& array : inputs) check(array);
   nb::gil_scoped_release release;
   const ReduceKernels& kernels = reduce_kernels();
   const auto run = [&](auto kernel) {
@@ -291,7 +326,7 @@ auto reduce(const std::vector<Array>& outputs, const std::vector<Array>& inputs,
   return rank_and_index({});
 }
 
-void copy(const Array& to, const Array& from) {
+void copy(const Array& to, const Input& from) {
   if (to.nbytes() != from.nbytes()) throw std::invalid_argument("both arrays must have the same size");
   nb::gil_scoped_release release;
   reduce_kernels().copy(to.data(), from.data(), from.nbytes());
@@ -315,6 +350,9 @@ void bind_shm(nb::module_& m) {
           "nonfinite", [](const ShmWork& work) { return rank_and_index(work.operation->nonfinite()); },
           "See `Work.nonfinite`.");
 
+  nb::class_<ShmRaggedWork, ShmWork>(m, "ShmRaggedWork", "An all_gather_ragged under way in shared memory.")
+      .def_prop_ro("parts", &parts_of, "See `RaggedWork.parts`.");
+
   nb::class_<ShmCommunicator>(m, "ShmCommunicator", "Collectives over the ranks of one host; arguments are trusted.")
       .def(nb::new_(&create), nb::arg("fd"), nb::arg("rank"), nb::arg("names"), nb::arg("timeout"),
            nb::arg("stall_warning"), nb::arg("warn"))
@@ -323,7 +361,7 @@ void bind_shm(nb::module_& m) {
       .def("empty", &empty)
       .def("all_reduce", &all_reduce)
       .def("all_reduce_plain", &all_reduce_plain, nb::arg("array"), nb::arg("op"), nb::arg("wire").none(),
-           nb::arg("label"),
+           nb::arg("label"), nb::arg("find_nonfinite"),
            "all_reduce of an array whose buffer says all; None, without having started anything, of another one or if "
            "an argument is wrong.")
       .def("reduce_scatter", &reduce_scatter)

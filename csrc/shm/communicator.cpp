@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <new>
 #include <utility>
 
 namespace distopt {
@@ -251,6 +252,10 @@ void ShmCommunicator::advance() {
       if (!front.advance(peers_, blocker_)) return;
     } catch (const ShmError& error) {
       fail(error.kind(), error.what());
+    } catch (const std::bad_alloc&) {
+      const RingEntry& own = peers_.entry(peers_.rank(), front.sequence());
+      fail(ErrorKind::memory, peers_.name(peers_.rank()) + " cannot allocate the result of " +
+                                  describe(own.descriptor, front.sequence(), own.label) + "; send smaller parts");
     }
     front.finish();
     queue_.pop_front();
@@ -322,18 +327,6 @@ std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, s
     }
     char* own = block.memory.get() + block.stride * static_cast<std::size_t>(peers_.rank());
     return {block.memory, own};
-  });
-}
-
-void ShmCommunicator::all_gather_ragged(
-    Request request, const std::function<std::vector<char*>(const std::vector<std::uint64_t>&)>& allocate) {
-  Guard guard(*this);
-  or_fail("all_gather_ragged()", [&] {
-    auto operation = std::make_shared<Operation>(std::move(request));
-    enqueue(operation);
-    wait_until([&] { return !operation->counts().empty(); }, limits_.timeout_seconds);
-    operation->set_outputs(allocate(operation->counts()));
-    wait_until([&] { return operation->finished(); }, limits_.timeout_seconds);
   });
 }
 

@@ -56,9 +56,6 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
 
   // Collective; waits. `bytes_available` counts on rank 0 only: what the host can give to all ranks together.
   std::shared_ptr<char> empty(std::uint64_t count, DType dtype, std::uint64_t bytes_available);
-  // Collective; waits. `allocate` gets every rank's count and returns where each rank's elements go.
-  void all_gather_ragged(Request request,
-                         const std::function<std::vector<char*>(const std::vector<std::uint64_t>&)>& allocate);
 
   // Local. Outstanding operations are dropped. Idempotent.
   void close();

@@ -42,8 +42,6 @@ void Operation::post(Peers& peers) {
   peers.publish_post(sequence_);
 }
 
-void Operation::set_outputs(std::vector<char*> outputs) { outputs_ = std::move(outputs); }
-
 bool Operation::advance(Peers& peers, Blocker& blocker) {
   if (mode_ == Mode::undecided) {
     for (; checked_ < peers.size(); ++checked_) {
@@ -56,12 +54,8 @@ bool Operation::advance(Peers& peers, Blocker& blocker) {
       check_peer(peers, checked_);
     }
     if (request_.kind == OpKind::all_gather_ragged) {
-      if (counts_.empty())
-        for (int q = 0; q < peers.size(); ++q) counts_.push_back(peers.entry(q, sequence_).descriptor.count);
-      if (outputs_.empty()) {
-        blocker = {Signal::posted, sequence_, peers.rank()};
-        return false;
-      }
+      for (int q = 0; q < peers.size(); ++q) counts_.push_back(peers.entry(q, sequence_).descriptor.count);
+      outputs_ = allocate(counts_);
     }
     mode_ = choose_mode(peers);
     if (mode_ == Mode::staged) prepare_staging(peers);

@@ -30,6 +30,7 @@ class Operation {
   // Whoever derives from it may keep the arrays alive: it lives until the operation has ended, even if the caller has
   // dropped it.
   explicit Operation(Request request) : request_(std::move(request)) {}
+  virtual ~Operation() = default;
 
   // Gives it its place in the order of operations.
   void begin(std::uint64_t sequence) { sequence_ = sequence; }
@@ -48,15 +49,20 @@ class Operation {
   // Of one that looks, once it has finished: the same on all ranks.
   const Nonfinite& nonfinite() const { return nonfinite_; }
 
-  // all_gather_ragged: every rank's element count, once the peers have posted; empty before.
+  // all_gather_ragged, once it has finished: every rank's element count.
   const std::vector<std::uint64_t>& counts() const { return counts_; }
-  // The operation goes on when it knows where each rank's elements shall go.
-  void set_outputs(std::vector<char*> outputs);
 
-  // Whether all that this rank may have to do for it is to copy and reduce what fits into a ring entry.
-  bool brief(int world_size) const { return input_bytes(world_size) <= inline_bytes; }
+  // Whether all that this rank may have to do for it is to copy and reduce what fits into a ring entry. The parts of
+  // others may be large.
+  bool brief(int world_size) const {
+    return request_.kind != OpKind::all_gather_ragged && input_bytes(world_size) <= inline_bytes;
+  }
   std::size_t input_bytes(int world_size) const;
   std::size_t output_bytes(int world_size) const;
+
+ protected:
+  // all_gather_ragged: where each rank's elements shall go. Called once, when all have told how many they are.
+  virtual std::vector<char*> allocate(const std::vector<std::uint64_t>&) { return {}; }
 
  private:
   // Inline: through the ring entries. Direct: peers work on the wire memory itself. Staged: through chunks.

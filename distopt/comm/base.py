@@ -5,17 +5,22 @@ All collectives work on contiguous arrays in place or into an array that the cal
 does not is found and named (`MismatchError`), never waited for without end. Sums run in rank order on every element, so
 the same call gives the same bits on all ranks and on every run; `comm/hierarchical.py` has an order of its own, and so
 has NCCL. Counts are elements.
+
+Threads: any thread may call, but one at a time per communicator and its works, `done` and `wait` included, and in the
+same order on all ranks. The shared memory communicator refuses a second thread (`UsageError`); the others do not check.
+Waiting releases the GIL or sleeps, so other threads run meanwhile.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
 from ..errors import UsageError
+from .work import Array, DoneWork, RaggedWork, Work, Works
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,72 +28,34 @@ if TYPE_CHECKING:
     from ..launch.job import Job
     from ..launch.topology import Topology
 
-__all__ = ["DTYPES", "Array", "Communicator", "DoneWork", "ReduceOp", "SparseLists", "SparseWork", "Work"]
+__all__ = [
+    "DTYPES",
+    "OPS",
+    "Array",
+    "Communicator",
+    "DoneWork",
+    "RaggedWork",
+    "ReduceOp",
+    "Work",
+    "Works",
+    "storage_of",
+]
 
-Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 ReduceOp: TypeAlias = Literal["sum", "max", "min", "mean"]
 
 # Code of each wire type in csrc/base/types.h. NumPy has no bfloat16: such arrays are uint16 and say so with `wire=`.
 DTYPES: dict[str, int] = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3, "int32": 4, "int64": 5}
-# Looked up by dtype: numpy.dtype.name is slow to compute, and every collective asks for it.
-_NAMES = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}
 OPS: dict[str, int] = {"sum": 0, "max": 1, "min": 2, "mean": 3}
 
 
-class Work(ABC):
-    """A collective under way. Results are valid, and inputs may be changed, after `wait` returns."""
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Local. Move the operation forward without waiting; whether it has finished."""
-
-    @property
-    def nonfinite(self) -> tuple[int, int] | None:
-        """Local, after `wait`. What `find_nonfinite` of `Communicator.all_reduce` has found, else None."""
-        return None
-
-    @abstractmethod
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait for the end, at most `timeout` seconds (default: `Settings.timeout`).
-
-        Raises:
-            PeerLostError: a peer process has ended; raised within a second of it.
-            StalledError: a peer is alive but did not arrive in time.
-            MismatchError: the ranks called different collectives.
-        """
+def storage_of(dtype: str) -> np.dtype[Any]:
+    """What arrays of a wire type are made of: uint16 for bfloat16, else the type itself."""
+    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
-class DoneWork(Work):
-    """An operation that was finished when it was started."""
-
-    def done(self) -> bool:
-        """Local. True."""
-        return True
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Return at once."""
-
-
-@dataclass(frozen=True)
-class SparseLists:
-    """The arguments of `Communicator.sparse_all_reduce`, checked."""
-
-    indices: Array
-    values: Array
-    dense: Array
-    counts: tuple[int, ...]
-    scale: float
-    label: str
-
-
-class SparseWork(Work):
-    """A `sparse_all_reduce` under way.
-
-    Attributes:
-        wire_bytes: bytes that this rank sent, valid after `wait`.
-    """
-
-    wire_bytes: int = 0
+# Looked up by dtype: numpy.dtype.name is slow to compute, and every collective asks for it. A dtype of the other byte
+# order is not found.
+_NAMES = {storage_of(name): storage_of(name).name for name in DTYPES}
 
 
 class Communicator(ABC):
@@ -105,7 +72,9 @@ class Communicator(ABC):
     ordered_sums: ClassVar[bool] = True
     # Whether `all_reduce` takes `find_nonfinite`.
     finds_nonfinite: ClassVar[bool] = False
-    # The array module of `empty`: numpy or cupy.
+    # Whether bytes move while this rank computes, so that starting early pays.
+    overlaps: ClassVar[bool] = False
+    # The transport's own array module: numpy or cupy.
     xp: Any = np
     topology: Topology
 
@@ -115,16 +84,29 @@ class Communicator(ABC):
         """Collective. Build the communicator of `job`."""
 
     # -- memory ------------------------------------------------------------------------------------------------------
-    @abstractmethod
-    def empty(self, count: int, dtype: str = "float32") -> Array:
+    def empty(self, count: int, dtype: str = "float32", *, xp: Any = None) -> Array:
         """Collective. An uninitialised flat array in *wire memory*, which this transport reduces without copying.
 
-        All ranks must call it in the same order with the same arguments. `dtype` is a key of `DTYPES`; bfloat16 gives
-        uint16. The memory lives as long as the communicator or any view of it.
+        All ranks must call it in the same order with the same arguments. The memory lives as long as the communicator
+        or any view of it.
+
+        Args:
+            count: number of elements.
+            dtype: a key of `DTYPES`; bfloat16 gives uint16.
+            xp: module of the array, numpy or cupy (default: the transport's own).
 
         Raises:
+            UsageError: the transport does not move arrays of that module.
             WireMemoryError: the memory does not fit.
         """
+        if dtype not in DTYPES:
+            raise UsageError(f"there is no wire type {dtype!r}; choose one of {', '.join(DTYPES)}")
+        if count < 0:
+            raise UsageError(f"an array cannot have {count} elements; pass a count of 0 or more")
+        xp = self.xp if xp is None else xp
+        if not self._moves(xp):
+            raise self._cannot_move(xp)
+        return self._empty(count, dtype, xp)
 
     # -- collectives -------------------------------------------------------------------------------------------------
     def all_reduce(
@@ -148,11 +130,8 @@ class Communicator(ABC):
                 first such element, as rank at fault and index. That rank is the first whose own value is not finite
                 or, where a sum of finite values overflowed, the first whose value has the largest magnitude.
         """
-        dtype = self._check(array, wire)
-        if op not in OPS:
-            raise UsageError(f"unknown reduction {op!r}; choose one of {', '.join(OPS)}")
-        if op == "mean" and dtype in ("int32", "int64"):
-            raise UsageError(f"the mean of {dtype} would not be an integer; use op='sum'")
+        dtype = self.check_array(array, wire, written=True)
+        self._check_op(op, dtype)
         if not find_nonfinite:
             return self._all_reduce(array, dtype, op, label)
         if not self.finds_nonfinite or op not in ("sum", "mean") or dtype not in ("float32", "float64"):
@@ -163,80 +142,47 @@ class Communicator(ABC):
         self, array: Array, out: Array, op: ReduceOp = "sum", *, wire: str | None = None, label: str = ""
     ) -> Work:
         """Collective. `out` (count elements) = this rank's part of the reduction of `array` (world_size * count)."""
-        dtype = self._check(array, wire)
-        if op not in OPS or (op == "mean" and dtype in ("int32", "int64")):
-            raise UsageError(f"reduction {op!r} cannot be used with {dtype}")
+        dtype = self.check_array(array, wire)
+        self._check_op(op, dtype)
+        self.check_array(out, wire, written=True)
         self._check_pair(out, array)
         return self._reduce_scatter(array, out, dtype, op, label)
 
     def all_gather(self, array: Array, out: Array, *, wire: str | None = None, label: str = "") -> Work:
         """Collective. `out` (world_size * count) = the `array` (count elements) of every rank, in rank order."""
-        dtype = self._check(array, wire)
-        self._check(out, wire)
+        dtype = self.check_array(array, wire)
+        self.check_array(out, wire, written=True)
         self._check_pair(array, out)
         return self._all_gather(array, out, dtype, label)
 
-    def all_gather_ragged(self, array: Array, *, label: str = "") -> list[Array]:
-        """Collective. The flat arrays of every rank, in rank order; counts may differ, zero included.
-
-        Waits for the result. The arrays returned are the caller's own.
-        """
-        return self._all_gather_ragged(array, self._check(array, None), label)
+    def all_gather_ragged(self, array: Array, *, label: str = "") -> RaggedWork:
+        """Collective. The flat arrays of every rank; counts may differ, zero included. Starting waits for no one."""
+        return self._all_gather_ragged(array, self.check_array(array), label)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Collective. The payload of every rank, in rank order; lengths may differ. For set-up only."""
+        """Collective; waits. The payload of every rank, in rank order; lengths may differ. For set-up only."""
         words = np.frombuffer(len(payload).to_bytes(8, "little") + payload + bytes(-len(payload) % 4), np.int32)
-        gathered = [part.tobytes() for part in self.all_gather_ragged(words.copy(), label="bytes")]
+        work = self.all_gather_ragged(words, label="bytes")
+        work.wait()
+        gathered = [part.tobytes() for part in work.parts]
         return [raw[8 : 8 + int.from_bytes(raw[:8], "little")] for raw in gathered]
 
-    def all_to_all_ragged(self, parts: Sequence[Array], *, label: str = "") -> list[Array]:
-        """Collective. Send `parts[r]` to rank r; the parts that the ranks sent here, in rank order.
+    def all_to_all_ragged(self, parts: Sequence[Array], *, label: str = "") -> RaggedWork:
+        """Collective. Send `parts[r]` to rank r; the result is what the ranks sent here. Starting waits for no one.
 
-        Parts are flat, of one type and any length, zero included. Waits for the result, which is the caller's own.
+        Parts are flat, of one type and any length, zero included.
         """
         if len(parts) != self.topology.world_size:
             raise UsageError(f"{len(parts)} parts were given for {self.topology.world_size} ranks")
-        dtypes = {self._check(part, None) for part in parts}
+        dtypes = {self.check_array(part) for part in parts}
         if len(dtypes) != 1:
             raise UsageError(f"the parts are of several types: {', '.join(sorted(dtypes))}")
+        _check_kinds(*parts)
         return self._all_to_all_ragged(parts, dtypes.pop(), label)
-
-    def sparse_all_reduce(
-        self,
-        indices: Array,
-        values: Array,
-        dense: Array,
-        *,
-        counts: Sequence[int] | None = None,
-        scale: float = 1.0,
-        label: str = "",
-    ) -> SparseWork:
-        """Collective. Overwrite `dense` by the sum over ranks, in rank order, of `scale * values` put at `indices`.
-
-        Args:
-            indices: int32, strictly ascending, inside `dense`; the length may differ between ranks.
-            values: float32, as long as `indices`.
-            dense: flat float32; zero where no rank has an entry.
-            counts: length of every rank's list, where the ranks know it; otherwise it is exchanged, which waits.
-            scale: factor on every value.
-            label: shown in diagnostics.
-        """
-        if self._check(indices, None) != "int32" or self._check(values, None) != "float32":
-            raise UsageError(f"a sparse list is int32 and float32, not {indices.dtype} and {values.dtype}")
-        if indices.shape != values.shape or indices.ndim != 1:
-            raise UsageError(f"indices of shape {indices.shape} and values of shape {values.shape} make no flat list")
-        if self._check(dense, None) != "float32" or dense.ndim != 1:
-            raise UsageError(f"the dense array is {dense.dtype} of shape {dense.shape}; pass a flat float32 one")
-        if counts is None:
-            own = np.array([indices.size], np.int64)
-            counts = [int(count[0]) for count in self.all_gather_ragged(own, label=label)]
-        if len(counts) != self.topology.world_size or counts[self.topology.rank] != indices.size:
-            raise UsageError(f"counts {list(counts)} do not fit a list of {indices.size} on rank {self.topology.rank}")
-        return self._sparse_all_reduce(SparseLists(indices, values, dense, tuple(counts), scale, label))
 
     def broadcast(self, array: Array, root: int = 0, *, wire: str | None = None, label: str = "") -> Work:
         """Collective. Overwrite `array` on every rank with that of rank `root`."""
-        dtype = self._check(array, wire)
+        dtype = self.check_array(array, wire, written=True)
         if not 0 <= root < self.topology.world_size:
             raise UsageError(f"broadcast root {root} is not a rank of a world of {self.topology.world_size}")
         return self._broadcast(array, root, dtype, label)
@@ -261,37 +207,63 @@ class Communicator(ABC):
 
     # -- for backends ------------------------------------------------------------------------------------------------
     @abstractmethod
+    def _empty(self, count: int, dtype: str, xp: Any) -> Array: ...
+    @abstractmethod
     def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work: ...
     @abstractmethod
     def _reduce_scatter(self, array: Array, out: Array, dtype: str, op: ReduceOp, label: str) -> Work: ...
     @abstractmethod
     def _all_gather(self, array: Array, out: Array, dtype: str, label: str) -> Work: ...
     @abstractmethod
-    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> list[Array]: ...
+    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork: ...
     @abstractmethod
     def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work: ...
 
     def _all_reduce_and_look(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
         raise NotImplementedError("for backends with finds_nonfinite")
 
-    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> list[Array]:
-        # Correct on every transport, and no cheaper than a gather: see `sends_parts`.
-        rank = self.topology.rank
+    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
+        # Correct on every transport of NumPy arrays, and no cheaper than a gather: see `sends_parts`.
         lengths = np.array([part.size for part in parts], np.int64)
-        cuts = [np.cumsum(row)[:-1] for row in self._all_gather_ragged(lengths, "int64", label)]
-        rows = self._all_gather_ragged(np.concatenate(parts), dtype, label)
-        return [np.split(row, cut)[rank].copy() for row, cut in zip(rows, cuts, strict=True)]
+        return _GatheredParts(
+            self.topology.rank,
+            self._all_gather_ragged(lengths, "int64", label),
+            self._all_gather_ragged(np.concatenate(parts), dtype, label),
+        )
 
-    def _sparse_all_reduce(self, lists: SparseLists) -> SparseWork:
-        from .sparse import start_sparse  # which imports this module
+    def _moves(self, xp: Any) -> bool:
+        """Whether wire memory can be arrays of that module."""
+        return xp is self.xp
 
-        return start_sparse(self, lists)
+    # -- checks ------------------------------------------------------------------------------------------------------
+    def check_array(self, array: Array, wire: str | None = None, *, written: bool = False) -> str:
+        """Local. The wire type of `array`, or an error that says why it cannot be sent; all collectives ask here.
 
-    def _check(self, array: Array, wire: str | None) -> str:
-        """The wire type of `array`, or an error that says why it cannot be sent."""
-        dtype: str = _NAMES.get(array.dtype) or array.dtype.name
-        if wire is not None:
-            if (dtype, wire) != ("uint16", "bfloat16") and dtype != wire:
+        Args:
+            array: NumPy's on every transport; CuPy's where the transport moves them.
+            wire: see `all_reduce`.
+            written: whether it receives a result.
+
+        Raises:
+            UsageError: module, type, byte order, layout, alignment or writability do not fit.
+        """
+        on_host = isinstance(array, np.ndarray)
+        if not on_host:
+            cupy = sys.modules.get("cupy")
+            if cupy is None or not isinstance(array, cupy.ndarray):
+                raise UsageError(f"a {type(array).__name__} cannot be sent; pass an array of NumPy or CuPy")
+            if not self._moves(cupy):
+                raise self._cannot_move(cupy)
+        dtype = _NAMES.get(array.dtype)
+        if dtype is None:
+            if not array.dtype.isnative:
+                order = "big" if sys.byteorder == "little" else "little"
+                raise UsageError(
+                    f"a {order}-endian array cannot be sent; pass array.astype(array.dtype.newbyteorder('='))"
+                )
+            dtype = array.dtype.name
+        if wire is not None and wire != dtype:
+            if (dtype, wire) != ("uint16", "bfloat16"):
                 raise UsageError(f"an array of {dtype} cannot travel as {wire}")
             dtype = wire
         if dtype not in DTYPES:
@@ -299,11 +271,21 @@ class Communicator(ABC):
         flags = array.flags
         if not flags.c_contiguous:
             raise UsageError(
-                "a strided array cannot be reduced in place; pass a contiguous one (numpy.ascontiguousarray)"
+                "a strided array cannot be sent or reduced in place; pass a contiguous one (numpy.ascontiguousarray)"
             )
-        if isinstance(array, np.ndarray) and not flags.writeable:
+        if not (flags.aligned if on_host else array.data.ptr % array.itemsize == 0):
+            raise UsageError(
+                f"an array that is not aligned to its {array.itemsize}-byte items cannot be sent; pass array.copy()"
+            )
+        if written and on_host and not flags.writeable:
             raise UsageError("a read-only array cannot receive the result; pass a writable one")
         return dtype
+
+    def _check_op(self, op: str, dtype: str) -> None:
+        if op not in OPS:
+            raise UsageError(f"unknown reduction {op!r}; choose one of {', '.join(OPS)}")
+        if op == "mean" and dtype in ("int32", "int64"):
+            raise UsageError(f"the mean of {dtype} would not be an integer; use op='sum'")
 
     def _check_pair(self, part: Array, whole: Array) -> None:
         if part.dtype != whole.dtype or part.size * self.topology.world_size != whole.size:
@@ -311,5 +293,32 @@ class Communicator(ABC):
                 f"parts of {part.size} {part.dtype} do not make a whole of {whole.size} {whole.dtype} "
                 f"on {self.topology.world_size} ranks"
             )
-        if not part.flags.c_contiguous:
-            raise UsageError("a strided array cannot receive the result; pass a contiguous one")
+        _check_kinds(part, whole)
+
+    def _cannot_move(self, xp: Any) -> UsageError:
+        return UsageError(
+            f"the {self.name} communicator moves {self.xp.__name__} arrays, and these are of {xp.__name__}; put model "
+            "and batches on DistOpt.device, or stay on the CPU with DISTOPT_DEVICE=cpu"
+        )
+
+
+class _GatheredParts(RaggedWork):
+    """An all_to_all in which everything goes to everyone: the lengths of all parts, and the parts in a row."""
+
+    def __init__(self, rank: int, lengths: RaggedWork, rows: RaggedWork) -> None:
+        super().__init__(Works([lengths, rows]), [])
+        self._rank = rank
+        self._gathered = lengths, rows
+
+    def wait(self, timeout: float | None = None) -> None:
+        super().wait(timeout)
+        if not self.parts:
+            lengths, rows = (work.parts for work in self._gathered)
+            self.parts = [
+                np.split(row, np.cumsum(cuts)[:-1])[self._rank].copy() for cuts, row in zip(lengths, rows, strict=True)
+            ]
+
+
+def _check_kinds(*arrays: Array) -> None:
+    if len({isinstance(array, np.ndarray) for array in arrays}) > 1:
+        raise UsageError("one array is NumPy's and the other CuPy's; pass all of one kind")

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import UsageError
 from ..launch.topology import Topology
+from .base import Works
 from .mpi.communicator import MpiCommunicator
-from .mpi.work import LocalRequest, MpiGroup
+from .mpi.steps import LocalRequest, MpiGroup
 from .shm import ShmCommunicator
 
 if TYPE_CHECKING:
@@ -67,8 +68,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         host = hosts.index(ranks[0])
         self._between = MpiGroup(host, len(hosts), *(job.comm.Split(local.local_rank, host) for _ in range(2)))
 
-    def empty(self, count: int, dtype: str = "float32") -> Array:
-        """Collective. An uninitialised flat array that the ranks of this host can read and write."""
+    def _empty(self, count: int, dtype: str, xp: Any) -> Array:
         # It waits without calling MPI, so no operation may be under way that needs this rank.
         self.barrier()
         return self._scatter.empty(count, dtype)
@@ -94,7 +94,7 @@ class HierarchicalCommunicator(MpiCommunicator):
             works.append(self._queue.begin("all_reduce", [part], stages, dtype, label, count=part.size, op=op))
         if even < flat.size:
             works.append(super()._all_reduce(flat[even:], dtype, op, label))
-        return self._together(works)
+        return Works(works)
 
     def _stages(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Iterator[Any]:
         share = array.size // self.topology.local_size

@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
 from .. import _core
-from ..errors import UsageError, WireMemoryError
+from ..errors import WireMemoryError
 from ..launch.gpu import GpuStack, Place, choose_devices, exchange_places, gpu_stack
 from ..settings import Settings
-from .base import DTYPES, OPS, Array, Communicator, DoneWork, ReduceOp, Work
+from .base import DTYPES, OPS, Array, Communicator, DoneWork, RaggedWork, ReduceOp, Work, storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from ..launch.job import Job
 
 __all__ = ["NcclCommunicator"]
+
+# Starts the exchange of ragged data, given the matrix of counts; where it arrives.
+Post: TypeAlias = "Callable[[Array], tuple[Work, list[Array]]]"
 
 _log = logging.getLogger("distopt")
 
@@ -58,6 +61,33 @@ class NcclWork(Work):
         self._core.join(self._cupy.cuda.get_current_stream().ptr)
 
 
+class NcclRaggedWork(RaggedWork):
+    """Counts on their way to the host, which posts the data in `wait`.
+
+    `wait` blocks the host until the counts of all ranks are there; the parts are then valid as results of `NcclWork`
+    are. NumPy's it waits for, too.
+    """
+
+    def __init__(self, counts: Work, table: Array, post: Post, timeout: float, on_host: bool) -> None:
+        """Local. `table` is where the counts arrive; `post` starts the data's way, given them on the host."""
+        super().__init__(counts, [])
+        self._table = table
+        self._post: Post | None = post
+        self._timeout = timeout
+        self._on_host = on_host
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Collective. See the class and `Work.wait`."""
+        if self._post is not None:
+            self._work.wait(self._timeout if timeout is None else timeout)
+            self._work, self.parts = self._post(self._table.get())
+            self._post = None
+        self._work.wait(timeout)
+        if self._on_host:
+            self.parts = [part.get() for part in self.parts]
+            self._on_host = False
+
+
 class NcclCommunicator(Communicator):
     """Collectives between GPUs, one of which belongs to each rank.
 
@@ -73,6 +103,7 @@ class NcclCommunicator(Communicator):
 
     name: ClassVar[str] = "nccl"
     sends_parts: ClassVar[bool] = True
+    overlaps: ClassVar[bool] = True
     ordered_sums: ClassVar[bool] = False
 
     def __init__(self, job: Job, stack: GpuStack, places: Sequence[Place], settings: Settings | None = None) -> None:
@@ -120,11 +151,9 @@ class NcclCommunicator(Communicator):
         return cls(job, stack, exchange_places(job, stack))
 
     # -- memory ------------------------------------------------------------------------------------------------------
-    def empty(self, count: int, dtype: str = "float32") -> Array:
-        """Local here. An uninitialised flat array on this rank's GPU, registered with NCCL where that is possible."""
-        if dtype not in DTYPES or count < 0:
-            raise UsageError(f"cannot make an array of {count} {dtype}; choose one of {', '.join(DTYPES)}")
-        kind = np.dtype("uint16" if dtype == "bfloat16" else dtype)
+    def _empty(self, count: int, dtype: str, xp: Any) -> Array:
+        """Local here. On this rank's GPU, registered with NCCL where that is possible."""
+        kind = storage_of(dtype)
         n_bytes = count * kind.itemsize
         try:
             memory = self._core.allocate(n_bytes) if n_bytes >= _REGISTERED_BYTES else None
@@ -166,35 +195,37 @@ class NcclCommunicator(Communicator):
             lambda stream, x: self._core.broadcast(x.data.ptr, x.size, root, DTYPES[dtype], label, stream), array
         )
 
-    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> list[Array]:
-        """The host waits for the exchange of the counts."""
+    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork:
         own = self._on_device(array).reshape(-1)
-        counts = self._exchange_counts([own.size], label)[:, 0]
-        parts = self._parts(counts, own.dtype)
-        work = self._start(
-            lambda stream, x, *_: self._core.gather_parts(
-                x.data.ptr, x.size, _addresses(parts), DTYPES[dtype], label, stream
-            ),
-            own,
-            *parts,
-        )
-        work.wait()
-        return [part.get() for part in parts] if isinstance(array, np.ndarray) else parts
 
-    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> list[Array]:
-        """The host waits for the exchange of the counts."""
+        def post(counts: Array) -> tuple[NcclWork, list[Array]]:
+            parts = self._parts(counts[:, 0], own.dtype)
+            work = self._start(
+                lambda stream, x, *_: self._core.gather_parts(
+                    x.data.ptr, x.size, _addresses(parts), DTYPES[dtype], label, stream
+                ),
+                own,
+                *parts,
+            )
+            return work, parts
+
+        return self._after_counts([own.size], label, post, on_host=isinstance(array, np.ndarray))
+
+    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
         sent = [self._on_device(part) for part in parts]
-        counts = self._exchange_counts([part.size for part in sent], label)[:, self.topology.rank]
-        received = self._parts(counts, sent[0].dtype)
-        work = self._start(
-            lambda stream, *_: self._core.exchange_parts(
-                _addresses(sent), _addresses(received), DTYPES[dtype], label, stream
-            ),
-            *sent,
-            *received,
-        )
-        work.wait()
-        return [part.get() for part in received] if isinstance(parts[0], np.ndarray) else received
+
+        def post(counts: Array) -> tuple[NcclWork, list[Array]]:
+            received = self._parts(counts[:, self.topology.rank], sent[0].dtype)
+            work = self._start(
+                lambda stream, *_: self._core.exchange_parts(
+                    _addresses(sent), _addresses(received), DTYPES[dtype], label, stream
+                ),
+                *sent,
+                *received,
+            )
+            return work, received
+
+        return self._after_counts([p.size for p in sent], label, post, on_host=isinstance(parts[0], np.ndarray))
 
     def barrier(self) -> None:
         """Collective. Return when every rank has called it and all earlier operations have finished."""
@@ -213,11 +244,8 @@ class NcclCommunicator(Communicator):
     # -- helpers -----------------------------------------------------------------------------------------------------
     def _run(self, start: Callable[..., Any], *arrays: Array) -> Work:
         """`start(stream, *arrays)`, through device memory where the arrays are NumPy's."""
-        on_host = [isinstance(array, np.ndarray) for array in arrays]
-        if not any(on_host):
+        if not isinstance(arrays[0], np.ndarray):
             return self._start(start, *arrays)
-        if not all(on_host):
-            raise UsageError("one array is NumPy's and the other CuPy's; pass both of one kind")
         staged = self._stage(arrays)
         # At once: a later operation on the same array must see the result, and the caller need not keep the array.
         self._start(start, *staged).wait(self._timeout)
@@ -238,12 +266,11 @@ class NcclCommunicator(Communicator):
     def _on_device(self, array: Array) -> Array:
         return self.xp.asarray(array) if isinstance(array, np.ndarray) else array
 
-    def _exchange_counts(self, row: Sequence[int], label: str) -> Array:
-        """Collective. The row of every rank, as a NumPy matrix; the host waits."""
-        mine = np.array(row, np.int64)
-        rows = np.empty((self.topology.world_size, mine.size), np.int64)
-        self._all_gather(mine, rows, "int64", label)
-        return rows
+    def _after_counts(self, row: Sequence[int], label: str, post: Post, *, on_host: bool) -> RaggedWork:
+        """Collective. Gather every rank's `row`; then `post` gets the matrix and starts the data's way."""
+        mine = self.xp.asarray(np.array(row, np.int64))
+        table = self.xp.empty((self.topology.world_size, len(row)), np.int64)
+        return NcclRaggedWork(self._all_gather(mine, table, "int64", label), table, post, self._timeout, on_host)
 
     def _parts(self, counts: Sequence[int], kind: Any) -> list[Array]:
         ends = np.cumsum(counts)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import _core
 from ..errors import UsageError
 from ..settings import Settings
-from .base import DTYPES, OPS, Array, Communicator, ReduceOp, Work
+from .base import DTYPES, OPS, Array, Communicator, RaggedWork, ReduceOp, Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +29,7 @@ _log = logging.getLogger("distopt")
 CHUNK_BYTES = 512 << 10
 
 Work.register(_core.ShmWork)  # written in C++ for speed
+RaggedWork.register(_core.ShmRaggedWork)
 
 
 class ShmCommunicator(Communicator):
@@ -87,13 +88,6 @@ class ShmCommunicator(Communicator):
             raise UsageError("ranks on several hosts share no memory; choose the mpi communicator")
         return cls(job.host_group(), job.topology)
 
-    def empty(self, count: int, dtype: str = "float32") -> Array:
-        """Collective. An uninitialised flat array that peers can read and write."""
-        if dtype not in DTYPES or count < 0:
-            raise UsageError(f"cannot make an array of {count} {dtype}; choose one of {', '.join(DTYPES)}")
-        array = self._core.empty(count, DTYPES[dtype], _available_bytes() if self.topology.rank == 0 else 0)
-        return array if count else np.empty(0, array.dtype)
-
     def all_reduce(
         self,
         array: Array,
@@ -104,7 +98,7 @@ class ShmCommunicator(Communicator):
         find_nonfinite: bool = False,
     ) -> Work:
         """Collective. See `Communicator.all_reduce`, which makes the errors."""
-        work = None if find_nonfinite else self._core.all_reduce_plain(array, op, wire, label)
+        work = self._core.all_reduce_plain(array, op, wire, label, find_nonfinite)
         return work or super().all_reduce(array, op, wire=wire, label=label, find_nonfinite=find_nonfinite)
 
     def barrier(self) -> None:
@@ -119,6 +113,10 @@ class ShmCommunicator(Communicator):
         """Local. Leave; peers that still wait for this rank get a CommunicatorClosedError. Idempotent."""
         self._core.close()
 
+    def _empty(self, count: int, dtype: str, xp: Any) -> Array:
+        array = self._core.empty(count, DTYPES[dtype], _available_bytes() if self.topology.rank == 0 else 0)
+        return array if count else np.empty(0, array.dtype)
+
     def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
         return self._core.all_reduce(array, DTYPES[dtype], OPS[op], label, False)
 
@@ -131,7 +129,7 @@ class ShmCommunicator(Communicator):
     def _all_gather(self, array: Array, out: Array, dtype: str, label: str) -> Work:
         return self._core.all_gather(array, out, DTYPES[dtype], label)
 
-    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> list[Array]:
+    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork:
         return self._core.all_gather_ragged(array, DTYPES[dtype], label)
 
     def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:

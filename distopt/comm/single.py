@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..errors import CommunicatorClosedError, UsageError, WireMemoryError
-from .base import DTYPES, Array, Communicator, DoneWork, ReduceOp, Work
+from .base import Array, Communicator, DoneWork, RaggedWork, ReduceOp, Work, storage_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..launch.job import Job
     from ..launch.topology import Topology
 
@@ -17,11 +17,7 @@ __all__ = ["SingleCommunicator"]
 
 
 class SingleCommunicator(Communicator):
-    """Collectives over one rank, so that a script for one process needs no `if`.
-
-    Attributes:
-        xp: module of the arrays that `empty` makes, numpy unless set. Arrays of any module are taken.
-    """
+    """Collectives over one rank, so that a script for one process needs no `if`. Arrays may be NumPy's and CuPy's."""
 
     name = "single"
 
@@ -29,23 +25,12 @@ class SingleCommunicator(Communicator):
         if topology.world_size != 1:
             raise UsageError(f"the single communicator cannot serve {topology.world_size} ranks; choose shm or mpi")
         self.topology = topology
-        self.xp: Any = np
         self._closed = False
 
     @classmethod
     def create(cls, job: Job) -> SingleCommunicator:
         """The communicator of a job of one rank."""
         return cls(job.topology)
-
-    def empty(self, count: int, dtype: str = "float32") -> Array:
-        """Local here. An uninitialised flat array."""
-        self._require_open()
-        if dtype not in DTYPES or count < 0:
-            raise UsageError(f"cannot make an array of {count} {dtype}; choose one of {', '.join(DTYPES)}")
-        try:
-            return self.xp.empty(count, "uint16" if dtype == "bfloat16" else dtype)
-        except (MemoryError, ValueError) as error:
-            raise WireMemoryError(f"{count} elements of {dtype} do not fit in memory; use a smaller model") from error
 
     def barrier(self) -> None:
         """Return at once."""
@@ -59,6 +44,16 @@ class SingleCommunicator(Communicator):
         if self._closed:
             raise CommunicatorClosedError("rank 0 has closed this communicator; use it before close()")
 
+    def _moves(self, xp: Any) -> bool:
+        return True  # data goes nowhere, so it may be anywhere
+
+    def _empty(self, count: int, dtype: str, xp: Any) -> Array:
+        self._require_open()
+        try:
+            return xp.empty(count, storage_of(dtype))
+        except (MemoryError, ValueError) as error:
+            raise WireMemoryError(f"{count} elements of {dtype} do not fit in memory; use a smaller model") from error
+
     def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
         return self._copy(array, array)
 
@@ -68,9 +63,12 @@ class SingleCommunicator(Communicator):
     def _all_gather(self, array: Array, out: Array, dtype: str, label: str) -> Work:
         return self._copy(array, out)
 
-    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> list[Array]:
+    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork:
         self._require_open()
-        return [array.reshape(-1).copy()]
+        return RaggedWork(DoneWork(), [array.reshape(-1).copy()])
+
+    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
+        return self._all_gather_ragged(parts[0], dtype, label)
 
     def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:
         return self._copy(array, array)

@@ -1,30 +1,36 @@
-"""Sums of sparse lists over ranks, for transports that have no way of their own.
+"""Sums of sparse lists over ranks, on any communicator.
 
-A list is what one rank contributes to a dense array: ascending int32 indices, each with a float32 value. Two ways lead
-to the sum, and the exchanged counts choose between them and the dense reduction, alike on every rank:
+A list is what one rank contributes to a dense array: ascending int32 indices, each with a float32 value. Two routes
+lead to the sum, and the counts choose between them and the dense reduction, alike on every rank:
 
 * *gather*: every rank receives every list;
 * *split*: every rank receives what falls into its own range of indices, adds it up and sends the result to all, as in
   Ok-Topk (Li and Hoefler, arXiv 2201.07598, section 3.1), but without dropping anything.
 
-Both add in rank order, so all ranks hold the same bits.
+Both add in rank order, so all ranks hold the same bits. Both are generators of the works that they need: whoever drives
+one waits for the `Work` that it yields and then resumes it, at points that are the same on all ranks, since what
+follows may start a collective.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
+import numpy as np
+
+from ..errors import UsageError
 from ..kernels import kernels_of
-from .base import SparseWork
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
-    from .base import Array, Communicator, SparseLists, Work
+    from .base import Array, Communicator, Work
 
-__all__ = ["ENTRY_BYTES", "SparseStrategy", "choose_strategy", "dense_wire_bytes", "start_sparse"]
+__all__ = ["ENTRY_BYTES", "Route", "choose_route", "dense_wire_bytes", "finish", "sparse_all_reduce"]
 
-SparseStrategy: TypeAlias = Literal["gather", "split", "dense"]
+Route: TypeAlias = Literal["gather", "split", "dense"]
+T = TypeVar("T")
 
 ENTRY_BYTES = 8  # an int32 index and a float32 value
 
@@ -34,7 +40,7 @@ def dense_wire_bytes(nbytes: int, world_size: int) -> int:
     return 2 * nbytes * (world_size - 1) // world_size
 
 
-def choose_strategy(counts: Sequence[int], size: int, *, splits: bool) -> SparseStrategy:
+def choose_route(counts: Sequence[int], size: int, *, splits: bool) -> Route:
     """The cheapest way, in bytes received per rank, to add lists of `counts` entries into a dense array of `size`.
 
     Args:
@@ -43,91 +49,125 @@ def choose_strategy(counts: Sequence[int], size: int, *, splits: bool) -> Sparse
         splits: whether the transport can send each rank only its part.
     """
     total = sum(counts)
-    costs: dict[SparseStrategy, int] = {"dense": 8 * size, "gather": ENTRY_BYTES * total}
+    costs: dict[Route, int] = {"dense": 8 * size, "gather": ENTRY_BYTES * total}
     if splits:
         # How far the lists overlap is unknown before the exchange: the reduced ranges are counted without overlap.
         costs["split"] = ENTRY_BYTES * max(counts) + min(ENTRY_BYTES * total, 4 * size)
-    return min(costs, key=lambda strategy: costs[strategy])
+    return min(costs, key=lambda route: costs[route])
 
 
-def start_sparse(comm: Communicator, lists: SparseLists) -> SparseWork:
-    """Collective. The default of `Communicator.sparse_all_reduce`."""
-    if choose_strategy(lists.counts, lists.dense.size, splits=comm.sends_parts) == "split":
-        return _split(comm, lists)
-    return _Gather(comm, lists)
+@dataclass(frozen=True)
+class _Lists:
+    comm: Communicator
+    indices: Array
+    values: Array
+    dense: Array
+    scale: float
+    label: str
 
 
-class _Gather(SparseWork):
-    """All lists on their way to all ranks; `wait` adds them up."""
+def sparse_all_reduce(
+    comm: Communicator,
+    indices: Array,
+    values: Array,
+    dense: Array,
+    *,
+    counts: Sequence[int] | None = None,
+    scale: float = 1.0,
+    label: str = "",
+) -> Generator[Work, None, int]:
+    """Collective. Overwrite `dense` by the sum over ranks, in rank order, of `scale * values` put at `indices`.
 
-    def __init__(self, comm: Communicator, lists: SparseLists) -> None:
-        world_size, label = comm.topology.world_size, lists.label
-        own = (lists.indices, lists.values)
-        self.wire_bytes = ENTRY_BYTES * lists.values.size * (world_size - 1)
-        self._lists = lists
-        self._kernels = kernels_of(lists.dense)
-        self._finished = False
-        self._works: list[Work] = []
-        self._gathered: list[list[Array]]
-        if len(set(lists.counts)) == 1:
-            outs = [self._kernels.empty(array.size * world_size, array.dtype) for array in own]
-            self._works = [comm.all_gather(array, out, label=label) for array, out in zip(own, outs, strict=True)]
-            each = lists.values.size
-            self._gathered = [[out[r * each : (r + 1) * each] for r in range(world_size)] for out in outs]
-        else:
-            self._gathered = [comm.all_gather_ragged(array, label=label) for array in own]
+    Arguments are checked here; what is collective happens in the generator, see the module. It returns the bytes that
+    this rank sent. The lists must not change before it has ended.
 
-    def done(self) -> bool:
-        states = [work.done() for work in self._works]  # a list, so that every one moves forward
-        return all(states)
+    Args:
+        comm: moves the lists.
+        indices: int32, strictly ascending, inside `dense`; the length may differ between ranks.
+        values: float32, as long as `indices`.
+        dense: flat float32; zero where no rank has an entry.
+        counts: length of every rank's list, where the ranks know it; otherwise it is exchanged first.
+        scale: factor on every value.
+        label: shown in diagnostics.
 
-    def wait(self, timeout: float | None = None) -> None:
-        if self._finished:
-            return
-        for work in self._works:
-            work.wait(timeout)
-        dense = self._lists.dense
-        indices, values = self._gathered
-        self._kernels.scatter_sum(dense, indices, values, 0, dense.size, self._lists.scale)
-        self._finished = True
-
-
-class _Split(SparseWork):
-    """A split reduction, finished when it was started."""
-
-    def __init__(self, wire_bytes: int) -> None:
-        self.wire_bytes = wire_bytes
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self, timeout: float | None = None) -> None:
-        pass
-
-
-def _split(comm: Communicator, lists: SparseLists) -> SparseWork:
+    Raises:
+        UsageError: types, shapes or counts do not fit.
+    """
+    if comm.check_array(indices) != "int32" or comm.check_array(values) != "float32":
+        raise UsageError(f"a sparse list is int32 and float32, not {indices.dtype} and {values.dtype}")
+    if indices.shape != values.shape or indices.ndim != 1:
+        raise UsageError(f"indices of shape {indices.shape} and values of shape {values.shape} make no flat list")
+    if comm.check_array(dense, written=True) != "float32" or dense.ndim != 1:
+        raise UsageError(f"the dense array is {dense.dtype} of shape {dense.shape}; pass a flat float32 one")
     rank, world_size = comm.topology.rank, comm.topology.world_size
-    dense, label = lists.dense, lists.label
+    if counts is not None and (len(counts) != world_size or counts[rank] != indices.size):
+        raise UsageError(f"counts {list(counts)} do not fit a list of {indices.size} on rank {rank}")
+    return _sum(_Lists(comm, indices, values, dense, scale, label), counts)
+
+
+def finish(steps: Generator[Work, None, T], timeout: float | None = None) -> T:
+    """Collective. Drive `steps` to its end, waiting at most `timeout` seconds for each work; what it returns."""
+    while True:
+        try:
+            work = next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        work.wait(timeout)
+
+
+def _sum(lists: _Lists, counts: Sequence[int] | None) -> Generator[Work, None, int]:
+    comm = lists.comm
+    if counts is None:
+        exchange = comm.all_gather_ragged(np.array([lists.indices.size], np.int64), label=lists.label)
+        yield exchange
+        counts = [int(count[0]) for count in exchange.parts]
+    route = choose_route(counts, lists.dense.size, splits=comm.sends_parts)
+    return (yield from (_split if route == "split" else _gather)(lists, counts))
+
+
+def _gather(lists: _Lists, counts: Sequence[int]) -> Generator[Work, None, int]:
+    comm, dense, label = lists.comm, lists.dense, lists.label
+    world_size, own = comm.topology.world_size, (lists.indices, lists.values)
+    kernels = kernels_of(dense)
+    if len(set(counts)) == 1:
+        outs = [kernels.empty(array.size * world_size, array.dtype) for array in own]
+        yield from [comm.all_gather(array, out, label=label) for array, out in zip(own, outs, strict=True)]
+        each = lists.values.size
+        indices, values = ([out[r * each : (r + 1) * each] for r in range(world_size)] for out in outs)
+    else:
+        works = [comm.all_gather_ragged(array, label=label) for array in own]
+        yield from works
+        indices, values = (work.parts for work in works)
+    kernels.scatter_sum(dense, indices, values, 0, dense.size, lists.scale)
+    return ENTRY_BYTES * int(lists.values.size) * (world_size - 1)
+
+
+def _split(lists: _Lists, counts: Sequence[int]) -> Generator[Work, None, int]:
+    comm, indices, values, dense, label = lists.comm, lists.indices, lists.values, lists.dense, lists.label
+    rank, world_size = comm.topology.rank, comm.topology.world_size
     kernels = kernels_of(dense)
     bounds = [dense.size * r // world_size for r in range(world_size + 1)]
-    cuts = kernels.cuts(lists.indices, bounds)
+    cuts = kernels.cuts(indices, bounds)
     lo, hi = bounds[rank], bounds[rank + 1]
-    sent = ENTRY_BYTES * (lists.indices.size - (cuts[rank + 1] - cuts[rank]))
+    sent_bytes = ENTRY_BYTES * (int(indices.size) - (cuts[rank + 1] - cuts[rank]))
 
-    parts = [slice(cuts[r], cuts[r + 1]) for r in range(world_size)]
-    index_parts = comm.all_to_all_ragged([lists.indices[part] for part in parts], label=label)
-    value_parts = comm.all_to_all_ragged([lists.values[part] for part in parts], label=label)
-    kernels.scatter_sum(dense, index_parts, value_parts, lo, hi, lists.scale)
+    ranges = [slice(cuts[r], cuts[r + 1]) for r in range(world_size)]
+    exchanges = [comm.all_to_all_ragged([array[part] for part in ranges], label=label) for array in (indices, values)]
+    yield from exchanges
+    kernels.scatter_sum(dense, exchanges[0].parts, exchanges[1].parts, lo, hi, lists.scale)
     own = dense[lo:hi]
 
-    if ENTRY_BYTES * sum(lists.counts) >= dense.nbytes:
-        for r, reduced in enumerate(comm.all_gather_ragged(own, label=label)):
+    if ENTRY_BYTES * sum(counts) >= dense.nbytes:
+        gathered = comm.all_gather_ragged(own, label=label)
+        yield gathered
+        for r, reduced in enumerate(gathered.parts):
             dense[bounds[r] : bounds[r + 1]] = reduced
-        return _Split(sent + own.nbytes * (world_size - 1))
+        return sent_bytes + int(own.nbytes) * (world_size - 1)
     # A sum that starts at +0 is never -0, so an entry that is left out as zero has the same bits on the other ranks.
-    kept, values = kernels.nonzero(own)
+    kept, sums = kernels.nonzero(own)
     kept += kept.dtype.type(lo)
-    all_indices = comm.all_gather_ragged(kept, label=label)
-    all_values = comm.all_gather_ragged(values, label=label)
-    kernels.scatter_sum(dense, all_indices, all_values, 0, dense.size)
-    return _Split(sent + ENTRY_BYTES * kept.size * (world_size - 1))
+    works = [comm.all_gather_ragged(array, label=label) for array in (kept, sums)]
+    yield from works
+    kernels.scatter_sum(dense, works[0].parts, works[1].parts, 0, dense.size)
+    return sent_bytes + ENTRY_BYTES * int(kept.size) * (world_size - 1)

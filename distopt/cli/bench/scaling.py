@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
-from ...comm.sparse import ENTRY_BYTES, choose_strategy
+from ...comm.sparse import ENTRY_BYTES, choose_route
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -148,7 +148,7 @@ class Network:
             return 0.0
         dense_bytes, per_host = 4 * count, ENTRY_BYTES * entries
         latency = (hosts - 1) * self.line.latency
-        match choose_strategy([entries] * hosts, count, splits=True):
+        match choose_route([entries] * hosts, count, splits=True):
             case "gather":
                 return latency + (hosts - 1) * per_host * self.line.seconds_per_byte
             case "split":

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
 from ... import _core
 from ...errors import UsageError, WireMemoryError
 from ...launch.mpi import MpiJob, close_at_exit, import_mpi
-from ..base import DTYPES, OPS, Array, Communicator, ReduceOp, Work
+from ..base import DTYPES, OPS, Array, Communicator, RaggedWork, ReduceOp, Work, storage_of
 from .queue import MpiQueue
-from .work import Exchange, Inline, MpiGroup, MpiWorks
+from .steps import Chain, Exchange, Inline, MpiGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ...launch.job import Job
 
@@ -33,12 +33,15 @@ _SMALL_BYTES = 8192  # per rank; below it one gather beats two dependent steps
 _MAX_COUNT = 2**31 - 1  # counts and displacements of MPI-3 are C ints
 _ALIGNMENT = 64
 
+Layout: TypeAlias = tuple[list[int], list[int]]  # how many elements each rank has, and where they begin
+
 
 class MpiCommunicator(Communicator):
     """Collectives over an MPI communicator of its own. Progress happens in `done`, `wait` and `progress` only."""
 
     name: ClassVar[str] = "mpi"
     sends_parts: ClassVar[bool] = True
+    overlaps: ClassVar[bool] = True
     max_count: ClassVar[int] = _MAX_COUNT
 
     @classmethod
@@ -59,35 +62,26 @@ class MpiCommunicator(Communicator):
         self._scratch: list[Array] = []
         close_at_exit(self)
 
-    def empty(self, count: int, dtype: str = "float32") -> Array:
-        """Local. An uninitialised flat array, aligned to 64 bytes; MPI needs no special memory."""
-        if dtype not in DTYPES:
-            raise UsageError(f"there is no wire type {dtype!r}; choose one of {', '.join(DTYPES)}")
-        if count < 0:
-            raise UsageError(f"an array cannot have {count} elements; pass a count of 0 or more")
-        kind = np.dtype("uint16" if dtype == "bfloat16" else dtype)
+    def _empty(self, count: int, dtype: str, xp: Any) -> Array:
+        # Aligned to cache lines; MPI needs no special memory.
+        n_bytes = count * storage_of(dtype).itemsize
         try:
-            memory = np.empty(count * kind.itemsize + _ALIGNMENT, np.uint8)
+            memory = np.empty(n_bytes + _ALIGNMENT, np.uint8)
         except MemoryError as error:
             raise WireMemoryError(f"{self._queue.me}: {count} elements of {dtype} do not fit into memory") from error
         start = -memory.ctypes.data % _ALIGNMENT
-        return memory[start : start + count * kind.itemsize].view(kind)
+        return memory[start : start + n_bytes].view(storage_of(dtype))
 
     # -- collectives -------------------------------------------------------------------------------------------------
     def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        works = []
-        for part in self._parts(array):
-            inline = steps = None
-            if part.nbytes <= self._inline_bytes:
-                inline = Inline(part, partial(self._reduce_inline, part, dtype, op))
-            elif part.nbytes <= _SMALL_BYTES:
-                steps = self._gather_and_reduce(part, dtype, op)
-            else:
-                steps = self._reduce_in_slices(self._everyone, part, dtype, op)
-            works.append(
-                self._queue.begin("all_reduce", [part], steps, dtype, label, count=part.size, op=op, inline=inline)
-            )
-        return self._together(works)
+        flat, inline, steps = array.reshape(-1), None, None
+        if flat.nbytes <= self._inline_bytes:
+            inline = Inline(flat, partial(self._reduce_inline, flat, dtype, op))
+        elif flat.nbytes <= _SMALL_BYTES:
+            steps = self._gather_and_reduce(flat, dtype, op)
+        else:
+            steps = self._reduce_in_slices(self._everyone, flat, dtype, op)
+        return self._queue.begin("all_reduce", [flat], steps, dtype, label, count=flat.size, op=op, inline=inline)
 
     def _reduce_inline(self, array: Array, dtype: str, op: ReduceOp, arrived: Exchange) -> None:
         payloads = arrived.payloads(array.dtype, [array.size] * self.topology.world_size)
@@ -105,17 +99,25 @@ class MpiCommunicator(Communicator):
         self, group: MpiGroup, array: Array, dtype: str, op: ReduceOp, divisor: int = 1
     ) -> Iterator[Any]:
         """Two steps: `array` = its reduction over `group`, divided by `divisor`."""
-        bounds = [array.size * r // group.size for r in range(group.size + 1)]
-        counts = [end - start for start, end in pairwise(bounds)]
-        mine = array[bounds[group.rank] : bounds[group.rank + 1]]
-        yield from self._exchange_and_reduce(group, array, (counts, bounds[:-1]), mine, dtype, op)
-        if divisor != 1:
-            mine /= divisor
         kind = self._types[array.itemsize]
-        yield group.second.Iallgatherv(self._mpi.IN_PLACE, [array, counts, bounds[:-1], kind])
+        parts = self._parts(array)
+        layouts = [_slices(part.size, group.size) for part in parts]
+
+        def scatter(part: Array, layout: Layout) -> Iterator[Any]:
+            counts, starts = layout
+            mine = part[starts[group.rank] : starts[group.rank] + counts[group.rank]]
+            yield from self._exchange_and_reduce(group, part, layout, mine, dtype, op)
+            if divisor != 1:
+                mine /= divisor
+
+        def collect(part: Array, layout: Layout) -> Iterator[Any]:
+            yield group.second.Iallgatherv(self._mpi.IN_PLACE, [part, *layout, kind])
+
+        yield from _one_step(map(scatter, parts, layouts))
+        yield from _one_step(map(collect, parts, layouts))
 
     def _exchange_and_reduce(
-        self, group: MpiGroup, array: Array, layout: tuple[list[int], list[int]], out: Array, dtype: str, op: ReduceOp
+        self, group: MpiGroup, array: Array, layout: Layout, out: Array, dtype: str, op: ReduceOp
     ) -> Iterator[Any]:
         """`out` = the reduction of this rank's slice of `array`, cut as `layout` (counts, starts) says."""
         rank, size = group.rank, group.size
@@ -134,13 +136,11 @@ class MpiCommunicator(Communicator):
 
     def _reduce_scatter(self, array: Array, out: Array, dtype: str, op: ReduceOp, label: str) -> Work:
         rows, flat = array.reshape(self.topology.world_size, -1), out.reshape(-1)
-        works = []
-        for start, stop in self._chunks(flat.size):
-            steps = self._scatter_steps(rows[:, start:stop], flat[start:stop], dtype, op)
-            works.append(
-                self._queue.begin("reduce_scatter", [rows, flat], steps, dtype, label, count=stop - start, op=op)
-            )
-        return self._together(works)
+        steps = _one_step(
+            self._scatter_steps(rows[:, start:stop], flat[start:stop], dtype, op)
+            for start, stop in self._chunks(flat.size)
+        )
+        return self._queue.begin("reduce_scatter", [rows, flat], steps, dtype, label, count=flat.size, op=op)
 
     def _scatter_steps(self, rows: Array, out: Array, dtype: str, op: ReduceOp) -> Iterator[Any]:
         # Columns of a huge array are copied together: displacements of the whole would not fit into MPI's ints.
@@ -149,98 +149,97 @@ class MpiCommunicator(Communicator):
         yield from self._exchange_and_reduce(self._everyone, flat, layout, out, dtype, op)
 
     def _all_gather(self, array: Array, out: Array, dtype: str, label: str) -> Work:
-        counts = [array.size] * self.topology.world_size
-        if array.nbytes > self._inline_bytes:
-            return self._gather(array.reshape(-1), out.reshape(-1), counts, dtype, label)
+        mine, whole = array.reshape(-1), out.reshape(-1)
+        counts = [mine.size] * self.topology.world_size
+        inline = steps = None
+        if mine.nbytes <= self._inline_bytes:
+            inline = Inline(mine, lambda arrived: np.concatenate(arrived.payloads(mine.dtype, counts), out=whole))
+        else:
+            steps = self._gather_steps(mine, whole, counts)
+        return self._queue.begin("all_gather", [mine, whole], steps, dtype, label, count=mine.size, inline=inline)
 
-        def finish(arrived: Exchange) -> None:
-            np.concatenate(arrived.payloads(array.dtype, counts), out=out.reshape(-1))
-
-        return self._queue.begin(
-            "all_gather", [array, out], None, dtype, label, count=array.size, inline=Inline(array, finish)
-        )
-
-    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> list[Array]:
+    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork:
+        mine = array.reshape(-1)
         counts: list[int] = []
         parts: list[Array] = []
 
         def finish(arrived: Exchange) -> None:
             counts.extend(arrived.counts())
-            if max(counts) * array.itemsize <= self._inline_bytes:
-                parts.extend(payload.copy() for payload in arrived.payloads(array.dtype, counts))
+            if max(counts) * mine.itemsize <= self._inline_bytes:
+                parts.extend(payload.copy() for payload in arrived.payloads(mine.dtype, counts))
 
-        inline = Inline(array if array.nbytes <= self._inline_bytes else array[:0], finish)
-        self._queue.begin("all_gather_ragged", [array], None, dtype, label, count=array.size, inline=inline).wait()
-        if parts:
-            return parts
-        whole = np.empty(sum(counts), array.dtype)
-        self._gather(array.reshape(-1), whole, counts, dtype, label).wait()
-        return np.split(whole, np.cumsum(counts)[:-1])
+        def steps() -> Iterator[Any]:
+            if not parts:
+                whole = np.empty(sum(counts), mine.dtype)
+                yield from self._gather_steps(mine, whole, counts)
+                parts.extend(_split(whole, counts))
 
-    def _gather(self, mine: Array, out: Array, counts: list[int], dtype: str, label: str) -> Work:
-        """`out` = the arrays of all ranks in rank order; counts may differ, but all ranks know them."""
-        outs = np.split(out, np.cumsum(counts)[:-1])
-        works = []
-        for start, stop in [(0, max(counts))] if out.size <= self.max_count else self._chunks(max(counts)):
-            parts = [part[start:stop] for part in outs]
-            whole = out if out.size <= self.max_count else None
-            steps = self._gather_steps(mine[start:stop], parts, whole)
-            works.append(
-                self._queue.begin(
-                    "all_gather", [mine, *parts], steps, dtype, label, count=sum(part.size for part in parts)
-                )
-            )
-        return self._together(works)
+        inline = Inline(mine if mine.nbytes <= self._inline_bytes else mine[:0], finish)
+        work = self._queue.begin("all_gather_ragged", [mine], steps(), dtype, label, count=mine.size, inline=inline)
+        return RaggedWork(work, parts)
 
-    def _gather_steps(self, mine: Array, parts: list[Array], whole: Array | None) -> Iterator[Any]:
-        """Gather into `parts`; directly, if they lie side by side in `whole`."""
+    def _gather_steps(self, mine: Array, whole: Array, counts: list[int]) -> Iterator[Any]:
+        """One step: `whole` = the arrays of all ranks in rank order; counts may differ, but all ranks know them."""
+        kind = self._types[mine.itemsize]
+        if whole.size <= self.max_count:
+            if np.may_share_memory(mine, whole):
+                mine = mine.copy()
+            yield self._everyone.first.Iallgatherv([mine, kind], [whole, counts, _starts(counts), kind])
+            return
+        outs = _split(whole, counts)
+        yield from _one_step(
+            self._gather_chunk(mine[start:stop], [out[start:stop] for out in outs])
+            for start, stop in self._chunks(max(counts))
+        )
+
+    def _gather_chunk(self, mine: Array, parts: list[Array]) -> Iterator[Any]:
         kind = self._types[mine.itemsize]
         counts = [part.size for part in parts]
-        scratch = None if whole is not None else self._take(sum(counts) * mine.itemsize)
-        if whole is not None and np.may_share_memory(mine, whole):
-            mine = mine.copy()
-        received: Array = whole if scratch is None else scratch.view(mine.dtype)
+        scratch = self._take(sum(counts) * mine.itemsize)
+        received = scratch.view(mine.dtype)
         yield self._everyone.first.Iallgatherv([mine, kind], [received, counts, _starts(counts), kind])
-        if scratch is not None:
-            for part, start in zip(parts, _starts(counts), strict=True):
-                part[...] = received[start : start + part.size]
-            self._give(scratch)
+        for part, arrived in zip(parts, _split(received, counts), strict=True):
+            part[...] = arrived
+        self._give(scratch)
 
-    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> list[Array]:
-        lengths = np.array([part.size for part in parts], np.int64)
-        table = np.stack(self._all_gather_ragged(lengths, "int64", label))  # row: from, column: to
-        longest = int(table.max())
-        received = [np.empty(count, parts[0].dtype) for count in table[:, self.topology.rank]]
-        works = []
-        for start, stop in self._chunks(longest):
-            steps = self._all_to_all_steps([p[start:stop] for p in parts], [r[start:stop] for r in received])
-            arrays = [*parts, *received]
-            works.append(self._queue.begin("all_to_all_ragged", arrays, steps, dtype, label, count=longest))
-        self._together(works).wait()
-        return received
+    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
+        sent = [part.reshape(-1) for part in parts]
+        counts = np.array([part.size for part in sent], np.int64)
+        longest: list[int] = []
+        received: list[Array] = []
 
-    def _all_to_all_steps(self, parts: list[Array], received: list[Array]) -> Iterator[Any]:
+        def steps() -> Iterator[Any]:
+            incoming = np.empty_like(counts)
+            yield self._everyone.first.Ialltoall([counts, self._types[8]], [incoming, self._types[8]])
+            received.extend(np.empty(count, sent[0].dtype) for count in incoming)
+            yield from _one_step(
+                self._all_to_all_chunk([p[start:stop] for p in sent], [r[start:stop] for r in received])
+                for start, stop in self._chunks(max(longest))
+            )
+
+        # The longest part of each rank travels as the count, so that all take as many chunks.
+        inline = Inline(counts[:0], lambda arrived: longest.extend(arrived.counts()))
+        count = int(counts.max())
+        work = self._queue.begin("all_to_all_ragged", sent, steps(), dtype, label, count=count, inline=inline)
+        return RaggedWork(work, received)
+
+    def _all_to_all_chunk(self, parts: list[Array], received: list[Array]) -> Iterator[Any]:
         kind = self._types[parts[0].itemsize]
         send, receive = ([part.size for part in side] for side in (parts, received))
         into = np.empty(sum(receive), parts[0].dtype)
-        yield self._everyone.first.Ialltoallv(
+        yield self._everyone.second.Ialltoallv(
             [np.concatenate(parts), send, _starts(send), kind], [into, receive, _starts(receive), kind]
         )
-        for part, start in zip(received, _starts(receive), strict=True):
-            part[...] = into[start : start + part.size]
+        for part, arrived in zip(received, _split(into, receive), strict=True):
+            part[...] = arrived
 
     def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:
-        works = []
-        for part in self._parts(array):
-            inline = steps = None
-            if part.nbytes <= self._inline_bytes:
-                inline = self._inline_broadcast(part, root)
-            else:
-                steps = self._broadcast_steps(part, root)
-            works.append(
-                self._queue.begin("broadcast", [part], steps, dtype, label, count=part.size, root=root, inline=inline)
-            )
-        return self._together(works)
+        flat, inline, steps = array.reshape(-1), None, None
+        if flat.nbytes <= self._inline_bytes:
+            inline = self._inline_broadcast(flat, root)
+        else:
+            steps = _one_step(self._broadcast_part(part, root) for part in self._parts(flat))
+        return self._queue.begin("broadcast", [flat], steps, dtype, label, count=flat.size, root=root, inline=inline)
 
     def _inline_broadcast(self, array: Array, root: int) -> Inline:
         is_root = self.topology.rank == root
@@ -251,7 +250,7 @@ class MpiCommunicator(Communicator):
 
         return Inline(array if is_root else array[:0], finish)
 
-    def _broadcast_steps(self, array: Array, root: int) -> Iterator[Any]:
+    def _broadcast_part(self, array: Array, root: int) -> Iterator[Any]:
         yield self._everyone.first.Ibcast([array, self._types[array.itemsize]], root)
 
     def barrier(self) -> None:
@@ -285,9 +284,6 @@ class MpiCommunicator(Communicator):
         step = max(1, self.max_count // self.topology.world_size)
         return [(start, min(start + step, count)) for start in range(0, count, step)] or [(0, 0)]
 
-    def _together(self, works: Sequence[Work]) -> Work:
-        return works[0] if len(works) == 1 else MpiWorks(works)
-
     def _take(self, n_bytes: int) -> Array:
         """Scratch memory, of an operation that has finished where there is enough."""
         if not self._scratch:
@@ -301,6 +297,25 @@ class MpiCommunicator(Communicator):
         self._scratch.sort(key=len)
 
 
+def _one_step(parts: Iterable[Iterator[Any]]) -> Iterator[Any]:
+    """The requests of `parts`, which give out one each, as one step."""
+    several = list(parts)
+    if len(several) == 1:
+        yield from several[0]
+    else:
+        yield Chain(several)
+
+
+def _slices(count: int, size: int) -> Layout:
+    """One slice of `count` elements for each of `size` ranks, about equal."""
+    bounds = [count * r // size for r in range(size + 1)]
+    return [end - start for start, end in pairwise(bounds)], bounds[:-1]
+
+
 def _starts(counts: Sequence[int]) -> list[int]:
     """Where parts of these lengths begin that lie side by side."""
     return [0, *accumulate(counts[:-1])]
+
+
+def _split(whole: Array, counts: Sequence[int]) -> list[Array]:
+    return [whole[start : start + count] for start, count in zip(_starts(counts), counts, strict=True)]

@@ -14,7 +14,7 @@ __all__ = ["FINGERPRINT_BYTES", "Fingerprint", "agree", "pack"]
 _FRONT, _TEXTS, _COUNT = struct.Struct("<QI"), struct.Struct("<20s8s8s32s8s"), struct.Struct("<Q")
 FINGERPRINT_BYTES = _FRONT.size + _TEXTS.size + _COUNT.size
 _SHOWN_LABEL_BYTES = 31
-_RAGGED = b"all_gather_ragged"
+_RAGGED = (b"all_gather_ragged", b"all_to_all_ragged")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The operations under way of one communicator over MPI: their order, their progress and their failure.
 
 The k-th MPI call of each kind of step must be the same operation on all ranks. So the steps have an MPI communicator
-each, and no operation overtakes an earlier one into a step.
+each, and no operation overtakes an earlier one into a step. A step of several requests (`Chain`) lets the next
+operation in when its last request has started.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ...errors import CommunicatorClosedError, CommunicatorError, MismatchError, PeerLostError, StalledError
 from ...launch.mpi import after_closing
 from ...settings import Settings
+from ..base import Work
 from .fingerprint import Fingerprint, agree, pack
 from .notes import MpiNotes
 from .peers import LocalPeers
-from .work import Exchange, Inline, MpiWork
+from .steps import Chain, Exchange, Inline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
     from ...launch.mpi import MpiJob
     from ..base import Array
 
-__all__ = ["MpiQueue"]
+__all__ = ["MpiQueue", "MpiWork"]
 
 _log = logging.getLogger("distopt")
 
@@ -37,6 +41,66 @@ _FAREWELL_SECONDS = 1.0  # that the others have to close their communicators at 
 
 # Memory that MPI may still read or write: never freed.
 _closed: list[tuple[deque[MpiWork], MpiNotes]] = []
+
+
+class MpiWork(Work):
+    """One operation: the steps that its generator gives out, of which the exchange of fingerprints is the first.
+
+    Attributes:
+        stage: number of steps that have begun.
+    """
+
+    def __init__(
+        self, queue: MpiQueue, fingerprint: bytes, arrays: Sequence[Array], steps: Iterator[Any], gate: int
+    ) -> None:
+        """Local. No step but the first `gate` is taken while an earlier operation uses one of `arrays`."""
+        self.arrays = arrays
+        self.stage = 0
+        self.finished = False
+        self._queue = queue
+        self._fingerprint = fingerprint
+        self._steps = steps
+        self._gate = gate
+        self._request: Any = None
+        self._after = [
+            earlier
+            for earlier in queue.outstanding
+            if any(np.may_share_memory(x, y) for x in arrays for y in earlier.arrays)
+        ]
+
+    @property
+    def open_stage(self) -> int:
+        """Number of the last step that later operations may take."""
+        request = self._request
+        return self.stage - 1 if isinstance(request, Chain) and not request.all_started else self.stage
+
+    @property
+    def mine(self) -> Fingerprint:
+        """What this rank says about the operation."""
+        return Fingerprint.unpack(self._fingerprint)
+
+    def advance(self, limit: float) -> None:
+        """Move on, but into no step beyond number `limit`."""
+        while self.stage < limit and not self.finished and (self._request is None or self._request.Test()):
+            if self.stage == self._gate:
+                # MPI forbids two operations at once on one array, and a later one is to see what an earlier one wrote.
+                if any(not earlier.finished for earlier in self._after):
+                    return
+                self._after = []  # else a chain of works would keep all its arrays alive
+            self._request = next(self._steps, None)
+            self.stage += 1
+            self.finished = self._request is None
+
+    def done(self) -> bool:
+        """Local. Move all operations of the communicator forward; whether this one has finished."""
+        if not self.finished:
+            self._queue.progress()
+        return self.finished
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the end; see `Work.wait`."""
+        if not self.finished:
+            self._queue.wait_for(self, timeout)
 
 
 class MpiQueue:
@@ -118,7 +182,7 @@ class MpiQueue:
             for work in self.outstanding:
                 work.advance(limit)
                 if not work.finished:
-                    limit = work.stage
+                    limit = work.open_stage
                     if limit == 0:
                         break
         except self._mpi.Exception as error:
