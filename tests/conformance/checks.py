@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from distopt.comm.base import DTYPES, OPS, Array, Communicator, ReduceOp, Work
+from distopt.comm.base import DTYPES, OPS, Array, Communicator, RaggedWork, ReduceOp, Work
+from distopt.comm.sparse import finish, sparse_all_reduce
 from distopt.errors import UsageError
 
 from . import nonfinite
@@ -177,11 +180,86 @@ def check_all_gather_ragged(comm: Communicator, dtype: str) -> None:
         ):
             inputs = [values(q, counts[q], dtype) for q in range(n)]
             array = places.array(place, inputs[rank])
-            parts = comm.all_gather_ragged(array) if dtype != "bfloat16" else None
-            for part, expected in zip(parts or (), inputs, strict=parts is not None):
+            for part, expected in zip(arrived(comm.all_gather_ragged(array)), inputs, strict=True):
                 assert_same_bits(part, expected, (counts, place))
                 part[...] = 0  # the caller's own
             assert_same_bits(array, inputs[rank], "the input is left alone")
+
+
+def arrived(work: RaggedWork) -> list[Array]:
+    """The parts, waited for; they stay the same."""
+    assert work.wait() is None
+    work.wait()
+    assert work.done()
+    assert work.parts is work.parts
+    return work.parts
+
+
+def check_ragged_outstanding(comm: Communicator) -> None:
+    """Several under way at once, polled, and mixed with other operations; waited for in the order of starting."""
+    n, rank = comm.topology.world_size, comm.topology.rank
+
+    def gathered(q: int, i: int) -> Array:
+        return values(q, (0, 1, 300, 7_001)[(q + i) % 4] * (i % 5 != 4), "float32", salt=i)
+
+    def sent(q: int, r: int, i: int) -> Array:
+        return values(q, (0, 5, 3_001)[(q + 2 * r + i) % 3] * (i % 5 != 3), "int64", salt=i + r)
+
+    kept = []
+    for i in range(40):  # more than the ring of shared memory holds
+        array = comm.xp.asarray(values(rank, 1_001, "int32", salt=i))
+        kept.append(
+            (
+                comm.all_gather_ragged(comm.xp.asarray(gathered(rank, i)), label=f"gather {i}"),
+                comm.all_to_all_ragged([comm.xp.asarray(sent(rank, r, i)) for r in range(n)], label=f"exchange {i}"),
+                comm.all_reduce(array),
+                array,
+            )
+        )
+        if i % 7 == 0:
+            comm.progress()
+    for i, (gather, exchange, reduce, array) in enumerate(kept):
+        works: tuple[Work, ...] = (gather, exchange, reduce)
+        for work in works:
+            while i % 2 and not work.done():  # ends, though nobody has waited yet
+                pass
+        for work in works:
+            work.wait()
+        for q in range(n):
+            assert_same_bits(gather.parts[q], gathered(q, i), (i, q))
+            assert_same_bits(exchange.parts[q], sent(q, rank, i), (i, q))
+        assert len(gather.parts) == len(exchange.parts) == n
+        assert_same_bits(array, result(comm, 1_001, "int32", salt=i), i)
+
+
+def check_dropped_ragged(comm: Communicator) -> None:
+    """Neither the work nor the arrays need to be kept by the caller."""
+    n, rank = comm.topology.world_size, comm.topology.rank
+    for count in (3, 60_000):
+        for _ in range(10):
+            comm.all_gather_ragged(comm.xp.full(count + rank, rank, np.float32))
+            comm.all_to_all_ragged([comm.xp.full(count + r, rank, np.float32) for r in range(n)])
+        comm.barrier()
+
+
+def check_read_only_inputs(comm: Communicator) -> None:
+    """Arrays that are only read may be read-only."""
+    n, rank = comm.topology.world_size, comm.topology.rank
+    read_only = values(rank, 5_001, "float32")
+    read_only.flags.writeable = False
+    out = np.empty(n * 5_001, np.float32)
+    comm.all_gather(read_only, out).wait()
+    expected = all_values(comm, 5_001, "float32")
+    assert_same_bits(out, np.concatenate(expected), "all_gather")
+    for part, whole in zip(arrived(comm.all_gather_ragged(read_only)), expected, strict=True):
+        assert_same_bits(part, whole, "all_gather_ragged")
+    for part, whole in zip(arrived(comm.all_to_all_ragged([read_only[r:] for r in range(n)])), expected, strict=True):
+        assert_same_bits(part, whole[rank:], "all_to_all_ragged")
+    for count in (1, 1_201):
+        scattered = np.empty(count, np.float32)
+        comm.reduce_scatter(read_only[: n * count], scattered, "max").wait()
+        whole = np.max([values(q, 5_001, "float32") for q in range(n)], axis=0)
+        assert_same_bits(scattered, whole[rank * count : (rank + 1) * count], "reduce_scatter")
 
 
 def check_broadcast(comm: Communicator, dtype: str) -> None:
@@ -199,7 +277,7 @@ def check_all_to_all_ragged(comm: Communicator) -> None:
     for dtype, count in itertools.product(("float32", "int64"), FEW_SIZES):
         table = [[values(q, (q + 2 * r) % 3 * count + r, dtype, salt=r) for r in range(n)] for q in range(n)]
         received = comm.all_to_all_ragged([comm.xp.asarray(part) for part in table[rank]])
-        for q, part in enumerate(received):
+        for q, part in enumerate(arrived(received)):
             assert_same_bits(part, table[q][rank], (count, q))
             part[...] = 0  # the caller's own
 
@@ -217,8 +295,10 @@ def check_sparse_all_reduce(comm: Communicator) -> None:
             lists.append((indices, values(q, indices.size, "float32")))
             expected[indices] += lists[-1][1] * np.float32(0.5)
         dense = comm.empty(size)
-        comm.sparse_all_reduce(*map(comm.xp.asarray, lists[rank]), dense, scale=0.5).wait()
-        assert_same_bits(dense, expected, divisor)
+        for counts in (None, [indices.size for indices, _ in lists]):
+            sums = sparse_all_reduce(comm, *map(comm.xp.asarray, lists[rank]), dense, counts=counts, scale=0.5)
+            assert finish(sums, 30.0) >= 0
+            assert_same_bits(dense, expected, divisor)
 
 
 def check_not_a_number(comm: Communicator) -> None:
@@ -276,7 +356,7 @@ def check_mixed_places(comm: Communicator) -> None:
         expected = result(comm, count, "float32")
         assert_reduced(comm, "float32", array, expected, all_values(comm, count, "float32"), (count, shift))
         comm.broadcast(array, n - 1).wait()
-        parts = comm.all_gather_ragged(array)
+        parts = arrived(comm.all_gather_ragged(array))
         for part in parts:
             assert_same_bits(part, host(parts[0]), (count, shift))
             assert_reduced(comm, "float32", part, expected, all_values(comm, count, "float32"), (count, shift))
@@ -355,17 +435,89 @@ def check_bad_arguments(comm: Communicator) -> None:
         ("complex64", lambda: comm.all_reduce(np.zeros(4, np.complex64))),
         ("strided", lambda: comm.all_reduce(np.zeros((4, 4), np.float32).T[1:])),
         ("read-only", lambda: comm.all_reduce(read_only)),
+        ("read-only", lambda: comm.all_gather(read_only[:0], read_only[:0])),
+        ("read-only", lambda: comm.reduce_scatter(read_only[:0], read_only[:0])),
+        ("read-only", lambda: comm.broadcast(read_only)),
         ("reduction", lambda: comm.all_reduce(np.zeros(4), "product")),  # type: ignore[arg-type]
+        ("reduction", lambda: comm.reduce_scatter(np.zeros(n), np.zeros(1), "product")),  # type: ignore[arg-type]
         ("mean", lambda: comm.all_reduce(np.zeros(4, np.int32), "mean")),
         ("parts", lambda: comm.all_gather(np.zeros(4), np.zeros(4 * n + 1))),
         ("parts", lambda: comm.reduce_scatter(np.zeros(4 * n), np.zeros(4, np.float32))),
+        ("parts", lambda: comm.all_to_all_ragged([np.zeros(1)] * (n + 1))),
         ("root", lambda: comm.broadcast(np.zeros(4), n)),
         ("travel as", lambda: comm.all_reduce(np.zeros(4, np.float32), wire="bfloat16")),
+        ("uint16", lambda: comm.all_reduce(np.zeros(4, np.uint16))),
+        ("list cannot", lambda: comm.all_reduce([1.0, 2.0])),
     ]
+    big, odd = np.zeros(4, ">f4"), np.zeros(17, np.uint8)[1:].view(np.float32)
+    good = np.zeros(4, np.float32)
+    for word, array in ((r"big-endian.*astype\(", big), (r"not aligned.*copy\(", odd)):
+        attempts += [
+            (word, lambda array=array: comm.all_reduce(array)),
+            (word, lambda array=array: comm.all_reduce(array, "mean", find_nonfinite=comm.finds_nonfinite)),
+            (word, lambda array=array: comm.reduce_scatter(array, good)),
+            (word, lambda array=array: comm.reduce_scatter(np.zeros(4 * n, np.float32), array)),
+            (word, lambda array=array: comm.all_gather(array, np.zeros(4 * n, np.float32))),
+            (word, lambda array=array: comm.all_gather(good[:1], array[:n])),
+            (word, lambda array=array: comm.all_gather_ragged(array)),
+            (word, lambda array=array: comm.all_to_all_ragged([good] * (n - 1) + [array])),
+            (word, lambda array=array: comm.broadcast(array)),
+        ]
+    if comm.name == "nccl":
+        zeros = comm.xp.zeros
+        attempts += [
+            ("one array is NumPy's", lambda: comm.all_gather(zeros(4), np.zeros(4 * n))),
+            ("one array is NumPy's", lambda: comm.reduce_scatter(np.zeros(4 * n), zeros(4))),
+            ("strided", lambda: comm.all_reduce(zeros((4, 4)).T[1:])),
+            ("not aligned", lambda: comm.all_reduce(zeros(17, np.uint8)[1:].view(np.float32))),
+        ]
     for word, attempt in attempts:
         with pytest.raises(UsageError, match=word):
             attempt()
     comm.barrier()
+
+
+def check_empty(comm: Communicator) -> None:
+    """Wire memory of every type, zero elements included, in the module asked for; or it is refused."""
+    for dtype in DTYPES:
+        for xp in (None, comm.xp):
+            for count in (0, 1, 1_001):
+                array = comm.empty(count, dtype, xp=xp)
+                assert isinstance(array, comm.xp.ndarray)
+                assert array.shape == (count,)
+                assert array.dtype == STORAGE[dtype]
+                array[...] = comm.xp.asarray(values(comm.topology.rank, count, dtype))
+                comm.broadcast(array, wire=dtype).wait()
+                assert_same_bits(array, values(0, count, dtype), (dtype, count))
+    for words, arguments in (("-1 elements", (-1,)), ("wire type 'complex64'", (3, "complex64"))):
+        with pytest.raises(UsageError, match=words):
+            comm.empty(*arguments)
+    other = types.ModuleType("another")
+    if comm.name != "single":
+        with pytest.raises(
+            UsageError, match=f"the {comm.name} communicator moves {comm.xp.__name__} arrays, .* another;"
+        ):
+            comm.empty(3, xp=other)
+    comm.barrier()
+
+
+def check_other_module(comm: Communicator) -> None:
+    """Arrays of CuPy where the transport moves NumPy's."""
+    if comm.xp is not np or comm.name == "single":
+        return
+    fake = types.ModuleType("cupy")
+    fake.ndarray = type("ndarray", (), {})  # type: ignore[attr-defined]
+    absent = sys.modules.get("cupy")
+    sys.modules["cupy"] = fake
+    try:
+        with pytest.raises(
+            UsageError, match=f"the {comm.name} communicator moves numpy arrays, and these are of cupy;"
+        ):
+            comm.all_reduce(fake.ndarray())
+    finally:
+        del sys.modules["cupy"]
+        if absent is not None:
+            sys.modules["cupy"] = absent
 
 
 def check_barrier(comm: Communicator) -> None:
@@ -382,7 +534,11 @@ CHECKS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     **{
         check.__name__.removeprefix("check_"): (check, ())
         for check in (
+            check_empty,
             check_all_to_all_ragged,
+            check_ragged_outstanding,
+            check_dropped_ragged,
+            check_read_only_inputs,
             check_sparse_all_reduce,
             check_not_a_number,
             check_find_nonfinite,
@@ -392,6 +548,7 @@ CHECKS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
             check_dropped_work,
             check_shapes,
             check_bad_arguments,
+            check_other_module,
             check_barrier,
         )
     },

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distopt.comm.base import Array, Communicator, DoneWork, ReduceOp, Work
+from distopt.comm.base import Array, Communicator, DoneWork, RaggedWork, ReduceOp, Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +74,7 @@ class OracleCommunicator(Communicator):
     def create(cls, job: Job) -> OracleCommunicator:
         return cls(job)
 
-    def empty(self, count: int, dtype: str = "float32") -> Array:
+    def _empty(self, count: int, dtype: str, xp: Any) -> Array:
         return np.empty(count, STORAGE[dtype])
 
     def barrier(self) -> None:
@@ -100,8 +100,8 @@ class OracleCommunicator(Communicator):
         out.reshape(-1)[...] = np.concatenate(self._exchange(array))
         return DoneWork()
 
-    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> list[Array]:
-        return [part.copy() for part in self._exchange(array)]
+    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork:
+        return RaggedWork(DoneWork(), [part.copy() for part in self._exchange(array)])
 
     def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:
         array.reshape(-1)[...] = self._exchange(array)[root]

@@ -87,7 +87,7 @@ def wait_in(comm: Communicator, what: str) -> None:
         "all_reduce": lambda: comm.all_reduce(np.zeros(100_000, np.float32), label="bucket 7").wait(),
         "barrier": comm.barrier,
         "empty": lambda: comm.empty(100),
-        "all_gather_ragged": lambda: comm.all_gather_ragged(np.zeros(5)),
+        "all_gather_ragged": lambda: comm.all_gather_ragged(np.zeros(5)).wait(),
         "done": lambda: poll(comm.all_reduce(np.zeros(5))),
     }
     calls[what]()

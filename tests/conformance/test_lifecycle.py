@@ -42,15 +42,52 @@ def test_ctrl_c_interrupts_a_wait() -> None:
     assert run_ranks_ok(interrupt, 2)[0] < 0.9
 
 
+def interrupt_ragged(job: LocalJob) -> None:
+    comm = connect(job)
+    rank = job.topology.rank
+    if rank == 1:
+        time.sleep(0.6)
+    work = comm.all_gather_ragged(np.full(3 + rank, rank))
+    if rank == 0:
+        with pytest.raises(UsageError, match="wait"):
+            _ = work.parts
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+    work.wait()
+    assert [part.tolist() for part in work.parts] == [[0] * 3, [1] * 4]
+
+
+def test_an_interrupted_ragged_gather_can_be_taken_up_again() -> None:
+    run_ranks_ok(interrupt_ragged, 2)
+
+
+def keep_parts_beyond_the_communicator(job: LocalJob) -> None:
+    comm = connect(job)
+    work = comm.all_gather_ragged(np.arange(9_001 * job.topology.rank))
+    work.wait()
+    parts = work.parts
+    del work
+    comm.close()
+    del comm
+    gc.collect()
+    assert [part.size for part in parts] == [0, 9_001]
+    assert (parts[1] == np.arange(9_001)).all()
+
+
+def test_ragged_parts_outlive_the_communicator() -> None:
+    run_ranks_ok(keep_parts_beyond_the_communicator, 2)
+
+
 def interrupt_halfway(job: LocalJob) -> None:
     comm = connect(job)
     if job.topology.rank == 0:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            comm.all_gather_ragged(np.zeros(3))
+            comm.empty(3)
     else:
         time.sleep(0.6)
-    with pytest.raises(CommunicatorClosedError, match=r"rank 0 .* left all_gather_ragged"):
+    with pytest.raises(CommunicatorClosedError, match=r"rank 0 .* left empty"):
         comm.barrier()
 
 

@@ -77,7 +77,7 @@ def lose_last_rank(job: LocalJob, how: str, waiting_in: str) -> None:
     elif waiting_in == "barrier":
         comm.barrier()
     elif waiting_in == "all_gather_ragged":
-        comm.all_gather_ragged(array)
+        comm.all_gather_ragged(array).wait()
     else:
         # The host does not wait for the device here: the error comes with a later call.
         while True:
@@ -167,7 +167,7 @@ def test_an_asynchronous_error_reaches_all_ranks_and_aborts(tmp_path) -> None:  
 def meet_error(job: LocalJob, function: str) -> None:
     comm = connect(job, **({"FAIL": f"{function}:3"} if job.topology.rank == 1 else {}))
     comm.all_reduce(comm.xp.zeros(3)).wait(20.0)
-    comm.all_gather_ragged(comm.xp.zeros(3))
+    comm.all_gather_ragged(comm.xp.zeros(3)).wait()
     comm.barrier()
 
 

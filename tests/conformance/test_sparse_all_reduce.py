@@ -1,11 +1,11 @@
-"""The sparse sum that every communicator offers."""
+"""The sparse sum over any communicator."""
 
 from itertools import product
 
 import numpy as np
 import pytest
 
-from distopt.comm.sparse import choose_strategy, dense_wire_bytes
+from distopt.comm.sparse import choose_route, dense_wire_bytes, finish, sparse_all_reduce
 from distopt.errors import UsageError
 from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
 
@@ -47,15 +47,42 @@ def test_the_sum_runs_in_rank_order(world_size, cls, size, counts, known):
         results = []
         for _ in range(2):
             indices, values = lists[comm.topology.rank]
-            work = comm.sparse_all_reduce(indices, values, dense, counts=lengths if known else None, scale=0.3)
-            work.done()
-            work.wait()
-            work.wait()
-            assert work.done()
-            assert work.wire_bytes >= 0
+            sums = sparse_all_reduce(comm, indices, values, dense, counts=lengths if known else None, scale=0.3)
+            assert finish(sums) >= 0
             results.append(dense.copy())
         return results
 
+    for results in on_ranks(world_size, body, cls=cls):
+        for result in results:
+            assert np.array_equal(result.view(np.uint32), expected.view(np.uint32))
+
+
+@worlds
+def test_two_sums_at_once_started_before_either_is_waited_for(world_size, cls):
+    def body(comm):
+        rank = comm.topology.rank
+        denses = [comm.empty(1009), comm.empty(1009)]
+        sums = [sparse_all_reduce(comm, *sparse_list(rank, 1009, 200 + rank), dense) for dense in denses]
+        waits = [[], []]
+        live = [0, 1]
+        while live:
+            works = [(i, next(sums[i], None)) for i in live]
+            for i, work in works:
+                if work is None:
+                    live.remove(i)
+                else:
+                    work.done()
+                    waits[i].append(work)
+            for _, work in works:
+                if work is not None:
+                    work.wait()
+        assert len(waits[0]) == len(waits[1]) > 1
+        return [dense.copy() for dense in denses]
+
+    expected = np.zeros(1009, F32)
+    for rank in range(world_size):
+        indices, values = sparse_list(rank, 1009, 200 + rank)
+        expected[indices] += values
     for results in on_ranks(world_size, body, cls=cls):
         for result in results:
             assert np.array_equal(result.view(np.uint32), expected.view(np.uint32))
@@ -68,25 +95,28 @@ def test_parts_reach_the_rank_they_are_for(world_size, cls):
 
     def body(comm):
         rank = comm.topology.rank
-        return [comm.all_to_all_ragged([part(rank, target) for target in range(world_size)]) for _ in range(2)]
+        works = [comm.all_to_all_ragged([part(rank, target) for target in range(world_size)]) for _ in range(2)]
+        for work in works:
+            work.wait()
+        return [work.parts for work in works]
 
     for rank, results in enumerate(on_ranks(world_size, body, cls=cls)):
         for received in results:
             assert [array.tolist() for array in received] == [part(r, rank).tolist() for r in range(world_size)]
 
 
-def test_the_strategy_is_the_one_of_fewest_bytes():
+def test_the_route_is_the_one_of_fewest_bytes():
     # Density times world size against 1, where all that is possible is a gather.
-    assert choose_strategy([499, 500], 1000, splits=False) == "gather"
-    assert choose_strategy([500, 500], 1000, splits=False) == "dense"
-    assert choose_strategy([0, 1000], 1000, splits=False) == "dense"
-    assert choose_strategy([1000], 1000, splits=False) == "dense"
+    assert choose_route([499, 500], 1000, splits=False) == "gather"
+    assert choose_route([500, 500], 1000, splits=False) == "dense"
+    assert choose_route([0, 1000], 1000, splits=False) == "dense"
+    assert choose_route([1000], 1000, splits=False) == "dense"
     # 5 % on 32 ranks: 6.4 KB of lists per rank, or 0.4 KB of them and 4 KB of reduced ranges; dense is 8 KB.
-    assert choose_strategy([50] * 32, 1000, splits=False) == "dense"
-    assert choose_strategy([50] * 32, 1000, splits=True) == "split"
-    assert choose_strategy([10] * 4, 1000, splits=True) == "gather"
-    assert choose_strategy([500] * 32, 1000, splits=True) == "dense"
-    assert choose_strategy([0, 0], 0, splits=True) == "dense"
+    assert choose_route([50] * 32, 1000, splits=False) == "dense"
+    assert choose_route([50] * 32, 1000, splits=True) == "split"
+    assert choose_route([10] * 4, 1000, splits=True) == "gather"
+    assert choose_route([500] * 32, 1000, splits=True) == "dense"
+    assert choose_route([0, 0], 0, splits=True) == "dense"
     assert dense_wire_bytes(1200, 3) == 1600
     assert dense_wire_bytes(1200, 1) == 0
 
@@ -103,12 +133,14 @@ def test_lists_that_do_not_fit_are_refused():
             (indices, values, dense.reshape(3, 3)),
         ]:
             with pytest.raises(UsageError):
-                comm.sparse_all_reduce(*arguments)
+                sparse_all_reduce(comm, *arguments)
         with pytest.raises(UsageError, match="counts"):
-            comm.sparse_all_reduce(indices, values, dense, counts=[2])
+            sparse_all_reduce(comm, indices, values, dense, counts=[2])
         with pytest.raises(UsageError, match="parts"):
             comm.all_to_all_ragged([])
         with pytest.raises(ValueError, match="ascend"):
-            comm.sparse_all_reduce(indices[::-1].copy(), values, dense).wait()
+            finish(sparse_all_reduce(comm, indices[::-1].copy(), values, dense))
+        with pytest.raises(UsageError, match="big-endian"):
+            sparse_all_reduce(comm, indices, values.astype(">f4"), dense)
 
     on_ranks(1, body)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distopt.comm.base import Communicator, Work
+from distopt.comm.base import Communicator, RaggedWork, Work
 from distopt.errors import MismatchError, StalledError
 from distopt.launch.topology import Topology
 
@@ -88,7 +88,7 @@ class OracleCommunicator(Communicator):
     def create(cls, job):
         raise NotImplementedError("ranks that are threads belong to no job")
 
-    def empty(self, count, dtype="float32"):
+    def _empty(self, count, dtype, xp):
         return np.full(count, 77, "uint16" if dtype == "bfloat16" else dtype)
 
     def barrier(self):
@@ -127,8 +127,11 @@ class OracleCommunicator(Communicator):
 
     def _all_gather_ragged(self, array, dtype, label):
         got = []
-        self._post(("all_gather_ragged", dtype), array, None, got.extend).wait()
-        return [part.copy() for part in got]
+
+        def finish(arrays):
+            got.extend(part.copy() for part in arrays)
+
+        return RaggedWork(self._post(("all_gather_ragged", dtype), array, None, finish), got)
 
     def _broadcast(self, array, root, dtype, label):
         def finish(arrays):

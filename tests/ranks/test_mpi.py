@@ -148,8 +148,9 @@ def test_ragged_gather(comm, count, limit, monkeypatch):
     monkeypatch.setattr(MpiCommunicator, "max_count", limit)
     rank, size = comm.topology.rank, comm.topology.world_size
     for _ in range(2):
-        parts = comm.all_gather_ragged(data(rank, count * rank, "int64"))
-        assert [part.tolist() for part in parts] == [data(r, count * r, "int64").tolist() for r in range(size)]
+        work = comm.all_gather_ragged(data(rank, count * rank, "int64"))
+        work.wait()
+        assert [part.tolist() for part in work.parts] == [data(r, count * r, "int64").tolist() for r in range(size)]
 
 
 @pytest.mark.parametrize("count", [5, 70_001])
