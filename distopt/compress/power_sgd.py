@@ -87,7 +87,7 @@ class PowerSGD(Codec):
             xp.matmul(own.gradient.T, own.p, out=own.q)
         yield reducer.wire.all_reduce(reducer.memory["q"], "mean")
         for own in factors:
-            own.last_q[...] = own.q
+            own.last_q[...] = xp.where(own.p.any(axis=0), own.q, own.last_q)  # a column of zeros would stay so
             own.mean[...] = own.p[:, :1] * own.q[:, 0]
             for k in range(1, self.rank):
                 own.mean[...] += own.p[:, k : k + 1] * own.q[:, k]
@@ -140,7 +140,7 @@ def _views(reducer: Reducer, part: Part) -> tuple[Array, Array]:
 
 
 def _orthogonalise(p: Array) -> None:
-    """Gram and Schmidt's process on the columns, in order (section 3 of the paper), in place."""
+    """Gram and Schmidt's process on the columns, in order (section 3 of the paper), in place. Zeros stay zeros."""
     xp = array_module(p)
     tiny = np.finfo(p.dtype).tiny
 
@@ -149,6 +149,6 @@ def _orthogonalise(p: Array) -> None:
 
     for k in range(p.shape[1]):
         column = p[:, k]
-        for j in range(k):
+        for j in (*range(k), *range(k)):  # twice: what rounding leaves may be all that is left of the column
             column -= (dot(p[:, j], column) * p[:, j]).astype(p.dtype)
         column /= xp.maximum(xp.sqrt(dot(column, column)), tiny).astype(p.dtype)

@@ -147,5 +147,5 @@ class SparseCodec(Codec):
 
 
 def _goes_dense(reducer: Reducer, counts: Sequence[int]) -> bool:
-    route = choose_route(counts, reducer.bucket.size, splits=reducer.wire.sends_parts)
+    route = choose_route(counts, reducer.size, splits=reducer.wire.sends_parts)
     return route == "dense"

@@ -38,7 +38,7 @@ class Threshold(SparseCodec):
             raise UsageError(f"the threshold {self.bound!r} is not a number from 0 up")
 
     def _known_count(self, reducer: Reducer) -> int | None:
-        return reducer.bucket.size if self.bound == 0 else None
+        return reducer.size if self.bound == 0 else None
 
     def _room(self, size: int) -> int:
         return size // 32  # more than any threshold that is worth it selects

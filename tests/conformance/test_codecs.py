@@ -455,3 +455,11 @@ def test_power_sgd_survives_gradients_of_lower_rank():
         for rank in run(ErrorFeedback(PowerSGD(rank=3)), grads):
             assert all(np.isfinite(mean).all() for mean in rank.means)
             np.testing.assert_allclose(rank.means[-1], grads[-1, 0], rtol=1e-3)
+
+
+def test_power_sgd_recovers_from_gradients_of_zero():
+    grads = gradients(2, steps=6)
+    grads[:3] = 0
+    grads[3:, :, :2000] = np.outer(np.arange(40), np.arange(50)).reshape(-1)
+    for rank in run(PowerSGD(rank=1), grads):
+        np.testing.assert_allclose(rank.means[-1][:2000], grads[-1, 0, :2000], rtol=1e-4)

@@ -16,7 +16,7 @@ from distopt.sync.layout import FIRST_BUCKET_BYTES, Layout, plan
 from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
 
 F32 = np.float32
-SHAPES = {"conv.W": (7, 3, 3, 3), "conv.b": (7,), "fc.W": (61, 13), "fc.b": (13,), "scale": ()}
+SHAPES = {"conv.W": (7, 3, 3, 3), "conv.b": (7,), "fc.W": (61, 13), "fc.b": (13,), "scale": (1,)}
 SMALL = 100  # elements; makes several buckets
 
 DENSE = [Fp32(), TopK(1.0), ErrorFeedback(TopK(1.0)), Threshold(0.0)]
