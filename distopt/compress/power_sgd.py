@@ -13,23 +13,29 @@ from ..kernels import Accumulation, array_module
 from .base import Codec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ..comm.base import Array
     from .base import Steps
-    from .reducer import Part, Reducer
+    from .reducer import Reducer
 
 __all__ = ["PowerSGD"]
 
 
-class _Factors(NamedTuple):
-    """Views for one matrix: the gradient M [n, m], where its mean goes, P [n, r], Q [m, r] and Q of the last step."""
+class _Matrix(NamedTuple):
+    """Views for one parameter: M [n, m], where its mean goes, P [n, r], Q [m, r], and Q of the step before."""
 
     gradient: Array
     mean: Array
     p: Array
     q: Array
     last_q: Array
+
+
+class _Vector(NamedTuple):
+    """Views for a parameter that is averaged densely: its gradient, where the mean goes, and its place on the wire."""
+
+    gradient: Array
+    mean: Array
+    sent: Array
 
 
 @dataclass(frozen=True)
@@ -53,28 +59,50 @@ class PowerSGD(Codec):
         if not isinstance(self.rank, int) or self.rank < 1:
             raise UsageError(f"rank={self.rank!r} of PowerSGD is not a positive whole number")
 
+    @property
+    def kind(self) -> str:
+        """Name of the codec with its rank, on which memory and state depend."""
+        return f"PowerSGD({self.rank})"
+
     def prepare(self, reducer: Reducer) -> None:
         """Collective. See `Codec.prepare`."""
-        matrices, others = self._split(reducer)
-        rows, columns = (sum(_sides(part)[side] for part in matrices) * self.rank for side in (0, 1))
-        xp, dtype = array_module(reducer.bucket), reducer.bucket.dtype.name
-        # Dense parameters follow the factors P, so that both travel together.
-        reducer.memory["p"] = reducer.wire.empty(rows + sum(part.size for part in others), dtype, xp)
-        reducer.memory["q"] = reducer.wire.empty(columns, dtype, xp)
-        reducer.memory["lists"] = reducer.kernels.new_lists(0)
+        xp, dtype, r = array_module(reducer.bucket), reducer.bucket.dtype.name, self.rank
+        sides = {part: (part.shape[0], prod(part.shape[1:])) for part in reducer.parts if len(part.shape) > 1}
+        sides = {part: (n, m) for part, (n, m) in sides.items() if r * (n + m) < n * m}
+        rows, columns = (r * sum(side[i] for side in sides.values()) for i in (0, 1))
+        others = reducer.size - sum(part.size for part in sides)
+        ps = reducer.memory["p"] = reducer.wire.empty(rows + others, dtype, xp)  # dense ones travel behind P
+        qs = reducer.memory["q"] = reducer.wire.empty(columns, dtype, xp)
         start = np.random.default_rng(0).standard_normal(columns).astype(dtype)  # the same on all ranks
-        reducer.keep("q", xp.asarray(start))
+        last = reducer.keep("q", xp.asarray(start))
+        reducer.memory["lists"] = reducer.kernels.new_lists(0)
+        reducer.memory["matrices"], reducer.memory["vectors"] = [], []
+        p, q, dense = 0, 0, rows
+        for part in reducer.parts:
+            place = slice(part.offset, part.offset + part.size)
+            mean = reducer.bucket[place]
+            gradient = mean if reducer.residual is None else reducer.residual[place]
+            if part in sides:
+                n, m = sides[part]
+                in_p, in_q = slice(p, p + n * r), slice(q, q + m * r)
+                factors = ps[in_p].reshape(n, r), qs[in_q].reshape(m, r), last[in_q].reshape(m, r)
+                reducer.memory["matrices"].append(_Matrix(gradient.reshape(n, m), mean.reshape(n, m), *factors))
+                p, q = in_p.stop, in_q.stop
+            else:
+                reducer.memory["vectors"].append(_Vector(gradient, mean, ps[dense : dense + part.size]))
+                dense += part.size
 
     def reduce(self, reducer: Reducer) -> Steps:
         """Collective. See `Codec.reduce`."""
         xp = array_module(reducer.bucket)
-        factors, dense = list(self._factors(reducer)), list(self._dense(reducer))
+        matrices: list[_Matrix] = reducer.memory["matrices"]
+        vectors: list[_Vector] = reducer.memory["vectors"]
         accumulation = Accumulation(reducer.residual)
         reducer.kernels.accumulate(reducer.bucket, accumulation, reducer.memory["lists"], reducer.findings)
-        for own in factors:
+        for own in matrices:
             xp.matmul(own.gradient, own.last_q, out=own.p)
-        for gradient, _, sent in dense:
-            sent[...] = gradient
+        for vector in vectors:
+            vector.sent[...] = vector.gradient
         header = reducer.send_header()
         work = reducer.wire.all_reduce(reducer.memory["p"], "mean")
         yield header
@@ -82,61 +110,21 @@ class PowerSGD(Codec):
         verdict = reducer.read_header(header).verdict
         if verdict is not None:
             return verdict
-        for own in factors:
+        for own in matrices:
             _orthogonalise(own.p)
             xp.matmul(own.gradient.T, own.p, out=own.q)
         yield reducer.wire.all_reduce(reducer.memory["q"], "mean")
-        for own in factors:
+        for own in matrices:
             own.last_q[...] = xp.where(own.p.any(axis=0), own.q, own.last_q)  # a column of zeros would stay so
+            _orthogonalise(own.last_q)  # of which the next P keeps the directions, and no tiny scale
             own.mean[...] = own.p[:, :1] * own.q[:, 0]
             for k in range(1, self.rank):
                 own.mean[...] += own.p[:, k : k + 1] * own.q[:, k]
-        for _, mean, sent in dense:
-            mean[...] = sent
+        for vector in vectors:
+            vector.mean[...] = vector.sent
         if reducer.residual is not None:
             reducer.residual[...] -= reducer.bucket
         return None
-
-    def _split(self, reducer: Reducer) -> tuple[list[Part], list[Part]]:
-        """The parameters that travel as factors, and those that travel densely."""
-        matrices = [part for part in reducer.parts if self.rank * sum(_sides(part)) < part.size]
-        return matrices, [part for part in reducer.parts if part not in matrices]
-
-    def _factors(self, reducer: Reducer) -> Iterator[_Factors]:
-        p_start = q_start = 0
-        for part in self._split(reducer)[0]:
-            n, m = _sides(part)
-            p, q = slice(p_start, p_start + n * self.rank), slice(q_start, q_start + m * self.rank)
-            p_start, q_start = p.stop, q.stop
-            gradient, mean = _views(reducer, part)
-            yield _Factors(
-                gradient.reshape(n, m),
-                mean.reshape(n, m),
-                reducer.memory["p"][p].reshape(n, self.rank),
-                reducer.memory["q"][q].reshape(m, self.rank),
-                reducer.keep("q")[q].reshape(m, self.rank),
-            )
-
-    def _dense(self, reducer: Reducer) -> Iterator[tuple[Array, Array, Array]]:
-        """Gradient, where its mean goes, and its place on the wire, of each parameter that travels densely."""
-        matrices, others = self._split(reducer)
-        start = sum(_sides(part)[0] for part in matrices) * self.rank
-        for part in others:
-            yield *_views(reducer, part), reducer.memory["p"][start : start + part.size]
-            start += part.size
-
-
-def _sides(part: Part) -> tuple[int, int]:
-    """Rows and columns of a parameter as a matrix."""
-    rows = part.shape[0] if part.shape else 1
-    return rows, prod(part.shape[1:])
-
-
-def _views(reducer: Reducer, part: Part) -> tuple[Array, Array]:
-    """The gradient of a parameter, residual included, and where its mean goes."""
-    place = slice(part.offset, part.offset + part.size)
-    mean = reducer.bucket[place]
-    return mean if reducer.residual is None else reducer.residual[place], mean
 
 
 def _orthogonalise(p: Array) -> None:
