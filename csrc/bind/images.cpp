@@ -1,6 +1,6 @@
 #include "bind/arrays.h"
 #include "bind/rooms.h"
-#include "cpu/conv/kernels.h"
+#include "cpu/conv.h"
 #include "cpu/pool.h"
 
 namespace distopt {
