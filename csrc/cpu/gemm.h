@@ -1,4 +1,4 @@
-// The innermost product of convolutions and linear layers, included by *_kernels.cpp: a block of C stays in registers
+// The innermost product of convolutions and linear layers, compiled once per set: a block of C stays in registers
 // while one row of packed B and one column of A go by (Goto and van de Geijn, "Anatomy of High-Performance Matrix
 // Multiplication", ACM TOMS 34(3), 2008, section 6). Lowering writes B straight into the packed form, which a BLAS
 // would make from a lowered matrix once more.
