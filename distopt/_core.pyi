@@ -1,4 +1,4 @@
-"""Types of the native module; one part per csrc/bind_*.cpp."""
+"""Types of the native module; one part a file of csrc/bind."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from .comm.base import RaggedWork, Work
 # Any contiguous CPU array. Types and reductions are the codes of distopt.comm.base.
 _Array = Any
 
-# bind_core.cpp
+# core.cpp
 def supported_isas() -> list[str]: ...
 def isa() -> str: ...
 def set_isa(name: str) -> None: ...
@@ -21,7 +21,7 @@ class Watchdog:
     def __init__(self, seconds: float, text: str, exit_code: int, signs: Sequence[tuple[int, str]] = ...) -> None: ...
     def stop(self) -> None: ...
 
-# bind_codec.cpp
+# cpu_codec.cpp
 list_slack: int
 
 def cast_limit(dtype: str, ranks: int) -> float: ...
@@ -67,7 +67,7 @@ def scatter_add(
     scale: float = 1.0,
 ) -> None: ...
 
-# bind_shm.cpp
+# shm.cpp
 def create_segment(world_size: int, chunk_bytes: int, named_fallback: bool = False) -> int: ...
 def reduce(
     outputs: Sequence[_Array], inputs: Sequence[_Array], dtype: int, op: int, look: bool = False
@@ -109,5 +109,5 @@ class ShmCommunicator:
     def progress(self) -> None: ...
     def close(self) -> None: ...
 
-# bind_compute.cpp and bind_images.cpp: called by distopt.ops.cpu alone
+# cpu_elementwise.cpp and cpu_images.cpp: called by distopt.nn.kernels alone
 def __getattr__(name: str) -> Any: ...

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# -- numerics; csrc/cuda/compute.h says what they do
+# -- numerics; csrc/cuda/images.h and csrc/cuda/elementwise.h say what they do
 def lower(
     dtype: int, images: int, channels: int, window: tuple[int, ...], x: int, columns: int, stream: int
 ) -> None: ...
@@ -171,7 +171,7 @@ def sigmoid(dtype: int, x: int, y: int, count: int, stream: int) -> None: ...
 def relu_backward(dtype: int, dy: int, y: int, dx: int, count: int, stream: int) -> None: ...
 def sigmoid_backward(dtype: int, dy: int, y: int, dx: int, count: int, stream: int) -> None: ...
 
-# -- codecs; csrc/cuda/codec.h and csrc/cuda/select.h say what they do
+# -- codecs; csrc/cuda/codec.h, select.h and sparse.h say what they do
 squared_norm_parts: int
 
 def encode16(
@@ -238,7 +238,7 @@ def scatter_sum(
     stream: int,
 ) -> None: ...
 
-# -- bind_nccl.cpp; types and reductions are the codes of distopt.comm.base, parts are (address, count)
+# -- nccl.cpp; types and reductions are the codes of distopt.comm.base, parts are (address, count)
 def runtime_version() -> int: ...
 def nccl_version(path: str) -> int: ...
 def nccl_unique_id(path: str) -> bytes: ...

@@ -19,38 +19,31 @@ std::vector<std::string> supported_isas();
 
 }  // namespace distopt
 
-// A kernel family declares `struct FooKernels { function pointers };` and, in foo_kernels.cpp, defines
-// `const FooKernels& foo_kernels()` inside namespace distopt::DISTOPT_ISA. DISTOPT_DISPATCH(Foo, foo) in isa.cpp
-// then gives distopt::foo_kernels(), the table of the current set.
+// A kernel family declares `struct FooKernels { function pointers };` and DISTOPT_DECLARE_KERNELS(FooKernels,
+// foo_kernels) in its header, which gives distopt::foo_kernels(), the table of the current set. A source that
+// CMakeLists.txt compiles once per set defines `const FooKernels& foo_kernels()` inside namespace distopt::DISTOPT_ISA.
+// Static, because of an inline function the linker keeps one copy, and it could be the one with instructions that the
+// processor lacks.
 #if defined(__x86_64__)
-#define DISTOPT_DECLARE_KERNELS(Table, name) \
-  namespace portable {                       \
-  const Table& name();                       \
-  }                                          \
-  namespace avx2 {                           \
-  const Table& name();                       \
-  }                                          \
-  namespace avx512 {                         \
-  const Table& name();                       \
-  }                                          \
-  const Table& name();
-#define DISTOPT_DISPATCH(Table, name) \
-  const Table& name() {               \
-    switch (current_isa()) {          \
-      case Isa::avx512:               \
-        return avx512::name();        \
-      case Isa::avx2:                 \
-        return avx2::name();          \
-      default:                        \
-        return portable::name();      \
-    }                                 \
+#define DISTOPT_DECLARE_KERNELS(Table, name)                   \
+  namespace portable {                                         \
+  const Table& name();                                         \
+  }                                                            \
+  namespace avx2 {                                             \
+  const Table& name();                                         \
+  }                                                            \
+  namespace avx512 {                                           \
+  const Table& name();                                         \
+  }                                                            \
+  static inline const Table& name() {                          \
+    const Isa isa = current_isa();                             \
+    if (isa == Isa::avx512) return avx512::name();             \
+    return isa == Isa::avx2 ? avx2::name() : portable::name(); \
   }
 #else
 #define DISTOPT_DECLARE_KERNELS(Table, name) \
   namespace portable {                       \
   const Table& name();                       \
   }                                          \
-  const Table& name();
-#define DISTOPT_DISPATCH(Table, name) \
-  const Table& name() { return portable::name(); }
+  static inline const Table& name() { return portable::name(); }
 #endif

@@ -57,6 +57,15 @@ auto data_of(const std::optional<A>& array) {
   return array ? array->data() : nullptr;
 }
 
+// Of a family of kernels, those for T.
+template <class T, class Kernels>
+const auto& table_of(const Kernels& kernels) {
+  if constexpr (std::is_same_v<T, float>)
+    return kernels.f32;
+  else
+    return kernels.f64;
+}
+
 // Scratch memory that lives as long as the thread and only grows: allocating it anew in each step would cost page
 // faults.
 template <class T>

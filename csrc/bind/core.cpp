@@ -32,7 +32,7 @@ NB_MODULE(_core, m) {
            "`signs`: descriptors, each with the text that is true once it can be read.")
       .def("stop", &distopt::Watchdog::stop);
   distopt::bind_shm(m);
-  distopt::bind_compute(m);
-  distopt::bind_images(m);
-  distopt::bind_codec(m);
+  distopt::bind_cpu_elementwise(m);
+  distopt::bind_cpu_images(m);
+  distopt::bind_cpu_codec(m);
 }

@@ -1,5 +1,5 @@
 // The codec and selection kernels of the GPU. Arrays are addresses in device memory, 0 for none; the stream is the
-// handle as an integer; findings are four int64 in device memory, see cuda_codec_kernels.h.
+// handle as an integer; findings are four int64 in device memory, see cuda/codec.h.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -13,6 +13,7 @@
 #include "bind/cuda.h"
 #include "cuda/codec.h"
 #include "cuda/select.h"
+#include "cuda/sparse.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -34,48 +35,48 @@ DType half_type(const std::string& name) {
   return DType::bfloat16;
 }
 
-gpu::Source source(Address x, Address residual, Address momentum, float scale, Address device_scale, float decay) {
+cuda::Source source(Address x, Address residual, Address momentum, float scale, Address device_scale, float decay) {
   require(!momentum || residual, "momentum needs a residual");
   return {at<const float>(x), at<float>(residual), at<float>(momentum), scale, at<const float>(device_scale), decay};
 }
 
 void encode16(Address x, Address residual, Address out, std::size_t n, const std::string& dtype, float scale,
               float limit, Address findings, Address stream) {
-  gpu::encode16(at<const float>(x), at<float>(residual), at<std::uint16_t>(out), n, scale, limit, half_type(dtype),
-                at<gpu::Findings>(findings), stream_of(stream));
+  cuda::encode16(at<const float>(x), at<float>(residual), at<std::uint16_t>(out), n, scale, limit, half_type(dtype),
+                 at<cuda::Findings>(findings), stream_of(stream));
 }
 
 void decode16(Address x, Address out, std::size_t n, const std::string& dtype, float scale, Address stream) {
-  gpu::decode16(at<const std::uint16_t>(x), at<float>(out), n, scale, half_type(dtype), stream_of(stream));
+  cuda::decode16(at<const std::uint16_t>(x), at<float>(out), n, scale, half_type(dtype), stream_of(stream));
 }
 
 void squared_norm(Address x, std::size_t n, Address workspace, Address norm, Address scale, double limit,
                   Address stream) {
-  gpu::squared_norm(at<const float>(x), n, at<double>(workspace), at<double>(norm), at<float>(scale), limit,
-                    stream_of(stream));
+  cuda::squared_norm(at<const float>(x), n, at<double>(workspace), at<double>(norm), at<float>(scale), limit,
+                     stream_of(stream));
 }
 
 void find_nonfinite(Address x, std::size_t n, int item_bytes, Address from_bad, Address stream) {
   auto* const out = at<unsigned long long>(from_bad);
   if (item_bytes == 8)
-    gpu::find_nonfinite(at<const double>(x), n, out, stream_of(stream));
+    cuda::find_nonfinite(at<const double>(x), n, out, stream_of(stream));
   else
-    gpu::find_nonfinite(at<const float>(x), n, out, stream_of(stream));
+    cuda::find_nonfinite(at<const float>(x), n, out, stream_of(stream));
 }
 
 void mark_beyond(Address x, std::size_t n, int item_bytes, double limit, Address from_bad, Address stream) {
   auto* const out = at<unsigned long long>(from_bad);
   if (item_bytes == 8)
-    gpu::mark_beyond(at<double>(x), n, limit, out, stream_of(stream));
+    cuda::mark_beyond(at<double>(x), n, limit, out, stream_of(stream));
   else
-    gpu::mark_beyond(at<float>(x), n, limit, out, stream_of(stream));
+    cuda::mark_beyond(at<float>(x), n, limit, out, stream_of(stream));
 }
 
 void accumulate(Address x, std::size_t n, Address residual, Address momentum, float scale, Address device_scale,
                 float decay, Address findings, Address stream) {
   require(residual, "there is nothing to accumulate in without a residual");
-  gpu::accumulate(source(x, residual, momentum, scale, device_scale, decay), n, at<gpu::Findings>(findings),
-                  stream_of(stream));
+  cuda::accumulate(source(x, residual, momentum, scale, device_scale, decay), n, at<cuda::Findings>(findings),
+                   stream_of(stream));
 }
 
 void top_k(Address x, std::size_t n, std::size_t k, Address indices, Address values, Address workspace,
@@ -83,8 +84,8 @@ void top_k(Address x, std::size_t n, std::size_t k, Address indices, Address val
            Address stream) {
   require_int32(n);
   require(1 <= k && k <= n, "k is outside of 1 ... n");
-  gpu::top_k(source(x, residual, momentum, scale, device_scale, decay), n, k, at<std::int32_t>(indices),
-             at<float>(values), at<void>(workspace), at<gpu::Findings>(findings), stream_of(stream));
+  cuda::top_k(source(x, residual, momentum, scale, device_scale, decay), n, k, at<std::int32_t>(indices),
+              at<float>(values), at<void>(workspace), at<cuda::Findings>(findings), stream_of(stream));
 }
 
 void threshold(Address x, std::size_t n, float bound, Address indices, Address values, std::size_t capacity,
@@ -92,13 +93,13 @@ void threshold(Address x, std::size_t n, float bound, Address indices, Address v
                Address findings, Address stream) {
   require_int32(n);
   require(bound >= 0, "the bound is not a number from 0 up");
-  gpu::threshold(source(x, residual, momentum, scale, device_scale, decay), n, bound, at<std::int32_t>(indices),
-                 at<float>(values), std::min(capacity, n), at<void>(workspace), at<gpu::Findings>(findings),
-                 stream_of(stream));
+  cuda::threshold(source(x, residual, momentum, scale, device_scale, decay), n, bound, at<std::int32_t>(indices),
+                  at<float>(values), std::min(capacity, n), at<void>(workspace), at<cuda::Findings>(findings),
+                  stream_of(stream));
 }
 
 void clear_at(Address dense, Address indices, std::size_t count, Address stream) {
-  gpu::clear_at(at<float>(dense), at<const std::int32_t>(indices), count, stream_of(stream));
+  cuda::clear_at(at<float>(dense), at<const std::int32_t>(indices), count, stream_of(stream));
 }
 
 void scatter_sum(Address dense, std::size_t n, const std::vector<Address>& indices, const std::vector<Address>& values,
@@ -108,15 +109,15 @@ void scatter_sum(Address dense, std::size_t n, const std::vector<Address>& indic
   require(lo <= hi && hi <= n, "the range leaves the dense array");
   std::size_t r = 0;
   do {  // once without lists too: the sum of nothing is zero
-    gpu::SparseLists lists;
+    cuda::SparseLists lists;
     const bool add = r > 0;
-    for (; r < indices.size() && lists.size < gpu::SparseLists::most; ++r, ++lists.size) {
+    for (; r < indices.size() && lists.size < cuda::SparseLists::most; ++r, ++lists.size) {
       require_int32(counts[r]);
       lists.indices[lists.size] = at<const std::int32_t>(indices[r]);
       lists.values[lists.size] = at<const float>(values[r]);
       lists.counts[lists.size] = static_cast<unsigned>(counts[r]);
     }
-    gpu::scatter_sum(at<float>(dense), lists, lo, hi, scale, add, stream_of(stream));
+    cuda::scatter_sum(at<float>(dense), lists, lo, hi, scale, add, stream_of(stream));
   } while (r < indices.size());
 }
 
@@ -126,7 +127,7 @@ void bind_cuda_codec(nb::module_& m) {
   m.def("encode16", &encode16, "x"_a, "residual"_a, "out"_a, "n"_a, "dtype"_a, "scale"_a, "limit"_a, "findings"_a,
         "stream"_a, "As in _core; the counts go to findings[1:].");
   m.def("decode16", &decode16, "x"_a, "out"_a, "n"_a, "dtype"_a, "scale"_a, "stream"_a, "As in _core.");
-  m.attr("squared_norm_parts") = gpu::squared_norm_parts;
+  m.attr("squared_norm_parts") = cuda::squared_norm_parts;
   m.def("squared_norm", &squared_norm, "x"_a, "n"_a, "workspace"_a, "norm"_a, "scale"_a, "limit"_a, "stream"_a,
         "norm[0] = sum of squares; scale[0] = limit / sqrt(norm) where that is less than 1, else 1. The workspace\n"
         "holds squared_norm_parts float64.");
@@ -137,7 +138,7 @@ void bind_cuda_codec(nb::module_& m) {
   m.def("accumulate", &accumulate, "x"_a, "n"_a, "residual"_a, "momentum"_a, "scale"_a, "device_scale"_a, "decay"_a,
         "findings"_a, "stream"_a, "The accumulation of top_k without a selection.");
   m.def("candidate_capacity", &candidate_capacity, "n"_a, "k"_a, "Room that top_k needs for its candidates.");
-  m.def("select_workspace", &gpu::select_workspace, "n"_a, "capacity"_a,
+  m.def("select_workspace", &cuda::select_workspace, "n"_a, "capacity"_a,
         "Bytes of workspace of a selection from n elements with room for `capacity` candidates.");
   m.def(
       "top_k", &top_k, "x"_a, "n"_a, "k"_a, "indices"_a, "values"_a, "workspace"_a, "residual"_a, "momentum"_a,

@@ -1,4 +1,4 @@
-// One function per binding file; bind_core.cpp calls them all.
+// One function per binding file; core.cpp calls them all.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -6,8 +6,8 @@
 namespace distopt {
 
 void bind_shm(nanobind::module_& m);
-void bind_compute(nanobind::module_& m);
-void bind_images(nanobind::module_& m);
-void bind_codec(nanobind::module_& m);
+void bind_cpu_elementwise(nanobind::module_& m);
+void bind_cpu_images(nanobind::module_& m);
+void bind_cpu_codec(nanobind::module_& m);
 
 }  // namespace distopt

@@ -1,10 +1,60 @@
 #include "cpu/codec.h"
 
 #include "base/float_keys.h"
-#include "cpu/lanes.h"
+#include "cpu/vectors.h"
 
 namespace distopt::DISTOPT_ISA {
 namespace {
+
+constexpr int lanes = kLanes<float>;
+typedef std::uint16_t Shorts __attribute__((vector_size(2 * lanes)));
+typedef float HalfFloats __attribute__((vector_size(2 * lanes)));
+using Doubles = Vec<double>;
+
+// float32 -> float16 bits, round to nearest even; NaN stays NaN.
+inline Shorts to_half(Floats x) {
+#if defined(__AVX512F__)
+  return (Shorts)_mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__AVX2__)
+  return (Shorts)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  const Ints bits = (Ints)x;
+  const Ints magnitude = bits & top_key;
+  // Below 2^-14 halves have a fixed spacing of 2^-24: that of floats in [0.5, 1), so the addition rounds.
+  const Ints tiny = (Ints)((Floats)magnitude + 0.5f) - 0x3f000000;
+  const Ints normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112 << 23)) >> 13;
+  Ints half = magnitude < (113 << 23) ? tiny : normal;
+  half = magnitude >= 0x47800000 ? Ints{} + 0x7c00 : half;
+  half = magnitude > 0x7f800000 ? Ints{} + 0x7e00 : half;
+  return __builtin_convertvector(half | ((bits >> 16) & 0x8000), Shorts);
+#endif
+}
+
+inline Floats from_half(Shorts half) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_maskz_cvtph_ps(0xffff, (__m256i)half);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtph_ps((__m128i)half);
+#else
+  const Ints wide = __builtin_convertvector(half, Ints);
+  const Ints magnitude = (wide & 0x7fff) << 13;
+  // Multiplying by 2^112 moves the exponent bias from 15 to 127 and makes subnormal halves normal.
+  const Ints finite = (Ints)((Floats)magnitude * 0x1p112f);
+  const Ints value = magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : finite;
+  return (Floats)(value | ((wide & 0x8000) << 16));
+#endif
+}
+
+// float32 -> bfloat16 bits, round to nearest even; NaN stays NaN.
+inline Shorts to_bfloat16(Floats x) {
+  const Ints bits = (Ints)x;
+  const Ints rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  const Ints quiet = bits | 0x00400000;
+  const Ints half = ((bits & top_key) > 0x7f800000 ? quiet : rounded) >> 16;
+  return __builtin_convertvector(half & 0xffff, Shorts);
+}
+
+inline Floats from_bfloat16(Shorts half) { return (Floats)(__builtin_convertvector(half, Ints) << 16); }
 
 struct Half {
   static constexpr std::int32_t becomes_zero = float16_zero_key;
@@ -25,14 +75,14 @@ struct LaneCounts {
 template <class Type, bool with_residual>
 inline void encode_lanes(const float* in, float* residual, std::uint16_t* out, float scale, float limit,
                          LaneCounts& counts) {
-  Floats x = load<Floats>(in);
-  if (with_residual) x += load<Floats>(residual);
+  Floats x = load_as<Floats>(in);
+  if (with_residual) x += load_as<Floats>(residual);
   const Floats scaled = x * scale;
   const Ints bits = (Ints)scaled;
-  const Ints magnitude = bits & magnitude_bits;
+  const Ints magnitude = bits & top_key;
   const Floats limits = Floats{} + limit;
   const Ints over = (Floats)magnitude > limits;
-  const Floats clamped = (Floats)((over ? (Ints)limits : magnitude) | (bits & ~magnitude_bits));
+  const Floats clamped = (Floats)((over ? (Ints)limits : magnitude) | (bits & ~top_key));
   const Shorts encoded = Type::encode(clamped);
   store(out, encoded);
   // Masks are 0 or -1.
@@ -59,11 +109,11 @@ CastCounts encode(const float* in, float* residual, std::uint16_t* out, std::siz
   if (const std::size_t rest = n - i) {
     float in_rest[lanes] = {}, residual_rest[lanes] = {};
     std::uint16_t out_rest[lanes];
-    std::memcpy(in_rest, in + i, rest * sizeof *in);
-    if (with_residual) std::memcpy(residual_rest, residual + i, rest * sizeof *in);
+    __builtin_memcpy(in_rest, in + i, rest * sizeof *in);
+    if (with_residual) __builtin_memcpy(residual_rest, residual + i, rest * sizeof *in);
     encode_lanes<Type, with_residual>(in_rest, residual_rest, out_rest, scale, limit, counts);
-    std::memcpy(out + i, out_rest, rest * sizeof *out);
-    if (with_residual) std::memcpy(residual + i, residual_rest, rest * sizeof *in);
+    __builtin_memcpy(out + i, out_rest, rest * sizeof *out);
+    if (with_residual) __builtin_memcpy(residual + i, residual_rest, rest * sizeof *in);
   }
   return {sum(counts.overflowed), sum(counts.underflowed), sum(counts.nan)};
 }
@@ -80,13 +130,13 @@ CastCounts encode16(const float* in, float* residual, std::uint16_t* out, std::s
 template <class Type>
 void decode(const std::uint16_t* in, float* out, std::size_t n, float scale) {
   std::size_t i = 0;
-  for (; i + lanes <= n; i += lanes) store(out + i, Type::decode(load<Shorts>(in + i)) * scale);
+  for (; i + lanes <= n; i += lanes) store(out + i, Type::decode(load_as<Shorts>(in + i)) * scale);
   if (const std::size_t rest = n - i) {
     std::uint16_t in_rest[lanes] = {};
     float out_rest[lanes];
-    std::memcpy(in_rest, in + i, rest * sizeof *in);
-    store(out_rest, Type::decode(load<Shorts>(in_rest)) * scale);
-    std::memcpy(out + i, out_rest, rest * sizeof *out);
+    __builtin_memcpy(in_rest, in + i, rest * sizeof *in);
+    store(out_rest, Type::decode(load_as<Shorts>(in_rest)) * scale);
+    __builtin_memcpy(out + i, out_rest, rest * sizeof *out);
   }
 }
 
@@ -103,7 +153,7 @@ double squared_norm(const float* x, std::size_t n) {
   std::size_t i = 0;
   for (; i + chains * half <= n; i += chains * half)
     for (int c = 0; c < chains; ++c) {
-      const Doubles v = __builtin_convertvector(load<HalfFloats>(x + i + c * half), Doubles);
+      const Doubles v = __builtin_convertvector(load_as<HalfFloats>(x + i + c * half), Doubles);
       sums[c] += v * v;
     }
   double total = 0;

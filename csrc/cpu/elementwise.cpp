@@ -222,7 +222,7 @@ void adagrad(T* __restrict__ param, const T* __restrict__ grad, T* __restrict__ 
 }
 
 template <class T>
-constexpr ComputeTable<T> table_of = {
+constexpr ElementwiseTable<T> table_of = {
     &relu<T>,
     &relu_backward<T>,
     &sigmoid<T>,
@@ -239,10 +239,10 @@ constexpr ComputeTable<T> table_of = {
     &adagrad<T>,
 };
 
-const ComputeKernels table = {table_of<float>, table_of<double>};
+const ElementwiseKernels table = {table_of<float>, table_of<double>};
 
 }  // namespace
 
-const ComputeKernels& compute_kernels() { return table; }
+const ElementwiseKernels& elementwise_kernels() { return table; }
 
 }  // namespace distopt::DISTOPT_ISA

@@ -20,7 +20,7 @@ struct Mean {
 };
 
 template <class T>
-struct ComputeTable {
+struct ElementwiseTable {
   void (*relu)(const T* x, T* y, std::ptrdiff_t count);
   void (*relu_backward)(const T* dy, const T* y, T* dx, std::ptrdiff_t count);
   void (*sigmoid)(const T* x, T* y, std::ptrdiff_t count);
@@ -56,11 +56,11 @@ struct ComputeTable {
   void (*adagrad)(T* param, const T* grad, T* history, std::ptrdiff_t count, Step<T> step, T eps);
 };
 
-struct ComputeKernels {
-  ComputeTable<float> f32;
-  ComputeTable<double> f64;
+struct ElementwiseKernels {
+  ElementwiseTable<float> f32;
+  ElementwiseTable<double> f64;
 };
 
-DISTOPT_DECLARE_KERNELS(ComputeKernels, compute_kernels)
+DISTOPT_DECLARE_KERNELS(ElementwiseKernels, elementwise_kernels)
 
 }  // namespace distopt

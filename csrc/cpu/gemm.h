@@ -1,4 +1,4 @@
-// The innermost product of convolutions and linear layers, included by *_kernels.cpp: a block of C stays in registers
+// The innermost product of convolutions and linear layers, compiled once per set: a block of C stays in registers
 // while one row of packed B and one column of A go by (Goto and van de Geijn, "Anatomy of High-Performance Matrix
 // Multiplication", ACM TOMS 34(3), 2008, section 6). Lowering writes B straight into the packed form, which a BLAS
 // would make from a lowered matrix once more.
@@ -95,6 +95,16 @@ struct Finish {
   bool relu;
 };
 
+// Calls f(i, j) for each vector of a tile. Unrolled, so that the vectors stay in registers.
+template <Index R, Index V, class F>
+[[gnu::always_inline]] inline void for_vectors(F f) {
+#pragma GCC unroll 8
+  for (Index i = 0; i < R; ++i) {
+#pragma GCC unroll 8
+    for (Index j = 0; j < V; ++j) f(i, j);
+  }
+}
+
 // Not inlined: where GCC 12 knows a stride, it allocates registers worse, and spills C.
 template <class T, Index R, Index V, class B>
 [[gnu::noinline]] void tile(Index inner, Left<T> left, B right_side, T* c, Index c_row, Index columns,
@@ -126,42 +136,19 @@ template <class T, Index R, Index V, class B>
   }
   // Each question is asked once, not for each vector.
   const bool whole = columns >= V * lanes;
-  if (finish.accumulate && whole) {
-#pragma GCC unroll 8
-    for (Index i = 0; i < R; ++i)
-#pragma GCC unroll 8
-      for (Index j = 0; j < V; ++j) sum[i][j] += load(c + i * c_row + j * lanes);
-  } else if (finish.accumulate) {
-#pragma GCC unroll 8
-    for (Index i = 0; i < R; ++i)
-#pragma GCC unroll 8
-      for (Index j = 0; j < V; ++j)
-        sum[i][j] += load_some(c + i * c_row + j * lanes, smaller(columns - j * lanes, lanes));
-  }
-  if (finish.bias) {
-#pragma GCC unroll 8
-    for (Index i = 0; i < R; ++i)
-#pragma GCC unroll 8
-      for (Index j = 0; j < V; ++j) sum[i][j] += finish.bias[i];
-  }
-  if (finish.relu) {
-#pragma GCC unroll 8
-    for (Index i = 0; i < R; ++i)
-#pragma GCC unroll 8
-      for (Index j = 0; j < V; ++j) sum[i][j] = sum[i][j] < 0 ? Vec<T>{} : sum[i][j];  // a NaN stays
-  }
-  if (whole) {
-#pragma GCC unroll 8
-    for (Index i = 0; i < R; ++i)
-#pragma GCC unroll 8
-      for (Index j = 0; j < V; ++j) store(c + i * c_row + j * lanes, sum[i][j]);
-  } else {
-#pragma GCC unroll 8
-    for (Index i = 0; i < R; ++i)
-#pragma GCC unroll 8
-      for (Index j = 0; j < V; ++j)
-        store_some(c + i * c_row + j * lanes, sum[i][j], smaller(columns - j * lanes, lanes));
-  }
+  const auto at = [&](Index i, Index j) { return c + i * c_row + j * lanes; };
+  const auto some = [&](Index j) { return smaller(columns - j * lanes, lanes); };
+  if (finish.accumulate && whole)
+    for_vectors<R, V>([&](Index i, Index j) { sum[i][j] += load(at(i, j)); });
+  else if (finish.accumulate)
+    for_vectors<R, V>([&](Index i, Index j) { sum[i][j] += load_some(at(i, j), some(j)); });
+  if (finish.bias) for_vectors<R, V>([&](Index i, Index j) { sum[i][j] += finish.bias[i]; });
+  if (finish.relu)  // a NaN stays
+    for_vectors<R, V>([&](Index i, Index j) { sum[i][j] = sum[i][j] < 0 ? Vec<T>{} : sum[i][j]; });
+  if (whole)
+    for_vectors<R, V>([&](Index i, Index j) { store(at(i, j), sum[i][j]); });
+  else
+    for_vectors<R, V>([&](Index i, Index j) { store_some(at(i, j), sum[i][j], some(j)); });
 }
 
 // Asks for the rows of A that the next tile will read: each is too short for the processor to foresee. Shorter ones

@@ -1,29 +1,28 @@
 #include "cpu/select.h"
 
-#include "cpu/lanes.h"
+#include "base/float_keys.h"
+#include "cpu/vectors.h"
 
 namespace distopt::DISTOPT_ISA {
 namespace {
 
+constexpr int lanes = kLanes<float>;
+
 enum class Mode { plain, residual, momentum };
 
-std::int32_t key_of(float x) {
-  std::int32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits & magnitude_bits;
-}
+std::int32_t key_of(float x) { return load_as<std::int32_t>(&x) & top_key; }
 
 // The accumulation of Source for elements i ... ; returns what is selected from. T is a register or one float.
 template <Mode mode, class T>
 inline T accumulate(const Source& from, std::size_t i) {
-  T x = load<T>(from.grad + i);
+  T x = load_as<T>(from.grad + i);
   if (mode == Mode::plain) return x;
   x *= from.scale;
   if (mode == Mode::momentum) {
-    x += load<T>(from.momentum + i) * from.decay;
+    x += load_as<T>(from.momentum + i) * from.decay;
     store(from.momentum + i, x);
   }
-  x += load<T>(from.residual + i);
+  x += load_as<T>(from.residual + i);
   store(from.residual + i, x);
   return x;
 }
@@ -57,7 +56,7 @@ std::size_t gather_range(const Source& from, std::size_t begin, std::size_t end,
   std::size_t i = begin;
   for (; i + lanes <= end; i += lanes) {
     const Floats x = accumulate<mode, Floats>(from, i);
-    const unsigned mask = bits_of(((Ints)x & magnitude_bits) > floor);
+    const unsigned mask = bits_of(((Ints)x & top_key) > floor);
     if (!listing)
       out += static_cast<std::size_t>(__builtin_popcount(mask));
     else if (mask)
@@ -106,7 +105,7 @@ std::size_t keep(const float* x, const std::int32_t* ids, std::size_t n, std::in
                  std::int32_t* indices, float* values) {
   std::size_t out = 0, i = 0;
   for (; i + lanes <= n; i += lanes) {
-    const Ints key = (Ints)load<Floats>(x + i) & magnitude_bits;
+    const Ints key = (Ints)load_as<Floats>(x + i) & top_key;
     unsigned mask = bits_of(key > floor);
     if (ties) {
       const unsigned equal = lowest(bits_of(key == floor), ties);

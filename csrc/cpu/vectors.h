@@ -1,7 +1,8 @@
-// Vectors as wide as the instruction set has them, for *_kernels.cpp; each is compiled once per set.
+// The SIMD vocabulary of the kernels: one register of the instruction set being compiled, as GCC/Clang vector types.
+// Kernels are written once with operators, and only what has no operator is spelled per set.
 #pragma once
 
-#if defined(__AVX2__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -29,13 +30,11 @@ struct Lanes;
 template <>
 struct Lanes<float> {
   typedef float type __attribute__((vector_size(kVectorBytes)));
-  typedef float unaligned __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
   typedef std::int32_t integer __attribute__((vector_size(kVectorBytes)));
 };
 template <>
 struct Lanes<double> {
   typedef double type __attribute__((vector_size(kVectorBytes)));
-  typedef double unaligned __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
   typedef std::int64_t integer __attribute__((vector_size(kVectorBytes)));
 };
 template <class T>
@@ -46,14 +45,25 @@ using IntegerVec = typename Lanes<T>::integer;
 template <class T>
 constexpr Index kLanes = kVectorBytes / sizeof(T);
 
-template <class T>
-inline Vec<T> load(const T* p) {
-  return *reinterpret_cast<const typename Lanes<T>::unaligned*>(p);
+using Floats = Vec<float>;
+using Ints = IntegerVec<float>;
+
+// Of any alignment. A register, a part of one, or a scalar.
+template <class V, class T>
+inline V load_as(const T* p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
 }
 
 template <class T>
-inline void store(T* p, Vec<T> v) {
-  *reinterpret_cast<typename Lanes<T>::unaligned*>(p) = v;
+inline Vec<T> load(const T* p) {
+  return load_as<Vec<T>>(p);
+}
+
+template <class T, class V>
+inline void store(T* p, V v) {
+  __builtin_memcpy(p, &v, sizeof v);
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -260,6 +270,21 @@ inline void store_bytes(std::uint8_t* p, IntegerVec<T> v, Index count) {
   return;
 #endif
   for (Index i = 0; i < count; ++i) p[i] = std::uint8_t(v[i]);
+}
+
+// Bit j is set where lane j of the mask (0 or -1) is.
+inline unsigned bits_of(Ints mask) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(__AVX2__)
+  return static_cast<unsigned>(_mm256_movemask_ps((__m256)mask));
+#elif defined(__SSE2__)
+  return static_cast<unsigned>(_mm_movemask_ps((__m128)mask));
+#else
+  unsigned bits = 0;
+  for (Index j = 0; j < kLanes<float>; ++j) bits |= static_cast<unsigned>(mask[j] & 1) << j;
+  return bits;
+#endif
 }
 
 }  // namespace

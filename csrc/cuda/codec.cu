@@ -6,10 +6,9 @@
 #include "base/float_keys.h"
 #include "cuda/codec.h"
 #include "cuda/device.h"
-#include "cuda/launch.h"
 
 // Sums and products are spelled as intrinsics where the CPU's bits count: nvcc would contract operators to FMA.
-namespace distopt::gpu {
+namespace distopt::cuda {
 namespace {
 
 struct Half {
@@ -272,4 +271,4 @@ void mark_beyond(double* x, std::size_t n, double limit, unsigned long long* fro
   mark<double, double2>(x, n, limit, from_bad, stream);
 }
 
-}  // namespace distopt::gpu
+}  // namespace distopt::cuda

@@ -1,4 +1,4 @@
-// Dense passes over a bucket on the GPU, with the meaning that codec_kernels.h gives them. Everything is enqueued on
+// Dense passes over a bucket on the GPU, with the meaning that cpu/codec.h gives them. Everything is enqueued on
 // the stream; results are in device memory and valid in its order.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 #include "base/types.h"
 
-namespace distopt::gpu {
+namespace distopt::cuda {
 
 // What an encoding pass finds out, in device memory; the first three are a rank's message to the others.
 struct Findings {
@@ -19,12 +19,12 @@ struct Findings {
   unsigned long long underflowed;  // as in CastCounts
 };
 
-// codec_kernels.h: encode16. Unusable is NaN, and with a residual also what leaves one that is not finite: there the
+// cpu/codec.h: encode16. Unusable is NaN, and with a residual also what leaves one that is not finite: there the
 // residual becomes 0, since it would keep it for ever. Per element 4 bytes read and 2 written; with a residual 8 and 6.
 void encode16(const float* in, float* residual, std::uint16_t* out, std::size_t n, float scale, float limit, DType type,
               Findings* findings, cudaStream_t stream);
 
-// codec_kernels.h: decode16. Per element 2 bytes read, 4 written.
+// cpu/codec.h: decode16. Per element 2 bytes read, 4 written.
 void decode16(const std::uint16_t* in, float* out, std::size_t n, float scale, DType type, cudaStream_t stream);
 
 // norm[0] = sum of squares in float64, always in the same order; `workspace` has room for squared_norm_parts. If
@@ -42,4 +42,4 @@ void find_nonfinite(const double* x, std::size_t n, unsigned long long* from_bad
 void mark_beyond(float* x, std::size_t n, double limit, unsigned long long* from_bad, cudaStream_t stream);
 void mark_beyond(double* x, std::size_t n, double limit, unsigned long long* from_bad, cudaStream_t stream);
 
-}  // namespace distopt::gpu
+}  // namespace distopt::cuda

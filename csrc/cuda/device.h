@@ -1,17 +1,30 @@
-// What the kernels on the GPU share: launch sizes, and sums over a block in a fixed order.
+// What the kernels on the GPU share: launches and their sizes, and sums over a block in a fixed order.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "cuda/check.h"
+#include "cuda/launch.h"
 
-namespace distopt::gpu {
+namespace distopt::cuda {
 
 constexpr unsigned block_threads = 256;
 constexpr unsigned all_lanes = 0xffffffff;
+constexpr int warp_count = block_threads / 32;
+constexpr unsigned grid_limit = 65535;  // of the second dimension; kernels go round
+
+using std::exp;
+using std::log;
+using std::sqrt;
+
+// Of namespace scope: device code may read such constants, and may not call what makes them.
+constexpr double infinity = std::numeric_limits<double>::infinity();
+constexpr double not_a_number = std::numeric_limits<double>::quiet_NaN();
 
 inline unsigned blocks_of(std::size_t items, std::size_t per_block) {
   return static_cast<unsigned>((items + per_block - 1) / per_block);
@@ -28,9 +41,47 @@ inline unsigned stride_blocks(std::size_t items) {
   return static_cast<unsigned>(wanted < 1 ? 1 : wanted < held ? wanted : held);
 }
 
+// Blocks for one thread per element; beyond the limit threads go round.
+inline dim3 grid_for(std::size_t count) {
+  const std::size_t blocks = (count + block_threads - 1) / block_threads;
+  return dim3(static_cast<unsigned>(blocks < (1u << 24) ? blocks : 1u << 24));
+}
+
+// Blocks for one thread per pixel, and rows of the grid for planes.
+inline dim3 grid_for_planes(std::size_t pixels, std::size_t planes) {
+  return dim3(grid_for(pixels).x, static_cast<unsigned>(planes < grid_limit ? planes : grid_limit));
+}
+
+// Starts a kernel with one thread per element; no elements are no launch.
+template <class Kernel, class... Arguments>
+void launch_each(Kernel* kernel, std::size_t count, cudaStream_t stream, const Arguments&... arguments) {
+  if (count) launch(kernel, grid_for(count), dim3(block_threads), stream, arguments...);
+}
+
+// Starts a kernel with one thread per pixel and plane; an empty grid is no launch.
+template <class Kernel, class... Arguments>
+void launch_planes(Kernel* kernel, std::size_t pixels, std::size_t planes, cudaStream_t stream,
+                   const Arguments&... arguments) {
+  if (pixels && planes) launch(kernel, grid_for_planes(pixels, planes), dim3(block_threads), stream, arguments...);
+}
+
 template <class T>
 bool is_aligned(const T* pointer, std::size_t bytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
+}
+
+__device__ inline std::size_t thread_index() { return std::size_t{blockIdx.x} * blockDim.x + threadIdx.x; }
+__device__ inline std::size_t thread_stride() { return std::size_t{gridDim.x} * blockDim.x; }
+
+// A NaN passes through: hiding one here would hide a diverged run.
+template <class T>
+__device__ inline T rectify(T x) {
+  return x < T(0) ? T(0) : x;
+}
+
+template <class T>
+__device__ inline T rectify_gradient(T dy, T y) {
+  return y <= T(0) ? T(0) : dy;
 }
 
 // Sum over the block, always in the same order; valid in thread 0. All threads must call it.
@@ -69,4 +120,4 @@ __device__ T block_scan(T value, T& total) {
   return before + sum - value;
 }
 
-}  // namespace distopt::gpu
+}  // namespace distopt::cuda

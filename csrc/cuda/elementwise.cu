@@ -1,10 +1,6 @@
 // Kernels on whole arrays, rows and channels: activations, sums, batch normalization, softmax.
-#include <cuda_runtime.h>
-
-#include <cmath>
-
-#include "cuda/compute.h"
-#include "cuda/compute_device.h"
+#include "cuda/device.h"
+#include "cuda/elementwise.h"
 
 namespace distopt::cuda {
 namespace {
@@ -74,7 +70,7 @@ __device__ double channel_sum(Batch batch, int pixels, int channel, F f) {
     const std::size_t image = i / unsigned(pixels);
     sum += double(f((image * batch.channels + channel) * pixels + (i - image * pixels)));
   }
-  return gpu::block_sum<block_threads>(sum);
+  return block_sum<block_threads>(sum);
 }
 
 // -- batch normalization, one block per channel ----------------------------------------------------------------------
@@ -203,7 +199,7 @@ __global__ void mean_loss_kernel(const double* row_loss, const std::int64_t* lab
                                  T* loss, std::int64_t* error) {
   double sum = 0;
   for (std::size_t r = threadIdx.x; r < rows; r += blockDim.x) sum += row_loss[r];
-  sum = gpu::block_sum<block_threads>(sum);
+  sum = block_sum<block_threads>(sum);
   if (threadIdx.x != 0) return;
   *loss = rows ? T(sum / double(rows)) : T(0);
   if (!labels || sum == sum || error[0]) return;
@@ -253,14 +249,6 @@ void launch_channels(Kernel* kernel, Batch batch, cudaStream_t stream, const Arg
   if (batch.channels) launch(kernel, dim3(unsigned(batch.channels)), dim3(block_threads), stream, batch, arguments...);
 }
 
-template <class Kernel, class... Arguments>
-void launch_planes(Kernel* kernel, Batch batch, int pixels, cudaStream_t stream, const Arguments&... arguments) {
-  const std::size_t planes = std::size_t(batch.images) * batch.channels;
-  if (planes && pixels)
-    launch(kernel, grid_for_planes(std::size_t(pixels), planes), dim3(block_threads), stream, batch, pixels,
-           arguments...);
-}
-
 }  // namespace
 
 template <class T>
@@ -303,15 +291,16 @@ void channel_moments(Batch batch, int pixels, const T* x, Moments<T> moments, do
 template <class T>
 void normalize(Batch batch, int pixels, const T* x, Moments<const T> moments, const T* gamma, const T* beta, T* y,
                cudaStream_t stream) {
-  launch_planes(normalize_kernel<T>, batch, pixels, stream, x, moments, gamma, beta, y);
+  launch_planes(normalize_kernel<T>, std::size_t(pixels), planes_of(batch), stream, batch, pixels, x, moments, gamma,
+                beta, y);
 }
 
 template <class T>
 void normalize_backward(Batch batch, int pixels, const T* dy, const T* x, Moments<const T> moments, const T* gamma,
                         bool training, T* dgamma, T* dbeta, T* dx, cudaStream_t stream) {
   launch_channels(normalize_sums_kernel<T>, batch, stream, pixels, dy, x, moments, dgamma, dbeta);
-  launch_planes(normalize_backward_kernel<T>, batch, pixels, stream, dy, x, moments, gamma, training, dgamma, dbeta,
-                dx);
+  launch_planes(normalize_backward_kernel<T>, std::size_t(pixels), planes_of(batch), stream, batch, pixels, dy, x,
+                moments, gamma, training, dgamma, dbeta, dx);
 }
 
 template <class T>

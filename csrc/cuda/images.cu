@@ -1,10 +1,8 @@
 // Kernels that move windows over images: lowering of convolutions, and pooling.
 //
 // The second dimension of the grid is a plane or a row of columns, so that threads divide by widths alone.
-#include <cuda_runtime.h>
-
-#include "cuda/compute.h"
-#include "cuda/compute_device.h"
+#include "cuda/device.h"
+#include "cuda/images.h"
 
 namespace distopt::cuda {
 namespace {
@@ -87,7 +85,7 @@ __global__ void channel_sums_kernel(Batch batch, int pixels, Planes<const T> x, 
     double sum = 0;
     for (std::size_t i = threadIdx.x; i < count; i += blockDim.x)
       sum += double(source[i / unsigned(pixels) * x.per_image + i % unsigned(pixels)]);
-    sum = gpu::block_sum<block_threads>(sum);
+    sum = block_sum<block_threads>(sum);
     if (threadIdx.x == 0) out[channel] = add ? out[channel] + T(sum) : T(sum);
   }
 }
@@ -183,16 +181,8 @@ __global__ void avg_pool_backward_kernel(Batch batch, Window s, const T* dy, T* 
   }
 }
 
-std::size_t planes_of(Batch batch) { return std::size_t(batch.images) * batch.channels; }
 std::size_t pixels_of(const Window& s) { return std::size_t(s.h) * s.w; }
 std::size_t places_of(const Window& s) { return std::size_t(s.oh) * s.ow; }
-
-// Starts a kernel with one thread per pixel and plane; an empty grid is no launch.
-template <class Kernel, class... Arguments>
-void launch_planes(Kernel* kernel, std::size_t pixels, std::size_t planes, cudaStream_t stream,
-                   const Arguments&... arguments) {
-  if (pixels && planes) launch(kernel, grid_for_planes(pixels, planes), dim3(block_threads), stream, arguments...);
-}
 
 }  // namespace
 

@@ -2,7 +2,6 @@
 
 #include "base/select_rules.h"
 #include "cuda/device.h"
-#include "cuda/launch.h"
 #include "cuda/select.h"
 #include "cuda/source.h"
 
@@ -11,7 +10,7 @@
 // says where each one's share goes. The list of candidates is short, so this is one read of the array. CUB's select
 // would read it twice, once to count and once to write, and could neither accumulate nor break ties on the way. Blocks
 // never wait for each other, and every sum is one of integers: the result has the same bits on every run.
-namespace distopt::gpu {
+namespace distopt::cuda {
 namespace {
 
 constexpr unsigned rows = 4, tile = rows * block_threads * 4;  // of float4: elements that a block collects from
@@ -334,14 +333,12 @@ __global__ void __launch_bounds__(block_threads)
   write_tile(view, w.tiles[t], -1, w.kept[t].first, 0, n, indices, values, findings);
 }
 
-// -- elements that are not finite
-// --------------------------------------------------------------------------------------- Does nothing unless one was
-// listed. Then it looks for the first one, which may not have been, and clears them all.
+// -- elements that are not finite -------------------------------------------------------------------------------------
+// Does nothing unless one was listed. Then it looks for the first one, which may not have been, and clears them all.
 __global__ void __launch_bounds__(block_threads)
     give_up_kernel(const float* x, float* residual, float* momentum, std::size_t n, Findings* findings) {
   if (!findings->from_bad) return;
-  const std::size_t stride = std::size_t{gridDim.x} * block_threads;
-  for (std::size_t i = std::size_t{blockIdx.x} * block_threads + threadIdx.x; i < n; i += stride) {
+  for (std::size_t i = thread_index(); i < n; i += thread_stride()) {
     if (key_of(x[i]) < nonfinite_key) continue;
     atomicMax(&findings->from_bad, static_cast<unsigned long long>(n - i));
     if (residual) residual[i] = 0;
@@ -398,4 +395,4 @@ void threshold(const Source& from, std::size_t n, float bound, std::int32_t* ind
   give_up(from, n, findings, stream);
 }
 
-}  // namespace distopt::gpu
+}  // namespace distopt::cuda

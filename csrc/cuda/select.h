@@ -1,5 +1,5 @@
-// Selection of large elements from a float32 array on the GPU, and sums of sparse lists, with the meaning that sparse.h
-// gives them. Everything is enqueued on the stream; results are in device memory and valid in its order.
+// Selection of large elements from a float32 array on the GPU, with the meaning that cpu/sparse.h gives it. Everything
+// is enqueued on the stream; results are in device memory and valid in its order.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,9 +9,9 @@
 
 #include "cuda/codec.h"
 
-namespace distopt::gpu {
+namespace distopt::cuda {
 
-// What is selected from, and how it comes about in the same pass: select_kernels.h.
+// What is selected from, and how it comes about in the same pass: cpu/select.h.
 struct Source {
   const float* grad;
   float* residual = nullptr;
@@ -28,8 +28,8 @@ struct Source {
 // momentum 12 and 8.
 void accumulate(const Source& from, std::size_t n, Findings* findings, cudaStream_t stream);
 
-// Lists the k largest, 1 <= k <= n < 2^31: sparse.h. Reads (and accumulates) every element once and the few candidates
-// several times; where the estimate fails every element up to six times. `workspace` has room for
+// Lists the k largest, 1 <= k <= n < 2^31: cpu/sparse.h. Reads (and accumulates) every element once and the few
+// candidates several times; where the estimate fails every element up to six times. `workspace` has room for
 // select_workspace(n, candidate_capacity(n, k)) bytes, `indices` and `values` for k.
 void top_k(const Source& from, std::size_t n, std::size_t k, std::int32_t* indices, float* values, void* workspace,
            Findings* findings, cudaStream_t stream);
@@ -42,21 +42,4 @@ void threshold(const Source& from, std::size_t n, float bound, std::int32_t* ind
 
 std::size_t select_workspace(std::size_t n, std::size_t capacity);
 
-// dense[indices] = 0
-void clear_at(float* dense, const std::int32_t* indices, std::size_t count, cudaStream_t stream);
-
-// Lists of ascending indices, one after the other; the pointers are device memory, the struct is the host's.
-struct SparseLists {
-  static constexpr unsigned most = 32;
-  const std::int32_t* indices[most];
-  const float* values[most];
-  unsigned counts[most];
-  unsigned size = 0;
-};
-
-// dense[lo ... hi - 1] = (if `add`: itself +) the sum, list after list, of value * scale. Writes every element once,
-// whether or not an entry falls on it.
-void scatter_sum(float* dense, const SparseLists& lists, std::size_t lo, std::size_t hi, float scale, bool add,
-                 cudaStream_t stream);
-
-}  // namespace distopt::gpu
+}  // namespace distopt::cuda

@@ -10,7 +10,7 @@
 #include "cuda/device.h"
 #include "cuda/select.h"
 
-namespace distopt::gpu {
+namespace distopt::cuda {
 
 inline bool takes_vectors(const Source& from) {
   return is_aligned(from.grad, 16) && is_aligned(from.residual, 16) && is_aligned(from.momentum, 16);
@@ -73,4 +73,4 @@ __device__ inline void report_nonfinite(float4 x, std::size_t at, std::size_t n,
     if (keys[c] >= nonfinite_key) atomicMax(&findings->from_bad, static_cast<unsigned long long>(n - at - c));
 }
 
-}  // namespace distopt::gpu
+}  // namespace distopt::cuda

@@ -1,10 +1,9 @@
 #include "cuda/device.h"
-#include "cuda/launch.h"
-#include "cuda/select.h"
 #include "cuda/source.h"
+#include "cuda/sparse.h"
 
 // What goes with the selections: accumulation without one, and sums of lists.
-namespace distopt::gpu {
+namespace distopt::cuda {
 namespace {
 
 constexpr unsigned tile = 4096;  // of the dense array, in shared memory
@@ -12,8 +11,7 @@ constexpr unsigned tile = 4096;  // of the dense array, in shared memory
 __global__ void __launch_bounds__(block_threads)
     accumulate_kernel(Source from, std::size_t n, bool vectors, Findings* findings) {
   const float scale = scale_of(from);
-  const std::size_t stride = std::size_t{gridDim.x} * block_threads * 4;
-  for (std::size_t at = (std::size_t{blockIdx.x} * block_threads + threadIdx.x) * 4; at < n; at += stride) {
+  for (std::size_t at = thread_index() * 4; at < n; at += thread_stride() * 4) {
     const unsigned available = static_cast<unsigned>(min(n - at, std::size_t{4}));
     const float4 x = accumulate_four(from, scale, at, available, vectors);
     const float elements[4] = {x.x, x.y, x.z, x.w};
@@ -26,13 +24,10 @@ __global__ void __launch_bounds__(block_threads)
   }
 }
 
-// -- sparse lists
-// -------------------------------------------------------------------------------------------------------
+// -- sparse lists -----------------------------------------------------------------------------------------------------
 __global__ void __launch_bounds__(block_threads)
     clear_kernel(float* dense, const std::int32_t* indices, std::size_t count) {
-  const std::size_t stride = std::size_t{gridDim.x} * block_threads;
-  for (std::size_t i = std::size_t{blockIdx.x} * block_threads + threadIdx.x; i < count; i += stride)
-    dense[indices[i]] = 0;
+  for (std::size_t i = thread_index(); i < count; i += thread_stride()) dense[indices[i]] = 0;
 }
 
 __device__ unsigned lower_bound(const std::int32_t* indices, unsigned count, std::int64_t bound) {
@@ -89,4 +84,4 @@ void scatter_sum(float* dense, const SparseLists& lists, std::size_t lo, std::si
     launch(&scatter_kernel, blocks_of(hi - lo, tile), block_threads, stream, dense, lists, lo, hi, scale, add);
 }
 
-}  // namespace distopt::gpu
+}  // namespace distopt::cuda

@@ -1,10 +1,6 @@
 // Optimizer updates, one pass each.
-#include <cuda_runtime.h>
-
-#include <cmath>
-
-#include "cuda/compute.h"
-#include "cuda/compute_device.h"
+#include "cuda/device.h"
+#include "cuda/elementwise.h"
 
 namespace distopt::cuda {
 namespace {

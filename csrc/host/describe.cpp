@@ -1,8 +1,7 @@
-// What a rank says of an operation, compared and in words.
+#include "host/describe.h"
+
 #include <algorithm>
 #include <cstring>
-
-#include "shm/operation.h"
 
 namespace distopt {
 namespace {
@@ -90,6 +89,13 @@ std::string describe(const Descriptor& descriptor, std::uint64_t sequence, const
   if (descriptor.kind == OpKind::broadcast) text += " from rank " + std::to_string(descriptor.root);
   const std::string shown(label, ::strnlen(label, label_bytes));
   return shown.empty() ? text : text + " (" + shown + ")";
+}
+
+std::string describe(const Request& request, std::uint64_t sequence) {
+  Descriptor descriptor{};
+  char label[label_bytes];
+  fill(descriptor, label, request);
+  return describe(descriptor, sequence, label);
 }
 
 std::string last_operation(const Peers& peers, int rank) {

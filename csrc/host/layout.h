@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "base/types.h"
+#include "host/request.h"
 
 namespace distopt {
 
@@ -25,17 +26,6 @@ constexpr std::size_t inline_bytes = 4096;
 // run one chunk ahead of the slowest peer.
 constexpr std::uint64_t staging_buffers = 4;
 constexpr std::size_t label_bytes = 32;
-
-enum class OpKind : std::uint8_t {
-  barrier,
-  all_reduce,
-  reduce_scatter,
-  all_gather,
-  all_gather_ragged,
-  broadcast,
-  empty,
-  all_to_all_ragged  // NCCL only
-};
 
 // What a rank says when it starts an operation. `sequence` is written last and makes the rest valid.
 struct alignas(64) Descriptor {

@@ -1,4 +1,4 @@
-// Compares the declarations of nccl_api.h with those of nccl.h; compiled where DISTOPT_NCCL_INCLUDE names its folder.
+// Compares the declarations of nccl/api.h with those of nccl.h; compiled where DISTOPT_NCCL_INCLUDE names its folder.
 #include <nccl.h>
 
 #include <type_traits>

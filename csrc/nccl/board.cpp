@@ -16,13 +16,6 @@ void copy(Descriptor& to, const Descriptor& from) {
 
 }  // namespace
 
-std::string describe(const Request& request, std::uint64_t sequence) {
-  Descriptor descriptor{};
-  char label[label_bytes];
-  fill(descriptor, label, request);
-  return describe(descriptor, sequence, label);
-}
-
 std::string Board::post(std::uint64_t sequence, const Request& request) {
   RingEntry& entry = peers_.entry(peers_.rank(), sequence);
   // Unlike in the shared-memory communicator, peers may still read the entry: it is invalid while it is written.

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "base/errors.h"
-#include "shm/operation.h"
+#include "host/describe.h"
 
 namespace distopt {
 
@@ -46,8 +46,5 @@ class Board {
   Segment segment_;
   Peers peers_;
 };
-
-// An operation in words, as Board tells of it.
-std::string describe(const Request& request, std::uint64_t sequence);
 
 }  // namespace distopt

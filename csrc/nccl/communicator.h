@@ -106,6 +106,8 @@ class NcclCommunicator {
   std::string nccl_error(const char* what, nccl::Result result) const;
   // "rank 0 (...) waits in all_reduce #3 ... for rank 1 (...): the last operation it started is ..."
   std::string waiting_in(const std::string& text, std::uint64_t sequence) const;
+  // " within 3 s: rank 0 (...) waits in ...", and what to do.
+  std::string stalled(double seconds, const std::string& text, std::uint64_t sequence) const;
 
   void watch();
   void look_after_oldest(Lock& lock);

@@ -6,24 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "host/peers.h"
+#include "host/describe.h"
 
 namespace distopt {
-
-// What the caller asked for. Pointers are to whole arrays: the input of reduce_scatter and the output of all_gather
-// hold world_size parts of `count` elements.
-struct Request {
-  OpKind kind = OpKind::barrier;
-  DType dtype = DType::float32;
-  RedOp op = RedOp::sum;
-  int root = 0;
-  std::uint64_t count = 0;
-  const char* input = nullptr;
-  char* output = nullptr;
-  std::string label;
-  bool looks = false;    // for NaN and infinity: all_reduce, sum or mean of float32 or float64
-  bool refused = false;  // of `empty`: see Descriptor
-};
 
 class Operation {
  public:
@@ -116,17 +101,5 @@ class Operation {
   std::uint64_t step_ = 0;    // 3 * iteration + stage, see advance_staged
   std::uint64_t first_[3]{};  // this rank's counters when the operation began
 };
-
-// What a rank says of an operation: all but where its data lies.
-void fill(Descriptor& descriptor, char (&label)[label_bytes], const Request& request);
-// Whether two ranks take part in the same operation.
-bool alike(const Descriptor& a, const Descriptor& b);
-// That they do not; `does` and `mine` are descriptions.
-std::string mismatch_between(const std::string& who, const std::string& does, const std::string& me,
-                             const std::string& mine);
-// "all_reduce #412 of 50,000 float32 (bucket 3)"
-std::string describe(const Descriptor& descriptor, std::uint64_t sequence, const char* label);
-// What that rank posted last.
-std::string last_operation(const Peers& peers, int rank);
 
 }  // namespace distopt

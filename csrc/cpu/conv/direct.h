@@ -1,13 +1,12 @@
 // Convolution of stride 1 of images with few channels, which stay in the first cache: nothing is lowered. Included by
-// conv_kernels.cpp.
+// conv.cpp.
 //
 // Forward, the rows of B are the image itself, moved by a tap. Backward after max pooling, only the largest of a window
 // has a gradient, so the gradient of the weight is a sum of patches, one for each pooled pixel, where dense products
 // would multiply mostly zeros.
 #pragma once
 
-#include "cpu/conv/kernels.h"
-#include "cpu/gemm.h"
+#include "cpu/conv/lowering.h"
 
 namespace distopt::DISTOPT_ISA {
 namespace {
@@ -26,18 +25,14 @@ class DirectConv {
     return pooling && s_.c <= kMostChannels && s_.sh == 1 && s_.sw == 1 && s_.kw <= kLanes<T> && s_.kh <= kMostRows;
   }
 
-  // One image: y[m][oy][ox]; `offset` is where x has each tap of the first pixel.
-  void forward(const Index* offset, const T* x, const T* weight, const T* bias, bool relu, T* y) const {
-    constexpr Index lanes = kLanes<T>;
-    const Index vectors = (s_.ow + lanes - 1) / lanes, widest = smaller(kWidestTile, s_.ow / lanes);
-    const Index parts = (vectors + widest - 1) / widest;
-    for (Index oy = 0; oy < s_.oh; ++oy, x += s_.w, y += s_.ow) {
-      for (Index part = 0; part < parts; ++part) {
-        const Index first = part * vectors / parts, count = (part + 1) * vectors / parts - first;
-        // The last part begins earlier where it would end behind the row, and computes some pixels twice.
-        const Index ox = smaller(first * lanes, s_.ow - count * lanes);
-        row_of<kWidestTile>(count, {x + ox, offset}, weight, y + ox, {false, bias, relu});
-      }
+  // As Winograd::forward(), without scratch memory.
+  template <class Where, class Done>
+  void forward(const T* x, const T* weight, const T* bias, bool relu, Where y_of, Done done) const {
+    Offsets taps;  // where x has each tap of the first pixel
+    for_taps(s_, 0, taps_, [&](Index i, Index offset) { taps.offset[i] = offset; });
+    for (Index n = 0; n < s_.n; ++n, x += s_.c * s_.h * s_.w) {
+      forward_image(taps.offset, x, weight, bias, relu, y_of(n));
+      done(n);
     }
   }
 
@@ -63,6 +58,20 @@ class DirectConv {
 
  private:
   static constexpr Index kMostChannels = 4, kMostRows = 7, kPlaces = 256;
+
+  void forward_image(const Index* offset, const T* x, const T* weight, const T* bias, bool relu, T* y) const {
+    constexpr Index lanes = kLanes<T>;
+    const Index vectors = (s_.ow + lanes - 1) / lanes, widest = smaller(kWidestTile, s_.ow / lanes);
+    const Index parts = (vectors + widest - 1) / widest;
+    for (Index oy = 0; oy < s_.oh; ++oy, x += s_.w, y += s_.ow) {
+      for (Index part = 0; part < parts; ++part) {
+        const Index first = part * vectors / parts, count = (part + 1) * vectors / parts - first;
+        // The last part begins earlier where it would end behind the row, and computes some pixels twice.
+        const Index ox = smaller(first * lanes, s_.ow - count * lanes);
+        row_of<kWidestTile>(count, {x + ox, offset}, weight, y + ox, {false, bias, relu});
+      }
+    }
+  }
 
   template <Index V>
   void row_of(Index vectors, Scattered<T> b, const T* weight, T* y, const Finish<T>& finish) const {

@@ -6,10 +6,10 @@
 //
 // and the sum over channels makes a product of matrices of each frequency. A tile takes 64 multiplications for 400 of
 // the direct sum with 5 x 5, 324 with 3 x 3. Backward is the adjoint of each step. For float32 only: the results are
-// wrong by about 2e-6 of their deviation, where the direct sum errs by 1e-7. Included by conv_kernels.cpp.
+// wrong by about 2e-6 of their deviation, where the direct sum errs by 1e-7. Included by conv.cpp.
 #pragma once
 
-#include "cpu/conv/kernels.h"
+#include "cpu/conv.h"
 #include "cpu/conv/winograd_tile.h"
 #include "cpu/gemm.h"
 

@@ -29,7 +29,7 @@ __all__ = [
     "max_pool2d_backward",
 ]
 
-Sizes: TypeAlias = tuple[int, ...]  # h, w, kh, kw, sh, sw, ph, pw, oh, ow: see csrc/cuda/compute.h
+Sizes: TypeAlias = tuple[int, ...]  # h, w, kh, kw, sh, sw, ph, pw, oh, ow: see csrc/cuda/images.h
 
 SCRATCH_BYTES = 1 << 28  # of lowered images at a time; one image may take more
 

@@ -1,14 +1,7 @@
+#include "base/isa.h"
+
 #include <atomic>
 #include <stdexcept>
-
-#include "base/isa.h"
-#include "cpu/codec.h"
-#include "cpu/conv/kernels.h"
-#include "cpu/elementwise.h"
-#include "cpu/linear.h"
-#include "cpu/pool.h"
-#include "cpu/select.h"
-#include "shm/reduce.h"
 
 namespace distopt {
 namespace {
@@ -65,13 +58,5 @@ void set_isa(const std::string& name) {
   }
   throw std::invalid_argument("this processor does not run the instruction set '" + name + "'");
 }
-
-DISTOPT_DISPATCH(ReduceKernels, reduce_kernels)
-DISTOPT_DISPATCH(ComputeKernels, compute_kernels)
-DISTOPT_DISPATCH(ConvKernels, conv_kernels)
-DISTOPT_DISPATCH(LinearKernels, linear_kernels)
-DISTOPT_DISPATCH(PoolKernels, pool_kernels)
-DISTOPT_DISPATCH(CodecKernels, codec_kernels)
-DISTOPT_DISPATCH(SelectKernels, select_kernels)
 
 }  // namespace distopt

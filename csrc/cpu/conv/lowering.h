@@ -1,7 +1,7 @@
-#include "cpu/conv/kernels.h"
+// Convolution of any shape as products of matrices: each image is lowered, panel by panel. Included by conv.cpp.
+#pragma once
 
-#include "cpu/conv/direct.h"
-#include "cpu/conv/winograd.h"
+#include "cpu/conv.h"
 #include "cpu/gemm.h"
 
 namespace distopt::DISTOPT_ISA {
@@ -118,79 +118,6 @@ void raise_scattered(const ConvShape& s, Index first, Index count, Index channel
 // more.
 inline Index channels_at_once(const ConvShape& s) { return clamp(kPanelRows / (s.kh * s.kw), 1, s.c); }
 
-// Calls f(a Winograd<R>) if one pays; returns whether it did.
-template <class T, class F>
-bool with_winograd(const ConvShape& s, F f) {
-  if constexpr (sizeof(T) == 4) {
-    if (Winograd<5> winograd(s); winograd.pays()) return f(winograd), true;
-    if (Winograd<3> winograd(s); winograd.pays()) return f(winograd), true;
-  }
-  return false;
-}
-
-template <class T>
-Index panels_size(const ConvShape& s) {
-  Index size = 0;
-  if (with_winograd<T>(s, [&](const auto& winograd) { size = winograd.work_size(); })) return size;
-  return (s.m + larger(kPanelRows, channels_at_once(s) * s.kh * s.kw)) * kPanel<T> + s.m * kLanes<T>;
-}
-
-// Elements of y that belong to one image.
-inline Index image_size(const ConvShape& s, const Pooling* pooling) {
-  return s.m * (pooling ? pooling->shape.oh * pooling->shape.ow : s.oh * s.ow);
-}
-
-// The panels, then an image at its full size, then the gradient of a pooled one; or the first and the last alone.
-template <class T>
-Index work_size(const ConvShape& s, const Pooling* pooling) {
-  const Index pooled = pooling ? image_size(s, pooling) : 0;
-  return larger(panels_size<T>(s) + image_size(s, nullptr), DirectConv<T>(s).work_size()) + pooled;
-}
-
-template <class T>
-const PoolTable<T>& pool_table() {
-  if constexpr (sizeof(T) == 4) return pool_kernels().f32;
-  if constexpr (sizeof(T) == 8) return pool_kernels().f64;
-}
-
-template <class T>
-void forward(const ConvShape& s, const T* x, const T* weight, const T* bias, T* out, bool relu, const Pooling* pooling,
-             T* work) {
-  const Index inner = s.c * s.kh * s.kw, pixels = s.oh * s.ow, size = image_size(s, pooling);
-  T* const full = work + panels_size<T>(s);
-  const auto y_of = [&](Index n) { return pooling ? full : out + n * size; };
-  const auto done = [&](Index n) {
-    if (pooling) pool_table<T>().max_pool(pooling->shape, full, out + n * size, pooling->taken + n * size);
-  };
-  if (with_winograd<T>(s, [&](auto& winograd) { winograd.forward(x, weight, bias, relu, work, y_of, done); })) return;
-  Offsets taps;
-  if (const DirectConv<T> direct(s); direct.pays_forward()) {
-    for_taps(s, 0, inner, [&](Index i, Index offset) { taps.offset[i] = offset; });
-    for (Index n = 0; n < s.n; ++n) {
-      direct.forward(taps.offset, x + n * s.c * s.h * s.w, weight, bias, relu, y_of(n));
-      done(n);
-    }
-    return;
-  }
-  for (Index n = 0; n < s.n; ++n, x += s.c * s.h * s.w) {
-    T* const y = y_of(n);
-    for (Index p = 0; p < pixels; p += kPanel<T>) {
-      const Index columns = smaller(pixels - p, kPanel<T>);
-      Runs<T> runs;
-      for_pixels(s, p, columns, [&](Index i, Index offset) { runs.add(i, offset); });
-      for (Index k = 0; k < inner; k += kPanelRows) {
-        const Index rows = smaller(inner - k, kPanelRows);
-        const bool last = k + rows == inner;
-        for_taps(s, k, rows, [&](Index i, Index offset) { taps.offset[i] = offset; });
-        lower(x, taps, rows, runs, work);
-        multiply_panel<T>(s.m, rows, {weight + k, inner, 1}, packed(work), y + p, pixels, columns,
-                          {k > 0, last ? bias : nullptr, last && relu});
-      }
-    }
-    done(n);
-  }
-}
-
 // g[m][pixel] = dy; adds to db[m], which has a partial sum per lane.
 template <class T>
 void pack_gradient(const ConvShape& s, Index columns, const T* dy, T* db, T* g) {
@@ -236,96 +163,69 @@ void backward_input(const ConvShape& s, Index first, Index count, const T* g, co
 }
 
 template <class T>
-T sum_of(const T* x, Index count) {
-  Vec<T> lanes = {};
-  Index i = 0;
-  for (; i + kLanes<T> <= count; i += kLanes<T>) lanes += load(x + i);
-  T sum = 0;
-  for (; i < count; ++i) sum += x[i];
-  for (Index j = 0; j < kLanes<T>; ++j) sum += lanes[j];
-  return sum;
-}
-
-template <class T>
 void clear(T* x, Index count) {
   __builtin_memset(x, 0, count * sizeof(T));
 }
 
-// The gradient of image n before ReLU: dy itself, or in `work`. After pooling it is that of the pooled image: the
-// largest of a window lets its gradient pass if it is positive, so that the pooled y tells all that the full one would.
 template <class T>
-const T* before_relu(Index size, const T* dy, const T* y, Index n, T* work) {
-  dy += n * size;
-  if (!y) return dy;
-  y += n * size;
-  for (Index i = 0; i < size; ++i) work[i] = y[i] <= 0 ? T(0) : dy[i];
-  return work;
-}
+class Lowering {
+ public:
+  explicit Lowering(const ConvShape& shape) : s_(shape), inner_(s_.c * s_.kh * s_.kw), pixels_(s_.oh * s_.ow) {}
 
-// The same before pooling, in `work`.
-template <class T>
-const T* unpool(const ConvShape& s, const T* dy, const T* y, const Pooling& pooling, Index n, T* work) {
-  const Index size = image_size(s, &pooling);
-  const T* const slope = before_relu(size, dy, y, n, work + image_size(s, nullptr));
-  pool_table<T>().max_pool_backward(pooling.shape, slope, pooling.taken + n * size, work);
-  return work;
-}
-
-// The gradient of image n before pooling and ReLU.
-template <class T>
-const T* slope_of(const ConvShape& s, const T* dy, const T* y, const Pooling* pooling, Index n, T* work) {
-  return pooling ? unpool(s, dy, y, *pooling, n, work) : before_relu(image_size(s, nullptr), dy, y, n, work);
-}
-
-template <class T>
-void backward_weight_pooled(const ConvShape& s, const DirectConv<T>& direct, const T* dy, const T* y, const T* x, T* dw,
-                            T* db, const Pooling& pooling, T* work) {
-  const Index size = image_size(s, &pooling), pooled = size / s.m;
-  T* const masked = work + direct.work_size();
-  direct.begin(work);
-  if (db) clear(db, s.m);
-  for (Index n = 0; n < s.n; ++n, x += s.c * s.h * s.w) {
-    const T* const slope = before_relu(size, dy, y, n, masked);
-    direct.backward(pooling.shape, slope, pooling.taken + n * size, x, work);
-    for (Index m = 0; db && m < s.m; ++m) db[m] += sum_of(slope + m * pooled, pooled);
+  Index work_size() const {
+    return (s_.m + larger(kPanelRows, channels_at_once(s_) * s_.kh * s_.kw)) * kPanel<T> + s_.m * kLanes<T>;
   }
-  direct.finish(work, dw);
-}
 
-template <class T>
-void backward(const ConvShape& s, const T* dy, const T* y, const T* x, const T* weight, T* dw, T* db, T* dx,
-              const Pooling* pooling, T* work) {
-  const auto gradient = [&](Index n) { return slope_of(s, dy, y, pooling, n, work + panels_size<T>(s)); };
-  if (with_winograd<T>(s, [&](auto& winograd) { winograd.backward(gradient, x, weight, dw, db, dx, work); })) return;
-  if (const DirectConv<T> direct(s); !dx && direct.pays_backward(pooling))
-    return backward_weight_pooled(s, direct, dy, y, x, dw, db, *pooling, work);
-  const Index pixels = s.oh * s.ow, image = s.c * s.h * s.w;
-  T *const db_lanes = work, *const g = db_lanes + s.m * kLanes<T>, *const b = g + s.m * kPanel<T>;
-  clear(db_lanes, s.m * kLanes<T>);
-  clear(dw, s.m * s.c * s.kh * s.kw);
-  if (dx) clear(dx, s.n * image);
-  for (Index n = 0; n < s.n; ++n) {
-    const T* const slope = gradient(n);
-    for (Index p = 0; p < pixels; p += kPanel<T>) {
-      const Index count = smaller(pixels - p, kPanel<T>);
-      pack_gradient(s, count, slope + p, db_lanes, g);
-      backward_weight(s, p, count, g, x + n * image, dw, b);
-      if (dx) backward_input(s, p, count, g, weight, dx + n * image, b);
+  // As Winograd::forward().
+  template <class Where, class Done>
+  void forward(const T* x, const T* weight, const T* bias, bool relu, T* work, Where y_of, Done done) const {
+    Offsets taps;
+    for (Index n = 0; n < s_.n; ++n, x += s_.c * s_.h * s_.w) {
+      T* const y = y_of(n);
+      for (Index p = 0; p < pixels_; p += kPanel<T>) {
+        const Index columns = smaller(pixels_ - p, kPanel<T>);
+        Runs<T> runs;
+        for_pixels(s_, p, columns, [&](Index i, Index offset) { runs.add(i, offset); });
+        for (Index k = 0; k < inner_; k += kPanelRows) {
+          const Index rows = smaller(inner_ - k, kPanelRows);
+          const bool last = k + rows == inner_;
+          for_taps(s_, k, rows, [&](Index i, Index offset) { taps.offset[i] = offset; });
+          lower(x, taps, rows, runs, work);
+          multiply_panel<T>(s_.m, rows, {weight + k, inner_, 1}, packed(work), y + p, pixels_, columns,
+                            {k > 0, last ? bias : nullptr, last && relu});
+        }
+      }
+      done(n);
     }
   }
-  for (Index m = 0; db && m < s.m; ++m) {
-    db[m] = 0;
-    for (Index j = 0; j < kLanes<T>; ++j) db[m] += db_lanes[m * kLanes<T> + j];
+
+  // As Winograd::backward().
+  template <class Slope>
+  void backward(Slope slope_of, const T* x, const T* weight, T* dw, T* db, T* dx, T* work) const {
+    const Index image = s_.c * s_.h * s_.w;
+    T *const db_lanes = work, *const g = db_lanes + s_.m * kLanes<T>, *const b = g + s_.m * kPanel<T>;
+    clear(db_lanes, s_.m * kLanes<T>);
+    clear(dw, s_.m * inner_);
+    if (dx) clear(dx, s_.n * image);
+    for (Index n = 0; n < s_.n; ++n) {
+      const T* const slope = slope_of(n);
+      for (Index p = 0; p < pixels_; p += kPanel<T>) {
+        const Index count = smaller(pixels_ - p, kPanel<T>);
+        pack_gradient(s_, count, slope + p, db_lanes, g);
+        backward_weight(s_, p, count, g, x + n * image, dw, b);
+        if (dx) backward_input(s_, p, count, g, weight, dx + n * image, b);
+      }
+    }
+    for (Index m = 0; db && m < s_.m; ++m) {
+      db[m] = 0;
+      for (Index j = 0; j < kLanes<T>; ++j) db[m] += db_lanes[m * kLanes<T> + j];
+    }
   }
-}
 
-template <class T>
-constexpr ConvTable<T> table_of = {&work_size<T>, &forward<T>, &backward<T>};
-
-const ConvKernels table = {table_of<float>, table_of<double>};
+ private:
+  const ConvShape& s_;
+  const Index inner_, pixels_;
+};
 
 }  // namespace
-
-const ConvKernels& conv_kernels() { return table; }
-
 }  // namespace distopt::DISTOPT_ISA

@@ -1,29 +1,22 @@
-#include "cpu/codec.h"
-
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
 #include <limits>
-#include <optional>
-#include <stdexcept>
 
+#include "bind/arrays.h"
 #include "bind/rooms.h"
+#include "cpu/codec.h"
 #include "cpu/sparse.h"
-
-namespace nb = nanobind;
-using namespace nb::literals;
 
 namespace distopt {
 namespace {
 
+using namespace nb::literals;
+
 template <class T>
-using Flat = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Flat = Array<T, 1>;
 using Counts = std::tuple<std::size_t, std::size_t, std::size_t>;
 
 void require(bool holds, const char* fact) {
@@ -52,8 +45,8 @@ Counts encode16(Flat<const float> in, Flat<std::uint16_t> out, const std::string
   require(out.size() == in.size() && (!residual || residual->size() == in.size()), "the arrays differ in length");
   const DType dtype = type_16(type);
   nb::gil_scoped_release release;
-  const CastCounts counts = codec_kernels().encode16(in.data(), residual ? residual->data() : nullptr, out.data(),
-                                                     in.size(), scale, limit, dtype);
+  const CastCounts counts =
+      codec_kernels().encode16(in.data(), data_of(residual), out.data(), in.size(), scale, limit, dtype);
   return {counts.overflowed, counts.underflowed, counts.nan};
 }
 
@@ -85,7 +78,7 @@ Source source(const Flat<const float>& grad, const std::optional<Flat<float>>& r
   require(grad.size() <= std::numeric_limits<std::int32_t>::max(), "int32 indices reach 2^31 - 1 elements");
   require(!residual || residual->size() == grad.size(), "residual and gradient differ in length");
   require(!momentum || (residual && momentum->size() == grad.size()), "momentum needs a residual, of equal length");
-  return {grad.data(), residual ? residual->data() : nullptr, momentum ? momentum->data() : nullptr, scale, decay};
+  return {grad.data(), data_of(residual), data_of(momentum), scale, decay};
 }
 
 std::pair<std::size_t, std::size_t> bind_top_k(Flat<const float> grad, std::size_t k, Flat<std::int32_t> indices,
@@ -139,7 +132,7 @@ void bind_scatter_add(Flat<float> dense, const std::vector<Flat<const std::int32
 
 }  // namespace
 
-void bind_codec(nb::module_& m) {
+void bind_cpu_codec(nb::module_& m) {
   m.def("cast_limit", &cast_limit, "dtype"_a, "ranks"_a,
         "The largest value of `dtype` that `ranks` ranks can add up without leaving it.");
   m.def("encode16", &encode16, "x"_a.noconvert(), "out"_a.noconvert(), "dtype"_a, "scale"_a, "limit"_a,

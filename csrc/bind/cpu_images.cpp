@@ -1,22 +1,10 @@
 #include "bind/arrays.h"
 #include "bind/rooms.h"
-#include "cpu/conv/kernels.h"
+#include "cpu/conv.h"
 #include "cpu/pool.h"
 
 namespace distopt {
 namespace {
-
-template <class T>
-const PoolTable<T>& pool() {
-  if constexpr (std::is_same_v<T, float>) return pool_kernels().f32;
-  if constexpr (std::is_same_v<T, double>) return pool_kernels().f64;
-}
-
-template <class T>
-const ConvTable<T>& conv() {
-  if constexpr (std::is_same_v<T, float>) return conv_kernels().f32;
-  if constexpr (std::is_same_v<T, double>) return conv_kernels().f64;
-}
 
 // Windows of a kernel along one axis.
 Index windows(Index size, Index kernel, Index stride, Index padding) {
@@ -97,7 +85,8 @@ struct Conv {
     need(b, "b", {shape.m});
     need_output(y, "y");
     nb::gil_scoped_release release;
-    conv<T>().forward(shape, x.data(), w.data(), data_of(b), y.data(), relu, pooling_or_null(), work());
+    table_of<T>(conv_kernels())
+        .forward(shape, x.data(), w.data(), data_of(b), y.data(), relu, pooling_or_null(), work());
   }
 
   void backward(const Array<const T, 4>& dy, const std::optional<Array<const T, 4>>& y, const Array<const T, 4>& x,
@@ -109,12 +98,13 @@ struct Conv {
     need(db, "db", {shape.m});
     need(dx, "dx", {shape.n, shape.c, shape.h, shape.w});
     nb::gil_scoped_release release;
-    conv<T>().backward(shape, dy.data(), data_of(y), x.data(), w.data(), dw.data(), data_of(db), data_of(dx),
-                       pooling_or_null(), work());
+    table_of<T>(conv_kernels())
+        .backward(shape, dy.data(), data_of(y), x.data(), w.data(), dw.data(), data_of(db), data_of(dx),
+                  pooling_or_null(), work());
   }
 
  private:
-  T* work() const { return scratch<T>(conv<T>().work_size(shape, pooling_or_null())); }
+  T* work() const { return scratch<T>(table_of<T>(conv_kernels()).work_size(shape, pooling_or_null())); }
 };
 
 template <class T>
@@ -155,7 +145,7 @@ void max_pool2d(Array<const T, 4> x, Array<T, 4> y, Array<std::uint8_t, 4> taken
   need(y, "y", {Index(x.shape(0)), Index(x.shape(1)), s.oh, s.ow});
   need(taken, "taken", {Index(x.shape(0)), Index(x.shape(1)), s.oh, s.ow});
   nb::gil_scoped_release release;
-  pool<T>().max_pool(s, x.data(), y.data(), taken.data());
+  table_of<T>(pool_kernels()).max_pool(s, x.data(), y.data(), taken.data());
 }
 
 template <class T>
@@ -165,7 +155,7 @@ void max_pool2d_backward(Array<const T, 4> dy, Array<const std::uint8_t, 4> take
   need(dy, "dy", {Index(dx.shape(0)), Index(dx.shape(1)), s.oh, s.ow});
   need(taken, "taken", {Index(dx.shape(0)), Index(dx.shape(1)), s.oh, s.ow});
   nb::gil_scoped_release release;
-  pool<T>().max_pool_backward(s, dy.data(), taken.data(), dx.data());
+  table_of<T>(pool_kernels()).max_pool_backward(s, dy.data(), taken.data(), dx.data());
 }
 
 template <class T>
@@ -173,7 +163,7 @@ void avg_pool2d(Array<const T, 4> x, Array<T, 4> y, Pair kernel, Pair stride, Pa
   const PoolShape s = pool_shape(x, kernel, stride, padding);
   need(y, "y", {Index(x.shape(0)), Index(x.shape(1)), s.oh, s.ow});
   nb::gil_scoped_release release;
-  pool<T>().avg_pool(s, x.data(), y.data());
+  table_of<T>(pool_kernels()).avg_pool(s, x.data(), y.data());
 }
 
 template <class T>
@@ -181,7 +171,7 @@ void avg_pool2d_backward(Array<const T, 4> dy, Array<T, 4> dx, Pair kernel, Pair
   const PoolShape s = pool_shape(dx, kernel, stride, padding);
   need(dy, "dy", {Index(dx.shape(0)), Index(dx.shape(1)), s.oh, s.ow});
   nb::gil_scoped_release release;
-  pool<T>().avg_pool_backward(s, dy.data(), dx.data());
+  table_of<T>(pool_kernels()).avg_pool_backward(s, dy.data(), dx.data());
 }
 
 template <class T>
@@ -200,7 +190,7 @@ void bind_all(nb::module_& m) {
 
 }  // namespace
 
-void bind_images(nb::module_& m) {
+void bind_cpu_images(nb::module_& m) {
   bind_all<float>(m);
   bind_all<double>(m);
 }

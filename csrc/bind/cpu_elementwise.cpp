@@ -9,15 +9,8 @@ namespace distopt {
 namespace {
 
 template <class T>
-const ComputeTable<T>& compute() {
-  if constexpr (std::is_same_v<T, float>) return compute_kernels().f32;
-  if constexpr (std::is_same_v<T, double>) return compute_kernels().f64;
-}
-
-template <class T>
-const LinearTable<T>& linear_table() {
-  if constexpr (std::is_same_v<T, float>) return linear_kernels().f32;
-  if constexpr (std::is_same_v<T, double>) return linear_kernels().f64;
+const auto& elementwise() {
+  return table_of<T>(elementwise_kernels());
 }
 
 template <class T>
@@ -34,7 +27,7 @@ void linear(Array<const T, 2> x, Array<const T, 2> w, std::optional<Array<const 
   need(b, "b", {s.out});
   need(y, "y", {s.n, s.out});
   nb::gil_scoped_release release;
-  const auto& table = linear_table<T>();
+  const auto& table = table_of<T>(linear_kernels());
   table.forward(s, x.data(), w.data(), data_of(b), y.data(), relu, scratch<T>(table.work_size(s)));
 }
 
@@ -48,7 +41,7 @@ void linear_backward(Array<const T, 2> dy, std::optional<Array<const T, 2>> y, A
   need(db, "db", {s.out});
   need(dx, "dx", {s.n, s.in});
   nb::gil_scoped_release release;
-  const auto& table = linear_table<T>();
+  const auto& table = table_of<T>(linear_kernels());
   table.backward(s, dy.data(), data_of(y), x.data(), w.data(), dw.data(), data_of(db), data_of(dx),
                  scratch<T>(table.work_size(s)));
 }
@@ -57,7 +50,7 @@ template <class T, auto Function>
 void map(Dense<const T> x, Dense<T> y) {
   need_same_size(y, "y", x);
   nb::gil_scoped_release release;
-  (compute<T>().*Function)(x.data(), y.data(), Index(x.size()));
+  (elementwise<T>().*Function)(x.data(), y.data(), Index(x.size()));
 }
 
 template <class T, auto Function>
@@ -65,7 +58,7 @@ void map_backward(Dense<const T> dy, Dense<const T> y, Dense<T> dx) {
   need_same_size(y, "y", dy);
   need_same_size(dx, "dx", dy);
   nb::gil_scoped_release release;
-  (compute<T>().*Function)(dy.data(), y.data(), dx.data(), Index(dy.size()));
+  (elementwise<T>().*Function)(dy.data(), y.data(), dx.data(), Index(dy.size()));
 }
 
 template <class T>
@@ -74,7 +67,7 @@ void channel_moments(Array<const T, 3> x, Array<T, 1> mean, Array<T, 1> variance
   need(mean, "mean", {c});
   need(variance, "variance", {c});
   nb::gil_scoped_release release;
-  compute<T>().channel_moments(x.data(), n, c, pixels, mean.data(), variance.data());
+  elementwise<T>().channel_moments(x.data(), n, c, pixels, mean.data(), variance.data());
 }
 
 template <class T>
@@ -87,8 +80,8 @@ void normalize(Array<const T, 3> x, Array<const T, 1> mean, Array<const T, 1> in
   need(beta, "beta", {c});
   need(y, "y", {n, c, pixels});
   nb::gil_scoped_release release;
-  compute<T>().normalize(x.data(), n, c, pixels, mean.data(), inverse_deviation.data(), gamma.data(), beta.data(),
-                         y.data());
+  elementwise<T>().normalize(x.data(), n, c, pixels, mean.data(), inverse_deviation.data(), gamma.data(), beta.data(),
+                             y.data());
 }
 
 template <class T>
@@ -104,8 +97,8 @@ void normalize_backward(Array<const T, 3> dy, Array<const T, 3> x, Array<const T
   need(dbeta, "dbeta", {c});
   need(dx, "dx", {n, c, pixels});
   nb::gil_scoped_release release;
-  compute<T>().normalize_backward(dy.data(), x.data(), n, c, pixels, mean.data(), inverse_deviation.data(),
-                                  gamma.data(), training, dgamma.data(), dbeta.data(), dx.data());
+  elementwise<T>().normalize_backward(dy.data(), x.data(), n, c, pixels, mean.data(), inverse_deviation.data(),
+                                      gamma.data(), training, dgamma.data(), dbeta.data(), dx.data());
 }
 
 void need_columns(Index columns) {
@@ -118,7 +111,7 @@ void softmax(Array<const T, 2> x, Array<T, 2> y) {
   need_columns(columns);
   need(y, "y", {rows, columns});
   nb::gil_scoped_release release;
-  compute<T>().softmax(x.data(), y.data(), rows, columns);
+  elementwise<T>().softmax(x.data(), y.data(), rows, columns);
 }
 
 // Labels are either class indices or one distribution per row.
@@ -144,8 +137,8 @@ Index cross_entropy(Array<const T, 2> logits, std::optional<Array<const std::int
   const Labels<T> wanted(labels, target, rows, columns);
   need(probability, "probability", {rows, columns});
   nb::gil_scoped_release release;
-  return compute<T>().cross_entropy(logits.data(), wanted.index, wanted.target, rows, columns, probability.data(),
-                                    loss.data());
+  return elementwise<T>().cross_entropy(logits.data(), wanted.index, wanted.target, rows, columns, probability.data(),
+                                        loss.data());
 }
 
 template <class T>
@@ -155,8 +148,8 @@ Index cross_entropy_backward(Array<const T, 2> probability, std::optional<Array<
   const Labels<T> wanted(labels, target, rows, columns);
   need(dlogits, "dlogits", {rows, columns});
   nb::gil_scoped_release release;
-  return compute<T>().cross_entropy_backward(probability.data(), wanted.index, wanted.target, T(scale), rows, columns,
-                                             dlogits.data());
+  return elementwise<T>().cross_entropy_backward(probability.data(), wanted.index, wanted.target, T(scale), rows,
+                                                 columns, dlogits.data());
 }
 
 template <class T>
@@ -170,8 +163,8 @@ void sgd(Dense<T> param, Dense<const T> grad, std::optional<Dense<T>> buffer, do
   need_same_size(grad, "grad", param);
   if (buffer) need_same_size(*buffer, "momentum_buffer", param);
   nb::gil_scoped_release release;
-  compute<T>().sgd(param.data(), grad.data(), data_of(buffer), Index(param.size()), {T(lr), T(weight_decay)},
-                   T(momentum), T(1 - dampening), nesterov, first);
+  elementwise<T>().sgd(param.data(), grad.data(), data_of(buffer), Index(param.size()), {T(lr), T(weight_decay)},
+                       T(momentum), T(1 - dampening), nesterov, first);
 }
 
 template <class T>
@@ -183,9 +176,9 @@ void adam(Dense<T> param, Dense<const T> grad, Dense<T> m, Dense<T> v, Index ste
   if (step < 1) throw std::invalid_argument("Adam counts steps from 1; got step " + std::to_string(step));
   const double correction1 = 1 - std::pow(beta1, double(step)), correction2 = 1 - std::pow(beta2, double(step));
   nb::gil_scoped_release release;
-  compute<T>().adam(param.data(), grad.data(), m.data(), v.data(), Index(param.size()),
-                    {T(lr / correction1), T(weight_decay)}, mean_of<T>(beta1), mean_of<T>(beta2), T(eps),
-                    T(std::sqrt(correction2)));
+  elementwise<T>().adam(param.data(), grad.data(), m.data(), v.data(), Index(param.size()),
+                        {T(lr / correction1), T(weight_decay)}, mean_of<T>(beta1), mean_of<T>(beta2), T(eps),
+                        T(std::sqrt(correction2)));
 }
 
 template <class T>
@@ -194,8 +187,8 @@ void rmsprop(Dense<T> param, Dense<const T> grad, Dense<T> running, double lr, d
   need_same_size(grad, "grad", param);
   need_same_size(running, "running", param);
   nb::gil_scoped_release release;
-  compute<T>().rmsprop(param.data(), grad.data(), running.data(), Index(param.size()), {T(lr), T(weight_decay)},
-                       mean_of<T>(rho), T(eps));
+  elementwise<T>().rmsprop(param.data(), grad.data(), running.data(), Index(param.size()), {T(lr), T(weight_decay)},
+                           mean_of<T>(rho), T(eps));
 }
 
 template <class T>
@@ -203,13 +196,13 @@ void adagrad(Dense<T> param, Dense<const T> grad, Dense<T> history, double lr, d
   need_same_size(grad, "grad", param);
   need_same_size(history, "history", param);
   nb::gil_scoped_release release;
-  compute<T>().adagrad(param.data(), grad.data(), history.data(), Index(param.size()), {T(lr), T(weight_decay)},
-                       T(eps));
+  elementwise<T>().adagrad(param.data(), grad.data(), history.data(), Index(param.size()), {T(lr), T(weight_decay)},
+                           T(eps));
 }
 
 template <class T>
 void bind_all(nb::module_& m) {
-  using K = ComputeTable<T>;
+  using K = ElementwiseTable<T>;
   define(m, "linear", &linear<T>, {"x", "w", "b", "y", "relu"});
   define(m, "linear_backward", &linear_backward<T>, {"dy", "y", "x", "w", "dw", "db", "dx"});
   define(m, "relu", &map<T, &K::relu>, {"x", "y"});
@@ -233,7 +226,7 @@ void bind_all(nb::module_& m) {
 
 }  // namespace
 
-void bind_compute(nb::module_& m) {
+void bind_cpu_elementwise(nb::module_& m) {
   bind_all<float>(m);
   bind_all<double>(m);
 }

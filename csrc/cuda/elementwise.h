@@ -1,4 +1,4 @@
-// The numerics on the GPU: kernels for T = float and double, in plain C++ types for the bindings.
+// Element-wise layers, sums, normalization, loss and optimizer updates on the GPU: kernels for T = float and double.
 //
 // All work is enqueued on `stream` and nothing waits. Pointers are device memory, arrays are dense in the layout
 // N, C, H, W unless `Planes` says otherwise. Sums run in an order that depends on shapes alone, without atomics: equal
@@ -10,55 +10,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/images.h"
+
 namespace distopt::cuda {
 
-// Images in memory: plane (image, channel) begins at `data` + image * per_image + channel * per_channel and is dense.
-// This covers N, C, H, W and the rows of a product [channels, images * pixels].
-template <class T>
-struct Planes {
-  T* data;
-  std::size_t per_image, per_channel;
-};
-
-// A window that slides over images of h x w with a border of zeros, and stops at oh x ow places.
-struct Window {
-  int h, w, kh, kw, sh, sw, ph, pw, oh, ow;
-};
-
-struct Batch {
-  int images, channels;
-};
-
-// -- cuda_image_kernels.cu -------------------------------------------------------------------------------------------
-// columns [channels * kh * kw, images * oh * ow] = what each tap of each channel meets at each place.
-template <class T>
-void lower(Batch batch, Window window, const T* x, T* columns, cudaStream_t stream);
-// The reverse: dx = for each pixel the sum of what stands in the columns for it.
-template <class T>
-void gather_columns(Batch batch, Window window, const T* columns, T* dx, cudaStream_t stream);
-// to = from + bias[channel] (or null), with ReLU if asked; planes of `pixels`. `to` may be where `from` is.
-template <class T>
-void spread(Batch batch, int pixels, Planes<const T> from, const T* bias, bool relu, T* to, cudaStream_t stream);
-// to = dy, 0 where y (or null) is not positive.
-template <class T>
-void collect(Batch batch, int pixels, const T* dy, const T* y, Planes<T> to, cudaStream_t stream);
-// out[channel] = the sum of its planes over all images, added to what is there if asked.
-template <class T>
-void channel_sums(Batch batch, int pixels, Planes<const T> x, bool add, T* out, cudaStream_t stream);
-// As `spread`, then the maximum of each window; `taken` is the tap that it came from. A NaN always wins.
-template <class T>
-void max_pool(Batch batch, Window window, Planes<const T> x, const T* bias, bool relu, T* y, std::uint8_t* taken,
-              cudaStream_t stream);
-// dx = for each pixel the sum of dy over the windows that took it, 0 where y (or null) is not positive.
-template <class T>
-void max_pool_backward(Batch batch, Window window, const T* dy, const T* y, const std::uint8_t* taken, Planes<T> dx,
-                       cudaStream_t stream);
-template <class T>
-void avg_pool(Batch batch, Window window, const T* x, T* y, cudaStream_t stream);
-template <class T>
-void avg_pool_backward(Batch batch, Window window, const T* dy, T* dx, cudaStream_t stream);
-
-// -- cuda_compute_kernels.cu -----------------------------------------------------------------------------------------
 template <class T>
 void relu(const T* x, T* y, std::size_t count, cudaStream_t stream);
 template <class T>

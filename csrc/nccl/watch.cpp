@@ -1,0 +1,214 @@
+// How a communicator ends: what makes it fail, the thread that looks for it, and close().
+#include <algorithm>
+#include <exception>
+#include <future>
+#include <utility>
+
+#include "nccl/communicator.h"
+#include "nccl/waiting.h"
+
+namespace distopt {
+namespace {
+
+using nccl::Result;
+
+// A gone peer may have given all its data before it left.
+constexpr double grace_seconds = 1.0;
+// That close() waits for what is under way.
+constexpr double close_seconds = 5.0;
+
+// Runs `body` in a thread of its own; whether it has come back in time. If not, it goes on by itself.
+bool run_bounded(double seconds, std::function<void()> body) {
+  auto finished = std::make_shared<std::promise<void>>();
+  auto future = finished->get_future();
+  std::thread([body = std::move(body), finished] {
+    body();
+    finished->set_value();
+  }).detach();
+  return future.wait_for(Seconds(seconds)) == std::future_status::ready;
+}
+
+}  // namespace
+
+// -- failure and end --------------------------------------------------------------------------------------------------
+
+void NcclCommunicator::require_usable() const {
+  if (failure_) throw ShmError(*failure_);
+  if (closed_) throw ShmError(ErrorKind::closed, board_->me() + " has closed this communicator; use it before close()");
+}
+
+std::string NcclCommunicator::nccl_error(const char* what, Result result) const {
+  std::string text = board_->me() + ": NCCL failed in " + what + ": " + api_.get_error_string(result);
+  const char* last = comm_ == nullptr ? nullptr : api_.get_last_error(comm_);
+  if (last != nullptr && *last != '\0') text += std::string(" (") + last + ")";
+  while (!text.empty() && text.back() == '\n') text.pop_back();
+  return text + "; NCCL_DEBUG=WARN tells more";
+}
+
+std::string NcclCommunicator::waiting_in(const std::string& text, std::uint64_t sequence) const {
+  std::string story = board_->me() + " waits in " + text + " for ";
+  const std::vector<int> absent = board_->absent(sequence);
+  for (std::size_t i = 0; i < absent.size(); ++i) story += (i ? "; " : "") + board_->tell(absent[i]);
+  if (!absent.empty()) return story;
+  return story + (board_->size() < world_size_ ? "ranks of other hosts, or the network (NCCL_DEBUG=INFO tells more)"
+                                               : "data of ranks that have all started it (NCCL_DEBUG=INFO tells more)");
+}
+
+std::string NcclCommunicator::stalled(double seconds, const std::string& text, std::uint64_t sequence) const {
+  return " within " + seconds_text(seconds) + ": " + waiting_in(text, sequence) +
+         "; find out what holds it, or raise DISTOPT_TIMEOUT";
+}
+
+bool NcclCommunicator::check_host(std::uint64_t sequence, const std::string& text) {
+  if (board_->failed()) {
+    fail(ErrorKind::other, "");  // gives the recorded one
+    return true;
+  }
+  bool any_gone = false;
+  for (int q = 0; q < board_->size(); ++q) {
+    const Board::Presence presence = q == board_->rank() ? Board::Presence::here : board_->presence(q);
+    if (presence == Board::Presence::here) continue;
+    any_gone = true;
+    const std::vector<int> absent = board_->absent(sequence);
+    if (std::find(absent.begin(), absent.end(), q) == absent.end()) continue;
+    const bool closed = presence == Board::Presence::closed;
+    fail(closed ? ErrorKind::closed : ErrorKind::peer_lost,
+         board_->me() + " waits in " + text + ", but a peer " + (closed ? "has closed its communicator" : "has ended") +
+             ": " + board_->tell(q) + "; see that rank's output for the cause, then restart the job");
+    return true;
+  }
+  return any_gone;
+}
+
+void NcclCommunicator::fail(ErrorKind kind, const std::string& text) {
+  if (failure_) return;
+  failure_ = board_->fail(kind, text);
+  if (!end_comm(false))
+    failure_.emplace(failure_->kind(), std::string(failure_->what()) +
+                                           "; besides, ncclCommAbort has not come back within " +
+                                           seconds_text(limits_.abort) + ", so end this process");
+  changed_.notify_all();
+}
+
+void NcclCommunicator::fail_and_throw(ErrorKind kind, const std::string& text) {
+  fail(kind, text);
+  throw ShmError(*failure_);
+}
+
+void NcclCommunicator::abort(const std::string& text) {
+  const Lock lock(mutex_);
+  if (!closed_) fail(ErrorKind::other, board_->me() + " has aborted the communicator: " + text);
+}
+
+// Whether NCCL came back in time. Orderly: finalize, which waits for the proxies of this rank, then destroy.
+bool NcclCommunicator::end_comm(bool orderly) {
+  nccl::Comm* comm = std::exchange(comm_, nullptr);
+  if (comm == nullptr) return true;
+  const nccl::Api& api = api_;
+  for (auto& [memory, registration] : memory_)
+    if (orderly && registration != nullptr)
+      static_cast<void>(api.comm_deregister(comm, std::exchange(registration, nullptr)));
+  return run_bounded(2 * limits_.abort, [&api, comm, orderly, device = device_, seconds = limits_.abort] {
+    static_cast<void>(cudaSetDevice(device));
+    Result result = orderly ? api.comm_finalize(comm) : Result::internal_error;
+    const auto began = Clock::now();
+    while (result == Result::in_progress && seconds_since(began) < seconds) {
+      pause(seconds_since(began));
+      if (const Result asked = api.comm_get_async_error(comm, &result); asked != Result::success) result = asked;
+    }
+    static_cast<void>(result == Result::success ? api.comm_destroy(comm) : api.comm_abort(comm));
+  });
+}
+
+void NcclCommunicator::close() {
+  const Lock turn(start_mutex_);
+  Lock lock(mutex_);
+  if (closed_) return;
+  const bool orderly = drained(lock, close_seconds);
+  closed_ = true;
+  end_comm(orderly);
+  outstanding_.clear();
+  lock.unlock();
+  stop_watching();
+  board_->close();
+}
+
+bool NcclCommunicator::drained(Lock& lock, double seconds) {
+  const auto began = Clock::now();
+  for (;;) {
+    try {
+      forget_finished();
+    } catch (const std::exception&) {
+      return false;
+    }
+    if (failure_ || outstanding_.empty()) return !failure_;
+    const double waited = seconds_since(began);
+    if (waited > seconds) return false;
+    lock.unlock();
+    pause(waited);
+    lock.lock();
+  }
+}
+
+// -- the watching thread ----------------------------------------------------------------------------------------------
+
+void NcclCommunicator::watch() {
+  static_cast<void>(cudaSetDevice(device_));
+  Lock lock(mutex_);
+  while (!stop_) {
+    changed_.wait(lock, [&] { return stop_ || (!outstanding_.empty() && !failure_); });
+    if (changed_.wait_for(lock, look_period, [&] { return stop_; })) return;
+    try {
+      forget_finished();
+      if (!outstanding_.empty() && !failure_) look_after_oldest(lock);
+    } catch (const std::exception& error) {
+      fail(ErrorKind::other, board_->me() + ": " + error.what() + "; the GPU has failed, restart the job");
+    }
+  }
+}
+
+void NcclCommunicator::look_after_oldest(Lock& lock) {
+  const Work oldest = outstanding_.front();
+  if (watched_ != oldest->sequence) {
+    watched_ = oldest->sequence;
+    waits_since_.reset();
+    gone_since_.reset();
+    warned_ = false;
+  }
+  Result result = Result::success;
+  if (comm_ != nullptr && api_.comm_get_async_error(comm_, &result) == Result::success && result != Result::success &&
+      result != Result::in_progress)
+    return fail(ErrorKind::other, nccl_error(oldest->text.c_str(), result));
+  const bool any_gone = check_host(oldest->sequence, oldest->text);
+  if (failure_ || !oldest->ready->reached()) return;
+  const auto now = Clock::now();
+  if (!waits_since_) waits_since_ = now;
+  if (any_gone && !gone_since_) gone_since_ = now;
+  if (gone_since_ && seconds_since(*gone_since_) > grace_seconds)
+    return fail(ErrorKind::peer_lost, board_->me() + " waits in " + oldest->text +
+                                          " for the data of a rank that has left; see the ranks' output");
+  const double waited = seconds_since(*waits_since_);
+  if (waited > limits_.timeout)
+    return fail(ErrorKind::stalled, "no result" + stalled(limits_.timeout, oldest->text, oldest->sequence));
+  if (waited > limits_.stall_warning && !std::exchange(warned_, true)) {
+    const std::string text = "for " + seconds_text(waited) + " now " + waiting_in(oldest->text, oldest->sequence);
+    lock.unlock();
+    hooks_.warn(text);
+    lock.lock();
+  }
+}
+
+void NcclCommunicator::forget_finished() {
+  while (!outstanding_.empty() && outstanding_.front()->finished->reached()) outstanding_.pop_front();
+}
+
+void NcclCommunicator::stop_watching() {
+  {
+    const Lock lock(mutex_);
+    stop_ = true;
+  }
+  changed_.notify_all();
+  if (watcher_.joinable()) watcher_.join();
+}
+
+}  // namespace distopt
