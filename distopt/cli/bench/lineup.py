@@ -104,15 +104,18 @@ def mpi_crew(module: str, world_size: int, name: str, announce: Callable[[str], 
     return Crew(module, rank, world_size, launcher, _root_variables()), {"library": "mpi"}
 
 
-def torch_crew(module: str, world_size: int, announce: Callable[[str], None]) -> tuple[Crew, Setup]:
-    """Ranks of PyTorch, in its own environment.
+def torch_crew(
+    module: str, world_size: int, announce: Callable[[str], None], variables: dict[str, str] | None = None
+) -> tuple[Crew, Setup]:
+    """Ranks of PyTorch, in its own virtual environment, with `variables` added to their environment variables.
 
     Raises:
         MissingDependencyError: the environment cannot be made.
     """
     environment = ENVIRONMENTS["torch"]
     environment.prepare(announce)
-    return Crew(module, rank_command(environment.program("python")), world_size), {"library": "torch"}
+    rank = rank_command(environment.program("python"))
+    return Crew(module, rank, world_size, env=variables), {"library": "torch"}
 
 
 def _own_launcher(world_size: int) -> list[str]:

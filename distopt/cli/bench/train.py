@@ -25,12 +25,23 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
-_PEERS = ("torch-ddp",)
+# What `ranks.train_torch` is told for each peer.
+_PEERS = {
+    "torch-ddp": {"tuned": False, "bfloat16": False},
+    "torch-tuned": {"tuned": True, "bfloat16": False},
+    "torch-tuned-bf16": {"tuned": True, "bfloat16": True},
+}
+# glibc returns large blocks to the kernel when they are freed, and then faults their pages in again at every step.
+_KEEP_MEMORY = {
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+}
 _APART = "apart"  # distopt, each process a job of its own
 _HEADER = (
-    f"#{'who':<11}{'ranks':>6}{'step':>9}{'images/s':>11}{'efficiency':>12}{'x':>7}   "
+    f"#{'who':<17}{'ranks':>6}{'step':>9}{'images/s':>11}{'efficiency':>12}{'x':>7}   "
     f"{'forward':>8}{'backward':>9}{'exposed':>8}{'update':>8}{'memory':>9}\n"
-    f"#{'':<11}{'':>6}{'(ms)':>9}{'':>11}{'':>12}{'':>7}   "
+    f"#{'':<17}{'':>6}{'(ms)':>9}{'':>11}{'':>12}{'':>7}   "
     f"{'(ms)':>8}{'(ms)':>9}{'(ms)':>8}{'(ms)':>8}{'(MiB)':>9}"
 )
 
@@ -79,7 +90,7 @@ class Result:
         efficiency = self.images_per_second / alone.images_per_second / self.world_size if alone else math.nan
         phases = [_milliseconds(self.phase(name)) for name in PHASES]
         return (
-            f" {self.who:<11}{self.world_size:>6}{median(self.seconds) * 1e3:>9.2f}{self.images_per_second:>11.0f}"
+            f" {self.who:<17}{self.world_size:>6}{median(self.seconds) * 1e3:>9.2f}{self.images_per_second:>11.0f}"
             f"{'-' if math.isnan(efficiency) else f'{efficiency:.1%}':>12}"
             f"{self.images_per_second / reference.images_per_second:>7.2f}   "
             f"{phases[0]:>8}{phases[1]:>9}{phases[2]:>8}{phases[3]:>8}{self.resident_bytes / 2**20:>9.0f}"
@@ -106,15 +117,17 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser = commands.add_parser(
         "train",
         help="training steps of a reference model, beside PyTorch",
-        description="Measure training steps on a synthetic batch, one thread a rank, with the given number of ranks "
-        "and with one. All take turns; PyTorch runs in an environment of its own that is made on first use. --apart "
-        "adds as many jobs of one rank that run side by side: communication has no part in what they lose.",
+        description="Measure training steps on a synthetic batch, one thread per rank, with the given number of ranks "
+        "and with one. The candidates take turns. PyTorch runs in a virtual environment of its own, made on first use: "
+        "torch-ddp with its default settings; torch-tuned with channels_last, pooling before ReLU, fused SGD, gradients "
+        "and freed memory kept, and DDP with a static graph and bucket views; torch-tuned-bf16 the same under bfloat16 "
+        "autocast. --apart adds as many one-rank jobs, run side by side without communication.",
     )
     parser.add_argument("--np", type=at_least(1), default=2, metavar="N", help="ranks (default: 2)")
     parser.add_argument("--model", choices=["cnn"], default="cnn", help="(cnn)")
     parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help="images of each rank (64)")
     parser.add_argument("--backend", choices=["shm", "mpi", "hierarchical"], default="shm", help="communicator (shm)")
-    parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
+    parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"any of {','.join(_PEERS)}")
     parser.add_argument("--apart", action="store_true", help="also as many processes that do not communicate")
     parser.add_argument("-n", type=at_least(1), default=100, metavar="N", help="timed steps in each turn (100)")
     parser.add_argument("-w", type=at_least(0), default=10, metavar="N", help="untimed steps in each turn (10)")
@@ -163,7 +176,8 @@ def _crew(who: str, world_size: int, args: argparse.Namespace) -> tuple[Crew, Se
     elif who == "distopt":
         crew, setup = distopt_crew("train", world_size, args.backend if world_size > 1 else "single")
     else:
-        crew, setup = torch_crew("train", world_size, announce)
+        crew, setup = torch_crew("train", world_size, announce, _KEEP_MEMORY if _PEERS[who]["tuned"] else None)
+        setup.update(_PEERS[who])
     return crew, {**setup, "batch_size": args.batch_size}
 
 
@@ -177,7 +191,7 @@ def _take_turn(lineup: Lineup, candidate: Candidate, result: Result, args: argpa
 def _print_head(args: argparse.Namespace, lineup: Lineup, facts: dict[str, Any]) -> None:
     print(f"# {args.model}, batch {args.batch_size} a rank, on {heading(facts)}")
     for candidate in lineup.candidates:
-        print(f"# {candidate.name:<13} {candidate.hello['about']}")
+        print(f"# {candidate.name:<19} {candidate.hello['about']}")
     print("# step: median, the slowest rank's each; efficiency: images/s over those of one rank, per rank")
     print("# x: speed over that of the first line; exposed: communication that backward did not hide, of rank 0")
     print(_HEADER, flush=True)
