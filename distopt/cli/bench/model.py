@@ -195,12 +195,10 @@ def _print_predictions(
     args: argparse.Namespace, training: Training, per_host: int, predictions: list[Prediction]
 ) -> None:
     print(
-        f"# prediction: {training.count:,} gradients, {training.alone * 1e3:.2f} ms per step alone, {per_host} ranks "
-        f"per host, {args.gbit:g} Gbit/s, {args.latency_us:g} us, {args.algorithm}; encoding is not in the model"
+        f"# prediction: {training.count:,} gradients, {training.alone * 1e3:.2f} ms a step alone, {per_host} ranks a "
+        f"host, {args.gbit:g} Gbit/s, {args.latency_us:g} us, {args.algorithm}; encoding is not in the model"
     )
-    print(
-        "# step and efficiency: first with no communication hidden, then with as much hidden behind backward as possible"
-    )
+    print("# step and efficiency: with no communication hidden, then with as much hidden behind backward as possible")
     print(
         f"#{'ranks':>6}{'hosts':>7}  {'strategy':<12}{'comm (ms)':>10}{'step (ms)':>20}"
         f"{'samples/s':>12}{'efficiency':>16}"

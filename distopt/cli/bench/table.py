@@ -96,7 +96,7 @@ def machine() -> dict[str, Any]:
 
 
 def heading(facts: dict[str, Any]) -> str:
-    """A description of the machine, with a warning if it is busy: ranks that sleep then lose more than ones that spin."""
+    """A description of the machine, with a warning if it is busy: load slows sleeping ranks more than spinning ones."""
     text = f"{facts['cores']} cores of {facts['processor']} ({facts['host']})"
     if facts["load"] > _QUIET_LOAD * facts["cores"]:
         text += f"\n# others are at work here (load average {facts['load']:.1f}): these numbers say little"
