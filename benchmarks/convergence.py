@@ -1,7 +1,7 @@
-"""The reference CNN on MNIST by every strategy: accuracy per epoch, bytes per step, steps per second.
+"""The reference CNN on MNIST with each strategy: accuracy per epoch, bytes per step, steps per second.
 
-Writes docs/convergence.md and the plot beside it. Each strategy's run is kept as a JSON file in the folder given by
---cache, so an interrupted series goes on where it ended. Needs MNIST itself, not the generated digits, and matplotlib.
+Writes docs/convergence.md and its plot. The result of each strategy is kept as a JSON file in the folder given by
+--cache, so an interrupted series resumes where it stopped. Needs the real MNIST, not generated digits, and matplotlib.
 
     python benchmarks/convergence.py --np 2 --epochs 10 --cache /tmp/convergence
 """
@@ -175,28 +175,28 @@ def write(records: dict[str, dict], args: argparse.Namespace) -> None:
         f"| {STRATEGIES[name].label} | " + " | ".join(f"{100 * a:.2f}" for a in record["accuracies"]) + " |"
         for name, record in records.items()
     ]
-    text = f"""# Convergence of every strategy
+    text = f"""# Convergence of each strategy
 
 The reference CNN (431,080 parameters) on MNIST: {args.np} ranks in shared memory, {args.epochs} epochs, batch
-{args.batch_size} per rank, SGD with learning rate 0.005, momentum 0.9 and weight decay 1e-5, seed {args.seed}.
-Written by
+size {args.batch_size} per rank, SGD with learning rate 0.005, momentum 0.9 and weight decay 1e-5, seed {args.seed}.
+To repeat the run and rewrite this page:
 
 ```sh
 python benchmarks/convergence.py --np {args.np} --epochs {args.epochs} --batch-size {args.batch_size} --seed {args.seed}
 ```
 
-on {platform.system()} {platform.machine()}, Python {platform.python_version()}. The ranks share one machine's memory,
-where bytes cost next to nothing: steps per second here show what a strategy costs in computation. What it gains on a
-network is in [network.md](network.md).
+on {platform.system()} {platform.machine()}, Python {platform.python_version()}. The ranks communicate through
+shared memory, where bytes cost almost nothing, so steps per second show only the computational cost of a strategy.
+[network.md](network.md) shows the gain on a network.
 
 | strategy | test accuracy | points from fp32 | bound | sent per step and rank | of dense | steps/s |
 | --- | --- | --- | --- | --- | --- | --- |
 {chr(10).join(rows(records))}
 
-One test image is 0.01 points. Without feedback, what is not selected in a step is lost. Warm-up sends 25 %, 6.25 %,
-1.56 % and 0.39 % in the first four epochs; that is part of the bytes above. "Momentum correction" is that of Deep
-Gradient Compression (arXiv 1712.01887) and takes the place of the optimizer's momentum. The partial update averages
-one of three partitions per step.
+One test image is 0.01 points. Without error feedback, gradients that are not selected in a step are lost. Warm-up sends
+25 %, 6.25 %, 1.56 % and 0.39 % in the first four epochs; the bytes above include this. "Momentum correction" is the
+method of Deep Gradient Compression (arXiv 1712.01887) and replaces the optimizer's momentum. The partial update
+averages one of three partitions per step.
 
 ![Test error per epoch](convergence.png)
 

@@ -1,7 +1,7 @@
-"""Two hosts at 1 Gbit/s and at 100 Mbit/s: steps per second and bytes per step for every codec, PyTorch DDP beside.
+"""Two hosts at 1 Gbit/s and at 100 Mbit/s: steps per second and bytes per step for every codec, and for PyTorch DDP.
 
 The hosts are network namespaces of this machine, joined by a veth pair whose ends are shaped by tc's token bucket.
-Needs root, iproute2, MPICH with mpi4py, and PyTorch. Everything is taken down again, whatever happens.
+Needs root, iproute2, MPICH with mpi4py, and PyTorch. Everything is removed again, even after a failure.
 
     sudo python benchmarks/network.py --steps 60
 """
@@ -66,7 +66,7 @@ def batch(rank: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sent_bytes() -> int:
-    """By the counter of the interface, so headers and all else included."""
+    """Bytes sent, from the interface's counter: headers and acknowledgements included."""
     return int(Path(f"/sys/class/net/{LINK}/statistics/tx_bytes").read_text())
 
 
@@ -207,7 +207,7 @@ def measure_all(args: argparse.Namespace) -> tuple[dict[str, dict], dict[str, fl
 def table(records: dict[str, dict]) -> str:
     fp32, ddp = (records[name]["steps_per_second"] for name in ("fp32", "PyTorch DDP fp32"))
     lines = [
-        "| sent | steps/s | of fp32 | of DDP fp32 | sent per step and rank | by the counter |",
+        "| sent | steps/s | of fp32 | of DDP fp32 | sent per step and rank | through the interface |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, record in records.items():
@@ -227,18 +227,19 @@ def write(records: dict[str, dict], rates: dict[str, float], args: argparse.Name
     )
     args.output.write_text(f"""# Two hosts on a slow network
 
-The reference CNN (431,080 parameters), batch 64 per rank, one rank of one thread on each of two hosts. The hosts are
-network namespaces of one machine, joined by a veth pair that `tc` limits to the rate named. Ours goes through MPICH,
-PyTorch's through Gloo, both by TCP. {args.steps} steps of each row, after {WARM_UP_STEPS} for warming up.
-Written by
+The reference CNN (431,080 parameters), batch size 64 per rank, with one single-threaded rank on each of two hosts. The
+hosts are network namespaces of one machine, joined by a veth pair that `tc` limits to the stated rate. distopt
+communicates through MPICH and PyTorch through Gloo, both over TCP. {args.steps} timed steps of each row follow
+{WARM_UP_STEPS} warm-up steps.
+To repeat the run and rewrite this page:
 
 ```sh
 sudo python benchmarks/network.py --steps {args.steps}
 ```
 
-"Sent per step and rank" is what distopt counts; "by the counter" is what left the host through its interface, with the
-headers of TCP, IP and Ethernet and with all acknowledgements. The sparse codecs and PowerSGD feed their errors back; the
-partial update averages one of its partitions per step, and its steps differ by the size of theirs.
+"Sent per step and rank" is what distopt counts; "through the interface" also includes TCP, IP and Ethernet
+headers and acknowledgements. The sparse codecs and PowerSGD use error feedback. The partial update averages one of three
+partitions per step; the partitions differ in size.
 
 {sections}
 """)
@@ -255,7 +256,7 @@ def main() -> None:
         {"distopt": distopt_rank, "torch": torch_rank}[args.as_rank](args)
         return
     if os.geteuid() != 0:
-        parser.error("network namespaces are root's to make; run it with sudo")
+        parser.error("only root can create network namespaces; run it with sudo")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     write(*measure_all(args), args)
 

@@ -1,4 +1,4 @@
-"""The reference CNN on MNIST: the model, and the training function that both launch scripts share."""
+"""The reference CNN on MNIST: the model and the training function shared by both launch scripts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CNN(model.Model):
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
-        # Layers pool1 and pool2 of their own would give the same bits; pooled in the same pass, a step is faster.
+        # Separate pooling layers would give the same bits; pooling in the same pass as the convolution is faster.
         self.conv1 = layer.Conv2d(20, 5, activation="RELU", pool=layer.MaxPool2d(2, 2))
         self.conv2 = layer.Conv2d(50, 5, activation="RELU", pool=layer.MaxPool2d(2, 2))
         self.flatten = layer.Flatten()
@@ -60,7 +60,7 @@ def run(sgd, args) -> None:
         report(rank, f"Starting Epoch {epoch}:")
         start = time.perf_counter()
         cnn.train()
-        sums = device.xp.zeros(2)  # loss, correct predictions; read once, as reading waits for a GPU
+        sums = device.xp.zeros(2)  # loss, correct predictions; read once per epoch, because reading waits for the GPU
         sampler.set_epoch(epoch)
         for chosen in progress_bar(sampler) if rank == 0 else sampler:
             images, labels = staging.fill()
@@ -75,7 +75,7 @@ def run(sgd, args) -> None:
         seconds = time.perf_counter() - start
         report(rank, f"Training loss = {sums[0]:.6f}, training accuracy = {sums[1] / trained:.6f}")
 
-        sgd.synchronize()  # a partial update lets the ranks' parameters differ
+        sgd.synchronize()  # after partial updates, the parameters differ between ranks
         accuracy = evaluate(cnn, data, rank, world_size, communicator, device)
         elapsed = time.perf_counter() - start
         report(
@@ -88,7 +88,7 @@ def run(sgd, args) -> None:
 
 
 def evaluate(cnn, data, rank: int, world_size: int, communicator, device, batch_size: int = 500) -> float:
-    """Accuracy on the whole test set, of which every rank takes a strided part."""
+    """Accuracy on the whole test set; each rank evaluates a strided part."""
     cnn.eval()
     images, labels = data.test_x[rank::world_size], data.test_y[rank::world_size]
     correct = device.xp.zeros(1)
@@ -102,7 +102,7 @@ def evaluate(cnn, data, rank: int, world_size: int, communicator, device, batch_
 
 
 def progress_bar(batches):
-    """On a terminal only. The lock replaces tqdm's, a named semaphore that would outlive a killed process."""
+    """Shown on terminals only. The lock replaces tqdm's named semaphore, which would outlive a killed process."""
     tqdm.set_lock(threading.RLock())
     return tqdm(batches, leave=False, disable=not sys.stderr.isatty())
 
@@ -113,7 +113,7 @@ def report(rank: int, line: str) -> None:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """States an error once, on rank 0, and without repeating the usage."""
+    """Prints an error once, on rank 0, without the usage text."""
 
     def error(self, message: str):
         info = launch.launcher()
@@ -122,7 +122,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def parse_args(description: str, argv=None, *, with_world_size: bool = False):
-    """The options that both launch scripts share."""
+    """Parse the options shared by both launch scripts."""
     parser = OneLineParser(description=description)
     if with_world_size:
         parser.add_argument("world_size", type=int, metavar="WORLD_SIZE", help="number of processes")

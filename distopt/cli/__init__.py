@@ -19,14 +19,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process).
 
     Returns:
-        The exit code: 0 success, 1 something that was asked for failed, 2 the arguments cannot be used.
+        The exit code: 0 for success, 1 if something requested failed, 2 for invalid arguments.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     parser = _Parser(prog="distopt", description="Data-parallel training in Python.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor.add_parser(commands)
     try:
-        # The doctor has to run where NumPy, which the benchmarks need, is missing.
+        # The doctor must run even without NumPy, which the benchmarks need.
         bench.add_parser(commands, whole="bench" in words)
         args = parser.parse_args(words)
         code: int = args.run(args)
@@ -41,14 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("distopt: interrupted\n")
         return 130
-    except BrokenPipeError:  # the reader, e.g. `head`, has seen enough
+    except BrokenPipeError:  # the reader, e.g. `head`, has exited
         sys.stderr.close()
         return 1
     return code
 
 
 class _Parser(argparse.ArgumentParser):
-    """One that answers wrong arguments with one line."""
+    """A parser that reports invalid arguments in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")

@@ -1,4 +1,4 @@
-"""`python -m distopt.cli`, for where the console script is not on the PATH."""
+"""`python -m distopt.cli`, for use when the console script is not on the PATH."""
 
 import sys
 

@@ -15,15 +15,15 @@ __all__ = ["Job", "LauncherInfo", "MpiJob", "MultiprocessJob", "Ticket", "join",
 
 
 def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size: int | None = None) -> Job:
-    """Collective. Become a rank of the job that this process belongs to.
+    """Collective. Join the job that this process belongs to, as one of its ranks.
 
-    With a ticket: the job whose parent made the ticket. Without: the MPI job, if an MPI launcher started this process
-    or mpi4py is installed; else a job of this process alone.
+    With a ticket, this is the job of the parent that made the ticket. Without one, it is the MPI job if an MPI launcher
+    started this process or mpi4py is installed, and otherwise a job of one rank.
 
     Args:
         ticket: made by the parent; needs `local_rank` and `world_size`.
         local_rank: rank of this process in the ticket's job.
-        world_size: processes in the ticket's job.
+        world_size: number of processes in the ticket's job.
 
     Raises:
         LaunchError: the arguments or the launcher's variables contradict each other.

@@ -1,4 +1,4 @@
-"""What all ranks of a job must have in common, compared before the first collective."""
+"""Checks, before the first collective, that all ranks of a job have the same environment."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _MAX_BYTES = 1 << 16
 
 
 def environment(backend: str) -> dict[str, str]:
-    """Local. What must be the same on all ranks, by what messages call it.
+    """Local. Values that must be equal on all ranks, by the name that messages use for them.
 
     Args:
         backend: name of the communicator that this rank is about to create.
 
     Raises:
-        MissingDependencyError: it needs something that is absent here.
+        MissingDependencyError: the communicator needs something that is missing here.
     """
     try:
         own = version("distopt")
@@ -56,10 +56,10 @@ def environment(backend: str) -> dict[str, str]:
 
 
 def check_same_environment(job: Job, mine: Mapping[str, str]) -> None:
-    """Collective. Compare what `environment` found on all ranks; one exchange.
+    """Collective. Compare the results of `environment` on all ranks, in one exchange.
 
     Raises:
-        LaunchError: ranks differ; the message names them, and what they have.
+        LaunchError: ranks differ; the message names the ranks and their values.
     """
     payloads = job.all_gather(json.dumps(dict(mine)).encode())
     described = [_decode(rank, payload) for rank, payload in enumerate(payloads)]

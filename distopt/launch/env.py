@@ -1,8 +1,8 @@
-"""What the launcher says about this process: one table of environment variables.
+"""The launcher's view of this process, from one table of environment variables.
 
-Ordered from the innermost launcher outwards. The variables of Slurm describe the task that srun started, and that task
-may be the daemon of mpiexec or torchrun; so Slurm is asked last, and only inside a step: an sbatch script has
-SLURM_PROCID=0 and SLURM_NTASKS=n without being one of n ranks.
+The table is ordered from the innermost launcher outwards. Slurm's variables describe the task that srun started, which
+may be the daemon of mpiexec or torchrun. Slurm is therefore checked last, and only inside a step: an sbatch script has
+SLURM_PROCID=0 and SLURM_NTASKS=n although it is not one of n ranks.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["LauncherInfo", "launcher"]
 
 @dataclass(frozen=True)
 class LauncherInfo:
-    """The launcher's view of this process; what it does not say is None.
+    """The launcher's view of this process; unknown values are None.
 
     Attributes:
-        name: launcher, in words.
+        name: name of the launcher, for messages.
         rank: rank in the job.
-        size: ranks in the job.
-        local_rank: rank among those on this host.
-        local_size: ranks on this host.
-        source: the variables that say so, as "NAME=value NAME=value", for messages.
+        size: number of ranks in the job.
+        local_rank: rank among the processes on this host.
+        local_size: number of ranks on this host.
+        source: the variables read, as "NAME=value NAME=value", for messages.
     """
 
     name: str
@@ -71,7 +71,7 @@ def launcher(env: Mapping[str, str] | None = None) -> LauncherInfo | None:
         env: the environment (default: that of the process).
 
     Raises:
-        LaunchError: a variable has a value that cannot be, or two launchers disagree.
+        LaunchError: a variable has an invalid value, or two launchers disagree.
     """
     env = os.environ if env is None else env
     found = [info for entry in _LAUNCHERS if (info := _read(entry, env))]
@@ -112,7 +112,7 @@ def _read(entry: _Launcher, env: Mapping[str, str]) -> LauncherInfo | None:
 
 
 def _number(name: str, text: str, cure: str) -> int:
-    # int() alone would take "1_0", " 1" and digits of other scripts, which no launcher writes.
+    # int() alone would accept "1_0", " 1" and digits of other scripts.
     if not (text.isascii() and text.isdigit() and len(text) <= 9):
         raise LaunchError(f"{name}={text!r} is not a number of ranks; {cure}")
     return int(text)

@@ -1,4 +1,4 @@
-"""What a rank needs to communicate between GPUs, where it is, and which GPU belongs to which rank."""
+"""What a rank needs for communication between GPUs, and which rank uses which GPU."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ __all__ = [
 ]
 
 _LIBRARY = "DISTOPT_NCCL_LIBRARY"
-# NCCL lets two ranks share a GPU from this version on, if it is told to.
+# From this version on, NCCL can let two ranks share a GPU.
 _MULTI_RANK, _MULTI_RANK_VERSION = "NCCL_MULTI_RANK_GPU_ENABLE", 23000
 
 
 @dataclass(frozen=True)
 class GpuStack:
-    """What was found.
+    """The components that were found.
 
     Attributes:
         cuda: the module `distopt._cuda`.
@@ -52,10 +52,10 @@ class GpuStack:
 
 
 def gpu_stack() -> GpuStack:
-    """Local. Everything that the NCCL communicator stands on; creates no CUDA context.
+    """Local. Everything that the NCCL communicator requires. Creates no CUDA context.
 
     Raises:
-        MissingDependencyError: something is missing; the message says what, and the cure.
+        MissingDependencyError: something is missing; the message says what, and how to install it.
     """
     try:
         cuda = import_module("distopt._cuda")
@@ -87,7 +87,7 @@ def gpu_stack() -> GpuStack:
 
 
 def has_gpu() -> bool:
-    """Local. Whether a GPU answers; False where distopt was built without CUDA, too."""
+    """Local. Whether a GPU responds; also False if distopt was built without CUDA."""
     try:
         found: int = import_module("distopt._cuda").device_count()
     except (ImportError, RuntimeError):
@@ -96,16 +96,16 @@ def has_gpu() -> bool:
 
 
 def find_nccl(cuda_major: int, env: Mapping[str, str] | None = None) -> str:
-    """Local. Absolute path of libnccl.so.2: `$DISTOPT_NCCL_LIBRARY`, else that of the wheel for this CUDA.
+    """Local. Absolute path of libnccl.so.2: `$DISTOPT_NCCL_LIBRARY` or, if unset, that of the wheel for this CUDA.
 
-    A bare name would give whichever libnccl this process has loaded already.
+    A bare file name would select whichever libnccl this process has already loaded.
 
     Args:
-        cuda_major: the CUDA for which CuPy was built.
+        cuda_major: major CUDA version that CuPy was built for.
         env: the environment (default: that of the process).
 
     Raises:
-        MissingDependencyError: there is none.
+        MissingDependencyError: it was not found.
     """
     if named := Settings.from_env(env).nccl_library:
         if not Path(named).is_file():
@@ -124,7 +124,7 @@ def find_nccl(cuda_major: int, env: Mapping[str, str] | None = None) -> str:
 
 
 def dotted_version(version: int) -> str:
-    """NCCL's 22705 as 2.27.5."""
+    """NCCL's version number as text: 22705 is 2.27.5."""
     return f"{version // 10000}.{version % 10000 // 100}.{version % 100}"
 
 
@@ -132,17 +132,17 @@ def _nccl_cure(cuda_major: int) -> str:
     return f"pip install 'distopt[cuda{cuda_major}]', or set {_LIBRARY} to the path of a libnccl.so.2"
 
 
-# -- who has which GPU -------------------------------------------------------------------------------------------------
+# -- choice of GPUs ----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is, as it says itself.
+    """The location of a rank, as reported by the rank.
 
     Attributes:
-        machine: identity of the machine; containers on one machine have the same.
-        host: its name.
+        machine: identity of the machine, shared by its containers.
+        host: name of the host.
         pid: process id.
-        gpus: PCI bus ids of the GPUs that the process sees, in its own numbering.
-        current: number of the one that is current.
+        gpus: PCI bus ids of the GPUs visible to the process, in its own numbering.
+        current: number of the current GPU.
     """
 
     machine: str
@@ -153,7 +153,7 @@ class Place:
 
 
 def exchange_places(job: Job, stack: GpuStack) -> list[Place]:
-    """Collective. The places of all ranks, in rank order; one exchange."""
+    """Collective. The places of all ranks, in rank order, in one exchange."""
     gpus = tuple(stack.cuda.pci_bus_id(device) for device in range(stack.cuda.device_count()))
     current = int(stack.cupy.cuda.runtime.getDevice())
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -172,19 +172,19 @@ def _decode(rank: int, payload: bytes) -> Place:
 
 
 def choose_devices(places: Sequence[Place], nccl_version: int, env: Mapping[str, str] | None = None) -> list[int]:
-    """Local. Which of the GPUs that it sees each rank takes, alike on all ranks.
+    """Local. For each rank, the number of the visible GPU that it uses; the result is the same on all ranks.
 
-    A GPU that the script has made current stays, unless it is number 0, which is current from the start. Other ranks
-    share the GPUs that they see with the ranks of their machine that see the same, in order: all of them see all, or
-    each sees its own, as `srun --gpus-per-task` does it.
+    If the script has made a GPU other than number 0 current, the rank keeps it. (Number 0 is current by default.)
+    Otherwise, ranks of one machine that see the same GPUs divide them among themselves in rank order. So it works both
+    if all ranks see all GPUs and if each sees its own, as with `srun --gpus-per-task`.
 
     Args:
-        places: of all ranks.
+        places: the places of all ranks.
         nccl_version: as in `GpuStack`.
         env: the environment (default: that of the process).
 
     Raises:
-        LaunchError: two ranks would have the same GPU, which NCCL does not support; the message names both.
+        LaunchError: two ranks would use the same GPU, which NCCL does not support; the message names both.
     """
     env = os.environ if env is None else env
     may_share = nccl_version >= _MULTI_RANK_VERSION and env.get(_MULTI_RANK) == "1"

@@ -1,4 +1,4 @@
-"""What every way of starting a job must answer: who am I, and how do a few bytes reach the others once."""
+"""The interface that every way of starting a job provides: the topology, and a small exchange of bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Job"]
 class Job(ABC):
     """One rank's membership in a job. Communicators are built from it.
 
-    The exchange methods are slow and meant for set-up: ids, fingerprints, versions. Training data never goes here.
+    The exchange methods are slow and meant for setup only: ids, fingerprints, versions; never training data.
     """
 
     topology: Topology
@@ -26,7 +26,7 @@ class Job(ABC):
 
     @abstractmethod
     def host_group(self) -> HostGroup:
-        """Collective among the ranks of this host, on first use. The group that shares memory with this rank."""
+        """Collective among the ranks of this host on first use. The ranks that can share memory with this one."""
 
     @abstractmethod
     def close(self) -> None:

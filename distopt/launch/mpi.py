@@ -1,17 +1,19 @@
-"""Jobs that mpiexec started. The only room that imports mpi4py, besides `distopt.comm.mpi.communicator`.
+"""Jobs started by mpiexec. The only module that imports mpi4py, besides `distopt.comm.mpi.communicator`.
 
-A rank that leaves alone makes MPI_Finalize, and with it the whole job, wait for ever. Hence, in jobs of more than one
-rank:
+If a single rank exits early, MPI_Finalize, and with it the whole job, waits forever. Therefore, in jobs of more than
+one rank:
 
-- an uncaught exception prints its traceback and calls MPI_Abort(1) (an error of distopt: its exit code; Ctrl-C: 130);
+- an uncaught exception prints its traceback and calls MPI_Abort(1) (for an error of distopt, with its exit code; for
+  Ctrl-C, with 130);
 - `sys.exit(n)` with n != 0 calls MPI_Abort(n) when the interpreter ends, unless the job was closed before.
 
-This holds from MPI_Init on: `launch.main` calls it before the script's function, `launch.join` at the latest. MPI may
-not notice a process that leaves earlier: those of its host do, as a rule; others end after `DISTOPT_TIMEOUT`.
+This applies from MPI_Init on, which `launch.main` calls before the script's function, and `launch.join` at the latest.
+MPI may not notice a process that exits before that. Ranks of the same host usually notice it; others end after
+`DISTOPT_TIMEOUT`.
 
-Hazard: Python does not tell anyone the value of an uncaught `raise SystemExit(n)`. A rank that leaves so outside
-`launch.main` closes its communicators; peers that wait for it raise, and the job ends with their exit code. Prefer
-`sys.exit(n)`. A script that catches its own `sys.exit` and goes on should close the job at its end.
+Hazard: the value of an uncaught `raise SystemExit(n)` cannot be observed in Python. A rank that exits this way outside
+`launch.main` closes its communicators; peers that wait for it raise, and the job ends with their exit code. Use
+`sys.exit(n)` instead. A script that catches its own `sys.exit` and continues should close the job at its end.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MpiJob", "after_closing", "close_at_exit", "import_mpi", "start_mpi"]
 
-# mpiexec reads the ranks' output from pipes, and drops what it has not read when it is told to abort.
+# mpiexec reads the ranks' output through pipes; when told to abort, it drops what it has not read yet.
 _FORWARD_SECONDS = 0.1
 _ABORT_SECONDS = 2
 
@@ -60,16 +62,16 @@ class _Closeable(Protocol):
 
 
 class MpiJob(Job):
-    """One rank of a job that an MPI launcher started; without a launcher, a job of one rank.
+    """One rank of a job started by an MPI launcher; without a launcher, a job of one rank.
 
     Collective over `comm`.
 
     Args:
-        comm: an mpi4py intracommunicator (default: COMM_WORLD). The job works on a duplicate of its own.
-        host: identity of this rank's host, where the true one will not do. Ranks that give the same share memory.
+        comm: an mpi4py intracommunicator (default: COMM_WORLD). The job uses its own duplicate.
+        host: replaces the identity of this rank's host. Ranks with the same identity share memory.
 
     Attributes:
-        comm: the duplicate; free for set-up traffic.
+        comm: the duplicate, used for setup traffic.
         local_ranks: the ranks of this host, this one included.
 
     Raises:
@@ -96,7 +98,7 @@ class MpiJob(Job):
         self.topology = Topology(rank, size, local.index(rank), len(local), tuple(peer.host for peer in peers))
         self._ticket = Ticket(bytes.fromhex(peers[local[0]].secret))
         self._group: HostGroup | None = None
-        # Launchers that pin ranks give each its own cores, others give all the same: the union is right for both.
+        # Some launchers pin each rank to its own cores, others give all ranks the same: the union is right for both.
         cap_threads(len(local), len(set().union(*(peers[peer].cores for peer in local))))
         if size > 1:
             _guard.watch(self)
@@ -107,7 +109,7 @@ class MpiJob(Job):
         return all_gather_bytes(import_mpi(), self.comm, payload, self._settings)
 
     def host_group(self) -> HostGroup:
-        """Collective among the ranks of this host, on first use. The group that shares memory with this rank."""
+        """Collective among the ranks of this host on first use. The ranks that can share memory with this one."""
         self._check_open()
         if self._group is None:
             topology, settings = self.topology, self._settings
@@ -118,7 +120,7 @@ class MpiJob(Job):
         return self._group
 
     def close(self) -> None:
-        """Local. Leave the job; idempotent. MPI itself stays up until the interpreter ends."""
+        """Local. Leave the job; idempotent. MPI itself remains initialized until the interpreter ends."""
         _guard.forget(self)
         if self._group is not None:
             self._group.close()
@@ -134,7 +136,7 @@ class MpiJob(Job):
 
 @dataclass(frozen=True)
 class _Introduction:
-    """What a rank tells the others of itself: host, cores that it may use, and a ticket for the ranks of its host."""
+    """What a rank tells the others: its host, the cores it may use, and a ticket for the ranks of its host."""
 
     identity: str
     host: str
@@ -151,25 +153,25 @@ class _Introduction:
             return cls(str(identity), str(host), tuple(map(int, numbers)), str(secret))
         except (ValueError, TypeError):
             raise LaunchError(
-                f"rank {rank} introduces itself as no rank of distopt does; install the same version everywhere"
+                f"rank {rank} sent an introduction that cannot be read; install the same version of distopt everywhere"
             ) from None
 
 
 def _release_names() -> None:
-    """Remove what MPICH leaves in /dev/shm of a job that is killed or aborted.
+    """Remove the files that MPICH would leave in /dev/shm if the job were killed or aborted.
 
-    It keeps the name of its shared memory until MPI_Finalize, though MPI_Init ends with a barrier of the host's ranks:
-    all of them have it mapped then, and nobody needs the name.
+    MPICH keeps the name of its shared memory until MPI_Finalize. The name is not needed after MPI_Init, which ends with
+    a barrier of the host's ranks: by then all of them have mapped the memory.
     """
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]
         if path.startswith("/dev/shm/mpich_shm_"):
-            with contextlib.suppress(OSError):  # another rank was first
+            with contextlib.suppress(OSError):  # another rank has removed it
                 Path(path).unlink()
 
 
 def start_mpi() -> ModuleType:
-    """Collective over the launcher's job on first use. Be a rank of MPI, which this process may then not leave alone.
+    """Collective over the launcher's job on first use. Initialize MPI; from then on, leaving early ends the whole job.
 
     Raises:
         MissingDependencyError: mpi4py or the MPI library is missing.
@@ -191,7 +193,7 @@ def import_mpi() -> ModuleType:
     try:
         with _bounded_init(info):
             from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, libmpi is not
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without libmpi
         started = f" although {info.name} started this process ({info.source})" if info else ""
         raise MissingDependencyError(f'MPI cannot be used{started}: {error}; pip install "distopt[mpi]"') from error
     module: ModuleType = MPI
@@ -200,7 +202,7 @@ def import_mpi() -> ModuleType:
 
 @contextlib.contextmanager
 def _bounded_init(info: LauncherInfo | None) -> Iterator[None]:
-    """MPI_Init waits for all ranks without end, and without a way to interrupt it."""
+    """Limit the time of MPI_Init, which otherwise waits for all ranks forever and cannot be interrupted."""
     if info is None or info.size == 1 or "mpi4py.MPI" in sys.modules:
         yield
         return
@@ -223,7 +225,7 @@ def _bounded_init(info: LauncherInfo | None) -> Iterator[None]:
 
 
 def _check_launcher(MPI: Any) -> None:
-    """A launcher of another MPI than the library's starts n processes that all believe to be rank 0 of 1."""
+    """Detect a launcher of a different MPI than the library: each of its processes would be rank 0 of 1."""
     info = launcher()
     world = MPI.COMM_WORLD
     if info is None or (info.rank, info.size) == (world.rank, world.size):
@@ -237,10 +239,10 @@ def _check_launcher(MPI: Any) -> None:
 
 
 def _host_identity() -> str:
-    """Equal for two processes if and only if they can share memory.
+    """An identity that is equal for two processes if and only if they can share memory.
 
-    The host name alone is not enough (clones), nor the kernel (containers): abstract sockets reach across one network
-    namespace, /proc/<pid> across one of processes.
+    Neither the host name (cloned machines) nor the kernel (containers) is enough: abstract sockets need a common
+    network namespace, and /proc/<pid> a common process namespace.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("net", "pid")]
@@ -254,7 +256,7 @@ class _ExitGuard:
         self._jobs: set[int] = set()
         self._left = False  # all jobs were closed
         self._exit_code = 0
-        # Kept, although the script may have dropped them: their peers are told at the end.
+        # Kept even if the script has dropped them, so that their peers are notified at the end.
         self.communicators: list[_Closeable] = []
         self.farewells: list[Callable[[], object]] = []
         self._mpi: Any = None
@@ -281,7 +283,7 @@ class _ExitGuard:
     ) -> None:
         who = "" if self._left else self._says("failed:")
         if before is sys.__excepthook__:
-            # In one piece: mpiexec may end this process, for another rank's sake, between any two.
+            # In a single write: mpiexec may end this process between two writes because another rank failed.
             sys.stderr.write("".join([who, *traceback.format_exception(kind, error, trace)]))
         else:
             sys.stderr.write(who)
@@ -297,7 +299,7 @@ class _ExitGuard:
 
     def _at_exit(self) -> None:
         if self._exit_code and not self._left:
-            if self._exit_code != UsageError.exit_code:  # by convention, the user has been told all
+            if self._exit_code != UsageError.exit_code:  # a usage error has already been reported
                 sys.stderr.write(self._says(f"left with exit code {self._exit_code}"))
             self._abort(self._exit_code)
         for communicator in self.communicators:
@@ -313,21 +315,21 @@ class _ExitGuard:
         sys.stderr.flush()
         time.sleep(_FORWARD_SECONDS)
         if not self._mpi.Is_finalized():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPICH's own line would follow the traceback
-            # Open MPI's Abort waits for mpiexec's answer; should none come, the signal ends this process.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide MPICH's own line, which would follow the traceback
+            # Open MPI's Abort waits for an answer from mpiexec; if none comes, the signal ends this process.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_ABORT_SECONDS)
             self._mpi.COMM_WORLD.Abort(code)
-            os._exit(code)  # MPICH's Abort may return; nothing of this process may run on and confuse the others
+            os._exit(code)  # MPICH's Abort may return; this process must not continue
 
 
 def close_at_exit(communicator: _Closeable) -> None:
-    """Local. Close `communicator` when the interpreter ends, so that peers which still wait for it are told."""
+    """Local. Close `communicator` when the interpreter ends, so that peers still waiting for it get an error."""
     _guard.communicators = [*(other for other in _guard.communicators if not other.closed), communicator]
 
 
 def after_closing(farewell: Callable[[], object]) -> None:
-    """Local. Call `farewell` when the interpreter ends and all communicators are closed, but MPI still works."""
+    """Local. Call `farewell` when the interpreter ends, after communicators are closed and before MPI is finalized."""
     _guard.farewells.append(farewell)
 
 

@@ -1,7 +1,7 @@
-"""The set-up traffic of an MPI job: a few bytes per rank through rank 0, and never a wait without end.
+"""The setup traffic of an MPI job: a few bytes per rank through rank 0, always with a timeout.
 
-MPI's own collectives cannot be given up, nor do they say who is absent. So messages go from rank to rank, and are
-polled for. They are bytes of a known length: nothing that a peer sends is unpickled.
+MPI's own collectives cannot be cancelled and do not report which rank is missing. Setup therefore polls for
+point-to-point messages of known length. Nothing that a peer sends is unpickled.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["all_gather_bytes"]
 
 _log = logging.getLogger("distopt")
 
-_TAG = 17_185  # the first exchange uses a communicator that the user may use, too
+_TAG = 17_185  # the first exchange uses a communicator that the user may also use
 _MAX_BYTES = 16 << 20
-# By how much the others outwait rank 0, so that rank 0 can say who is absent.
+# The other ranks wait this much longer than rank 0, which can report who is missing.
 _GRACE_SECONDS = 5.0
-# Between two looks at the processes of this host; one that ended must have been seen twice, as mpiexec may end all.
+# Interval of checks on this host's processes. An end counts only if seen twice, since mpiexec may be ending all ranks.
 _LOOK_SECONDS = 0.3
 
 
@@ -41,13 +41,15 @@ def all_gather_bytes(mpi: Any, comm: Any, payload: bytes, settings: Settings) ->
         mpi: the module `mpi4py.MPI`.
         comm: an intracommunicator.
         payload: at most 16 MiB.
-        settings: time-out and time of the warning.
+        settings: timeout, and delay of the warning.
 
     Raises:
         LaunchError: a rank did not take part in time; the message names it.
     """
     if len(payload) > _MAX_BYTES:
-        raise LaunchError(f"{len(payload)} bytes are too much for the set-up of a job; send them by the communicator")
+        raise LaunchError(
+            f"{len(payload)} bytes are too many for the setup of a job; send them through the communicator"
+        )
     if comm.size == 1:
         return [payload]
     exchange = _Exchange(mpi, comm, settings)
@@ -93,12 +95,14 @@ class _Exchange:
 
     def _checked(self, count: int, rank: int) -> int:
         if not 0 <= count <= _MAX_BYTES * self._comm.size:
-            raise LaunchError(f"rank {rank} sent what is no message of distopt; use the same version everywhere")
+            raise LaunchError(
+                f"rank {rank} sent a message that cannot be read; use the same version of distopt everywhere"
+            )
         return count
 
 
 class _Wait:
-    """One wait for ranks: naps, one warning, and the error."""
+    """A wait for other ranks: sleeps, warns once, and raises on timeout."""
 
     def __init__(self, comm: Any, settings: Settings, seconds: float) -> None:
         self._comm = comm
@@ -122,7 +126,7 @@ class _Wait:
         time.sleep(min(1e-3, waited / 8))
 
     def _look(self, absent: Sequence[int], waited: float) -> None:
-        """No rank leaves before all are through: MPI_Finalize is collective."""
+        """Raise if a process of this job has ended: MPI_Finalize is collective, so none ends before all have met."""
         self._look_at = waited + _LOOK_SECONDS
         before, self._ended = self._ended, ended_siblings()
         if before and self._ended:

@@ -1,4 +1,4 @@
-"""Jobs of processes that one Python process starts on one host."""
+"""Jobs whose processes are started by one Python process on one host."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _TICKET_BYTES = 16
 
 @dataclass(frozen=True)
 class Ticket:
-    """What the processes of one job share and nobody else knows: 16 secret bytes.
+    """16 secret bytes known only to the processes of one job.
 
-    The parent makes one and passes it to every child, by pickling or inheritance. It names and authenticates the
-    meeting point of the ranks; `repr` does not show it, so that it does not get into logs.
+    The parent makes a ticket and passes it to every child, by pickling or inheritance. It names and authenticates the
+    socket through which the ranks meet. `repr` does not show it, to keep it out of logs.
 
     Attributes:
         secret: the 16 bytes.
-        handed_out: processes, this one included, to which multiprocessing had pickled the ticket.
+        handed_out: number of processes, including this one, to which multiprocessing has pickled the ticket.
     """
 
     secret: bytes = field(default_factory=partial(token_bytes, _TICKET_BYTES), repr=False)
@@ -47,18 +47,18 @@ class Ticket:
 
 
 class MultiprocessJob(Job):
-    """One rank of a job whose processes all run on this host; the rank is the local rank.
+    """One rank of a job whose processes all run on this host; rank and local rank are equal.
 
-    Works in processes started by `distopt.launch.spawn` and in those that a script starts itself with
+    Works in processes started by `distopt.launch.spawn` and in those that a script starts with
     `multiprocessing.Process`.
 
     Args:
         ticket: the job's ticket, the same object or a pickled copy on every rank.
-        local_rank: rank of this process, 0 ... world_size - 1; each once.
+        local_rank: rank of this process, 0 ... world_size - 1; unique.
         world_size: number of processes.
 
     Raises:
-        LaunchError: rank or world size are not usable numbers.
+        LaunchError: rank or world size is invalid.
     """
 
     def __init__(self, ticket: Ticket, local_rank: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""What a rank writes, told apart from what the others write."""
+"""Marks the output of each rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["mark_output"]
 
 
 class _MarkedStream:
-    """A text stream whose lines begin with a mark. All else is that of the stream below."""
+    """A text stream that puts a mark at the start of each line; otherwise like the underlying stream."""
 
     def __init__(self, stream: TextIO, mark: str) -> None:
         self._stream = stream
@@ -18,7 +18,7 @@ class _MarkedStream:
         self._at_line_start = True
 
     def write(self, text: str) -> int:
-        """Write `text`; the number of its characters."""
+        """Write `text` and return its number of characters."""
         marked = []
         for piece in text.splitlines(keepends=True):
             marked.append(self._mark + piece if self._at_line_start else piece)
@@ -31,13 +31,13 @@ class _MarkedStream:
 
 
 def mark_output(rank: int) -> None:
-    """Local. Let stdout and stderr of this process write whole lines; those of a rank above 0 begin with "[rank 1] ".
+    """Local. Make stdout and stderr of this process write whole lines; those of ranks above 0 get a mark: "[rank 1] ".
 
-    Rank 0 speaks for the job, and what it prints stays as it is.
+    The output of rank 0 is not marked.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Whole lines at once: a killed rank would take a full buffer with it, and with PYTHONUNBUFFERED the lines of
-        # several ranks would mix.
+        # Write whole lines: a killed rank would lose a larger buffer, and with PYTHONUNBUFFERED the lines of several
+        # ranks would mix.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     if rank > 0:
         sys.stdout = cast("TextIO", _MarkedStream(sys.stdout, f"[rank {rank}] "))

@@ -1,8 +1,8 @@
-"""How the ranks of one host find each other and exchange a few bytes.
+"""The ranks of one host find each other and exchange a few bytes.
 
-Rank 0 listens on an abstract unix socket whose name is a hash of the job's ticket; the others connect. Abstract names
-vanish with their process, so nothing can be left over, and they are public, so the name must not tell the ticket. Both
-sides prove by HMAC that they know it, and the kernel says which user and process the other one is.
+Rank 0 listens on an abstract Unix socket whose name is a hash of the job's ticket, and the others connect. Abstract
+names vanish with their process, so nothing is left behind. They are public, so the name must not reveal the ticket.
+Both sides prove by HMAC that they know it, and the kernel reports the user and process at the other end.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _DATA, _ERROR = 0, 1
 _MAX_BYTES = 16 << 20
 _FD = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-# A stranger that connects and says nothing must not hold up the ranks behind it.
+# A foreign process that connects and sends nothing must not delay the ranks behind it.
 _HANDSHAKE_SECONDS = 2.0
-# By how much a joiner outwaits rank 0, so that rank 0 can say who is absent.
+# Joining ranks wait this much longer than rank 0, which can report who is missing.
 _GRACE_SECONDS = 5.0
 
-# How often rank 0 looks after ranks that have not come.
+# Interval at which rank 0 checks for ranks that have not joined.
 _LOOK_SECONDS = 0.1
 
 _Peers: TypeAlias = "dict[int, tuple[socket.socket, int]]"  # rank: connection, pid
@@ -51,11 +51,11 @@ class HostGroup:
         ticket: 16 secret bytes that the launcher gave to every rank.
         rank: number of this process on its host.
         size: number of processes on the host.
-        timeout: seconds that the others have to come, and to take part in each later exchange.
-        absence: what to do about ranks that do not come.
+        timeout: seconds to wait for the others to join, and in each later exchange.
+        absence: handles ranks that do not join.
 
     Raises:
-        LaunchError: a rank is absent, twice there, of another world size or without the ticket.
+        LaunchError: a rank is missing or duplicated, has another world size, or does not know the ticket.
     """
 
     def __init__(self, ticket: bytes, rank: int, size: int, timeout: float, absence: Absence | None = None) -> None:
@@ -94,7 +94,7 @@ class HostGroup:
         if self.rank != 0:
             link = self._links[0]
             with _rank_named(0):
-                with contextlib.suppress(ConnectionError):  # if rank 0 has failed, its reason is there to be read
+                with contextlib.suppress(ConnectionError):  # if rank 0 has failed, its reason can still be read
                     _send(link, payload, deadline)
                 return unpack(_receive(link, _Deadline(self._timeout + _GRACE_SECONDS)), self.size)
         payloads = [payload]
@@ -106,7 +106,7 @@ class HostGroup:
         return payloads
 
     def share_fd(self, make: Callable[[], int]) -> int:
-        """Collective. Rank 0 makes a file descriptor; every rank returns one of its own for the same file.
+        """Collective. Rank 0 makes a file descriptor; each rank returns its own descriptor of the same file.
 
         Raises:
             LaunchError: rank 0 failed or ended.
@@ -127,7 +127,7 @@ class HostGroup:
         link = self._links[0]
         with _rank_named(0):
             _receive(link, _Deadline(self._timeout + _GRACE_SECONDS))
-            # Not socket.recv_fds, which drops the flag: a child started now by another thread would inherit the file.
+            # Not socket.recv_fds, which drops the flag: a child that another thread starts now would inherit the file.
             _, ancillary, _, _ = link.recvmsg(1, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC)
         if not ancillary or len(ancillary[0][2]) != _FD.size:
             raise LaunchError("no file descriptor came from rank 0; this process may be out of them (ulimit -n)")
@@ -147,7 +147,7 @@ class HostGroup:
 
     @contextlib.contextmanager
     def _telling(self, prefix: str = "") -> Iterator[None]:
-        """Rank 0: what is raised here reaches the other ranks as text."""
+        """Rank 0: send exceptions raised in the block to the other ranks as text."""
         try:
             yield
         except BaseException as error:
@@ -162,7 +162,7 @@ class _Deadline:
         self._end = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds left; TimeoutError when there are none."""
+        """Seconds left; raises TimeoutError if there are none."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -183,13 +183,13 @@ def _claim(rank: int, size: int) -> bytes:
 
 
 def _peer_of(link: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, as the kernel knows them."""
+    """Process and user at the other end, as reported by the kernel."""
     pid, uid, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(pid), int(uid)
 
 
 def _join(ticket: bytes, rank: int, size: int, timeout: float, absence: Absence) -> tuple[socket.socket, bytes]:
-    """The connection to rank 0, and its answer when all have come."""
+    """The connection to rank 0, and its answer after all ranks have joined."""
     deadline = _Deadline(timeout)
     while True:
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -203,9 +203,9 @@ def _join(ticket: bytes, rank: int, size: int, timeout: float, absence: Absence)
                 f"rank {rank} found no rank 0 on this host within {timeout:g} s; check that rank 0 runs here, "
                 "in the same network namespace and with the same ticket"
             ) from None
-        except (ConnectionError, BlockingIOError):  # not listening yet, its queue is full, or it lost patience
+        except (ConnectionError, BlockingIOError):  # rank 0 is not listening yet, its queue is full, or it gave up
             link.close()
-            # More patient than rank 0, which can tell who is absent.
+            # More patient than rank 0, which can report who is missing.
             absence.check(f"rank {rank} found no rank 0 on this host", size - 1, patience=1.5)
             time.sleep(0.01)
             continue
@@ -234,7 +234,7 @@ def _prove(link: socket.socket, ticket: bytes, rank: int, size: int, deadline: _
 
 
 class _Listener:
-    """Rank 0 while the others join."""
+    """The listening side of rank 0 while the others join."""
 
     def __init__(self, ticket: bytes, size: int, timeout: float, absence: Absence) -> None:
         self._ticket = ticket
@@ -273,7 +273,7 @@ class _Listener:
             present = {pid for _, pid in self._peers.values()}
             self._absence.check(self._absent(), self._size - 1 - len(present), present=present)
         for key, _ in ready:
-            if key.data is not None:  # a rank that has joined says nothing until all have
+            if key.data is not None:  # a rank that has joined sends nothing until all have joined
                 rank = key.data
                 raise self._failure(
                     f"rank {rank} (pid {self._peers[rank][1]}) ended while the ranks were joining; see its output"
@@ -281,7 +281,10 @@ class _Listener:
             link, _ = listener.accept()
             try:
                 rank = self._admit(link)
-            except (OSError, struct.error):  # no rank of ours, or one that has ended: absent, if it matters
+            except (
+                OSError,
+                struct.error,
+            ):  # not a rank of this job, or one that has ended, which is then reported as missing
                 link.close()
                 continue
             selector.register(link, selectors.EVENT_READ, rank)
@@ -320,7 +323,7 @@ class _Listener:
         return f"{noun} {', '.join(absent)} of {self._size} did not join rank 0 on this host"
 
     def _failure(self, text: str) -> LaunchError:
-        """Tell all that have joined."""
+        """Send the failure to all ranks that have joined, and return it."""
         for link, _ in self._peers.values():
             _try_to_tell(link, text)
             link.close()
@@ -329,7 +332,7 @@ class _Listener:
 
 # -- messages ---------------------------------------------------------------------------------------------------------
 class _rank_named(contextlib.AbstractContextManager[None]):  # noqa: N801 - reads as a statement
-    """Turns what a socket raises into a LaunchError about that rank."""
+    """Turns socket errors into a LaunchError that names the rank."""
 
     def __init__(self, rank: int, pid: int | None = None) -> None:
         self._name = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid})"
@@ -343,20 +346,22 @@ class _rank_named(contextlib.AbstractContextManager[None]):  # noqa: N801 - read
 
 def _send(link: socket.socket, payload: bytes, deadline: _Deadline, kind: int = _DATA) -> None:
     if len(payload) > _MAX_BYTES:
-        raise LaunchError(f"{len(payload)} bytes are too much for the set-up of a job; send them by the communicator")
+        raise LaunchError(
+            f"{len(payload)} bytes are too many for the setup of a job; send them through the communicator"
+        )
     link.settimeout(deadline.left())
     link.sendall(_HEADER.pack(kind, len(payload)) + payload)
 
 
 def _try_to_tell(link: socket.socket, text: str) -> None:
-    with contextlib.suppress(OSError):  # it may have ended, too
+    with contextlib.suppress(OSError):  # it may also have ended
         _send(link, text.encode(), _Deadline(1.0), _ERROR)
 
 
 def _receive(link: socket.socket, deadline: _Deadline) -> bytes:
     kind, length = _HEADER.unpack(_receive_exactly(link, _HEADER.size, deadline))
     if length > 2 * _MAX_BYTES or kind not in (_DATA, _ERROR):
-        raise LaunchError("a rank sent what is no message of distopt; use the same version everywhere")
+        raise LaunchError("a rank sent a message that cannot be read; use the same version of distopt everywhere")
     payload = _receive_exactly(link, length, deadline)
     if kind == _ERROR:
         raise LaunchError(payload.decode(errors="replace"))
@@ -375,7 +380,7 @@ def _receive_exactly(link: socket.socket, count: int, deadline: _Deadline) -> by
 
 
 def pack(payloads: Sequence[bytes]) -> bytes:
-    """Local. The payloads of all ranks as one message."""
+    """Local. Combine the payloads of all ranks into one message."""
     return struct.pack(f"!{len(payloads)}I", *map(len, payloads)) + b"".join(payloads)
 
 

@@ -1,7 +1,7 @@
-"""Processes that the parent of this one started by the same command: the other ranks of this host, before they say so.
+"""Siblings: processes started by this one's parent with the same command, presumably the other ranks of this host.
 
-A rank that ends before it has joined the others leaves no trace at the meeting point. Its parent might not watch it (a
-script that starts `multiprocessing.Process` itself), so the ranks look at each other, as the kernel shows them.
+A rank that ends before joining leaves no trace in the rendezvous, and its parent may not watch it (for example, a
+script that starts `multiprocessing.Process` itself). The ranks therefore watch each other through /proc.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["Absence", "end_with_parent", "ended_siblings", "ends_of_siblings"]
 
 _log = logging.getLogger("distopt")
 
-_seen: set[int] = set()  # siblings that ran when this process started, or later
+_seen: set[int] = set()  # siblings seen running at any time since this process started
 
 
 class Absence:
-    """Ranks of this host that have not come: says so in a warning, and finds out when they cannot come any more.
+    """Ranks of this host that have not joined: warns about them, and detects when they can no longer join.
 
     Args:
-        stall_warning: seconds until the warning.
+        stall_warning: seconds before the warning.
         all_started: whether the parent is known to have started all ranks.
     """
 
@@ -45,16 +45,16 @@ class Absence:
         self._too_few_since: float | None = None
 
     def check(self, who: str, absent: int, *, present: Container[int] = (), patience: float = 0.5) -> None:
-        """Local. To be called again and again while ranks are awaited.
+        """Local. Call this repeatedly while waiting for ranks.
 
         Args:
-            who: clause that says who is absent.
-            absent: number of ranks that are awaited.
-            present: process ids of those that have come.
-            patience: seconds for which too few processes must be there before they count as lost.
+            who: clause that names the missing ranks.
+            absent: number of missing ranks.
+            present: process ids of the ranks that have joined.
+            patience: seconds for which there must be too few processes before ranks count as lost.
 
         Raises:
-            LaunchError: siblings have ended, and too few are left to be the absent ranks.
+            LaunchError: siblings have ended, and fewer are left than ranks are missing.
         """
         now = time.monotonic()
         if now - self._start > self._warn_after:
@@ -79,30 +79,30 @@ def ended_siblings() -> list[int]:
 
 @contextlib.contextmanager
 def ends_of_siblings() -> Iterator[dict[int, int]]:
-    """Local. For each sibling, a descriptor that can be read once it has ended, by process id."""
+    """Local. For each sibling, by process id, a descriptor that becomes readable when it ends."""
     running, ended = _survey()
     with contextlib.ExitStack() as stack:
         fds = {}
         for pid in sorted(running | ended):
             try:
                 fds[pid] = os.pidfd_open(pid)
-            except ProcessLookupError:  # /dev/null can always be read
+            except ProcessLookupError:  # has ended; /dev/null is always readable
                 fds[pid] = os.open(os.devnull, os.O_RDONLY)
-            except OSError:  # a kernel before 5.3, or a sandbox: the launcher alone watches
+            except OSError:  # a kernel before 5.3, or a sandbox: only the launcher watches
                 continue
             stack.callback(os.close, fds[pid])
         yield fds
 
 
 def _survey() -> tuple[set[int], set[int]]:
-    """Siblings that run, and those that have run but do not any more."""
+    """Siblings that are running, and those that were running and have ended."""
     running, zombies = _siblings()
     _seen.update(running)
     return running, _seen - running | zombies
 
 
 def _siblings() -> tuple[set[int], set[int]]:
-    """Those that run, and those that have ended but have not been collected by the parent."""
+    """Siblings that are running, and those that have ended but have not been reaped by the parent."""
     own, running, zombies = _command("self"), set(), set()
     for pid in _children(os.getppid()):
         command = _command(str(pid))
@@ -114,13 +114,13 @@ def _siblings() -> tuple[set[int], set[int]]:
 
 
 def end_with_parent(*, launched: bool = False) -> None:
-    """Local. End this process by SIGTERM when the process that started it has ended.
+    """Local. End this process by SIGTERM when the process that started it ends.
 
-    By itself that never happens: at its end, a parent waits for its children. Open MPI leaves ranks behind whose
-    mpiexec was killed.
+    A parent that exits normally waits for its children first, but one that is killed does not: without this, Open MPI
+    leaves ranks running when their mpiexec is killed.
 
     Args:
-        launched: the parent is a launcher's, such as mpiexec; otherwise only one that used multiprocessing counts.
+        launched: the parent is a launcher such as mpiexec. If False, only a parent that used multiprocessing counts.
     """
     parent = parent_process()
     if parent is not None:
@@ -128,7 +128,7 @@ def end_with_parent(*, launched: bool = False) -> None:
     elif launched:
         try:
             sentinel = os.pidfd_open(os.getppid())
-        except OSError:  # it has ended, or a kernel before 5.3, or a sandbox: the launcher alone watches
+        except OSError:  # the parent has ended, or a kernel before 5.3, or a sandbox: only the launcher watches
             return
     else:
         return
@@ -146,13 +146,13 @@ def _children(pid: int) -> list[int]:
     try:
         for task in Path(f"/proc/{pid}/task").iterdir():
             pids += map(int, (task / "children").read_text().split())
-    except OSError:  # the parent has ended, or it is another user's
+    except OSError:  # the parent has ended, or belongs to another user
         return []
     return pids
 
 
 def _command(pid: str) -> bytes:
-    """Command line but for its numbers, which differ between the children of multiprocessing; empty for a zombie."""
+    """Command line without its numbers, which differ between the children of multiprocessing; empty for a zombie."""
     try:
         return re.sub(rb"\d+", b"#", Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:

@@ -1,8 +1,8 @@
-"""Start the ranks of a job as child processes, and see to it that they end together.
+"""Start the ranks of a job as child processes, and make sure that they end together.
 
-A rank that fails ends the job: the others get SIGTERM, and SIGKILL after a grace. The first failure in time is the one
-reported; what the others say afterwards is its consequence. So is, whatever the time, what a rank says of a lost peer:
-that peer ended without a word, and this process may hear of it later.
+A rank that fails ends the job: the others get SIGTERM and, after a grace period, SIGKILL. The earliest failure is
+reported; later ones are its consequences. A lost peer reported by a rank is also a consequence, whatever the time: that
+peer ended without a message, and this process may learn of its end later.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def spawn(fn: Callable[..., object], world_size: int, args: Sequence[Any] = ()) 
     """Run `fn(rank, world_size, *args)` in `world_size` new processes of this host; return when all have ended.
 
     The children are started with multiprocessing's "spawn" method: `fn` must be a module-level function and `args`
-    picklable. They write to this process's stdout and stderr, die with this process whatever ends it, and share the
-    cores: BLAS threads are capped in their environment unless the user has set a number. Lines of ranks above 0 begin
-    with "[rank 1] " and so on. On SIGINT or SIGTERM all ranks are ended, then the signal takes the effect that it had
-    before the call (KeyboardInterrupt, end of the process).
+    picklable. They write to this process's stdout and stderr, end with this process however it ends, and share the
+    cores: their BLAS threads are capped unless the user has set a number. Output lines of ranks above 0 begin with
+    "[rank 1] " and so on. On SIGINT or SIGTERM, all ranks are ended, and then the signal takes its previous effect
+    (KeyboardInterrupt, end of the process).
 
     Raises:
         UsageError: `world_size` is not a positive integer.
-        RankFailedError: a rank raised, left with an exit code other than 0, or was ended by a signal. The others have
+        RankFailedError: a rank raised, exited with a code other than 0, or was killed by a signal. The others have
             been ended.
     """
     signum = _run(fn, world_size, tuple(args))
@@ -62,15 +62,15 @@ def spawn(fn: Callable[..., object], world_size: int, args: Sequence[Any] = ()) 
 
 
 def main(fn: Callable[..., object], world_size: int | None = None, args: Sequence[Any] = ()) -> None:
-    """The last line of a script: run it, and end the process as the command line expects.
+    """Run a script's function, and end the process with the proper exit code and message; the last call of a script.
 
-    With `world_size`, `spawn(fn, world_size, args)`; without, `fn(*args)` in this process, which is a rank of its own
-    launcher's job. The exit code becomes that of the first rank that failed, and the rank's traceback is the last thing
-    on stderr. An error that is the user's to mend is one line there, exit code 2. After SIGINT or SIGTERM there is one
-    line as well, and the exit code is 130 or 143.
+    With `world_size`, this calls `spawn(fn, world_size, args)`; without, `fn(*args)` in this process, which is a rank
+    of its launcher's job. The exit code is that of the first rank that failed, whose traceback is the last output on
+    stderr. A usage error prints one line and gives exit code 2. SIGINT and SIGTERM also print one line, and give exit
+    codes 130 and 143.
 
     Raises:
-        SystemExit: a rank failed, or a signal came.
+        SystemExit: a rank failed, or a signal arrived.
     """
     signum = None
     try:
@@ -88,11 +88,11 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
             raise
         info = launcher()
         if info is not None and info.rank > 0:
-            time.sleep(_GRACE_SECONDS / 10)  # rank 0, if it has the same to say, ends the job first
+            time.sleep(_GRACE_SECONDS / 10)  # if rank 0 reports the same error, it ends the job first
         _last_words(f"error: {error}")
         sys.exit(_USER_ERROR)
     except SystemExit as error:
-        sys.exit(error.code)  # MPI jobs learn of an exit by this call alone
+        sys.exit(error.code)  # MPI jobs detect an exit only through this call
     if signum is not None:
         _last_words(f"{signal.Signals(signum).name}: all {world_size} ranks have been ended")
         raise SystemExit(128 + signum)
@@ -115,7 +115,7 @@ class _Failure:
 
 
 class _Rank:
-    """A child process, seen from the parent."""
+    """A child process, as the parent sees it."""
 
     def __init__(self, fn: Callable[..., object], rank: int, world_size: int, args: tuple[Any, ...]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -134,7 +134,7 @@ class _Rank:
     def failure(self) -> _Failure | None:
         """How the rank failed, if it has."""
         if self._failure is None:
-            # Asked before the pipe is read: a report is written before the process ends.
+            # Checked before the pipe is read: a rank writes its report before it ends.
             exit_code = self.process.exitcode
             who = f"rank {self.rank} (pid {self.process.pid})"
             report = self._read_report()
@@ -166,9 +166,9 @@ class _Rank:
 
 
 def _run(fn: Callable[..., object], world_size: int, args: tuple[Any, ...]) -> int | None:
-    """Start, watch and end the ranks; the signal that ended the job, if one did.
+    """Start, watch and end the ranks; return the signal that ended the job, if any.
 
-    A signal may go to parent and children alike, as from a terminal: ranks that it ended did not fail.
+    A terminal sends signals to parent and children alike: ranks that a signal ended have not failed.
     """
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise UsageError(f"world size {world_size!r} is not a positive integer; pass the number of processes to start")
@@ -178,7 +178,7 @@ def _run(fn: Callable[..., object], world_size: int, args: tuple[Any, ...]) -> i
             _start(ranks, fn, world_size, args)
             _watch(ranks, wake)
         finally:
-            failures = [rank.failure() for rank in ranks]  # of all, as they were before the others are ended
+            failures = [rank.failure() for rank in ranks]  # of all ranks, before any are ended here
             _end([rank.process for rank in ranks])
             first = min((failure for rank in ranks if (failure := rank.failure())), default=None)
             for rank in ranks:
@@ -190,8 +190,8 @@ def _run(fn: Callable[..., object], world_size: int, args: tuple[Any, ...]) -> i
 
 def _start(ranks: list[_Rank], fn: Callable[..., object], world_size: int, args: tuple[Any, ...]) -> None:
     variables = thread_variables(world_size, os.environ)
-    # A new process inherits blocked signals; it unblocks them when its handlers stand. Until then Ctrl-C, which a
-    # terminal sends to parent and children alike, would give one traceback per child from the middle of its imports.
+    # A new process inherits blocked signals, and unblocks them when its handlers are installed. Otherwise Ctrl-C, which
+    # a terminal sends to parent and children alike, could print a traceback per child from the middle of its imports.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     os.environ.update(variables)
     try:
@@ -203,7 +203,7 @@ def _start(ranks: list[_Rank], fn: Callable[..., object], world_size: int, args:
 
 
 def _watch(ranks: list[_Rank], wake: int) -> None:
-    """Return when all ranks have ended, one has failed, or a signal has come."""
+    """Return when all ranks have ended, one has failed, or a signal has arrived."""
     while True:
         running = [rank for rank in ranks if rank.process.exitcode is None]
         if not running or any(rank.failure() for rank in ranks):
@@ -226,7 +226,7 @@ def _end(processes: Sequence[SpawnProcess]) -> None:
 
 @contextlib.contextmanager
 def _caught_signals() -> Iterator[tuple[list[int], int]]:
-    """Catch SIGINT and SIGTERM: a list that receives them, and a descriptor that becomes readable then."""
+    """Catch SIGINT and SIGTERM: yield a list that receives them, and a descriptor that then becomes readable."""
     caught: list[int] = []
     wake, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
@@ -235,7 +235,7 @@ def _caught_signals() -> Iterator[tuple[list[int], int]]:
         with contextlib.suppress(BlockingIOError):
             os.write(write, b"!")
 
-    # Python runs handlers in the main thread only; in another thread the caller keeps his own.
+    # Python runs signal handlers in the main thread only; in other threads, the existing handlers stay.
     signals = _SIGNALS if threading.current_thread() is threading.main_thread() else ()
     before = {signum: signal.signal(signum, catch) for signum in signals}
     try:
@@ -261,7 +261,7 @@ def _describe_exit(exit_code: int) -> tuple[int, str]:
 # -- child -----------------------------------------------------------------------------------------------------------
 def _child(fn: Callable[..., object], args: tuple[Any, ...], parent: int, reports: Connection) -> None:
     _die_with(parent)
-    # Ctrl-C is the parent's business. A handler, not SIG_IGN: what this process starts must not inherit it.
+    # The parent handles Ctrl-C. A handler instead of SIG_IGN, which processes started here would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, _leave)
     mark_output(args[0])
@@ -275,19 +275,19 @@ def _child(fn: Callable[..., object], args: tuple[Any, ...], parent: int, report
         text = f"left with exit code {code}" if isinstance(error.code, int) else f"left: {error.code}"
         _report(reports, code, text)
     except BaseException as error:
-        frames = error.__traceback__.tb_next if error.__traceback__ else None  # without this function's own
+        frames = error.__traceback__.tb_next if error.__traceback__ else None  # without this function's own frame
         code = error.exit_code if isinstance(error, DistoptError) else 1
         if code == _USER_ERROR:
             _report(reports, code, f"failed: {error}")
         text = "".join(traceback.format_exception(type(error), error, frames))
         _report(reports, code, f"failed:\n{text}", lost_peer=isinstance(error, PeerLostError))
     finally:
-        # On the way out already; a second SystemExit would only disturb the clean-up of others.
+        # Already exiting; a second SystemExit would interrupt the cleanup.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _report(reports: Connection, code: int, text: str, *, lost_peer: bool = False) -> NoReturn:
-    now = time.monotonic_ns()  # one clock for all processes of a host
+    now = time.monotonic_ns()  # the same clock in all processes of a host
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.suppress(OSError):
@@ -304,5 +304,5 @@ def _die_with(parent: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it ended before prctl took effect
+    if os.getppid() != parent:  # the parent ended before prctl took effect
         os._exit(1)

@@ -1,6 +1,6 @@
 """BLAS threads: ranks that share a host share its cores.
 
-Without a cap every rank starts one thread per core, and the threads of all ranks fight for the cores (1.3 to 1.75
+Without a cap, every rank starts one thread per core, and the threads of all ranks compete for the cores (1.3 to 1.75
 times the wall-clock time).
 """
 
@@ -22,12 +22,12 @@ _log = logging.getLogger("distopt")
 
 
 def cores() -> set[int]:
-    """Local. The cores that this process may run on; containers and launchers allow fewer than the host has."""
+    """Local. The cores that this process may use; containers and launchers may allow fewer than the host has."""
     return os.sched_getaffinity(0)
 
 
 def thread_variables(local_size: int, env: Mapping[str, str]) -> dict[str, str]:
-    """Local. The variables that give each of `local_size` processes its share of threads; empty if `env` has one."""
+    """Local. Variables that give each of `local_size` processes its share of threads; empty if `env` sets one."""
     if any(name in env for name in _VARIABLES):
         return {}
     share = max(1, len(cores()) // local_size)
@@ -40,7 +40,7 @@ def cap_threads(local_size: int, n_cores: int | None = None) -> None:
 
     Args:
         local_size: ranks on this host.
-        n_cores: cores that the ranks of this host have together (default: those of this process).
+        n_cores: number of cores available to the ranks of this host together (default: to this process).
     """
     chosen = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
     if chosen:

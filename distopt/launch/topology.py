@@ -1,4 +1,4 @@
-"""Where the ranks of a job are."""
+"""The number of ranks in a job, and their hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Topology"]
 
 @dataclass(frozen=True)
 class Topology:
-    """The answer to "who am I?".
+    """This rank's place in the job.
 
     Attributes:
         rank: number of this process in the job, 0 ... world_size - 1.

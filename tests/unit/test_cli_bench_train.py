@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import re
+import sys
 
+import numpy as np
 import pytest
 
 from distopt import cli
-from distopt.cli.bench import train
+from distopt.cli.bench import lineup, train
 from distopt.cli.bench.crew import CrewError
+from distopt.cli.bench.environments import Environment
 from distopt.cli.bench.train import Result
 
 
@@ -40,7 +45,9 @@ def test_efficiency_and_ratio():
     assert len(both.line(alone, both)) == len(train._HEADER.splitlines()[0]) == len(train._HEADER.splitlines()[1])
 
 
-@pytest.mark.parametrize("words", ["--np 0", "--model resnet", "--batch-size -1", "--peers horovod", "--backend nccl"])
+@pytest.mark.parametrize(
+    "words", ["--np 0", "--model resnet", "--batch-size -1", "--peers horovod", "--peers torch", "--backend nccl"]
+)
 def test_wrong_arguments(words, capsys):
     assert cli.main(["bench", "train", *words.split()]) == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -66,6 +73,59 @@ def test_a_small_real_run(tmp_path, capsys):
         assert row["phases"]["update"] > 0
 
 
+PEERS = ["torch-ddp", "torch-tuned", "torch-tuned-bf16"]
+
+
+@pytest.fixture
+def torch_here(monkeypatch):
+    """PyTorch from this environment instead of one of its own."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr(Environment, "prepare", lambda *_: None)
+    monkeypatch.setattr(Environment, "program", lambda *_: sys.executable)
+
+
+@pytest.mark.usefixtures("torch_here")
+def test_default_and_tuned_peers(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    command = f"bench train --batch-size 4 -n 2 -w 4 --turns 2 --peers {','.join(PEERS)} --json {path}"
+    assert cli.main(command.split()) == 0
+    about = dict(re.findall(r"^# (torch\S* x\d) +(.*)$", capsys.readouterr().out, re.M))
+    for who in PEERS:
+        for world_size in (1, 2):
+            text = about[f"{who} x{world_size}"]
+            assert ("tuned" in text, "bfloat16" in text) == ("tuned" in who, "bf16" in who)
+            assert ("DistributedDataParallel" in text) == (world_size == 2)
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["who"] for row in rows[::2]] == ["distopt", *PEERS]
+    assert all(row["equal"] for row in rows)
+
+
+@pytest.mark.parametrize("who", PEERS)
+def test_only_tuned_peers_keep_freed_memory(who, monkeypatch):
+    monkeypatch.setattr(Environment, "prepare", lambda *_: None)
+    monkeypatch.setattr(lineup, "Crew", lambda *_, env: env)
+    env, _ = train._crew(who, 1, argparse.Namespace(batch_size=4))
+    if who == "torch-ddp":
+        assert env is None
+    else:
+        assert env["MALLOC_TRIM_THRESHOLD_"] == env["MALLOC_MMAP_THRESHOLD_"] == "1073741824"
+        assert env["MALLOC_TOP_PAD_"] == "67108864"
+
+
+def test_tuned_torch_trains_the_same_model():
+    train_torch = pytest.importorskip("distopt.cli.bench.ranks.train_torch")
+
+    def trained(*, tuned, bfloat16=False):
+        trainer = train_torch.trainer(0, 1, {"batch_size": 4, "tuned": tuned, "bfloat16": bfloat16})
+        for _ in range(3):
+            trainer.step()
+        return np.frombuffer(trainer.parameters(), np.float32)
+
+    default = trained(tuned=False)
+    np.testing.assert_allclose(trained(tuned=True), default, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(trained(tuned=True, bfloat16=True), default, atol=1e-2)
+
+
 @pytest.mark.parametrize("fault", ["differ", "die"])
 def test_a_fault_is_said_and_changes_the_exit_code(monkeypatch, capsys, fault):
     def take_turn(lineup, candidate, result, args):
@@ -79,4 +139,4 @@ def test_a_fault_is_said_and_changes_the_exit_code(monkeypatch, capsys, fault):
     assert cli.main(["bench", "train", "--batch-size", "2", "--turns", "1"]) == 1
     out = capsys.readouterr().out
     assert ("# distopt: the ranks' parameters differ" if fault == "differ" else "# not measured: distopt x2") in out
-    assert "\n distopt         1 " in out
+    assert "\n distopt               1 " in out

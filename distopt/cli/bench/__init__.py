@@ -11,7 +11,7 @@ __all__ = ["add_parser"]
 
 
 def add_parser(commands: argparse._SubParsersAction[Any], *, whole: bool) -> None:
-    """Add the subcommand; with its benchmarks, which import NumPy, if `whole`."""
+    """Add the subcommand and, if `whole`, its benchmarks, which import NumPy."""
     parser = commands.add_parser(
         "bench", help="measure communication and training", description="Measure communication and training."
     )

@@ -1,4 +1,4 @@
-"""`distopt bench all-reduce`: communicators beside the libraries that one would use instead, in one run."""
+"""`distopt bench all-reduce`: compare communicators with other libraries, in one run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
-# Short calls are timed in batches of about this length, so that the clock and its reading do not matter.
+# Short calls are timed in batches of about this length, to make the cost of reading the clock negligible.
 _BATCH_SECONDS = 1e-3
 _PEERS = ("openmpi", "mpich", "gloo")
 _PAGE = 4096
@@ -40,29 +40,29 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "all-reduce",
-        help="all-reduce of every size, beside other libraries",
-        description="Measure all-reduce (sum) on the CPUs of this machine. Every result is checked. Peers are measured "
-        "in turn with distopt's communicators, each in an environment of its own that is made on first use.",
+        help="compare all-reduce with other libraries, over a range of sizes",
+        description="Measure all-reduce (sum) on the CPUs of this machine. Every result is checked. Peers take turns "
+        "with distopt's communicators; each runs in a virtual environment of its own, made on first use.",
     )
     parser.add_argument("--np", type=at_least(2), default=2, metavar="N", help="ranks (default: 2)")
     parser.add_argument("-b", type=byte_size, default=byte_size("1K"), metavar="SIZE", help="first size (1K)")
     parser.add_argument("-e", type=byte_size, default=byte_size("128M"), metavar="SIZE", help="last size (128M)")
-    parser.add_argument("-f", type=at_least(2), default=4, metavar="FACTOR", help="from size to size (4)")
-    parser.add_argument("-n", type=at_least(1), default=20, metavar="N", help="timed batches of each (20)")
+    parser.add_argument("-f", type=at_least(2), default=4, metavar="FACTOR", help="ratio of successive sizes (4)")
+    parser.add_argument("-n", type=at_least(1), default=20, metavar="N", help="timed batches per size (20)")
     parser.add_argument("-w", type=at_least(0), default=2, metavar="N", help="untimed batches in each turn (2)")
-    parser.add_argument("--turns", type=at_least(1), default=4, metavar="N", help="turns that the candidates take (4)")
+    parser.add_argument("--turns", type=at_least(1), default=4, metavar="N", help="turns of each candidate (4)")
     parser.add_argument(
         "--backend", type=names_of(_BACKENDS), default=["shm"], metavar="NAMES", help=f"of {','.join(_BACKENDS)} (shm)"
     )
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", metavar="TYPE", help="(float32)")
     parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw bandwidth over size there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot bandwidth against size to FILE")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; 0 if all that was asked for was measured and every result was right."""
+    """Measure and print; return 0 if every candidate was measured and every result was correct."""
     item_bytes = 2 if "16" in args.dtype else np.dtype(args.dtype).itemsize
     sizes = size_range(args.b, args.e, args.f, item_bytes)
     if not sizes:
@@ -114,12 +114,14 @@ def _print_head(args: argparse.Namespace, lineup: Lineup, facts: dict[str, Any])
     print(
         "# buffers: wire = the communicator's own memory; ordinary = any array, in place; in place, separate: as in MPI"
     )
-    print(f"# time: median of {args.n} batches, the slowest rank's each; x: times the first line of its size")
+    print(
+        f"# time: median of {args.n} batches, each the slowest rank's; x: relative to the first line of the same size"
+    )
     print(HEADER, flush=True)
 
 
 def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int, size: int) -> list[Row]:
-    """All candidates at one size, in turns."""
+    """Measure all candidates at one size, in turns."""
     request = {"count": count, "capacity": capacity, "dtype": args.dtype, "warm_up": args.w}
     entries = [(candidate, buffers) for candidate in lineup.candidates for buffers in candidate.hello["buffers"]]
     calls: dict[tuple[str, str], int] = {}
@@ -149,14 +151,14 @@ def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int
 
 
 def _calls(candidate: Candidate, buffers: str, request: dict[str, Any], args: argparse.Namespace) -> int:
-    """How many calls make a batch: about `_BATCH_SECONDS` of them, as long as the sums do not overflow."""
+    """Calls per batch: enough for about `_BATCH_SECONDS`, but too few for the sums to overflow."""
     seconds, _ = _ask(candidate, {**request, "buffers": buffers, "calls": 1, "samples": 3})
     wanted = math.ceil(_BATCH_SECONDS / min(seconds))
     return min(wanted, max_calls(args.dtype, args.np))
 
 
 def _ask(candidate: Candidate, request: dict[str, Any]) -> tuple[list[float], int]:
-    """Seconds a call of each batch, and wrong elements. A batch has ended when its slowest rank has."""
+    """Seconds per call of each batch, on the slowest rank, and the number of wrong elements."""
     answers = candidate.crew.ask(request)
     seconds = [max(batch) for batch in zip(*(answer["seconds"] for answer in answers), strict=True)]
     return seconds, sum(answer["wrong"] for answer in answers)

@@ -1,7 +1,7 @@
-"""The processes of one candidate: started once, asked many times, silent in between.
+"""The processes of one candidate: started once, queried many times, idle in between.
 
-Candidates take turns within one run, so that a drift of the machine's speed touches all of them. While one is
-measured the ranks of the others sleep in `recv`; no candidate spins on a core that another needs.
+Candidates take turns within one run, so changes in the machine's speed affect all of them. While one is measured, the
+ranks of the others sleep in `recv` and use no core.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _END_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 _STDERR_LINES = 3
 
-# The ranks package is loaded under a name of its own, by path: a peer's environment has no distopt, and putting the
-# folder that holds distopt on its path could give it another environment's NumPy. `sys.path` is passed where distopt
-# itself is measured.
+# The package `ranks` is loaded by path under its own name: a peer's environment has no distopt, and adding the folder
+# that contains distopt to its path could make it import another environment's NumPy. `sys.path` is passed only when
+# distopt itself is measured.
 BOOT = (
     "import sys, importlib.util as u; sys.path[:] = {path!r} or sys.path; "
     "s = u.spec_from_file_location('ranks', {init!r}); m = u.module_from_spec(s); sys.modules['ranks'] = m; "
@@ -43,20 +43,20 @@ BOOT = (
 
 
 class CrewError(DistoptError, RuntimeError):
-    """A candidate could not be started or failed while it was measured; the message is the reason."""
+    """A candidate could not be started, or failed while it was measured; the message gives the reason."""
 
 
 def rank_command(python: str | None = None) -> list[str]:
-    """The command that runs a rank, under `python`, or (default) under this interpreter with its `sys.path`."""
+    """The command that runs a rank with `python`, or by default with this interpreter and its `sys.path`."""
     init = str(Path(__file__).parent / "ranks" / "__init__.py")
-    if python is not None:  # isolated: PYTHONPATH may lead to packages of another environment
+    if python is not None:  # isolated mode: PYTHONPATH may point to packages of another environment
         return [python, "-I", "-c", BOOT.format(path=[], init=init)]
     path = [entry or str(Path.cwd()) for entry in sys.path]
     return [sys.executable, "-c", BOOT.format(path=path, init=init)]
 
 
 def mpi_command(mpiexec: str, world_size: int, *, open_mpi: bool) -> list[str]:
-    """The command that starts `world_size` ranks; Open MPI has to be told that they may share cores."""
+    """The command that starts `world_size` ranks; Open MPI lets them share cores only with --oversubscribe."""
     crowded = open_mpi and world_size > len(os.sched_getaffinity(0))
     return [mpiexec, *(["--oversubscribe"] if crowded else []), "-n", str(world_size)]
 
@@ -68,8 +68,8 @@ class Crew:
         module: module of the `ranks` package that answers the requests.
         rank: the command that runs one rank, see `rank_command`.
         world_size: number of ranks.
-        launcher: the command in front of it (see `mpi_command`); empty: the ranks are started one by one.
-        env: variables to add to the environment of the ranks.
+        launcher: command to put in front of it (see `mpi_command`); if empty, the ranks are started one by one.
+        env: environment variables to add for the ranks.
 
     Attributes:
         folder: temporary folder of this crew.
@@ -89,7 +89,7 @@ class Crew:
         self._address = str(self.folder / "socket")
         numbers = [-1] if launcher else range(world_size)
         self._commands = [[*launcher, *rank, module, self._address, str(number), str(world_size)] for number in numbers]
-        # One thread a rank: the candidates are compared at equal means.
+        # One thread per rank, so that all candidates have the same resources.
         self._env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **(env or {})}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lines: list[_Line] = []
@@ -98,7 +98,7 @@ class Crew:
         """Start the ranks.
 
         Raises:
-            CrewError: they did not all come up.
+            CrewError: not all ranks started.
         """
         try:
             with socket.socket(socket.AF_UNIX) as listener, (self.folder / "stderr").open("wb") as stderr:
@@ -116,7 +116,7 @@ class Crew:
         self._end()
 
     def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """Send `request` to all ranks; their answers, in the order of their ranks once these are known.
+        """Send `request` to all ranks and return their answers, in rank order once the ranks are known.
 
         Raises:
             CrewError: a rank answered with an error, ended, or did not answer in time.
@@ -139,7 +139,7 @@ class Crew:
                         raise CrewError(self._reason(str(answer["error"])))
                     answers[key.data] = answer
         ordered = [answers[number] for number in range(self._world_size)]
-        if all("rank" in answer for answer in ordered):  # the first answers tell who is who
+        if all("rank" in answer for answer in ordered):  # the first answers identify the ranks
             order = sorted(range(self._world_size), key=lambda number: ordered[number]["rank"])
             self._lines = [self._lines[number] for number in order]
             ordered = [ordered[number] for number in order]
@@ -153,7 +153,7 @@ class Crew:
                 stdout=stderr,
                 stderr=stderr,
                 env=self._env,
-                cwd=self.folder,  # nothing in the user's folder may shadow a module
+                cwd=self.folder,  # so that no file in the user's folder shadows a module
                 start_new_session=True,
             )
         except OSError as error:
@@ -178,19 +178,19 @@ class Crew:
 
     def _end(self) -> None:
         for line in self._lines:
-            line.socket.close()  # the ranks take this as the end
+            line.socket.close()  # the ranks exit when it closes
         deadline = time.monotonic() + (_END_SECONDS if self._lines else 0.0)
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-            with contextlib.suppress(ProcessLookupError):  # also what mpiexec left behind
+            with contextlib.suppress(ProcessLookupError):  # and what mpiexec may have left behind
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self._folder.cleanup()
 
 
 class _Line:
-    """The parent's end of the line to one rank."""
+    """The parent's end of the connection to one rank."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -204,7 +204,7 @@ class _Line:
         return True
 
     def receive(self) -> dict[str, Any] | None:
-        """The answer, if it is complete; an error if the rank has hung up."""
+        """The answer, or None if it is incomplete; an error if the rank has closed the connection."""
         try:
             piece = self.socket.recv(1 << 16)
         except OSError:

@@ -1,7 +1,7 @@
-"""Environments of the peers: each library in a virtual environment of its own, made once and kept in the cache.
+"""Virtual environments of the peers, one per library, made once and kept in the cache.
 
-One MPI per environment: with two installed, the library of one meets the launcher of the other. Versions are pinned, so
-that two runs compare with the same thing.
+Each holds at most one MPI: with two, the library of one could meet the launcher of the other. Versions are pinned to
+keep runs comparable.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _INSTALL_SECONDS = 1800.0
 
 @dataclass(frozen=True)
 class Environment:
-    """What to install where.
+    """A virtual environment and what to install into it.
 
     Attributes:
-        name: of the folder.
-        requirements: for pip.
+        name: start of the folder's name.
+        requirements: arguments of `pip install`.
     """
 
     name: str
@@ -40,20 +40,20 @@ class Environment:
 
     @property
     def folder(self) -> Path:
-        """Where it is or will be; other requirements or another Python have another place."""
+        """Where it is or will be; it depends on the requirements and the Python version."""
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         digest = hashlib.sha256(" ".join(self.requirements).encode()).hexdigest()[:8]
         return cache() / f"{self.name}-py{version}-{digest}"
 
     def program(self, name: str) -> str:
-        """Path of an executable in it."""
+        """Path of one of its executables."""
         return str(self.folder / "bin" / name)
 
     def prepare(self, announce: Callable[[str], None]) -> None:
-        """Make the environment unless it is there. One process at a time does so, the others wait.
+        """Make the environment if it does not exist. One process does so; others wait for it.
 
         Raises:
-            MissingDependencyError: it cannot be made; the message is pip's reason.
+            MissingDependencyError: it cannot be made; the message is the error from pip.
         """
         ready = self.folder / "ready"
         if ready.exists():
@@ -63,15 +63,15 @@ class Environment:
             if ready.exists():
                 return
             announce(f"preparing {self.folder}: pip install {' '.join(self.requirements)}")
-            shutil.rmtree(self.folder, ignore_errors=True)  # what an interrupted run has left
+            shutil.rmtree(self.folder, ignore_errors=True)  # left by an interrupted run
             _run([sys.executable, "-m", "venv", str(self.folder)])
             _run([self.program("python"), "-m", "pip", "install", "--quiet", *self.requirements])
             with atomic_write(ready) as file:
                 file.write("\n".join(self.requirements).encode())
 
 
-# pip's own settings apply: PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS may lead it to PyTorch's build for CPUs, which is much
-# smaller than the one that it finds by itself.
+# pip's own settings apply: PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS can point to PyTorch's CPU build, which is much
+# smaller than the default one.
 ENVIRONMENTS = {
     environment.name: environment
     for environment in (

@@ -1,4 +1,4 @@
-"""`distopt bench kernels`: codec kernels beside NumPy, PyTorch and a plain read of the same array, in one run."""
+"""`distopt bench kernels`: compare codec kernels with NumPy, PyTorch and a plain read of the same array, in one run."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "kernels",
-        help="codec kernels on one thread, beside NumPy and PyTorch",
-        description="Measure selection and casts of a float32 array on one thread. All kernels take turns; PyTorch "
-        "runs in an environment of its own that is made on first use.",
+        help="compare codec kernels with NumPy and PyTorch, on one thread",
+        description="Measure selection and casts of a float32 array on one thread. The kernels take turns; PyTorch "
+        "runs in a virtual environment of its own, made on first use.",
     )
     parser.add_argument("--count", type=at_least(1), default=25_600_000, metavar="N", help="elements (25.6 million)")
     parser.add_argument(
-        "--ratio", type=positive, default=0.01, metavar="R", help="share of them that top-K selects (0.01)"
+        "--ratio", type=positive, default=0.01, metavar="R", help="share of the elements that top-K selects (0.01)"
     )
     parser.add_argument("-n", type=at_least(1), default=9, metavar="N", help="turns, each with one timed call (9)")
     parser.add_argument("--isa", choices=_core.supported_isas(), default=_core.isa(), help=f"({_core.isa()})")
     parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; 0 if all that was asked for was measured."""
+    """Measure and print; return 0 if every candidate was measured."""
     if args.ratio > 1:
         raise UsageError(f"--ratio {args.ratio:g} is more than all elements")
     options = {"count": args.count, "k": max(1, int(args.ratio * args.count)), "isa": args.isa}
@@ -59,10 +59,10 @@ def run(args: argparse.Namespace) -> int:
     with Lineup() as lineup:
         for name in ("distopt", *args.peers):
             lineup.add(name, partial(_crew, name, options))
-        print(f"# {args.count:,} float32, K = {options['k']:,}, one thread a process, {heading(facts)}")
+        print(f"# {args.count:,} float32, K = {options['k']:,}, one thread per process, {heading(facts)}")
         for candidate in lineup.candidates:
             print(f"# {candidate.name:<9} {candidate.hello['about']}")
-        print(f"# time: median of {args.n}; reads: over that of a plain read; x: over distopt's for the same task")
+        print(f"# time: median of {args.n}; reads: relative to a plain read; x: relative to distopt for the same task")
         print(_HEADER, flush=True)
         samples = _measure(lineup, args.n)
         for line in lines(samples):
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def lines(samples: Samples) -> list[str]:
-    """The table, tasks together."""
+    """The rows of the table, grouped by task."""
     times = {key: median(seconds) for key, seconds in samples.items()}
     read = times.get(("read", _OWN))
     text = []

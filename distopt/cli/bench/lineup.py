@@ -1,4 +1,4 @@
-"""Who takes part in a benchmark, and how each is started."""
+"""The candidates of a benchmark, and how each is started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Candidate", "Lineup", "Setup", "distopt_crew", "mpi_crew", "torch_crew"]
 
-# What the ranks of a crew are told first.
+# The first message to the ranks of a crew.
 Setup: TypeAlias = dict[str, Any]
 
 _OVER_MPI = ("mpi", "hierarchical")
@@ -30,12 +30,12 @@ _OPEN_MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONF
 
 @dataclass(eq=False)
 class Candidate:
-    """One that is measured.
+    """A library that is measured.
 
     Attributes:
         name: as in the table.
         crew: its ranks.
-        hello: what its first rank answered to the set-up.
+        hello: the answer of its first rank to the setup.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Candidate:
 
 @dataclass
 class Lineup:
-    """A context manager that starts candidates, and keeps the reasons why others are missing.
+    """A context manager that starts candidates, and records why others could not be started.
 
     Attributes:
-        candidates: those that are up.
+        candidates: those that are running.
         missing: name -> reason.
-        resources: what ends with the line-up.
+        resources: closed on exit.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Lineup:
         self.resources.close()
 
     def add(self, name: str, start: Callable[[], tuple[Crew, Setup]]) -> None:
-        """Start a candidate; if that fails, it is missing."""
+        """Start a candidate; if that fails, record the reason in `missing`."""
         try:
             crew, setup = start()
             self.resources.enter_context(crew)
@@ -75,13 +75,13 @@ class Lineup:
             self.candidates.append(Candidate(name, crew, hello))
 
     def drop(self, candidate: Candidate, reason: str) -> None:
-        """Measure `candidate` no more."""
+        """Stop measuring `candidate`, for `reason`."""
         self.candidates.remove(candidate)
         self.missing[candidate.name] = reason
 
 
 def distopt_crew(module: str, world_size: int, backend: str) -> tuple[Crew, Setup]:
-    """Ranks of distopt: children of this process for what stays on one host, else under mpiexec.
+    """Ranks of distopt: children of this process, or started by mpiexec if the backend needs MPI.
 
     Raises:
         MissingDependencyError: there is no mpiexec.
@@ -92,7 +92,7 @@ def distopt_crew(module: str, world_size: int, backend: str) -> tuple[Crew, Setu
 
 
 def mpi_crew(module: str, world_size: int, name: str, announce: Callable[[str], None]) -> tuple[Crew, Setup]:
-    """Ranks of the MPI `name`, in its own environment.
+    """Ranks of the MPI `name`, in its own virtual environment.
 
     Raises:
         MissingDependencyError: the environment cannot be made.
@@ -104,19 +104,22 @@ def mpi_crew(module: str, world_size: int, name: str, announce: Callable[[str], 
     return Crew(module, rank, world_size, launcher, _root_variables()), {"library": "mpi"}
 
 
-def torch_crew(module: str, world_size: int, announce: Callable[[str], None]) -> tuple[Crew, Setup]:
-    """Ranks of PyTorch, in its own environment.
+def torch_crew(
+    module: str, world_size: int, announce: Callable[[str], None], variables: dict[str, str] | None = None
+) -> tuple[Crew, Setup]:
+    """Ranks of PyTorch, in its own virtual environment, with `variables` added to their environment variables.
 
     Raises:
         MissingDependencyError: the environment cannot be made.
     """
     environment = ENVIRONMENTS["torch"]
     environment.prepare(announce)
-    return Crew(module, rank_command(environment.program("python")), world_size), {"library": "torch"}
+    rank = rank_command(environment.program("python"))
+    return Crew(module, rank, world_size, env=variables), {"library": "torch"}
 
 
 def _own_launcher(world_size: int) -> list[str]:
-    """The mpiexec that belongs to this environment's mpi4py, as far as one can tell."""
+    """The mpiexec most likely to belong to this environment's mpi4py."""
     beside = Path(sys.executable).with_name("mpiexec")
     path = str(beside) if beside.exists() else shutil.which("mpiexec")
     if path is None:
@@ -129,5 +132,5 @@ def _own_launcher(world_size: int) -> list[str]:
 
 
 def _root_variables() -> dict[str, str]:
-    # Open MPI refuses to run as root unless it is told twice; in a container one is root as a rule.
+    # Open MPI refuses to run as root, the usual user in a container, unless two variables are set.
     return _OPEN_MPI_AS_ROOT if os.geteuid() == 0 else {}

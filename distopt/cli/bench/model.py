@@ -1,4 +1,4 @@
-"""`distopt bench model`: what measured tables say about more ranks, and how far the model is from what was measured."""
+"""`distopt bench model`: predict steps on more ranks from measured tables, and report the error of the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 _LARGEST = 1024
-# What a file must tell of every row.
+# Fields that every row of a file must have.
 _COLUMNS = {
     "all-reduce": {"who", "buffers", "world_size", "size_bytes", "median_seconds"},
     "train": {"who", "world_size", "batch_size", "median_seconds", "phases"},
@@ -36,7 +36,7 @@ class Fit:
     points: list[tuple[int, float]]
 
     def errors(self) -> list[float]:
-        """Predicted over measured time, less 1."""
+        """Relative errors: predicted time / measured time - 1."""
         return [self.curve.time(size) / seconds - 1 for size, seconds in self.points]
 
 
@@ -45,32 +45,38 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser = commands.add_parser(
         "model",
         help="predict steps on up to 1,024 ranks from measured tables",
-        description="Fit latency and bandwidth to tables that bench all-reduce wrote, and predict training steps on 2 "
+        description="Fit latency and bandwidth to tables written by bench all-reduce, and predict training steps on 2 "
         "to 1,024 ranks over a given network. The error against every measured point is printed.",
     )
     parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE", help="files of bench all-reduce --json")
-    parser.add_argument("--train", type=Path, metavar="FILE", help="file of bench train --json: the step and its size")
-    parser.add_argument("--step-ms", type=positive, metavar="MS", help="or: the step of one process")
-    parser.add_argument("--backward-ms", type=positive, metavar="MS", help="its part that can hide communication")
-    parser.add_argument("--bytes", type=byte_size, metavar="SIZE", help="its gradients, in float32")
+    parser.add_argument(
+        "--train", type=Path, metavar="FILE", help="file of bench train --json, for step time and gradient size"
+    )
+    parser.add_argument("--step-ms", type=positive, metavar="MS", help="or give the step time of one process")
+    parser.add_argument("--backward-ms", type=positive, metavar="MS", help="the part of it that can hide communication")
+    parser.add_argument("--bytes", type=byte_size, metavar="SIZE", help="size of its gradients in float32")
     parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help="its samples (64)")
-    parser.add_argument("--gbit", type=positive, default=10.0, metavar="G", help="network of a host in Gbit/s (10)")
+    parser.add_argument(
+        "--gbit", type=positive, default=10.0, metavar="G", help="network bandwidth per host in Gbit/s (10)"
+    )
     parser.add_argument("--latency-us", type=positive, default=20.0, metavar="US", help="of a message (20)")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="ring", help="between hosts (ring)")
-    parser.add_argument("--who", default="shm", metavar="NAME", help="candidate of the table within a host (shm)")
+    parser.add_argument(
+        "--who", default="shm", metavar="NAME", help="candidate in the table to use within a host (shm)"
+    )
     parser.add_argument("--buffers", default="wire", metavar="KIND", help="and its kind of memory (wire)")
-    parser.add_argument("--per-host", type=at_least(1), metavar="N", help="ranks of a host (as in the table)")
+    parser.add_argument("--per-host", type=at_least(1), metavar="N", help="ranks per host (as in the table)")
     parser.add_argument(
         "--strategy", type=names_of(STRATEGIES), default=list(STRATEGIES), metavar="NAMES", help="what is sent (all)"
     )
     parser.add_argument("--ratio", type=positive, default=0.01, metavar="R", help="share that sparseTopK sends (0.01)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write fits and predictions there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw efficiency over ranks there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write fits and predictions to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot efficiency against ranks to FILE")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fit, predict and print; 0."""
+    """Fit, predict and print; return 0."""
     if args.plot:
         require_matplotlib()
     fits = _fits(args.tables)
@@ -95,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- what was measured -------------------------------------------------------------------------------------------------
+# -- measurements -------------------------------------------------------------------------------------------------
 def _load(path: Path, benchmark: str) -> dict[str, Any]:
     try:
         report = json.loads(path.read_text())
@@ -117,7 +123,7 @@ def _fits(tables: list[Path]) -> dict[Key, Fit]:
 
 
 def _local(args: argparse.Namespace, fits: dict[Key, Fit]) -> tuple[int, Fit | None]:
-    """Ranks of a host, and the fit for them."""
+    """Ranks per host, and the fit for that number."""
     measured = {
         ranks: found for (who, buffers, ranks), found in fits.items() if (who, buffers) == (args.who, args.buffers)
     }
@@ -156,11 +162,9 @@ def _training_given(args: argparse.Namespace) -> Training:
     return Training(step, step, backward, args.bytes // 4, args.batch_size)
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------------------------
 def _print_fits(fits: dict[Key, Fit]) -> None:
-    print(
-        "# fits: time = latency + size / bandwidth, least squares of relative errors; error: fitted over measured - 1"
-    )
+    print("# fits: time = latency + size / bandwidth, least squares of relative errors; error: fitted / measured - 1")
     for (who, buffers, ranks), found in fits.items():
         line, knee = found.curve.line, found.curve.knee_bytes
         beyond = f", beyond {knee:.0f} B {_bandwidth(found.curve.slope)}" if knee is not None else ""
@@ -194,7 +198,7 @@ def _print_predictions(
         f"# prediction: {training.count:,} gradients, {training.alone * 1e3:.2f} ms a step alone, {per_host} ranks a "
         f"host, {args.gbit:g} Gbit/s, {args.latency_us:g} us, {args.algorithm}; encoding is not in the model"
     )
-    print("# step and efficiency: first with all communication exposed, then with as much as possible behind backward")
+    print("# step and efficiency: with no communication hidden, then with as much hidden behind backward as possible")
     print(
         f"#{'ranks':>6}{'hosts':>7}  {'strategy':<12}{'comm (ms)':>10}{'step (ms)':>20}"
         f"{'samples/s':>12}{'efficiency':>16}"

@@ -1,4 +1,4 @@
-"""Plots; the only room of the command line that needs matplotlib."""
+"""Plots; the only module of the command line that needs matplotlib."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["plot_bandwidths", "plot_efficiencies", "require_matplotlib"]
 
 
 def require_matplotlib() -> None:
-    """Local. Say now, rather than after the measurement, that there will be no plot.
+    """Local. Check for matplotlib before the measurement, rather than after it.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -35,7 +35,7 @@ def new_figure() -> tuple[Any, Any]:
 
 
 def plot_bandwidths(rows: list[Row], path: Path) -> None:
-    """Draw algorithm bandwidth over size, one line for each candidate and kind of memory."""
+    """Plot algorithm bandwidth against size, one line for each candidate and kind of memory."""
     figure, axes = new_figure()
     colours: dict[str, str] = {}
     for who, buffers in dict.fromkeys((row.who, row.buffers) for row in rows):
@@ -63,7 +63,7 @@ def plot_bandwidths(rows: list[Row], path: Path) -> None:
 
 
 def plot_efficiencies(predictions: list[Prediction], path: Path, network: str) -> None:
-    """Draw efficiency over ranks: a band for each strategy, from nothing hidden to all that can be."""
+    """Plot efficiency against ranks: a band per strategy, from no communication hidden to as much as possible."""
     figure, axes = new_figure()
     for strategy in dict.fromkeys(prediction.strategy for prediction in predictions):
         points = [prediction for prediction in predictions if prediction.strategy == strategy]

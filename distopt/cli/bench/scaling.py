@@ -1,9 +1,9 @@
 """A model of the time of data-parallel training steps: a curve per measured communicator, and a network between hosts.
 
 A message of m bytes takes latency + m / bandwidth (Hockney, "The communication challenge for MPP", Parallel Computing
-20, 1994). Inside a host there are two bandwidths, that of the caches and that of memory. Ranks of one host reduce among
-themselves by the curve fitted to their measured all-reduce; then the hosts reduce among themselves over the network,
-each local rank carrying its share of the bytes.
+20, 1994). Within a host there are two bandwidths, one of the caches and one of memory. First the ranks of each host
+reduce, in the time given by the curve fitted to their measured all-reduce; then the hosts reduce over the network, with
+each local rank sending its share of the bytes.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Curve:
 
     Attributes:
         line: for sizes up to the knee.
-        knee_bytes: size beyond which the caches do not hold the arrays; None: no bend was found.
-        slope: seconds per byte beyond the knee.
+        knee_bytes: size above which the arrays do not fit the caches; None if no bend was found.
+        slope: seconds per byte for sizes above the knee.
     """
 
     line: Line
@@ -80,7 +80,7 @@ class Curve:
 def fit(points: Sequence[tuple[float, float]]) -> Curve:
     """The curve through (bytes, seconds) with the least sum of squared relative errors and no negative term.
 
-    A bend must leave at least three sizes before and two beyond its knee, and must quarter the sum.
+    A bend needs at least three sizes below its knee and two above, and must reduce the sum to a quarter.
     """
     straight = Curve(_fit_line(points))
     sizes = sorted({size for size, _ in points})
@@ -95,7 +95,7 @@ def _squares(curve: Line | Curve, points: Sequence[tuple[float, float]]) -> floa
 
 def _fit_bent(points: Sequence[tuple[float, float]], knee: float) -> Curve | None:
     rows = [(1 / t, min(size, knee) / t, max(size - knee, 0.0) / t) for size, t in points]
-    scale = np.max(rows, axis=0)  # the columns are ten orders of magnitude apart
+    scale = np.max(rows, axis=0)  # the columns differ by ten orders of magnitude
     terms = np.linalg.lstsq(np.array(rows) / scale, np.ones(len(rows)), rcond=None)[0] / scale
     latency, before, beyond = terms.tolist()
     return Curve(Line(latency, before), knee, beyond) if min(latency, before, beyond) >= 0 else None
@@ -104,7 +104,7 @@ def _fit_bent(points: Sequence[tuple[float, float]], knee: float) -> Curve | Non
 def _fit_line(points: Sequence[tuple[float, float]]) -> Line:
     """The line through (bytes, seconds) with the least sum of squared relative errors and no negative term.
 
-    Relative, because the points span five orders of magnitude: absolute errors would leave the latency to chance.
+    Errors are relative because the points span five orders of magnitude: absolute ones would not constrain the latency.
     """
     u = [1 / seconds for _, seconds in points]
     v = [size / seconds for size, seconds in points]
@@ -115,7 +115,7 @@ def _fit_line(points: Sequence[tuple[float, float]]) -> Line:
         slope = (uu * sum(v) - uv * sum(u)) / determinant
         if latency >= 0 and slope >= 0:
             return Line(latency, slope)
-    # The best line of one term; where both are possible, the better of the two.
+    # The best line with a single term; if both are possible, the better one.
     lines = [Line(0.0, sum(v) / vv)] if vv else []
     lines.append(Line(sum(u) / uu, 0.0))
     return min(lines, key=lambda line: _squares(line, points))
@@ -127,8 +127,8 @@ class Network:
 
     Attributes:
         line: time of one message between two hosts.
-        algorithm: of the dense all-reduce. Both move 2 (h - 1) / h times the bytes; a ring in 2 (h - 1) messages one
-            after the other, recursive halving and doubling in 2 ceil(log2 h) (Thakur, Rabenseifner and Gropp,
+        algorithm: of the dense all-reduce. Both move 2 (h - 1) / h times the bytes: a ring in 2 (h - 1) successive
+            messages, recursive halving and doubling in 2 ceil(log2 h) (Thakur, Rabenseifner and Gropp,
             "Optimization of Collective Communication Operations in MPICH", 2005, section 4.3).
     """
 
@@ -143,7 +143,7 @@ class Network:
         return messages * self.line.latency + 2 * (hosts - 1) / hosts * size_bytes * self.line.seconds_per_byte
 
     def sparse_all_reduce(self, entries: int, count: int, hosts: int) -> float:
-        """Seconds to sum `entries` indices and values per host into `count` float32, by the way `comm.sparse` takes."""
+        """Seconds to sum `entries` indices and values per host into `count` float32, as `comm.sparse` does."""
         if hosts == 1:
             return 0.0
         dense_bytes, per_host = 4 * count, ENTRY_BYTES * entries
@@ -160,14 +160,14 @@ class Network:
 
 @dataclass(frozen=True)
 class Training:
-    """What a step needs.
+    """The cost of a training step.
 
     Attributes:
-        alone: seconds of a step of one process.
-        compute: seconds of a step without communication, as many ranks to a host as there will be.
-        backward: seconds of it in which communication may be hidden.
-        count: float32 gradients.
-        batch_size: samples of each rank.
+        alone: seconds per step with one process.
+        compute: seconds per step without communication, with the final number of ranks per host.
+        backward: the part of it that can hide communication, in seconds.
+        count: number of float32 gradient elements.
+        batch_size: samples per rank.
     """
 
     alone: float
@@ -182,12 +182,12 @@ class Prediction:
     """A step on some number of ranks.
 
     Attributes:
-        ranks: of the job.
-        hosts: that they are on.
+        ranks: number of ranks.
+        hosts: number of hosts.
         strategy: what is sent.
         communication: seconds for all gradients.
-        step: seconds if none of it is hidden, and if as much as possible is hidden behind backward.
-        efficiency: step of one process / `step`.
+        step: seconds if no communication is hidden, and if as much as possible is hidden behind backward.
+        efficiency: step time of one process divided by `step`.
     """
 
     ranks: int
@@ -207,15 +207,15 @@ def predict(
     strategy: Strategy,
     ratio: float,
 ) -> Prediction:
-    """The step of `ranks` ranks, `per_host` of them on each host.
+    """Predict the step on `ranks` ranks, with `per_host` of them on each host.
 
     Args:
         training: the step without communication.
-        local: all-reduce among the ranks of one host; None for one rank a host.
+        local: all-reduce among the ranks of one host; None for one rank per host.
         network: between hosts.
-        per_host: ranks of a host.
-        ranks: of the job.
-        strategy: what is sent. The time to encode and decode is not in the model.
+        per_host: ranks per host.
+        ranks: number of ranks.
+        strategy: what is sent. The model ignores the time to encode and decode.
         ratio: share of the gradients that sparseTopK sends.
     """
     on_host = min(ranks, per_host)

@@ -1,4 +1,4 @@
-"""Lines of a measurement, in the columns of nccl-tests, and the facts about the machine above them."""
+"""Rows of measurements in the columns of nccl-tests, and the description of the machine above them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured for one candidate, one kind of memory and one size.
+    """The measurement of one candidate with one kind of memory and one size.
 
     Attributes:
         who: the candidate.
         buffers: kind of memory.
-        size_bytes: of one rank's array.
-        count: its elements.
+        size_bytes: size of one rank's array.
+        count: its number of elements.
         dtype: its type.
-        world_size: ranks.
-        seconds: one entry per timed batch: seconds a call, of the slowest rank.
-        calls: calls back to back in a batch.
+        world_size: number of ranks.
+        seconds: seconds per call of the slowest rank, one entry per timed batch.
+        calls: consecutive calls in a batch.
         wrong: wrong elements over all batches and ranks.
     """
 
@@ -54,16 +54,16 @@ class Row:
 
     @property
     def algorithm_bandwidth(self) -> float:
-        """Bytes a second."""
+        """Bytes per second."""
         return self.size_bytes / self.time
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes a second that each rank must send (and receive) in an all-reduce, whatever its algorithm."""
+        """Bytes per second that each rank must send (and receive) in an all-reduce, whatever the algorithm."""
         return self.algorithm_bandwidth * 2 * (self.world_size - 1) / self.world_size
 
     def line(self, reference: Row) -> str:
-        """The row as text; `reference` has the time that counts as 1."""
+        """The row as text, with its time relative to `reference`."""
         return (
             f" {self.size_bytes:>12}{self.count:>13}{self.dtype:>10}{'sum':>7}  {self.who:<13}{self.buffers:<10}"
             f"{self.time * 1e6:>11.1f}{self.algorithm_bandwidth / 1e9:>9.2f}{self.bus_bandwidth / 1e9:>9.2f}"
@@ -71,7 +71,7 @@ class Row:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The row for programs."""
+        """The row as JSON types."""
         return {
             **asdict(self),
             "redop": "sum",
@@ -82,7 +82,7 @@ class Row:
 
 
 def machine() -> dict[str, Any]:
-    """Facts about this machine that a measurement depends on."""
+    """Properties of this machine that affect measurements."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return {
@@ -96,7 +96,7 @@ def machine() -> dict[str, Any]:
 
 
 def heading(facts: dict[str, Any]) -> str:
-    """The machine in words, with a warning where others use it too: ranks that sleep lose more than ranks that spin."""
+    """A description of the machine, with a warning if it is busy: load slows sleeping ranks more than spinning ones."""
     text = f"{facts['cores']} cores of {facts['processor']} ({facts['host']})"
     if facts["load"] > _QUIET_LOAD * facts["cores"]:
         text += f"\n# others are at work here (load average {facts['load']:.1f}): these numbers say little"

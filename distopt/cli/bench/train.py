@@ -1,4 +1,4 @@
-"""`distopt bench train`: training steps of a reference model, beside PyTorch, in one run."""
+"""`distopt bench train`: compare training steps of a reference model with PyTorch, in one run."""
 
 from __future__ import annotations
 
@@ -25,12 +25,23 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
-_PEERS = ("torch-ddp",)
-_APART = "apart"  # distopt, each process a job of its own
+# The options of `ranks.train_torch` for each peer.
+_PEERS = {
+    "torch-ddp": {"tuned": False, "bfloat16": False},
+    "torch-tuned": {"tuned": True, "bfloat16": False},
+    "torch-tuned-bf16": {"tuned": True, "bfloat16": True},
+}
+# By default, glibc returns large freed blocks to the kernel, so every step faults their pages in again.
+_KEEP_MEMORY = {
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+}
+_APART = "apart"  # distopt, with each process a separate one-rank job
 _HEADER = (
-    f"#{'who':<11}{'ranks':>6}{'step':>9}{'images/s':>11}{'efficiency':>12}{'x':>7}   "
+    f"#{'who':<17}{'ranks':>6}{'step':>9}{'images/s':>11}{'efficiency':>12}{'x':>7}   "
     f"{'forward':>8}{'backward':>9}{'exposed':>8}{'update':>8}{'memory':>9}\n"
-    f"#{'':<11}{'':>6}{'(ms)':>9}{'':>11}{'':>12}{'':>7}   "
+    f"#{'':<17}{'':>6}{'(ms)':>9}{'':>11}{'':>12}{'':>7}   "
     f"{'(ms)':>8}{'(ms)':>9}{'(ms)':>8}{'(ms)':>8}{'(MiB)':>9}"
 )
 
@@ -42,9 +53,9 @@ class Result:
     Attributes:
         who: the candidate, without its number of ranks.
         world_size: ranks.
-        batch_size: images of each in a step.
-        seconds: one entry a step: that of the slowest rank.
-        phases: seconds of rank 0 in each phase, one entry a step.
+        batch_size: images per rank and step.
+        seconds: one entry per step, the slowest rank's.
+        phases: seconds of rank 0 in each phase, one entry per step.
         resident_bytes: largest resident set of a rank.
         equal: whether all ranks had the same parameters at the end of every turn.
     """
@@ -58,7 +69,7 @@ class Result:
     equal: bool = True
 
     def add(self, answers: list[dict[str, Any]]) -> None:
-        """Take in the answers of all ranks to one request."""
+        """Add the answers of all ranks to one request."""
         self.seconds += [max(step) for step in zip(*(answer["seconds"] for answer in answers), strict=True)]
         for name in PHASES:
             self.phases[name] += answers[0]["phases"][name]
@@ -67,26 +78,26 @@ class Result:
 
     @property
     def images_per_second(self) -> float:
-        """Of all ranks together."""
+        """All ranks together."""
         return self.world_size * self.batch_size / median(self.seconds)
 
     def phase(self, name: str) -> float:
-        """Median seconds; NaN if the library does not tell."""
+        """Median seconds; NaN if the library does not report it."""
         return median(self.phases[name])
 
     def line(self, alone: Result | None, reference: Result) -> str:
-        """The result as text. `alone` is the same candidate with one rank; `reference` has the speed that is 1."""
+        """The result as text. `alone` is the same candidate with one rank; speeds are relative to `reference`."""
         efficiency = self.images_per_second / alone.images_per_second / self.world_size if alone else math.nan
         phases = [_milliseconds(self.phase(name)) for name in PHASES]
         return (
-            f" {self.who:<11}{self.world_size:>6}{median(self.seconds) * 1e3:>9.2f}{self.images_per_second:>11.0f}"
+            f" {self.who:<17}{self.world_size:>6}{median(self.seconds) * 1e3:>9.2f}{self.images_per_second:>11.0f}"
             f"{'-' if math.isnan(efficiency) else f'{efficiency:.1%}':>12}"
             f"{self.images_per_second / reference.images_per_second:>7.2f}   "
             f"{phases[0]:>8}{phases[1]:>9}{phases[2]:>8}{phases[3]:>8}{self.resident_bytes / 2**20:>9.0f}"
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The result for programs."""
+        """The result as JSON types."""
         phases = {name: None if math.isnan(self.phase(name)) else self.phase(name) for name in PHASES}
         return {
             "who": self.who,
@@ -105,26 +116,30 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "train",
-        help="training steps of a reference model, beside PyTorch",
-        description="Measure training steps on a synthetic batch, one thread a rank, with the given number of ranks "
-        "and with one. All take turns; PyTorch runs in an environment of its own that is made on first use. --apart "
-        "adds as many jobs of one rank that run side by side: communication has no part in what they lose.",
+        help="compare training steps of a reference model with PyTorch",
+        description="Measure training steps on a synthetic batch, one thread per rank, with the given number of ranks "
+        "and with one. The candidates take turns. PyTorch runs in a virtual environment of its own, made on first use: "
+        "torch-ddp with default settings; torch-tuned with channels_last, pooling before ReLU, fused SGD, gradients "
+        "and freed memory kept allocated, and DDP with a static graph and bucket views; torch-tuned-bf16 the same with "
+        "bfloat16 autocast. --apart adds as many one-rank jobs, run side by side without communication.",
     )
     parser.add_argument("--np", type=at_least(1), default=2, metavar="N", help="ranks (default: 2)")
     parser.add_argument("--model", choices=["cnn"], default="cnn", help="(cnn)")
-    parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help="images of each rank (64)")
+    parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help="images per rank (64)")
     parser.add_argument("--backend", choices=["shm", "mpi", "hierarchical"], default="shm", help="communicator (shm)")
-    parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
-    parser.add_argument("--apart", action="store_true", help="also as many processes that do not communicate")
+    parser.add_argument(
+        "--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"any of {','.join(_PEERS)}"
+    )
+    parser.add_argument("--apart", action="store_true", help="also run N one-rank jobs that do not communicate")
     parser.add_argument("-n", type=at_least(1), default=100, metavar="N", help="timed steps in each turn (100)")
     parser.add_argument("-w", type=at_least(0), default=10, metavar="N", help="untimed steps in each turn (10)")
-    parser.add_argument("--turns", type=at_least(1), default=4, metavar="N", help="turns that all take (4)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
+    parser.add_argument("--turns", type=at_least(1), default=4, metavar="N", help="turns of each candidate (4)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; 0 if all that was asked for was measured and the ranks agreed on the parameters."""
+    """Measure and print; return 0 if every candidate was measured and its ranks agreed on the parameters."""
     results: dict[str, Result] = {}
     facts = machine()
     with Lineup() as lineup:
@@ -163,7 +178,8 @@ def _crew(who: str, world_size: int, args: argparse.Namespace) -> tuple[Crew, Se
     elif who == "distopt":
         crew, setup = distopt_crew("train", world_size, args.backend if world_size > 1 else "single")
     else:
-        crew, setup = torch_crew("train", world_size, announce)
+        crew, setup = torch_crew("train", world_size, announce, _KEEP_MEMORY if _PEERS[who]["tuned"] else None)
+        setup.update(_PEERS[who])
     return crew, {**setup, "batch_size": args.batch_size}
 
 
@@ -175,11 +191,11 @@ def _take_turn(lineup: Lineup, candidate: Candidate, result: Result, args: argpa
 
 
 def _print_head(args: argparse.Namespace, lineup: Lineup, facts: dict[str, Any]) -> None:
-    print(f"# {args.model}, batch {args.batch_size} a rank, on {heading(facts)}")
+    print(f"# {args.model}, batch size {args.batch_size} per rank, on {heading(facts)}")
     for candidate in lineup.candidates:
-        print(f"# {candidate.name:<13} {candidate.hello['about']}")
-    print("# step: median, the slowest rank's each; efficiency: images/s over those of one rank, per rank")
-    print("# x: speed over that of the first line; exposed: communication that backward did not hide, of rank 0")
+        print(f"# {candidate.name:<19} {candidate.hello['about']}")
+    print("# step: median over steps of the slowest rank; efficiency: images/s per rank, relative to one rank alone")
+    print("# x: speed relative to the first line; exposed: communication not hidden behind backward, on rank 0")
     print(_HEADER, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What several benchmarks read from the command line and say on the way."""
+"""Command-line types and messages that several benchmarks share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def byte_size(text: str) -> int:
 
 
 def size_range(first: int, last: int, factor: float, item_bytes: int) -> list[int]:
-    """Sizes from `first` to `last` (bytes), each `factor` times the one before, in whole items."""
+    """Sizes from `first` to `last` (bytes), each `factor` times the previous one, rounded down to whole items."""
     sizes: list[int] = []
     size = float(first)
     while size <= last:
@@ -38,7 +38,7 @@ def size_range(first: int, last: int, factor: float, item_bytes: int) -> list[in
 
 
 def at_least(low: int) -> Callable[[str], int]:
-    """A reader of whole numbers that are no smaller than `low`."""
+    """A parser of whole numbers of at least `low`."""
 
     def read(text: str) -> int:
         if not (text.isascii() and text.isdigit() and int(text) >= low):
@@ -60,7 +60,7 @@ def positive(text: str) -> float:
 
 
 def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """A reader of comma-separated names, each out of `known`."""
+    """A parser of comma-separated names, each one of `known`."""
     choices = list(known)
 
     def read(text: str) -> list[str]:
@@ -74,5 +74,5 @@ def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def announce(text: str) -> None:
-    """Say what takes long, beside the table."""
+    """Report something that takes long, on stderr."""
     print(f"# {text}", file=sys.stderr, flush=True)

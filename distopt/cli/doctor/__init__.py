@@ -1,7 +1,7 @@
-"""`distopt doctor`: what this machine offers, row by row, and the cure for what is missing.
+"""`distopt doctor`: what this machine offers, row by row, and how to fix what is missing.
 
-Every probe is isolated: one that raises gives a row that says so, and whatever loads a foreign library does it in a
-child process with a time-out, so that neither a crash nor a hang of that library ends the doctor.
+Every probe is isolated. One that raises an exception produces a row that says so. Probes load foreign libraries in a
+child process with a timeout, so a crash or hang of the library does not affect the doctor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PROBES", "add_parser"]
 
-# The CPU road needs the rows marked `needed`; the others widen it.
+# Training on CPUs requires the rows marked `needed`; the others are optional.
 PROBES = (
     Probe("Python", software.python, needed=True),
     Probe("platform", software.operating_system, needed=True),
@@ -47,16 +47,16 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "doctor",
-        help="show what this machine offers, and the cure for what is missing",
-        description="Show what this machine offers, and the cure for what is missing. The exit code is 0 if training "
-        "on the CPUs of this machine works, else 1.",
+        help="show what this machine offers, and how to fix what is missing",
+        description="Show what this machine offers, and how to fix what is missing. The exit code is 0 if training on "
+        "the CPUs of this machine works, else 1.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, probes: tuple[Probe, ...] = PROBES) -> int:
-    """Examine all `probes` and print the rows as they become known; 0 if all that are needed are in order."""
+    """Run all `probes` and print each row at once; return 0 if all rows that are needed are in order."""
     style = Style.of(sys.stdout)
     rows = []
     for probe in probes:

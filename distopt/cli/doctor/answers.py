@@ -1,4 +1,4 @@
-"""The child's side of `ask`: functions that load one foreign library each and tell what they saw."""
+"""The child's side of `ask`: functions that each load one foreign library and report on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["QUESTIONS", "main"]
 
 def main(question: str, arguments: tuple[Any, ...]) -> None:
     """Print the answer as JSON."""
-    # Libraries print to stdout what they like; the answer must stand alone.
+    # Libraries may print to stdout, which must contain only the answer.
     answer_fd = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -48,7 +48,7 @@ def _blas() -> dict[str, Any]:
 
 
 def _gemm() -> dict[str, Any]:
-    """Speed of a matrix product of the size that a training step has, on one thread."""
+    """Speed of a matrix product of the size found in a training step, on one thread."""
     import numpy as np
     from threadpoolctl import threadpool_limits
 
@@ -77,7 +77,7 @@ def _core() -> dict[str, Any]:
 def _mpi() -> dict[str, Any]:
     import mpi4py
 
-    mpi4py.rc.initialize = False  # MPI_Init is the business of jobs; the version can be had without
+    mpi4py.rc.initialize = False  # the version is available without MPI_Init, which may hang
     mpi4py.rc.finalize = False
     from mpi4py import MPI
 
@@ -103,7 +103,7 @@ def _driver() -> dict[str, Any]:
 
 
 def _devices() -> dict[str, Any]:
-    """What NVML says: unlike CUDA it makes no context, and sees devices that CUDA_VISIBLE_DEVICES hides."""
+    """The devices, from NVML: unlike CUDA, it creates no context and sees devices that CUDA_VISIBLE_DEVICES hides."""
 
     class Memory(ctypes.Structure):
         _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
@@ -120,7 +120,7 @@ def _devices() -> dict[str, Any]:
         device, memory = ctypes.c_void_p(), Memory()
         _check(nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)), "nvmlDeviceGetHandleByIndex")
         _check(nvml.nvmlDeviceGetName(device, text, len(text)), "nvmlDeviceGetName")
-        # MIG and unified-memory devices have no memory of their own to report.
+        # MIG and unified-memory devices do not report memory.
         known = nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0
         devices.append({"name": text.value.decode(), "memory_bytes": memory.total if known else None})
     return {"driver": driver, "devices": devices}

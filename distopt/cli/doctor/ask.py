@@ -1,4 +1,4 @@
-"""Questions to child processes: a library that crashes or hangs does it there, within a time-out."""
+"""Run probes in child processes with a timeout, so that a library that crashes or hangs does so there."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Ended", "ask", "describe_end", "run_bounded", "unlaunched_environment", "version_of"]
 
-# What launchers tell their ranks. A child that inherited it would take itself for a rank of the job that the doctor
-# runs in, and wait for its peers in MPI_Init.
+# Variables that launchers set for their ranks. A child that inherited them would take itself for a rank of the job that
+# the doctor runs in, and would wait for its peers in MPI_Init.
 _LAUNCHER_PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_")
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child process ended; `returncode` is None if it was killed at the time-out."""
+    """How a child process ended; `returncode` is None if it was killed at the timeout."""
 
     returncode: int | None
     stdout: str
@@ -35,7 +35,7 @@ class Ended:
 
 
 def run_bounded(command: Sequence[str], seconds: float, env: dict[str, str] | None = None) -> Ended:
-    """Run `command` for at most `seconds`, then kill it together with what it has started.
+    """Run `command` for at most `seconds`, then kill it and every process it has started.
 
     Raises:
         OSError: it cannot be started.
@@ -71,12 +71,12 @@ def _kill_group(pid: int) -> None:
 
 @cache
 def ask(question: str, *arguments: str, seconds: float = 20.0, variable: str = "") -> dict[str, Any]:
-    """The answer of `answers.QUESTIONS[question]` in a child process of its own.
+    """The answer of `answers.QUESTIONS[question]`, called in a child process.
 
     Args:
         question: key of the function.
         arguments: its arguments.
-        seconds: time-out.
+        seconds: timeout.
         variable: "NAME=value" to add to the child's environment.
 
     Raises:
@@ -102,7 +102,7 @@ def ask(question: str, *arguments: str, seconds: float = 20.0, variable: str = "
 
 
 def describe_end(ended: Ended, seconds: float) -> str:
-    """What to say about a child that did not end well."""
+    """A description of how a child failed."""
     lines = ended.stderr.strip().splitlines()
     said = f": {lines[-1].strip()}" if lines else ""
     if ended.returncode is None:
@@ -113,7 +113,7 @@ def describe_end(ended: Ended, seconds: float) -> str:
 
 
 def unlaunched_environment() -> dict[str, str]:
-    """The environment without the variables that make a process a rank of somebody else's job."""
+    """The environment without the variables that make a process a rank of a surrounding job."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
 
 

@@ -19,7 +19,7 @@ _OLDEST_NCCL = 21800
 
 
 def driver() -> Finding:
-    """The CUDA that the driver supports."""
+    """The CUDA version that the driver supports."""
     try:
         answer = ask("driver")
     except DistoptError as error:
@@ -46,7 +46,7 @@ def devices() -> Finding:
 
 
 def cupy() -> Finding:
-    """CuPy, which brings arrays and the runtime."""
+    """CuPy, which provides arrays and the CUDA runtime."""
     installed = [package for package in _CUPY_PACKAGES if version_of(package)]
     if not installed:
         return absent("not installed", _install())
@@ -64,7 +64,7 @@ def cupy() -> Finding:
 
 
 def cudnn() -> Finding:
-    """The library of convolutions and its Python package."""
+    """cuDNN, the library for convolutions, and its Python package."""
     instead = "GPUs convolve by lowering and cuBLAS"
     installed = version_of(_CUDNN_PACKAGE)
     if installed is None:
@@ -79,7 +79,7 @@ def cudnn() -> Finding:
 
 
 def nccl() -> Finding:
-    """NCCL: the wheel's library, else the system's."""
+    """NCCL: the library from the wheel or, without one, from the system."""
     path = next((path for package in _NCCL_PACKAGES if (path := _nccl_of(package))), "libnccl.so.2")
     try:
         answer = ask("nccl", path)
@@ -104,7 +104,7 @@ def _nccl_of(package: str) -> str | None:
 
 
 def _install() -> str:
-    """The cure for a missing CUDA package; none where it would bring nothing."""
+    """How to install a missing CUDA package; empty without a driver."""
     number = _driver_version()
     if number is None:
         return ""
@@ -124,5 +124,5 @@ def _memory(count: int | None) -> str:
 
 
 def _dotted(number: int) -> str:
-    """CUDA's 13020 as 13.2."""
+    """CUDA's version number as text: 13020 is 13.2."""
     return f"{number // 1000}.{number % 1000 // 10}"

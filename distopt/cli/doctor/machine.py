@@ -19,7 +19,7 @@ _RESOLVE_SECONDS = 5.0
 
 
 def cores() -> Finding:
-    """Cores of the host, those that this process may use, and the time that its control group grants."""
+    """Cores of the host, cores that this process may use, and the CPU quota of its control group."""
     count = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0))
     quota = cpu_quota()
@@ -36,10 +36,10 @@ def cores() -> Finding:
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Cores' worth of time that the control groups of this process grant; None if they do not limit it.
+    """CPU quota of this process's control groups, in cores; None if there is no limit.
 
-    Reads version 2 (`cpu.max`) and version 1 (`cpu.cfs_quota_us`), from this process's group up to the root: the
-    smallest limit counts. In a container the own group is mounted as the root.
+    Reads version 2 (`cpu.max`) and version 1 (`cpu.cfs_quota_us`), from this process's group up to the root; the
+    smallest limit applies. In a container, the process's own group is mounted as the root.
     """
     limits: list[float | None] = []
     for line in membership.read_text().splitlines() if membership.exists() else []:
@@ -59,13 +59,13 @@ def _group_quota(folder: Path, version_1: bool) -> float | None:
             quota, period = ((folder / f"cpu.cfs_{part}_us").read_text().strip() for part in ("quota", "period"))
         else:
             quota, period = (folder / "cpu.max").read_text().split()
-    except (OSError, ValueError):  # the root group has no limits, and no such file
+    except (OSError, ValueError):  # the root group has no such file
         return None
     return None if quota in ("max", "-1") else int(quota) / int(period)
 
 
 def shared_memory() -> Finding:
-    """memfd, or else room in /dev/shm."""
+    """Memory for the ranks to share: memfd or, without it, space in /dev/shm."""
     size, free = (None, None)
     if _SHM.is_dir():
         stat = os.statvfs(_SHM)
@@ -98,7 +98,7 @@ def _size(count: int) -> str:
 
 
 def host_name() -> Finding:
-    """Whether the host's own name leads to an address; some MPI launchers need that."""
+    """Whether the host's own name resolves to an address; some MPI launchers need that."""
     name = socket.gethostname()
     try:
         addresses = ask("resolve", name, seconds=_RESOLVE_SECONDS)["addresses"]
@@ -108,7 +108,7 @@ def host_name() -> Finding:
 
 
 def launcher_variables() -> Finding:
-    """The launcher that started this process, as its variables tell."""
+    """The launcher that started this process, according to its environment variables."""
     from ...launch.env import launcher  # not before the probe runs: the package may be incomplete
 
     try:

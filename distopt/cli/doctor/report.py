@@ -1,4 +1,4 @@
-"""Probes, what they find, and how it is shown."""
+"""Probes, their findings, and how these are displayed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Finding:
     """What a probe found.
 
     Attributes:
-        state: "ok", "failed", or "absent" for an optional part that is not there.
+        state: "ok", "failed", or "absent" for an optional part that is not installed.
         found: the facts, in one line.
-        cure: what to do about it; with "ok", advice.
-        details: the facts for programs; JSON types only.
+        cure: how to fix it; with "ok", advice.
+        details: the facts as JSON types.
     """
 
     state: State
@@ -38,18 +38,18 @@ def ok(found: str, cure: str = "", /, **details: Any) -> Finding:
 
 
 def failed(found: str, cure: str, /, **details: Any) -> Finding:
-    """A part that is there and does not work, or is needed and not there."""
+    """A part that does not work, or that is required and missing."""
     return Finding("failed", found, cure, details)
 
 
 def absent(found: str, cure: str = "", /, **details: Any) -> Finding:
-    """An optional part that is not there."""
+    """An optional part that is not installed."""
     return Finding("absent", found, cure, details)
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A question; `needed` if training on the CPUs of one machine depends on the answer."""
+    """A check; `needed` if training on the CPUs of one machine depends on it."""
 
     name: str
     look: Callable[[], Finding]
@@ -58,7 +58,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Row:
-    """The answer."""
+    """The result of a probe."""
 
     name: str
     needed: bool
@@ -66,7 +66,7 @@ class Row:
 
 
 def examine(probe: Probe) -> Row:
-    """Run one probe; whatever it raises becomes the row."""
+    """Run one probe; an exception becomes a failed finding."""
     try:
         finding = probe.look()
     except Exception as error:
@@ -96,7 +96,7 @@ def as_json(rows: list[Row], version: str | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Style:
-    """How rows look on one output."""
+    """How rows are displayed on an output."""
 
     marks: dict[str, str]
     arrow: str
@@ -105,7 +105,7 @@ class Style:
 
     @classmethod
     def of(cls, stream: TextIO) -> Style:
-        """Signs that the encoding of `stream` has, at the width of the terminal."""
+        """Symbols that the encoding of `stream` supports, and the width of the terminal."""
         encoding = stream.encoding or "ascii"
         width = shutil.get_terminal_size((120, 24)).columns
         marks, arrow = {"ok": "\u2713", "failed": "\u2717", "absent": "\u2013"}, "\u2192"
@@ -116,13 +116,13 @@ class Style:
         return cls(marks, arrow, encoding, max(60, width))
 
     def row(self, row: Row) -> str:
-        """One row; long text continues below itself."""
+        """One row; long text wraps within its column."""
         margin = max(map(len, self.marks.values())) + 1
         head = f"{self.marks[row.finding.state]:<{margin}}{row.name:<15}"
         lines = [self._wrap(row.finding.found, head, " " * len(head))]
         if row.finding.cure:
             lines.append(self._wrap(row.finding.cure, " " * len(head) + self.arrow + " ", " " * (len(head) + 2)))
-        # A path or a message of a library may hold characters that the output lacks.
+        # A path or a library's message may contain characters that the output cannot encode.
         return "\n".join(lines).encode(self.encoding, "replace").decode(self.encoding)
 
     def _wrap(self, text: str, first: str, rest: str) -> str:

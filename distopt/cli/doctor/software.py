@@ -19,7 +19,7 @@ _REQUIRED = ("numpy", "safetensors", "threadpoolctl", "tqdm")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 # The processor flags that OpenBLAS's SkylakeX kernels need.
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
-# Kernel sets of OpenBLAS that stop at 256-bit vectors.
+# Kernel sets of OpenBLAS without 512-bit vectors.
 _AVX2_KERNELS = ("Haswell", "Zen")
 _WORTHWHILE = 1.1
 
@@ -31,7 +31,7 @@ def python() -> Finding:
 
 
 def operating_system() -> Finding:
-    """Linux, and which."""
+    """The operating system, which must be Linux."""
     libc = " ".join(platform.libc_ver())
     found = f"{platform.system()} {platform.release()}, {platform.machine()}, {libc or 'unknown C library'}"
     if sys.platform != "linux":
@@ -59,7 +59,7 @@ def packages() -> Finding:
 
 
 def numpy() -> Finding:
-    """NumPy can be imported."""
+    """Whether NumPy can be imported."""
     try:
         answer = ask("numpy")
     except (ImportError, DistoptError) as error:
@@ -68,7 +68,7 @@ def numpy() -> Finding:
 
 
 def blas() -> Finding:
-    """The library behind NumPy's matrix products, and whether it uses what the processor has."""
+    """The library behind NumPy's matrix products, and whether it uses the processor's vector instructions."""
     try:
         answer = ask("blas")
     except (ImportError, DistoptError) as error:
@@ -95,13 +95,13 @@ def blas() -> Finding:
 def _skylakex_speed() -> float:
     try:
         speed: float = ask("gemm", variable="OPENBLAS_CORETYPE=SkylakeX")["gflops"]
-    except DistoptError:  # this build of OpenBLAS lacks the kernels, or the hypervisor does not allow them
+    except DistoptError:  # this OpenBLAS build lacks the kernels, or the hypervisor blocks them
         return 0.0
     return speed
 
 
 def processor_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """What the first processor says it can do; empty where it does not say."""
+    """Feature flags of the first processor; empty if not reported."""
     lines = path.read_text().splitlines() if path.exists() else []
     return frozenset(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
 

@@ -1,7 +1,7 @@
-"""What runs inside the ranks of a benchmark.
+"""The code that runs inside the ranks of a benchmark.
 
-These files also run in the environments of the peers, where distopt is not installed. So they are loaded as a package
-of their own (`crew.BOOT`), import one another relatively, and need nothing but NumPy and the library under test.
+These files also run in the environments of the peers, where distopt is not installed. They are therefore loaded as a
+separate package (`crew.BOOT`), import one another relatively, and need only NumPy and the library under test.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def main(argv: list[str]) -> None:
     """Serve one benchmark as one rank.
 
     Args:
-        argv: module of this package that answers the requests, path of the parent's socket, rank (-1: the launcher
-            tells), number of ranks.
+        argv: module of this package that answers the requests, path of the parent's socket, rank (-1 if the launcher
+            sets it), number of ranks.
     """
     module, address, rank, world_size = argv
     with Session(address) as session:

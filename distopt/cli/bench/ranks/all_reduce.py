@@ -16,7 +16,7 @@ __all__ = ["serve"]
 
 
 def serve(session: Session, rank: int, world_size: int) -> None:
-    """Answer the set-up, then every request for a measurement."""
+    """Answer the setup request, then each request for a measurement."""
     requests = session.requests()
     setup = next(requests)
     transport = TRANSPORTS[setup["library"]](rank, world_size, setup)
@@ -47,5 +47,5 @@ def measure(transport: Transport, world_size: int, request: dict[str, Any]) -> d
         seconds.append((time.perf_counter() - start) / calls)
         transport.sync()
         wrong += pattern.wrong(call.result, calls if in_place else 1)
-        transport.sync()  # nobody refills what a peer may still read
+        transport.sync()  # a peer may still be reading this buffer
     return {"seconds": seconds[request["warm_up"] :], "wrong": wrong}

@@ -1,4 +1,4 @@
-"""`distopt bench kernels`, seen from its one process: time one kernel at a time on one thread."""
+"""The process of `distopt bench kernels`: times one kernel at a time on one thread."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Kernels", "serve"]
 
-# task -> who does it how -> what to time
+# task -> library and variant -> function to time
 Kernels: TypeAlias = "dict[str, dict[str, Callable[[], object]]]"
 
 
 def serve(session: Session, rank: int, world_size: int) -> None:  # noqa: ARG001 - one process, one rank
-    """Answer the set-up, then every request for samples of one kernel."""
+    """Answer the setup request, then each request for samples of one kernel."""
     requests = session.requests()
     setup = next(requests)
     library = import_module(f".kernels_{setup['library']}", __package__)
@@ -27,7 +27,7 @@ def serve(session: Session, rank: int, world_size: int) -> None:  # noqa: ARG001
     session.send({"rank": 0, "about": about, "kernels": names})
     for request in requests:
         call = kernels[request["task"]][request["who"]]
-        call()  # untimed: caches and the allocator are the last kernel's
+        call()  # untimed: caches and allocator are in the state that the last kernel left
         seconds = []
         for _ in range(request["samples"]):
             start = time.perf_counter()

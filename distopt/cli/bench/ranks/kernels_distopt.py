@@ -1,4 +1,4 @@
-"""distopt's codec kernels, and NumPy's way to the same results."""
+"""distopt's codec kernels, and the same operations in NumPy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["prepare"]
 
 
 def prepare(setup: dict[str, Any]) -> tuple[str, Kernels]:
-    """What it is, and the kernels by task."""
+    """A description, and the kernels by task."""
     _core.set_isa(setup["isa"])
     x = np.random.default_rng(0).standard_normal(setup["count"], dtype=np.float32)
     k: int = setup["k"]
@@ -23,14 +23,14 @@ def prepare(setup: dict[str, Any]) -> tuple[str, Kernels]:
     indices, values = np.zeros(room, np.int32), np.zeros(room, np.float32)
     residual, copy = np.zeros_like(x), np.zeros_like(x)
     wire, half = np.zeros(x.size, np.uint16), np.zeros(x.size, np.float16)
-    # The share k / count of a standard normal lies above it, as estimated from the beginning.
+    # The quantile above which a share of k / count lies, estimated from the start of the array.
     head = np.abs(x[: min(x.size, 100_000)])
     bound = float(np.quantile(head, 1 - k / x.size))
-    # Negated, because partitioning near the beginning is the faster side of NumPy.
+    # Negated, because NumPy partitions faster near the start of an array.
     negated = -np.abs(x)
 
     def corrected_top_k() -> None:
-        # As a step does it: without taking out what was sent, the residual would grow from call to call.
+        # As in a training step: unless what was sent is removed, the residual grows from call to call.
         _core.top_k(x, k, indices, values, residual)
         _core.clear_at(residual, indices[:k])
 

@@ -1,4 +1,4 @@
-"""PyTorch's way to the results of distopt's codec kernels."""
+"""The operations of distopt's codec kernels in PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["prepare"]
 
 
 def prepare(setup: dict[str, Any]) -> tuple[str, Kernels]:
-    """What it is, and the kernels by task."""
+    """A description, and the kernels by task."""
     torch.set_num_threads(1)
     x = torch.from_numpy(np.random.default_rng(0).standard_normal(setup["count"], dtype=np.float32))
     magnitude, half, brain, wide = x.abs(), x.half(), x.bfloat16(), torch.zeros_like(x)

@@ -1,8 +1,8 @@
-"""Data whose sum over ranks is known to the last bit, however often it is summed in place.
+"""Data whose sum over ranks is known exactly, however often it is summed in place.
 
 Rank r holds small integers that depend on r and on the index, repeated with a prime period. After k all-reduces in
-place every element is S * n**(k-1), S being the sum over the n ranks: exact in floating types if n is a power of two
-and few enough for the mantissa, as long as the exponent suffices; and in integers modulo their range.
+place, every element is S * n**(k-1), where S is the sum over the n ranks. In floating types this is exact if n is a
+power of two and S fits the mantissa, until the exponent overflows; in integer types, it is exact modulo their range.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["Pattern", "max_calls"]
 
 PERIOD = 65521
 LARGEST = 31
-# Bits of the exponent above 1, and the power of two that the integers are multiplied by to make use of those below.
+# Exponent bits above 1, and the power of two by which the integers are scaled to use those below 1 as well.
 _EXPONENT = {"float32": (127, 0), "float64": (1023, 0), "bfloat16": (127, 0), "float16": (15, -14)}
 _MANTISSA = {"float32": 23, "float64": 52, "bfloat16": 7, "float16": 10}
 _NO_LIMIT = 1000
 
 
 def max_calls(dtype: str, world_size: int) -> int:
-    """How often the pattern may be summed in place before it overflows."""
+    """How often the pattern can be summed in place before it overflows."""
     if dtype not in _EXPONENT or world_size == 1:
         return _NO_LIMIT
     high, low = _EXPONENT[dtype]
@@ -35,7 +35,7 @@ def max_calls(dtype: str, world_size: int) -> int:
 
 
 class Pattern:
-    """The data of one rank, and what must come out.
+    """The data of one rank, and the expected result.
 
     Args:
         dtype: key of `distopt.comm.base.DTYPES`; bfloat16 is stored in uint16.
@@ -61,7 +61,7 @@ class Pattern:
             piece[...] = self._mine[: piece.size]
 
     def wrong(self, array: NDArray[Any], calls: int) -> int:
-        """How many elements of `array` are not what `calls` all-reduces in place must give."""
+        """How many elements of `array` differ from the expected result of `calls` all-reduces in place."""
         expected = self._encode(self._sum, self._world_size ** (calls - 1))
         count = 0
         for start in range(0, array.size, PERIOD):

@@ -1,6 +1,6 @@
-"""One JSON object a line, over a socket to the process that runs the benchmark.
+"""One JSON object per line, over a socket to the process that runs the benchmark.
 
-A rank that waits for its next request sleeps in the kernel: while one candidate is measured, all others are silent.
+A rank that waits for its next request sleeps in the kernel: while one candidate is measured, all others are idle.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Session"]
 
 
 class Session:
-    """The rank's end of the line."""
+    """The rank's end of the connection."""
 
     def __init__(self, address: str) -> None:
         """Connect to the Unix socket at `address`."""
@@ -36,6 +36,6 @@ class Session:
         self._socket.sendall(json.dumps(answer).encode() + b"\n")
 
     def requests(self) -> Iterator[dict[str, Any]]:
-        """The requests, until the parent hangs up."""
+        """The requests, until the parent closes the connection."""
         for line in self._lines:
             yield json.loads(line)

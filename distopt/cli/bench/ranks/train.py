@@ -1,4 +1,4 @@
-"""One rank of `distopt bench train`: time steps, and the phases within them."""
+"""One rank of `distopt bench train`: times steps and the phases within them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Trainer(ABC):
     Attributes:
         rank: this rank.
         about: library and version.
-        gradient_count: elements of all gradients.
+        gradient_count: number of gradient elements.
     """
 
     rank: int
@@ -36,13 +36,13 @@ class Trainer(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Collective. Train on the one batch that this rank has."""
+        """Collective. Train on this rank's batch, the same one in every step."""
 
     @abstractmethod
     def phases(self, seconds: float) -> dict[str, float]:
-        """Local, once after each step. What of the `seconds` that it took went to each of `PHASES`.
+        """Local, called once after each step. How the `seconds` of the step divide among `PHASES`.
 
-        NaN for a phase that is part of the one before it.
+        NaN for a phase that is included in the preceding one.
         """
 
     @abstractmethod
@@ -51,7 +51,7 @@ class Trainer(ABC):
 
 
 def serve(session: Session, rank: int, world_size: int) -> None:
-    """Answer the set-up, then every request for some steps."""
+    """Answer the setup request, then each request to run steps."""
     requests = session.requests()
     setup = next(requests)
     library = import_module(f".train_{setup['library']}", __package__)
@@ -62,7 +62,7 @@ def serve(session: Session, rank: int, world_size: int) -> None:
 
 
 def measure(trainer: Trainer, steps: int, warm_up: int) -> dict[str, Any]:
-    """Collective. Time `steps` steps one by one, after `warm_up` untimed ones."""
+    """Collective. Time `steps` steps individually, after `warm_up` untimed ones."""
     seconds: list[float] = []
     phases: dict[str, list[float]] = {name: [] for name in PHASES}
     for number in range(warm_up + steps):
@@ -83,7 +83,7 @@ def measure(trainer: Trainer, steps: int, warm_up: int) -> dict[str, Any]:
 
 
 def hash_of(content: bytes) -> str:
-    """A short text that differs where the content does."""
+    """A short digest, to compare contents."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 

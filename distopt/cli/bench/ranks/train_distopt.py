@@ -19,7 +19,7 @@ __all__ = ["trainer"]
 
 
 def trainer(rank: int, world_size: int, setup: dict[str, Any]) -> Trainer:
-    """Collective. Ready to train."""
+    """Collective. A trainer, ready for its first step."""
     return _Distopt(rank, world_size, setup)
 
 
@@ -53,7 +53,7 @@ class _Clock:
 
 
 class _TimedSgd(optim.SGD):
-    """SGD that books the time of its updates."""
+    """SGD that records the time of its updates."""
 
     clock: _Clock
 
@@ -64,7 +64,7 @@ class _TimedSgd(optim.SGD):
 
 
 class _TimedDistOpt(dist_opt.DistOpt):
-    """DistOpt that books when it was called."""
+    """DistOpt that records when it was called."""
 
     clock: _Clock
 

@@ -1,4 +1,4 @@
-"""The candidates of `distopt bench all-reduce`, seen from one rank."""
+"""The candidates of `distopt bench all-reduce`, as one rank runs them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Transport(ABC):
     Attributes:
         rank: this rank.
         about: library and version.
-        buffers: kinds of memory that it is measured with.
+        buffers: kinds of memory to measure it with.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class Transport(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Collective. Return when all ranks are here."""
+        """Collective. Return when all ranks have called it."""
 
 
 class Distopt(Transport):
@@ -77,7 +77,7 @@ class Distopt(Transport):
     def call(self, buffers: str, count: int, capacity: int, dtype: str) -> Call:
         """Reduce a piece of wire memory, or an ordinary array, in place."""
         if buffers == "wire":
-            # Wire memory is not given back: one array serves all sizes.
+            # Wire memory is never freed, so one array serves all sizes.
             if dtype not in self._wire:
                 self._wire[dtype] = self._communicator.empty(capacity, dtype)
             array = self._wire[dtype][:count]
@@ -153,10 +153,10 @@ class Gloo(Transport):
 
 
 class Floor(Transport):
-    """The work that no all-reduce in place can do without, and nothing else.
+    """The minimum work of any in-place all-reduce: a lower bound on its time.
 
-    All buffers lie in shared memory; each rank sums its share of all of them and writes the sum to all of them. The
-    ranks do not wait for one another inside `run`, so it is no all-reduce, but the time that one has to aim at.
+    All buffers are in shared memory; each rank sums its share of all of them and writes the sum to all of them. The
+    ranks do not wait for one another inside `run`, so this is not a correct all-reduce.
     """
 
     def __init__(self, rank: int, world_size: int, setup: dict[str, Any]) -> None:
@@ -168,7 +168,7 @@ class Floor(Transport):
         self.about = f"each rank reduces its share in place, unsynchronised ({_core.isa()})"
         with open(setup["memory"], "r+b") as file:  # noqa: PTH123 - a descriptor of another process
             self._memory = mmap.mmap(file.fileno(), 0)
-        # One cache line a rank. Plain loads and stores will do: each line has one writer, and it only counts up.
+        # One cache line per rank. Plain loads and stores suffice: each line has one writer, which only counts up.
         self._turns = np.frombuffer(self._memory, np.int64, 8 * world_size)[::8]
         self._turn = 0
 
@@ -186,7 +186,7 @@ class Floor(Transport):
         return Call(lambda: reduce(pieces, pieces, code, op), arrays[self.rank], arrays[self.rank])
 
     def sync(self) -> None:
-        """Spin, giving way to the others, until all have come here as often."""
+        """Spin, yielding the processor, until all ranks have called it equally often."""
         self._turn += 1
         self._turns[self.rank] = self._turn
         while self._turns.min() < self._turn:
