@@ -190,6 +190,8 @@ def arrived(work: RaggedWork) -> list[Array]:
     """The parts, waited for; they stay the same."""
     assert work.wait() is None
     work.wait()
+    for part in work.parts:
+        host(part)  # a wait of NCCL's returns before the device has got there
     assert work.done()
     assert work.parts is work.parts
     return work.parts

@@ -153,6 +153,32 @@ def test_ragged_gather(comm, count, limit, monkeypatch):
         assert [part.tolist() for part in work.parts] == [data(r, count * r, "int64").tolist() for r in range(size)]
 
 
+@pytest.mark.parametrize("limit", [2**31 - 1, 40, 7])
+def test_many_at_once_in_parts_keep_their_order(comm, limit, monkeypatch):
+    monkeypatch.setattr(MpiCommunicator, "max_count", limit)
+    rank, size = comm.topology.rank, comm.topology.world_size
+
+    def sent(source, target, i):
+        return data(source + 5 * i, (source + target + i) % 3 * 150 + target, "int64")
+
+    kept = []
+    for i in range(12):
+        summed = data(rank, 1301 + i, "float64")
+        cast = data(rank, 700 + i, "int32")
+        exchange = comm.all_to_all_ragged([sent(rank, target, i) for target in range(size)])
+        gather = comm.all_gather_ragged(data(rank, 400 * rank + i, "int64"))
+        kept.append((exchange, gather, comm.all_reduce(summed), summed, comm.broadcast(cast, i % size), cast))
+        time.sleep(0.002 * (rank == i % size))  # ranks are at different steps
+    for i in np.random.default_rng(rank).permutation(len(kept)):
+        exchange, gather, reduced, summed, broadcast, cast = kept[i]
+        for work in (broadcast, reduced, gather, exchange)[:: 1 if rank % 2 else -1]:
+            work.wait()
+        assert [p.tolist() for p in exchange.parts] == [sent(q, rank, i).tolist() for q in range(size)]
+        assert [p.tolist() for p in gather.parts] == [data(q, 400 * q + i, "int64").tolist() for q in range(size)]
+        assert summed.tobytes() == in_rank_order([data(q, 1301 + i, "float64") for q in range(size)]).tobytes()
+        assert cast.tobytes() == data(i % size, 700 + i, "int32").tobytes()
+
+
 @pytest.mark.parametrize("count", [5, 70_001])
 def test_operation_on_a_busy_array_sees_the_earlier_result(comm, count):
     size = comm.topology.world_size
