@@ -1,4 +1,4 @@
-"""Data sets and the sharing of samples among ranks."""
+"""Data sets, and the distribution of samples among ranks."""
 
 from . import mnist
 from .augment import normalize, random_shift

@@ -1,7 +1,7 @@
-"""From stored bytes to what a network takes: normalised, and for training shifted at random.
+"""Preparation of images: normalization and, for training, random shifts.
 
-SINGA's MNIST example also mirrors half of its images. That is right for photographs and wrong for glyphs: a mirrored 2
-is no digit, so it spends capacity on shapes that the test set does not have. It is left out here.
+SINGA's MNIST example also mirrors half of its images. This suits photographs but not glyphs: a mirrored 2 is not a
+digit, and learning such shapes wastes capacity. Mirroring is therefore omitted here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MEAN", "STD", "normalize", "random_shift"]
 
-# Of all pixels of MNIST's training images, scaled to 0 ... 1.
+# Over all pixels of MNIST's training images, scaled to 0 ... 1.
 MEAN, STD = 0.1307, 0.3081
 
 
@@ -31,13 +31,13 @@ def normalize(
         images: uint8, any shape.
         out: float32 of that shape, overwritten; default: a new array.
         mean: subtracted from the pixels scaled to 0 ... 1.
-        std: what they are divided by then.
+        std: divisor applied after the subtraction.
 
     Returns:
         `out`.
 
     Raises:
-        UsageError: a dtype or shape differs from what is said above.
+        UsageError: a dtype or shape differs from the description above.
     """
     if out is None:
         out = np.empty(images.shape, np.float32)
@@ -55,15 +55,15 @@ def random_shift(
     mean: float = MEAN,
     std: float = STD,
 ) -> NDArray[np.float32]:
-    """Local. Each image moved by up to `pixels` up, down, left and right, then normalised as by `normalize`.
+    """Local. Shift each image by up to `pixels` in each direction, then normalize it as `normalize` does.
 
-    All `(2 * pixels + 1) ** 2` shifts are equally likely. What moves in at the border is background (0).
+    All `(2 * pixels + 1) ** 2` shifts are equally likely. The border is filled with background (0).
 
     Args:
         images: uint8, (N, C, H, W).
         out: float32 of that shape, overwritten.
-        generator: source of the shifts; a rank's own, so that ranks do not repeat each other's.
-        pixels: greatest shift, at least 0.
+        generator: source of the shifts; each rank needs its own, or all ranks draw the same shifts.
+        pixels: largest shift, at least 0.
         mean: as for `normalize`.
         std: as for `normalize`.
 
@@ -71,7 +71,7 @@ def random_shift(
         `out`.
 
     Raises:
-        UsageError: a dtype or shape differs from what is said above, or `pixels` is negative.
+        UsageError: a dtype or shape differs from the description above, or `pixels` is negative.
     """
     _check(images, out)
     if images.ndim != 4 or pixels < 0:
@@ -79,7 +79,7 @@ def random_shift(
             f"images of shape {images.shape} cannot be shifted by {pixels} pixels; give (N, C, H, W) and 0 or more"
         )
     count, channels, height, width = images.shape
-    # Bytes are padded and gathered, floats only written: a quarter of the traffic.
+    # Padding and gathering work on bytes, with a quarter of the memory traffic of floats.
     padded = np.zeros((count, channels, height + 2 * pixels, width + 2 * pixels), np.uint8)
     padded[:, :, pixels : pixels + height, pixels : pixels + width] = images
     windows = sliding_window_view(padded, (height, width), axis=(2, 3))

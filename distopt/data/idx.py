@@ -1,4 +1,4 @@
-"""The IDX format of the MNIST files, plain or gzipped. Nothing that a file says about itself is believed unchecked.
+"""The IDX format of the MNIST files, plain or gzipped. Everything that a file states about itself is checked.
 
 Layout (big-endian): two zero bytes, type code, number of dimensions, one uint32 per dimension, then the elements in
 row-major order. Source: http://yann.lecun.com/exdb/mnist, "The IDX file format".
@@ -27,8 +27,8 @@ __all__ = ["decode", "encode", "header", "read"]
 
 TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 CODES = {np.dtype(name).newbyteorder("=").name: code for code, name in TYPES.items()}
-MAX_DIMENSIONS = 32  # NumPy 1 has no more
-MAX_EXPANSION = 1032  # the best that deflate can do (zlib technical details, "Maximum Compression Factor")
+MAX_DIMENSIONS = 32  # the limit of NumPy 1
+MAX_EXPANSION = 1032  # maximum ratio of deflate (zlib technical details, "Maximum Compression Factor")
 CURE = "replace the file by a fresh copy"
 
 
@@ -36,7 +36,7 @@ def read(path: str | os.PathLike[str]) -> NDArray[Any]:
     """Local. The array in an IDX file, in native byte order; gzip is recognised by content, not by name.
 
     Raises:
-        DataError: the file is missing, unreadable, truncated, corrupt, of another format, or has bytes to spare.
+        DataError: the file is missing, unreadable, truncated, corrupt, too long, or of another format.
     """
     try:
         with Path(path).open("rb") as file:
@@ -53,7 +53,7 @@ def decode(file: io.BufferedIOBase, size_bytes: int, name: str) -> NDArray[Any]:
     stream = gzip.GzipFile(fileobj=file) if packed else file
     try:
         array = _parse(stream, limit_bytes, name)
-        if stream.read(1):  # at the end of a gzip stream this also compares the CRC
+        if stream.read(1):  # at the end of a gzip stream, this also checks the CRC
             raise DataError(f"{name}: more bytes than the {array.shape} elements that its header states; {CURE}")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{name}: the gzip stream is corrupt or truncated ({error}); {CURE}") from error
@@ -63,7 +63,7 @@ def decode(file: io.BufferedIOBase, size_bytes: int, name: str) -> NDArray[Any]:
 
 
 def encode(array: NDArray[Any]) -> bytes:
-    """Local. The content of an IDX file that holds `array`; `decode` gives it back bit by bit.
+    """Local. The content of an IDX file that holds `array`; `decode` restores it exactly.
 
     Raises:
         UsageError: IDX cannot hold the dtype or the shape.
@@ -98,7 +98,7 @@ def _parse(stream: io.BufferedIOBase, limit_bytes: int, name: str) -> NDArray[An
     shape = struct.unpack(f">{ndim}I", _fill(np.empty(4 * ndim, np.uint8), stream, name).data)
     dtype = np.dtype(TYPES[code])
     wanted_bytes = math.prod(shape) * dtype.itemsize  # Python integers: no overflow
-    # Known before anything is allocated. An empty array is refused too: its other extents could still overflow.
+    # Checked before anything is allocated. Empty arrays are rejected too, as their other dimensions could overflow.
     if not 0 < wanted_bytes <= limit_bytes:
         raise DataError(
             f"{name}: the header states {shape} elements of {dtype.name}, {wanted_bytes} bytes; "

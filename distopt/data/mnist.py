@@ -1,9 +1,8 @@
-"""MNIST, wherever it can be had: a folder that was named, the cache, the public mirrors, or generated digits instead.
+"""MNIST from a given folder, the cache or the public mirrors, with generated digits as a substitute.
 
-Every file is checked in full before it is used: the gzip CRC, the IDX header against the file's length, and the MD5 of
-the content. A data set of one's own in MNIST's format may be given; it differs from MNIST in the number or size of its
-images. Files that have MNIST's shapes and other content are taken for corrupt, unless `verify=False` says otherwise
-(Fashion-MNIST needs that).
+Every file is fully checked before use: the gzip CRC, the IDX header against the file's length, and the MD5 of the
+content. Other data sets in MNIST's format are accepted if the number or size of their images differs from MNIST's.
+Files with MNIST's shapes but other content, such as Fashion-MNIST, are treated as corrupt unless `verify=False`.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ MIRRORS = (
 SUBFOLDERS = ("", "mnist", "MNIST/raw")  # the last is torchvision's
 CONNECT_SECONDS = 5.0
 FILE_SECONDS = 120.0
-MAX_DOWNLOAD_BYTES = 16 << 20  # the largest file has 10 MB
+MAX_DOWNLOAD_BYTES = 16 << 20  # the largest file is 10 MB
 GENERATED_SEED = 20260101
 
 log = logging.getLogger("distopt")
@@ -64,9 +63,9 @@ class Digits:
         train_y: int32 (N,), 0 ... 9.
         test_x: as `train_x`.
         test_y: as `train_y`.
-        kind: "mnist" (the checksums say so), "custom" or "generated".
-        source: where the digits come from, in words.
-        fingerprint: hash of all of the above content; equal where the content is equal.
+        kind: "mnist" (according to the checksums), "custom" or "generated".
+        source: description of where the digits come from.
+        fingerprint: hash of all of the arrays above.
     """
 
     train_x: NDArray[np.uint8]
@@ -85,22 +84,23 @@ def load(
     rank: int = 0,
     exchange: Callable[[bytes], list[bytes]] | None = None,
 ) -> Digits:
-    """Find MNIST. Local, or collective where `exchange` is given.
+    """Load MNIST. Local, or collective if `exchange` is given.
 
-    1. `data_dir`, else `$DISTOPT_DATA_DIR`: the folder or its `mnist` or `MNIST/raw` must hold the four files, gzipped
-       or not, as `train-images-idx3-ubyte` or `train-images.idx3-ubyte`; nothing else is tried.
-    2. `~/.cache/distopt/mnist`; what is missing or corrupt there is downloaded, by one process per host at a time.
-    3. If neither cache nor mirrors have it: generated digits (`synthetic.digits`), with a warning from rank 0.
+    1. `data_dir` or, if not given, `$DISTOPT_DATA_DIR`. If either is set, the folder or its subfolder `mnist` or
+       `MNIST/raw` must hold the four files, gzipped or not, as `train-images-idx3-ubyte` or
+       `train-images.idx3-ubyte`; no other source is tried.
+    2. `~/.cache/distopt/mnist`. Missing or corrupt files are downloaded, by one process per host at a time.
+    3. If neither the cache nor the mirrors have it: generated digits (`synthetic.digits`), with a warning from rank 0.
 
     Args:
         data_dir: folder with the files.
-        verify: whether files of MNIST's shapes must have MNIST's content; of no effect on 2, which is always verified.
+        verify: whether files with MNIST's shapes must have MNIST's content. The cache is always verified.
         rank: this rank.
-        exchange: `Job.all_gather`. With it, ranks that found different digits (a host without network among others)
-            raise instead of training on a mixture.
+        exchange: `Job.all_gather`. With it, ranks that found different digits (for example, because one host has no
+            network connection) raise instead of training on a mixture.
 
     Raises:
-        DataError: the named folder lacks a file, or a file is corrupt; the ranks found different digits.
+        DataError: a given folder lacks a file, a file is corrupt, or the ranks found different digits.
     """
     folder = data_dir if data_dir is not None else Settings.from_env().data_dir
     digits = _from_folder(Path(folder), verify) if folder is not None else _from_cache_or_generated(rank)
@@ -156,7 +156,7 @@ def _find(folder: Path, name: str) -> Path | None:
 
 
 def _check_digits(arrays: list[NDArray[Any]], paths: list[Path]) -> None:
-    """Whether these are images of one size, each with a label."""
+    """Check that these are images of one size, each with a label."""
     for images, labels, path_x, path_y in zip(arrays[::2], arrays[1::2], paths[::2], paths[1::2], strict=True):
         if images.ndim != 3 or images.dtype != np.uint8 or images.shape[1:] != arrays[0].shape[1:]:
             raise DataError(
@@ -179,7 +179,7 @@ def _digits(arrays: list[NDArray[Any]], sums: list[str], kind: Kind, source: str
 
 
 def _md5(array: NDArray[Any]) -> str:
-    """MD5 of the IDX file that holds `array`, uncompressed (of bytes; other types are never compared with it)."""
+    """MD5 of the uncompressed IDX file that holds `array`, a byte array (other types are never compared)."""
     digest = hashlib.md5(idx.header(array), usedforsecurity=False)
     digest.update(array.data)
     return digest.hexdigest()
@@ -190,7 +190,7 @@ def _from_cache_or_generated(rank: int) -> Digits:
     try:
         folder = Path.home() / ".cache" / "distopt" / "mnist"
         return _from_cache(folder)
-    except (DataError, OSError, RuntimeError) as error:  # RuntimeError: there is no home
+    except (DataError, OSError, RuntimeError) as error:  # RuntimeError: no home folder
         log.log(
             logging.WARNING if rank == 0 else logging.INFO,
             "MNIST is not in the cache and cannot be downloaded (%s): training on generated digits instead; "
@@ -207,7 +207,7 @@ def _from_cache_or_generated(rank: int) -> Digits:
 def _from_cache(folder: Path) -> Digits:
     try:
         digits = _from_folder(folder, verify=True)
-    except DataError:  # the files that are missing or corrupt are named when they are downloaded
+    except DataError:  # missing and corrupt files are reported when they are downloaded
         digits = None
     if digits is None or digits.kind != "mnist":
         folder.mkdir(parents=True, exist_ok=True)
@@ -217,12 +217,12 @@ def _from_cache(folder: Path) -> Digits:
 
 
 def _fill(folder: Path) -> None:
-    """Download what the cache lacks, unless another process of this host does so or has just failed to."""
+    """Download missing files into the cache, unless another process of this host does so or has just failed to."""
     lock = folder / "lock"
     before = lock.stat().st_mtime_ns if lock.exists() else 0
     with file_lock(lock):
         lacking = _lacking(folder)
-        # Where no network answers, ranks that waited for the lock would each wait for the time-outs anew.
+        # Without a network, each rank that waited for the lock would otherwise wait for the same timeouts again.
         if lacking and lock.stat().st_mtime_ns != before and (reason := lock.read_text()):
             raise DataError(reason)
         try:
@@ -236,7 +236,7 @@ def _fill(folder: Path) -> None:
 
 
 def _lacking(folder: Path) -> list[tuple[str, str]]:
-    """Name and MD5 of the files that the cache does not hold whole."""
+    """Name and MD5 of the files that are missing or incomplete in the cache."""
     lacking: list[tuple[str, str]] = []
     for name, _, md5 in FILES:
         path = folder / f"{name}.gz"
@@ -252,7 +252,7 @@ def _lacking(folder: Path) -> list[tuple[str, str]]:
 
 
 def _download(name: str, md5: str) -> bytes:
-    """The gzipped file from the first mirror that has it whole."""
+    """The gzipped file from the first mirror that has it intact."""
     reasons: list[str] = []
     for mirror in MIRRORS:
         url = f"{mirror}{name}.gz"

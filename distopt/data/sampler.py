@@ -23,33 +23,33 @@ ArrayT = TypeVar("ArrayT", bound="NDArray[Any]")
 class ShardedSampler:
     """The batches of one rank, as index arrays into the data set.
 
-    Every epoch all ranks draw the same permutation from `seed` and the epoch, without communication, and deal it out
-    like cards: rank r takes places r, r + world_size, r + 2 * world_size, ... Shards are therefore disjoint and of
-    one length, all ranks take the same number of steps, and step s of all ranks together is step s of one process
-    with batches of `world_size * batch_size`.
+    In every epoch, all ranks draw the same permutation from `seed` and the epoch, without communication. Rank r takes
+    the elements r, r + world_size, r + 2 * world_size, ... Shards are therefore disjoint and equally long, all ranks
+    take the same number of steps, and step s of all ranks together equals step s of one process with batches of
+    `world_size * batch_size`.
 
-    Where `size` is a multiple of `world_size`, the shards hold every sample exactly once. Otherwise `tail` decides
-    about the last `size % world_size` samples of the permutation:
+    If `size` is a multiple of `world_size`, the shards contain every sample exactly once. Otherwise, `tail` determines
+    what happens to the last `size % world_size` samples of the permutation:
 
-    - "drop": they are left out; every other sample is in exactly one shard, and shuffling leaves out others next time.
-    - "wrap": all are dealt out, and the first samples of the permutation once more, to fill the shards; the
-      `-size % world_size` samples that come twice weigh twice.
+    - "drop": they are left out of this epoch; with shuffling, the next epoch leaves out others.
+    - "wrap": they are included, and the first `-size % world_size` samples of the permutation are repeated to fill the
+      shards, so these samples have double weight.
 
-    Batches are cut from the shard. The samples after the last full batch are left out of the epoch, unless
-    `partial_batch` asks for a shorter last batch, which is equally short on all ranks.
+    The shard is divided into batches. Samples after the last full batch are left out of the epoch unless
+    `partial_batch` is set; then the last batch is shorter, by the same amount on all ranks.
 
     Args:
-        size: samples in the data set.
-        world_size: ranks that share them.
+        size: number of samples in the data set.
+        world_size: number of ranks.
         rank: this rank.
         batch_size: samples per rank and step.
         seed: the same on all ranks, at least 0.
-        shuffle: False deals out the samples in their own order, the same every epoch.
+        shuffle: if False, samples keep their order in every epoch.
         tail: one of `TAILS`.
         partial_batch: whether the last batch may be shorter.
 
     Raises:
-        UsageError: an argument cannot be used, or a shard does not fill one batch.
+        UsageError: an argument is invalid, or a shard does not fill one batch.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ShardedSampler:
         return full + (self.partial_batch and rest > 0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Local. Choose the permutation of the next iteration. Without this call every epoch has the same order.
+        """Local. Select the permutation for the next iteration. Without this call, every epoch has the same order.
 
         Raises:
             UsageError: `epoch` is negative.
@@ -99,13 +99,13 @@ class ShardedSampler:
         self.epoch = _at_least("epoch", epoch, 0)
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        """The batches of the epoch that was set: int64 arrays of `batch_size` indices, disjoint."""
+        """The batches of the current epoch: disjoint int64 arrays of `batch_size` indices."""
         shard = self.shard()
         for start in range(0, len(self) * self.batch_size, self.batch_size):
             yield shard[start : start + self.batch_size]
 
     def shard(self) -> NDArray[np.int64]:
-        """Local. The `shard_size` indices of this rank in the epoch that was set, in the order of use."""
+        """Local. The `shard_size` indices of this rank in the current epoch, in order of use."""
         if self.shuffle:
             order = np.random.default_rng((self.seed, self.epoch)).permutation(self.size)
         else:
@@ -115,18 +115,18 @@ class ShardedSampler:
 
 
 def data_partition(x: ArrayT, y: ArrayT, rank: int, world_size: int) -> tuple[ArrayT, ArrayT]:
-    """Local. The contiguous part of a data set that is `rank`'s, as views.
+    """Local. The contiguous part of a data set that belongs to `rank`, as views.
 
-    All parts have `len(x) // world_size` samples; the last `len(x) % world_size` samples are in no part.
+    All parts have `len(x) // world_size` samples; the last `len(x) % world_size` samples are not used.
 
     Args:
         x: samples, along the first axis.
         y: labels, as many as samples.
         rank: this rank.
-        world_size: ranks that share the samples.
+        world_size: number of ranks.
 
     Raises:
-        UsageError: samples and labels differ in number, there are fewer than ranks, or the rank is not one of them.
+        UsageError: samples and labels differ in number, there are fewer samples than ranks, or the rank is invalid.
     """
     world_size, rank = _check_rank(rank, world_size)
     if len(x) != len(y):

@@ -1,11 +1,11 @@
-"""Generated digits, for machines that have neither MNIST nor a network.
+"""Generated digits, for machines without MNIST and without a network connection.
 
 Each glyph is a set of smooth strokes (a control polygon refined by corner cutting; Chaikin 1974) rendered once as a
-field of distances to its strokes. An image reads that field through its own affine map with a bend, thresholds it at
-its own pen width with an anti-aliased edge, and adds noise.
+field of distances to its strokes. Each image samples that field through its own affine map with a bend, thresholds it
+at its own pen width with an anti-aliased edge, and adds noise.
 
-Only additions, multiplications, divisions and square roots are used, which IEEE 754 rounds in one way: the same seed
-gives the same bits on every machine that has the same `numpy.random.Generator` streams.
+Only additions, multiplications, divisions and square roots are used, whose rounding IEEE 754 defines exactly: the same
+seed gives the same bits on every machine with the same `numpy.random.Generator` streams.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["digits"]
 
 SIDE = 28
 GRID = 128  # cells per side of a distance field, which spans -1 ... 1 and holds the glyph in -0.5 ... 0.5
-CHUNK = 256  # images worked on at a time: their temporaries stay in the cache
+CHUNK = 256  # images processed at a time: their temporaries fit in the cache
 
 # Control points (x, y) of the strokes in a box of 8 x 10, y downwards. A repeated point is a corner.
 STROKES: dict[int, list[list[tuple[float, float]]]] = {
@@ -48,11 +48,11 @@ STROKES: dict[int, list[list[tuple[float, float]]]] = {
 
 
 def digits(count: int, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
-    """Local. Images of generated digits and their labels, the same for the same arguments.
+    """Local. Images of generated digits and their labels; equal arguments give equal results.
 
     Args:
         count: number of images, at least 0.
-        seed: start of the random stream, at least 0.
+        seed: seed of the random stream, at least 0.
 
     Returns:
         Images, uint8 (count, 1, 28, 28), white on black; labels, int32 (count,), each digit equally likely.
@@ -73,7 +73,7 @@ def digits(count: int, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int32]]
 
 
 def _smooth(points: list[tuple[float, float]]) -> NDArray[np.float64]:
-    """The polygon of control points with its corners cut three times; its ends stay."""
+    """The polygon of control points after cutting its corners three times; its ends are kept."""
     line = np.array(points)
     for _ in range(3):
         quarter = np.stack([0.75 * line[:-1] + 0.25 * line[1:], 0.25 * line[:-1] + 0.75 * line[1:]], axis=1)
@@ -92,7 +92,7 @@ def _distance_field(strokes: list[list[tuple[float, float]]]) -> NDArray[np.floa
             dx, dy = x1 - x0, y1 - y0
             square = dx * dx + dy * dy
             if square == 0:
-                continue  # a corner: its neighbours begin and end there
+                continue  # a repeated point, which marks a corner, is a segment of length 0
             along = np.clip(((x - x0) * dx + (y - y0) * dy) / square, 0, 1)
             across_x, across_y = x - x0 - along * dx, y - y0 - along * dy
             np.minimum(nearest, across_x * across_x + across_y * across_y, out=nearest)
@@ -111,17 +111,17 @@ def _render(
         draws += np.float32(low)
         return draws
 
-    # A rotation by the angle whose half has the tangent t, without sine and cosine, which differ between machines.
+    # A rotation by 2 atan(t), without sine and cosine, whose rounding differs between machines.
     t = uniform(-0.16, 0.16)
     cosine, sine = (1 - t * t) / (1 + t * t), 2 * t / (1 + t * t)
-    width, height = uniform(14, 26), uniform(17, 25)  # of the box of the glyph, in pixels
+    width, height = uniform(14, 26), uniform(17, 25)  # of the glyph's box, in pixels
     slant, bend = uniform(-0.3, 0.3), uniform(-0.8, 0.8)
     pen, ink = uniform(0.7, 1.6), uniform(130, 255)  # half the stroke's width, in pixels; brightness
     axis = np.arange(SIDE, dtype=np.float32) - np.float32((SIDE - 1) / 2)
     x = axis[None, None, :] - uniform(-3, 3)
     y = axis[None, :, None] - uniform(-3, 3)
 
-    # From the image back to the glyph.
+    # Map image coordinates back to the glyph.
     v = (cosine * y - sine * x) / height
     u = (cosine * x + sine * y) / width
     u += v * (slant + bend * v)

@@ -1,1 +1,1 @@
-"""Tensors, autograd, layers, models and optimizers over NumPy and CuPy; nothing here knows of other ranks."""
+"""Tensors, autograd, layers, models and optimizers over NumPy and CuPy; independent of other ranks."""

@@ -1,15 +1,15 @@
-"""Gradients: the graph behind a loss, walked backwards.
+"""Gradients: traversal of the graph behind a loss, in reverse.
 
 While `training` is on, every operation stays attached to the tensor that it computes (`distopt.nn.tensor`). The tensors
-and operations behind a loss are its *graph*, and its leaves with `stores_grad` are the parameters. `backward` visits
-the operations in the reverse of the order in which they ran: each after all that used its result. Of each it asks the
-gradients of the inputs, adds those of intermediate tensors up for the operations that made them, and writes those of
-parameters into their `grad`. A parameter's gradient is *final* when the last operation that uses it has been visited,
-and is yielded at that moment, while the rest of the pass is still to come.
+and operations behind a loss are its *graph*; its leaves with `stores_grad` are the parameters. `backward` visits the
+operations in reverse order of execution, so each after all operations that used its result. From each it obtains the
+gradients of the inputs. It accumulates those of intermediate tensors for the operations that computed them, and writes
+those of parameters into their `grad`. A parameter's gradient is *final* once the last operation that uses it has been
+visited. It is yielded at that moment, before the rest of the pass.
 
-So nothing reads a parameter after its gradient was yielded: all operations that use it are through, input gradients
-included. Its consumer may update the parameter at once, in place. An operation that is through lets go of its inputs
-and of all that it saved, so a graph serves for one pass and its memory is free as the walk goes on.
+Nothing reads a parameter after its gradient has been yielded, since all operations that use it have been visited, so
+the consumer may update the parameter in place at once. A visited operation releases its inputs and everything it saved.
+A graph can therefore be used for one pass only, and its memory is freed during the pass.
 
 `Model.train` and training steps turn recording on (`mode.training`); dropout and batch normalization follow the same
 switch.
@@ -43,35 +43,35 @@ __all__ = [
 
 
 class Walk(Operation):
-    """A backward pass of somebody else: what stands behind a loss in place of an operation."""
+    """A custom backward pass, which takes the place of the operation behind a loss."""
 
     def pairs(self, dy: Tensor | None, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:
-        """What `backward` is to yield."""
+        """The pairs that `backward` yields."""
         raise NotImplementedError
 
     def parameters(self) -> list[Tensor]:
-        """What `gradient_order` is to return."""
+        """The parameters that `gradient_order` returns."""
         raise NotImplementedError
 
 
 def backward(
     loss: Tensor, dy: Tensor | None = None, pauses: Container[object] = ()
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
-    """Local. Yield (parameter, gradient) for all parameters behind `loss`, each when its gradient is final.
+    """Local. Yield (parameter, gradient) for all parameters behind `loss`, each as soon as its gradient is final.
 
-    A parameter whose `grad` is set gets its gradient written there, into the memory of that tensor, such as a view of
-    a communication buffer; else memory is allocated and kept as its `grad`. Old values are overwritten, not added to.
-    The consumer may change the parameter as soon as it has the pair.
+    If a parameter's `grad` is set, the gradient is written into the memory of that tensor, for example a view of a
+    communication buffer. Otherwise memory is allocated and kept as its `grad`. Old values are overwritten, not
+    accumulated. The consumer may change a parameter as soon as its pair has been yielded.
 
     Args:
         loss: a tensor of one element, or of any shape if `dy` is given.
         dy: gradient of `loss`, of its shape (default: 1).
-        pauses: parameters at whose gradients the consumer has something to do. Where steps are captured in CUDA graphs
-            a graph ends there, and gradients in between come no earlier than the next of these.
+        pauses: parameters at whose gradients the consumer has work to do. If steps are captured in CUDA graphs, a
+            graph ends at each of them, and the gradients in between are yielded only then.
 
     Raises:
-        UsageError: nothing was recorded behind `loss`, its graph has been walked before, or an operation has no
-            gradient for an input that needs one.
+        UsageError: nothing was recorded behind `loss`, its graph has been used before, or an operation has no gradient
+            for an input that needs one.
     """
     if isinstance(loss.creator, Walk):
         yield from loss.creator.pairs(dy, pauses)
@@ -87,16 +87,16 @@ def backward(
         raise UsageError(f"`dy` of shape {dy.shape} is no gradient of a tensor of shape {loss.shape}")
     else:
         pending = {visits[0].op: dy.data.copy()}
-    del loss  # the walk frees what nothing needs any more
+    del loss  # the traversal frees what is no longer needed
     for visit in visits:
-        # A function of its own, so that no array of a visited operation is held while the consumer is busy.
+        # A separate function, so that no array of a visited operation stays alive while the consumer runs.
         final = visit_one(visit, pending)
         visit.op.inputs = None
         yield from final
 
 
 def gradient_order(loss: Tensor) -> list[Tensor]:
-    """Local. The parameters behind `loss` in the order in which `backward` will yield them. Computes nothing.
+    """Local. The parameters behind `loss`, in the order in which `backward` will yield them. Computes nothing.
 
     Raises:
         UsageError: as `backward`.
@@ -134,16 +134,16 @@ def _inputs(op: Operation) -> tuple[Tensor, ...]:
     return op.inputs
 
 
-# -- the walk ------------------------------------------------------------------------------------------------------
+# -- traversal -----------------------------------------------------------------------------------------------------
 class Visit(NamedTuple):
-    """What the backward pass does at one operation.
+    """The work of the backward pass at one operation.
 
     Attributes:
-        op: all operations that use its result come before it.
-        sinks: for each input, where its gradient goes: to the operation that computed it, or to the parameter that it
-            is; None if it is not wanted.
-        adds: for each input, whether an earlier gradient has gone there.
-        final: the parameters whose gradients are final then.
+        op: the operation; all operations that use its result come before it.
+        sinks: for each input, the operation that computed it or, for a parameter, the parameter itself; None if no
+            gradient is needed.
+        adds: for each input, whether to add to an earlier gradient.
+        final: the parameters whose gradients are final after the visit.
     """
 
     op: Operation
@@ -153,13 +153,13 @@ class Visit(NamedTuple):
 
 
 def plan(loss: Tensor) -> list[Visit]:
-    """Local. The backward pass from `loss`, of which nothing has been computed.
+    """Local. Plan the backward pass from `loss`, without computing anything.
 
     Raises:
         UsageError: as `backward`.
     """
     visits = []
-    last: dict[Tensor, Visit] = {}  # that adds to the gradient of a parameter
+    last: dict[Tensor, Visit] = {}  # the last visit that contributes to a parameter's gradient
     met: set[Operation | Tensor | None] = set()
     for op in reversed(tape(loss)):
         sinks = [
@@ -170,7 +170,7 @@ def plan(loss: Tensor) -> list[Visit]:
             visit.adds.append(sink in met)
             met.add(sink)
             if isinstance(sink, Tensor):
-                last.pop(sink, None)  # to the end: gradients come in the order of their last uses
+                last.pop(sink, None)  # reinsert at the end: gradients are ordered by last use
                 last[sink] = visit
         visits.append(visit)
     for param, visit in last.items():
@@ -179,10 +179,10 @@ def plan(loss: Tensor) -> list[Visit]:
 
 
 def first_gradient(loss: Tensor, visits: Sequence[Visit]) -> dict[Operation, Array]:
-    """What is pending when a walk from `loss` begins: that the gradient of the loss is 1.
+    """The pending gradients at the start of a traversal: the gradient of `loss` is 1.
 
     Raises:
-        UsageError: it has more than one element.
+        UsageError: `loss` has more than one element.
     """
     if loss.size() != 1:
         raise UsageError(f"the gradient of a tensor of shape {loss.shape} needs `dy`; a loss has one element")
@@ -190,18 +190,18 @@ def first_gradient(loss: Tensor, visits: Sequence[Visit]) -> dict[Operation, Arr
 
 
 def visit_one(visit: Visit, pending: dict[Operation, Array]) -> list[tuple[Tensor, Tensor]]:
-    """Pass the gradient of the result of an operation on to its inputs, and let go of what it saved.
+    """Propagate the gradient of an operation's result to its inputs, and release what the operation saved.
 
     Args:
-        visit: what to do.
-        pending: gradients of the results of operations that have not been visited.
+        visit: the operation, and where its gradients go.
+        pending: gradients of the results of operations not visited yet.
 
     Returns:
-        The parameters whose gradients are final now, and these.
+        The parameters whose gradients are now final, with their gradients.
     """
     op, sinks, adds, final = visit
     inputs = _inputs(op)
-    into: list[Array] = []  # None for inputs that are no parameters
+    into: list[Array] = []  # None for inputs that are not parameters
     for sink, more in zip(sinks, adds, strict=True):
         into.append(_place(sink, more) if isinstance(sink, Tensor) else None)
     device = inputs[0].device

@@ -1,6 +1,6 @@
-"""Where arrays live: a device has the array module, the random generator and the profile of its operations.
+"""Devices: each has an array module, random generators and a profile of its operations.
 
-Module and method names are SINGA's.
+Method names follow SINGA.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ class Device:
 
     Args:
         kind: "cpu" or "cuda".
-        index: number of the device among its kind.
+        index: number of the device within its kind.
         xp: the array module, numpy or cupy.
 
     Attributes:
         kind: as given.
         xp: as given.
-        host_rng: generator of NumPy; initial parameters are drawn from it, so that a seed gives the same ones on every
-            device. On the CPU it is `rng`.
-        recording: which pass of a training step is captured at the moment, "forward" or "backward"; else empty.
-        graph_generation: grows when recorded steps are of no use any more.
-        verbosity: with 1 or more, the time of every operation is measured.
+        host_rng: NumPy generator for initial parameters, so that a seed gives the same ones on every device. On the
+        CPU,
+            the same object as `rng`.
+        recording: the pass of a training step that is being captured, "forward" or "backward", or empty.
+        graph_generation: incremented when recorded steps become invalid.
+        verbosity: if 1 or more, every operation is timed.
     """
 
     def __init__(self, kind: str, index: int, xp: ModuleType) -> None:
@@ -74,36 +75,36 @@ class Device:
 
     @property
     def rng(self) -> Any:
-        """Generator of this device's module; dropout masks are drawn from it.
+        """Random generator of this device's array module, used for dropout masks.
 
         Raises:
-            UsageError: a training step is being captured, and its replays would draw the same numbers again.
+            UsageError: a training step is being captured; every replay would draw the same numbers.
         """
         if self.recording:
             raise UsageError("random numbers, such as those of dropout, would be the same in every replay of a graph")
         return self._rng
 
     def id(self) -> int:
-        """Number of the device among its kind."""
+        """Number of the device within its kind."""
         return self._index
 
     def lang(self) -> str:
-        """SINGA's name of the kind: "kCpp" or "kCuda"."""
+        """SINGA's name for the kind: "kCpp" or "kCuda"."""
         return "kCpp" if self.kind == "cpu" else "kCuda"
 
     def SetRandSeed(self, seed: int) -> None:  # noqa: N802 - the methods in capitals are SINGA's
-        """Start `rng` and `host_rng` anew from `seed`: parameters and dropout masks are the same on every run."""
+        """Seed `rng` and `host_rng`, which makes parameters and dropout masks reproducible."""
         self._rng = self.xp.random.default_rng(seed)
         self.host_rng = self._rng if self.kind == "cpu" else np.random.default_rng(seed)
 
     def Sync(self) -> None:  # noqa: N802
-        """Return when all work handed to the device is done; at once on the CPU, where calls return finished."""
+        """Wait until the device has finished all its work. On the CPU, return at once."""
         if self.kind == "cuda":
             self.xp.cuda.Device(self._index).synchronize()
             self.check()
 
     def host(self, array: Any) -> Any:
-        """The values of `array`, of this device, as a NumPy array; the array itself on the CPU.
+        """The values of `array` on this device as a NumPy array; on the CPU, `array` itself.
 
         Raises:
             UsageError: see `check`.
@@ -115,24 +116,24 @@ class Device:
         return values
 
     def check(self) -> None:
-        """Raise what kernels have found wrong, as far as they have run: on a GPU nobody waits to find out earlier.
+        """Raise errors found by kernels that have finished. On a GPU, errors are detected only here, to avoid waiting.
 
         Raises:
-            UsageError: a label of a cross entropy was no class; its loss and gradients are NaN.
+            UsageError: a label of a cross entropy was out of range; its loss and gradients are NaN.
         """
         if self.kind == "cuda" and self._index in _label_flags:
             _label_flags[self._index].check()
 
     # -- profile -----------------------------------------------------------------------------------------------------
     def SetVerbosity(self, verbosity: int) -> None:  # noqa: N802
-        """Measure the time of every operation if `verbosity` is 1 or more; on a GPU that waits for each of them.
+        """Time every operation if `verbosity` is 1 or more; on a GPU, this waits for each operation.
 
-        No step is replayed meanwhile.
+        Meanwhile, steps are not replayed.
         """
         self.verbosity = verbosity
 
     def SetSkipIteration(self, iterations: int) -> None:  # noqa: N802
-        """Leave the first calls of each operation, at most `iterations`, out of the profile, as they warm up."""
+        """Exclude the first `iterations` calls of each operation from the profile, as warm-up."""
         self._skip = iterations
 
     def timed(self, name: str, call: Callable[..., T], *args: Any) -> T:
@@ -144,7 +145,7 @@ class Device:
         return result
 
     def PrintTimeProfiling(self) -> str:  # noqa: N802
-        """Log the profile at level INFO, and return it: calls, and total and mean time of each operation."""
+        """Log and return the profile: calls, total time and mean time of each operation. The log level is INFO."""
         lines = [f"time of operations on {self!r}, without the first {self._skip} calls of each"]
         for name, times in sorted(self._profile.items()):
             if times := times[self._skip :]:
@@ -161,19 +162,20 @@ class Device:
         self._graph = enabled
 
     def graph_enabled(self) -> bool:
-        """What `EnableGraph` was last given."""
+        """The last argument of `EnableGraph`."""
         return self._graph
 
     def ResetGraph(self) -> None:  # noqa: N802
-        """Drop all recorded training steps; models record theirs anew."""
+        """Discard all recorded training steps; models record them again."""
         self.graph_generation += 1
 
 
 class LabelFlag:
-    """Host memory in which the kernels of a GPU note a label that is no class.
+    """Host memory in which GPU kernels record a label that is out of range.
 
     Attributes:
-        address: of four int64 that the device reaches: whether there was one, its sample, the label, the classes.
+        address: device-accessible address of four int64: whether one was found, its sample, the label, the number of
+            classes.
     """
 
     def __init__(self, cupy: Any) -> None:
@@ -183,10 +185,10 @@ class LabelFlag:
         self._values[:] = 0
 
     def check(self) -> None:
-        """Raise the note, once.
+        """Raise an error if a label was recorded, once.
 
         Raises:
-            UsageError: there is one.
+            UsageError: a label was out of range.
         """
         found, sample, label, classes = self._values.tolist()
         if found:
@@ -212,12 +214,12 @@ _told: set[str] = set()
 
 
 def get_default_device() -> Device:
-    """The CPU. All calls give the same object."""
+    """The CPU. All calls return the same object."""
     return _cpu
 
 
 def create_cpu_device() -> Device:
-    """The CPU. All calls give the same object."""
+    """The CPU. All calls return the same object."""
     return _cpu
 
 
@@ -229,12 +231,12 @@ def create_cuda_gpu() -> Device:
 def create_cuda_gpu_on(device_id: int) -> Device:
     """GPU number `device_id` of those visible to this process; it becomes the current one.
 
-    Where no GPU can be used this is the CPU, and the log says once what is missing. `DISTOPT_DEVICE=cpu` asks for
-    the CPU, without a notice; `DISTOPT_DEVICE=cuda` makes a missing GPU an error.
+    If no GPU can be used, this returns the CPU and logs once what is missing. `DISTOPT_DEVICE=cpu` selects the CPU
+    without a notice; `DISTOPT_DEVICE=cuda` makes a missing GPU an error.
 
     Raises:
         MissingDependencyError: DISTOPT_DEVICE=cuda and no GPU can be used.
-        UsageError: there are GPUs, but not so many.
+        UsageError: there are GPUs, but none with this number.
     """
     device, missing = find_gpu(device_id)
     if device is not None:
@@ -252,11 +254,11 @@ def tell_once(text: str) -> None:
 
 
 def find_gpu(device_id: int) -> tuple[Device | None, str]:
-    """Local. As `create_cuda_gpu_on`, without a notice: no device, and what is missing, where none can be used.
+    """Local. Like `create_cuda_gpu_on`, but without a notice: if no GPU can be used, None and what is missing.
 
     Raises:
         MissingDependencyError: DISTOPT_DEVICE=cuda and no GPU can be used.
-        UsageError: there are GPUs, but not so many.
+        UsageError: there are GPUs, but none with this number.
     """
     wish = Settings.from_env().device
     if wish == "cpu":
@@ -276,7 +278,7 @@ def find_gpu(device_id: int) -> tuple[Device | None, str]:
 
 
 def find_cupy() -> tuple[Any, str]:
-    """Local. CuPy if it sees a GPU that distopt can use, else None and what is missing, with the cure."""
+    """Local. CuPy if it sees a GPU that distopt can use; otherwise None, and what is missing and how to fix it."""
     try:
         import cupy
     except ImportError as error:
@@ -293,14 +295,14 @@ def find_cupy() -> tuple[Any, str]:
 
 
 def find_cudnn() -> tuple[Any, str]:
-    """Local. cuDNN's Python package if it has found cuDNN, else None and what is missing, with the cure.
+    """Local. cuDNN's Python package if it has found cuDNN; otherwise None, and what is missing and how to fix it.
 
     The package looks for libcudnn.so.9 in the folders of LD_LIBRARY_PATH, then in the wheel nvidia-cudnn-cu12 or -cu13.
     """
     cure = "pip install 'distopt[cuda12]' or 'distopt[cuda13]'"
     try:
         import cudnn
-    except (ImportError, OSError, AssertionError) as error:  # the latter by two cuDNNs, or one that cannot be loaded
+    except (ImportError, OSError, AssertionError) as error:  # AssertionError: two cuDNNs, or one that cannot be loaded
         return None, f"cudnn-frontend cannot be imported ({error}); {cure}"
     try:
         cudnn.backend_version()

@@ -85,7 +85,7 @@ def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def flatten(x: Tensor, axis: int = 1) -> Tensor:
-    """`x` as a matrix: the dimensions before `axis` make the rows, the others the columns."""
+    """`x` as a matrix: dimensions before `axis` become rows, the others columns."""
     rows = 1
     for n in x.shape[:axis]:
         rows *= n
@@ -98,7 +98,7 @@ def cat(xs: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 
 def reduce_sum(x: Tensor, axes: Sequence[int] | None = None, keepdims: bool = True) -> Tensor:
-    """The sum over the dimensions `axes` (None: over all), which stay with length 1 unless `keepdims` is false."""
+    """The sum over the dimensions `axes` (None: over all), which are kept with length 1 unless `keepdims` is false."""
     return operations.ReduceSum(axes, bool(keepdims))(x)
 
 
@@ -116,7 +116,7 @@ def softmax_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         labels: class indices of an integer type, [N], or one distribution (such as one-hot) per row, [N, classes].
 
     Raises:
-        UsageError: a label is not a class.
+        UsageError: a label is out of range.
     """
     return operations.SoftMaxCrossEntropy()(logits, labels)
 

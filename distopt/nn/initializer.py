@@ -1,7 +1,7 @@
-"""Initial values of parameters, drawn on the host: a seed (`Device.SetRandSeed`) gives the same on every device.
+"""Initial values of parameters, drawn on the host: a seed (`Device.SetRandSeed`) gives equal values on every device.
 
-All functions overwrite a tensor. Fans: a weight [in, out] of a linear layer has fan_in = in and fan_out = out; one of a
-convolution, [M, C, kh, kw], has fan_in = C * kh * kw and fan_out = M * kh * kw.
+All functions overwrite a tensor. Fans: the weight [in, out] of a linear layer has fan_in = in and fan_out = out; that
+of a convolution, [M, C, kh, kw], has fan_in = C * kh * kw and fan_out = M * kh * kw.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The layers of neural networks: operations with their parameters, which take their shapes from the first input."""
+"""Layers: operations with parameters, whose shapes are determined by the first input."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def _has_relu(activation: str | None) -> bool:
 
 
 class Conv2d(Layer):
-    """Convolution (cross-correlation) of images [N, C, H, W], with bias, and ReLU if asked.
+    """Convolution (cross-correlation) of images [N, C, H, W] with bias and, optionally, ReLU.
 
     `Conv2d(nb_kernels, kernel_size)` takes the number of channels from the first input;
-    `Conv2d(in_channels, nb_kernels, kernel_size[, stride[, padding]])` checks it. As in SINGA, a third positional
-    argument is what tells the two apart.
+    `Conv2d(in_channels, nb_kernels, kernel_size[, stride[, padding]])` checks it. As in SINGA, the
+    second form is recognized by its third positional argument.
 
-    With `pool` the result is pooled as by that layer, to the bit, while it is in the cache: faster than the layer by
-    itself, and the convolution's own result takes no memory. Gradients may differ in their last bits.
+    With `pool`, the result is pooled while it is in the cache. This gives the same bits as a separate pooling layer, is
+    faster, and needs no memory for the convolution's own result. Gradients may differ in their last bits.
 
     Attributes:
         W: [nb_kernels, C, kh, kw].
@@ -107,7 +107,7 @@ class Conv2d(Layer):
         if self.in_channels is None:
             self.in_channels = x.shape[1]
         self.W = self._parameter("W", (self.nb_kernels, self.in_channels, *self.kernel_size), x)
-        # SINGA's choice; accuracies measured with it carry over.
+        # SINGA's choice, which makes accuracies comparable.
         initializer.gaussian(self.W, 0.0, sqrt(2 / (self.in_channels * prod(self.kernel_size) + self.nb_kernels)))
         if self.bias:
             self.b = self._parameter("b", (self.nb_kernels,), x)
@@ -129,7 +129,7 @@ class Conv2d(Layer):
 
 
 class DepthwiseConv2d(Layer):
-    """Convolution of each channel of images [N, C, H, W] with a kernel of its own; C is checked if given.
+    """Convolution of each channel of images [N, C, H, W] with its own kernel; C is checked if given.
 
     Attributes:
         W: [C, kh, kw].
@@ -162,7 +162,7 @@ class DepthwiseConv2d(Layer):
 class SeparableConv2d(Layer):
     """A depthwise convolution, then one with 1x1 kernels (Chollet, arXiv 1610.02357).
 
-    Takes its arguments in either way of `Conv2d`.
+    Takes its arguments in either form of `Conv2d`.
     """
 
     def __init__(
@@ -184,9 +184,9 @@ class SeparableConv2d(Layer):
 
 
 class Linear(Layer):
-    """x [N, in] @ W + b, with ReLU if asked.
+    """x [N, in] @ W + b, optionally with ReLU.
 
-    `Linear(out_features)` takes the number of inputs from the first one it gets; `Linear(in_features, out_features)`
+    `Linear(out_features)` takes the number of inputs from the first input; `Linear(in_features, out_features)`
     checks it.
 
     Attributes:
@@ -242,13 +242,13 @@ class _Pool2d(Layer):
 
 
 class MaxPool2d(_Pool2d):
-    """The maximum of each window of images [N, C, H, W]; the stride is the window's size if not given."""
+    """The maximum of each window of images [N, C, H, W]; the default stride is the window's size."""
 
     operation = operations.MaxPool2d
 
 
 class AvgPool2d(_Pool2d):
-    """The mean of each window of images [N, C, H, W], a border counting as zeros; stride as in `MaxPool2d`."""
+    """The mean of each window of images [N, C, H, W], with padding counted as zeros; stride as in `MaxPool2d`."""
 
     operation = operations.AvgPool2d
 
@@ -256,10 +256,10 @@ class AvgPool2d(_Pool2d):
 class BatchNorm2d(Layer):
     """Batch normalization of images [N, C, H, W] per channel (Ioffe and Szegedy, arXiv 1502.03167).
 
-    `BatchNorm2d(channels)` checks the number of channels, which else comes from the first input.
+    `BatchNorm2d(channels)` checks the number of channels; by default it comes from the first input.
 
     Args:
-        momentum: weight of the old value when a running statistic moves (PyTorch's momentum is 1 minus this).
+        momentum: weight of the old value in a running statistic (PyTorch's momentum is 1 minus this).
         eps: added to the variance.
 
     Attributes:
@@ -325,7 +325,7 @@ class SoftMax(Layer):
 
 
 class Flatten(Layer):
-    """A matrix: the dimensions before `axis` make the rows, the others the columns."""
+    """Reshape to a matrix: dimensions before `axis` become rows, the others columns."""
 
     def __init__(self, axis: int = 1) -> None:
         self.axis = axis

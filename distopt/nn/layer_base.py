@@ -1,7 +1,7 @@
 """The base of layers and models.
 
-A layer finds its sub-layers and parameters among its attributes, so that `self.conv1 = Conv2d(...)` is all that a model
-has to say. A parameter's name is its path, such as "conv1.W".
+A layer finds its sub-layers and parameters among its attributes, so a model only needs `self.conv1 = Conv2d(...)`. A
+parameter's name is its path, such as "conv1.W".
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["Layer"]
 class Layer:
     """Base of layers and models.
 
-    A subclass has `forward`, and `initialize` if it has parameters. Calling the layer initializes it at the first call.
+    A subclass implements `forward`, and `initialize` if it has parameters. The first call of a layer initializes it.
 
     Attributes:
-        name: path in the model once that is compiled, before that the attribute's name; the class name if it has none.
+        name: path in the model once it is compiled; before that, the attribute's name or, without one, the class name.
     """
 
     name: str = ""
@@ -37,26 +37,26 @@ class Layer:
             value.name = key
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """`forward`, with `initialize` before it at the first call."""
+        """Call `forward`; on the first call, call `initialize` before it."""
         if not self._ready:
             self.initialize(*inputs)
             self._ready = True
         return self.forward(*inputs, **options)
 
     def initialize(self, *inputs: Any) -> None:
-        """Make the parameters that fit `inputs`."""
+        """Create parameters with shapes that fit `inputs`."""
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """The layer's result."""
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
     def own_states(self) -> dict[str, Tensor]:
-        """Tensors that belong to a saved model and are not parameters, by attribute name; without sub-layers."""
+        """Tensors, other than parameters, to save with a model, by attribute name; without those of sub-layers."""
         return {}
 
     # -- parameters and states ---------------------------------------------------------------------------------------
     def get_params(self) -> dict[str, Tensor]:
-        """The parameters of this layer and its sub-layers, by path. One that is shared is listed once."""
+        """The parameters of this layer and its sub-layers, by path. Shared ones are listed once."""
         params: dict[str, Tensor] = {}
         listed: set[int] = set()
         for path, layer in self._walk():
@@ -67,7 +67,7 @@ class Layer:
         return params
 
     def get_states(self) -> dict[str, Tensor]:
-        """The parameters, and other tensors that belong to a saved model, by path."""
+        """The parameters, and other tensors to save with a model, by path."""
         states = self.get_params()
         for path, layer in self._walk():
             states.update({path + key: value for key, value in layer.own_states().items()})
@@ -85,12 +85,12 @@ class Layer:
         """Overwrite the values of all states, in place.
 
         Raises:
-            StateError: as `set_params`.
+            StateError: see `set_params`.
         """
         _overwrite(self.get_states(), states)
 
     def _walk(self, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Layer]]:
-        """This layer and all below it, each once, with the prefix of the names of what it holds."""
+        """This layer and all its sub-layers, each once, with the prefix for the names of its tensors."""
         seen = set() if seen is None else seen
         if id(self) in seen:
             return
@@ -107,11 +107,11 @@ class Layer:
     # -- for layers --------------------------------------------------------------------------------------------------
     @property
     def label(self) -> str:
-        """What errors call this layer."""
+        """Name of this layer in error messages."""
         return self.name or type(self).__name__
 
     def _parameter(self, key: str, shape: Sequence[int], x: Tensor) -> Tensor:
-        """A new parameter of zeros, on the device and of the dtype of `x`."""
+        """A new parameter of zeros, with the device and dtype of `x`."""
         if x.dtype not in ("float32", "float64"):
             raise UsageError(f"{self.label} computes in float32 or float64, got {x.dtype}; convert the input")
         name = f"{self.name}.{key}" if self.name else key
@@ -129,7 +129,7 @@ class Layer:
 
 
 def _check_states(have: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
-    """Check that `given` has a value for each of the tensors `have`, and nothing else.
+    """Check that `given` has exactly one value for each of the tensors `have`.
 
     Raises:
         StateError: a name is missing or unknown, or a shape or dtype differs.

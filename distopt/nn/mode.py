@@ -1,4 +1,4 @@
-"""What a process is doing: the switches that operations and layers follow."""
+"""Process-wide switches for operations and layers: training mode and recording."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Ran(NamedTuple):
-    """An `Operation` that ran, on which tensors, and the tensor that came of it."""
+    """An `Operation` that ran, its input tensors, and the resulting tensor."""
 
     op: Any
     inputs: tuple[Any, ...]
@@ -21,20 +21,20 @@ class Ran(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A function that changes arrays, and its arguments."""
+    """A function that modifies arrays, and its arguments."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
 
 
 class Mode:
-    """What a process is doing.
+    """The state of this process.
 
     Attributes:
-        training: scripts set it through `autograd.training` or `Model.train` and `Model.eval`.
-        ran: where the forward pass of a step is recorded: the operations that have run, and in words what else has
-            happened that a replay would not do.
-        calls: where a pass is recorded: the calls by which arrays were computed.
+        training: set through `autograd.training` or `Model.train` and `Model.eval`.
+        ran: while the forward pass of a step is recorded, the operations that have run, and descriptions of other
+            events that a replay would not repeat.
+        calls: while a pass is recorded, the calls that computed arrays.
     """
 
     training: bool = False
@@ -46,7 +46,7 @@ mode = Mode()
 
 
 def noted(function: Callable[..., T], *args: Any) -> T:
-    """`function(*args)`, which goes into the record if there is one."""
+    """Return `function(*args)`, and record the call if recording is on."""
     if mode.calls is not None:
         mode.calls.append(Call(function, args))
     return function(*args)

@@ -1,4 +1,4 @@
-"""Models: a layer that knows its optimizer, how to train on a batch, and how to be saved."""
+"""Models: layers with an optimizer, a training step, and saving and loading."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _FORMAT = {"format": "distopt states", "version": "1"}
 
 
 class TrainingOptimizer(Protocol):
-    """What a model asks of its optimizer: `optim.Optimizer` and `DistOpt` have it."""
+    """What a model requires of its optimizer; implemented by `optim.Optimizer` and `DistOpt`."""
 
     def __call__(self, loss: Tensor) -> None:
         """One training step from `loss`."""
 
     def attach(self, params: Iterable[Tensor]) -> None:
-        """Learn of the model's parameters before the first step."""
+        """Receive the model's parameters before the first step."""
 
 
 def _digest(arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
@@ -48,19 +48,20 @@ def _digest(arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
 class Model(Layer):
     """Base of models.
 
-    A subclass makes its layers in `__init__`, computes in `forward`, and trains on one batch in `train_one_batch`,
-    which calls `self.optimizer(loss)`. Calling the model calls `train_one_batch` in training mode, else `forward`.
+    A subclass creates its layers in `__init__`, computes its output in `forward`, and trains on one batch in
+    `train_one_batch`, which calls `self.optimizer(loss)`. Calling the model calls `train_one_batch` in training mode
+    and `forward` otherwise.
     """
 
     training: bool = True
     _compiled: bool = False
     _optimizer: TrainingOptimizer | None = None
     _device: Device | None = None
-    _graph_device: Device | None = None  # where `compile` has put the model
+    _graph_device: Device | None = None  # the device chosen in `compile`
     _graphs: StepGraphs | None = None
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """`train_one_batch` in training mode, or a replay where `compile` was told to; else `forward`."""
+        """In training mode, run `train_one_batch` or, with `use_graph`, replay it; otherwise, run `forward`."""
         process_mode.training = self.training
         if not self.training:
             return self.forward(*inputs, **options)
@@ -81,11 +82,11 @@ class Model(Layer):
 
     @property
     def graph_replays(self) -> int:
-        """How many training steps were replayed, since graphs were last enabled or reset."""
+        """Number of training steps replayed since graphs were last enabled or reset."""
         return 0 if self._graphs is None else self._graphs.replays
 
     def train_one_batch(self, *inputs: Any, **options: Any) -> Any:
-        """One training step; returns what the caller wants to see, mostly output and loss."""
+        """One training step. The return value is for the caller: usually output and loss."""
         raise NotImplementedError(f"{type(self).__name__} has no train_one_batch")
 
     def compile(
@@ -95,19 +96,20 @@ class Model(Layer):
         use_graph: bool = False,
         sequential: bool = False,
     ) -> None:
-        """Make and name all parameters, by one forward pass in evaluation mode. Collective if the optimizer is.
+        """Create and name all parameters, by one forward pass in evaluation mode. Collective if the optimizer is.
 
         Args:
-            inputs: arguments of `forward`; values do not matter, shapes and dtypes do.
-            is_train: mode to be in afterwards.
-            use_graph: record forward and backward of a training step, and replay them: on a GPU as CUDA graphs, on the
-                CPU as calls of kernels; see `distopt.nn.replay`. From the fourth step with arguments of the same kind
-                (shapes, types and other values) the Python code of `train_one_batch` no longer runs: what it computes
-                from anything but its arguments, parameters and states stays as it was, and it can do no more than
-                compute, call `self.optimizer` with one loss, and return tensors. Where a step cannot be recorded, such
-                as with dropout, it runs as before and the log says why, once; on a GPU the attempt has run its Python
-                code before, without effect on the device.
-            sequential: accepted for SINGA's scripts; without a graph there is nothing to put in sequence.
+            inputs: arguments of `forward`; only their shapes and dtypes matter.
+            is_train: whether to be in training mode afterwards.
+            use_graph: record the forward and backward passes of a training step, and replay them: on a GPU as CUDA
+            graphs,
+                on the CPU as calls of kernels; see `distopt.nn.replay`. From the fourth step with the same kind of
+                arguments (shapes, types and other values), the Python code of `train_one_batch` no longer runs.
+                Values that it computes from anything but its arguments, parameters and states stay constant, and it
+                may only compute, call `self.optimizer` with one loss, and return tensors. A step that cannot be
+                recorded, for example because of dropout, runs normally, and the log says why, once. On a GPU, the
+                failed attempt runs the step's Python code one extra time, without effect on the device.
+            sequential: accepted for SINGA's scripts, and ignored.
 
         Raises:
             UsageError: the shapes of two layers do not fit; the message names the second.
@@ -128,18 +130,18 @@ class Model(Layer):
         self._attach()
 
     def on_device(self, device: Device) -> None:
-        """Make the parameters on `device` at `compile`, or move them there if they exist."""
+        """Create the parameters on `device` in `compile`, or move them there if they exist."""
         self._device = device
         for tensor in self.get_states().values():
             tensor.to_device(device)
 
     def train(self, mode: bool = True) -> None:
-        """Go to training mode: calls train, operations are recorded, dropout and batch normalization are active."""
+        """Enter training mode: calls train, operations are recorded, dropout and batch normalization are active."""
         self.training = mode
         process_mode.training = mode
 
     def eval(self) -> None:
-        """Go to evaluation mode."""
+        """Enter evaluation mode."""
         self.train(False)
 
     # -- optimizer ---------------------------------------------------------------------------------------------------
@@ -163,7 +165,7 @@ class Model(Layer):
         self._attach()
 
     def set_optimizer(self, optimizer: TrainingOptimizer) -> None:
-        """Train with `optimizer`. Collective if that is one of many ranks and the model is compiled."""
+        """Train with `optimizer`. Collective if the optimizer is distributed and the model is compiled."""
         self.optimizer = optimizer
 
     def _attach(self) -> None:
@@ -172,15 +174,15 @@ class Model(Layer):
 
     # -- files -------------------------------------------------------------------------------------------------------
     def save_states(self, fpath: str | os.PathLike[str], aux_states: Mapping[str, Any] | None = None) -> None:
-        """Local. Write parameters and states to a safetensors file, which replaces an older one all at once.
+        """Local. Write parameters and states to a safetensors file, atomically replacing an older one.
 
         Args:
             fpath: file to write.
-            aux_states: further arrays, tensors or numbers to keep with them.
+            aux_states: further arrays, tensors or numbers to save with them.
 
         Raises:
-            UsageError: a value of `aux_states` is of another kind.
-            OSError: from the file system; an older file stays.
+            UsageError: a value of `aux_states` has another type.
+            OSError: from the file system; an older file is kept.
         """
         self._check_compiled()
         arrays = {f"model/{name}": tensor.to_numpy() for name, tensor in self.get_states().items()}
@@ -195,7 +197,7 @@ class Model(Layer):
             file.write(safetensors.numpy.save(arrays, {**_FORMAT, "blake2b": _digest(arrays)}))
 
     def load_states(self, fpath: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
-        """Local. Overwrite parameters and states by those of a file, and return its `aux_states` as arrays.
+        """Local. Load parameters and states from a file, and return its `aux_states` as arrays.
 
         Raises:
             StateError: the file is truncated, corrupt or foreign, or a name, shape or dtype differs; nothing was
@@ -209,7 +211,7 @@ class Model(Layer):
                 if any(metadata.get(key) != value for key, value in _FORMAT.items()):
                     raise StateError(f"{fpath} was not written by Model.save_states")
                 arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
-        except (safetensors.SafetensorError, AttributeError, TypeError) as error:  # the latter: types NumPy lacks
+        except (safetensors.SafetensorError, AttributeError, TypeError) as error:  # the last two: types NumPy lacks
             raise StateError(f"{fpath} is truncated or no file of states: {error}") from None
         if metadata.get("blake2b") != _digest(arrays):
             raise StateError(f"{fpath} is corrupt: its content does not have the digest that was saved with it")

@@ -1,7 +1,7 @@
 """The operations of neural networks, on the kernels of `distopt.nn.kernels`.
 
-Shapes: images are [N, C, H, W], rows are [N, features]. Weights follow their inputs; parameter gradients are written
-where the engine wants them (`into`, see `distopt.nn.tensor.Operation`).
+Shapes: images are [N, C, H, W], rows are [N, features]. Weights come after their inputs. Parameter gradients are
+written into the memory provided (`into`, see `distopt.nn.tensor.Operation`).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ Gradients: TypeAlias = "Sequence[Array | None]"
 
 
 class _Weighted(Operation):
-    """An operation on (x, w) or (x, w, b), whose kernel wants memory for dw and db."""
+    """An operation on (x, w) or (x, w, b), whose kernel needs memory for dw and db."""
 
     def gradient_memory(self, into: Into) -> list[Array]:
-        """Memory for the gradients of the inputs after the first; not every one need be a parameter."""
+        """Memory for the gradients of all inputs but the first; they need not all be parameters."""
         assert self.inputs is not None
         empty = kernels_of(self.inputs[0].data).empty
         pairs = zip(self.inputs[1:], into[1:], strict=True)
@@ -53,7 +53,7 @@ class _Weighted(Operation):
 
 
 class Conv2d(_Weighted):
-    """Cross-correlation of x [N, C, H, W] with w [M, C, kh, kw], plus b [M] if given, with ReLU if asked."""
+    """Cross-correlation of x [N, C, H, W] with w [M, C, kh, kw], plus b [M] if given, optionally with ReLU."""
 
     native = True
 
@@ -71,13 +71,13 @@ class Conv2d(_Weighted):
 
 
 class Conv2dMaxPool(_Weighted):
-    """`Conv2d` and `MaxPool2d` in one: the convolution's result never leaves the cache.
+    """`Conv2d` and `MaxPool2d` fused: the convolution's result stays in the cache.
 
     Args:
         stride: of the convolution.
         padding: of the convolution.
-        relu: whether ReLU comes in between.
-        pool: kernel, stride and padding of pooling.
+        relu: whether to apply ReLU in between.
+        pool: kernel, stride and padding of the pooling.
     """
 
     native = True
@@ -96,7 +96,7 @@ class Conv2dMaxPool(_Weighted):
 
 
 class Linear(_Weighted):
-    """x [N, in] @ w [in, out], plus b [out] if given, with ReLU if asked."""
+    """x [N, in] @ w [in, out], plus b [out] if given, optionally with ReLU."""
 
     native = True
 
@@ -114,10 +114,10 @@ class Linear(_Weighted):
 
 
 class BatchNorm2d(_Weighted):
-    """Each channel of x [N, C, H, W] normalized, then scaled by gamma [C] and moved by beta [C].
+    """Each channel of x [N, C, H, W] normalized, scaled by gamma [C], and shifted by beta [C].
 
     Args:
-        running_mean: [C]; moves in place in training, is used otherwise.
+        running_mean: [C]; updated in place during training, used otherwise.
         running_var: likewise.
         momentum: weight of the batch in the running statistics.
         eps: added to the variance.
@@ -149,7 +149,7 @@ class DepthwiseConv2d(Operation):
         self.stride, self.padding = stride, padding
 
     def _windows(self, wide: Array, w: Array, size: Pair) -> list[tuple[int, int, Array]]:
-        """For each kernel element, its row and column and the view of the padded images that it meets."""
+        """For each kernel element, its row and column, and the view of the padded images that it multiplies."""
         sh, sw = self.stride
         h, wd = size
         return [
@@ -205,7 +205,7 @@ class MaxPool2d(_Pool2d):
 
 
 class AvgPool2d(_Pool2d):
-    """The mean of each window of x [N, C, H, W]; a border counts as zeros."""
+    """The mean of each window of x [N, C, H, W]; padding counts as zeros."""
 
     native = True
 
@@ -257,7 +257,7 @@ class SoftMax(Operation):
 
 
 class Dropout(Operation):
-    """In training, x with each element set to zero with probability `ratio` and the others scaled to make up for it.
+    """In training, zeroes elements of x with probability `ratio` and scales the others by 1 / (1 - ratio).
 
     Args:
         ratio: in [0, 1).
@@ -295,7 +295,7 @@ class Cat(Operation):
 
 
 class ReduceSum(Operation):
-    """The sum over the dimensions `axes` (None: over all), which stay with length 1 or go."""
+    """The sum over the dimensions `axes` (None: over all), which are kept with length 1 or removed."""
 
     def __init__(self, axes: Sequence[int] | None, keepdims: bool) -> None:
         self.axes, self.keepdims = None if axes is None else tuple(axes), keepdims

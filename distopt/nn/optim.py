@@ -1,6 +1,6 @@
-"""Optimizers: rules that change a parameter by its gradient, in place.
+"""Optimizers: rules that update a parameter in place from its gradient.
 
-The rules and their state are PyTorch's; names of classes and arguments are SINGA's.
+Rules and their state follow PyTorch; class and argument names follow SINGA.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class ExponentialDecay(DecayScheduler):
 
     Args:
         init_value: learning rate of step 0.
-        decay_steps: steps for one factor of `decay_rate`.
-        decay_rate: in (0, 1] to decay.
+        decay_steps: number of steps in which the rate falls by the factor `decay_rate`.
+        decay_rate: in (0, 1].
         staircase: change only every `decay_steps` steps.
     """
 
@@ -81,14 +81,14 @@ class ExponentialDecay(DecayScheduler):
 
 
 class Optimizer(ABC):
-    """Base of the rules.
+    """Base of all optimizers.
 
-    A rule keeps arrays for each parameter, its *slots*, of the parameter's shape and dtype. A step is an `update` of
-    every parameter and then `step()`; calling the optimizer on a loss does both.
+    An optimizer keeps arrays for each parameter, its *slots*, with the parameter's shape and dtype. A step is an
+    `update` of every parameter, followed by `step()`; calling the optimizer on a loss does both.
 
     Args:
         lr: learning rate, a number or a schedule.
-        dtype: accepted for SINGA's scripts; slots take the dtype of their parameter.
+        dtype: accepted for SINGA's scripts; slots have the dtype of their parameter.
 
     Attributes:
         lr: the schedule.
@@ -104,7 +104,7 @@ class Optimizer(ABC):
         self.step_counter = 0
         self.lr_value = self.lr(0)
         self._slots: dict[Tensor, dict[str, Array]] = {}
-        self._unclaimed: dict[str, dict[str, Array]] = {}  # loaded, of parameters not seen yet
+        self._unclaimed: dict[str, dict[str, Array]] = {}  # loaded states of parameters not seen yet
 
     def __call__(self, loss: Tensor) -> None:
         """Local. One training step from `loss`."""
@@ -117,7 +117,7 @@ class Optimizer(ABC):
             self.update(param, grad)
 
     def update(self, param: Tensor, grad: Tensor) -> None:
-        """Local. Change `param` by `grad`, which stays; both have the same shape and dtype.
+        """Local. Update `param` from `grad`, which is not changed; both have the same shape and dtype.
 
         Raises:
             UsageError: the shapes differ.
@@ -128,12 +128,12 @@ class Optimizer(ABC):
         self._apply(param.data, grad.data, self._claim(param) if slots is None else slots)
 
     def step(self) -> None:
-        """Local. Count a finished step and take the learning rate of the next one."""
+        """Local. Count a finished step and set the learning rate of the next one."""
         self.step_counter += 1
         self.lr_value = self.lr(self.step_counter)
 
     def attach(self, params: Iterable[Tensor]) -> None:
-        """Local. Learn of the parameters before the first step; `Model` calls it.
+        """Local. Receive the parameters before the first step; called by `Model`.
 
         Raises:
             UsageError: two of them share a name.
@@ -148,10 +148,10 @@ class Optimizer(ABC):
 
     # -- states ------------------------------------------------------------------------------------------------------
     def get_states(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Local. Copies of all that a later run needs to go on: "step_counter", and "PARAMETER:SLOT" for each slot.
+        """Local. Copies of the state that a later run needs to continue: "step_counter", and "PARAMETER:SLOT" per slot.
 
         Raises:
-            UsageError: a parameter has no name of its own.
+            UsageError: a parameter has no unique name.
         """
         states = {"step_counter": np.array(self.step_counter)}
         for param, slots in self._slots.items():
@@ -168,10 +168,10 @@ class Optimizer(ABC):
         return states
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Local. Go on from what `get_states` gave; parameters are told by their names.
+        """Local. Continue from the result of `get_states`; parameters are identified by name.
 
         Raises:
-            StateError: the states are not of this rule or do not fit its parameters; nothing was changed.
+            StateError: the states are not those of this optimizer or do not fit its parameters; nothing was changed.
         """
         states = dict(states)
         if "step_counter" not in states:
@@ -205,7 +205,7 @@ class Optimizer(ABC):
         return slots
 
     def _claim(self, param: Tensor) -> dict[str, Array]:
-        """Slots for a parameter met for the first time: loaded ones, or new ones of zeros."""
+        """Slots of a parameter seen for the first time: loaded ones, or new ones of zeros."""
         xp = param.device.xp
         loaded = self._unclaimed_for(param)
         if loaded is None:
@@ -222,13 +222,13 @@ class Optimizer(ABC):
 
     @abstractmethod
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
-        """Change `param` in place by the rule."""
+        """Apply the rule to `param`, in place."""
 
 
 class SGD(Optimizer):
     """Stochastic gradient descent.
 
-    g = grad + weight_decay * param; with momentum, buffer = momentum * buffer + (1 - dampening) * g (at first: g), and
+    g = grad + weight_decay * param; with momentum, buffer = momentum * buffer + (1 - dampening) * g (initially g), and
     g = buffer, or with Nesterov g + momentum * buffer; then param -= lr * g.
 
     Raises:
@@ -315,7 +315,7 @@ class Adam(Optimizer):
 
 
 class RMSProp(Optimizer):
-    """RMSProp (Tieleman and Hinton, lecture 6.5, 2012): steps over the root of a running mean of squared gradients.
+    """RMSProp (Tieleman and Hinton, lecture 6.5, 2012): steps divided by the root of the mean squared gradient.
 
     Raises:
         UsageError: a value is negative or not finite, or rho is not below 1.
@@ -343,7 +343,7 @@ class RMSProp(Optimizer):
 
 
 class AdaGrad(Optimizer):
-    """AdaGrad (Duchi et al., JMLR 12, 2011): steps over the root of the sum of squared gradients.
+    """AdaGrad (Duchi et al., JMLR 12, 2011): steps divided by the root of the sum of squared gradients.
 
     Raises:
         UsageError: a value is negative or not finite.

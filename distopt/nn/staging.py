@@ -1,4 +1,4 @@
-"""From the host to the device: a batch travels while the device still computes on the one before."""
+"""Transfer of batches to the device, while the device still computes on the previous batch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class _Slot:
     Attributes:
         host: NumPy arrays to fill.
         tensors: on the device.
-        copied: when the copy is through.
-        used: when the device is through with the tensors.
+        copied: event: the copy has finished.
+        used: event: the device no longer uses the tensors.
     """
 
     def __init__(self, device: Device, arrays: Sequence[tuple[Sequence[int], DTypeLike]]) -> None:
@@ -39,11 +39,11 @@ class _Slot:
 
 
 class Staging:
-    """Memory in which batches are put together, and their way to the device.
+    """Memory in which batches are assembled, and their transfer to the device.
 
-    A step is `fill`, which gives NumPy arrays to write a batch into, and `send`, which gives the tensors to train on.
-    On a GPU there are two of each, in turn: the copy runs on a stream of its own, and the host waits only where it is
-    two batches ahead of the copies. On the CPU the arrays are the tensors' own memory and nothing is copied.
+    In each step, `fill` returns NumPy arrays to write a batch into, and `send` returns the tensors to train on. On a
+    GPU, there are two of each, used alternately: the copy runs on its own stream, and the host waits only if it is two
+    batches ahead of the copies. On the CPU, the arrays are the tensors' own memory and nothing is copied.
 
     The tensors of a batch may be used on the stream that is current at the next `send`, until the `send` after that.
 
@@ -61,23 +61,23 @@ class Staging:
         self._cuda = device.xp.cuda
         self._slots = [_Slot(device, arrays), _Slot(device, arrays)]
         self._stream = self._cuda.Stream(non_blocking=True)
-        # The tensors are made of zeros on the current stream; no copy may come before that.
+        # The tensors are zeroed on the current stream; copies must come after that.
         self._stream.wait_event(self._cuda.get_current_stream().record())
 
     def fill(self) -> list[NDArray[Any]]:
-        """Local. The arrays of the next batch, to write into; what stands in them is of no use."""
+        """Local. The arrays to write the next batch into; their contents are undefined."""
         if not self._slots:
             return [tensor.data for tensor in self._tensors]
-        self._slots[0].copied.synchronize()  # at once where nothing was sent from here yet
+        self._slots[0].copied.synchronize()  # returns at once if nothing was sent from this slot yet
         return self._slots[0].host
 
     def send(self) -> list[Tensor]:
-        """Local. The tensors of the batch that was written into the arrays of `fill`; waits for nothing."""
+        """Local. The tensors of the batch that was written into the arrays of `fill`; does not wait."""
         if not self._slots:
             return self._tensors
         slot, before = self._slots
         current = self._cuda.get_current_stream()
-        before.used.record(current)  # all that uses the batch before has been put on the stream by now
+        before.used.record(current)  # everything that uses the previous batch is on the stream by now
         self._stream.wait_event(slot.used)
         for tensor, array in zip(slot.tensors, slot.host, strict=True):
             tensor.data.set(array, self._stream)

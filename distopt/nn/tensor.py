@@ -1,8 +1,8 @@
-"""Tensors, and the operations that make tensors from tensors.
+"""Tensors, and operations that compute tensors from tensors.
 
-A `Tensor` is an array with what training needs to know about it. An `Operation` computes one tensor and, while
-`mode.training` is on, stays attached to it as its `creator`: the tensors and creators behind a loss are the graph that
-`distopt.nn.autograd` walks. Arithmetic on tensors is made of operations too, so it has gradients like any layer.
+A `Tensor` is an array with the information that training needs. An `Operation` computes one tensor and, while
+`mode.training` is on, stays attached to it as its `creator`. The tensors and creators behind a loss are the graph that
+`distopt.nn.autograd` traverses. Arithmetic on tensors also uses operations, so it has gradients like any layer.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class Tensor:
 
     Args:
         shape: dimensions of a new tensor of zeros.
-        device: where it lives (default: the CPU).
+        device: device of the tensor (default: the CPU).
         dtype: element type.
-        data: an array to use, without copying it, in place of a new one; its shape and dtype count then.
-        requires_grad: accepted for SINGA's scripts. Which gradients are computed follows from `stores_grad` alone.
+        data: an array to use, without a copy, instead of a new one; overrides `shape` and `dtype`.
+        requires_grad: accepted for SINGA's scripts. Only `stores_grad` determines which gradients are computed.
         stores_grad: whether this is a parameter: `autograd.backward` yields its gradient.
-        name: of a parameter, unique in its model, such as "conv1.W".
+        name: name of a parameter, unique in its model, such as "conv1.W".
 
     Attributes:
         data: the array, C-contiguous. It may be changed in place.
-        grad: of a parameter, its last gradient. Set it, and `backward` writes into that tensor's memory.
+        grad: the last gradient of a parameter. If set, `backward` writes into that tensor's memory.
         creator: the operation that computed this tensor; None for inputs and parameters.
     """
 
     __slots__ = ("__weakref__", "creator", "data", "device", "grad", "name", "requires_grad", "stores_grad")
-    __array_ufunc__ = None  # so that NumPy scalars leave arithmetic with tensors to this class
+    __array_ufunc__ = None  # makes NumPy scalars defer to this class in arithmetic
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Tensor:
         return prod(self.shape)
 
     def item(self) -> float:
-        """The value of a tensor of one element. Waits for the device; raises as `Device.check`."""
+        """The value of a tensor of one element. Waits for the device; raises the errors of `Device.check`."""
         value: float = self.data.item()
         self.device.check()
         return value
@@ -113,7 +113,7 @@ class Tensor:
         return np.array(self.device.host(self.data))
 
     def copy_from_numpy(self, array: np.ndarray[Any, Any], offset: int = 0) -> None:
-        """Overwrite the values by those of `array`, converted to this tensor's dtype.
+        """Overwrite the values with those of `array`, converted to this tensor's dtype.
 
         Args:
             array: any shape.
@@ -131,20 +131,20 @@ class Tensor:
         self.data.reshape(-1)[offset:] = source.reshape(-1)
 
     def copy_data(self, other: Tensor) -> None:
-        """Overwrite the values by those of `other`, a tensor of the same size on any device."""
+        """Overwrite the values with those of `other`, a tensor of the same size on any device."""
         self.copy_from_numpy(other.device.host(other.data))
 
     def set_value(self, value: float) -> None:
-        """Overwrite every element by `value`."""
+        """Overwrite every element with `value`."""
         self.data.fill(value)
 
     def gaussian(self, mean: float = 0.0, std: float = 1.0) -> None:
-        """Overwrite the values by normal random numbers from the device's `host_rng`."""
+        """Overwrite the values with normal random numbers from the device's `host_rng`."""
         draw = self.device.host_rng.standard_normal(self.shape, dtype=self.dtype)
         self.data[...] = self.device.xp.asarray(draw * self.dtype.type(std) + self.dtype.type(mean))
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> None:
-        """Overwrite the values by random numbers of [low, high) from the device's `host_rng`."""
+        """Overwrite the values with random numbers in [low, high) from the device's `host_rng`."""
         draw = self.device.host_rng.random(self.shape, dtype=self.dtype)
         self.data[...] = self.device.xp.asarray(draw * self.dtype.type(high - low) + self.dtype.type(low))
 
@@ -221,7 +221,7 @@ class Tensor:
         return self._in_place(operator.itruediv, other) or self / other
 
     def _in_place(self, change: Callable[[Array, Array], Array], other: Tensor | float) -> Tensor | None:
-        """This tensor, changed; None where the graph needs the old values, so that the result must be a new one."""
+        """This tensor, changed in place; None if the graph needs the old values and a new tensor is required."""
         other = self._operand(other)
         if self.creator is not None or other.creator is not None:
             return None
@@ -231,24 +231,24 @@ class Tensor:
         return self
 
     def _operand(self, value: Tensor | float) -> Tensor:
-        """`value` as a tensor; a number takes a type that keeps this tensor's own where possible."""
+        """`value` as a tensor; a number gets a type that preserves this tensor's dtype if possible."""
         if isinstance(value, Tensor):
             return value
         xp, dtype = self.device.xp, np.result_type(self.dtype, value)
-        # A number without `asarray`: on a GPU that copies from the host, which a graph would not do again.
+        # Not `asarray`: on a GPU, it copies from the host, which a graph would not repeat.
         data = xp.asarray(value, dtype) if np.ndim(value) else xp.full((), np.asarray(value).item(), dtype)
         return Tensor(data=data, device=self.device)
 
 
 class Operation:
-    """One step of a forward pass. A subclass has `forward` and `backward`; an instance serves for one call.
+    """One step of a forward pass. Subclasses implement `forward` and `backward`; an instance is used for one call.
 
     Attributes:
-        native: whether it computes on the CPU by kernels of `ops.cpu` alone, and nothing by itself.
-        saved: what `forward` keeps for `backward`. It and `inputs` are dropped after the backward pass.
+        native: whether, on the CPU, it computes only through kernels of `distopt.nn.kernels.cpu`.
+        saved: what `forward` keeps for `backward`. It is released after the backward pass, as are `inputs`.
         inputs: the arguments, once recorded.
-        needs: which of the inputs a gradient is wanted for.
-        order: grows with every recorded call; descending order is a valid order of the backward pass.
+        needs: for each input, whether its gradient is needed.
+        order: increases with every recorded call; descending order is a valid order for the backward pass.
     """
 
     native: ClassVar[bool] = False
@@ -258,7 +258,7 @@ class Operation:
     order: int
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """Compute, and record if training and if a gradient is wanted for any input."""
+        """Compute; record the call if in training mode and any input needs a gradient."""
         device = inputs[0].device
         if device.verbosity:
             data = device.timed(type(self).__name__, self.forward, *[t.data for t in inputs])
@@ -275,19 +275,19 @@ class Operation:
         return out
 
     def forward(self, *inputs: Array) -> Array:
-        """The result, C-contiguous. Inputs must stay as they are."""
+        """The result, C-contiguous. Must not change the inputs."""
         raise NotImplementedError
 
     def backward(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
-        """The gradients of the inputs, from that of the result; None where `needs` is False.
+        """The gradients of the inputs, given that of the result; None where `needs` is False.
 
         Args:
-            dy: gradient of the result. It belongs to this call, which may overwrite it or return it.
-            into: for each input that is a parameter, the memory for its gradient. To write it there and return it
-                saves a copy; anything else that is returned is copied there.
+            dy: gradient of the result, which this call may overwrite or return.
+            into: for each input that is a parameter, memory for its gradient. Writing the gradient there and returning
+                that array saves a copy; any other array returned is copied there.
 
         Returns:
-            C-contiguous arrays. No two of them share memory, since their receivers may overwrite them.
+            C-contiguous arrays. No two of them may share memory, since their receivers may overwrite them.
         """
         raise NotImplementedError
 
@@ -313,7 +313,7 @@ class Add(_Broadcast):
     """a + b."""
 
     def forward(self, a: Array, b: Array) -> Array:
-        return (a + b)[...]  # an array even where NumPy gives a scalar
+        return (a + b)[...]  # an array even if NumPy returns a scalar
 
     def backward(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
         da = self.reduced(dy, 0) if self.needs[0] else None

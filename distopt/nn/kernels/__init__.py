@@ -1,14 +1,14 @@
-"""The numerical kernels under autograd, one module per kind of array.
+"""The numerical kernels used by autograd, one module per kind of array.
 
 | module | arrays | role |
 | --- | --- | --- |
-| `reference` | NumPy | slow and plain; the oracle of the tests |
+| `reference` | NumPy | slow and simple; the reference for tests |
 | `cpu` | NumPy | native kernels of `_core` |
 | `gpu` | CuPy | native kernels of `_cuda`, and cuBLAS |
 
-All take and return C-contiguous arrays of float32 or float64 in the layout N, C, H, W, and all have the same functions:
-`cpu` documents them. A forward function returns `(y, saved)`; `saved` goes to its backward function, once or several
-times, and is opaque. A backward function overwrites the arrays for parameter gradients that it is given.
+All have the same functions, documented in `cpu`, and take and return C-contiguous arrays of float32 or float64 in the
+layout N, C, H, W. A forward function returns `(y, saved)`; `saved` is opaque, and may be passed to the backward
+function any number of times. A backward function overwrites the arrays that it is given for parameter gradients.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def kernels_of(array: object) -> ModuleType:
     """
     if isinstance(array, np.ndarray):
         return cpu
-    cupy = sys.modules.get("cupy")  # without it there is no array of it
+    cupy = sys.modules.get("cupy")  # if it is not imported, there are no CuPy arrays
     if cupy is not None and isinstance(array, cupy.ndarray):
         from . import gpu
 

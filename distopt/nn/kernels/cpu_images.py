@@ -1,4 +1,4 @@
-"""Kernels for images in NumPy arrays: convolution, pooling, normalization. `cpu` has the conventions."""
+"""Kernels for images in NumPy arrays: convolution, pooling, normalization. See `cpu` for the conventions."""
 
 from __future__ import annotations
 
@@ -65,10 +65,11 @@ class _Norm(NamedTuple):
 def conv2d(
     x: Array, w: Array, b: Array | None, stride: Pair = (1, 1), padding: Pair = (0, 0), relu: bool = False
 ) -> tuple[Array, Any]:
-    """Cross-correlate x [N, C, H, W] with w [M, C, kh, kw], add b [M], and apply ReLU if asked.
+    """Cross-correlate x [N, C, H, W] with w [M, C, kh, kw], add b [M], and optionally apply ReLU.
 
-    In float32, kernels of 3 x 3 and 5 x 5 with stride 1 and at least 8 channels on both sides go by Winograd's minimal
-    filtering (csrc/cpu/conv/winograd.h), whose error is about 2e-6 of the deviation of y; others are summed directly.
+    In float32, kernels of 3 x 3 and 5 x 5 with stride 1 and at least 8 input and output channels use Winograd's minimal
+    filtering (csrc/cpu/conv/winograd.h), with an error of about 2e-6 standard deviations of y; others are summed
+    directly.
 
     Returns:
         y [N, M, (H + 2 ph - kh) // sh + 1, (W + 2 pw - kw) // sw + 1], and saved.
@@ -99,9 +100,9 @@ def conv2d_max_pool(
     pool_stride: Pair,
     pool_padding: Pair,
 ) -> tuple[Array, Any]:
-    """`max_pool2d(conv2d(x, w, b, stride, padding, relu), ...)`, to the bit, image by image.
+    """`max_pool2d(conv2d(x, w, b, stride, padding, relu), ...)` with the same bits, image by image.
 
-    The result of the convolution is pooled while the cache holds it, and never travels to memory.
+    The result of the convolution is pooled while it is in the cache, and is not written to memory.
 
     Returns:
         y as of `max_pool2d`, and saved.
@@ -119,8 +120,8 @@ def conv2d_max_pool(
 def conv2d_max_pool_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
     """Overwrite dw and db with the gradients of w and b; return the gradient of x, or None if not needed.
 
-    Without it, and with up to 4 channels, dw and db are sums over pooled pixels alone (csrc/cpu/conv/direct.h), whose
-    last bits may differ from those of the two functions.
+    If dx is not needed, with up to 4 channels, dw and db are sums over pooled pixels only (csrc/cpu/conv/direct.h).
+    Their last bits may differ from those of the two separate functions.
     """
     (x, w, stride, padding, y), taken, window = saved
     dx = empty(x.shape, x.dtype) if need_dx else None
@@ -150,7 +151,7 @@ def _without_border(wide: Array, padding: Pair) -> Array:
 
 
 def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
-    """Take the maximum of each window, at most 256 elements large. A border never wins; a NaN always does.
+    """Take the maximum of each window, at most 256 elements large. Padding is never the maximum; a NaN always is.
 
     Returns:
         y [N, C, (H + 2 ph - kh) // sh + 1, (W + 2 pw - kw) // sw + 1], and saved, which does not refer to x.
@@ -169,7 +170,7 @@ def max_pool2d_backward(dy: Array, saved: Any) -> Array:
 
 
 def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
-    """Average each window, at most 256 elements large. A border counts as zeros.
+    """Average each window, at most 256 elements large. Padding counts as zeros.
 
     Returns:
         y [N, C, (H + 2 ph - kh) // sh + 1, (W + 2 pw - kw) // sw + 1], and saved, which does not refer to x.
@@ -203,9 +204,9 @@ def batch_norm2d(
 ) -> tuple[Array, Any]:
     """Normalize each channel (Ioffe and Szegedy, arXiv 1502.03167); parameters and statistics have the shape [C].
 
-    In training the batch's own mean and biased variance are used, and the running statistics move in place:
-    running = (1 - momentum) * running + momentum * batch, with the unbiased variance, as in PyTorch. Else the running
-    statistics are used and stay.
+    In training, the batch's own mean and biased variance are used, and the running statistics are updated in place:
+    running = (1 - momentum) * running + momentum * batch, with the unbiased variance, as in PyTorch.
+    Otherwise, the running statistics are used and not changed.
 
     Returns:
         y like x, and saved.

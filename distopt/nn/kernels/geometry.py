@@ -1,4 +1,4 @@
-"""Sizes of what comes out when a window slides over images, on every kind of array."""
+"""Output sizes of convolution and pooling, for every kind of array."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache of memory for arrays that come and go with every training step."""
+"""A cache of memory for arrays that every training step allocates and frees."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Pool:
     """Hands out uninitialized arrays and takes their memory back when the last reference is gone.
 
     Every array or view made from a block refers to that block, so a block with no reference but the pool's own is
-    idle. There is nothing to give back by hand, and nothing aliases a live array. Safe to use from several threads.
+    idle. Nothing needs to be returned explicitly, and nothing aliases a live array. Thread-safe.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The kernels of `cpu` once more, slow and plain: the oracle of the tests.
+"""Slow and simple versions of the kernels of `cpu`: the reference for tests.
 
 Every function is the definition of the operation written with NumPy. Nothing is fused, chunked or reused, and nothing
 is shared with `cpu`, which documents each function.

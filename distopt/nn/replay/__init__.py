@@ -1,1 +1,1 @@
-"""Training steps that are recorded once and then replayed: CUDA graphs on a GPU, calls of kernels on the CPU."""
+"""Recording and replay of training steps: CUDA graphs on a GPU, calls of kernels on the CPU."""

@@ -1,4 +1,4 @@
-"""One training step that is captured in CUDA graphs, and replayed; see `distopt.nn.replay.graphs`."""
+"""A training step captured in CUDA graphs, and its replay; see `distopt.nn.replay.graphs`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Recorder:
         return any(run.ptr <= address < run.ptr + run.size for run in self.memory)
 
     def begin(self, what: str) -> None:
-        """Record what this thread puts on CuPy's current stream, which is another one until `end`."""
+        """Record the work of this thread on CuPy's current stream, which is replaced until `end`."""
         with contextlib.ExitStack() as inside:
             inside.enter_context(_no_collection())
             inside.enter_context(self._stream)
@@ -93,7 +93,7 @@ def _allocator(cuda: Any, native: Any, memory: list[Any]) -> Callable[[int], Any
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Garbage may hold memory of CUDA, and to free it fails within a capture."""
+    """Disable garbage collection: it could free CUDA memory, which fails during a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

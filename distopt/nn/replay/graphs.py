@@ -1,19 +1,19 @@
-"""Training steps that are recorded and repeated: on a GPU as CUDA graphs, on the CPU as calls of kernels.
+"""Recording and replay of training steps: on a GPU as CUDA graphs, on the CPU as calls of kernels.
 
-On the CPU see `distopt.nn.replay.replayed`. On a GPU the forward pass is captured, and the backward pass cut at the
-parameters that complete a bucket. What an optimizer does is not: its collectives, checks, codecs and updates use
-numbers of the host and wait for the device. A replay launches the forward piece and then calls the method of the
-optimizer that `train_one_batch` had called; its `autograd.backward` launches one piece after another and yields the
-gradients of each. So an optimizer notices nothing, and communication overlaps the pieces that follow. (Such graphs are
-known as piecewise CUDA graphs.)
+For the CPU, see `distopt.nn.replay.replayed`. On a GPU, the forward pass is captured, and so is the backward pass,
+split at the parameters that complete a bucket. (This is known as piecewise CUDA graphs.) The optimizer's collectives,
+checks, codecs and updates are not captured, because they use values on the host and wait for the device. A replay
+launches the forward piece, then calls the optimizer method that `train_one_batch` called. That method's
+`autograd.backward` launches the remaining pieces in turn and yields the gradients of each. The optimizer needs no
+changes, and communication overlaps the remaining pieces.
 
-The first calls with arguments of one kind run as ever, and the next one is captured. On a GPU nothing runs while a
-piece is recorded, and each is launched as soon as its results are needed, so that this call is a whole step, too. The
-forward piece fails before anything has run, and the call begins anew without a capture; the backward pass fails with
-all that it needs still there, and runs as ever. Arguments that did so once are not tried again, and the log has the
-reason.
+The first calls with one kind of arguments run normally, and the next one is captured. Nothing runs on the GPU while a
+piece is captured; each piece is launched as soon as its results are needed, so this call also is a complete step. If
+capturing the forward pass fails, nothing has run yet, and the call starts again without a capture. If capturing the
+backward pass fails, everything it needs still exists, and it runs normally. That kind of arguments is then not tried
+again, and the log states the reason.
 
-Arrays of a graph lie in memory of its own, so that a replay writes nothing that somebody else has got since.
+A graph's arrays are in memory of its own, so a replay never overwrites memory that has been reused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StepGraphs"]
 
-# Steps before one is recorded, in which momentum, buckets, plans and compiled kernels come into being.
+# Steps before the first recording, in which momentum, buckets, plans and compiled kernels are created.
 REHEARSALS = {"cpu": 1, "cuda": 2}
 KINDS = 8  # of arguments; each has memory of its own
 CAPTURES = 3  # of one kind, where parameters or buckets are not what they were at the last one
@@ -46,7 +46,7 @@ _log = logging.getLogger("distopt")
 
 
 class _Watched:
-    """An optimizer whose methods tell `seen` when they are called."""
+    """An optimizer whose methods report their calls to `seen`."""
 
     def __init__(self, optimizer: Any, seen: Callable[[Any, OptimizerCall], Any]) -> None:
         object.__setattr__(self, "_optimizer", optimizer)
@@ -162,7 +162,7 @@ class StepGraphs:
         return name, value.shape, value.dtype.str
 
     def _rehearse(self, kind: _Kind, train: Callable[..., Any], inputs: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Run as ever, and see whether the step is one that could be captured."""
+        """Run normally, and check whether the step could be captured."""
         calls: list[OptimizerCall] = []
 
         def seen(optimizer: Any, call: OptimizerCall) -> Any:

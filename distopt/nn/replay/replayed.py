@@ -1,13 +1,12 @@
-"""Training steps on the CPU that are replayed: the calls of kernels, without the Python code around them.
+"""Replay of training steps on the CPU: only the calls of kernels, without the Python code around them.
 
-A step is recorded as it runs: which kernels are called for its forward and its backward pass, on which arrays. The
-arrays stay, and a replay copies new arguments to where the recorded ones were and makes the same calls. So it computes
-the same bits, and saves the time of layers, their checks, the search of the graph and the arrays that come and go: for
-a small network these are as long as a layer.
+A step is recorded while it runs: which kernels its forward and backward passes call, and on which arrays. The arrays
+are kept. A replay copies new arguments into the recorded ones and repeats the calls. It computes the same bits, without
+the cost of layers, checks, graph traversal and allocation, which in a small network equals that of a layer.
 
-Python code that does not run cannot be watched. So only operations are recorded that compute by kernels alone
-(`Operation.native`), on arguments, states of the model and results of each other; and two steps must have done the
-same before there is a replay.
+A replay cannot observe Python code that does not run. Therefore only operations that compute solely through kernels
+(`Operation.native`) are recorded, on arguments, model states and results of each other, and two steps must have done
+the same before one is replayed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _OF_A_CALL = {"inputs", "needs", "order", "saved"}  # attributes of an operation
 
 
 class ReplayedStep(RecordedStep):
-    """A step that was recorded, or is about to be. Its work are lists of calls."""
+    """A step that was recorded, or is about to be. Its work is a list of calls."""
 
     begun = True  # kernels run as they are recorded
 
@@ -44,15 +43,15 @@ class ReplayedStep(RecordedStep):
         return f"recorded as {len(self.forward) + sum(len(piece.work) for piece in self.pieces)} calls of kernels"
 
     def begin(self) -> None:
-        """Note what runs."""
+        """Start recording."""
         mode.ran, mode.calls = [], []
 
     def abort(self) -> None:
-        """Note no more."""
+        """Stop recording."""
         mode.ran = mode.calls = None
 
     def end_forward(self, loss: Tensor) -> None:
-        """Take what has run."""
+        """Store the recorded forward pass."""
         ran, self.forward = mode.ran or [], mode.calls
         self.abort()
         self._ran = [entry for entry in ran if isinstance(entry, Ran)]
@@ -61,7 +60,7 @@ class ReplayedStep(RecordedStep):
             self.failure = CaptureError(hindrance or "the loss was not computed in this step")
 
     def _foreign(self) -> str:
-        """What a replay would not compute anew, if there is something."""
+        """Something that a replay would not recompute; empty if nothing."""
         known = {*self._arguments(), *(tensor for tensor, _ in self._states)}
         for op, inputs, out in self._ran:
             if not _is_native(op):
@@ -101,7 +100,7 @@ class ReplayedStep(RecordedStep):
             function(*args)
 
     def difference(self, other: ReplayedStep) -> str:
-        """What this step did otherwise than another one with arguments of the same kind; empty if nothing."""
+        """How this step differed from another one with the same kind of arguments; empty if it did not."""
         if len(self._ran) != len(other._ran):
             return "another number of operations runs"
         for mine, its in zip(self._ran, other._ran, strict=True):

@@ -1,4 +1,4 @@
-"""A training step that is recorded once and then repeated: what CUDA graphs and replays on the CPU have in common."""
+"""A training step that is recorded once and then repeated: the common part of CUDA graphs and CPU replays."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class RecordedStep(ABC):
         self.pieces: list[Piece] = []
         self._calls = 0
         self._states = [(tensor, tensor.data) for tensor in states]
-        self._moved = False  # whether a gradient is wanted elsewhere than it was written
+        self._moved = False  # whether a gradient must now be written elsewhere
 
     # -- recording ---------------------------------------------------------------------------------------------------
     def seen(self, optimizer: Any, call: OptimizerCall) -> Any:
@@ -188,7 +188,7 @@ class RecordedStep(ABC):
         return results
 
     def fits(self) -> bool:
-        """Whether parameters, states and gradients lie where they did."""
+        """Whether parameters, states and gradients are still at the recorded addresses."""
         return not self._moved and all(tensor.data is array for tensor, array in self._states)
 
     @abstractmethod
