@@ -5,52 +5,16 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
+from .nn import functions
 from .nn.autograd import backward, gradient_order
-from .nn.functions import (
-    add,
-    cat,
-    div,
-    dropout,
-    flatten,
-    matmul,
-    mse_loss,
-    mul,
-    reduce_mean,
-    reduce_sum,
-    relu,
-    reshape,
-    sigmoid,
-    softmax,
-    softmax_cross_entropy,
-    sub,
-)
+from .nn.functions import *  # noqa: F403 - a face of that module
 from .nn.mode import mode
 from .nn.tensor import Operation
 
-__all__ = [
-    "Operation",
-    "add",
-    "backward",
-    "cat",
-    "div",
-    "dropout",
-    "flatten",
-    "gradient_order",
-    "matmul",
-    "mse_loss",
-    "mul",
-    "reduce_mean",
-    "reduce_sum",
-    "relu",
-    "reshape",
-    "sigmoid",
-    "softmax",
-    "softmax_cross_entropy",
-    "sub",
-    "training",
-]
+__all__ = ["Operation", "backward", "gradient_order", "training"]
+__all__ += functions.__all__
 
-training: bool  # a property of the module, at the end of this file
+training: bool  # a property of the module, see below
 
 
 class _Module(ModuleType):

@@ -15,6 +15,7 @@ from .nn import autograd
 from .nn.device import find_gpu, get_default_device
 from .nn.tensor import Tensor
 from .settings import Settings
+from .sync.bucket import under
 from .sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite, States
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ class DistOpt:
         Raises:
             StateError: the states are not of a DistOpt, or do not fit; nothing was changed.
         """
-        slots = {key.removeprefix("optimizer/"): a for key, a in states.items() if key.startswith("optimizer/")}
+        slots = under("optimizer", states)
         others = {key: array for key, array in states.items() if not key.startswith("optimizer/")}
         self._engine.check_states(others)
         self.opt.set_states(slots)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BadGradient", "Header", "Part", "Reducer", "State"]
 
-# Arrays by name, and of each the pieces by parameter.
-State: TypeAlias = "dict[str, dict[str, Array]]"
+State: TypeAlias = "dict[str, Array]"  # by "NAME/PARAMETER"
 
 _FIELDS = 3  # of the findings: all but the last are for the other ranks
 
@@ -122,9 +121,7 @@ class Reducer:
 
     def state_dict(self) -> State:
         """Local. Copies, in NumPy arrays, of what the next steps depend on; they differ between ranks."""
-        return {
-            name: {owner: kernels_of(view).to_host(view) for owner, view in self._views(name)} for name in self._state
-        }
+        return {key: kernels_of(view).to_host(view) for key, view in self._views().items()}
 
     def load_state_dict(self, state: State) -> None:
         """Local. Continue from what `state_dict` returned.
@@ -133,9 +130,8 @@ class Reducer:
             StateError: see `check_state_dict`; nothing was changed.
         """
         self.check_state_dict(state)
-        for name in self._state:
-            for owner, view in self._views(name):
-                kernels_of(view).copy_into(view, state[name][owner])
+        for key, view in self._views().items():
+            kernels_of(view).copy_into(view, state[key])
 
     def reset(self) -> None:
         """Local. Go back to the state of a new reducer."""
@@ -148,32 +144,28 @@ class Reducer:
         Raises:
             StateError: names, types or shapes do not fit this bucket.
         """
-        if state.keys() != self._state.keys():
+        views = self._views()
+        if state.keys() != views.keys():
             raise StateError(
-                f"state of bucket {self.label!r} has {sorted(state)}, its codec keeps {sorted(self._state)}; "
-                "load it with the codec that saved it"
+                f"state of bucket {self.label!r} has {sorted(state)}, its codec keeps {sorted(views)}; load it with "
+                "the codec that saved it"
             )
-        for name in self._state:
-            views = dict(self._views(name))
-            if state[name].keys() != views.keys():
+        for key, view in views.items():
+            given = state[key]
+            if given.dtype != view.dtype or given.shape != view.shape:
                 raise StateError(
-                    f"{name} of bucket {self.label!r} is there for {sorted(state[name])}, not for {sorted(views)}; "
-                    "load it into the same model and bucket size"
+                    f"{key} of bucket {self.label!r} is {given.dtype} of shape {given.shape}, not {view.dtype} of "
+                    f"shape {view.shape}; load it into the same model and bucket size"
                 )
-            for owner, view in views.items():
-                given = state[name][owner]
-                if given.dtype != view.dtype or given.shape != view.shape:
-                    raise StateError(
-                        f"{name} of {owner or 'the bucket'} is {given.dtype} of shape {given.shape}, not "
-                        f"{view.dtype} of shape {view.shape}; load it into the same model and bucket size"
-                    )
 
-    def _views(self, name: str) -> list[tuple[str, Array]]:
-        """The parts of a state by parameter; what is not like the bucket belongs to its first one."""
-        array = self._state[name]
-        if self._initial[name] is not None:
-            return [(self.parts[0].name, array)]
-        return [(p.name, array[p.offset : p.offset + p.size].reshape(p.shape)) for p in self.parts]
+    def _views(self) -> State:
+        """The state by "NAME/PARAMETER". What is not like the bucket belongs to its first parameter."""
+        return {
+            f"{name}/{part.name}": array if whole else array[part.offset : part.offset + part.size].reshape(part.shape)
+            for name, array in self._state.items()
+            for whole in [self._initial[name] is not None]
+            for part in (self.parts[:1] if whole else self.parts)
+        }
 
     # -- findings ----------------------------------------------------------------------------------------------------
     def prepare_header(self) -> None:

@@ -7,24 +7,21 @@ optimizer reads it there. Adding a gradient to a bucket is therefore counting.
 from __future__ import annotations
 
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 from ..comm.sparse import dense_wire_bytes
 from ..compress import Part, Statistics
 from ..kernels import array_module, kernels_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ..comm import Communicator
     from ..comm.base import Array
     from ..compress import Codec, Reducer, Reduction
     from ..compress.reducer import State
 
-__all__ = ["ALIGNMENT_BYTES", "Bucket", "BucketStates", "Parameter"]
-
-# By kind of codec what its reducer keeps: arrays by name, and of each the pieces by parameter.
-BucketStates: TypeAlias = "dict[str, State]"
+__all__ = ["ALIGNMENT_BYTES", "Bucket", "Parameter", "under"]
 
 PARAMETERS = "parameters"  # the kind of reduction that `Bucket.average_params` is, in statistics
 ALIGNMENT_BYTES = 256  # of every gradient in its bucket: what cuDNN and vector loads of GPUs want
@@ -71,7 +68,7 @@ class Bucket:
         self._communicator = communicator
         self._check_finite = check_finite
         self._reducers: dict[str, Reducer] = {}
-        self._unclaimed: BucketStates = {}  # loaded states of reducers that do not exist yet
+        self._unclaimed: State = {}  # loaded states of reducers that do not exist yet
         first = params[0].data
         unit = ALIGNMENT_BYTES // first.itemsize
         self._parts: list[Part] = []
@@ -105,9 +102,7 @@ class Bucket:
         reducer = codec.attach(
             self.flat, self._communicator, parts=self._parts, label=self.label, check_finite=self._check_finite
         )
-        if kind in self._unclaimed:
-            reducer.load_state_dict(self._unclaimed[kind])
-            del self._unclaimed[kind]
+        self._claim(kind, reducer)
         self._reducers[kind] = reducer
         self.statistics[kind] = reducer.statistics
         return reducer
@@ -134,29 +129,42 @@ class Bucket:
         return dense_wire_bytes(self.flat.nbytes, self._communicator.topology.world_size)
 
     # -- states ------------------------------------------------------------------------------------------------------
-    def get_states(self) -> BucketStates:
-        """Local. By kind of codec, copies of what its reducer keeps between steps."""
-        states = {kind: reducer.state_dict() for kind, reducer in self._reducers.items()}
-        return self._unclaimed | {kind: state for kind, state in states.items() if state}
+    def get_states(self) -> State:
+        """Local. Copies of what the reducers keep between steps, by "KIND/NAME/PARAMETER"."""
+        return self._unclaimed | {
+            f"{kind}/{key}": array
+            for kind, reducer in self._reducers.items()
+            for key, array in reducer.state_dict().items()
+        }
 
-    def check_states(self, states: BucketStates) -> None:
+    def check_states(self, states: State) -> None:
         """Local. Whether `set_states` would accept them, as far as reducers exist.
 
         Raises:
             StateError: they do not fit.
         """
         for kind, reducer in self._reducers.items():
-            if kind in states:
-                reducer.check_state_dict(states[kind])
+            if own := under(kind, states):
+                reducer.check_state_dict(own)
 
-    def set_states(self, states: BucketStates) -> None:
+    def set_states(self, states: State) -> None:
         """Local. Go on from what `get_states` gave; reducers without states begin anew.
 
         Raises:
             StateError: they do not fit; here, or when their reducer comes into being.
         """
+        self._unclaimed = dict(states)
         for kind, reducer in self._reducers.items():
             reducer.reset()
-            if kind in states:
-                reducer.load_state_dict(states[kind])
-        self._unclaimed = {kind: dict(state) for kind, state in states.items() if kind not in self._reducers}
+            self._claim(kind, reducer)
+
+    def _claim(self, kind: str, reducer: Reducer) -> None:
+        if own := under(kind, self._unclaimed):
+            reducer.load_state_dict(own)
+            for key in own:
+                del self._unclaimed[f"{kind}/{key}"]
+
+
+def under(prefix: str, states: Mapping[str, Array]) -> State:
+    """Those of `states` whose keys begin with `prefix` and a slash, without these."""
+    return {key[len(prefix) + 1 :]: array for key, array in states.items() if key.startswith(f"{prefix}/")}

@@ -18,6 +18,7 @@ import numpy as np
 from ..compress import Statistics
 from ..errors import StateError, UsageError
 from .agreement import check_same_model, check_same_values
+from .bucket import under
 from .layout import Layout
 from .stats import CommunicationStatistics
 from .step import PartialStep, Step
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from ..comm import Communicator
     from ..compress import BadGradient, Codec
     from .bucket import Parameter
-    from .layout import LayoutStates
 
 __all__ = ["DEFAULT_BUCKET_ELEMENTS", "Engine", "NonFinite", "Slots", "States"]
 
@@ -75,7 +75,7 @@ class Engine:
         self._slots = slots
         self._attached: set[int] = set()
         self._layouts: dict[tuple[int, bool], Layout] = {}  # by bucket size, and whether for partial updates
-        self._unclaimed: dict[int, LayoutStates] = {}  # loaded, by bucket size
+        self._unclaimed: States = {}  # loaded, of bucket sizes that have not been used yet
         self._partition = 0  # the next one to be averaged
         self._drifted = False  # whether the ranks' parameters differ
         self._own_slots = False  # whether the ranks' slots differ
@@ -132,7 +132,7 @@ class Engine:
             check_finite=self.non_finite != "ignore",
         )
         if not partial:
-            layout.set_states(self._unclaimed.pop(bucket_elements, {}))
+            layout.set_states(self._claim(bucket_elements))
         return layout
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -272,13 +272,14 @@ class Engine:
         begins with it) with buckets of so many elements.
         """
         flags = (self._drifted, self._own_slots)
-        states = {"steps": np.array([self.steps, self.skipped, self._partition, *flags], np.int64)}
-        existing = {elements: one.get_states() for (elements, partial), one in self._layouts.items() if not partial}
-        for elements, kinds in (self._unclaimed | existing).items():
-            for kind, arrays in kinds.items():
-                for name, by_param in arrays.items():
-                    states.update({f"{elements}/{kind}/{name}/{p}": array for p, array in by_param.items()})
-        return states
+        counts = np.array([self.steps, self.skipped, self._partition, *flags], np.int64)
+        existing = {
+            f"{elements}/{key}": array
+            for (elements, partial), layout in self._layouts.items()
+            if not partial
+            for key, array in layout.get_states().items()
+        }
+        return {"steps": counts} | self._unclaimed | existing
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Local. Go on from what `get_states` gave on the same rank of a job of the same size.
@@ -286,37 +287,32 @@ class Engine:
         Raises:
             StateError: see `check_states`; nothing was changed.
         """
-        counts, loaded = self.check_states(states)
+        self.check_states(states)
+        self._unclaimed = {key: array for key, array in states.items() if key != "steps"}
         for (elements, partial), layout in self._layouts.items():
             if not partial:
-                layout.set_states(loaded.pop(elements, {}))
-        self._unclaimed = loaded
-        self.steps, self.skipped, self._partition = counts[:3]
-        self._drifted, self._own_slots = map(bool, counts[3:])
+                layout.set_states(self._claim(elements))
+        self.steps, self.skipped, self._partition, *flags = map(int, states["steps"])
+        self._drifted, self._own_slots = map(bool, flags)
 
-    def check_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> tuple[list[int], dict[int, LayoutStates]]:
-        """Local. Counters and arrays of `states`, if `set_states` would accept them.
+    def check_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Local. Whether `set_states` would accept them.
 
         Raises:
             StateError: they are not of an engine, or do not fit.
         """
-        counts = states.get("steps", np.empty(0))
-        if counts.shape != (5,):
+        if states.get("steps", np.empty(0)).shape != (5,):
             raise StateError("these are no states of a DistOpt: steps is missing")
-        loaded: dict[int, LayoutStates] = {}
-        for key, array in states.items():
-            if key != "steps":
-                elements, kind, name, param = _split(key)
-                loaded.setdefault(elements, {}).setdefault(kind, {}).setdefault(name, {})[param] = array
+        for key in states.keys() - {"steps"}:
+            if key.count("/") < 3 or not key.split("/")[0].isdecimal():
+                raise StateError(f"{key} is no state of a DistOpt; pass what DistOpt.get_states gave")
         for (elements, partial), layout in self._layouts.items():
             if not partial:
-                layout.check_states(loaded.get(elements, {}))
-        return [int(count) for count in counts], loaded
+                layout.check_states(under(str(elements), states))
 
-
-def _split(key: str) -> tuple[int, str, str, str]:
-    """Bucket size, kind of codec, name and parameter of a state."""
-    parts = key.split("/", 3)
-    if len(parts) != 4 or not parts[0].isdecimal():
-        raise StateError(f"{key} is no state of a DistOpt; pass what DistOpt.get_states gave")
-    return int(parts[0]), parts[1], parts[2], parts[3]
+    def _claim(self, elements: int) -> States:
+        """The loaded states of buckets of that size, which are theirs from now on."""
+        own = under(str(elements), self._unclaimed)
+        for key in own:
+            del self._unclaimed[f"{elements}/{key}"]
+        return own

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from ..errors import StateError, UsageError
-from .bucket import Bucket
+from .bucket import Bucket, under
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..comm import Communicator
-    from .bucket import BucketStates, Parameter
+    from ..compress.reducer import State
+    from .bucket import Parameter
 
-__all__ = ["FIRST_BUCKET_BYTES", "Layout", "LayoutStates", "plan", "unique_names"]
-
-# By kind of codec and name, arrays by parameter; those of all buckets together.
-LayoutStates: TypeAlias = "BucketStates"
+__all__ = ["FIRST_BUCKET_BYTES", "Layout", "plan", "unique_names"]
 
 # The last layers' gradients are final first. A small bucket of them sets out early, where bytes move while the rest of
 # the backward pass runs (Li et al., arXiv 2006.15704, section 3.2.3; the size is that of PyTorch's DDP).
@@ -120,50 +118,35 @@ class Layout:
             ) from None
 
     # -- states ------------------------------------------------------------------------------------------------------
-    def get_states(self) -> LayoutStates:
-        """Local. Copies of what the reducers keep between steps."""
-        states: LayoutStates = {}
-        for bucket in self.buckets:
-            for kind, arrays in bucket.get_states().items():
-                for name, by_param in arrays.items():
-                    states.setdefault(kind, {}).setdefault(name, {}).update(by_param)
-        return states
+    def get_states(self) -> State:
+        """Local. Copies of what the reducers keep between steps, by "KIND/NAME/PARAMETER"."""
+        return {key: array for bucket in self.buckets for key, array in bucket.get_states().items()}
 
-    def check_states(self, states: LayoutStates) -> None:
-        """Local. Whether `set_states` would accept them, as far as reducers exist.
+    def check_states(self, states: State) -> list[State]:
+        """Local. The states of each bucket, if `set_states` would accept them, as far as reducers exist.
 
         Raises:
             StateError: they do not fit.
         """
-        for bucket, own in zip(self.buckets, self._shares(states), strict=True):
+        index_of = {self._names[id(param)]: bucket.index for bucket in self.buckets for param in bucket.params}
+        shares: list[State] = [{} for _ in self.buckets]
+        for key, array in states.items():
+            param = key.split("/", 2)[-1]
+            if param not in index_of:
+                raise StateError(f"{key}: the model has no parameter {param}; load the states of this model")
+            shares[index_of[param]][key] = array
+        for bucket, own in zip(self.buckets, shares, strict=True):
+            for kind in {key.split("/")[0] for key in states}:
+                if not under(kind, own):
+                    raise StateError(f"the states of {kind} lack those of {bucket.label!r}; load all that were saved")
             bucket.check_states(own)
+        return shares
 
-    def set_states(self, states: LayoutStates) -> None:
+    def set_states(self, states: State) -> None:
         """Local. Go on from what `get_states` gave; reducers without states begin anew.
 
         Raises:
             StateError: see `check_states`.
         """
-        shares = self._shares(states)
-        for bucket, own in zip(self.buckets, shares, strict=True):
-            bucket.check_states(own)
-        for bucket, own in zip(self.buckets, shares, strict=True):
+        for bucket, own in zip(self.buckets, self.check_states(states), strict=True):
             bucket.set_states(own)
-
-    def _shares(self, states: LayoutStates) -> list[BucketStates]:
-        """The states of each bucket."""
-        index_of = {self._names[id(param)]: bucket.index for bucket in self.buckets for param in bucket.params}
-        shares: list[BucketStates] = [{} for _ in self.buckets]
-        for kind, arrays in states.items():
-            for name, by_param in arrays.items():
-                for param, array in by_param.items():
-                    if param not in index_of:
-                        raise StateError(
-                            f"there is a {name} of parameter {param}, which the model does not have; load it into the "
-                            "model that saved it"
-                        )
-                    shares[index_of[param]].setdefault(kind, {}).setdefault(name, {})[param] = array
-            for bucket, own in zip(self.buckets, shares, strict=True):
-                if kind not in own:
-                    raise StateError(f"the states of {kind} lack those of {bucket.label!r}; load all that were saved")
-        return shares

@@ -208,11 +208,11 @@ def test_dynamic_scale_follows_overflow_of_any_rank(world_size, cls):
     grads = np.full((1002, world_size, 3), 0.25, F32)
     grads[1, -1, 0] = 1e6
     for rank in run(Fp16(scale="dynamic"), grads, cls):
-        assert rank.reducer.state_dict()["scale"]["b0"].tolist() == [1.0, 0.0]
+        assert rank.reducer.state_dict()["scale/b0"].tolist() == [1.0, 0.0]
         assert rank.means[-1][0] == 0.25
         assert rank.reducer.statistics.reductions == 1002
     for rank in run(Fp16(scale="dynamic"), grads[:2], cls):
-        assert rank.reducer.state_dict()["scale"]["b0"].tolist() == [0.5, 0.0]
+        assert rank.reducer.state_dict()["scale/b0"].tolist() == [0.5, 0.0]
     scaled = np.full((1, world_size, 3), 1e-8, F32)
     for rank in run(Fp16(scale=2.0**14), scaled, cls):
         np.testing.assert_allclose(rank.means[0], 1e-8, rtol=1e-2)
@@ -261,11 +261,11 @@ def test_state_that_does_not_fit_is_refused():
         with pytest.raises(StateError, match="codec"):
             mine.load_state_dict({})
         with pytest.raises(StateError, match="shape"):
-            mine.load_state_dict({"residual": {"b0": np.ones(11, F32)}})
+            mine.load_state_dict({"residual/b0": np.ones(11, F32)})
         with pytest.raises(StateError, match="float64"):
-            mine.load_state_dict({"residual": {"b0": np.ones(10)}})
-        with pytest.raises(StateError, match="there for"):
-            mine.load_state_dict({"residual": {"b1": np.ones(10, F32)}})
+            mine.load_state_dict({"residual/b0": np.ones(10)})
+        with pytest.raises(StateError, match="residual/b1"):
+            mine.load_state_dict({"residual/b1": np.ones(10, F32)})
         assert not mine.residual.any()
 
     on_ranks(1, body)

@@ -56,9 +56,7 @@ class Rank:
     def __init__(self, comm, *, slots=None, non_finite="raise", bucket_elements=SMALL, spread=0):
         self.comm = comm
         self.rank = comm.topology.rank
-        self.params = [
-            Parameter(name, np.full(shape, 1 + spread * self.rank, F32)) for name, shape in SHAPES.items()
-        ]
+        self.params = [Parameter(name, np.full(shape, 1 + spread * self.rank, F32)) for name, shape in SHAPES.items()]
         self.engine = Engine(comm, slots or NoSlots(), non_finite)
         self.bucket_elements = bucket_elements
 
