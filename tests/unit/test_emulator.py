@@ -12,7 +12,7 @@ import pytest
 
 from tests.emulation import build
 
-SOURCES = [f"{name}.cpp" for name in ("runtime", "devices", "memory", "graphs", "blocks", "kernels_of_tests")]
+SOURCES = [f"{name}.cpp" for name in ("runtime", "devices", "memory", "graphs", "blocks", "kernels_for_tests")]
 
 
 @pytest.fixture(scope="module")

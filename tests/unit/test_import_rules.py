@@ -37,7 +37,7 @@ VIOLATIONS = {
 
 
 def lint_imports(folder: Path, **new_modules: str) -> tuple[dict[str, str], str]:
-    """Run lint-imports on a copy of the package with new modules; each contract's "KEPT" or "BROKEN", and the report."""
+    """Run lint-imports on a copy of the package with new modules: "KEPT" or "BROKEN" for each contract, the report."""
     shutil.copy(ROOT / "pyproject.toml", folder)
     shutil.copytree(ROOT / "distopt", folder / "distopt", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name, imported in new_modules.items():
