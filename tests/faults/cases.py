@@ -92,7 +92,7 @@ def run(case: Case) -> Run:
         if case.fault == "parent" and case.start == "mpiexec":  # Open MPI's own, which its mpiexec removes
             left = [name for name in left if not name.startswith(("ompi.", "sm_segment."))]
         assert not left, f"{case}: files remain: {left}\n{job.text()}"
-    check(job)
+        check(job)
     return job
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from distopt.errors import LaunchError
-from distopt.launch import rendezvous
+from distopt.launch import rendezvous, siblings
 from distopt.launch.rendezvous import HostGroup
 from tests.conformance.ranks import LocalJob, run_ranks, run_ranks_ok
 
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 @pytest.fixture
 def ticket() -> bytes:
     return secrets.token_bytes(16)
+
+
+@pytest.fixture(autouse=True)
+def no_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other workers of pytest-xdist are siblings of this process, and may end."""
+    monkeypatch.setattr(siblings, "_seen", set())
+    monkeypatch.setattr(siblings, "_siblings", lambda: (set(), set()))
 
 
 def in_threads(*bodies: Callable[[], Any]) -> list[Any]:
