@@ -18,19 +18,20 @@ LAYERS = "imports go down only"
 NUMERICS = "the numerics know of no other rank, data of no transport"
 ACYCLIC = "no cycles inside a room"
 
-# New modules and what each imports; the contracts that this breaks, all others hold; what the report says.
+# New modules and what each imports; a contract that this breaks; what the report says.
 VIOLATIONS = {
-    "nn comm": ({"nn.new": "distopt.comm"}, {LAYERS, NUMERICS}, "distopt.nn.new -> distopt.comm"),
-    "nn compress": ({"nn.new": "distopt.compress"}, {LAYERS, NUMERICS}, "distopt.nn.new -> distopt.compress"),
-    "data launch": ({"data.new": "distopt.launch"}, {NUMERICS}, "distopt.data.new -> distopt.launch"),
-    "sync nn": ({"sync.new": "distopt.nn"}, {LAYERS}, "distopt.sync.new -> distopt.nn"),
-    "compress sync": ({"compress.new": "distopt.sync"}, {LAYERS}, "distopt.compress.new -> distopt.sync"),
-    "comm compress": ({"comm.new": "distopt.compress"}, {LAYERS}, "distopt.comm.new -> distopt.compress"),
-    "kernels launch": ({"kernels.new": "distopt.launch"}, {LAYERS}, "distopt.kernels.new -> distopt.launch"),
-    "no layer": ({"new": "distopt.errors"}, {LAYERS}, "not listed as layers:\n\n- distopt.new\n"),
+    "nn comm": ({"nn.new": "distopt.comm"}, NUMERICS, "distopt.nn.new -> distopt.comm"),
+    "nn compress": ({"nn.new": "distopt.compress"}, NUMERICS, "distopt.nn.new -> distopt.compress"),
+    "data launch": ({"data.new": "distopt.launch"}, NUMERICS, "distopt.data.new -> distopt.launch"),
+    "nn sync": ({"nn.new": "distopt.sync"}, LAYERS, "distopt.nn.new -> distopt.sync"),
+    "sync nn": ({"sync.new": "distopt.nn"}, LAYERS, "distopt.sync.new -> distopt.nn"),
+    "compress sync": ({"compress.new": "distopt.sync"}, LAYERS, "distopt.compress.new -> distopt.sync"),
+    "comm compress": ({"comm.new": "distopt.compress"}, LAYERS, "distopt.comm.new -> distopt.compress"),
+    "kernels launch": ({"kernels.new": "distopt.launch"}, LAYERS, "distopt.kernels.new -> distopt.launch"),
+    "no layer": ({"new": "distopt.errors"}, LAYERS, "not listed as layers:\n\n- distopt.new\n"),
     "cycle": (
         {"data.new": "distopt.data.newer", "data.newer": "distopt.data.new"},
-        {ACYCLIC},
+        ACYCLIC,
         "No cycles are allowed in distopt.data.",
     ),
 }
@@ -53,13 +54,12 @@ def lint_imports(folder: Path, **new_modules: str) -> tuple[dict[str, str], str]
 
 def test_the_package_keeps_all_contracts(tmp_path: Path) -> None:
     results, report = lint_imports(tmp_path)
-    tested = set().union(*(contracts for _, contracts, _ in VIOLATIONS.values()))
-    assert results == dict.fromkeys(tested, "KEPT"), report
+    assert results == dict.fromkeys((contract for _, contract, _ in VIOLATIONS.values()), "KEPT"), report
 
 
 @pytest.mark.parametrize("which", VIOLATIONS)
 def test_a_violation_breaks_its_contract(tmp_path: Path, which: str) -> None:
-    new_modules, contracts, said = VIOLATIONS[which]
+    new_modules, contract, said = VIOLATIONS[which]
     results, report = lint_imports(tmp_path, **new_modules)
-    assert {name for name, result in results.items() if result == "BROKEN"} == contracts, report
-    assert said in report
+    assert results[contract] == "BROKEN", report
+    assert said in report.partition("Broken contracts")[2].partition(f"\n{contract}\n")[2]
