@@ -28,7 +28,6 @@ def outcomes(world_size: int) -> list[Outcome]:
     return run_ranks(emulated_checks, world_size, tuple(CHECKS), timeout=110)
 
 
-@pytest.mark.timeout(300)  # the first builds the emulator
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_check(world_size: int, check: str) -> None:

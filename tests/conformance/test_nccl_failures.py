@@ -26,9 +26,6 @@ def built() -> None:
     build.build()
 
 
-pytestmark = pytest.mark.timeout(300)  # the first builds the emulator
-
-
 # -- different collectives ---------------------------------------------------------------------------------------------
 def disagree(job: LocalJob, which: str) -> None:
     comm = connect(job)
