@@ -15,8 +15,10 @@ mnist: $(VENV)/.base
 
 mpi: $(VENV)/.mpi
 
+# The ranks of a test mostly wait for each other, so one worker more than there are cores; 0: in one process.
+TEST_WORKERS ?= $(shell expr $$(nproc) + 1)
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations=20
 
 # On a machine with a GPU. CUDA is that of the driver and of nvcc: 12 or 13.
 CUDA ?= 13

@@ -28,6 +28,11 @@ class Ended:
     stderr: str
 
 
+def patience(seconds: float) -> float:
+    """How long to wait for what takes `seconds` at most on a quiet machine: longer where processes queue for cores."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 class Program:
     """A started program. All its processes carry a mark in their environment, by which strays are found."""
 
@@ -55,10 +60,10 @@ class Program:
         self.assert_nothing_left()
         return Ended(self.process.returncode, stdout, stderr)
 
-    def assert_nothing_left(self, patience: float = 5.0) -> None:
-        deadline = time.monotonic() + patience
+    def assert_nothing_left(self) -> None:
+        began = time.monotonic()
         while left := self.pids():
-            if time.monotonic() > deadline:
+            if time.monotonic() > began + patience(5.0):
                 self.kill()
                 pytest.fail(f"processes remain: {left}")
             time.sleep(0.02)

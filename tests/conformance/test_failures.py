@@ -105,7 +105,7 @@ def poll(work: Any) -> None:
 def test_survivors_learn_who_was_lost(how: str, error: str, waiting_in: str) -> None:
     started = time.monotonic()
     *survivors, lost = run_ranks(lose_last_rank, 3, how, waiting_in)
-    assert time.monotonic() - started < PATIENT.timeout / 2, "noticed, not timed out"
+    assert time.monotonic() - started < PATIENT.timeout, "noticed, not timed out"
     assert [o.error for o in survivors] == [error] * 2
     for outcome in survivors:
         assert f"rank 2 (host {os.uname().nodename}, pid {lost.pid or ''}" in outcome.text
@@ -178,13 +178,16 @@ def stall(job: LocalJob) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("distopt").addHandler(handler)
-    comm = connect(job, Settings(timeout=1.0, stall_warning=0.3))
+    comm = connect(job, Settings(timeout=3.0, stall_warning=1.0))
+    job.all_gather(b"")
     comm.barrier()
+    records.clear()
     if job.topology.rank != 0:
-        time.sleep(2.5)
+        job.all_gather(b"")
         return []
-    with pytest.raises(TimeoutError, match=r"no answer within 1 s") as info:
+    with pytest.raises(TimeoutError, match=r"no answer within 3 s") as info:
         comm.all_reduce(np.zeros(3)).wait()
+    job.all_gather(b"")
     return [*records, str(info.value)]
 
 
@@ -201,8 +204,9 @@ def wait_briefly(job: LocalJob) -> str:
     if job.topology.rank == 0:
         with pytest.raises(TimeoutError) as info:
             comm.all_reduce(np.zeros(3)).wait(timeout=0.2)
+        job.all_gather(b"")
         return str(info.value)
-    time.sleep(0.6)
+    job.all_gather(b"")
     with pytest.raises(TimeoutError) as info:
         comm.barrier()
     return str(info.value)
@@ -223,7 +227,7 @@ def test_shared_memory_is_the_owner_s_alone(named_fallback: bool) -> None:
 
 # -- nothing left ----------------------------------------------------------------------------------
 def leftovers() -> set[str]:
-    sockets = {line for line in Path("/proc/net/unix").read_text().splitlines() if "distopt" in line}
+    sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "distopt" in line}
     files = {str(path) for path in Path("/dev/shm").iterdir() if "distopt" in path.name}
     return sockets | files
 
@@ -232,4 +236,8 @@ def leftovers() -> set[str]:
 def test_nothing_is_left_behind(how: str) -> None:
     before = leftovers()
     run_ranks(lose_last_rank, 2, how, "barrier")
-    assert leftovers() <= before
+    left, deadline = leftovers() - before, time.monotonic() + 60.0
+    while left and time.monotonic() < deadline:  # what other jobs of this machine use goes with them
+        time.sleep(0.1)
+        left &= leftovers()
+    assert not left

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ def outcomes(world_size: int) -> list[Outcome]:
     return run_ranks(emulated_checks, world_size, tuple(CHECKS), timeout=110)
 
 
-@pytest.mark.timeout(300)  # the first builds the emulator
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_check(world_size: int, check: str) -> None:
@@ -162,7 +160,7 @@ def count_beside(job: LocalJob, function: str) -> int:
     thread = threading.Thread(target=tick)
     thread.start()
     try:
-        comm = connect(job, SLEEP=f"{function}:0.5")
+        comm = connect(job, SLEEP=f"{function}:1.0")
         before = ticks
         comm.all_reduce(comm.xp.zeros(3)).wait()
         comm.close()
@@ -178,29 +176,27 @@ def test_other_threads_run_while_nccl_takes_its_time(function: str) -> None:
         assert ticks > 10, "the GIL was held"
 
 
-def interrupt(job: LocalJob) -> float:
+def interrupt(job: LocalJob) -> None:
     comm = connect(job)
     import os
     import signal
 
     array = comm.xp.ones(5)
     if job.topology.rank == 1:
-        time.sleep(1.0)
+        job.all_gather(b"")
         comm.all_reduce(array).wait()
-        return 0.0
+        return
     work = comm.all_reduce(array)
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-    began = time.monotonic()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         work.wait(20.0)
-    took = time.monotonic() - began
+    job.all_gather(b"")
     work.wait(20.0)  # an interrupted wait can be taken up again
     assert (array.get() == 2).all()
-    return took
 
 
 def test_ctrl_c_interrupts_a_wait_of_the_host() -> None:
-    assert run_ranks_ok(interrupt, 2)[0] < 0.9
+    run_ranks_ok(interrupt, 2)
 
 
 # -- which communicator ------------------------------------------------------------------------------------------------

@@ -18,15 +18,12 @@ from tests.emulation import build
 from .nccl_ranks import connect
 from .ranks import PATIENT, LocalJob, run_ranks, run_ranks_ok
 
-HASTY = Settings(timeout=1.0, stall_warning=0.3)
+HASTY = Settings(timeout=3.0, stall_warning=1.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
     build.build()
-
-
-pytestmark = pytest.mark.timeout(300)  # the first builds the emulator
 
 
 # -- different collectives ---------------------------------------------------------------------------------------------
@@ -90,7 +87,7 @@ def lose_last_rank(job: LocalJob, how: str, waiting_in: str) -> None:
 def test_survivors_learn_who_was_lost(how: str, error: str, waiting_in: str) -> None:
     started = time.monotonic()
     *survivors, _ = run_ranks(lose_last_rank, 3, how, waiting_in)
-    assert time.monotonic() - started < PATIENT.timeout / 2, "noticed, not timed out"
+    assert time.monotonic() - started < PATIENT.timeout, "noticed, not timed out"
     assert [o.error for o in survivors] == [error] * 2, survivors
     for outcome in survivors:
         assert f"rank 2 (host {os.uname().nodename}, pid " in outcome.text
@@ -104,14 +101,17 @@ def stall(job: LocalJob) -> list[str]:
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("distopt").addHandler(handler)
     comm = connect(job, HASTY)
+    job.all_gather(b"")
     comm.barrier()
+    records.clear()
     if job.topology.rank != 0:
-        time.sleep(3.0)
+        job.all_gather(b"")
         return []
     comm.all_reduce(comm.xp.zeros(3)).wait()  # the host goes on; the device waits
-    time.sleep(2.0)
-    with pytest.raises(TimeoutError, match=r"no result within 1 s") as info:
+    time.sleep(HASTY.timeout + 1.0)
+    with pytest.raises(TimeoutError, match=r"no result within 3 s") as info:
         comm.barrier()
+    job.all_gather(b"")
     return [*records, str(info.value)]
 
 
@@ -128,8 +128,9 @@ def wait_briefly(job: LocalJob) -> str:
     if job.topology.rank == 0:
         with pytest.raises(TimeoutError) as info:
             comm.all_reduce(comm.xp.zeros(3)).wait(timeout=0.2)
+        job.all_gather(b"")
         return str(info.value)
-    time.sleep(0.6)
+    job.all_gather(b"")
     with pytest.raises(TimeoutError) as info:
         comm.barrier()
     return str(info.value)
@@ -193,23 +194,25 @@ def test_abort_reaches_all_ranks() -> None:
         assert re.search(r"rank 0 \(host .* has aborted the communicator: the test wants it", text)
 
 
-def abort_slowly(job: LocalJob) -> float:
+def abort_slowly(job: LocalJob) -> float | None:
     from distopt.comm import nccl
 
     nccl._ABORT_SECONDS = 0.2  # type: ignore[misc]
-    comm = connect(job, HASTY, SLEEP="ncclCommAbort:8")
+    comm = connect(job, HASTY, SLEEP="ncclCommAbort:30")
     if job.topology.rank == 1:
-        time.sleep(2.5)
-        return 0.0
+        job.all_gather(b"")
+        return None
     began = time.monotonic()
     with pytest.raises(CommunicatorError, match=r"ncclCommAbort has not come back within 0.2 s"):
         comm.barrier()
     comm.close()
-    return time.monotonic() - began
+    took = time.monotonic() - began
+    job.all_gather(b"")
+    return took
 
 
 def test_an_abort_that_hangs_is_left_alone() -> None:
-    assert run_ranks_ok(abort_slowly, 2)[0] < 4.0
+    assert run_ranks_ok(abort_slowly, 2)[0] < 20.0
 
 
 def close_twice(job: LocalJob) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import shutil
 import subprocess
 import sys
@@ -22,8 +23,9 @@ def cuda_module() -> Path:
     return found[0]
 
 
+@functools.cache
 def build() -> Path:
-    """Compile what has changed; the folder. Safe to call from several processes at once."""
+    """Compile what has changed; the folder. Once in a process. Safe to call from several processes at once."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -16,14 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.processes import Program, is_open_mpi, mpiexec_command
+from tests.processes import Program, is_open_mpi, mpiexec_command, patience
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# Seconds, of a quiet machine the first and the last; see `patience`.
 TIMEOUT = 4.0  # DISTOPT_TIMEOUT of jobs with a stalled rank
 LONG = 100.0  # of all others: none of them may get there
-SURVIVAL = 5.0  # seconds that the survivors of a fault may live on
+SURVIVAL = 5.0  # that the survivors of a fault may live on
 _PRIVATE = ("unshare", "--mount", "sh", "-c")
 MISTAKES = ("count", "type", "operation", "skip", "shm full", "memory", "model")
 
@@ -55,6 +56,8 @@ class Run:
 
     case: Case
     program: Program
+    told: Path  # where `tests.faults.job` writes of its fault
+    timeout: float  # DISTOPT_TIMEOUT
     lines: list[tuple[str, str]] = field(default_factory=list)  # stream, line
 
     def text(self, stream: str = "") -> str:
@@ -62,17 +65,21 @@ class Run:
 
     def fault(self) -> tuple[float, int] | None:
         """When the fault came, and in which process; None: not yet."""
-        match = re.search(r"^(?:\[rank \d+\] )?fault (\S+) (\d+)$", self.text("stdout"), re.MULTILINE)
-        return (float(match[1]), int(match[2])) if match else None
+        if not self.told.exists():
+            return None
+        at, pid = self.told.read_text().split()
+        return float(at), int(pid)
 
 
 def run(case: Case) -> Run:
     """Run the job of `case` and check how it ended."""
     with tempfile.TemporaryDirectory() as name:
-        temporary, memory = Path(name, "tmp"), Path(name, "shm")
+        temporary, memory, told = Path(name, "tmp"), Path(name, "shm"), Path(name, "fault")
         temporary.mkdir()
         memory.mkdir()
-        job = Run(case, Program(own_memory(memory) + command(case), environment(case, temporary)))
+        timeout = float(round(patience(TIMEOUT))) if case.waits else LONG
+        program = Program(own_memory(memory) + command(case), environment(case, timeout, temporary, told))
+        job = Run(case, program, told, timeout)
         try:
             watch(job)
         finally:
@@ -85,7 +92,7 @@ def run(case: Case) -> Run:
         if case.fault == "parent" and case.start == "mpiexec":  # Open MPI's own, which its mpiexec removes
             left = [name for name in left if not name.startswith(("ompi.", "sm_segment."))]
         assert not left, f"{case}: files remain: {left}\n{job.text()}"
-    check(job)
+        check(job)
     return job
 
 
@@ -112,12 +119,13 @@ def can_mount() -> bool:
     return done.returncode == 0
 
 
-def environment(case: Case, folder: Path) -> dict[str, str]:
+def environment(case: Case, timeout: float, temporary: Path, told: Path) -> dict[str, str]:
     return {
         "DISTOPT_BACKEND": case.backend,
-        "DISTOPT_TIMEOUT": str(TIMEOUT if case.waits else LONG),
+        "DISTOPT_TIMEOUT": str(timeout),
         "DISTOPT_STALL_WARNING": "0.5" if case.fault in ("stop", "pause") else "50",
-        "TMPDIR": str(folder),
+        "DISTOPT_TEST_FAULT": str(told),
+        "TMPDIR": str(temporary),
     }
 
 
@@ -137,8 +145,7 @@ def watch(job: Run) -> None:
         os.kill(pid, signal.SIGCONT)
         wait_for(lambda: not job.program.pids(), 30.0, job)
     else:
-        limit = SURVIVAL + (TIMEOUT if job.case.waits else 0.0)
-        wait_for(lambda: not survivors(job, pid), at + limit - time.monotonic(), job)
+        wait_for(lambda: not survivors(job, pid), SURVIVAL, job, since=at + (job.timeout if job.case.waits else 0.0))
         if job.case.fault == "stop" and job.case.start == "raw":
             os.kill(pid, signal.SIGCONT)  # nobody supervises it; once it can run it must end, too
         if job.case.fault == "unseen":
@@ -174,12 +181,12 @@ def read(job: Run, stream: str) -> None:
             job.lines.append((stream, line.rstrip("\n")))
 
 
-def wait_for(condition: Callable[[], bool], seconds: float, job: Run) -> None:
-    deadline = time.monotonic() + seconds
+def wait_for(condition: Callable[[], bool], seconds: float, job: Run, since: float | None = None) -> None:
+    began = time.monotonic() if since is None else since
     while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"{job.case}: still there after {seconds:.1f} s: {job.program.pids()}\n{job.text()}")
-        time.sleep(0.02)
+        if (waited := time.monotonic() - began) > patience(seconds):
+            raise AssertionError(f"{job.case}: still there after {waited:.1f} s: {job.program.pids()}\n{job.text()}")
+        time.sleep(0.05)
 
 
 # -- what must hold --------------------------------------------------------------------------------------------------
@@ -207,7 +214,7 @@ def check(job: Run) -> None:
     if case.place == "launch":
         # A rank that ends before the other one has looked around is not missed by it.
         late, lost = (
-            r"has waited 4 s in MPI_Init: a rank did not start",
+            rf"has waited {job.timeout:g} s in MPI_Init: a rank did not start",
             r"waits in MPI_Init, and a process .* has ended",
         )
         assert re.search(rf"rank 0 of 2 on .* ({late}|{lost})", job.text("stderr"))

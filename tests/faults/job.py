@@ -121,9 +121,11 @@ def go_wrong(plan: Plan, communicator=None) -> None:
 
 
 def say() -> None:
-    """The moment of the fault and the process, for `tests.faults.cases`."""
-    sys.stdout.write(f"fault {time.monotonic()} {os.getpid()}\n")
-    sys.stdout.flush()
+    """The moment of the fault and the process, for `tests.faults.cases`. Appears at once, and whole."""
+    told = Path(os.environ["DISTOPT_TEST_FAULT"])
+    new = told.with_suffix(".new")
+    new.write_text(f"{time.monotonic()} {os.getpid()}")
+    new.rename(told)
 
 
 def fail(_) -> None:
@@ -145,13 +147,12 @@ def limit_memory(communicator) -> None:
 
 def leave_unseen(_) -> None:
     """As if mpiexec missed that this process has ended."""
-    time.sleep(0.2)  # until it has passed the line on
     os.kill(os.getppid(), signal.SIGSTOP)
     os._exit(3)
 
 
 def wait_for_harm(_) -> None:
-    """The harm comes from outside: `tests.faults.cases` has read the line. Returns a second after the parent's end.
+    """The harm comes from outside: `tests.faults.cases` has read of it. Returns a second after the parent's end.
 
     A rank at "start" has not called distopt yet, which ends with its parent only from then on. Others are ended then,
     but might finish first if they went on at once.

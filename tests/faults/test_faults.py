@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -65,24 +64,19 @@ def test_full_dev_shm_does_not_matter() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_random_faults() -> None:
-    """200 faults drawn at random, two jobs at a time."""
+@pytest.mark.parametrize("part", range(20))
+def test_random_faults(part: int) -> None:
+    """200 faults drawn at random, ten in each part."""
     seed = int(os.environ.get("DISTOPT_TEST_SEED", random.randrange(2**32)))
-    print(f"DISTOPT_TEST_SEED={seed}")
-    rng = random.Random(seed)
-    trials = [draw(rng) for _ in range(200)]
+    rng = random.Random(f"{seed} {part}")
+    trials = [draw(rng) for _ in range(10)]
     failures = []
-
-    def attempt(case: Case) -> None:
+    for case in trials:
         try:
             run(case)
-        except AssertionError as error:
+        except AssertionError as error:  # noqa: PERF203 - one failure must not hide the next
             failures.append(f"{case}: {error}")
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(attempt, trials))
-    assert not failures, f"seed {seed}, {len(failures)} of {len(trials)}:\n" + "\n\n".join(failures)
+    assert not failures, f"DISTOPT_TEST_SEED={seed}, {len(failures)} of {len(trials)}:\n" + "\n\n".join(failures)
 
 
 def draw(rng: random.Random) -> Case:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from distopt import launch
 from distopt.errors import PeerLostError
@@ -24,9 +25,11 @@ def hide_the_cause(rank: int) -> None:
     """The parent sleeps while rank 1 ends without a word and rank 0 tells of the loss: it hears of both at once."""
     if rank == 1:
         os.kill(os.getppid(), signal.SIGSTOP)
-        subprocess.Popen(["/bin/sh", "-c", f"sleep 1; kill -CONT {os.getppid()}"])
         os._exit(3)
-    time.sleep(0.5)
+    while Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(") ")[2][0] != "T":
+        time.sleep(0.01)
+    time.sleep(0.2)  # until rank 1 has ended
+    subprocess.Popen(["/bin/sh", "-c", f"sleep 1; kill -CONT {os.getppid()}"])
     raise PeerLostError("rank 1 is gone")
 
 

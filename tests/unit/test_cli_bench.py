@@ -202,7 +202,7 @@ def test_answers_come_in_the_order_of_the_ranks():
     [({"die": 1}, "ended while it was measured; out of luck"), ({"fail": 2}, "no idea"), ({"hang": 0}, "no answer")],
 )
 def test_a_rank_that_fails_gives_a_reason_and_ends_the_crew(monkeypatch, request_, message):
-    monkeypatch.setattr("distopt.cli.bench.crew._REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr("distopt.cli.bench.crew._REQUEST_SECONDS", 3.0)
     monkeypatch.setattr("distopt.cli.bench.crew._END_SECONDS", 0.2)
     with echo() as crew:
         pids = [answer["pid"] for answer in crew.ask({})]
@@ -432,11 +432,13 @@ def test_waiting_ranks_do_not_use_the_processor():
         (candidate,) = taking_part.candidates
         request = {"buffers": "wire", "count": 256, "capacity": 256, "dtype": "float32", "calls": 1}
         all_reduce._ask(candidate, {**request, "samples": 1, "warm_up": 0})
-        before = [busy_ticks(process.pid) for process in candidate.crew._processes]
+        while any(state_and_ticks(process.pid)[0] != "S" for process in candidate.crew._processes):
+            time.sleep(0.01)
+        before = [state_and_ticks(process.pid) for process in candidate.crew._processes]
         time.sleep(0.3)
-        assert [busy_ticks(process.pid) for process in candidate.crew._processes] == before
+        assert [state_and_ticks(process.pid) for process in candidate.crew._processes] == before
 
 
-def busy_ticks(pid):
+def state_and_ticks(pid):
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
+    return fields[0], int(fields[11]) + int(fields[12])

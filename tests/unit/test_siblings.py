@@ -79,10 +79,10 @@ def test_one_warning(seen, caplog):
 
 def test_siblings_are_children_of_one_parent_by_one_command():
     script = (
-        "import time; from distopt.launch import siblings; print(*siblings._siblings()[0], flush=True); time.sleep(9)"
+        "import time; from distopt.launch import siblings; print(*siblings._siblings()[0], flush=True); time.sleep(99)"
     )
     first = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(9)"])
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"])
     assert first.stdout.readline() == "\n"
     second = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert second.stdout.readline() == f"{first.pid}\n"

@@ -1,0 +1,65 @@
+"""Every import contract of pyproject.toml can fail: a violation planted in a copy of the package breaks it by name."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT
+
+LAYERS = "imports go down only"
+NUMERICS = "the numerics know of no other rank, data of no transport"
+ACYCLIC = "no cycles inside a room"
+
+# New modules and what each imports; a contract that this breaks; what the report says.
+VIOLATIONS = {
+    "nn comm": ({"nn.new": "distopt.comm"}, NUMERICS, "distopt.nn.new -> distopt.comm"),
+    "nn compress": ({"nn.new": "distopt.compress"}, NUMERICS, "distopt.nn.new -> distopt.compress"),
+    "data launch": ({"data.new": "distopt.launch"}, NUMERICS, "distopt.data.new -> distopt.launch"),
+    "nn sync": ({"nn.new": "distopt.sync"}, LAYERS, "distopt.nn.new -> distopt.sync"),
+    "sync nn": ({"sync.new": "distopt.nn"}, LAYERS, "distopt.sync.new -> distopt.nn"),
+    "compress sync": ({"compress.new": "distopt.sync"}, LAYERS, "distopt.compress.new -> distopt.sync"),
+    "comm compress": ({"comm.new": "distopt.compress"}, LAYERS, "distopt.comm.new -> distopt.compress"),
+    "kernels launch": ({"kernels.new": "distopt.launch"}, LAYERS, "distopt.kernels.new -> distopt.launch"),
+    "no layer": ({"new": "distopt.errors"}, LAYERS, "not listed as layers:\n\n- distopt.new\n"),
+    "cycle": (
+        {"data.new": "distopt.data.newer", "data.newer": "distopt.data.new"},
+        ACYCLIC,
+        "No cycles are allowed in distopt.data.",
+    ),
+}
+
+
+def lint_imports(folder: Path, **new_modules: str) -> tuple[dict[str, str], str]:
+    """Run lint-imports on a copy of the package with new modules: "KEPT" or "BROKEN" for each contract, the report."""
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    shutil.copytree(ROOT / "distopt", folder / "distopt", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name, imported in new_modules.items():
+        (folder / "distopt" / name.replace(".", "/")).with_suffix(".py").write_text(f"import {imported}\n")
+    # Without `site`, which would put the finder of the editable install ahead of this folder.
+    command = [sys.executable, "-S", str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    env = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "COLUMNS": "200"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    results = dict(re.findall(r"^(\S.*) (KEPT|BROKEN)\b", done.stdout, re.MULTILINE))
+    assert done.returncode == ("BROKEN" in results.values()), done.stdout + done.stderr
+    return results, done.stdout
+
+
+def test_the_package_keeps_all_contracts(tmp_path: Path) -> None:
+    results, report = lint_imports(tmp_path)
+    assert results == dict.fromkeys((contract for _, contract, _ in VIOLATIONS.values()), "KEPT"), report
+
+
+@pytest.mark.parametrize("which", VIOLATIONS)
+def test_a_violation_breaks_its_contract(tmp_path: Path, which: str) -> None:
+    new_modules, contract, said = VIOLATIONS[which]
+    results, report = lint_imports(tmp_path, **new_modules)
+    assert results[contract] == "BROKEN", report
+    assert said in report.partition("Broken contracts")[2].partition(f"\n{contract}\n")[2]
