@@ -1,5 +1,7 @@
 """MpiJob and MpiCommunicator on the ranks that there are: one inside pytest, more under mpiexec."""
 
+import time
+
 import numpy as np
 import pytest
 
