@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..comm import Communicator
     from ..comm.base import Array
-    from ..compress import Codec, Reducer, Reduction
+    from ..compress import Codec, Reducer
     from ..compress.reducer import State
 
 __all__ = ["ALIGNMENT_BYTES", "Bucket", "Parameter", "under"]
@@ -90,15 +90,14 @@ class Bucket:
         return kernels_of(self.flat).first_nonfinite(self.flat)
 
     # -- reduction ---------------------------------------------------------------------------------------------------
-    def start(self, codec: Codec) -> Reduction:
-        """Collective. Encode the gradients and start to average them over the ranks.
+    def reducer(self, codec: Codec) -> Reducer:
+        """Collective on first use of a kind of codec. What it keeps for this bucket.
 
-        There is one reducer for each kind of codec. It keeps its residual while other kinds are at work.
+        There is one reducer for each kind. It keeps its residual while other kinds are at work.
         """
-        return codec.start(self._reducers.get(codec.kind) or self._attach(codec))
-
-    def _attach(self, codec: Codec) -> Reducer:
         kind = codec.kind
+        if kind in self._reducers:
+            return self._reducers[kind]
         reducer = codec.attach(
             self.flat, self._communicator, parts=self._parts, label=self.label, check_finite=self._check_finite
         )

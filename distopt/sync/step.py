@@ -116,7 +116,7 @@ class Step(_Counter):
             bucket = self.layout.buckets[len(self._started)]
             if self._clip is not None:
                 bucket.flat.clip(-self._clip, self._clip, out=bucket.flat)
-            self._started.append(bucket.start(self._codec))
+            self._started.append(self._codec.start(bucket.reducer(self._codec)))
         return len(self._started) > before
 
 
