@@ -137,28 +137,28 @@ class Reduction:
         self._pending: Work | None = None
         began = perf_counter()
         self._run()
-        reducer.busy = not self.finished
         cost.select_seconds = perf_counter() - began - cost.comm_seconds
+        self._book()
 
     def done(self) -> bool:
         """Local. Whether `resume` would return without waiting. Moves bytes, but never goes on to the next step."""
         return self._pending is None or self._pending.done()
 
     def resume(self, timeout: float | None = None) -> None:
-        """Collective. Wait for what the codec waits for, and run up to its next wait or its end."""
+        """Collective. Wait for what the codec waits for, and run up to its next wait or its end.
+
+        An error of the communicator is raised by every further call.
+        """
         if self._pending is None:
             return
         cost, began = self.cost, perf_counter()
-        try:
-            self._pending.wait(timeout)
-        except BaseException:
-            self._close()
-            raise
+        self._pending.wait(timeout)
         waited = perf_counter()
-        cost.comm_seconds += waited - began
         before = cost.comm_seconds
         self._run()
         cost.decode_seconds += perf_counter() - waited - (cost.comm_seconds - before)
+        cost.comm_seconds += waited - began
+        self._book()
 
     def wait(self, timeout: float | None = None) -> BadGradient | None:
         """Collective. Finish this reduction alone; the verdict. Other ones must not be waiting for a further step."""
@@ -170,15 +170,20 @@ class Reduction:
         try:
             self._pending = next(self._steps)
         except StopIteration as end:
-            self.verdict = end.value
-            self._reducer.statistics += self.cost
-            self._close()
-        except BaseException:
-            self._close()
+            self.verdict, self.finished, self._pending = end.value, True, None
+        except BaseException as error:
+            self._steps = _failed(error)  # where a generator that has raised would look as if it had finished
             raise
 
-    def _close(self) -> None:
-        self._pending, self.finished, self._reducer.busy = None, True, False
+    def _book(self) -> None:
+        self._reducer.busy = not self.finished
+        if self.finished:
+            self._reducer.statistics += self.cost
+
+
+def _failed(error: BaseException) -> Steps:
+    yield from ()
+    raise error
 
 
 def finish_all(reductions: Sequence[Reduction]) -> list[BadGradient | None]:

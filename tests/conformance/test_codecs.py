@@ -1,6 +1,7 @@
 """What every codec promises, on every number of ranks."""
 
 import logging
+import time
 from itertools import product
 
 import numpy as np
@@ -463,3 +464,43 @@ def test_power_sgd_recovers_from_gradients_of_zero():
     grads[3:, :, :2000] = np.outer(np.arange(40), np.arange(50)).reshape(-1)
     for rank in run(PowerSGD(rank=1), grads):
         np.testing.assert_allclose(rank.means[-1][:2000], grads[-1, 0, :2000], rtol=1e-4)
+
+
+def test_an_error_inside_a_reduction_is_raised_again_and_never_taken_for_its_end():
+    class Breaks(Fp32):
+        def reduce(self, reducer):
+            yield reducer.wire.all_reduce(reducer.bucket, "mean")
+            raise OSError("in the middle")
+
+    def body(comm):
+        codec = Breaks()
+        reducer = codec.attach(comm.empty(4), comm, label="b0")
+        reduction = codec.start(reducer)
+        for _ in range(3):
+            with pytest.raises(OSError, match="in the middle"):
+                reduction.wait()
+            assert not reduction.finished
+        with pytest.raises(UsageError, match="still being reduced"):
+            codec.start(reducer)
+        assert reducer.statistics.reductions == 0
+
+    on_ranks(2, body)
+
+
+@worlds
+def test_times_are_booked_where_they_are_spent(world_size, cls):
+    class Slow(Fp32):
+        def reduce(self, reducer):
+            time.sleep(0.02)
+            yield from super().reduce(reducer)
+            time.sleep(0.04)
+
+    def body(comm):
+        codec = Slow()
+        reducer = codec.attach(comm.empty(4), comm)
+        codec.start(reducer).wait()
+        return reducer.statistics
+
+    for cost in on_ranks(world_size, body, cls=cls):
+        assert cost.select_seconds >= 0.02
+        assert cost.decode_seconds >= 0.04
