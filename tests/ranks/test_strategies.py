@@ -77,9 +77,9 @@ def check_every_strategy(ranks: list[dict[str, np.ndarray]]) -> None:
         np.testing.assert_allclose(ranks[0][name], ranks[0]["fp32"], atol=bound)
     for rank in ranks:
         dense = rank["fp32 bytes"][1]
-        assert all(rank[f"{name} bytes"][1] == dense for name in STRATEGIES)
+        assert all(rank[f"{name} bytes"][1] == dense for name in STRATEGIES if name != "partial")
         assert rank["fp32 bytes"][0] == dense
-        assert rank["partial bytes"][0] < dense
+        assert rank["partial bytes"][0] < rank["partial bytes"][1]
         assert rank["fp16 bytes"][0] < 0.75 * dense
 
 
@@ -205,9 +205,10 @@ def counted(optimizer) -> dict[str, np.ndarray]:
     first = optimizer.stats()
     train(optimizer, net, range(3, 8), STRATEGIES["top-K"])
     later = optimizer.stats() - first
-    # Gradients begin at multiples of 256 bytes; two ranks send as much as there is.
-    n = 1024
-    assert parameters(net).size < n
+    # Two ranks send as much as there is. Gradients begin at multiples of 256 bytes: linear1.W is a bucket of its own, and
+    # the 155, 5 and 31 elements of the others begin at 0, 192 and 256 in the second.
+    n = 651 + 256 + 31
+    assert parameters(net).size == 651 + 155 + 5 + 31
     assert (first.steps, later.steps) == (3, 5)
     assert first.total.dense_bytes == 3 * 4 * n  # two ranks
     assert later.total.dense_bytes == 5 * 4 * n
