@@ -90,7 +90,11 @@ class RecordedCalls:
 
         def recorded(*args):
             result = call(*args)
-            return RecordedCalls(self._recorder, f"{self._part}: wait", result) if name == "all_reduce" else result
+            return (
+                RecordedCalls(self._recorder, f"{self._part}: wait", result)
+                if name.startswith("all_reduce")
+                else result
+            )
 
         return recorded
 

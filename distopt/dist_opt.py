@@ -181,16 +181,18 @@ class DistOpt:
             for param, grad in self._pairs_of(layout):
                 param.grad = grad
             self._adopted = layout
+        final = step.final
         for param, _ in autograd.backward(loss, pauses=layout.last):
-            step.final(param)
+            final(param)
         verdict = step.finish()
         if verdict is not None:
             loss.device.check()  # a wrong label tells more than the NaN that comes of it
         return self._engine.may_update(verdict)
 
     def _update(self, layout: Layout) -> None:
+        update = self.opt.update
         for param, grad in self._pairs_of(layout):
-            self.opt.update(param, grad)
+            update(param, grad)
         self.opt.step()
 
     def _pairs_of(self, layout: Layout) -> list[tuple[Tensor, Tensor]]:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
 
 from ..errors import UsageError
 from .reducer import BadGradient, Part, Reducer
-from .statistics import Statistics
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -121,24 +120,23 @@ class Reduction:
     """A bucket on its way to being the mean over ranks.
 
     Attributes:
-        cost: complete when the reduction has finished.
-        finished: whether it has.
-        verdict: what `Codec.reduce` returned; valid when it has.
+        finished: whether the bucket holds the mean, or there is none.
+        verdict: what `Codec.reduce` returned, when it has finished.
     """
 
     def __init__(self, codec: Codec, reducer: Reducer) -> None:
         """Collective: runs up to the first wait."""
-        self.cost = cost = reducer.wire.cost = Statistics(reductions=1)
-        cost.dense_bytes = reducer.wire.dense_bytes(reducer.bucket.nbytes)
         self.finished = False
         self.verdict: BadGradient | None = None
         self._reducer = reducer
         self._steps = codec.reduce(reducer)
         self._pending: Work | None = None
-        began = perf_counter()
+        cost, began = reducer.statistics, perf_counter()
+        before = cost.comm_seconds
         self._run()
-        cost.select_seconds = perf_counter() - began - cost.comm_seconds
-        self._book()
+        cost.select_seconds += perf_counter() - began - (cost.comm_seconds - before)
+        cost.dense_bytes += reducer.wire.dense_bytes(reducer.bucket.nbytes)
+        reducer.busy = not self.finished
 
     def done(self) -> bool:
         """Local. Whether `resume` would return without waiting. Moves bytes, but never goes on to the next step."""
@@ -151,14 +149,12 @@ class Reduction:
         """
         if self._pending is None:
             return
-        cost, began = self.cost, perf_counter()
+        cost, began = self._reducer.statistics, perf_counter()
         self._pending.wait(timeout)
-        waited = perf_counter()
-        before = cost.comm_seconds
+        waited, before = perf_counter(), cost.comm_seconds
         self._run()
         cost.decode_seconds += perf_counter() - waited - (cost.comm_seconds - before)
         cost.comm_seconds += waited - began
-        self._book()
 
     def wait(self, timeout: float | None = None) -> BadGradient | None:
         """Collective. Finish this reduction alone; the verdict. Other ones must not be waiting for a further step."""
@@ -171,14 +167,11 @@ class Reduction:
             self._pending = next(self._steps)
         except StopIteration as end:
             self.verdict, self.finished, self._pending = end.value, True, None
+            self._reducer.busy = False
+            self._reducer.statistics.reductions += 1
         except BaseException as error:
             self._steps = _failed(error)  # where a generator that has raised would look as if it had finished
             raise
-
-    def _book(self) -> None:
-        self._reducer.busy = not self.finished
-        if self.finished:
-            self._reducer.statistics += self.cost
 
 
 def _failed(error: BaseException) -> Steps:
@@ -188,7 +181,7 @@ def _failed(error: BaseException) -> Steps:
 
 def finish_all(reductions: Sequence[Reduction]) -> list[BadGradient | None]:
     """Collective. Finish reductions that are under way together: in rounds, in their order. Their verdicts."""
-    waiting = [reduction for reduction in reductions if not reduction.finished]
+    waiting = reductions
     while waiting:
         for reduction in waiting:
             reduction.resume()

@@ -33,14 +33,14 @@ class Fp32(Codec):
     def prepare(self, reducer: Reducer) -> None:
         """Collective. See `Codec.prepare`."""
         if reducer.check_finite and not reducer.wire.finds_nonfinite:
-            reducer.memory["from_bad"] = reducer.kernels.empty(1, "int64")
+            reducer.memory["from_bad"] = reducer.kernels.empty(1, "int64"), _limit(reducer)
 
     def reduce(self, reducer: Reducer) -> Steps:
         """Collective. See `Codec.reduce`."""
         bucket, wire = reducer.bucket, reducer.wire
-        from_bad = reducer.memory.get("from_bad")
+        from_bad, limit = reducer.memory.get("from_bad", (None, 0.0))
         if from_bad is not None:
-            reducer.kernels.mark_beyond(bucket, _limit(reducer), from_bad)
+            reducer.kernels.mark_beyond(bucket, limit, from_bad)
         looks = reducer.check_finite and from_bad is None
         work = wire.all_reduce(bucket, "mean", find_nonfinite=looks)
         yield work

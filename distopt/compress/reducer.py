@@ -82,7 +82,7 @@ class Reducer:
         kernels: passes over arrays like the bucket.
         memory: wire memory and scratch of the codec, by name; not part of the state.
         findings: int64 [4], what a pass over the bucket has found; see `kernels.base`. Only for lossy codecs.
-        statistics: totals of all finished reductions.
+        statistics: totals of all reductions.
         busy: whether a reduction is under way.
     """
 
@@ -92,11 +92,11 @@ class Reducer:
         self.kind, self.bucket, self.label, self.check_finite = kind, bucket, label, check_finite
         self.parts = tuple(parts) or (Part(label, 0, (bucket.size,)),)
         self.size = sum(part.size for part in self.parts)
-        self.wire = Wire(comm, label)
+        self.statistics = Statistics()
+        self.wire = Wire(comm, label, self.statistics)
         self.kernels = kernels_of(bucket)
         self.memory: dict[str, Any] = {}
         self.findings: Array = None
-        self.statistics = Statistics()
         self.busy = False
         self._state: dict[str, Array] = {}
         self._initial: dict[str, Array | None] = {}
@@ -183,8 +183,8 @@ class Reducer:
         """Local. What all ranks have found, once `work` of `send_header` has been waited for."""
         report = self.read(self._report, work)
         counts, overflowed, from_bad = (report[field:-FINDINGS:_FIELDS] for field in range(_FIELDS))
-        self.wire.cost.overflowed = overflowed[self.wire.rank]
-        self.wire.cost.underflowed = report[-1]
+        self.statistics.overflowed += overflowed[self.wire.rank]
+        self.statistics.underflowed += report[-1]
         return Header(counts, any(overflowed), self.verdict(from_bad))
 
     def verdict(self, from_bad: Sequence[int], fault: str = "NaN or infinite") -> BadGradient | None:

@@ -122,7 +122,7 @@ class SparseCodec(Codec):
                 "bucket %r: %d of %d elements per rank on %d ranks are more bytes than the dense bucket; reducing it "
                 "densely", reducer.label, max(counts), reducer.size, len(counts),
             )  # fmt: skip
-        reducer.wire.cost.fell_back = 1
+        reducer.statistics.fell_back += 1
         # Everything is sent, so nothing is left over. Velocity goes on: masked everywhere, there would be no momentum.
         if reducer.residual is not None:
             reducer.kernels.copy_into(reducer.bucket, reducer.residual)

@@ -6,13 +6,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ..comm.sparse import dense_wire_bytes, sparse_all_reduce
-from .statistics import Statistics
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from ..comm import Communicator, Work
     from ..comm.base import Array, RaggedWork, ReduceOp
+    from .statistics import Statistics
 
 __all__ = ["Wire"]
 
@@ -21,16 +21,16 @@ class Wire:
     """The collectives of one bucket.
 
     Attributes:
-        cost: of the reduction under way; calls are added to it.
+        cost: what bytes and times are added to.
         rank: this rank.
         world_size: number of ranks.
         hosts: host name of every rank.
         finds_nonfinite: whether `all_reduce` looks for NaN and infinity while it adds.
     """
 
-    def __init__(self, comm: Communicator, label: str) -> None:
+    def __init__(self, comm: Communicator, label: str, cost: Statistics) -> None:
         topology = comm.topology
-        self.cost = Statistics()
+        self.cost = cost
         self.rank, self.world_size, self.hosts = topology.rank, topology.world_size, topology.hosts
         self.finds_nonfinite = comm.finds_nonfinite
         self.sends_parts = comm.sends_parts

@@ -211,9 +211,8 @@ class Engine:
 
     def synchronize(self) -> None:
         """Collective. Set the parameters to their means over the ranks, where partial updates have let them drift."""
-        layout = next(iter(self._layouts.values()), None)
-        if self._drifted and layout is not None:
-            for bucket in layout.buckets:
+        if self._drifted and self._layouts:
+            for bucket in next(iter(self._layouts.values())).buckets:
                 bucket.average_params()
             self._drifted = False
 

@@ -73,6 +73,7 @@ class Layout:
 
     Attributes:
         buckets: in the order in which their gradients become final.
+        places: index of the bucket of each parameter, by its id.
         last: the parameters with which a bucket becomes full, if gradients come in that order.
     """
 
@@ -102,20 +103,18 @@ class Layout:
             for i, group in enumerate(groups)
         ]
         self.last = frozenset(group[-1] for group in groups)
-        self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
+        self.places = {id(param): bucket.index for bucket in self.buckets for param in bucket.params}
 
-    def bucket_of(self, param: Parameter) -> Bucket:
-        """Local. Where the gradient of `param` is.
+    def check_place(self, param: Parameter) -> None:
+        """Local. Raise unless there is a place for the gradient of `param`.
 
         Raises:
-            UsageError: in no bucket.
+            UsageError: there is none.
         """
-        try:
-            return self._bucket_of[id(param)]
-        except KeyError:
+        if id(param) not in self.places:
             raise UsageError(
                 f"parameter {param.name} was not part of the loss in the first step; make a new DistOpt for a new model"
-            ) from None
+            )
 
     # -- states ------------------------------------------------------------------------------------------------------
     def get_states(self) -> State:
@@ -128,7 +127,7 @@ class Layout:
         Raises:
             StateError: they do not fit.
         """
-        index_of = {self._names[id(param)]: bucket.index for bucket in self.buckets for param in bucket.params}
+        index_of = {self._names[key]: index for key, index in self.places.items()}
         shares: list[State] = [{} for _ in self.buckets]
         for key, array in states.items():
             param = key.split("/", 2)[-1]

@@ -31,20 +31,30 @@ class _Counter:
         self.layout = layout
         self._communicator = communicator
         self._number = number
+        self._awaited = layout.places.copy()  # index of the bucket by id of the parameter
         self._missing = [len(bucket.params) for bucket in layout.buckets]
-        self._final: set[int] = set()
+        self._started: list[Reduction] = []
 
     def final(self, param: Parameter) -> None:
-        """Local. The gradient of `param` is in its place, and will not change any more.
+        """Collective. The gradient of `param` is in its place, and will not change any more.
+
+        Starts the buckets that are full, or moves the bytes of those under way.
 
         Raises:
             UsageError: `param` has no place, or its gradient was final before.
         """
-        bucket = self.layout.bucket_of(param)
-        if id(param) in self._final:
+        index = self._awaited.pop(id(param), None)
+        if index is None:
+            self.layout.check_place(param)
             raise UsageError(f"the gradient of {param.name} was declared final twice in one step; do so once")
-        self._final.add(id(param))
-        self._missing[bucket.index] -= 1
+        self._missing[index] -= 1
+        if not self._missing[index]:
+            self._start_full()
+        elif self._started:
+            self._communicator.progress()
+
+    def _start_full(self) -> None:
+        """A bucket is full."""
 
     def _complete(self, unused: Literal["raise", "zero"]) -> None:
         """Give the parameters that had no gradient one of zeros, or raise."""
@@ -56,7 +66,7 @@ class _Counter:
                 )
             if missing:
                 for param, grad in zip(bucket.params, bucket.grads, strict=True):
-                    if id(param) not in self._final:
+                    if id(param) in self._awaited:
                         grad.fill(0)
                 self._missing[bucket.index] = 0
 
@@ -81,13 +91,6 @@ class Step(_Counter):
         super().__init__(layout, communicator, number)
         self._codec, _, self._clip = recipe
         self._weight = weight
-        self._started: list[Reduction] = []
-
-    def final(self, param: Parameter) -> None:
-        """Collective. As above. Starts the buckets that are full, or moves the bytes of those under way."""
-        super().final(param)
-        if not self._start_full() and self._started:
-            self._communicator.progress()
 
     def finish(self, unused: Literal["raise", "zero"] = "raise") -> BadGradient | None:
         """Collective. Wait until all gradients are the means over the ranks; the verdict, the same on all ranks.
@@ -98,26 +101,25 @@ class Step(_Counter):
         Raises:
             UsageError: see `unused`.
         """
-        self._complete(unused)
-        self._start_full()
+        if self._awaited:
+            self._complete(unused)
+            self._start_full()
         verdicts = finish_all(self._started)
-        for bucket, verdict in zip(self.layout.buckets, verdicts, strict=True):
-            if verdict is not None:
-                return self._named(bucket, verdict.rank, verdict.element)
+        if any(verdicts):
+            place, verdict = next((i, verdict) for i, verdict in enumerate(verdicts) if verdict)
+            return self._named(self.layout.buckets[place], verdict.rank, verdict.element)
         if self._weight != 1:
             for bucket in self.layout.buckets:
                 bucket.flat *= self._weight
         return None
 
-    def _start_full(self) -> bool:
-        """Start full buckets in the order of their indices, which is the same on all ranks; whether there was one."""
-        before = len(self._started)
+    def _start_full(self) -> None:
+        """Start full buckets in the order of their indices, which is the same on all ranks."""
         while len(self._started) < len(self._missing) and not self._missing[len(self._started)]:
             bucket = self.layout.buckets[len(self._started)]
             if self._clip is not None:
                 bucket.flat.clip(-self._clip, self._clip, out=bucket.flat)
             self._started.append(self._codec.start(bucket.reducer(self._codec)))
-        return len(self._started) > before
 
 
 class PartialStep(_Counter):

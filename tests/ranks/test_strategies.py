@@ -205,7 +205,7 @@ def counted(optimizer) -> dict[str, np.ndarray]:
     first = optimizer.stats()
     train(optimizer, net, range(3, 8), STRATEGIES["top-K"])
     later = optimizer.stats() - first
-    # Two ranks send as much as there is. Gradients begin at multiples of 256 bytes: linear1.W is a bucket of its own, and
+    # Two ranks send as much as there is. Gradients begin at multiples of 256 bytes: linear1.W is a bucket of its own;
     # the 155, 5 and 31 elements of the others begin at 0, 192 and 256 in the second.
     n = 651 + 256 + 31
     assert parameters(net).size == 651 + 155 + 5 + 31
