@@ -1,6 +1,6 @@
-"""The reference CNN on MNIST with each strategy: accuracy per epoch, bytes per step, steps per second.
+"""The reference CNN on MNIST with each codec: accuracy per epoch, bytes per step, steps per second.
 
-Writes docs/convergence.md and its plot. The result of each strategy is kept as a JSON file in the folder given by
+Writes docs/convergence.md and its plot. The result of each run is kept as a JSON file in the folder given by
 --cache, so an interrupted series resumes where it stopped. Needs the real MNIST, not generated digits, and matplotlib.
 
     python benchmarks/convergence.py --np 2 --epochs 10 --cache /tmp/convergence
@@ -31,7 +31,7 @@ PARTITION = 100_000  # elements; the model falls into three partitions
 
 
 @dataclass(frozen=True)
-class Strategy:
+class Sent:
     """What is sent, and how near to fp32's final accuracy it must come."""
 
     label: str
@@ -40,7 +40,7 @@ class Strategy:
     momentum: float = 0.9  # the optimizer's
 
 
-def sparse_strategies() -> dict[str, Strategy]:
+def sparse() -> dict[str, Sent]:
     warm_up = TopK(0.001, warm_up_steps=STEPS_PER_EPOCH)
     codecs = {
         "topk5": ("top-K 5 %", TopK(0.05), 0.2),
@@ -49,20 +49,20 @@ def sparse_strategies() -> dict[str, Strategy]:
         "threshold05": ("threshold 0.05", Threshold(0.05), 0.5),
         "threshold01": ("threshold 0.01", Threshold(0.01), 0.5),
     }
-    fed = {name: Strategy(f"{label}, error feedback", ErrorFeedback(c), b) for name, (label, c, b) in codecs.items()}
+    fed = {name: Sent(f"{label}, error feedback", ErrorFeedback(c), b) for name, (label, c, b) in codecs.items()}
     dgc = ErrorFeedback(TopK(0.001, warm_up_steps=STEPS_PER_EPOCH, momentum=0.9))
-    fed["topk01-dgc"] = Strategy("top-K 0.1 %, warm-up, momentum correction", dgc, 0.5, momentum=0.0)
-    bare = {f"{name}-bare": Strategy(f"{label}, no feedback", c) for name, (label, c, _) in codecs.items()}
+    fed["topk01-dgc"] = Sent("top-K 0.1 %, warm-up, momentum correction", dgc, 0.5, momentum=0.0)
+    bare = {f"{name}-bare": Sent(f"{label}, no feedback", c) for name, (label, c, _) in codecs.items()}
     return fed | bare
 
 
-STRATEGIES = {
-    "fp32": Strategy("fp32", Fp32()),
-    "fp16": Strategy("fp16", Fp16(), 0.2),
-    "bf16": Strategy("bf16", BFloat16(), 0.2),
-    "partial": Strategy("partial update", None, 0.5),
-    "powersgd2": Strategy("PowerSGD rank 2, error feedback", ErrorFeedback(PowerSGD(2)), 0.2),
-    **sparse_strategies(),
+SENT = {
+    "fp32": Sent("fp32", Fp32()),
+    "fp16": Sent("fp16", Fp16(), 0.2),
+    "bf16": Sent("bf16", BFloat16(), 0.2),
+    "partial": Sent("partial update", None, 0.5),
+    "powersgd2": Sent("PowerSGD rank 2, error feedback", ErrorFeedback(PowerSGD(2)), 0.2),
+    **sparse(),
 }
 
 
@@ -70,7 +70,7 @@ class CNN(train_cnn.CNN):
     def train_one_batch(self, x, y):
         out = self.forward(x)
         loss = self.softmax_cross_entropy(out, y)
-        if STRATEGIES[self.strategy].codec is None:
+        if SENT[self.sent].codec is None:
             self.optimizer.step_by("partialUpdate", loss)
         else:
             self.optimizer(loss)
@@ -78,9 +78,9 @@ class CNN(train_cnn.CNN):
 
 
 def train(rank: int, world_size: int, ticket, name: str, args: argparse.Namespace, result: str) -> None:
-    strategy = STRATEGIES[name]
-    sgd = opt.SGD(lr=0.005, momentum=strategy.momentum, weight_decay=1e-5)
-    codec = strategy.codec or Fp32()
+    sent = SENT[name]
+    sgd = opt.SGD(lr=0.005, momentum=sent.momentum, weight_decay=1e-5)
+    codec = sent.codec or Fp32()
     sgd = opt.DistOpt(sgd, ticket, rank, world_size, codec=codec, partition_elements=PARTITION)
     data = mnist.load(args.data_dir, rank=rank, exchange=sgd.communicator.all_gather_bytes)
     sampler = ShardedSampler(len(data.train_x), world_size, rank, args.batch_size, seed=args.seed)
@@ -88,7 +88,7 @@ def train(rank: int, world_size: int, ticket, name: str, args: argparse.Namespac
     device.get_default_device().SetRandSeed(args.seed)
     images = tensor.Tensor((args.batch_size, *data.train_x.shape[1:]))
     cnn = CNN()
-    cnn.strategy = name
+    cnn.sent = name
     cnn.set_optimizer(sgd)
     cnn.compile([images], is_train=True)
     accuracies, seconds = [], 0.0
@@ -116,9 +116,9 @@ def train(rank: int, world_size: int, ticket, name: str, args: argparse.Namespac
 
 
 def run(name: str, args: argparse.Namespace) -> dict:
-    """The record of a strategy, from the cache or from a run."""
+    """The record of a run, from the cache or from a run."""
     settings = {"np": args.np, "epochs": args.epochs, "batch_size": args.batch_size, "seed": args.seed}
-    settings["strategy"] = repr(STRATEGIES[name])
+    settings["sent"] = repr(SENT[name])
     file = args.cache / f"{name}.json"
     if file.exists():
         record = json.loads(file.read_text())
@@ -144,7 +144,7 @@ def plot(records: dict[str, dict], file: Path) -> None:
             if name == "fp32" or name.endswith("-bare") == bare:
                 error = 100 * (1 - np.array(record["accuracies"]))
                 style = {"color": "black", "linewidth": 2} if name == "fp32" else {"linewidth": 1}
-                panel.plot(range(1, len(error) + 1), error, label=STRATEGIES[name].label, **style)
+                panel.plot(range(1, len(error) + 1), error, label=SENT[name].label, **style)
         panel.set(title=title, xlabel="epoch", yscale="log")
         panel.legend(fontsize=7)
         panel.grid(visible=True, which="both", alpha=0.3)
@@ -157,12 +157,12 @@ def rows(records: dict[str, dict]) -> list[str]:
     reference = records["fp32"]["accuracies"][-1]
     lines = []
     for name, record in records.items():
-        final, bound = record["accuracies"][-1], STRATEGIES[name].bound
+        final, bound = record["accuracies"][-1], SENT[name].bound
         points = 100 * (final - reference)
         verdict = "" if bound is None else f"{bound} {'held' if points >= -bound else '**missed**'}"
         share = record["bytes_per_step"] / record["dense_bytes_per_step"]
         lines.append(
-            f"| {STRATEGIES[name].label} | {100 * final:.2f} % | {points:+.2f} | {verdict} | "
+            f"| {SENT[name].label} | {100 * final:.2f} % | {points:+.2f} | {verdict} | "
             f"{record['bytes_per_step'] / 1e3:.1f} kB | {100 * share:.2f} % | {record['steps_per_second']:.0f} |"
         )
     return lines
@@ -172,10 +172,10 @@ def write(records: dict[str, dict], args: argparse.Namespace) -> None:
     plot(records, args.output.with_suffix(".png"))
     numbers = range(1, args.epochs + 1)
     per_epoch = [
-        f"| {STRATEGIES[name].label} | " + " | ".join(f"{100 * a:.2f}" for a in record["accuracies"]) + " |"
+        f"| {SENT[name].label} | " + " | ".join(f"{100 * a:.2f}" for a in record["accuracies"]) + " |"
         for name, record in records.items()
     ]
-    text = f"""# Convergence of each strategy
+    text = f"""# Convergence with each codec
 
 The reference CNN (431,080 parameters) on MNIST: {args.np} ranks in shared memory, {args.epochs} epochs, batch
 size {args.batch_size} per rank, SGD with learning rate 0.005, momentum 0.9 and weight decay 1e-5, seed {args.seed}.
@@ -186,10 +186,10 @@ python benchmarks/convergence.py --np {args.np} --epochs {args.epochs} --batch-s
 ```
 
 on {platform.system()} {platform.machine()}, Python {platform.python_version()}. The ranks communicate through
-shared memory, where bytes cost almost nothing, so steps per second show only the computational cost of a strategy.
+shared memory, where bytes cost almost nothing, so steps per second show only the computational cost of what is sent.
 [network.md](network.md) shows the gain on a network.
 
-| strategy | test accuracy | points from fp32 | bound | sent per step and rank | of dense | steps/s |
+| sent | test accuracy | points from fp32 | bound | sent per step and rank | of dense | steps/s |
 | --- | --- | --- | --- | --- | --- | --- |
 {chr(10).join(rows(records))}
 
@@ -202,7 +202,7 @@ averages one of three partitions per step.
 
 Test accuracy (%) after each epoch:
 
-| strategy | {" | ".join(map(str, numbers))} |
+| sent | {" | ".join(map(str, numbers))} |
 | --- | {" | ".join("---" for _ in numbers)} |
 {chr(10).join(per_epoch)}
 """
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=64, help="samples a rank")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=STRATEGIES, help="these alone; the table then needs fp32 too")
+    parser.add_argument("--only", nargs="+", choices=SENT, help="these alone; the table then needs fp32 too")
     parser.add_argument("--data-dir", help="folder with MNIST's four files")
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "convergence", help="folder for finished runs")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "convergence.md")
@@ -223,7 +223,7 @@ def main() -> None:
     args.cache.mkdir(parents=True, exist_ok=True)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     records = {}
-    for name in args.only or STRATEGIES:
+    for name in args.only or SENT:
         records[name] = run(name, args)
         print(
             f"{name}: {records[name]['accuracies'][-1]:.4f}, {records[name]['steps_per_second']:.1f} steps/s",
