@@ -223,6 +223,11 @@ def table(records: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "an unknown processor")
+
+
 def write(records: dict[str, dict], rates: dict[str, float], args: argparse.Namespace) -> None:
     sections = "\n\n".join(
         f"## {label}\n\nOne TCP connection carries {rates[label]:.0f} Mbit/s.\n\n{table(record)}"
@@ -232,7 +237,8 @@ def write(records: dict[str, dict], rates: dict[str, float], args: argparse.Name
 
 The reference CNN (431,080 parameters), batch size 64 per rank, with one single-threaded rank on each of two hosts. The
 hosts are network namespaces of one machine, joined by a veth pair that `tc` limits to the stated rate. distopt
-communicates through MPICH and PyTorch through Gloo, both over TCP. {args.steps} timed steps of each row follow
+communicates through MPICH and PyTorch through Gloo, both over TCP. The machine has {os.cpu_count()} cores of
+{processor()}. {args.steps} timed steps of each row follow
 {WARM_UP_STEPS} warm-up steps.
 To repeat the run and rewrite this page:
 
