@@ -93,10 +93,12 @@ class Codec(ABC):
         Raises:
             UsageError: the reducer is of another kind of codec, the previous reduction has not been finished, or the
                 options need error feedback.
+            CommunicatorError: the previous reduction has failed.
         """
         if reducer.kind != self.kind:
             raise UsageError(f"a reducer of {reducer.kind} cannot go on as {self.kind}; attach the new codec instead")
-        if reducer.busy:
+        if reducer.pending is not None:
+            reducer.pending.done()  # raises where the communicator has failed, which tells more
             raise UsageError(f"bucket {reducer.label!r} is still being reduced; wait for it before the next start")
         return Reduction(self, reducer)
 
@@ -130,27 +132,27 @@ class Reduction:
         self.verdict: BadGradient | None = None
         self._reducer = reducer
         self._steps = codec.reduce(reducer)
-        self._pending: Work | None = None
         cost, began = reducer.statistics, perf_counter()
         before = cost.comm_seconds
         self._run()
         cost.select_seconds += perf_counter() - began - (cost.comm_seconds - before)
         cost.dense_bytes += reducer.wire.dense_bytes(reducer.bucket.nbytes)
-        reducer.busy = not self.finished
 
     def done(self) -> bool:
         """Local. Whether `resume` would return without waiting. Moves bytes, but never goes on to the next step."""
-        return self._pending is None or self._pending.done()
+        pending = self._reducer.pending
+        return self.finished or pending is None or pending.done()
 
     def resume(self, timeout: float | None = None) -> None:
         """Collective. Wait for what the codec waits for, and run up to its next wait or its end.
 
         An error of the communicator is raised by every further call.
         """
-        if self._pending is None:
+        pending = self._reducer.pending
+        if self.finished or pending is None:
             return
         cost, began = self._reducer.statistics, perf_counter()
-        self._pending.wait(timeout)
+        pending.wait(timeout)
         waited, before = perf_counter(), cost.comm_seconds
         self._run()
         cost.decode_seconds += perf_counter() - waited - (cost.comm_seconds - before)
@@ -164,10 +166,9 @@ class Reduction:
 
     def _run(self) -> None:
         try:
-            self._pending = next(self._steps)
+            self._reducer.pending = next(self._steps)
         except StopIteration as end:
-            self.verdict, self.finished, self._pending = end.value, True, None
-            self._reducer.busy = False
+            self.verdict, self.finished, self._reducer.pending = end.value, True, None
             self._reducer.statistics.reductions += 1
         except BaseException as error:
             self._steps = _failed(error)  # where a generator that has raised would look as if it had finished
