@@ -302,7 +302,8 @@ class Engine:
         Raises:
             StateError: they are not of an engine, or do not fit.
         """
-        if states.get("steps", np.empty(0)).shape != (5,):
+        counts = states.get("steps", np.empty(0))
+        if counts.shape != (5,) or counts.dtype.kind != "i":
             raise StateError("these are no states of a DistOpt: steps is missing")
         for key in states.keys() - {"steps"}:
             if key.count("/") < 3 or not key.split("/")[0].isdecimal():

@@ -361,6 +361,7 @@ def test_states_are_saved_per_parameter_and_go_on_to_the_bit(codec):
         before = whole.engine.get_states()
         for bad in (
             {**states, "x/y": np.zeros(1)},
+            {**states, "steps": np.full(5, np.nan)},
             {**states, f"{SMALL}/{codec.kind}/residual/other": np.zeros(3, F32)},
             others,
             {**states, key: states[key].reshape(-1)[1:]},
