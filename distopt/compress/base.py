@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from ..errors import UsageError
 from .reducer import BadGradient, Part, Reducer
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from ..comm import Communicator, Work
     from ..comm.base import Array
 
-__all__ = ["Codec", "Reduction", "Steps", "finish_all", "started"]
+__all__ = ["Codec", "Reduction", "Steps", "finish_all"]
 
-T = TypeVar("T")
 # The steps of a reduction: each Work is waited for before the next step; the value is the verdict, None if all is well.
 Steps: TypeAlias = "Generator[Work, None, BadGradient | None]"
 
@@ -188,22 +187,3 @@ def finish_all(reductions: Sequence[Reduction]) -> list[BadGradient | None]:
             reduction.resume()
         waiting = [reduction for reduction in waiting if not reduction.finished]
     return [reduction.verdict for reduction in reductions]
-
-
-def started(steps: Generator[Work, None, T]) -> Generator[Work, None, T]:
-    """Collective. Run `steps` up to its first wait now; what is left of it, that wait included."""
-    try:
-        first = next(steps)
-    except StopIteration as end:
-        return _ended(end.value)
-    return _rest(first, steps)
-
-
-def _rest(first: Work, steps: Generator[Work, None, T]) -> Generator[Work, None, T]:
-    yield first
-    return (yield from steps)
-
-
-def _ended(value: T) -> Generator[Work, None, T]:
-    yield from ()
-    return value
