@@ -108,7 +108,7 @@ class DistOpt:
 
     @property
     def non_finite(self) -> NonFinite:
-        """Local. See the constructor. "raise" and "skip" may be assigned in turn between two steps, on all ranks."""
+        """Local. See the constructor. All ranks may change it between steps, to or from "ignore" before the first."""
         return self._engine.non_finite
 
     @non_finite.setter
