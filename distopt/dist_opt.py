@@ -106,6 +106,16 @@ class DistOpt:
         """Local. Where to put the model; see `device_of`."""
         return device_of(self.communicator)
 
+    @property
+    def non_finite(self) -> NonFinite:
+        """Local. See the constructor. All ranks may change it between steps, to or from "ignore" before the first."""
+        return self._engine.non_finite
+
+    @non_finite.setter
+    def non_finite(self, value: NonFinite) -> None:
+        Engine.check_options(value)
+        self._engine.non_finite = value
+
     # -- steps -------------------------------------------------------------------------------------------------------
     def reduce_and_update(
         self,

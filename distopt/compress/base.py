@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from ..errors import UsageError
 from .reducer import BadGradient, Part, Reducer
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from ..comm import Communicator, Work
     from ..comm.base import Array
 
-__all__ = ["Codec", "Reduction", "Steps", "finish_all", "started"]
+__all__ = ["Codec", "Reduction", "Steps", "finish_all"]
 
-T = TypeVar("T")
 # The steps of a reduction: each Work is waited for before the next step; the value is the verdict, None if all is well.
 Steps: TypeAlias = "Generator[Work, None, BadGradient | None]"
 
@@ -93,10 +92,12 @@ class Codec(ABC):
         Raises:
             UsageError: the reducer is of another kind of codec, the previous reduction has not been finished, or the
                 options need error feedback.
+            CommunicatorError: the previous reduction has failed.
         """
         if reducer.kind != self.kind:
             raise UsageError(f"a reducer of {reducer.kind} cannot go on as {self.kind}; attach the new codec instead")
-        if reducer.busy:
+        if reducer.pending is not None:
+            reducer.pending.done()  # raises where the communicator has failed, which tells more
             raise UsageError(f"bucket {reducer.label!r} is still being reduced; wait for it before the next start")
         return Reduction(self, reducer)
 
@@ -130,27 +131,27 @@ class Reduction:
         self.verdict: BadGradient | None = None
         self._reducer = reducer
         self._steps = codec.reduce(reducer)
-        self._pending: Work | None = None
         cost, began = reducer.statistics, perf_counter()
         before = cost.comm_seconds
         self._run()
         cost.select_seconds += perf_counter() - began - (cost.comm_seconds - before)
         cost.dense_bytes += reducer.wire.dense_bytes(reducer.bucket.nbytes)
-        reducer.busy = not self.finished
 
     def done(self) -> bool:
         """Local. Whether `resume` would return without waiting. Moves bytes, but never goes on to the next step."""
-        return self._pending is None or self._pending.done()
+        pending = self._reducer.pending
+        return self.finished or pending is None or pending.done()
 
     def resume(self, timeout: float | None = None) -> None:
         """Collective. Wait for what the codec waits for, and run up to its next wait or its end.
 
         An error of the communicator is raised by every further call.
         """
-        if self._pending is None:
+        pending = self._reducer.pending
+        if self.finished or pending is None:
             return
         cost, began = self._reducer.statistics, perf_counter()
-        self._pending.wait(timeout)
+        pending.wait(timeout)
         waited, before = perf_counter(), cost.comm_seconds
         self._run()
         cost.decode_seconds += perf_counter() - waited - (cost.comm_seconds - before)
@@ -164,10 +165,9 @@ class Reduction:
 
     def _run(self) -> None:
         try:
-            self._pending = next(self._steps)
+            self._reducer.pending = next(self._steps)
         except StopIteration as end:
-            self.verdict, self.finished, self._pending = end.value, True, None
-            self._reducer.busy = False
+            self.verdict, self.finished, self._reducer.pending = end.value, True, None
             self._reducer.statistics.reductions += 1
         except BaseException as error:
             self._steps = _failed(error)  # where a generator that has raised would look as if it had finished
@@ -187,22 +187,3 @@ def finish_all(reductions: Sequence[Reduction]) -> list[BadGradient | None]:
             reduction.resume()
         waiting = [reduction for reduction in waiting if not reduction.finished]
     return [reduction.verdict for reduction in reductions]
-
-
-def started(steps: Generator[Work, None, T]) -> Generator[Work, None, T]:
-    """Collective. Run `steps` up to its first wait now; what is left of it, that wait included."""
-    try:
-        first = next(steps)
-    except StopIteration as end:
-        return _ended(end.value)
-    return _rest(first, steps)
-
-
-def _rest(first: Work, steps: Generator[Work, None, T]) -> Generator[Work, None, T]:
-    yield first
-    return (yield from steps)
-
-
-def _ended(value: T) -> Generator[Work, None, T]:
-    yield from ()
-    return value

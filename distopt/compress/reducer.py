@@ -83,7 +83,7 @@ class Reducer:
         memory: wire memory and scratch of the codec, by name; not part of the state.
         findings: int64 [4], what a pass over the bucket has found; see `kernels.base`. Only for lossy codecs.
         statistics: totals of all reductions.
-        busy: whether a reduction is under way.
+        pending: what the reduction under way waits for.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Reducer:
         self.kernels = kernels_of(bucket)
         self.memory: dict[str, Any] = {}
         self.findings: Array = None
-        self.busy = False
+        self.pending: Work | None = None
         self._state: dict[str, Array] = {}
         self._initial: dict[str, Array | None] = {}
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..comm.sparse import choose_route
 from ..errors import UsageError
 from ..kernels import Accumulation
-from .base import Codec, started
+from .base import Codec
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -93,9 +93,11 @@ class SparseCodec(Codec):
             self._select(reducer, accumulation, count)
         sent = reducer.send_header()
         # Lists of known lengths set out with the header, others follow it.
-        payload = None if counts is None else started(self._send(reducer, counts))
+        payload = None if counts is None else self._send(reducer, counts)
+        under_way = [] if payload is None else [next(payload)]
         yield sent
         header = reducer.read_header(sent)
+        yield from under_way
         if payload is None and header.verdict is None:
             payload = self._send(reducer, header.counts)
         if payload is not None:

@@ -72,6 +72,9 @@ class Fusion:
             arrays: valid, with the sums in place, after `wait`.
             codec: what is sent.
             residual: flat; with a codec with error feedback, what is added before and left over after the selection.
+
+        Raises:
+            StateError: the residual is of another type or size than `arrays` together.
         """
         total = sum(array.size for array in arrays)
         key = codec.kind, arrays[0].dtype.name, total
@@ -83,7 +86,7 @@ class Fusion:
         for array, part in self._parts(arrays, reducer):
             part[...] = array.reshape(-1)
         if residual is not None:
-            reducer.kernels.copy_into(reducer.keep("residual"), residual)
+            reducer.load_state_dict({f"residual/{reducer.label}": residual})
         self._sent.append(_Message(reducer, arrays, residual, codec.start(reducer)))
 
     def wait(self) -> None:

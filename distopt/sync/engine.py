@@ -132,7 +132,7 @@ class Engine:
             check_finite=self.non_finite != "ignore",
         )
         if not partial:
-            layout.set_states(self._claim(bucket_elements))
+            self._load(layout, bucket_elements)
         return layout
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -184,6 +184,7 @@ class Engine:
                 "partial updates need all ranks at every step; send gradients by a codec inside DistOpt.join"
             )
         layout = self.layout(partition_elements, order, partial=True)
+        self._drifted = self._own_slots = True  # even if an exception ends the update half-way
         self.steps += 1
         return PartialStep(layout, self.communicator, self.steps - 1, look=self.non_finite != "ignore")
 
@@ -205,14 +206,15 @@ class Engine:
     # -- partial updates ---------------------------------------------------------------------------------------------
     def average_partition(self, layout: Layout) -> None:
         """Collective. After a partial update: average one partition of the parameters; steps visit them in a cycle."""
-        self._drifted = self._own_slots = True
         layout.buckets[self._partition % len(layout.buckets)].average_params()
         self._partition += 1
 
     def synchronize(self) -> None:
         """Collective. Set the parameters to their means over the ranks, where partial updates have let them drift."""
         if self._drifted and self._layouts:
-            for bucket in next(iter(self._layouts.values())).buckets:
+            # That of the partial updates: other losses may have had fewer parameters.
+            _, layout = max(self._layouts.items(), key=lambda item: item[0][1])
+            for bucket in layout.buckets:
                 bucket.average_params()
             self._drifted = False
 
@@ -290,7 +292,7 @@ class Engine:
         self._unclaimed = {key: array for key, array in states.items() if key != "steps"}
         for (elements, partial), layout in self._layouts.items():
             if not partial:
-                layout.set_states(self._claim(elements))
+                self._load(layout, elements)
         self.steps, self.skipped, self._partition, *flags = map(int, states["steps"])
         self._drifted, self._own_slots = map(bool, flags)
 
@@ -300,7 +302,8 @@ class Engine:
         Raises:
             StateError: they are not of an engine, or do not fit.
         """
-        if states.get("steps", np.empty(0)).shape != (5,):
+        counts = states.get("steps", np.empty(0))
+        if counts.shape != (5,) or counts.dtype.kind != "i":
             raise StateError("these are no states of a DistOpt: steps is missing")
         for key in states.keys() - {"steps"}:
             if key.count("/") < 3 or not key.split("/")[0].isdecimal():
@@ -309,9 +312,9 @@ class Engine:
             if not partial:
                 layout.check_states(under(str(elements), states))
 
-    def _claim(self, elements: int) -> States:
-        """The loaded states of buckets of that size, which are theirs from now on."""
+    def _load(self, layout: Layout, elements: int) -> None:
+        """Give the loaded states of buckets of that size to `layout`, if they fit."""
         own = under(str(elements), self._unclaimed)
+        layout.set_states(own)
         for key in own:
             del self._unclaimed[f"{elements}/{key}"]
-        return own

@@ -105,17 +105,6 @@ class Layout:
         self.last = frozenset(group[-1] for group in groups)
         self.places = {id(param): bucket.index for bucket in self.buckets for param in bucket.params}
 
-    def check_place(self, param: Parameter) -> None:
-        """Local. Raise unless there is a place for the gradient of `param`.
-
-        Raises:
-            UsageError: there is none.
-        """
-        if id(param) not in self.places:
-            raise UsageError(
-                f"parameter {param.name} was not part of the loss in the first step; make a new DistOpt for a new model"
-            )
-
     # -- states ------------------------------------------------------------------------------------------------------
     def get_states(self) -> State:
         """Local. Copies of what the reducers keep between steps, by "KIND/NAME/PARAMETER"."""

@@ -45,8 +45,11 @@ class _Counter:
         """
         index = self._awaited.pop(id(param), None)
         if index is None:
-            self.layout.check_place(param)
-            raise UsageError(f"the gradient of {param.name} was declared final twice in one step; do so once")
+            if id(param) in self.layout.places:
+                raise UsageError(f"the gradient of {param.name} was declared final twice in one step; do so once")
+            raise UsageError(
+                f"parameter {param.name} was not part of the loss in the first step; make a new DistOpt for a new model"
+            )
         self._missing[index] -= 1
         if not self._missing[index]:
             self._start_full()

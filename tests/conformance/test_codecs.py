@@ -8,8 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 
+from distopt.comm import Work
 from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, Part, PowerSGD, Threshold, TopK, finish_all
-from distopt.errors import GradientError, StateError, UsageError
+from distopt.errors import GradientError, PeerLostError, StateError, UsageError
 from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
 
 F32 = np.float32
@@ -487,6 +488,29 @@ def test_an_error_inside_a_reduction_is_raised_again_and_never_taken_for_its_end
         assert reducer.statistics.reductions == 0
 
     on_ranks(2, body)
+
+
+def test_a_lost_peer_is_named_again_by_the_next_start():
+    class Lost(Work):
+        def done(self):
+            raise PeerLostError("rank 1 ended")
+
+        def wait(self, timeout=None):
+            self.done()
+
+    class Loses(Fp32):
+        def reduce(self, reducer):
+            yield Lost()
+
+    def body(comm):
+        codec = Loses()
+        reducer = codec.attach(comm.empty(4), comm)
+        reduction = codec.start(reducer)
+        for again in (reduction.wait, reduction.wait, lambda: codec.start(reducer)):
+            with pytest.raises(PeerLostError, match="rank 1 ended"):
+                again()
+
+    on_ranks(1, body)
 
 
 @worlds

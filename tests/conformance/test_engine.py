@@ -267,6 +267,23 @@ def test_partial_updates_average_one_partition_after_the_other():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_ranks_that_drifted_are_made_equal_whatever_losses_came_before():
+    def body(comm):
+        own = Rank(comm)
+        step = own.engine.begin(10, lambda: own.params[:2], Fp32())
+        for param in own.params[:2]:
+            step.final(param)
+        step.finish()
+        own.engine.begin_partial(SMALL, lambda: own.params)
+        for param in own.params:  # and an exception comes before average_partition
+            param.data += own.rank
+        own.engine.synchronize()
+        return [param.data for param in own.params]
+
+    for params in on_ranks(2, body):
+        assert all(np.all(param == 1.5) for param in params)
+
+
 def ranks_of_one():
     (comm,) = on_ranks(1, lambda comm: comm)
     return comm
@@ -344,6 +361,7 @@ def test_states_are_saved_per_parameter_and_go_on_to_the_bit(codec):
         before = whole.engine.get_states()
         for bad in (
             {**states, "x/y": np.zeros(1)},
+            {**states, "steps": np.full(5, np.nan)},
             {**states, f"{SMALL}/{codec.kind}/residual/other": np.zeros(3, F32)},
             others,
             {**states, key: states[key].reshape(-1)[1:]},
@@ -355,6 +373,19 @@ def test_states_are_saved_per_parameter_and_go_on_to_the_bit(codec):
             assert all(np.array_equal(after[k], before[k]) for k in before), "nothing was changed"
 
     on_ranks(2, body)
+
+
+def test_states_of_another_model_are_refused_at_every_step():
+    def body(comm):
+        own = Rank(comm)
+        foreign = {f"{SMALL}/ErrorFeedback(TopK)/residual/other": np.zeros(3, F32)}
+        own.engine.set_states(own.engine.get_states() | foreign)
+        for _ in range(2):
+            with pytest.raises(StateError, match="no parameter other"):
+                own.begin(ErrorFeedback(TopK(0.1)))
+        assert foreign.keys() <= own.engine.get_states().keys()
+
+    on_ranks(1, body)
 
 
 def test_parameters_without_names_have_states_too():

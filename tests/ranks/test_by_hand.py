@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from distopt import opt, tensor
-from distopt.errors import GradientError
+from distopt.errors import GradientError, StateError
 from tests.processes import Program
 from tests.ranks.small_net import (
     on_ranks,
@@ -51,6 +51,9 @@ def by_hand(optimizer) -> dict[str, np.ndarray]:
     optimizer.all_reduce(residual)
     optimizer.wait()
     np.testing.assert_allclose(sent + residual.data, 4 * sums[2], rtol=1e-4, atol=1e-5)
+
+    with pytest.raises(StateError, match=r"shape \(1,\), not float32 of shape \(70,\)"):
+        optimizer.sparsification(tensor.from_numpy(own[2]), tensor.Tensor((1,)), topK=True)
 
     pair = [tensor.from_numpy(array) for array in own[1:3]]
     residual = tensor.Tensor((75,))

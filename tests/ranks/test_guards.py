@@ -74,11 +74,10 @@ def test_a_nan_is_named_by_parameter_step_and_rank_on_all_ranks(tmp_path, world_
 def skipping(optimizer) -> dict[str, np.ndarray]:
     results = {}
     for name, strategy in {**CODECS, "partial": "partialUpdate"}.items():
-        optimizer = opt.DistOpt(
-            opt.SGD(lr=0.05), communicator=optimizer.communicator, bucket_elements=SMALL, non_finite="skip"
-        )
+        optimizer = opt.DistOpt(opt.SGD(lr=0.05), communicator=optimizer.communicator, bucket_elements=SMALL)
         net = build(optimizer)
         train(optimizer, net, range(2), strategy)
+        optimizer.non_finite = "skip"
         before = parameters(net)
         poisoned(optimizer, net, 2, strategy, np.inf if name == "fp32" else np.nan)
         np.testing.assert_array_equal(parameters(net), before)
@@ -177,6 +176,8 @@ def test_bad_arguments_are_named(alone):
     net(x, y, optimizer)
     with pytest.raises(UsageError, match="non_finite='stop' is not one of raise, skip, ignore"):
         alone(non_finite="stop")
+    with pytest.raises(UsageError, match="non_finite='stop' is not one of raise, skip, ignore"):
+        optimizer.non_finite = "stop"
     with pytest.raises(UsageError, match="unknown codec 'fp8'; choose one of"):
         alone(codec="fp8")
     with pytest.raises(UsageError, match="a fusion buffer of 0 elements"):
