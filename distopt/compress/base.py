@@ -98,7 +98,10 @@ class Codec(ABC):
             raise UsageError(f"a reducer of {reducer.kind} cannot go on as {self.kind}; attach the new codec instead")
         if reducer.pending is not None:
             reducer.pending.done()  # raises where the communicator has failed, which tells more
-            raise UsageError(f"bucket {reducer.label!r} is still being reduced; wait for it before the next start")
+            raise UsageError(
+                f"bucket {reducer.label!r} is still being reduced; wait for it before the next start, or make a new "
+                "DistOpt where an exception has ended the step"
+            )
         return Reduction(self, reducer)
 
     def prepare(self, reducer: Reducer) -> None:  # noqa: B027 - a codec without memory or state has nothing to do

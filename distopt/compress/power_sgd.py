@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..errors import UsageError
-from ..kernels import Accumulation, array_module
+from ..kernels import FROM_BAD, array_module
 from .base import Codec
 
 if TYPE_CHECKING:
@@ -75,7 +75,9 @@ class PowerSGD(Codec):
         qs = reducer.memory["q"] = reducer.wire.empty(columns, dtype, xp)
         start = np.random.default_rng(0).standard_normal(columns).astype(dtype)  # the same on all ranks
         last = reducer.keep("q", xp.asarray(start))
-        reducer.memory["lists"] = reducer.kernels.new_lists(0)
+        # Sums of up to so many products, over the ranks, stay finite below it.
+        longest = 4 * max([1, *map(max, sides.values())]) * reducer.wire.world_size
+        reducer.memory["limit"] = float(np.finfo(dtype).max) / longest
         reducer.memory["matrices"], reducer.memory["vectors"] = [], []
         p, q, dense = 0, 0, rows
         for part in reducer.parts:
@@ -95,20 +97,26 @@ class PowerSGD(Codec):
     def reduce(self, reducer: Reducer) -> Steps:
         """Collective. See `Codec.reduce`."""
         xp = array_module(reducer.bucket)
-        matrices: list[_Matrix] = reducer.memory["matrices"]
-        vectors: list[_Vector] = reducer.memory["vectors"]
-        accumulation = Accumulation(reducer.residual)
-        reducer.kernels.accumulate(reducer.bucket, accumulation, reducer.memory["lists"], reducer.findings)
-        for own in matrices:
-            xp.matmul(own.gradient, own.last_q, out=own.p)
+        matrices, vectors = reducer.memory["matrices"], reducer.memory["vectors"]
+        residual, limit = reducer.residual, reducer.memory["limit"]
+        if residual is not None:
+            residual += reducer.bucket
+        reducer.findings.fill(0)
+        bad = reducer.findings[FROM_BAD : FROM_BAD + 1]
+        reducer.kernels.mark_beyond(reducer.bucket if residual is None else residual, limit, bad)
+        with np.errstate(over="ignore", invalid="ignore"):  # of bad gradients
+            for own in matrices:
+                xp.matmul(own.gradient, own.last_q, out=own.p)
         for vector in vectors:
             vector.sent[...] = vector.gradient
         header = reducer.send_header()
         work = reducer.wire.all_reduce(reducer.memory["p"], "mean")
         yield header
         yield work
-        verdict = reducer.read_header(header).verdict
+        verdict = reducer.read_header(header, f"NaN, infinite or, beyond {limit:.2g}, too large for PowerSGD").verdict
         if verdict is not None:
+            if residual is not None and int(bad[0]):
+                residual.fill(0)  # it could never be sent
             return verdict
         for own in matrices:
             _orthogonalise(own.p)
@@ -122,8 +130,8 @@ class PowerSGD(Codec):
                 own.mean[...] += own.p[:, k : k + 1] * own.q[:, k]
         for vector in vectors:
             vector.mean[...] = vector.sent
-        if reducer.residual is not None:
-            reducer.residual[...] -= reducer.bucket
+        if residual is not None:
+            residual -= reducer.bucket
         return None
 
 

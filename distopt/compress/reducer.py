@@ -179,15 +179,15 @@ class Reducer:
         """Collective. Start to exchange the findings, except for the last one, with all ranks."""
         return self.wire.all_gather(self.findings[:_FIELDS], self._headers)
 
-    def read_header(self, work: Work) -> Header:
-        """Local. What all ranks have found, once `work` of `send_header` has been waited for."""
+    def read_header(self, work: Work, fault: str = "NaN or infinite") -> Header:
+        """Local. What all ranks have found, once `work` of `send_header` has been waited for; `fault` is for errors."""
         report = self.read(self._report, work)
         counts, overflowed, from_bad = (report[field:-FINDINGS:_FIELDS] for field in range(_FIELDS))
         self.statistics.overflowed += overflowed[self.wire.rank]
         self.statistics.underflowed += report[-1]
-        return Header(counts, any(overflowed), self.verdict(from_bad))
+        return Header(counts, any(overflowed), self.verdict(from_bad, fault))
 
-    def verdict(self, from_bad: Sequence[int], fault: str = "NaN or infinite") -> BadGradient | None:
+    def verdict(self, from_bad: Sequence[int], fault: str) -> BadGradient | None:
         """Local. What is wrong with the gradients, given every rank's `FROM_BAD`."""
         for rank, elements in enumerate(from_bad):
             if elements:

@@ -280,7 +280,7 @@ class Engine:
             if not partial
             for key, array in layout.get_states().items()
         }
-        return {"steps": counts} | self._unclaimed | existing
+        return {"steps": counts} | {key: array.copy() for key, array in self._unclaimed.items()} | existing
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Local. Go on from what `get_states` gave on the same rank of a job of the same size.

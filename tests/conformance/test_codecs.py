@@ -530,3 +530,22 @@ def test_times_are_booked_where_they_are_spent(world_size, cls):
     for cost in on_ranks(world_size, body, cls=cls):
         assert cost.select_seconds >= 0.02
         assert cost.decode_seconds >= 0.04
+
+
+@worlds
+@pytest.mark.parametrize("codec", [PowerSGD(), ErrorFeedback(PowerSGD())], ids=repr)
+def test_power_sgd_names_values_whose_products_overflow(codec, world_size, cls):
+    grads = gradients(world_size)
+    grads[1, world_size - 1, 1234:1300] = -1e38
+
+    def body(comm):
+        rank = Run(codec, comm)
+        rank.step(grads[0])
+        rank.bucket[:] = grads[1, comm.topology.rank]
+        verdict = codec.start(rank.reducer).wait()
+        assert (verdict.rank, verdict.element) == (world_size - 1, 1234)
+        assert "too large" in verdict.text
+        return rank.step(grads[2]).means[1]
+
+    for mean in on_ranks(world_size, body, cls=cls):
+        assert np.isfinite(mean).all()
