@@ -1,4 +1,4 @@
-"""Convolution and pooling of CuPy arrays; see `distopt.nn.kernels.gpu`.
+"""Convolution and pooling of CuPy arrays, as in `cpu_images`; see `distopt.nn.kernels.gpu`.
 
 A convolution is a plan of cuDNN where there is one (`gpu_cudnn.plan`), with bias, ReLU and pooling by kernels of
 `distopt._cuda`. Else it is lowering: a product with the lowered images, `columns` [C * kh * kw, images * places], made
