@@ -50,8 +50,7 @@ class Device:
         kind: as given.
         xp: as given.
         host_rng: NumPy generator for initial parameters, so that a seed gives the same ones on every device. On the
-        CPU,
-            the same object as `rng`.
+            CPU, the same object as `rng`.
         recording: the pass of a training step that is being captured, "forward" or "backward", or empty.
         graph_generation: incremented when recorded steps become invalid.
         verbosity: if 1 or more, every operation is timed.

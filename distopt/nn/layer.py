@@ -102,10 +102,7 @@ class Conv2d(Layer):
         self.bias, self.relu, self.pool = bias, _has_relu(activation), pool
 
     def initialize(self, x: Tensor) -> None:  # noqa: D102
-        if len(x.shape) != 4:
-            raise UsageError(f"{self.label} expects images [N, C, H, W], got {list(x.shape)}")
-        if self.in_channels is None:
-            self.in_channels = x.shape[1]
+        self.in_channels = self._channels(x, self.in_channels)
         self.W = self._parameter("W", (self.nb_kernels, self.in_channels, *self.kernel_size), x)
         # SINGA's choice, which makes accuracies comparable.
         initializer.gaussian(self.W, 0.0, sqrt(2 / (self.in_channels * prod(self.kernel_size) + self.nb_kernels)))
@@ -143,10 +140,7 @@ class DepthwiseConv2d(Layer):
         self.stride, self.padding = _pair("stride", stride, 1), _pair("padding", padding, 0)
 
     def initialize(self, x: Tensor) -> None:  # noqa: D102
-        if len(x.shape) != 4:
-            raise UsageError(f"{self.label} expects images [N, C, H, W], got {list(x.shape)}")
-        if self.channels is None:
-            self.channels = x.shape[1]
+        self.channels = self._channels(x, self.channels)
         self.W = self._parameter("W", (self.channels, *self.kernel_size), x)
         initializer.gaussian(self.W, 0.0, sqrt(2 / prod(self.kernel_size)))
 
@@ -280,10 +274,7 @@ class BatchNorm2d(Layer):
         self.channels, self.momentum, self.eps = channels, momentum, eps
 
     def initialize(self, x: Tensor) -> None:  # noqa: D102
-        if len(x.shape) != 4:
-            raise UsageError(f"{self.label} expects images [N, C, H, W], got {list(x.shape)}")
-        if self.channels is None:
-            self.channels = x.shape[1]
+        self.channels = self._channels(x, self.channels)
         self.scale, self.bias = (self._parameter(key, (self.channels,), x) for key in ("scale", "bias"))
         self.scale.set_value(1)
         self.running_mean = Tensor((self.channels,), x.device, x.dtype)

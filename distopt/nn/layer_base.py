@@ -117,6 +117,12 @@ class Layer:
         name = f"{self.name}.{key}" if self.name else key
         return Tensor(shape, x.device, x.dtype, stores_grad=True, name=name)
 
+    def _channels(self, x: Tensor, given: int | None) -> int:
+        """The number of channels: as given, or else that of the first input `x`."""
+        if len(x.shape) != 4:
+            raise UsageError(f"{self.label} expects images [N, C, H, W], got {list(x.shape)}")
+        return x.shape[1] if given is None else given
+
     def _check_images(self, x: Tensor, channels: int, param: Tensor) -> None:
         shape = x.data.shape
         if len(shape) != 4 or shape[1] != channels:
