@@ -112,11 +112,8 @@ class Conv2d(Layer):
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         assert self.in_channels is not None
         self._check_images(x, self.in_channels, self.W)
-        operation = self._operation()
-        try:
-            return operation(x, self.W, self.b) if self.bias else operation(x, self.W)
-        except UsageError as error:
-            raise UsageError(f"{self.label}: {error}") from None
+        inputs = (x, self.W, self.b) if self.bias else (x, self.W)
+        return self._run(self._operation(), *inputs)
 
     def _operation(self) -> Operation:
         if self.pool is None:
@@ -147,10 +144,7 @@ class DepthwiseConv2d(Layer):
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         assert self.channels is not None
         self._check_images(x, self.channels, self.W)
-        try:
-            return operations.DepthwiseConv2d(self.stride, self.padding)(x, self.W)
-        except UsageError as error:
-            raise UsageError(f"{self.label}: {error}") from None
+        return self._run(operations.DepthwiseConv2d(self.stride, self.padding), x, self.W)
 
 
 class SeparableConv2d(Layer):
@@ -229,10 +223,7 @@ class _Pool2d(Layer):
         self.padding = _pair("padding", padding, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        try:
-            return self.operation(self.kernel_size, self.stride, self.padding)(x)
-        except UsageError as error:
-            raise UsageError(f"{self.label}: {error}") from None
+        return self._run(self.operation(self.kernel_size, self.stride, self.padding), x)
 
 
 class MaxPool2d(_Pool2d):
@@ -288,10 +279,7 @@ class BatchNorm2d(Layer):
         assert self.channels is not None
         self._check_images(x, self.channels, self.scale)
         running = self.running_mean.data, self.running_var.data
-        try:
-            return operations.BatchNorm2d(*running, 1 - self.momentum, self.eps)(x, self.scale, self.bias)
-        except UsageError as error:
-            raise UsageError(f"{self.label}: {error}") from None
+        return self._run(operations.BatchNorm2d(*running, 1 - self.momentum, self.eps), x, self.scale, self.bias)
 
 
 class ReLU(Layer):
