@@ -196,7 +196,7 @@ class NcclCommunicator(Communicator):
         )
 
     def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork:
-        own = self._on_device(array).reshape(-1)
+        own = self.xp.asarray(array).reshape(-1)
 
         def post(counts: Array) -> tuple[NcclWork, list[Array]]:
             parts = self._parts(counts[:, 0], own.dtype)
@@ -212,7 +212,7 @@ class NcclCommunicator(Communicator):
         return self._after_counts([own.size], label, post, on_host=isinstance(array, np.ndarray))
 
     def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
-        sent = [self._on_device(part) for part in parts]
+        sent = [self.xp.asarray(part) for part in parts]
 
         def post(counts: Array) -> tuple[NcclWork, list[Array]]:
             received = self._parts(counts[:, self.topology.rank], sent[0].dtype)
@@ -246,15 +246,12 @@ class NcclCommunicator(Communicator):
         """`start(stream, *arrays)`, through device memory where the arrays are NumPy's."""
         if not isinstance(arrays[0], np.ndarray):
             return self._start(start, *arrays)
-        staged = self._stage(arrays)
+        # A part stays a part of its whole only in the values, which is enough here.
+        staged = [self.xp.asarray(array) for array in arrays]
         # At once: a later operation on the same array must see the result, and the caller need not keep the array.
         self._start(start, *staged).wait(self._timeout)
         arrays[-1].reshape(-1)[...] = staged[-1].get().reshape(-1)
         return DoneWork()
-
-    def _stage(self, arrays: Sequence[Array]) -> list[Array]:
-        """Copies on the device. A part stays a part of its whole only in the values, which is enough here."""
-        return [self.xp.asarray(array) for array in arrays]
 
     def _start(self, start: Callable[..., Any], *arrays: Array) -> NcclWork:
         core = start(self.xp.cuda.get_current_stream().ptr, *arrays)
@@ -262,9 +259,6 @@ class NcclCommunicator(Communicator):
             self._in_use.popleft()
         self._in_use.append((core, arrays))
         return NcclWork(core, self.xp)
-
-    def _on_device(self, array: Array) -> Array:
-        return self.xp.asarray(array) if isinstance(array, np.ndarray) else array
 
     def _after_counts(self, row: Sequence[int], label: str, post: Post, *, on_host: bool) -> RaggedWork:
         """Collective. Gather every rank's `row`; then `post` gets the matrix and starts the data's way."""

@@ -101,12 +101,10 @@ class ShmCommunicator(Communicator):
         work = self._core.all_reduce_plain(array, op, wire, label, find_nonfinite)
         return work or super().all_reduce(array, op, wire=wire, label=label, find_nonfinite=find_nonfinite)
 
-    def barrier(self) -> None:
-        """Collective. Return when every rank has called it; all earlier operations have finished then."""
+    def barrier(self) -> None:  # noqa: D102
         self._core.barrier()
 
-    def progress(self) -> None:
-        """Local. Move outstanding operations forward without waiting."""
+    def progress(self) -> None:  # noqa: D102
         self._core.progress()
 
     def close(self) -> None:

@@ -75,14 +75,10 @@ class ShardedSampler:
             raise UsageError(f"unknown tail {tail!r}; choose one of {', '.join(TAILS)}")
         self.shard_size = self.size // self.world_size if tail == "drop" else -(-self.size // self.world_size)
         if len(self) == 0:
+            cure = f"use batch_size {self.shard_size} or less, or fewer ranks" if self.shard_size else "use fewer ranks"
             raise UsageError(
                 f"a batch of {self.batch_size} is larger than a rank's shard: {self.size} samples over "
-                f"{self.world_size} ranks give {self.shard_size} each; "
-                + (
-                    f"use batch_size {self.shard_size} or less, or fewer ranks"
-                    if self.shard_size
-                    else "use fewer ranks"
-                )
+                f"{self.world_size} ranks give {self.shard_size} each; {cure}"
             )
 
     def __len__(self) -> int:

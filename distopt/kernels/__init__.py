@@ -8,20 +8,9 @@ from typing import Any
 import numpy as np
 
 from . import host
-from .base import ENTRIES, FINDINGS, FROM_BAD, OVERFLOWED, UNDERFLOWED, Accumulation, Kernels, Lists
+from .base import FINDINGS, FROM_BAD, Accumulation, Kernels
 
-__all__ = [
-    "ENTRIES",
-    "FINDINGS",
-    "FROM_BAD",
-    "OVERFLOWED",
-    "UNDERFLOWED",
-    "Accumulation",
-    "Kernels",
-    "Lists",
-    "array_module",
-    "kernels_of",
-]
+__all__ = ["FINDINGS", "FROM_BAD", "Accumulation", "Kernels", "array_module", "kernels_of"]
 
 
 def kernels_of(array: Any) -> Kernels:

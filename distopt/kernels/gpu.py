@@ -15,25 +15,6 @@ if TYPE_CHECKING:
 
     from .base import Lists
 
-__all__ = [
-    "accumulate",
-    "clear_at",
-    "clip_scale",
-    "copy_into",
-    "cuts",
-    "decode16",
-    "empty",
-    "encode16",
-    "first_nonfinite",
-    "mark_beyond",
-    "new_lists",
-    "nonzero",
-    "scatter_sum",
-    "threshold",
-    "to_host",
-    "top_k",
-]
-
 _SMALLEST = 2.0**-149  # of the float32 above zero
 
 

@@ -103,8 +103,7 @@ class MpiJob(Job):
         if size > 1:
             _guard.watch(self)
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Collective. Give every rank the payload of every rank, in rank order."""
+    def all_gather(self, payload: bytes) -> list[bytes]:  # noqa: D102
         self._check_open()
         return all_gather_bytes(import_mpi(), self.comm, payload, self._settings)
 

@@ -80,8 +80,7 @@ class MultiprocessJob(Job):
         cap_threads(world_size)
         end_with_parent()
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Collective. Give every rank the payload of every rank, in rank order."""
+    def all_gather(self, payload: bytes) -> list[bytes]:  # noqa: D102
         return self.host_group().all_gather(payload)
 
     def host_group(self) -> HostGroup:

@@ -281,11 +281,8 @@ class _Listener:
             link, _ = listener.accept()
             try:
                 rank = self._admit(link)
-            except (
-                OSError,
-                struct.error,
-            ):  # not a rank of this job, or one that has ended, which is then reported as missing
-                link.close()
+            except (OSError, struct.error):
+                link.close()  # not a rank of this job, or one that has ended, which is then reported as missing
                 continue
             selector.register(link, selectors.EVENT_READ, rank)
 

@@ -50,8 +50,7 @@ class Device:
         kind: as given.
         xp: as given.
         host_rng: NumPy generator for initial parameters, so that a seed gives the same ones on every device. On the
-        CPU,
-            the same object as `rng`.
+            CPU, the same object as `rng`.
         recording: the pass of a training step that is being captured, "forward" or "backward", or empty.
         graph_generation: incremented when recorded steps become invalid.
         verbosity: if 1 or more, every operation is timed.
@@ -218,9 +217,7 @@ def get_default_device() -> Device:
     return _cpu
 
 
-def create_cpu_device() -> Device:
-    """The CPU. All calls return the same object."""
-    return _cpu
+create_cpu_device = get_default_device
 
 
 def create_cuda_gpu() -> Device:

@@ -102,10 +102,7 @@ class Conv2d(Layer):
         self.bias, self.relu, self.pool = bias, _has_relu(activation), pool
 
     def initialize(self, x: Tensor) -> None:  # noqa: D102
-        if len(x.shape) != 4:
-            raise UsageError(f"{self.label} expects images [N, C, H, W], got {list(x.shape)}")
-        if self.in_channels is None:
-            self.in_channels = x.shape[1]
+        self.in_channels = self._channels(x, self.in_channels)
         self.W = self._parameter("W", (self.nb_kernels, self.in_channels, *self.kernel_size), x)
         # SINGA's choice, which makes accuracies comparable.
         initializer.gaussian(self.W, 0.0, sqrt(2 / (self.in_channels * prod(self.kernel_size) + self.nb_kernels)))
@@ -115,11 +112,8 @@ class Conv2d(Layer):
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         assert self.in_channels is not None
         self._check_images(x, self.in_channels, self.W)
-        operation = self._operation()
-        try:
-            return operation(x, self.W, self.b) if self.bias else operation(x, self.W)
-        except UsageError as error:
-            raise UsageError(f"{self.label}: {error}") from None
+        inputs = (x, self.W, self.b) if self.bias else (x, self.W)
+        return self._run(self._operation(), *inputs)
 
     def _operation(self) -> Operation:
         if self.pool is None:
@@ -143,20 +137,14 @@ class DepthwiseConv2d(Layer):
         self.stride, self.padding = _pair("stride", stride, 1), _pair("padding", padding, 0)
 
     def initialize(self, x: Tensor) -> None:  # noqa: D102
-        if len(x.shape) != 4:
-            raise UsageError(f"{self.label} expects images [N, C, H, W], got {list(x.shape)}")
-        if self.channels is None:
-            self.channels = x.shape[1]
+        self.channels = self._channels(x, self.channels)
         self.W = self._parameter("W", (self.channels, *self.kernel_size), x)
         initializer.gaussian(self.W, 0.0, sqrt(2 / prod(self.kernel_size)))
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         assert self.channels is not None
         self._check_images(x, self.channels, self.W)
-        try:
-            return operations.DepthwiseConv2d(self.stride, self.padding)(x, self.W)
-        except UsageError as error:
-            raise UsageError(f"{self.label}: {error}") from None
+        return self._run(operations.DepthwiseConv2d(self.stride, self.padding), x, self.W)
 
 
 class SeparableConv2d(Layer):
@@ -235,10 +223,7 @@ class _Pool2d(Layer):
         self.padding = _pair("padding", padding, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        try:
-            return self.operation(self.kernel_size, self.stride, self.padding)(x)
-        except UsageError as error:
-            raise UsageError(f"{self.label}: {error}") from None
+        return self._run(self.operation(self.kernel_size, self.stride, self.padding), x)
 
 
 class MaxPool2d(_Pool2d):
@@ -280,10 +265,7 @@ class BatchNorm2d(Layer):
         self.channels, self.momentum, self.eps = channels, momentum, eps
 
     def initialize(self, x: Tensor) -> None:  # noqa: D102
-        if len(x.shape) != 4:
-            raise UsageError(f"{self.label} expects images [N, C, H, W], got {list(x.shape)}")
-        if self.channels is None:
-            self.channels = x.shape[1]
+        self.channels = self._channels(x, self.channels)
         self.scale, self.bias = (self._parameter(key, (self.channels,), x) for key in ("scale", "bias"))
         self.scale.set_value(1)
         self.running_mean = Tensor((self.channels,), x.device, x.dtype)
@@ -297,10 +279,7 @@ class BatchNorm2d(Layer):
         assert self.channels is not None
         self._check_images(x, self.channels, self.scale)
         running = self.running_mean.data, self.running_var.data
-        try:
-            return operations.BatchNorm2d(*running, 1 - self.momentum, self.eps)(x, self.scale, self.bias)
-        except UsageError as error:
-            raise UsageError(f"{self.label}: {error}") from None
+        return self._run(operations.BatchNorm2d(*running, 1 - self.momentum, self.eps), x, self.scale, self.bias)
 
 
 class ReLU(Layer):

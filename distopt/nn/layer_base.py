@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from .tensor import Operation
+
 __all__ = ["Layer"]
 
 
@@ -116,6 +118,19 @@ class Layer:
             raise UsageError(f"{self.label} computes in float32 or float64, got {x.dtype}; convert the input")
         name = f"{self.name}.{key}" if self.name else key
         return Tensor(shape, x.device, x.dtype, stores_grad=True, name=name)
+
+    def _run(self, operation: Operation, *inputs: Tensor) -> Tensor:
+        """The result of `operation`, whose errors name this layer."""
+        try:
+            return operation(*inputs)
+        except UsageError as error:
+            raise UsageError(f"{self.label}: {error}") from None
+
+    def _channels(self, x: Tensor, given: int | None) -> int:
+        """The number of channels: as given, or else that of the first input `x`."""
+        if len(x.shape) != 4:
+            raise UsageError(f"{self.label} expects images [N, C, H, W], got {list(x.shape)}")
+        return x.shape[1] if given is None else given
 
     def _check_images(self, x: Tensor, channels: int, param: Tensor) -> None:
         shape = x.data.shape

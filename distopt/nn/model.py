@@ -102,9 +102,8 @@ class Model(Layer):
             inputs: arguments of `forward`; only their shapes and dtypes matter.
             is_train: whether to be in training mode afterwards.
             use_graph: record the forward and backward passes of a training step, and replay them: on a GPU as CUDA
-            graphs,
-                on the CPU as calls of kernels; see `distopt.nn.replay`. From the fourth step with the same kind of
-                arguments (shapes, types and other values), the Python code of `train_one_batch` no longer runs.
+                graphs, on the CPU as calls of kernels; see `distopt.nn.replay`. From the fourth step with the same kind
+                of arguments (shapes, types and other values), the Python code of `train_one_batch` no longer runs.
                 Values that it computes from anything but its arguments, parameters and states stay constant, and it
                 may only compute, call `self.optimizer` with one loss, and return tensors. A step that cannot be
                 recorded, for example because of dropout, runs normally, and the log says why, once. On a GPU, the

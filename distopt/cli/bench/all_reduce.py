@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from functools import partial
@@ -14,13 +13,12 @@ import numpy as np
 from ...comm import BACKENDS
 from ...comm.base import DTYPES
 from ...errors import UsageError
-from ...files import atomic_write
-from .crew import Crew, CrewError, rank_command
+from .crew import Crew, rank_command
 from .lineup import Lineup, distopt_crew, mpi_crew, torch_crew
 from .plot import plot_bandwidths, require_matplotlib
 from .ranks.pattern import max_calls
 from .table import HEADER, Row, heading, machine
-from .units import announce, at_least, byte_size, names_of, size_range
+from .units import announce, at_least, byte_size, names_of, size_range, write_json
 
 if TYPE_CHECKING:
     import argparse
@@ -82,8 +80,7 @@ def run(args: argparse.Namespace) -> int:
         for name, reason in lineup.missing.items():
             print(f"# not measured: {name}: {reason}")
     if args.json:
-        with atomic_write(args.json) as file:
-            file.write(json.dumps(_as_json(args, lineup, facts, rows), indent=1).encode())
+        write_json(args.json, _as_json(args, lineup, facts, rows))
     if args.plot:
         plot_bandwidths(rows, args.plot)
     return 1 if lineup.missing or any(row.wrong for row in rows) else 0
@@ -133,17 +130,14 @@ def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int
             key = candidate.name, buffers
             if candidate not in lineup.candidates or not samples:
                 continue
-            try:
+            with lineup.measuring(candidate):
                 if key not in calls:
                     calls[key] = _calls(candidate, buffers, request, args)
                 turn_seconds, turn_wrong = _ask(
                     candidate, {**request, "buffers": buffers, "calls": calls[key], "samples": samples}
                 )
-            except CrewError as error:
-                lineup.drop(candidate, str(error))
-                continue
-            seconds.setdefault(key, []).extend(turn_seconds)
-            wrong[key] = wrong.get(key, 0) + turn_wrong
+                seconds.setdefault(key, []).extend(turn_seconds)
+                wrong[key] = wrong.get(key, 0) + turn_wrong
     return [
         Row(name, buffers, size, count, args.dtype, args.np, values, calls[name, buffers], wrong[name, buffers])
         for (name, buffers), values in seconds.items()

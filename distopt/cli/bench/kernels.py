@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -10,16 +9,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ... import _core
 from ...errors import UsageError
-from ...files import atomic_write
-from .crew import Crew, CrewError, rank_command
+from .crew import Crew, rank_command
 from .lineup import Lineup, torch_crew
 from .table import heading, machine
-from .units import announce, at_least, names_of, positive
+from .units import announce, at_least, names_of, positive, write_json
 
 if TYPE_CHECKING:
     import argparse
 
-    from .lineup import Candidate, Setup
+    from .lineup import Setup
 
 __all__ = ["add_parser"]
 
@@ -75,8 +73,7 @@ def run(args: argparse.Namespace) -> int:
             for (task, who), seconds in samples.items()
         ]
         report = {"benchmark": "kernels", "machine": facts, **options, "missing": lineup.missing, "rows": rows}
-        with atomic_write(args.json) as file:
-            file.write(json.dumps(report, indent=1).encode())
+        write_json(args.json, report)
     return 1 if lineup.missing else 0
 
 
@@ -105,14 +102,8 @@ def _measure(lineup: Lineup, turns: int) -> Samples:
     samples: Samples = {}
     for _ in range(turns):
         for candidate in list(lineup.candidates):
-            _take_turn(lineup, candidate, samples)
+            with lineup.measuring(candidate):
+                for task, who in candidate.hello["kernels"]:
+                    answer = candidate.crew.ask({"task": task, "who": who, "samples": 1})[0]
+                    samples.setdefault((task, who), []).extend(answer["seconds"])
     return samples
-
-
-def _take_turn(lineup: Lineup, candidate: Candidate, samples: Samples) -> None:
-    try:
-        for task, who in candidate.hello["kernels"]:
-            answer = candidate.crew.ask({"task": task, "who": who, "samples": 1})[0]
-            samples.setdefault((task, who), []).extend(answer["seconds"])
-    except CrewError as error:
-        lineup.drop(candidate, str(error))

@@ -7,7 +7,7 @@ import secrets
 import shutil
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,7 +17,7 @@ from .crew import Crew, CrewError, mpi_command, rank_command
 from .environments import ENVIRONMENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = ["Candidate", "Lineup", "Setup", "distopt_crew", "mpi_crew", "torch_crew"]
 
@@ -78,6 +78,14 @@ class Lineup:
         """Stop measuring `candidate`, for `reason`."""
         self.candidates.remove(candidate)
         self.missing[candidate.name] = reason
+
+    @contextmanager
+    def measuring(self, candidate: Candidate) -> Iterator[None]:
+        """Drop `candidate` if its ranks fail in the body."""
+        try:
+            yield
+        except CrewError as error:
+            self.drop(candidate, str(error))
 
 
 def distopt_crew(module: str, world_size: int, backend: str) -> tuple[Crew, Setup]:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...errors import DataError, UsageError
-from ...files import atomic_write
 from .plot import plot_efficiencies, require_matplotlib
 from .scaling import ALGORITHMS, STRATEGIES, Curve, Line, Network, Prediction, Training, fit, predict
-from .units import at_least, byte_size, names_of, positive
+from .units import at_least, byte_size, names_of, positive, write_json
 
 if TYPE_CHECKING:
     import argparse
@@ -94,8 +93,7 @@ def run(args: argparse.Namespace) -> int:
         _print_train_error(report, training, local.curve, per_host)
     _print_predictions(args, training, per_host, predictions)
     if args.json:
-        with atomic_write(args.json) as file:
-            file.write(json.dumps(_as_json(fits, training, network, predictions), indent=1).encode())
+        write_json(args.json, _as_json(fits, training, network, predictions))
     if args.plot:
         plot_efficiencies(predictions, args.plot, f"{args.gbit:g} Gbit/s, {args.latency_us:g} us, {args.algorithm}")
     return 0

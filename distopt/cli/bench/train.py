@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,12 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ...files import atomic_write
-from .crew import CrewError
 from .lineup import Lineup, distopt_crew, torch_crew
 from .ranks.train import PHASES
 from .table import heading, machine
-from .units import announce, at_least, names_of
+from .units import announce, at_least, names_of, write_json
 
 if TYPE_CHECKING:
     import argparse
@@ -166,8 +163,7 @@ def run(args: argparse.Namespace) -> int:
         report = {"benchmark": "train", "model": args.model, "machine": facts, "missing": missing}
         report["gradient_count"] = gradients
         report["rows"] = [result.as_json() for result in done.values()]
-        with atomic_write(args.json) as file:
-            file.write(json.dumps(report, indent=1).encode())
+        write_json(args.json, report)
     return 1 if missing or not all(result.equal for result in done.values()) else 0
 
 
@@ -184,10 +180,8 @@ def _crew(who: str, world_size: int, args: argparse.Namespace) -> tuple[Crew, Se
 
 
 def _take_turn(lineup: Lineup, candidate: Candidate, result: Result, args: argparse.Namespace) -> None:
-    try:
+    with lineup.measuring(candidate):
         result.add(candidate.crew.ask({"steps": args.n, "warm_up": args.w}))
-    except CrewError as error:
-        lineup.drop(candidate, str(error))
 
 
 def _print_head(args: argparse.Namespace, lineup: Lineup, facts: dict[str, Any]) -> None:

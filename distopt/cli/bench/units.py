@@ -1,16 +1,20 @@
-"""Command-line types and messages that several benchmarks share."""
+"""Command-line types, messages and files that several benchmarks share."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from argparse import ArgumentTypeError
 from typing import TYPE_CHECKING
 
+from ...files import atomic_write
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
-__all__ = ["announce", "at_least", "byte_size", "names_of", "positive", "size_range"]
+__all__ = ["announce", "at_least", "byte_size", "names_of", "positive", "size_range", "write_json"]
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGkmg]?)")
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -76,3 +80,9 @@ def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
 def announce(text: str) -> None:
     """Report something that takes long, on stderr."""
     print(f"# {text}", file=sys.stderr, flush=True)
+
+
+def write_json(path: Path, report: object) -> None:
+    """Write what `--json` asked for."""
+    with atomic_write(path) as file:
+        file.write(json.dumps(report, indent=1).encode())

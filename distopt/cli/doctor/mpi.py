@@ -75,13 +75,9 @@ def launcher() -> Finding:
     if ended.returncode == 0 and ended.stdout.split() == ["2", "2"]:
         return ok(f"{found} starts 2 ranks that see each other", **details)
     if ended.returncode == 0 and ended.stdout.split() == ["1", "1"]:
-        cure = (
-            f"use {beside}"
-            if beside.exists() and str(beside) != path
-            else f"use the mpiexec of {mine or 'that library'}"
-        )
+        better = beside if beside.exists() and str(beside) != path else f"the mpiexec of {mine or 'that library'}"
         fact = f"{found} started 2 jobs of one rank instead of one job of 2: mpi4py uses another MPI ({mine})"
-        return failed(fact, cure, **details)
+        return failed(fact, f"use {better}", **details)
     return failed(f"{found} cannot start 2 ranks: {_reason(ended)}", _cure(ended), **details)
 
 

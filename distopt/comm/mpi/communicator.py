@@ -259,8 +259,7 @@ class MpiCommunicator(Communicator):
         for work in list(self._queue.outstanding):  # its own is the last
             work.wait()
 
-    def progress(self) -> None:
-        """Local. Move outstanding operations forward without waiting."""
+    def progress(self) -> None:  # noqa: D102
         self._queue.progress()
 
     def close(self) -> None:

@@ -18,18 +18,8 @@ import numpy as np
 from ... import _core
 from ...errors import UsageError
 from ..mode import noted
-from .cpu_images import (
-    avg_pool2d,
-    avg_pool2d_backward,
-    batch_norm2d,
-    batch_norm2d_backward,
-    conv2d,
-    conv2d_backward,
-    conv2d_max_pool,
-    conv2d_max_pool_backward,
-    max_pool2d,
-    max_pool2d_backward,
-)
+from . import cpu_images
+from .cpu_images import *  # noqa: F403 - the other half of this module
 from .pool import empty
 
 if TYPE_CHECKING:
@@ -40,19 +30,9 @@ if TYPE_CHECKING:
 __all__ = [
     "adagrad_update",
     "adam_update",
-    "avg_pool2d",
-    "avg_pool2d_backward",
-    "batch_norm2d",
-    "batch_norm2d_backward",
-    "conv2d",
-    "conv2d_backward",
-    "conv2d_max_pool",
-    "conv2d_max_pool_backward",
     "empty",
     "linear",
     "linear_backward",
-    "max_pool2d",
-    "max_pool2d_backward",
     "relu",
     "relu_backward",
     "rmsprop_update",
@@ -63,15 +43,16 @@ __all__ = [
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
 ]
+__all__ += cpu_images.__all__
 
 
-class _Linear(NamedTuple):
+class SavedLinear(NamedTuple):
     x: Array
     w: Array
     y: Array | None  # with ReLU
 
 
-class _Loss(NamedTuple):
+class SavedLoss(NamedTuple):
     probability: Array
     labels: Array | None
     target: Array | None
@@ -83,7 +64,7 @@ def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Arr
         raise UsageError(f"a linear layer takes inputs of the shape [N, in]; got {list(x.shape)}")
     y = empty((len(x), w.shape[1]), x.dtype)
     noted(_core.linear, x, w, b, y, relu)
-    return y, _Linear(x, w, y if relu else None)
+    return y, SavedLinear(x, w, y if relu else None)
 
 
 def linear_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
@@ -149,7 +130,7 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
         index = _converted(labels, np.dtype(np.int64))
     probability, loss = empty(logits.shape, logits.dtype), empty((), logits.dtype)
     noted(_cross_entropy, logits, index, target, probability, loss)
-    return loss, _Loss(probability, index, target)
+    return loss, SavedLoss(probability, index, target)
 
 
 def _converted(x: Array, dtype: np.dtype[Any]) -> Array:

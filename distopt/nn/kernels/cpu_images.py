@@ -54,7 +54,7 @@ class _Pool(NamedTuple):
     taken: Array | None  # of max pooling
 
 
-class _Norm(NamedTuple):
+class SavedNorm(NamedTuple):
     x: Array
     gamma: Array
     mean: Array
@@ -223,7 +223,7 @@ def batch_norm2d(
         _channel_statistics, _planes(x), running, momentum if training and count else None, eps, mean, inverse_deviation
     )
     noted(_core.normalize, _planes(x), mean, inverse_deviation, gamma, beta, _planes(y))
-    return y, _Norm(x, gamma, mean, inverse_deviation, training)
+    return y, SavedNorm(x, gamma, mean, inverse_deviation, training)
 
 
 def _channel_statistics(

@@ -8,44 +8,31 @@ Convolution is in `gpu_images`: by cuDNN, or as a product with lowered images, i
 that shapes alone determine, without atomics, so equal inputs give equal bits on equal devices; chunks of gradients are
 added in their order.
 """
+# ruff: noqa: D103
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cupy
 import numpy as np
 
 from ...errors import UsageError
 from ..device import label_flag
+from . import gpu_images
+from .cpu import SavedLinear, SavedLoss
+from .cpu_images import SavedNorm
 from .gpu_base import Array, address_of, address_or_null, code_of, current_stream, native, product
-from .gpu_images import (
-    avg_pool2d,
-    avg_pool2d_backward,
-    conv2d,
-    conv2d_backward,
-    conv2d_max_pool,
-    conv2d_max_pool_backward,
-    max_pool2d,
-    max_pool2d_backward,
-)
+from .gpu_images import *  # noqa: F403 - the other half of this module
 
 __all__ = [
     "adagrad_update",
     "adam_update",
-    "avg_pool2d",
-    "avg_pool2d_backward",
     "batch_norm2d",
     "batch_norm2d_backward",
-    "conv2d",
-    "conv2d_backward",
-    "conv2d_max_pool",
-    "conv2d_max_pool_backward",
     "empty",
     "linear",
     "linear_backward",
-    "max_pool2d",
-    "max_pool2d_backward",
     "relu",
     "relu_backward",
     "rmsprop_update",
@@ -56,33 +43,13 @@ __all__ = [
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
 ]
+__all__ += gpu_images.__all__
 
 empty = cupy.empty
 
 
-class _Linear(NamedTuple):
-    x: Array
-    w: Array
-    y: Array | None  # with ReLU
-
-
-class _Norm(NamedTuple):
-    x: Array
-    gamma: Array
-    mean: Array
-    inverse_deviation: Array
-    training: bool
-
-
-class _Loss(NamedTuple):
-    probability: Array
-    labels: Array | None
-    target: Array | None
-
-
 # -- rows --------------------------------------------------------------------------------------------------------------
 def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Array, Any]:
-    """See `cpu.linear`."""
     if x.ndim != 2 or not x.shape[1]:
         raise UsageError(f"a linear layer takes inputs of the shape [N, in]; got {list(x.shape)}")
     address_of(x, x.shape, x.dtype)
@@ -91,11 +58,10 @@ def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Arr
     y = product(x, w)
     if bias or relu:
         native.add_bias(code_of(x), y.data.ptr, bias, len(x), w.shape[1], relu, current_stream())
-    return y, _Linear(x, w, y if relu else None)
+    return y, SavedLinear(x, w, y if relu else None)
 
 
 def linear_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
-    """See `cpu.linear_backward`."""
     x, w, y = saved
     address_of(dy, (len(x), w.shape[1]), x.dtype)
     address_of(dw, w.shape, x.dtype)
@@ -109,14 +75,12 @@ def linear_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx:
 
 
 def relu(x: Array) -> Array:
-    """See `cpu.relu`."""
     y = cupy.empty(x.shape, x.dtype)
     native.relu(code_of(x), address_of(x, x.shape, x.dtype), y.data.ptr, x.size, current_stream())
     return y
 
 
 def relu_backward(dy: Array, y: Array) -> Array:
-    """See `cpu.relu_backward`."""
     dx = cupy.empty(dy.shape, dy.dtype)
     addresses = address_of(dy, dy.shape, dy.dtype), address_of(y, dy.shape, dy.dtype), dx.data.ptr
     native.relu_backward(code_of(dy), *addresses, dy.size, current_stream())
@@ -124,14 +88,12 @@ def relu_backward(dy: Array, y: Array) -> Array:
 
 
 def sigmoid(x: Array) -> Array:
-    """See `cpu.sigmoid`."""
     y = cupy.empty(x.shape, x.dtype)
     native.sigmoid(code_of(x), address_of(x, x.shape, x.dtype), y.data.ptr, x.size, current_stream())
     return y
 
 
 def sigmoid_backward(dy: Array, y: Array) -> Array:
-    """See `cpu.sigmoid_backward`."""
     dx = cupy.empty(dy.shape, dy.dtype)
     addresses = address_of(dy, dy.shape, dy.dtype), address_of(y, dy.shape, dy.dtype), dx.data.ptr
     native.sigmoid_backward(code_of(dy), *addresses, dy.size, current_stream())
@@ -148,7 +110,6 @@ def batch_norm2d(
     eps: float,
     training: bool,
 ) -> tuple[Array, Any]:
-    """See `cpu.batch_norm2d`."""
     n, c, h, w = x.shape
     if training and n * h * w == 1:
         raise UsageError("batch normalization needs more than one value per channel to train; use a larger batch")
@@ -159,11 +120,10 @@ def batch_norm2d(
     native.channel_moments(*sizes, *running, momentum, eps, training, current_stream())
     scale = address_of(gamma, (c,), x.dtype), address_of(beta, (c,), x.dtype)
     native.normalize(*sizes, *scale, y.data.ptr, current_stream())
-    return y, _Norm(x, gamma, mean, inverse, training)
+    return y, SavedNorm(x, gamma, mean, inverse, training)
 
 
 def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) -> Array:
-    """See `cpu.batch_norm2d_backward`."""
     x, gamma, mean, inverse, training = saved
     n, c, h, w = x.shape
     dx = cupy.empty(x.shape, x.dtype)
@@ -181,7 +141,6 @@ def _matrix(x: Array) -> tuple[int, int]:
 
 
 def softmax(x: Array) -> Array:
-    """See `cpu.softmax`."""
     rows, columns = _matrix(x)
     y = cupy.empty(x.shape, x.dtype)
     native.softmax(code_of(x), address_of(x, x.shape, x.dtype), y.data.ptr, rows, columns, current_stream())
@@ -204,7 +163,7 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
     distribution = address_or_null(target, logits.shape, logits.dtype)
     results = probability.data.ptr, row_loss.data.ptr, loss.data.ptr, label_flag(logits.device.id).address
     native.cross_entropy(code_of(logits), *given, distribution, rows, columns, *results, current_stream())
-    return loss, _Loss(probability, index, target)
+    return loss, SavedLoss(probability, index, target)
 
 
 def softmax_cross_entropy_backward(saved: Any, scale: float | Array = 1.0) -> Array:
@@ -238,7 +197,6 @@ def sgd_update(
     nesterov: bool = False,
     first: bool = False,
 ) -> None:
-    """See `cpu.sgd_update`."""
     at, slope, buffer = _like(param, param, grad, momentum_buffer)
     rule = lr, momentum, dampening, weight_decay, nesterov, first
     native.sgd(code_of(param), at, slope, buffer, param.size, *rule, current_stream())
@@ -256,7 +214,6 @@ def adam_update(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> None:
-    """See `cpu.adam_update`."""
     at, slope, first, second = _like(param, param, grad, m, v)
     rule = step, lr, beta1, beta2, eps, weight_decay
     native.adam(code_of(param), at, slope, first, second, param.size, *rule, current_stream())
@@ -265,7 +222,6 @@ def adam_update(
 def rmsprop_update(
     param: Array, grad: Array, running: Array, lr: float, rho: float = 0.9, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> None:
-    """See `cpu.rmsprop_update`."""
     at, slope, square = _like(param, param, grad, running)
     native.rmsprop(code_of(param), at, slope, square, param.size, lr, rho, eps, weight_decay, current_stream())
 
@@ -273,6 +229,5 @@ def rmsprop_update(
 def adagrad_update(
     param: Array, grad: Array, history: Array, lr: float, eps: float = 1e-10, weight_decay: float = 0.0
 ) -> None:
-    """See `cpu.adagrad_update`."""
     at, slope, square = _like(param, param, grad, history)
     native.adagrad(code_of(param), at, slope, square, param.size, lr, eps, weight_decay, current_stream())

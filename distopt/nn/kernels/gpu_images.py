@@ -1,9 +1,10 @@
-"""Convolution and pooling of CuPy arrays; see `distopt.nn.kernels.gpu`.
+"""Convolution and pooling of CuPy arrays, as in `cpu_images`; see `distopt.nn.kernels.gpu`.
 
 A convolution is a plan of cuDNN where there is one (`gpu_cudnn.plan`), with bias, ReLU and pooling by kernels of
 `distopt._cuda`. Else it is lowering: a product with the lowered images, `columns` [C * kh * kw, images * places], made
 in chunks of images that bound the memory.
 """
+# ruff: noqa: D103
 
 from __future__ import annotations
 
@@ -97,7 +98,6 @@ def _convolution(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pai
 def conv2d(
     x: Array, w: Array, b: Array | None, stride: Pair = (1, 1), padding: Pair = (0, 0), relu: bool = False
 ) -> tuple[Array, Any]:
-    """See `cpu.conv2d`."""
     window, bias = _convolution(x, w, b, stride, padding)
     m, places = len(w), window[8] * window[9]
     y = cupy.empty((len(x), m, *window[8:]), x.dtype)
@@ -109,7 +109,6 @@ def conv2d(
 
 
 def conv2d_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
-    """See `cpu.conv2d_backward`."""
     m, places = len(saved.w), saved.window[8] * saved.window[9]
     shape = (len(saved.x), m, *saved.window[8:])
     slope, result = address_of(dy, shape, saved.x.dtype), address_or_null(saved.y, shape, saved.x.dtype)
@@ -210,7 +209,6 @@ def conv2d_max_pool(
 
 
 def conv2d_max_pool_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
-    """See `cpu.conv2d_max_pool_backward`."""
     conv, taken, pooling = saved
     slope, result = address_of(dy, taken.shape, conv.x.dtype), address_or_null(conv.y, taken.shape, conv.x.dtype)
     m = len(conv.w)
@@ -236,7 +234,6 @@ def _pooling(x: Array, kernel: Pair, stride: Pair, padding: Pair) -> tuple[int, 
 
 
 def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
-    """See `cpu.max_pool2d`."""
     address, shape, window = _pooling(x, kernel, stride, padding)
     images, channels = shape[:2]
     y, taken = cupy.empty(shape, x.dtype), cupy.empty(shape, cupy.uint8)
@@ -246,7 +243,6 @@ def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> 
 
 
 def max_pool2d_backward(dy: Array, saved: Any) -> Array:
-    """See `cpu.max_pool2d_backward`."""
     images, channels = saved.x_shape[:2]
     dx = cupy.empty(saved.x_shape, dy.dtype)
     addresses = address_of(dy, saved.taken.shape, dy.dtype), 0, saved.taken.data.ptr, dx.data.ptr
@@ -255,7 +251,6 @@ def max_pool2d_backward(dy: Array, saved: Any) -> Array:
 
 
 def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
-    """See `cpu.avg_pool2d`."""
     address, shape, window = _pooling(x, kernel, stride, padding)
     images, channels = shape[:2]
     y = cupy.empty(shape, x.dtype)
@@ -264,7 +259,6 @@ def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> 
 
 
 def avg_pool2d_backward(dy: Array, saved: Any) -> Array:
-    """See `cpu.avg_pool2d_backward`."""
     images, channels = saved.x_shape[:2]
     dx = cupy.empty(saved.x_shape, dy.dtype)
     address = address_of(dy, (*saved.x_shape[:2], *saved.window[8:]), dy.dtype)

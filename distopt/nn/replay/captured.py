@@ -120,24 +120,19 @@ class CapturedStep(RecordedStep):
 
     @property
     def begun(self) -> bool:
-        """Whether the forward piece was launched."""
         return self.forward is not None
 
     def begin(self) -> None:
-        """Record the forward pass; nothing runs."""
         self.recorder.begin("forward")
 
     def abort(self) -> None:
-        """Leave no recording under way."""
         self.recorder.abort()
 
     def end_forward(self, loss: Tensor) -> None:
-        """Launch the forward piece."""
         self.forward = self.recorder.end()
         self.launch(self.forward)
 
     def record_backward(self, loss: Tensor, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Record the backward pass, in pieces that end at the parameters of `pauses`; then launch them."""
         kept = [(op, op.inputs, op.saved) for op in autograd.tape(loss)]
         recorder = self.recorder
         pairs: list[tuple[Tensor, Array]] = []
@@ -162,9 +157,7 @@ class CapturedStep(RecordedStep):
         return self.gradients() if self.failure is None else autograd.backward(loss)
 
     def computed(self, tensor: Tensor) -> bool:
-        """Whether it lies in memory of the graph."""
         return self.recorder.holds(tensor.data)
 
     def launch(self, work: Any) -> None:
-        """Hand a piece to the stream."""
         work.launch(self.recorder.launched_on)

@@ -43,15 +43,12 @@ class ReplayedStep(RecordedStep):
         return f"recorded as {len(self.forward) + sum(len(piece.work) for piece in self.pieces)} calls of kernels"
 
     def begin(self) -> None:
-        """Start recording."""
         mode.ran, mode.calls = [], []
 
     def abort(self) -> None:
-        """Stop recording."""
         mode.ran = mode.calls = None
 
     def end_forward(self, loss: Tensor) -> None:
-        """Store the recorded forward pass."""
         ran, self.forward = mode.ran or [], mode.calls
         self.abort()
         self._ran = [entry for entry in ran if isinstance(entry, Ran)]
@@ -71,7 +68,6 @@ class ReplayedStep(RecordedStep):
         return ""
 
     def record_backward(self, loss: Tensor, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Run the backward pass, and note it in pieces that end at the parameters of `pauses`."""
         visits = autograd.plan(loss)
         pending = autograd.first_gradient(loss, visits)
         self.failure = CaptureError("the optimizer does not take all gradients")
@@ -91,11 +87,9 @@ class ReplayedStep(RecordedStep):
         self.failure = None
 
     def computed(self, tensor: Tensor) -> bool:
-        """Whether an operation of this step returned it."""
         return any(tensor is ran.out for ran in self._ran)
 
     def launch(self, work: Any) -> None:
-        """Make the calls."""
         for function, args in work:
             function(*args)
 

@@ -162,7 +162,10 @@ class RecordedStep(ABC):
 
     @abstractmethod
     def record_backward(self, loss: Tensor, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Compute and record the backward pass, or note a failure; yield as `autograd.backward`."""
+        """Compute and record the backward pass, in pieces that end at the parameters of `pauses`.
+
+        Yields as `autograd.backward`; notes a failure.
+        """
 
     @abstractmethod
     def computed(self, tensor: Tensor) -> bool:

@@ -77,14 +77,9 @@ def measure(trainer: Trainer, steps: int, warm_up: int) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "phases": phases,
-        "parameters": hash_of(trainer.parameters()),
+        "parameters": hashlib.sha256(trainer.parameters()).hexdigest()[:16],
         "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
     }
-
-
-def hash_of(content: bytes) -> str:
-    """A short digest, to compare contents."""
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def synthetic_batch(size: int, rank: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:

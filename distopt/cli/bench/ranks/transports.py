@@ -75,7 +75,6 @@ class Distopt(Transport):
         self.about = f"distopt, {backend} communicator"
 
     def call(self, buffers: str, count: int, capacity: int, dtype: str) -> Call:
-        """Reduce a piece of wire memory, or an ordinary array, in place."""
         if buffers == "wire":
             # Wire memory is never freed, so one array serves all sizes.
             if dtype not in self._wire:
@@ -87,7 +86,6 @@ class Distopt(Transport):
         return Call(lambda: communicator.all_reduce(array, wire=dtype).wait(), array, array)
 
     def sync(self) -> None:
-        """Barrier."""
         self._communicator.barrier()
 
 
@@ -109,7 +107,6 @@ class Mpi(Transport):
         self.about = " ".join(match.groups() if match else text.split())
 
     def call(self, buffers: str, count: int, capacity: int, dtype: str) -> Call:
-        """Reduce in place, or from one array into another."""
         if "16" in dtype:
             raise TypeError(f"MPI has no {dtype}")
         array = np.empty(count, dtype)
@@ -120,7 +117,6 @@ class Mpi(Transport):
         return Call(lambda: comm.Allreduce(array, result), array, result)
 
     def sync(self) -> None:
-        """Barrier."""
         self._comm.Barrier()
 
 
@@ -139,7 +135,6 @@ class Gloo(Transport):
         self.about = f"Gloo of torch {torch.__version__}"
 
     def call(self, buffers: str, count: int, capacity: int, dtype: str) -> Call:
-        """Reduce in place."""
         array = np.empty(count, _storage(dtype))
         tensor = self._torch.from_numpy(array)
         if dtype == "bfloat16":
@@ -148,7 +143,6 @@ class Gloo(Transport):
         return Call(lambda: all_reduce(tensor), array, array)
 
     def sync(self) -> None:
-        """Barrier."""
         self._distributed.barrier()
 
 
