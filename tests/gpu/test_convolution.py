@@ -17,7 +17,8 @@ import cupy  # noqa: E402
 
 from distopt.errors import MissingDependencyError, UsageError  # noqa: E402
 from distopt.nn import device  # noqa: E402
-from distopt.nn.kernels import gpu, gpu_cudnn, gpu_images, reference  # noqa: E402
+from distopt.nn.kernels import gpu, gpu_cudnn, gpu_images  # noqa: E402
+from tests import reference  # noqa: E402
 from tests.gpu.hosted import hosted, to_device  # noqa: E402
 from tests.unit import test_ops as on_cpu  # noqa: E402
 from tests.unit import test_ops_gradients as gradients  # noqa: E402

@@ -13,7 +13,8 @@ import cupy  # noqa: E402
 
 from distopt import autograd, device, tensor  # noqa: E402
 from distopt.errors import UsageError  # noqa: E402
-from distopt.nn.kernels import cpu, gpu, gpu_base, kernels_of, reference  # noqa: E402
+from distopt.nn.kernels import cpu, gpu, gpu_base, kernels_of  # noqa: E402
+from tests import reference  # noqa: E402
 from tests.gpu.hosted import hosted, to_device  # noqa: E402
 from tests.unit import test_ops as on_cpu  # noqa: E402
 from tests.unit import test_ops_gradients as gradients  # noqa: E402

@@ -1,4 +1,4 @@
-"""The kernels of ops.cpu against the plain ones of ops.reference, on every instruction set of this processor."""
+"""The kernels of `nn.kernels.cpu` against the slow ones of `tests.reference`, on every instruction set here."""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -8,7 +8,8 @@ import pytest
 
 from distopt import _core
 from distopt.errors import UsageError
-from distopt.nn.kernels import cpu, kernels_of, reference
+from distopt.nn.kernels import cpu, kernels_of
+from tests import reference
 
 TOLERANCE = {"float32": 2e-4, "float64": 1e-11}
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from distopt.nn.kernels import cpu, reference
+from distopt.nn.kernels import cpu
+from tests import reference
 
 STEP = 1e-6
 

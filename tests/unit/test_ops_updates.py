@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from distopt import _core
-from distopt.nn.kernels import cpu, reference
+from distopt.nn.kernels import cpu
+from tests import reference
 
 SETTINGS = {
     "sgd": [

@@ -2,7 +2,6 @@
 
 | module | arrays | role |
 | --- | --- | --- |
-| `reference` | NumPy | slow and simple; the reference for tests |
 | `cpu` | NumPy | native kernels of `_core` |
 | `gpu` | CuPy | native kernels of `_cuda`, and cuBLAS |
 

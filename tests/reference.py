@@ -1,9 +1,8 @@
-"""Slow and simple versions of the kernels of `cpu`: the reference for tests.
+"""Slow and simple versions of the kernels of `distopt.nn.kernels.cpu`: the oracle of its tests.
 
 Every function is the definition of the operation written with NumPy. Nothing is fused, chunked or reused, and nothing
 is shared with `cpu`, which documents each function.
 """
-# ruff: noqa: D103
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...errors import UsageError
+from distopt.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
