@@ -136,8 +136,8 @@ def torch_rank(args: argparse.Namespace) -> None:
         torch.manual_seed(0)
         layers = [nn.Conv2d(1, 20, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(20, 50, 5), nn.ReLU(), nn.MaxPool2d(2)]
         layers += [nn.Flatten(), nn.Linear(800, 500), nn.ReLU(), nn.Linear(500, 10)]
-        # Of several buckets, the hook of PowerSGD starts its second all-reduces in an order of chance, which Gloo does not
-        # survive. A cap given by hand makes one bucket of all.
+        # With several buckets Gloo aborts in the hook of PowerSGD (torch 2.13), probably because its second all-reduces
+        # start in another order on each rank. A cap given by hand makes one bucket of all.
         cap = 25 if "PowerSGD" in name else None
         net = nn.parallel.DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=cap)
         if "fp16" in name:
