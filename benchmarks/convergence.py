@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import train_cnn  # noqa: E402
 
 STEPS_PER_EPOCH = 468  # 60,000 images, 2 ranks, batch 64
-PARTITION = 100_000  # elements; the model falls into three partitions
+PARTITION = 100_000  # elements; the model falls into two partitions
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ shared memory, where bytes cost almost nothing, so steps per second show only th
 One test image is 0.01 points. Without error feedback, gradients that are not selected in a step are lost. Warm-up sends
 25 %, 6.25 %, 1.56 % and 0.39 % in the first four epochs; the bytes above include this. "Momentum correction" is the
 method of Deep Gradient Compression (arXiv 1712.01887) and replaces the optimizer's momentum. The partial update
-averages one of three partitions per step.
+averages one of two partitions per step.
 
 ![Test error per epoch](convergence.png)
 

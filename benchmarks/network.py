@@ -247,7 +247,7 @@ sudo python benchmarks/network.py --steps {args.steps}
 ```
 
 "Sent per step and rank" is what distopt counts; "through the interface" also includes TCP, IP and Ethernet
-headers and acknowledgements. The sparse codecs and PowerSGD use error feedback. The partial update averages one of three
+headers and acknowledgements. The sparse codecs and PowerSGD use error feedback. The partial update averages one of two
 partitions per step; the partitions differ in size.
 
 {sections}
