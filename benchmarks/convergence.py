@@ -97,7 +97,7 @@ def train(rank: int, world_size: int, ticket, name: str, args: argparse.Namespac
         sampler.set_epoch(epoch)
         start = time.perf_counter()
         for chosen in sampler:
-            random_shift(data.train_x[chosen], images.data, noise, 2)
+            random_shift(data.train_x[chosen], images.array, noise, 2)
             cnn(images, tensor.from_numpy(data.train_y[chosen]))
         seconds += time.perf_counter() - start
         sgd.synchronize()

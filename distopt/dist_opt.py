@@ -209,7 +209,7 @@ class DistOpt:
         """The parameters of a layout, each with the view of its bucket that is its gradient, as a tensor."""
         if layout not in self._pairs:
             self._pairs[layout] = [
-                (param, Tensor(data=grad, device=param.device, requires_grad=False))
+                (param, Tensor.of(grad, param.device, requires_grad=False))
                 for bucket in layout.buckets
                 for param, grad in zip(cast("tuple[Tensor, ...]", bucket.params), bucket.grads, strict=True)
             ]

@@ -72,16 +72,16 @@ class DistOpt(dist_opt.DistOpt):
 
     def update(self, param: Tensor, grad: Tensor) -> None:
         """Local. Divide `grad`, a sum over ranks, by the world size, then let the wrapped optimizer apply it."""
-        grad.data /= self.world_size
+        grad.array /= self.world_size
         self.opt.update(param, grad)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Collective. Sum `tensor` over the ranks, in place; valid after `wait`."""
-        self._pending.append(self.communicator.all_reduce(tensor.data))
+        self._pending.append(self.communicator.all_reduce(tensor.array))
 
     def all_reduce_half(self, tensor: Tensor) -> None:
         """Collective. As `all_reduce`, with 16-bit values on the wire."""
-        self._fusion.send([tensor.data], Fp16())
+        self._fusion.send([tensor.array], Fp16())
 
     def fused_all_reduce(self, tensors: Sequence[Tensor], send: bool = True) -> None:
         """Collective. Sum small tensors over the ranks as one message.
@@ -116,8 +116,8 @@ class DistOpt(dist_opt.DistOpt):
 
         `accumulation` has as many elements as all of them.
         """
-        residual = None if accumulation is None else accumulation.data.reshape(-1)
-        self._fusion.send([t.data for t in tensors], _sparse_codec(spars, topK, residual is not None), residual)
+        residual = None if accumulation is None else accumulation.array.reshape(-1)
+        self._fusion.send([t.array for t in tensors], _sparse_codec(spars, topK, residual is not None), residual)
 
     def wait(self) -> None:
         """Collective. Finish the sums that the methods above have started.
@@ -132,7 +132,7 @@ class DistOpt(dist_opt.DistOpt):
 
     def _fuse(self, tensors: Sequence[Tensor], codec: Codec, send: bool) -> None:
         for tensor in tensors:
-            self._fusion.stage(tensor.data, codec)
+            self._fusion.stage(tensor.array, codec)
         if send:
             self._fusion.send_staged()
 

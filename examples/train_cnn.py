@@ -68,8 +68,8 @@ def run(sgd, args) -> None:
             labels[:] = data.train_y[chosen]
             x, y = staging.send()
             out, loss = cnn(x, y, args.dist_option, args.spars)
-            sums[0] += loss.data[0]
-            sums[1] += (out.data.argmax(axis=1) == y.data).sum()
+            sums[0] += loss.array[0]
+            sums[1] += (out.array.argmax(axis=1) == y.array).sum()
         sums = device.host(sums)
         communicator.all_reduce(sums).wait()
         seconds = time.perf_counter() - start
@@ -95,7 +95,7 @@ def evaluate(cnn, data, rank: int, world_size: int, communicator, device, batch_
     for start in range(0, len(images), batch_size):
         out = cnn(tensor.from_numpy(normalize(images[start : start + batch_size]), device))
         truth = tensor.from_numpy(labels[start : start + batch_size], device)
-        correct += (out.data.argmax(axis=1) == truth.data).sum()
+        correct += (out.array.argmax(axis=1) == truth.array).sum()
     correct = device.host(correct)
     communicator.all_reduce(correct).wait()
     return correct[0] / len(data.test_x)

@@ -45,6 +45,8 @@ __all__ = [
 class Walk(Operation):
     """A custom backward pass, which takes the place of the operation behind a loss."""
 
+    needs = (True,)
+
     def pairs(self, dy: Tensor | None, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:
         """The pairs that `backward` yields."""
         raise NotImplementedError
@@ -86,7 +88,7 @@ def backward(
     elif dy.shape != loss.shape:
         raise UsageError(f"`dy` of shape {dy.shape} is no gradient of a tensor of shape {loss.shape}")
     else:
-        pending = {visits[0].op: dy.data.copy()}
+        pending = {visits[0].op: dy.array.copy()}
     del loss  # the traversal frees what is no longer needed
     for visit in visits:
         # A separate function, so that no array of a visited operation stays alive while the consumer runs.
@@ -186,7 +188,7 @@ def first_gradient(loss: Tensor, visits: Sequence[Visit]) -> dict[Operation, Arr
     """
     if loss.size() != 1:
         raise UsageError(f"the gradient of a tensor of shape {loss.shape} needs `dy`; a loss has one element")
-    return {visits[0].op: loss.device.xp.ones_like(loss.data)}
+    return {visits[0].op: loss.device.xp.ones_like(loss.array)}
 
 
 def visit_one(visit: Visit, pending: dict[Operation, Array]) -> list[tuple[Tensor, Tensor]]:
@@ -206,9 +208,9 @@ def visit_one(visit: Visit, pending: dict[Operation, Array]) -> list[tuple[Tenso
         into.append(_place(sink, more) if isinstance(sink, Tensor) else None)
     device = inputs[0].device
     if device.verbosity:
-        gradients = device.timed(f"{type(op).__name__} backward", op.backward, pending.pop(op), into)
+        gradients = device.timed(f"{type(op).__name__} backward", op.gradients, pending.pop(op), into)
     else:
-        gradients = op.backward(pending.pop(op), into)
+        gradients = op.gradients(pending.pop(op), into)
     op.saved = None
     for source, sink, more, place, gradient in zip(inputs, sinks, adds, into, gradients, strict=True):
         if sink is None:
@@ -219,7 +221,7 @@ def visit_one(visit: Visit, pending: dict[Operation, Array]) -> list[tuple[Tenso
             if place is not gradient:
                 noted(operator.setitem, place, ..., gradient)
             if more and sink.grad is not None:
-                noted(operator.iadd, sink.grad.data, place)
+                noted(operator.iadd, sink.grad.array, place)
         elif more:
             pending[sink] = noted(operator.iadd, pending[sink], gradient)
         else:
@@ -230,8 +232,8 @@ def visit_one(visit: Visit, pending: dict[Operation, Array]) -> list[tuple[Tenso
 def _place(param: Tensor, more: bool) -> Array:
     """Memory for a contribution to the gradient of `param`: its `grad` for the first, a scratch array for others."""
     if param.grad is None or more:
-        data = kernels_of(param.data).empty(param.shape, param.dtype)
+        data = kernels_of(param.array).empty(param.shape, param.dtype)
         if more:
             return data
-        param.grad = Tensor(data=data, device=param.device, requires_grad=False)
-    return param.grad.data
+        param.grad = Tensor.of(data, param.device, requires_grad=False)
+    return param.grad.array

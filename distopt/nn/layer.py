@@ -278,7 +278,7 @@ class BatchNorm2d(Layer):
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         assert self.channels is not None
         self._check_images(x, self.channels, self.scale)
-        running = self.running_mean.data, self.running_var.data
+        running = self.running_mean.array, self.running_var.array
         return self._run(operations.BatchNorm2d(*running, 1 - self.momentum, self.eps), x, self.scale, self.bias)
 
 

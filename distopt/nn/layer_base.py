@@ -133,13 +133,13 @@ class Layer:
         return x.shape[1] if given is None else given
 
     def _check_images(self, x: Tensor, channels: int, param: Tensor) -> None:
-        shape = x.data.shape
+        shape = x.array.shape
         if len(shape) != 4 or shape[1] != channels:
             raise UsageError(f"{self.label} expects images [N, {channels}, H, W], got {list(shape)}")
         self._check_dtype(x, param)
 
     def _check_dtype(self, x: Tensor, param: Tensor) -> None:
-        if x.data.dtype != param.data.dtype:
+        if x.array.dtype != param.array.dtype:
             raise UsageError(f"{self.label} has parameters of {param.dtype}, got an input of {x.dtype}")
 
 

@@ -47,7 +47,7 @@ class _Weighted(Operation):
     def gradient_memory(self, into: Into) -> list[Array]:
         """Memory for the gradients of all inputs but the first; they need not all be parameters."""
         assert self.inputs is not None
-        empty = kernels_of(self.inputs[0].data).empty
+        empty = kernels_of(self.inputs[0].array).empty
         pairs = zip(self.inputs[1:], into[1:], strict=True)
         return [empty(w.shape, w.dtype) if place is None else place for w, place in pairs]
 
@@ -64,7 +64,7 @@ class Conv2d(_Weighted):
         y, self.saved = kernels_of(x).conv2d(x, w, b, self.stride, self.padding, self.relu)
         return y
 
-    def backward(self, dy: Array, into: Into) -> Gradients:
+    def gradients(self, dy: Array, into: Into) -> Gradients:
         dw, *db = self.gradient_memory(into)
         dx = kernels_of(dy).conv2d_backward(dy, self.saved, dw, db[0] if db else None, self.needs[0])
         return dx, dw, *db
@@ -89,7 +89,7 @@ class Conv2dMaxPool(_Weighted):
         y, self.saved = kernels_of(x).conv2d_max_pool(x, w, b, self.stride, self.padding, self.relu, *self.pool)
         return y
 
-    def backward(self, dy: Array, into: Into) -> Gradients:
+    def gradients(self, dy: Array, into: Into) -> Gradients:
         dw, *db = self.gradient_memory(into)
         dx = kernels_of(dy).conv2d_max_pool_backward(dy, self.saved, dw, db[0] if db else None, self.needs[0])
         return dx, dw, *db
@@ -107,7 +107,7 @@ class Linear(_Weighted):
         y, self.saved = kernels_of(x).linear(x, w, b, self.relu)
         return y
 
-    def backward(self, dy: Array, into: Into) -> Gradients:
+    def gradients(self, dy: Array, into: Into) -> Gradients:
         dw, *db = self.gradient_memory(into)
         dx = kernels_of(dy).linear_backward(dy, self.saved, dw, db[0] if db else None, self.needs[0])
         return dx, dw, *db
@@ -135,7 +135,7 @@ class BatchNorm2d(_Weighted):
         )
         return y
 
-    def backward(self, dy: Array, into: Into) -> Gradients:
+    def gradients(self, dy: Array, into: Into) -> Gradients:
         dgamma, dbeta = self.gradient_memory(into)
         return kernels_of(dy).batch_norm2d_backward(dy, self.saved, dgamma, dbeta), dgamma, dbeta
 
@@ -171,7 +171,7 @@ class DepthwiseConv2d(Operation):
         self.saved = wide, w
         return y
 
-    def backward(self, dy: Array, into: Into) -> Gradients:
+    def gradients(self, dy: Array, into: Into) -> Gradients:
         wide, w = self.saved
         xp = array_module(dy)
         dwide = xp.zeros_like(wide)
@@ -200,7 +200,7 @@ class MaxPool2d(_Pool2d):
         y, self.saved = kernels_of(x).max_pool2d(x, *self.window)
         return y
 
-    def backward(self, dy: Array, into: Into) -> Gradients:
+    def gradients(self, dy: Array, into: Into) -> Gradients:
         return (kernels_of(dy).max_pool2d_backward(dy, self.saved),)
 
 
@@ -213,7 +213,7 @@ class AvgPool2d(_Pool2d):
         y, self.saved = kernels_of(x).avg_pool2d(x, *self.window)
         return y
 
-    def backward(self, dy: Array, into: Into) -> Gradients:
+    def gradients(self, dy: Array, into: Into) -> Gradients:
         return (kernels_of(dy).avg_pool2d_backward(dy, self.saved),)
 
 
@@ -226,7 +226,7 @@ class ReLU(Operation):
         self.saved = kernels_of(x).relu(x)
         return self.saved
 
-    def backward(self, dy: Array, into: Into) -> Gradients:
+    def gradients(self, dy: Array, into: Into) -> Gradients:
         return (kernels_of(dy).relu_backward(dy, self.saved),)
 
 
@@ -239,7 +239,7 @@ class Sigmoid(Operation):
         self.saved = kernels_of(x).sigmoid(x)
         return self.saved
 
-    def backward(self, dy: Array, into: Into) -> Gradients:
+    def gradients(self, dy: Array, into: Into) -> Gradients:
         return (kernels_of(dy).sigmoid_backward(dy, self.saved),)
 
 
@@ -250,7 +250,7 @@ class SoftMax(Operation):
         self.saved = kernels_of(x).softmax(x.reshape(-1, x.shape[-1])).reshape(x.shape)
         return self.saved
 
-    def backward(self, dy: Array, into: Into) -> Gradients:
+    def gradients(self, dy: Array, into: Into) -> Gradients:
         y = self.saved
         dy *= y
         return (dy - y * dy.sum(axis=-1, keepdims=True),)
@@ -274,7 +274,7 @@ class Dropout(Operation):
         self.saved = kept * x.dtype.type(1 / (1 - self.ratio))
         return x * self.saved
 
-    def backward(self, dy: Array, into: Into) -> Gradients:
+    def gradients(self, dy: Array, into: Into) -> Gradients:
         dy *= self.saved
         return (dy,)
 
@@ -289,7 +289,7 @@ class Cat(Operation):
         self.saved = [*accumulate(part.shape[self.axis] for part in parts)][:-1]
         return array_module(parts[0]).concatenate(parts, self.axis)
 
-    def backward(self, dy: Array, into: Into) -> Gradients:
+    def gradients(self, dy: Array, into: Into) -> Gradients:
         parts = array_module(dy).split(dy, self.saved, self.axis)
         return [part.copy() if need else None for part, need in zip(parts, self.needs, strict=True)]
 
@@ -305,7 +305,7 @@ class ReduceSum(Operation):
         self.saved = x.shape, y.shape
         return y if self.keepdims else y.squeeze(self.axes)
 
-    def backward(self, dy: Array, into: Into) -> Gradients:
+    def gradients(self, dy: Array, into: Into) -> Gradients:
         x_shape, kept_shape = self.saved
         return (array_module(dy).broadcast_to(dy.reshape(kept_shape), x_shape).copy(),)
 
@@ -322,7 +322,7 @@ class SoftMaxCrossEntropy(Operation):
         loss, self.saved = kernels_of(logits).softmax_cross_entropy(logits, labels)
         return loss.reshape(1)
 
-    def backward(self, dy: Array, into: Into) -> Gradients:
+    def gradients(self, dy: Array, into: Into) -> Gradients:
         return kernels_of(dy).softmax_cross_entropy_backward(self.saved, dy), None
 
 
@@ -335,6 +335,6 @@ class MeanSquareError(Operation):
         self.saved = x - target
         return array_module(x).square(self.saved).mean().reshape(1)
 
-    def backward(self, dy: Array, into: Into) -> Gradients:
+    def gradients(self, dy: Array, into: Into) -> Gradients:
         dx = self.saved * (self.saved.dtype.type(2 / self.saved.size) * dy)
         return dx, -dx if self.needs[1] else None

@@ -125,7 +125,7 @@ class Optimizer(ABC):
         if param.shape != grad.shape:
             raise UsageError(f"a gradient of shape {grad.shape} is none of {param.name} of shape {param.shape}")
         slots = self._slots.get(param)
-        self._apply(param.data, grad.data, self._claim(param) if slots is None else slots)
+        self._apply(param.array, grad.array, self._claim(param) if slots is None else slots)
 
     def step(self) -> None:
         """Local. Count a finished step and set the learning rate of the next one."""
@@ -218,7 +218,7 @@ class Optimizer(ABC):
 
     def _new_slots(self, param: Tensor) -> dict[str, Array]:
         zeros = param.device.xp.zeros_like
-        return {slot: np.zeros((), np.int64) if slot == "step" else zeros(param.data) for slot in self.slots}
+        return {slot: np.zeros((), np.int64) if slot == "step" else zeros(param.array) for slot in self.slots}
 
     @abstractmethod
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:

@@ -33,7 +33,7 @@ class _Slot:
         self.tensors = [Tensor(shape, device, dtype) for shape, dtype in arrays]
         self.host: list[NDArray[Any]] = []
         for tensor in self.tensors:
-            memory = cuda.alloc_pinned_memory(max(tensor.data.nbytes, 1))
+            memory = cuda.alloc_pinned_memory(max(tensor.array.nbytes, 1))
             self.host.append(np.frombuffer(memory, tensor.dtype, tensor.size()).reshape(tensor.shape))
         self.copied, self.used = cuda.Event(disable_timing=True), cuda.Event(disable_timing=True)
 
@@ -67,7 +67,7 @@ class Staging:
     def fill(self) -> list[NDArray[Any]]:
         """Local. The arrays to write the next batch into; their contents are undefined."""
         if not self._slots:
-            return [tensor.data for tensor in self._tensors]
+            return [tensor.array for tensor in self._tensors]
         self._slots[0].copied.synchronize()  # returns at once if nothing was sent from this slot yet
         return self._slots[0].host
 
@@ -80,7 +80,7 @@ class Staging:
         before.used.record(current)  # everything that uses the previous batch is on the stream by now
         self._stream.wait_event(slot.used)
         for tensor, array in zip(slot.tensors, slot.host, strict=True):
-            tensor.data.set(array, self._stream)
+            tensor.array.set(array, self._stream)
         slot.copied.record(self._stream)
         current.wait_event(slot.copied)
         self._slots.reverse()

@@ -26,7 +26,7 @@ def check_same_model(communicator: Communicator, params: Sequence[Parameter]) ->
     Raises:
         MismatchError: they differ; the message names the rank and the first difference.
     """
-    mine = [[str(p.name), list(p.data.shape), p.data.dtype.name] for p in params]
+    mine = [[str(p.name), list(p.array.shape), p.array.dtype.name] for p in params]
     described = [json.loads(text) for text in communicator.all_gather_bytes(json.dumps(mine).encode())]
     for rank, theirs in enumerate(described):
         if theirs == described[0]:
@@ -47,7 +47,7 @@ def check_same_values(communicator: Communicator, params: Sequence[Parameter]) -
     """
     digest = hashlib.sha256()
     for param in params:
-        digest.update(np.ascontiguousarray(kernels_of(param.data).to_host(param.data)).data)
+        digest.update(np.ascontiguousarray(kernels_of(param.array).to_host(param.array)).data)
     digests = communicator.all_gather_bytes(digest.digest())
     differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if differing:

@@ -32,11 +32,11 @@ class Parameter(Protocol):
 
     Attributes:
         name: unique in its model.
-        data: its values, an array of NumPy or CuPy, contiguous.
+        array: its values, of NumPy or CuPy, contiguous.
     """
 
     name: str | None
-    data: Array
+    array: Array
 
 
 class Bucket:
@@ -69,14 +69,14 @@ class Bucket:
         self._check_finite = check_finite
         self._reducers: dict[str, Reducer] = {}
         self._unclaimed: State = {}  # loaded states of reducers that do not exist yet
-        first = params[0].data
+        first = params[0].array
         unit = ALIGNMENT_BYTES // first.itemsize
         self._parts: list[Part] = []
         end = 0
         for param, name in zip(params, names, strict=True):
             offset = -(-end // unit) * unit
-            self._parts.append(Part(name, offset, param.data.shape))
-            end = offset + param.data.size
+            self._parts.append(Part(name, offset, param.array.shape))
+            end = offset + param.array.size
         self.flat: Array = communicator.empty(end, first.dtype.name, xp=array_module(first))
         self.flat.fill(0)
         self.grads = [self.flat[p.offset : p.offset + p.size].reshape(p.shape) for p in self._parts]
@@ -114,14 +114,14 @@ class Bucket:
         """Collective. Replace the parameters by their means over the ranks."""
         # The gradients in the bucket have been used; their place in wire memory carries the parameters.
         for param, grad in zip(self.params, self.grads, strict=True):
-            grad[...] = param.data
+            grad[...] = param.array
         began = perf_counter()
         self._communicator.all_reduce(self.flat, "mean", label=self.label).wait()
         cost = Statistics(reductions=1, wire_bytes=self._dense_bytes, comm_seconds=perf_counter() - began)
         total = self.statistics.setdefault(PARAMETERS, Statistics())
         total += cost
         for param, grad in zip(self.params, self.grads, strict=True):
-            param.data[...] = grad
+            param.array[...] = grad
 
     @property
     def _dense_bytes(self) -> int:

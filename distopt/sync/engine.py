@@ -98,7 +98,7 @@ class Engine:
             MismatchError: names, shapes or types differ; the message names the ranks and the first difference.
         """
         check_same_model(self.communicator, params)
-        works = [self.communicator.broadcast(p.data, label=str(p.name)) for p in params]
+        works = [self.communicator.broadcast(p.array, label=str(p.name)) for p in params]
         for work in works:
             work.wait()
         self._attached = {id(p) for p in params}

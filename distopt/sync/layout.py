@@ -43,14 +43,14 @@ def plan(params: Sequence[Parameter], bucket_elements: int, first_elements: int 
     elements = 0
     limit = bucket_elements if first_elements is None else min(first_elements, bucket_elements)
     for param in params:
-        if param.data.size > bucket_elements:
+        if param.array.size > bucket_elements:
             groups.append([param])
             continue
-        if fused and fused[0].data.dtype != param.data.dtype:
+        if fused and fused[0].array.dtype != param.array.dtype:
             groups.append(fused)
             fused, elements = [], 0
         fused.append(param)
-        elements += param.data.size
+        elements += param.array.size
         if elements > limit:
             groups.append(fused)
             fused, elements, limit = [], 0, bucket_elements
@@ -95,7 +95,7 @@ class Layout:
             small_first: whether the first bucket is one of `FIRST_BUCKET_BYTES`.
             check_finite: whether NaN and infinity are looked for.
         """
-        first = FIRST_BUCKET_BYTES // order[0].data.itemsize if small_first and order else None
+        first = FIRST_BUCKET_BYTES // order[0].array.itemsize if small_first and order else None
         groups = plan(order, bucket_elements, first)
         self._names = unique_names(order)
         self.buckets = [

@@ -39,7 +39,7 @@ worlds = pytest.mark.parametrize(("world_size", "cls"), WORLDS, ids=lambda v: ge
 @dataclass(eq=False)
 class Parameter:
     name: str | None
-    data: np.ndarray
+    array: np.ndarray
 
 
 class NoSlots:
@@ -240,12 +240,12 @@ def test_partial_updates_average_one_partition_after_the_other():
             own_grads = own.means(step)
             assert same_bits(own_grads, gradients(own.rank, number)), "they stay as they are"
             for param, grad in zip(own.params, own_grads, strict=True):
-                param.data -= grad
+                param.array -= grad
             own.engine.average_partition(step.layout)
-            averaged.append([param.data.copy() for param in own.params])
-        drifted = [param.data.copy() for param in own.params]
+            averaged.append([param.array.copy() for param in own.params])
+        drifted = [param.array.copy() for param in own.params]
         own.engine.synchronize()
-        synchronized = [param.data.copy() for param in own.params]
+        synchronized = [param.array.copy() for param in own.params]
         own.run(Fp32(), gradients(own.rank))
         return averaged, drifted, synchronized, slots.states
 
@@ -276,9 +276,9 @@ def test_ranks_that_drifted_are_made_equal_whatever_losses_came_before():
         step.finish()
         own.engine.begin_partial(SMALL, lambda: own.params)
         for param in own.params:  # and an exception comes before average_partition
-            param.data += own.rank
+            param.array += own.rank
         own.engine.synchronize()
-        return [param.data for param in own.params]
+        return [param.array for param in own.params]
 
     for params in on_ranks(2, body):
         assert all(np.all(param == 1.5) for param in params)
@@ -313,7 +313,7 @@ def test_ranks_with_other_numbers_of_batches_end_with_the_same_parameters(codec,
         def update(layout):
             for bucket in layout.buckets:
                 for param, grad in zip(bucket.params, bucket.grads, strict=True):
-                    param.data -= F32(0.1) * grad
+                    param.array -= F32(0.1) * grad
 
         with own.engine.join(update):
             for number in range(batches[own.rank]):
@@ -322,7 +322,7 @@ def test_ranks_with_other_numbers_of_batches_end_with_the_same_parameters(codec,
                 assert step.finish() is None
                 update(step.layout)
         assert own.engine.steps == max(batches)
-        return [param.data for param in own.params]
+        return [param.array for param in own.params]
 
     ranks = on_ranks(len(batches), body)
     assert all(same_bits(rank, ranks[0]) for rank in ranks)
@@ -407,7 +407,7 @@ def test_ranks_that_start_from_other_parameters_are_told_or_made_equal():
             own.begin(Fp32())
         own = Rank(comm, spread=1)
         own.engine.attach(own.params)
-        assert all((param.data == 1).all() for param in own.params)
+        assert all((param.array == 1).all() for param in own.params)
         own.begin(Fp32())
 
     on_ranks(3, body)
@@ -452,7 +452,7 @@ def test_plan():
     params = [Parameter(str(n), np.empty(n, F32)) for n in (5, 50, 3, 400, 3, 3)]
 
     def sizes(*limits):
-        return [[param.data.size for param in group] for group in plan(params, *limits)]
+        return [[param.array.size for param in group] for group in plan(params, *limits)]
 
     assert sizes(54) == [[5, 50], [400], [3, 3, 3]]
     assert sizes(1000) == [[5, 50, 3, 400, 3, 3]]

@@ -175,7 +175,7 @@ def test_a_label_that_is_no_class_is_found_when_the_loss_is_read(label, monkeypa
         loss = autograd.softmax_cross_entropy(logits, tensor.from_numpy(np.array(labels), gpu_device))
         ((_, grad),) = autograd.backward(loss)
         if message:
-            assert np.isnan(grad.data.get()[2]).all(), "nothing may be learnt from it"
+            assert np.isnan(grad.array.get()[2]).all(), "nothing may be learnt from it"
             with pytest.raises(UsageError, match=message):
                 loss.item()
         assert np.isnan(loss.item()) == bool(message), "it is told once"

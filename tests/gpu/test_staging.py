@@ -22,7 +22,7 @@ def test_batches_arrive_while_the_host_runs_ahead():
         images[...] = np.arange(165).reshape(33, 5) + step
         labels[...] = np.arange(33) * step
         x, y = staging.send()
-        results.append((gpu.relu(x.data), y.data + 0))
+        results.append((gpu.relu(x.array), y.array + 0))
     for step, (x, y) in enumerate(results):
         np.testing.assert_array_equal(x.get(), np.arange(165).reshape(33, 5) + step)
         np.testing.assert_array_equal(y.get(), np.arange(33) * step)
@@ -36,7 +36,7 @@ def test_a_batch_stays_while_the_device_computes_on_it():
         (array,) = staging.fill()
         array[...] = step
         (x,) = staging.send()
-        y = x.data
+        y = x.array
         for _ in range(20):
             y = gpu.relu(y)
         results.append(y)
@@ -48,4 +48,4 @@ def test_on_the_cpu_the_arrays_are_the_tensors():
     (array,) = staging.fill()
     array[...] = 7
     (x,) = staging.send()
-    assert x.data is array
+    assert x.array is array

@@ -19,7 +19,7 @@ class WithDropout(Net):
 class ReadsForward(Net):
     def train_one_batch(self, x, y):
         out = self.forward(x)
-        loss = self.loss(out, y) * (1.0 if out.data.sum() > 1e9 else 0.5)
+        loss = self.loss(out, y) * (1.0 if out.array.sum() > 1e9 else 0.5)
         self.step(loss)
         return out, loss
 
@@ -39,7 +39,7 @@ class ReducesForward(Net):
     def forward(self, x):
         total = x.clone()
         if self.training:
-            self.optimizer.communicator.all_reduce(total.data).wait()
+            self.optimizer.communicator.all_reduce(total.array).wait()
         return super().forward(x)
 
 
@@ -58,7 +58,7 @@ class _ReadsBackward(autograd.Operation):
     def forward(self, x):
         return x * x.dtype.type(2)
 
-    def backward(self, dy, into):
+    def gradients(self, dy, into):
         return (dy * dy.dtype.type(2 if float(dy.sum()) > -1e9 else 3),)
 
 

@@ -199,7 +199,7 @@ def memory_goes(optimizer) -> dict[str, np.ndarray]:
         net(*batch(n, own))
     (kind,) = net._graphs._kinds.values()
     if own.device.kind == "cpu":
-        runs = [weakref.ref(out.data) for _, _, out in kind.step._ran]
+        runs = [weakref.ref(out.array) for _, _, out in kind.step._ran]
     else:
         runs = [weakref.ref(run) for run in kind.step.recorder.memory]
     assert len(runs) >= 5
@@ -221,7 +221,7 @@ def wrong_label(optimizer) -> dict[str, np.ndarray]:
         for n in range(BEFORE + 4):
             x, y = batch(n, own)
             if n == BEFORE + 1:
-                y.data[2] = CLASSES + own.global_rank
+                y.array[2] = CLASSES + own.global_rank
                 with pytest.raises((UsageError, GradientError), match=f"label {CLASSES + own.global_rank} of sample 2"):
                     net(x, y)
             else:
@@ -267,7 +267,7 @@ def skipped(optimizer) -> dict[str, np.ndarray]:
         for n in range(BEFORE + 4):
             x, y = batch(n, own)
             if n in (1, BEFORE, BEFORE + 2) and own.global_rank == 0:
-                x.data[2] = np.nan
+                x.array[2] = np.nan
             values.append(net(x, y)[1].item())
         assert own.stats().skipped == 3
         return np.nan_to_num(values)

@@ -33,12 +33,12 @@ def by_hand(optimizer) -> dict[str, np.ndarray]:
             face.fused_all_reduce_half(tensors[2:], send=True)
             face.wait()
             for i, (t, expected) in enumerate(zip(tensors, sums, strict=True)):
-                np.testing.assert_allclose(t.data, expected, atol=1e-6 if i == 0 else 2e-2, err_msg=f"{turn} {i}")
+                np.testing.assert_allclose(t.array, expected, atol=1e-6 if i == 0 else 2e-2, err_msg=f"{turn} {i}")
             tensors = [tensor.from_numpy(array) for array in own]
             face.fused_all_reduce(tensors, send=True)
             face.wait()
             for t, expected in zip(tensors, sums, strict=True):
-                np.testing.assert_allclose(t.data, expected, rtol=1e-5, atol=1e-6)
+                np.testing.assert_allclose(t.array, expected, rtol=1e-5, atol=1e-6)
 
     sent = np.zeros(70)
     residual = tensor.Tensor((70,))
@@ -46,11 +46,11 @@ def by_hand(optimizer) -> dict[str, np.ndarray]:
         t = tensor.from_numpy(own[2])
         optimizer.sparsification(t, residual, 0.03 * (step + 1), topK=True)
         optimizer.wait()
-        assert 0 < np.count_nonzero(t.data) <= 9 * world_size
-        sent += t.data
+        assert 0 < np.count_nonzero(t.array) <= 9 * world_size
+        sent += t.array
     optimizer.all_reduce(residual)
     optimizer.wait()
-    np.testing.assert_allclose(sent + residual.data, 4 * sums[2], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(sent + residual.array, 4 * sums[2], rtol=1e-4, atol=1e-5)
 
     with pytest.raises(StateError, match=r"shape \(1,\), not float32 of shape \(70,\)"):
         optimizer.sparsification(tensor.from_numpy(own[2]), tensor.Tensor((1,)), topK=True)
@@ -61,14 +61,14 @@ def by_hand(optimizer) -> dict[str, np.ndarray]:
     optimizer.wait()
     kept = [np.sum([np.where(np.abs(a[i]) >= 1.4, a[i], 0) for a in all_own], axis=0) for i in (1, 2)]
     for t, expected in zip(pair, kept, strict=True):
-        np.testing.assert_allclose(t.data, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(t.array, expected, rtol=1e-5, atol=1e-6)
     flat = np.concatenate([own[1], own[2]])
-    np.testing.assert_array_equal(residual.data, np.where(np.abs(flat) < 1.4, flat, 0))
+    np.testing.assert_array_equal(residual.array, np.where(np.abs(flat) < 1.4, flat, 0))
 
     one = tensor.from_numpy(own[2])
     optimizer.sparsification(one, None, 1.4)
     optimizer.wait()
-    np.testing.assert_allclose(one.data, kept[1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(one.array, kept[1], rtol=1e-5, atol=1e-6)
     bad = tensor.from_numpy(np.full(5, np.nan if rank else 1.0, np.float32))
     optimizer.fused_all_reduce([bad])
     with pytest.raises(GradientError, match="on rank 1"):

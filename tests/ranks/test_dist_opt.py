@@ -53,7 +53,7 @@ def train(optimizer, part: slice, size: int, step=lambda optimizer, loss: optimi
         x, y = batch(number, size)
         net(tensor.from_numpy(x[part]), tensor.from_numpy(y[part]), step)
         params = net.get_params()
-        history.append(np.concatenate([params[name].data.reshape(-1) for name in sorted(params)]))
+        history.append(np.concatenate([params[name].array.reshape(-1) for name in sorted(params)]))
     return np.stack(history)
 
 

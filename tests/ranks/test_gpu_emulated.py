@@ -82,7 +82,7 @@ def wrong_label(optimizer) -> dict[str, np.ndarray]:
     net = small_net.build(optimizer)
     before = parameters(net)
     x, y = small_net.batch(0, optimizer.global_rank, optimizer.device)
-    y.data[3] = 77 if optimizer.global_rank == 1 else 0
+    y.array[3] = 77 if optimizer.global_rank == 1 else 0
     kind, message = (
         (UsageError, "label 77 of sample 3 is outside") if optimizer.global_rank else (GradientError, "rank 1")
     )

@@ -24,8 +24,8 @@ class _Doubled(operations.ReLU):
     def forward(self, x):
         return super().forward(x) * x.dtype.type(2)
 
-    def backward(self, dy, into):
-        return (super().backward(dy, into)[0] * dy.dtype.type(2),)
+    def gradients(self, dy, into):
+        return (super().gradients(dy, into)[0] * dy.dtype.type(2),)
 
 
 class WithASubclass(Net):
@@ -55,7 +55,7 @@ class OtherSettings(Net):
 
 class FromItsArguments(Net):
     def forward(self, x):
-        return super().forward(autograd.relu(tensor.Tensor(data=x.data * np.float32(2), device=x.device)))
+        return super().forward(autograd.relu(tensor.Tensor.of(x.array * np.float32(2), x.device)))
 
 
 class FromBefore(Net):
@@ -81,7 +81,7 @@ class InPlace(Net):
 class BackwardInside(Net):
     def forward(self, x):
         if self.training:
-            for _ in autograd.backward(self.loss(super().forward(x), tensor.from_numpy(np.zeros(len(x.data), int)))):
+            for _ in autograd.backward(self.loss(super().forward(x), tensor.from_numpy(np.zeros(len(x.array), int)))):
                 pass
         return super().forward(x)
 

@@ -34,7 +34,7 @@ def poisoned(optimizer, net: Net, number: int, strategy, bad: float) -> None:
         def spoiled(loss, **options):
             for param, grad in backward(loss, **options):
                 if param.name == "linear1.b" and optimizer.global_rank == optimizer.world_size - 1:
-                    grad.data[7] = bad
+                    grad.array[7] = bad
                 yield param, grad
 
         autograd.backward = spoiled
@@ -138,7 +138,7 @@ def another_loss(optimizer) -> dict[str, np.ndarray]:
 
     def without_linear1(inputs):
         hidden = frozen(inputs)
-        return tensor.from_numpy(hidden.data)  # cut off from the graph
+        return tensor.from_numpy(hidden.array)  # cut off from the graph
 
     with pytest.raises(UsageError, match=r"did not reach 1 of \d parameters|did not reach 2 of 2 parameters"):
         net(x, y, lambda _: optimizer(net.loss(net.linear2(without_linear1(x)), y)))
@@ -201,7 +201,7 @@ def test_a_nan_ends_the_job_with_its_name():
 # -- types and sizes --------------------------------------------------------------------------------------------------
 def test_float64_parameters_train_in_float64_and_lossy_codecs_refuse_them(alone):
     x, y = batch(0, 0)
-    wide = tensor.Tensor(data=x.data.astype(np.float64))
+    wide = tensor.Tensor.of(x.array.astype(np.float64))
     optimizer = alone()
     device.get_default_device().SetRandSeed(3)
     net = Net()

@@ -33,7 +33,7 @@ def new_net(optimizer) -> Net:
 
 def flat(net: Net) -> np.ndarray:
     params = net.get_params()
-    return np.concatenate([params[name].data.reshape(-1) for name in sorted(params)])
+    return np.concatenate([params[name].array.reshape(-1) for name in sorted(params)])
 
 
 def reduce_with(codec, optimizer, loss) -> None:

@@ -181,7 +181,7 @@ def resumed(optimizer) -> dict[str, np.ndarray]:
             other = net if target is whole else build(fresh)
             target.set_states(states)
             for key, value in weights.items():
-                other.get_params()[key].data[...] = value
+                other.get_params()[key].array[...] = value
             np.testing.assert_array_equal(parameters(other), saved)
             assert target.get_states().keys() == states.keys()
             train(target, other, range(3, 6), strategy)

@@ -22,7 +22,7 @@ def parameter(name, shape, seed=0, dtype=np.float64):
     rng = np.random.default_rng([seed, *shape])
     # Distinct values at least 0.01 apart and off zero: no maximum or ReLU flips within a difference step.
     values = (rng.permutation(int(np.prod(shape))) - np.prod(shape) / 2 + 0.3) * 0.037
-    return Tensor(data=values.reshape(shape).astype(dtype), stores_grad=True, name=name)
+    return Tensor(data=values.reshape(shape), dtype=dtype, stores_grad=True, name=name)
 
 
 def conv(relu=False, stride=(1, 1), padding=(0, 0)):
@@ -37,8 +37,8 @@ def batch_norm(x, gamma, beta):
     return operations.BatchNorm2d(np.zeros(3), np.ones(3), 0.1, 1e-5)(x, gamma, beta)
 
 
-LABELS = Tensor(data=np.array([2, 0, 1, 2]))
-ONE_HOT = Tensor(data=np.eye(3)[[2, 0, 1, 2]])
+LABELS = Tensor.of(np.array([2, 0, 1, 2]))
+ONE_HOT = Tensor.of(np.eye(3)[[2, 0, 1, 2]])
 
 CASES = {
     "add": (lambda a, b: a + b, (3, 4), (3, 4)),
@@ -88,12 +88,12 @@ CASES = {
 
 def loss_of(function, inputs):
     y = function(*inputs)
-    weight = Tensor(data=np.cos(np.arange(y.size(), dtype=np.float64)).reshape(y.shape) + 1.5)
+    weight = Tensor.of(np.cos(np.arange(y.size(), dtype=np.float64)).reshape(y.shape) + 1.5)
     return autograd.reduce_sum(y * weight)
 
 
 def central_difference(function, inputs, which, step=1e-6):
-    data = inputs[which].data.reshape(-1)
+    data = inputs[which].array.reshape(-1)
     gradient = np.empty(data.size)
     for i in range(data.size):
         kept = data[i]
@@ -115,7 +115,7 @@ def test_gradient_equals_central_difference(case):
         assert set(got) == set(inputs)
         for i, param in enumerate(inputs):
             expected = central_difference(function, inputs, i)
-            np.testing.assert_allclose(got[param].data, expected, rtol=1e-6, atol=1e-7)
+            np.testing.assert_allclose(got[param].array, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -125,19 +125,19 @@ def test_inputs_of_a_graph_get_the_same_gradient_as_parameters(case):
     direct = {p.name: g.to_numpy() for p, g in autograd.backward(loss_of(function, inputs))}
     through = dict(autograd.backward(loss_of(function, [p * 1.0 for p in inputs])))
     for param in inputs:
-        np.testing.assert_allclose(through[param].data, direct[param.name], rtol=1e-12)
+        np.testing.assert_allclose(through[param].array, direct[param.name], rtol=1e-12)
 
 
 def test_dropout_scales_what_it_keeps_and_passes_its_gradient():
     x = parameter("x", (50, 40))
     y = autograd.dropout(x, 0.25)
-    kept = y.data != 0
+    kept = y.array != 0
     assert 0.7 < kept.mean() < 0.8
-    np.testing.assert_allclose(y.data[kept], x.data[kept] / 0.75)
+    np.testing.assert_allclose(y.array[kept], x.array[kept] / 0.75)
     ((_, gradient),) = autograd.backward(autograd.reduce_sum(y))
-    np.testing.assert_allclose(gradient.data, kept / 0.75)
+    np.testing.assert_allclose(gradient.array, kept / 0.75)
     autograd.training = False
-    np.testing.assert_array_equal(autograd.dropout(x, 0.25).data, x.data)
+    np.testing.assert_array_equal(autograd.dropout(x, 0.25).data, x.array)
 
 
 def test_branches_whose_kernels_overwrite_their_gradient_do_not_meet():
@@ -148,12 +148,12 @@ def test_branches_whose_kernels_overwrite_their_gradient_do_not_meet():
     def function(x, w0, w1, b):
         return operations.Linear(relu=True)(x, w0, b) + operations.Linear(relu=True)(x, w1, b) + x
 
-    w[1].data[...] = -w[0].data  # where one branch is off, the other is on
-    b.data[...] = 1e-3
+    w[1].array[...] = -w[0].array  # where one branch is off, the other is on
+    b.array[...] = 1e-3
     inputs = [x, *w, b]
     got = dict(autograd.backward(loss_of(function, inputs)))
     for i, param in enumerate(inputs):
-        np.testing.assert_allclose(got[param].data, central_difference(function, inputs, i), rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(got[param].array, central_difference(function, inputs, i), rtol=1e-6, atol=1e-7)
 
 
 def chain(params, x):
@@ -165,16 +165,16 @@ def chain(params, x):
 def test_pairs_come_in_order_of_readiness_and_before_the_pass_ends(monkeypatch):
     params = [parameter(f"w{i}", (3, 3), seed=i) for i in range(4)]
     visited = []
-    backward = MatMul.backward
+    gradients = MatMul.gradients
 
     def counted(self, dy, into):
         visited.append(self)
-        return backward(self, dy, into)
+        return gradients(self, dy, into)
 
-    monkeypatch.setattr(MatMul, "backward", counted)
+    monkeypatch.setattr(MatMul, "gradients", counted)
     for _ in range(2):
         visited.clear()
-        loss = chain(params, Tensor(data=np.ones((2, 3))))
+        loss = chain(params, Tensor.of(np.ones((2, 3))))
         assert [p.name for p in autograd.gradient_order(loss)] == ["w3", "w2", "w1", "w0"]
         assert not visited
         for count, (param, _) in enumerate(autograd.backward(loss)):
@@ -184,7 +184,7 @@ def test_pairs_come_in_order_of_readiness_and_before_the_pass_ends(monkeypatch):
 
 def test_shared_parameter_is_yielded_once_after_its_last_contribution():
     shared, other = parameter("shared", (3, 3)), parameter("other", (3, 3), seed=1)
-    x = Tensor(data=np.ones((2, 3)))
+    x = Tensor.of(np.ones((2, 3)))
 
     def function(shared, other):
         return autograd.sigmoid(autograd.sigmoid(x @ shared) @ other) @ shared
@@ -194,7 +194,7 @@ def test_shared_parameter_is_yielded_once_after_its_last_contribution():
         assert autograd.gradient_order(loss) == [other, shared]
         pairs = list(autograd.backward(loss))
         assert [p for p, _ in pairs] == [other, shared]
-        np.testing.assert_allclose(shared.grad.data, central_difference(function, [shared, other], 0), rtol=1e-6)
+        np.testing.assert_allclose(shared.grad.array, central_difference(function, [shared, other], 0), rtol=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -207,7 +207,7 @@ def test_gradients_land_in_the_memory_they_are_given(case):
     views = []
     for param in inputs:
         view = bucket[start : start + param.size()].reshape(param.shape)
-        param.grad = Tensor(data=view)
+        param.grad = Tensor.of(view)
         views.append(param.grad)
         start += param.size()
     for _ in range(2):
@@ -215,35 +215,35 @@ def test_gradients_land_in_the_memory_they_are_given(case):
         for param, gradient in pairs:
             assert gradient is param.grad
             assert gradient in views
-            assert np.shares_memory(gradient.data, bucket)
-            np.testing.assert_array_equal(gradient.data, expected[param.name])
+            assert np.shares_memory(gradient.array, bucket)
+            np.testing.assert_array_equal(gradient.array, expected[param.name])
 
 
 def test_parameter_gradients_of_layers_are_written_without_a_copy(monkeypatch):
     w, b = parameter("w", (3, 5)), parameter("b", (5,))
     seen = []
-    backward = operations.Linear.backward
+    gradients = operations.Linear.gradients
     monkeypatch.setattr(
-        operations.Linear, "backward", lambda self, dy, into: seen.append(backward(self, dy, into)) or seen[-1]
+        operations.Linear, "gradients", lambda self, dy, into: seen.append(gradients(self, dy, into)) or seen[-1]
     )
-    list(autograd.backward(autograd.reduce_sum(operations.Linear()(Tensor(data=np.ones((2, 3))), w, b))))
-    assert seen[0][1] is w.grad.data
-    assert seen[0][2] is b.grad.data
+    list(autograd.backward(autograd.reduce_sum(operations.Linear()(Tensor.of(np.ones((2, 3))), w, b))))
+    assert seen[0][1] is w.grad.array
+    assert seen[0][2] is b.grad.array
 
 
 def test_parameters_may_change_as_soon_as_they_are_yielded():
     params = [parameter(f"w{i}", (3, 3), seed=i) for i in range(4)]
-    x = Tensor(data=np.linspace(-1, 1, 6).reshape(2, 3))
+    x = Tensor.of(np.linspace(-1, 1, 6).reshape(2, 3))
     expected = {p.name: g.to_numpy() for p, g in autograd.backward(chain(params + params, x))}
     for param, gradient in autograd.backward(chain(params + params, x)):
-        np.testing.assert_array_equal(gradient.data, expected[param.name])
-        param.data.fill(np.nan)
+        np.testing.assert_array_equal(gradient.array, expected[param.name])
+        param.array.fill(np.nan)
 
 
 def test_layers_allow_updates_within_the_loop():
     def build():
         net = [layer.Conv2d(4, 3, activation="RELU"), layer.BatchNorm2d(), layer.Flatten(), layer.Linear(3)]
-        x = Tensor(data=np.random.default_rng(0).standard_normal((2, 2, 5, 5)))
+        x = Tensor.of(np.random.default_rng(0).standard_normal((2, 2, 5, 5)))
         x.device.SetRandSeed(1)
         for item in net:
             x = item(x)
@@ -251,8 +251,8 @@ def test_layers_allow_updates_within_the_loop():
 
     expected = [g.to_numpy() for _, g in autograd.backward(build())]
     for (param, gradient), value in zip(autograd.backward(build()), expected, strict=True):
-        np.testing.assert_array_equal(gradient.data, value)
-        param.data.fill(np.nan)
+        np.testing.assert_array_equal(gradient.array, value)
+        param.array.fill(np.nan)
 
 
 def test_the_graph_is_released_while_it_is_walked():
@@ -264,11 +264,11 @@ def test_the_graph_is_released_while_it_is_walked():
             alive.append(weakref.ref(self.saved))
             return x + 0.0
 
-        def backward(self, dy, into):
+        def gradients(self, dy, into):
             return (dy,)
 
     params = [parameter(f"w{i}", (2, 2), seed=i) for i in range(3)]
-    x = Tensor(data=np.ones((1, 2)))
+    x = Tensor.of(np.ones((1, 2)))
     for w in params:
         x = Watched()(x @ w)
     loss = autograd.reduce_sum(x)
@@ -287,20 +287,20 @@ def test_old_gradients_are_overwritten():
     w = parameter("w", (3,))
     for _ in range(3):
         list(autograd.backward(autograd.reduce_sum(w * 2)))
-        np.testing.assert_array_equal(w.grad.data, [2, 2, 2])
+        np.testing.assert_array_equal(w.grad.array, [2, 2, 2])
 
 
 def test_gradient_of_the_result_can_be_given():
     w = parameter("w", (3,))
-    dy = Tensor(data=np.array([1.0, 2.0, 3.0]))
+    dy = Tensor.of(np.array([1.0, 2.0, 3.0]))
     list(autograd.backward(w * 2 + w, dy))
-    np.testing.assert_array_equal(w.grad.data, [3, 6, 9])
-    np.testing.assert_array_equal(dy.data, [1, 2, 3])
-    y = operations.Linear(relu=True)(Tensor(data=np.eye(3)), parameter("v", (3, 3)))  # overwrites what it is given
-    assert 0 < (y.data == 0).sum() < 9
-    ones = Tensor(data=np.ones((3, 3)))
+    np.testing.assert_array_equal(w.grad.array, [3, 6, 9])
+    np.testing.assert_array_equal(dy.array, [1, 2, 3])
+    y = operations.Linear(relu=True)(Tensor.of(np.eye(3)), parameter("v", (3, 3)))  # overwrites what it is given
+    assert 0 < (y.array == 0).sum() < 9
+    ones = Tensor.of(np.ones((3, 3)))
     list(autograd.backward(y, ones))
-    np.testing.assert_array_equal(ones.data, np.ones((3, 3)))
+    np.testing.assert_array_equal(ones.array, np.ones((3, 3)))
 
 
 def test_only_what_leads_to_parameters_is_recorded():

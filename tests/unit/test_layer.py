@@ -21,7 +21,7 @@ class Block(layer.Layer):
 
 
 def images(*shape, dtype=np.float32):
-    return Tensor(data=np.random.default_rng(0).standard_normal(shape).astype(dtype))
+    return Tensor.of(np.random.default_rng(0).standard_normal(shape).astype(dtype))
 
 
 def test_parameters_are_found_among_attributes_each_once():
@@ -40,9 +40,9 @@ def test_parameters_are_found_among_attributes_each_once():
     }
     assert all(p.stores_grad for p in block.get_params().values())
     assert list(block.get_states()) == [*shapes, "norm.running_mean", "norm.running_var"]
-    memory = block.conv.W.data
+    memory = block.conv.W.array
     block(images(1, 3, 7, 4))
-    assert block.conv.W.data is memory
+    assert block.conv.W.array is memory
 
 
 def test_a_parameter_shared_by_two_layers_is_one(monkeypatch):
@@ -64,10 +64,10 @@ def test_a_parameter_shared_by_two_layers_is_one(monkeypatch):
     order = [net.second.b, net.first.W, net.first.b]
     assert autograd.gradient_order(loss) == order
     assert [p for p, _ in autograd.backward(loss)] == order
-    w = net.first.W.data
+    w = net.first.W.array
     ones = np.ones((3, 4))
-    expected = (x.data @ w + net.first.b.data).T @ ones + x.data.T @ (ones @ w.T)
-    np.testing.assert_allclose(net.first.W.grad.data, expected)
+    expected = (x.array @ w + net.first.b.array).T @ ones + x.array.T @ (ones @ w.T)
+    np.testing.assert_allclose(net.first.W.grad.array, expected)
 
 
 def test_values_can_be_set_all_or_none():
@@ -77,7 +77,7 @@ def test_values_can_be_set_all_or_none():
     source.norm.running_mean.set_value(3)
     target.set_states(source.get_states())
     for name, value in source.get_states().items():
-        np.testing.assert_array_equal(target.get_states()[name].data, value.data)
+        np.testing.assert_array_equal(target.get_states()[name].array, value.array)
     arrays = {name: p.to_numpy() + 1 for name, p in source.get_params().items()}
     before = {name: p.to_numpy() for name, p in target.get_params().items()}
     for wrong, message in [
@@ -89,9 +89,9 @@ def test_values_can_be_set_all_or_none():
         with pytest.raises(StateError, match=message):
             target.set_params(wrong)
         for name, value in before.items():
-            np.testing.assert_array_equal(target.get_params()[name].data, value)
+            np.testing.assert_array_equal(target.get_params()[name].array, value)
     target.set_params(arrays)
-    np.testing.assert_array_equal(target.conv.W.data, arrays["conv.W"])
+    np.testing.assert_array_equal(target.conv.W.array, arrays["conv.W"])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -105,25 +105,25 @@ def test_initial_parameters_come_from_the_seed_and_the_input_type(dtype):
         assert net.W.dtype == net.b.dtype == dtype
     np.testing.assert_array_equal(*values)
     assert values[0].std() == pytest.approx(np.sqrt(2 / (500 + 40)), rel=0.02)
-    assert not net.b.data.any()
+    assert not net.b.array.any()
     linear = layer.Linear(300)
     linear(images(1, 200))
-    assert linear.W.data.std() == pytest.approx(np.sqrt(2 / 500), rel=0.02)
+    assert linear.W.array.std() == pytest.approx(np.sqrt(2 / 500), rel=0.02)
 
 
 def test_reshape_cat_and_add():
     a, b = images(2, 3), images(2, 4)
-    np.testing.assert_array_equal(layer.Cat(1)([a, b]).data, np.concatenate([a.data, b.data], 1))
-    np.testing.assert_array_equal(layer.Reshape()(a, (3, -1)).data, a.data.reshape(3, 2))
-    np.testing.assert_array_equal(layer.Add()(a, a).data, 2 * a.data)
+    np.testing.assert_array_equal(layer.Cat(1)([a, b]).data, np.concatenate([a.array, b.array], 1))
+    np.testing.assert_array_equal(layer.Reshape()(a, (3, -1)).data, a.array.reshape(3, 2))
+    np.testing.assert_array_equal(layer.Add()(a, a).data, 2 * a.array)
     assert layer.Flatten(axis=2)(images(2, 3, 4)).shape == (6, 4)
     assert layer.Flatten()(images(0, 3, 4)).shape == (0, 0)
 
 
 def test_dropout_works_in_training_only(monkeypatch):
-    x = Tensor(data=np.ones((40, 50), np.float32))
+    x = Tensor.of(np.ones((40, 50), np.float32))
     drop = layer.Dropout(0.4)
-    np.testing.assert_array_equal(drop(x).data, x.data)
+    np.testing.assert_array_equal(drop(x).data, x.array)
     monkeypatch.setattr(autograd, "training", True)
     y = drop(x).data
     assert set(np.unique(y)) == {np.float32(0), np.float32(1 / 0.6)}

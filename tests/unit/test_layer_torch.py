@@ -80,19 +80,19 @@ def test_layer_equals_pytorch(name, dtype):
     for step in range(3):
         rng = np.random.default_rng(step)
         values = rng.standard_normal(shape).astype(dtype)
-        x = Tensor(data=values, stores_grad=True, name="x")
+        x = Tensor(data=values, stores_grad=True, name="x", dtype=values.dtype)
         their_x = torch.from_numpy(values.copy()).requires_grad_()
         if not step:
-            ours(Tensor(data=values))  # makes the parameters
+            ours(Tensor.of(values))  # makes the parameters
             if name.startswith("batch norm"):
                 ours.running_mean.set_value(0)
                 ours.running_var.set_value(1)
             theirs_by_name = dict(zip(ours.get_params(), theirs.parameters(), strict=True))
             ours.set_params({k: to_ours(k, p.detach().numpy()) for k, p in theirs_by_name.items()})
         y, their_y = ours(x), theirs(their_x)
-        np.testing.assert_allclose(y.data, their_y.detach().numpy(), **tolerance)
+        np.testing.assert_allclose(y.array, their_y.detach().numpy(), **tolerance)
         dy = rng.standard_normal(y.shape).astype(dtype)
-        gradients = dict(autograd.backward(y, Tensor(data=dy)))
+        gradients = dict(autograd.backward(y, Tensor.of(dy)))
         theirs.zero_grad()
         their_y.backward(torch.from_numpy(dy))
         np.testing.assert_allclose(gradients.pop(x).data, their_x.grad.numpy(), **tolerance)
@@ -108,14 +108,14 @@ def test_batch_norm_in_evaluation_equals_pytorch(dtype):
     rng = np.random.default_rng(0)
     for _ in range(3):
         x = rng.standard_normal((4, 3, 2, 2)).astype(dtype) * 3 + 1
-        ours(Tensor(data=x))
+        ours(Tensor.of(x))
         theirs(torch.from_numpy(x))
-    np.testing.assert_allclose(ours.running_mean.data, theirs.running_mean.numpy(), rtol=1e-5)
-    np.testing.assert_allclose(ours.running_var.data, theirs.running_var.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(ours.running_mean.array, theirs.running_mean.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(ours.running_var.array, theirs.running_var.numpy(), rtol=1e-5)
     autograd.training = False
     theirs.eval()
     np.testing.assert_allclose(
-        ours(Tensor(data=x)).data, theirs(torch.from_numpy(x)).detach().numpy(), rtol=1e-4, atol=1e-6
+        ours(Tensor.of(x)).data, theirs(torch.from_numpy(x)).detach().numpy(), rtol=1e-4, atol=1e-6
     )
 
 
@@ -125,25 +125,25 @@ def test_cross_entropy_equals_pytorch(labels):
     logits = rng.standard_normal((6, 5)) * 4
     index = rng.integers(0, 5, 6)
     target = {"index": index, "one-hot": np.eye(5)[index], "distribution": rng.dirichlet(np.ones(5), 6)}[labels]
-    x = Tensor(data=logits, stores_grad=True)
+    x = Tensor(data=logits, stores_grad=True, dtype=logits.dtype)
     their_x = torch.from_numpy(logits.copy()).requires_grad_()
-    loss = layer.SoftMaxCrossEntropy()(x, Tensor(data=target))
+    loss = layer.SoftMaxCrossEntropy()(x, Tensor.of(target))
     assert loss.shape == (1,)  # as in SINGA: scripts print tensor.to_numpy(loss)[0]
     their_loss = nn.functional.cross_entropy(their_x, torch.from_numpy(target))
     their_loss.backward()
     assert loss.item() == pytest.approx(their_loss.item(), rel=1e-12)
     list(autograd.backward(loss))
-    np.testing.assert_allclose(x.grad.data, their_x.grad.numpy(), rtol=1e-10)
+    np.testing.assert_allclose(x.grad.array, their_x.grad.numpy(), rtol=1e-10)
 
 
 def test_mean_square_error_equals_pytorch():
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((2, 6, 5))
-    x = Tensor(data=a, stores_grad=True)
+    x = Tensor(data=a, stores_grad=True, dtype=a.dtype)
     their_x = torch.from_numpy(a.copy()).requires_grad_()
-    loss = layer.MeanSquareError()(x, Tensor(data=b))
+    loss = layer.MeanSquareError()(x, Tensor.of(b))
     their_loss = nn.functional.mse_loss(their_x, torch.from_numpy(b))
     their_loss.backward()
     assert loss.item() == pytest.approx(their_loss.item(), rel=1e-12)
     list(autograd.backward(loss))
-    np.testing.assert_allclose(x.grad.data, their_x.grad.numpy(), rtol=1e-12)
+    np.testing.assert_allclose(x.grad.array, their_x.grad.numpy(), rtol=1e-12)

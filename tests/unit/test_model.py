@@ -73,7 +73,7 @@ def test_compile_makes_and_names_parameters():
     assert net.linear1.W.shape == (36, 9)
     assert net.training
     assert autograd.training
-    assert (net.norm.running_mean.data == 0).all()
+    assert (net.norm.running_mean.array == 0).all()
     assert net.linear1.W.creator is None
 
 
@@ -120,8 +120,8 @@ def test_evaluation_records_nothing_and_repeats():
     net.eval()
     first, second = net(x), net(x)
     assert first.creator is None
-    np.testing.assert_array_equal(first.data, second.data)
-    np.testing.assert_array_equal(net.norm.running_mean.data, moved)
+    np.testing.assert_array_equal(first.array, second.array)
+    np.testing.assert_array_equal(net.norm.running_mean.array, moved)
     net.train()
     assert isinstance(net(x, y), tuple)
 
@@ -190,14 +190,14 @@ def test_what_is_missing_is_explained(tmp_path):
 def test_states_make_a_round_trip_to_the_bit(tmp_path, dtype):
     net, other = compiled(dtype), compiled(dtype, seed=1)
     net(*batch(dtype=dtype))
-    aux = {"epoch": 3, "scale": 0.1, "order": np.arange(6).reshape(2, 3).T, "loss": Tensor(data=np.ones(1))}
+    aux = {"epoch": 3, "scale": 0.1, "order": np.arange(6).reshape(2, 3).T, "loss": Tensor.of(np.ones(1))}
     for _ in range(2):
         net.save_states(tmp_path / "net.state", aux)
         loaded = other.load_states(str(tmp_path / "net.state"))
     assert [p.name for p in tmp_path.iterdir()] == ["net.state"]
     assert list(net.get_states()) == [*NAMES, "norm.running_mean", "norm.running_var"]
     for name, value in net.get_states().items():
-        np.testing.assert_array_equal(other.get_states()[name].data, value.data)
+        np.testing.assert_array_equal(other.get_states()[name].array, value.array)
     assert loaded.keys() == aux.keys()
     assert loaded["epoch"] == 3
     assert loaded["scale"] == 0.1
@@ -213,11 +213,11 @@ def test_states_make_a_round_trip_to_the_bit(tmp_path, dtype):
 def test_loaded_parameters_keep_their_memory(tmp_path):
     net = compiled()
     net.save_states(tmp_path / "net.state")
-    memory = net.conv1.W.data
+    memory = net.conv1.W.array
     kept = memory.copy()
     memory.fill(0)
     net.load_states(tmp_path / "net.state")
-    assert net.conv1.W.data is memory
+    assert net.conv1.W.array is memory
     np.testing.assert_array_equal(memory, kept)
 
 
@@ -255,6 +255,6 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path):
             net.load_states(path)
         assert str(path) in str(caught.value)
         for name, value in before.items():
-            np.testing.assert_array_equal(net.get_states()[name].data, value)
+            np.testing.assert_array_equal(net.get_states()[name].array, value)
     with pytest.raises(FileNotFoundError):
         net.load_states(tmp_path / "absent")

@@ -51,14 +51,14 @@ CONFIGURATIONS = {
 def params(dtype=np.float64):
     rng = np.random.default_rng(0)
     return [
-        Tensor(data=rng.standard_normal(shape).astype(dtype), stores_grad=True, name=f"p{i}")
+        Tensor(data=rng.standard_normal(shape), dtype=dtype, stores_grad=True, name=f"p{i}")
         for i, shape in enumerate([(7, 3), (5,)])
     ]
 
 
 def gradients(step, dtype=np.float64):
     rng = np.random.default_rng(100 + step)
-    return [Tensor(data=rng.standard_normal(shape).astype(dtype)) for shape in [(7, 3), (5,)]]
+    return [Tensor.of(rng.standard_normal(shape).astype(dtype)) for shape in [(7, 3), (5,)]]
 
 
 def run(optimizer, targets, steps):
@@ -79,10 +79,10 @@ def test_steps_equal_pytorch(name, dtype):
     for step in range(6):
         run(optimizer, ours, [step])
         for p, grad in zip(oracle, gradients(step, dtype), strict=True):
-            p.grad = torch.from_numpy(grad.data)
+            p.grad = torch.from_numpy(grad.array)
         their_optimizer.step()
         for p, q in zip(ours, oracle, strict=True):
-            np.testing.assert_allclose(p.data, q.detach().numpy(), rtol=1e-4 if dtype == np.float32 else 1e-12)
+            np.testing.assert_allclose(p.array, q.detach().numpy(), rtol=1e-4 if dtype == np.float32 else 1e-12)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -104,7 +104,7 @@ def test_states_continue_a_run_to_the_bit(name):
     fresh.attach(second)
     run(fresh, second, range(3, 6))
     for p, q in zip(whole, second, strict=True):
-        np.testing.assert_array_equal(p.data, q.data)
+        np.testing.assert_array_equal(p.array, q.array)
 
     used = make(**options)  # one that knows its parameters already
     third = [p.clone() for p in first]
@@ -114,7 +114,7 @@ def test_states_continue_a_run_to_the_bit(name):
     used.set_states(states)
     run(used, third, range(3, 6))
     for p, q in zip(whole, third, strict=True):
-        np.testing.assert_array_equal(p.data, q.data)
+        np.testing.assert_array_equal(p.array, q.array)
     for key, array in states.items():
         np.testing.assert_array_equal(array, kept[key])
 
@@ -160,7 +160,7 @@ def test_names_tell_parameters_apart():
 
 def test_a_call_is_a_step(monkeypatch):
     monkeypatch.setattr(autograd, "training", True)
-    w = Tensor(data=np.array([4.0]), stores_grad=True, name="w")
+    w = Tensor(data=np.array([4.0]), stores_grad=True, name="w", dtype=np.float64)
     optimizer = optim.SGD(lr=optim.ExponentialDecay(0.25, 1, 0.5))
     for expected in (3.0, 2.625):  # w -= lr * w
         optimizer(w * w * 0.5)

@@ -38,7 +38,7 @@ for trial in range(trials):
     os.kill(pid, signal.SIGKILL)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
     value = net.load_states(path)["value"]
-    assert all((tensor.data == value).all() for tensor in net.get_states().values()), "two contents in one file"
+    assert all((tensor.array == value).all() for tensor in net.get_states().values()), "two contents in one file"
     found.add(float(value))
 print(len(found))
 """
@@ -63,7 +63,7 @@ def new_net(inputs: int = 5) -> Net:
 
 def fill(net: Net, value: float) -> None:
     for tensor in net.get_states().values():
-        tensor.data.fill(value)
+        tensor.array.fill(value)
 
 
 def values(net: Net) -> dict[str, np.ndarray]:
@@ -74,7 +74,7 @@ def values(net: Net) -> dict[str, np.ndarray]:
 def whole(tmp_path_factory) -> bytes:
     path = tmp_path_factory.mktemp("states") / "whole"
     net = new_net()
-    net.linear.W.data[...] = np.arange(15).reshape(5, 3)
+    net.linear.W.array[...] = np.arange(15).reshape(5, 3)
     net.save_states(path, {"epoch": 3, "order": np.arange(4)})
     return path.read_bytes()
 
@@ -95,7 +95,7 @@ def test_the_whole_file_is_read(whole, tmp_path):
     (tmp_path / "whole").write_bytes(whole)
     net = new_net()
     assert net.load_states(tmp_path / "whole")["epoch"] == 3
-    assert net.linear.W.data[4, 2] == 14
+    assert net.linear.W.array[4, 2] == 14
 
 
 def test_every_truncation_is_refused(whole, tmp_path):

@@ -139,7 +139,7 @@ class CapturedStep(RecordedStep):
         try:
             recorder.begin("backward")
             for param, grad in autograd.backward(loss):
-                pairs.append((param, grad.data))
+                pairs.append((param, grad.array))
                 if param in pauses:
                     self.pieces.append(Piece(recorder.end(), pairs))
                     pairs = []
@@ -153,11 +153,11 @@ class CapturedStep(RecordedStep):
             for op, inputs, saved in kept:  # what was let go of serves again: nothing has overwritten it
                 op.inputs, op.saved = inputs, saved
         # What the step read besides: should its owner let go of it, a replay reads old values, and no foreign ones.
-        self._leaves = [source.data for _, inputs, _ in kept for source in inputs or () if source.creator is None]
+        self._leaves = [source.array for _, inputs, _ in kept for source in inputs or () if not source.in_graph]
         return self.gradients() if self.failure is None else autograd.backward(loss)
 
     def computed(self, tensor: Tensor) -> bool:
-        return self.recorder.holds(tensor.data)
+        return self.recorder.holds(tensor.array)
 
     def launch(self, work: Any) -> None:
         work.launch(self.recorder.launched_on)

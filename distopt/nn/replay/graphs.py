@@ -66,7 +66,7 @@ class _Watched:
 
     def _call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         places: list[tuple[int | str, Any]] = [*enumerate(args), *options.items()]
-        losses = [place for place, value in places if isinstance(value, Tensor) and value.creator is not None]
+        losses = [place for place, value in places if isinstance(value, Tensor) and value.in_graph]
         return self._seen(self._optimizer, OptimizerCall(name, args, options, losses[0] if losses else None))
 
 
@@ -157,7 +157,7 @@ class StepGraphs:
     def _trait(self, name: int | str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return name, type(value), value
-        if value.device is not self._device or value.creator is not None or value.stores_grad:
+        if value.device is not self._device or value.in_graph or value.stores_grad:
             raise CaptureError(f"argument {name} of train_one_batch is no plain tensor on {self._device!r}")
         return name, value.shape, value.dtype.str
 

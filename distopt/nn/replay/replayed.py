@@ -78,7 +78,7 @@ class ReplayedStep(RecordedStep):
                 final = autograd.visit_one(visit, pending)
             finally:
                 mode.calls = None
-            piece.pairs.extend((param, grad.data) for param, grad in final)
+            piece.pairs.extend((param, grad.array) for param, grad in final)
             if not self.pieces or self.pieces[-1] is not piece:
                 self.pieces.append(piece)
             if any(param in pauses for param in visit.final):
@@ -119,8 +119,8 @@ class ReplayedStep(RecordedStep):
 
 
 def _is_native(op: Operation) -> bool:
-    """Whether the classes that have its `forward` and `backward` say so: a subclass may compute in another way."""
-    owners = (next(base for base in type(op).__mro__ if name in vars(base)) for name in ("forward", "backward"))
+    """Whether the classes that have its `forward` and `gradients` say so: a subclass may compute in another way."""
+    owners = (next(base for base in type(op).__mro__ if name in vars(base)) for name in ("forward", "gradients"))
     return all(vars(owner).get("native") for owner in owners)
 
 

@@ -87,7 +87,7 @@ class RecordedStep(ABC):
         self.forward: Any = None
         self.pieces: list[Piece] = []
         self._calls = 0
-        self._states = [(tensor, tensor.data) for tensor in states]
+        self._states = [(tensor, tensor.array) for tensor in states]
         self._moved = False  # whether a gradient must now be written elsewhere
 
     # -- recording ---------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class RecordedStep(ABC):
 
     def _loss(self, walk: autograd.Walk) -> Tensor:
         assert self.call is not None
-        loss = Tensor(data=self.call.loss.data, device=self.device)
+        loss = Tensor.of(self.call.loss.array, self.device)
         loss.creator = walk
         return loss
 
@@ -182,7 +182,7 @@ class RecordedStep(ABC):
         given = (*inputs, *(options[key] for key in self.options))
         for own, value in zip((*self.inputs, *self.options.values()), given, strict=True):
             if isinstance(own, Tensor):
-                own.data[...] = value.data
+                own.array[...] = value.array
         self.launch(self.forward)
         results = self.hand_out()
         self.call.on(optimizer, self._loss(_Replaying(self)))
@@ -192,7 +192,7 @@ class RecordedStep(ABC):
 
     def fits(self) -> bool:
         """Whether parameters, states and gradients are still at the recorded addresses."""
-        return not self._moved and all(tensor.data is array for tensor, array in self._states)
+        return not self._moved and all(tensor.array is array for tensor, array in self._states)
 
     @abstractmethod
     def launch(self, work: Any) -> None:
@@ -204,10 +204,10 @@ class RecordedStep(ABC):
             self.launch(work)
             for param, array in pairs:
                 if param.grad is None:
-                    param.grad = Tensor(data=array.copy(), device=self.device, requires_grad=False)
+                    param.grad = Tensor.of(array.copy(), self.device, requires_grad=False)
                     self._moved = True
-                elif param.grad.data is not array:  # another bucket: right all the same, and the next step is recorded
-                    param.grad.data[...] = array
+                elif param.grad.array is not array:  # another bucket: right all the same, and the next step is recorded
+                    param.grad.array[...] = array
                     self._moved = True
                 yield param, param.grad
 
@@ -253,7 +253,7 @@ class _Replaying(autograd.Walk):
 def _copied(value: Any) -> Any:
     """`value` with copies of its tensors."""
     if isinstance(value, Tensor):
-        return Tensor(data=value.data.copy(), device=value.device)
+        return Tensor.of(value.array.copy(), value.device)
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):

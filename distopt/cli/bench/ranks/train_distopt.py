@@ -93,7 +93,7 @@ class _Distopt(Trainer):
         self._dist_opt.clock = self._clock
         self._net.set_optimizer(self._dist_opt)
         self._net.compile([self._x], is_train=True, use_graph=True)
-        self.gradient_count = sum(param.data.size for param in self._net.get_params().values())
+        self.gradient_count = sum(param.array.size for param in self._net.get_params().values())
         self.about = f"distopt, {communicator.name} communicator{_blas()}"
 
     def step(self) -> None:
