@@ -16,6 +16,7 @@ import numpy as np
 
 from ..errors import UsageError
 from ..kernels import array_module
+from . import half
 from .device import Device, get_default_device, tell_once
 from .mode import Ran, mode
 from .raw import RawTensor, raw
@@ -29,6 +30,7 @@ __all__ = ["Operation", "Tensor", "float32", "float64", "from_numpy", "int32", "
 
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 
+float16 = np.float16
 float32 = np.float32
 float64 = np.float64
 int32 = np.int32
@@ -70,6 +72,8 @@ class Tensor:
         name: str | None = None,
     ) -> None:
         self.device = get_default_device() if device is None else device
+        if dtype is not None and stores_grad and np.dtype(dtype) == np.float16:
+            dtype = float32  # the master weights of half precision
         if data is None:
             self.array: Array = self.device.xp.zeros(tuple(shape), float32 if dtype is None else dtype)
         elif isinstance(data, RawTensor):
@@ -287,6 +291,8 @@ class Operation:
         saved: what `forward` keeps for `gradients`. It is released after the backward pass, as are `inputs`.
         inputs: the arguments, once recorded.
         needs: for each input, whether a backward pass needs its gradient.
+        half: whether it runs in half precision, see `distopt.nn.half`.
+        is_loss: whether its result stays float32 in half precision.
         order: increases with every recorded call; descending order is a valid order for the backward pass.
     """
 
@@ -294,15 +300,16 @@ class Operation:
     saved: Any = None
     inputs: tuple[Tensor, ...] | None = None
     needs: tuple[bool, ...] = ()
+    half: bool = False
+    is_loss: ClassVar[bool] = False
     order: int
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Compute; record the call in training mode."""
-        device = inputs[0].device
-        if device.verbosity:
-            data = device.timed(type(self).__name__, self.forward, *[t.array for t in inputs])
-        else:
-            data = self.forward(*[t.array for t in inputs])
+        device, arrays = inputs[0].device, [t.array for t in inputs]
+        if arrays[0].dtype.char == "e":
+            self.half = True
+        data = device.timed(type(self).__name__, self._compute, arrays) if device.verbosity else self._compute(arrays)
         out = Tensor.of(data, device)
         if mode.training:
             self.inputs, self.order, out.creator = inputs, next(_order), self
@@ -310,6 +317,13 @@ class Operation:
         if mode.ran is not None:
             mode.ran.append(Ran(self, inputs, out))
         return out
+
+    def _compute(self, arrays: list[Array]) -> Array:
+        return half.compute(self, arrays) if self.half else self.forward(*arrays)
+
+    def walk(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
+        """`gradients`, in half precision where the forward pass was."""
+        return half.gradients(self, dy, into) if self.half else self.gradients(dy, into)
 
     def forward(self, *inputs: Array) -> Array:
         """The result, C-contiguous. Must not change the inputs."""
@@ -348,7 +362,7 @@ class Operation:
         xp, dtype = x.device.xp, x.dtype if x.dtype.kind == "f" else float32
         self.needs = tuple([t.requires_grad for t in self.inputs])
         try:
-            gradients = self.gradients(xp.ones(1, dtype) if dy is None else xp.array(dy), [None] * len(needs))
+            gradients = self.walk(xp.ones(1, dtype) if dy is None else xp.array(dy), [None] * len(needs))
         finally:
             self.needs = needs
         pairs = zip(gradients, self.inputs, strict=True)
