@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import UsageError
 from ..kernels import array_module
 from . import half
-from .device import Device, get_default_device, tell_once
+from .device import Device, device_of, get_default_device, tell_once
 from .mode import Ran, mode
 from .raw import RawTensor, raw
 
@@ -25,8 +25,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import DTypeLike
+    from typing_extensions import Self
 
-__all__ = ["Operation", "Tensor", "float32", "float64", "from_numpy", "int32", "int64", "to_numpy"]
+__all__ = [
+    "Operation",
+    "Tensor",
+    "float16",
+    "float32",
+    "float64",
+    "from_numpy",
+    "from_raw_tensor",
+    "int32",
+    "int64",
+    "to_numpy",
+]
 
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 
@@ -171,19 +183,31 @@ class Tensor:
         """Overwrite the values with those of `other`, a tensor of the same size on any device."""
         self.copy_from_numpy(other.device.host(other.array))
 
-    def set_value(self, value: float) -> None:
-        """Overwrite every element with `value`."""
+    def set_value(self, value: float) -> Self:
+        """Overwrite every element with `value`; return this tensor."""
         self.array.fill(value)
+        return self
 
-    def gaussian(self, mean: float = 0.0, std: float = 1.0) -> None:
-        """Overwrite the values with normal random numbers from the device's `host_rng`."""
-        draw = self.device.host_rng.standard_normal(self.shape, dtype=self.dtype)
-        self.array[...] = self.device.xp.asarray(draw * self.dtype.type(std) + self.dtype.type(mean))
+    def gaussian(self, mean: float = 0.0, std: float = 1.0) -> Self:
+        """Overwrite the values with normal random numbers from the device's `host_rng`; return this tensor."""
+        return self._draw("standard_normal", std, mean)
 
-    def uniform(self, low: float = 0.0, high: float = 1.0) -> None:
-        """Overwrite the values with random numbers in [low, high) from the device's `host_rng`."""
-        draw = self.device.host_rng.random(self.shape, dtype=self.dtype)
-        self.array[...] = self.device.xp.asarray(draw * self.dtype.type(high - low) + self.dtype.type(low))
+    def uniform(self, low: float = 0.0, high: float = 1.0) -> Self:
+        """Overwrite the values with random numbers in [low, high) from the device's `host_rng`; return this tensor."""
+        return self._draw("random", high - low, low)
+
+    def bernoulli(self, p: float) -> Self:
+        """Overwrite each element with 1 with probability `p`, else 0, from the device's `host_rng`; return this."""
+        draw = self.device.host_rng.random(self.shape, dtype=float32) < p
+        self.array[...] = self.device.xp.asarray(draw)
+        return self
+
+    def _draw(self, method: str, scale: float, shift: float) -> Self:
+        # float16 is rounded from float32, for NumPy draws no float16.
+        dtype = np.dtype(float64 if self.dtype == float64 else float32)
+        draw = getattr(self.device.host_rng, method)(self.shape, dtype=dtype)
+        self.array[...] = self.device.xp.asarray(draw * dtype.type(scale) + dtype.type(shift))
+        return self
 
     # -- copies ------------------------------------------------------------------------------------------------------
     def clone(self) -> Tensor:
@@ -489,6 +513,13 @@ def from_numpy(array: np.ndarray[Any, Any], device: Device | None = None, dtype:
     return Tensor(data=array, device=device, dtype=dtype)
 
 
-def to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """A copy of the values, as a NumPy array."""
-    return tensor.to_numpy()
+def from_raw_tensor(raw: Any) -> Tensor:
+    """A tensor that shares the memory of a raw tensor: `Tensor.data`, or a gradient of `Operation.backward`."""
+    return Tensor.of(raw.view(np.ndarray) if isinstance(raw, np.ndarray) else raw, device_of(raw))
+
+
+def to_numpy(values: Any) -> np.ndarray[Any, Any]:
+    """A copy of a tensor, raw tensor, array or plain number, as a NumPy array; a number gives [1]."""
+    if isinstance(values, Tensor):
+        return values.to_numpy()
+    return np.array(device_of(values).host(values), ndmin=1)
