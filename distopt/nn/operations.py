@@ -9,14 +9,16 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ..errors import UsageError
+from ..errors import ShapeError, UsageError
 from ..kernels import array_module
 from .kernels import kernels_of
 from .mode import mode
-from .tensor import Array, Operation
+from .tensor import Array, Operation, settled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from .tensor import Tensor
 
 __all__ = [
     "AvgPool2d",
@@ -30,15 +32,22 @@ __all__ = [
     "MaxPool2d",
     "MeanSquareError",
     "ReLU",
+    "ReduceMean",
     "ReduceSum",
     "Sigmoid",
     "SoftMax",
     "SoftMaxCrossEntropy",
+    "wants_gradient",
 ]
 
 Pair: TypeAlias = tuple[int, int]
 Into: TypeAlias = "Sequence[Array | None]"
 Gradients: TypeAlias = "Sequence[Array | None]"
+
+
+def wants_gradient(tensor: Tensor) -> bool:
+    """Local. Whether a backward pass needs the gradient of `tensor`, which may else be constant data of a script."""
+    return tensor.stores_grad or tensor.in_graph
 
 
 class _Weighted(Operation):
@@ -244,16 +253,22 @@ class Sigmoid(Operation):
 
 
 class SoftMax(Operation):
-    """exp(x) / sum(exp(x)) over the last dimension."""
+    """exp(x) / sum(exp(x)) over the dimension `axis`."""
+
+    def __init__(self, axis: int = -1) -> None:
+        self.axis = axis
 
     def forward(self, x: Array) -> Array:
-        self.saved = kernels_of(x).softmax(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+        dense = array_module(x).ascontiguousarray
+        rows = dense(x.swapaxes(self.axis, -1))
+        y = kernels_of(x).softmax(rows.reshape(-1, rows.shape[-1])).reshape(rows.shape)
+        self.saved = dense(y.swapaxes(self.axis, -1))
         return self.saved
 
     def gradients(self, dy: Array, into: Into) -> Gradients:
         y = self.saved
         dy *= y
-        return (dy - y * dy.sum(axis=-1, keepdims=True),)
+        return (dy - y * dy.sum(axis=self.axis, keepdims=True),)
 
 
 class Dropout(Operation):
@@ -310,6 +325,20 @@ class ReduceSum(Operation):
         return (array_module(dy).broadcast_to(dy.reshape(kept_shape), x_shape).copy(),)
 
 
+class ReduceMean(ReduceSum):
+    """The mean over the dimensions `axes`; see `ReduceSum`."""
+
+    def forward(self, x: Array) -> Array:
+        y = super().forward(x)
+        self.share = y.size / max(x.size, 1)
+        return settled(y * self.share, x)
+
+    def gradients(self, dy: Array, into: Into) -> Gradients:
+        (dx,) = super().gradients(dy, into)
+        dx *= self.share
+        return (dx,)
+
+
 class SoftMaxCrossEntropy(Operation):
     """Mean over the batch of the cross entropy of softmax(logits [N, classes]), as an array of shape (1,).
 
@@ -319,6 +348,11 @@ class SoftMaxCrossEntropy(Operation):
     native = True
 
     def forward(self, logits: Array, labels: Array) -> Array:
+        if logits.ndim != 2 or not (labels.ndim == 2 or (labels.ndim == 1 and labels.dtype.kind in "iu")):
+            raise ShapeError(
+                "the cross entropy is of scores [N, classes] and labels, integers [N] or a distribution [N, classes]; "
+                f"got {list(logits.shape)}, and labels {list(labels.shape)} of {labels.dtype}"
+            )
         loss, self.saved = kernels_of(logits).softmax_cross_entropy(logits, labels)
         return loss.reshape(1)
 
@@ -331,10 +365,11 @@ class MeanSquareError(Operation):
 
     def forward(self, x: Array, target: Array) -> Array:
         if x.shape != target.shape:
-            raise UsageError(f"the mean square error needs equal shapes, got {x.shape} and {target.shape}")
+            raise ShapeError(f"the mean square error needs equal shapes, got {x.shape} and {target.shape}")
         self.saved = x - target
         return array_module(x).square(self.saved).mean().reshape(1)
 
     def gradients(self, dy: Array, into: Into) -> Gradients:
         dx = self.saved * (self.saved.dtype.type(2 / self.saved.size) * dy)
-        return dx, -dx if self.needs[1] else None
+        assert self.inputs is not None
+        return dx, -dx if wants_gradient(self.inputs[1]) else None
