@@ -279,7 +279,7 @@ class Tensor:
             dtype = np.dtype(float32) if dtype.kind == "f" else dtype
         # Not `asarray`: on a GPU, it copies from the host, which a graph would not repeat.
         data = xp.asarray(value, dtype) if np.ndim(value) else xp.full((), np.asarray(value).item(), dtype)
-        return Tensor.of(data, self.device)
+        return Tensor.of(data, self.device, requires_grad=False)
 
 
 class Operation:
@@ -402,9 +402,8 @@ class Broadcast(Operation):
             extra = gradient.ndim - x.ndim
             axes = [i + extra for i, n in enumerate(x.shape) if n == 1]
             gradient = gradient.sum(axis=(*range(extra), *axes), keepdims=True).reshape(x.shape)
-        if gradient.dtype != x.dtype and x.dtype.kind == "f":
-            gradient = gradient.astype(x.dtype)
-        return gradient[...]
+        dtype = x.dtype if x.dtype.kind == "f" else float32
+        return (gradient if gradient.dtype == dtype else gradient.astype(dtype))[...]
 
 
 class Add(Broadcast):
@@ -465,7 +464,7 @@ class MatMul(Broadcast):
     def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
         a, b = self.saved
         matmul = array_module(dy).matmul
-        if a.ndim == b.ndim == 2:
+        if a.ndim == b.ndim == 2 and a.dtype == b.dtype:
             da = matmul(dy, b.T, out=into[0]) if self.needs[0] else None
             return da, matmul(a.T, dy, out=into[1]) if self.needs[1] else None
         da = self.reduced(matmul(dy, b.swapaxes(-1, -2)), 0) if self.needs[0] else None

@@ -326,7 +326,7 @@ def test_misuse_is_explained():
     with pytest.raises(UsageError, match="equal shapes"):
         autograd.mse_loss(x, Tensor((4,)))
     with pytest.raises(UsageError, match=r"not in \[0, 1\)"):
-        autograd.dropout(x, 1.0)
+        autograd.dropout(x, ratio=1.0)
     labels = Tensor((2, 3), stores_grad=True, dtype=np.float64)
     with pytest.raises(UsageError, match="SoftMaxCrossEntropy has no gradient for its input"):
         list(autograd.backward(autograd.softmax_cross_entropy(parameter("w", (2, 3)), labels)))
