@@ -33,6 +33,11 @@ def one(function, expected, low=-2.03, high=1.9):
     return Case(function, expected, (some(3, 5, low=low, high=high),))
 
 
+def beside(x, values):
+    """A constant on the device of x."""
+    return Tensor(data=values, device=x.device, dtype=values.dtype)
+
+
 def rounded(x):
     return np.trunc(x + np.copysign(0.5, x))
 
@@ -140,7 +145,9 @@ SEVERAL = {
     "matmul batched": Case(autograd.matmul, np.matmul, (some(2, 3, 4), some(2, 4, 5))),
     "matmul of a batch and a matrix": Case(autograd.matmul, np.matmul, (some(2, 3, 4), some(4, 5))),
     "matmul broadcast": Case(autograd.matmul, np.matmul, (some(3, 1, 2, 4), some(2, 4, 1))),
-    "max": Case(autograd.max, lambda a, b, c: np.maximum(np.maximum(a, b), c), (some(2, 3), some(3) + 0.1, some(4, 1, 1) - 0.1)),
+    "max": Case(
+        autograd.max, lambda a, b, c: np.maximum(np.maximum(a, b), c), (some(2, 3), some(3) + 0.1, some(4, 1, 1) - 0.1)
+    ),
     "max of one": Case(autograd.max, lambda a: a, (some(2, 3),)),
     "mean": Case(autograd.mean, lambda a, b, c: (a + b + c) / 3, (some(2, 3), some(3), some(2, 1))),
     "min": Case(autograd.min, np.minimum, (some(2, 3), some(3, 1, 3) + 0.1)),
@@ -152,18 +159,18 @@ SEVERAL = {
     "sum": Case(autograd.sum, lambda a, b, c: a + b + c, (some(3), some(2, 3), some(2, 1))),
     "where": Case(lambda x, y: autograd.where(x, y, MASK), lambda x, y: np.where(MASK, x, y), (some(2, 3), some(1, 3))),
     "where of numbers": Case(
-        lambda x: autograd.where(x, 0, Tensor(data=MASK.astype(np.float32))),
+        lambda x: autograd.where(x, 0, beside(x, MASK)),
         lambda x: np.where(MASK, x, 0),
         (some(4, 2, 3),),
     ),
 }
 ROWS = {
     "binary_cross_entropy": Case(
-        lambda x: autograd.binary_cross_entropy(x, Tensor.of(TARGET)), lambda x: binary(x, TARGET), (CHANCE,)
+        lambda x: autograd.binary_cross_entropy(x, beside(x, TARGET)), lambda x: binary(x, TARGET), (CHANCE,)
     ),
     "cossim": Case(autograd.cossim, cosine, (some(3, 4), some(3, 4) ** 2 - 1)),
     "cross_entropy": Case(
-        lambda x: autograd.cross_entropy(x, Tensor.of(TARGET)),
+        lambda x: autograd.cross_entropy(x, beside(x, TARGET)),
         lambda x: [-(TARGET * np.log(x)).sum() / 4],
         (CHANCE,),
     ),
@@ -201,7 +208,7 @@ ELEMENTS = {
         lambda x: x,
         (some(2, 3, 4, 6),),
     ),
-    "embedding": Case(lambda w: autograd.embedding(Tensor(data=WORDS), w), lambda w: w[WORDS], (some(5, 3),)),
+    "embedding": Case(lambda w: autograd.embedding(beside(w, WORDS), w), lambda w: w[WORDS], (some(5, 3),)),
     "expand": Case(lambda x: autograd.expand(x, [2, 1, 6]), lambda x: np.broadcast_to(x, (2, 3, 6)), (some(3, 1),)),
     "flatten": Case(lambda x: autograd.flatten(x, 2), lambda x: x.reshape(6, 4), (some(2, 3, 4),)),
     "flatten all": Case(lambda x: autograd.flatten(x, 0), lambda x: x.reshape(1, 24), (some(2, 3, 4),)),
@@ -209,7 +216,7 @@ ELEMENTS = {
         lambda x: autograd.gather(x, 1, [3, 0, -1, 3]), lambda x: pick(x, [3, 0, -1, 3], 1), (some(2, 4, 3),)
     ),
     "gather by a matrix": Case(
-        lambda x: autograd.gather(x, -2, Tensor(data=WORDS)), lambda x: pick(x, WORDS, 1), (some(2, 5, 3),)
+        lambda x: autograd.gather(x, -2, beside(x, WORDS)), lambda x: pick(x, WORDS, 1), (some(2, 5, 3),)
     ),
     "gather one": Case(lambda x: autograd.gather(x, 0, 2), lambda x: x[2], (some(4),)),
     "pad": Case(

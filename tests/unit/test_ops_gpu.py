@@ -20,6 +20,7 @@ RUN = "import sys, pytest; from tests.emulation import activate; activate(); sys
         # In float64 the large cases only take longer.
         ("test_ops.py", ["-k", "not (float64 and (test_linear or test_pool2d))"]),
         ("test_convolution.py", ["-k", "not (float64 and test_conv2d and lowering)"]),
+        ("test_functions.py", []),
         ("test_staging.py", []),
     ],
 )
