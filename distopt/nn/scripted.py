@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
@@ -28,7 +29,7 @@ class Operator:
 
     def __call__(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """Compute; record the call in training mode."""
-        return (_Scripted(self)(*xs),)
+        return (_operation_of(type(self))(self)(*xs),)  # type: ignore[arg-type] # a class is hashable
 
     def forward(self, *xs: Array) -> Array:
         """The result."""
@@ -68,6 +69,12 @@ class _Scripted(Operation):
             )
         array = array_module(dy).array
         return [None if dx is None else array(dx, dy.dtype, order="C") for dx in dxs]
+
+
+@functools.cache
+def _operation_of(operator: type[Operator]) -> type[_Scripted]:
+    """`_Scripted`, by the name of the operator, which appears in messages and time tables."""
+    return type(operator.__name__, (_Scripted,), {})
 
 
 def _plain(value: Any) -> Any:
