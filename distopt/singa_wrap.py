@@ -28,9 +28,11 @@ def Gaussian(mean: float, std: float, raw: Any) -> None:  # noqa: N802 - SINGA's
     from_raw_tensor(raw).gaussian(mean, std)
 
 
+_ABSENT = "SINGA's C++ functions are absent; use those of distopt.tensor and distopt.autograd"
+
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name == "USE_CUDA":
             return gpu_is_usable()
-        raise absent_name(__name__, name, __all__)
+        raise absent_name(__name__, name, __all__, otherwise=_ABSENT)

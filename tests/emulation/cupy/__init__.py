@@ -45,6 +45,8 @@ FUNCTIONS = (
     *("nonzero", "pad", "partition", "prod", "ravel", "repeat", "reshape", "searchsorted", "sign", "sort", "split"),
     *("sqrt", "square", "squeeze", "stack", "subtract", "sum", "take", "tile", "transpose", "unique", "where"),
     *("empty_like", "full_like", "ones_like", "zeros_like", "array_equal", "allclose", "copyto", "linalg.norm"),
+    *("ceil", "einsum", "floor_divide", "greater", "greater_equal", "less", "less_equal", "not_equal", "power", "tanh"),
+    *("tensordot",),
 )
 
 
