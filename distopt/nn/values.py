@@ -66,15 +66,16 @@ class Values:
             ) from None
 
     def _take(self, data: Any, device: Device | None, dtype: DTypeLike | None) -> None:
-        home = device_of(data)
-        if isinstance(data, RawTensor) or home.kind != "cpu":
-            self.device = home if device is None else device
-            if self.device is home and (dtype is None or data.dtype == dtype):
-                self.data = data
-                return
-            data, dtype = home.host(data), data.dtype if dtype is None else dtype
-        elif isinstance(data, Values):
-            data = data.device.host(data.array)
+        if type(data) is not np.ndarray:
+            home = device_of(data)
+            if isinstance(data, RawTensor) or home.kind != "cpu":
+                self.device = home if device is None else device
+                if self.device is home and (dtype is None or data.dtype == dtype):
+                    self.data = data
+                    return
+                data, dtype = home.host(data), data.dtype if dtype is None else dtype
+            elif isinstance(data, Values):
+                data = data.device.host(data.array)
         self.device = get_default_device() if device is None else device
         self.array = self.device.xp.array(data, _narrow(data) if dtype is None else dtype, order="C")
 
@@ -263,17 +264,17 @@ class Values:
         return self.of(self.array.astype(_type(dtype)), self.device)
 
 
+_NARROW: dict[Any, DTypeLike] = {np.dtype(float64): float32, np.dtype(int64): int32, np.dtype(bool): int32}
+
+
 def _narrow(data: Any) -> DTypeLike:
     """The type in which SINGA keeps values of the type of `data`: 64-bit numbers become 32-bit ones."""
     dtype = data.dtype if hasattr(data, "dtype") else np.asarray(data).dtype
     if dtype.kind not in "biuf":
         raise UsageError(f"a tensor holds numbers, not {dtype}")
-    if dtype == float64:
-        if hasattr(data, "dtype"):  # Python's numbers have no other type
-            tell_once("float64 data becomes float32, as in SINGA; dtype=tensor.float64 keeps it")
-        return float32
-    narrow: DTypeLike = int32 if dtype in (int64, bool) else dtype
-    return narrow
+    if dtype.char == "d" and hasattr(data, "dtype"):  # Python's numbers have no other type
+        tell_once("float64 data becomes float32, as in SINGA; dtype=tensor.float64 keeps it")
+    return _NARROW.get(dtype, dtype)
 
 
 def _type(dtype: DTypeLike) -> np.dtype[Any]:
