@@ -176,6 +176,12 @@ class Tensor(OutsideGraph):
             out.creator = None
         return out
 
+    def operand(self, value: Any) -> Tensor:  # noqa: D102 - of the base
+        given = super().operand(value)
+        if given is not value:
+            given.requires_grad = False
+        return given
+
 
 class Operation:
     """One step of a forward pass. Subclasses implement `forward` and `gradients`; an instance is used for one call.

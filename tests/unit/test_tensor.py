@@ -281,6 +281,8 @@ def test_a_number_or_array_takes_the_type_of_the_tensor():
     assert (t * [1, 2, 3]).array.tolist() == [0, 2, 6]
     n = ramp(3, dtype=np.int32)
     assert (n + 1).dtype == (n * True).dtype == np.int32
+    assert t.operand(2).requires_grad is False
+    assert t.operand(n) is n
     for wrong in (None, "1", object()):
         with pytest.raises(UsageError, match="tensors compute with tensors, arrays and numbers, not with"):
             t + wrong
