@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import UsageError, absent_name
-from .nn.tensor import Tensor, float16, float32, float64, from_numpy, from_raw_tensor, int32, int64, to_numpy
+from .nn.convert import from_numpy, from_raw_tensor, to_numpy
+from .nn.tensor import Tensor, float16, float32, float64, int32, int64
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -11,11 +11,9 @@ import itertools
 import operator
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from ..errors import UsageError
 from ..kernels import array_module
-from .device import Device, device_of, get_default_device
+from .device import Device, get_default_device
 from .mode import Ran, mode
 from .outside import OutsideGraph
 from .raw import raw
@@ -33,11 +31,8 @@ __all__ = [
     "float16",
     "float32",
     "float64",
-    "from_numpy",
-    "from_raw_tensor",
     "int32",
     "int64",
-    "to_numpy",
 ]
 
 
@@ -176,7 +171,7 @@ class Tensor(OutsideGraph):
             out.creator = None
         return out
 
-    def operand(self, value: Any) -> Tensor:  # noqa: D102 - of the base
+    def operand(self, value: Any) -> Tensor:
         given = super().operand(value)
         if given is not value:
             given.requires_grad = False
@@ -356,20 +351,3 @@ class Reshape(Operation):
 
     def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
         return (dy.reshape(self.saved),)
-
-
-def from_numpy(array: np.ndarray[Any, Any], device: Device | None = None, dtype: DTypeLike | None = None) -> Tensor:
-    """A tensor with a copy of `array`, in `dtype` (default: its own, with 64-bit types made 32-bit, as in SINGA)."""
-    return Tensor(data=array, device=device, dtype=dtype)
-
-
-def from_raw_tensor(raw: Any) -> Tensor:
-    """A tensor that shares the memory of a raw tensor: `Tensor.data`, or a gradient of `Operation.backward`."""
-    return Tensor.of(raw.view(np.ndarray) if isinstance(raw, np.ndarray) else raw, device_of(raw))
-
-
-def to_numpy(values: Any) -> np.ndarray[Any, Any]:
-    """A copy of a tensor, raw tensor, array or plain number, as a NumPy array; a number gives [1]."""
-    if isinstance(values, Tensor):
-        return values.to_numpy()
-    return np.array(device_of(values).host(values), ndmin=1)
