@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 
 from ..kernels import array_module
-from .tensor import Array, Operation, Tensor, settled
+from .outside import settled
+from .tensor import Array, Operation, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,7 +13,8 @@ from ..errors import ShapeError, UsageError
 from ..kernels import array_module
 from .kernels import kernels_of
 from .mode import mode
-from .tensor import Array, Operation, settled
+from .outside import settled
+from .tensor import Array, Operation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from ..errors import ShapeError
 from ..kernels import array_module
-from .tensor import Array, Broadcast, Operation, settled
+from .outside import settled
+from .tensor import Array, Broadcast, Operation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

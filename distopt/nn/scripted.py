@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..kernels import array_module
+from .outside import settled
 from .raw import raw
-from .tensor import Array, Operation, Tensor, settled
+from .tensor import Array, Operation, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

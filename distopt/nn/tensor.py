@@ -9,40 +9,42 @@ from __future__ import annotations
 
 import itertools
 import operator
-from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import ShapeError, UsageError
 from ..kernels import array_module
-from .device import Device, get_default_device, tell_once
+from .device import Device, get_default_device
 from .mode import Ran, mode
-from .raw import RawTensor, raw
+from .outside import OutsideGraph, settled
+from .raw import raw
+from .values import Array, c_contiguous, float16, float32, float64, int32, int64
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import DTypeLike
 
-__all__ = ["Operation", "Tensor", "float32", "float64", "from_numpy", "int32", "int64", "to_numpy"]
+__all__ = [
+    "Array",
+    "Operation",
+    "Tensor",
+    "float16",
+    "float32",
+    "float64",
+    "int32",
+    "int64",
+]
 
-Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 
-float32 = np.float32
-float64 = np.float64
-int32 = np.int32
-int64 = np.int64
-
-
-class Tensor:
+class Tensor(OutsideGraph):
     """An array on a device.
 
     Args:
         shape: dimensions of a new tensor of zeros.
-        device: device of the tensor (default: the CPU).
-        dtype: element type (default: float32, or that of `data` with 64-bit types made 32-bit).
-        data: values to copy, as SINGA does; overrides `shape`. A raw tensor (`Tensor.data`) is used without a copy.
+        device: device of the tensor (default: the CPU, or where `data` is if that is a raw tensor).
+        dtype: element type (default: float32, or that of `data` with 64-bit types made 32-bit, and bool int32).
+        data: values to copy, as SINGA does; overrides `shape`. A raw tensor (`Tensor.data`) is used without a copy,
+            unless it is on another device or of another type.
         requires_grad: whether `Operation.backward` returns a gradient for it. Which gradients a backward pass computes
             depends on `stores_grad` alone.
         stores_grad: whether this is a parameter: `autograd.backward` yields its gradient.
@@ -50,32 +52,27 @@ class Tensor:
         name: name of a parameter, unique in its model, such as "conv1.W".
 
     Attributes:
-        array: the values, a C-contiguous NumPy or CuPy array. It may be changed in place.
         grad: the last gradient of a parameter. If set, `backward` writes into that tensor's memory.
         creator: the operation that computed this tensor; None for inputs and parameters.
+
+    Raises:
+        UsageError: no tensor has that shape, data or dtype.
     """
 
-    __slots__ = ("__weakref__", "array", "creator", "device", "grad", "name", "requires_grad", "stores_grad")
-    __array_ufunc__ = None  # makes NumPy scalars defer to this class in arithmetic
+    __slots__ = ("__weakref__", "creator", "grad", "name", "requires_grad", "stores_grad")
 
     def __init__(
         self,
         shape: Sequence[int] = (),
         device: Device | None = None,
         dtype: DTypeLike | None = None,
-        data: Array = None,
+        data: Any = None,
         requires_grad: bool = True,
         stores_grad: bool = False,
         creator: Operation | None = None,
         name: str | None = None,
     ) -> None:
-        self.device = get_default_device() if device is None else device
-        if data is None:
-            self.array: Array = self.device.xp.zeros(tuple(shape), float32 if dtype is None else dtype)
-        elif isinstance(data, RawTensor):
-            self.array = _contiguous(data.view(np.ndarray))
-        else:
-            self.array = self.device.xp.array(data, _narrow(data) if dtype is None else dtype, order="C")
+        super().__init__(shape, device, dtype, data)
         self.grad: Tensor | None = None
         self.creator = creator
         self.requires_grad = requires_grad
@@ -91,175 +88,80 @@ class Tensor:
         """
         tensor = cls.__new__(cls)
         tensor.device = get_default_device() if device is None else device
-        tensor.array = _contiguous(array)
+        tensor.array = c_contiguous(array)
         tensor.grad = tensor.creator = tensor.name = None
         tensor.requires_grad, tensor.stores_grad = requires_grad, False
         return tensor
+
+    def __repr__(self) -> str:
+        label = f"{self.name}, " if self.name else ""
+        return f"Tensor({label}{list(self.shape)}, {self.dtype}, {self.device!r})"
 
     @property
     def in_graph(self) -> bool:
         """Whether it was computed from parameters, so that a backward pass goes through it."""
         return self.creator is not None and True in self.creator.needs
 
-    @property
-    def data(self) -> Array:
-        """The values as a raw tensor of SINGA's, which shares their memory; see `distopt.nn.raw`."""
-        return raw(self.array)
-
-    @data.setter
-    def data(self, array: Array) -> None:
-        self.array = _contiguous(array.view(np.ndarray) if isinstance(array, RawTensor) else array)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The dimensions."""
-        shape: tuple[int, ...] = self.array.shape
-        return shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of the elements."""
-        dtype: np.dtype[Any] = self.array.dtype
-        return dtype
-
-    def __repr__(self) -> str:
-        label = f"{self.name}, " if self.name else ""
-        return f"Tensor({label}{list(self.shape)}, {self.dtype}, {self.device!r})"
-
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    def size(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-    def item(self) -> float:
-        """The value of a tensor of one element. Waits for the device; raises the errors of `Device.check`."""
-        value: float = self.array.item()
-        self.device.check()
-        return value
-
-    # -- values ------------------------------------------------------------------------------------------------------
-    def to_numpy(self) -> np.ndarray[Any, Any]:
-        """A copy of the values, as a NumPy array."""
-        return np.array(self.device.host(self.array))
-
-    def copy_from_numpy(self, array: np.ndarray[Any, Any], offset: int = 0) -> None:
-        """Overwrite the values with those of `array`, converted to this tensor's dtype.
-
-        Args:
-            array: any shape.
-            offset: index of the first element to overwrite; 0 needs an array of the tensor's size.
-
-        Raises:
-            UsageError: the sizes do not fit.
-        """
-        array = np.asarray(array)
-        if offset < 0 or array.size != self.size() - offset:
-            raise UsageError(
-                f"an array of shape {array.shape} does not fill a tensor of shape {self.shape} from element {offset}"
-            )
-        source = self.device.xp.asarray(array, dtype=self.dtype)
-        self.array.reshape(-1)[offset:] = source.reshape(-1)
-
-    def copy_data(self, other: Tensor) -> None:
-        """Overwrite the values with those of `other`, a tensor of the same size on any device."""
-        self.copy_from_numpy(other.device.host(other.array))
-
-    def set_value(self, value: float) -> None:
-        """Overwrite every element with `value`."""
-        self.array.fill(value)
-
-    def gaussian(self, mean: float = 0.0, std: float = 1.0) -> None:
-        """Overwrite the values with normal random numbers from the device's `host_rng`."""
-        draw = self.device.host_rng.standard_normal(self.shape, dtype=self.dtype)
-        self.array[...] = self.device.xp.asarray(draw * self.dtype.type(std) + self.dtype.type(mean))
-
-    def uniform(self, low: float = 0.0, high: float = 1.0) -> None:
-        """Overwrite the values with random numbers in [low, high) from the device's `host_rng`."""
-        draw = self.device.host_rng.random(self.shape, dtype=self.dtype)
-        self.array[...] = self.device.xp.asarray(draw * self.dtype.type(high - low) + self.dtype.type(low))
-
-    # -- copies ------------------------------------------------------------------------------------------------------
-    def clone(self) -> Tensor:
-        """A new tensor with the same values and flags, outside the graph."""
-        tensor = Tensor.of(self.array.copy(), self.device, self.requires_grad)
-        tensor.stores_grad, tensor.name = self.stores_grad, self.name
-        return tensor
-
-    copy = deepcopy = clone
-
-    def as_type(self, dtype: DTypeLike) -> Tensor:
-        """A new tensor with the values converted to `dtype`, outside the graph."""
-        return Tensor.of(self.array.astype(dtype), self.device, self.requires_grad)
-
-    def to_device(self, device: Device) -> None:
-        """Move the values to `device`."""
-        if device is not self.device:
-            self.array = device.xp.asarray(self.device.host(self.array))
-            self.device = device
-
-    def to_host(self) -> None:
-        """Move the values to the CPU."""
-        self.to_device(get_default_device())
+    def is_dummy(self) -> bool:
+        """Whether it has no name."""
+        return self.name is None
 
     # -- arithmetic --------------------------------------------------------------------------------------------------
     def reshape(self, shape: Sequence[int]) -> Tensor:
         """The same elements with other dimensions, one of which may be -1."""
         return self._computed(Reshape(shape), self)
 
-    def __add__(self, other: Tensor | float) -> Tensor:
+    def __add__(self, other: Any) -> Tensor:
         return self._computed(Add(), self, other)
 
     __radd__ = __add__
 
-    def __sub__(self, other: Tensor | float) -> Tensor:
+    def __sub__(self, other: Any) -> Tensor:
         return self._computed(Sub(), self, other)
 
-    def __rsub__(self, other: float) -> Tensor:
+    def __rsub__(self, other: Any) -> Tensor:
         return self._computed(Sub(), other, self)
 
-    def __mul__(self, other: Tensor | float) -> Tensor:
+    def __mul__(self, other: Any) -> Tensor:
         return self._computed(Mul(), self, other)
 
     __rmul__ = __mul__
 
-    def __truediv__(self, other: Tensor | float) -> Tensor:
+    def __truediv__(self, other: Any) -> Tensor:
         return self._computed(Div(), self, other)
 
-    def __rtruediv__(self, other: float) -> Tensor:
+    def __rtruediv__(self, other: Any) -> Tensor:
         return self._computed(Div(), other, self)
 
-    def __matmul__(self, other: Tensor) -> Tensor:
+    def __matmul__(self, other: Any) -> Tensor:
         return self._computed(MatMul(), self, other)
 
     def __neg__(self) -> Tensor:
         return self * -1
 
-    def __iadd__(self, other: Tensor | float) -> Tensor:
-        return self._in_place(operator.iadd, other) or self + other
+    def __iadd__(self, other: Any) -> Tensor:
+        return self._in_place(operator.iadd, operator.add, other)
 
-    def __isub__(self, other: Tensor | float) -> Tensor:
-        return self._in_place(operator.isub, other) or self - other
+    def __isub__(self, other: Any) -> Tensor:
+        return self._in_place(operator.isub, operator.sub, other)
 
-    def __imul__(self, other: Tensor | float) -> Tensor:
-        return self._in_place(operator.imul, other) or self * other
+    def __imul__(self, other: Any) -> Tensor:
+        return self._in_place(operator.imul, operator.mul, other)
 
-    def __itruediv__(self, other: Tensor | float) -> Tensor:
-        return self._in_place(operator.itruediv, other) or self / other
+    def __itruediv__(self, other: Any) -> Tensor:
+        return self._in_place(operator.itruediv, operator.truediv, other)
 
-    def _in_place(self, change: Callable[[Array, Array], Array], other: Tensor | float) -> Tensor | None:
-        """This tensor, changed in place; None if the graph needs the old values and a new tensor is required."""
-        other = self.operand(other)
-        if self.in_graph or other.in_graph:
-            return None
-        if mode.ran is not None:
-            mode.ran.append("a tensor is changed in place")
-        change(self.array, other.array)
+    def _in_place(self, change: Callable[[Array, Array], Array], compute: Callable[..., Tensor], other: Any) -> Tensor:
+        """This tensor, changed in place; a new one if the graph needs the old values."""
+        given = self.operand(other)
+        if self.in_graph or given.in_graph:
+            return compute(self, given)
+        if self.dtype.kind != "f" and (given.dtype.kind == "f" or change is operator.itruediv):
+            raise UsageError(f"a tensor of {self.dtype} takes no floats in place; convert it first, by to_type")
+        change(self.changed().array, given.array)
         return self
 
-    def _computed(self, operation: Operation, *operands: Tensor | float) -> Tensor:
+    def _computed(self, operation: Operation, *operands: Any) -> Tensor:
         """The result of an arithmetic operation: part of the graph only if a parameter is below it.
 
         Otherwise sums that scripts keep over many steps would keep every step's tensors alive.
@@ -269,17 +171,11 @@ class Tensor:
             out.creator = None
         return out
 
-    def operand(self, value: Tensor | float) -> Tensor:
-        """`value` as a tensor of this tensor's float type; a float beside integers becomes float32."""
-        if isinstance(value, Tensor):
-            return value
-        xp, dtype = self.device.xp, self.dtype
-        if dtype.kind != "f":
-            dtype = np.result_type(dtype, value)
-            dtype = np.dtype(float32) if dtype.kind == "f" else dtype
-        # Not `asarray`: on a GPU, it copies from the host, which a graph would not repeat.
-        data = xp.asarray(value, dtype) if np.ndim(value) else xp.full((), np.asarray(value).item(), dtype)
-        return Tensor.of(data, self.device, requires_grad=False)
+    def operand(self, value: Any) -> Tensor:
+        given = super().operand(value)
+        if given is not value:
+            given.requires_grad = False
+        return given
 
 
 class Operation:
@@ -360,18 +256,6 @@ class Operation:
 
 
 _order = itertools.count()
-
-
-def settled(y: Array, *operands: Array) -> Array:
-    """Local. `y`, computed from `operands`, as an array of the type that they give it.
-
-    The floats among the operands decide; without one, a result that is no integer is float32. NumPy would make float64
-    of int32 and float32, and of functions of int32.
-    """
-    if y.dtype != operands[0].dtype and y.dtype.kind == "f":
-        floats = [x.dtype for x in operands if x.dtype.kind == "f"]
-        y = y.astype(np.result_type(*floats) if floats else float32)
-    return y[...]  # an array even if NumPy returned a scalar
 
 
 class Broadcast(Operation):
@@ -485,29 +369,3 @@ class Reshape(Operation):
 
     def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
         return (dy.reshape(self.saved),)
-
-
-def _narrow(data: Any) -> DTypeLike:
-    """The type in which SINGA keeps values of the type of `data`: 64-bit numbers become 32-bit ones."""
-    dtype = np.asarray(data).dtype if not hasattr(data, "dtype") else data.dtype
-    if dtype == np.float64:
-        tell_once("float64 data becomes float32, as in SINGA; dtype=tensor.float64 keeps it")
-        return float32
-    narrow: DTypeLike = int32 if dtype == np.int64 else dtype
-    return narrow
-
-
-def _contiguous(array: Array) -> Array:
-    if not array.flags.c_contiguous:
-        raise UsageError("a tensor cannot use a strided array; pass a contiguous one (numpy.ascontiguousarray)")
-    return array
-
-
-def from_numpy(array: np.ndarray[Any, Any], device: Device | None = None, dtype: DTypeLike | None = None) -> Tensor:
-    """A tensor with a copy of `array`, in `dtype` (default: its own, with 64-bit types made 32-bit, as in SINGA)."""
-    return Tensor(data=array, device=device, dtype=dtype)
-
-
-def to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """A copy of the values, as a NumPy array."""
-    return tensor.to_numpy()

@@ -22,6 +22,7 @@ RUN = "import sys, pytest; from tests.emulation import activate; activate(); sys
         ("test_convolution.py", ["-k", "not (float64 and test_conv2d and lowering)"]),
         ("test_functions.py", []),
         ("test_staging.py", []),
+        ("test_tensor.py", []),
     ],
 )
 def test_on_the_emulated_gpu(file, options):

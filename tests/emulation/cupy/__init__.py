@@ -61,6 +61,8 @@ FUNCTIONS = (
     *("tanh", "trunc", "add.at"),
     *("sqrt", "square", "squeeze", "stack", "subtract", "sum", "take", "tile", "transpose", "unique", "where"),
     *("empty_like", "full_like", "ones_like", "zeros_like", "array_equal", "allclose", "copyto", "linalg.norm"),
+    *("ceil", "einsum", "floor_divide", "greater", "greater_equal", "less", "less_equal", "not_equal", "power", "tanh"),
+    *("tensordot",),
 )
 
 
