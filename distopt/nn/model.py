@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from .tensor import Tensor
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from .device import Device
 
@@ -52,11 +53,21 @@ def _is_on(what: str, value: bool | str) -> bool:
     return value == "True" if isinstance(value, str) else bool(value)
 
 
+def _fits(function: Callable[..., Any], inputs: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Whether `function` can be called with these arguments."""
+    try:
+        inspect.signature(function).bind(*inputs, **options)
+    except TypeError:
+        return False
+    return True
+
+
 def _check_inputs(inputs: object) -> None:
     if isinstance(inputs, Tensor):
         raise UsageError("compile takes a list of inputs; write compile([x])")
     if not isinstance(inputs, (list, tuple)) or not inputs or not all(isinstance(x, Tensor) for x in inputs):
-        raise UsageError(f"compile takes a list of tensors, such as [tensor.from_numpy(array)]; got {inputs!r:.60}")
+        got = [type(x).__name__ for x in inputs] if isinstance(inputs, (list, tuple)) else type(inputs).__name__
+        raise UsageError(f"compile takes a list of tensors, such as [tensor.from_numpy(array)]; got {got}")
 
 
 class Model(Layer):
@@ -75,14 +86,35 @@ class Model(Layer):
     _graphs: StepGraphs | None = None
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """In training mode, run `train_one_batch` or, with `use_graph`, replay it; otherwise, run `forward`."""
-        process_mode.training = self.training
-        if not self.training:
+        """In training mode, run `train_one_batch` or, with `use_graph`, replay it; otherwise, run `forward`.
+
+        Before `compile`, run `train_one_batch` only if the arguments fit it: scripts that traverse gradients themselves
+        call a model for its output.
+        """
+        if not self._compiled and not _fits(self.train_one_batch, inputs, options):
             return self.forward(*inputs, **options)
-        graphs = self._step_graphs()
-        if graphs is None:
-            return self.train_one_batch(*inputs, **options)
-        return graphs.run(self.train_one_batch, self.get_states, self._optimizer, inputs, options)
+        process_mode.training = self.training
+        try:
+            if not self.training:
+                return self.forward(*inputs, **options)
+            graphs = self._step_graphs()
+            if graphs is None:
+                return self.train_one_batch(*inputs, **options)
+            return graphs.run(self.train_one_batch, self.get_states, self._optimizer, inputs, options)
+        except (AttributeError, TypeError):
+            if mistake := self._mistake(inputs, options):
+                raise UsageError(mistake) from None
+            raise
+
+    def _mistake(self, inputs: Sequence[Any], options: Mapping[str, Any]) -> str:
+        """What is wrong with the arguments of a call, and the cure; empty if nothing is known to be."""
+        kind = type(self).__name__
+        if any(isinstance(value, np.ndarray) for value in (*inputs, *options.values())):
+            return f"{kind} takes tensors, got a NumPy array; make it one with tensor.from_numpy"
+        if self.training and not _fits(self.train_one_batch, inputs, options):
+            wanted = inspect.signature(self.train_one_batch)
+            return f"{kind} is in training mode, where it takes train_one_batch{wanted}; or call eval() before"
+        return ""
 
     def _step_graphs(self) -> StepGraphs | None:
         device = self._graph_device

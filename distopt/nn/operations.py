@@ -158,11 +158,25 @@ class SoftMaxCrossEntropy(Operation):
     native = True
 
     def forward(self, logits: Array, labels: Array) -> Array:
+        _check_labels(logits, labels)
         loss, self.saved = kernels_of(logits).softmax_cross_entropy(logits, labels)
         return loss.reshape(1)
 
     def gradients(self, dy: Array, into: Into) -> Gradients:
         return kernels_of(dy).softmax_cross_entropy_backward(self.saved, dy), None
+
+
+def _check_labels(logits: Array, labels: Array) -> None:
+    if logits.ndim != 2:
+        raise UsageError(f"cross entropy takes scores [N, classes], got {list(logits.shape)}; put a Flatten before it")
+    n, classes = logits.shape
+    if labels.shape not in ((n,), (n, classes)):
+        raise UsageError(
+            f"scores [{n}, {classes}] need {n} labels: class indices [{n}], or distributions [{n}, {classes}]; got "
+            f"{list(labels.shape)}"
+        )
+    if labels.ndim == 1 and labels.dtype.kind not in "biu":
+        raise UsageError(f"labels [N] are class indices, got {labels.dtype}; make them tensor.int32")
 
 
 class MeanSquareError(Operation):

@@ -44,10 +44,11 @@ class Weighted(Operation):
         return [empty(w.shape, w.dtype) if place is None else place for w, place in pairs]
 
 
-def _evened(x: Array, padding: Padding, fill: float = 0.0) -> tuple[Array, Pair]:
+def _evened(x: Array, kernel: Pair, stride: Pair, padding: Padding, fill: float = 0.0) -> tuple[Array, Pair]:
     """Images and padding as kernels take them: a border of four numbers becomes part of the images."""
     if len(padding) == 2:
         return x, (padding[0], padding[1])
+    out_size(x.shape, kernel, stride, padding)  # its error names the padding that was given
     return with_border(x, padding, kernels_of(x).empty, fill), (0, 0)
 
 
@@ -65,7 +66,7 @@ class Conv2d(Weighted):
         self.stride, self.padding, self.relu = stride, padding, relu
 
     def forward(self, x: Array, w: Array, b: Array | None = None) -> Array:
-        x, padding = _evened(x, self.padding)
+        x, padding = _evened(x, w.shape[2:], self.stride, self.padding)
         y, self.saved = kernels_of(x).conv2d(x, w, b, self.stride, padding, self.relu)
         return y
 
@@ -91,7 +92,7 @@ class Conv2dMaxPool(Weighted):
         self.stride, self.padding, self.relu, self.pool = stride, padding, relu, pool
 
     def forward(self, x: Array, w: Array, b: Array | None = None) -> Array:
-        x, padding = _evened(x, self.padding)
+        x, padding = _evened(x, w.shape[2:], self.stride, self.padding)
         y, self.saved = kernels_of(x).conv2d_max_pool(x, w, b, self.stride, padding, self.relu, *self.pool)
         return y
 
@@ -137,7 +138,7 @@ class GroupedConv2d(Weighted):
 
     def forward(self, x: Array, w: Array, b: Array | None = None) -> Array:
         kernels = kernels_of(x)
-        x, padding = _evened(x, self.padding)
+        x, padding = _evened(x, w.shape[2:], self.stride, self.padding)
         parts, self.saved = [], []
         for group in range(self.groups):
             own = self._run_of(group, len(w))
@@ -248,8 +249,8 @@ class _Pool2d(Operation):
 
     def evened(self, x: Array) -> tuple[Array, tuple[Pair, Pair, Pair]]:
         """Images and window as kernels take them."""
-        pool_out(x.shape, self.kernel, self.stride, self.padding)  # names the padding that was given
-        x, padding = _evened(x, self.padding, self.fill)
+        pool_out(x.shape, self.kernel, self.stride, self.padding)  # likewise
+        x, padding = _evened(x, self.kernel, self.stride, self.padding, self.fill)
         return x, (self.kernel, self.stride, padding)
 
 

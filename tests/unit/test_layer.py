@@ -1,5 +1,7 @@
 """Layers: names, parameters, lazy shapes and what they refuse."""
 
+from collections import OrderedDict
+
 import numpy as np
 import pytest
 
@@ -43,6 +45,108 @@ def test_parameters_are_found_among_attributes_each_once():
     memory = block.conv.W.array
     block(images(1, 3, 7, 4))
     assert block.conv.W.array is memory
+
+
+class Residual(layer.Layer):
+    """As SINGA's ResNet: the shortcut is a function, whose layers are its variables."""
+
+    def __init__(self, channels, shortcut=None):
+        super().__init__()
+        self.conv = layer.Conv2d(channels, 3, padding=1, bias=False)
+        self.shortcut = shortcut
+
+    def forward(self, x):
+        return autograd.relu(self.conv(x) + (x if self.shortcut is None else self.shortcut(x)))
+
+
+class Tower(layer.Layer):
+    def __init__(self, registered):
+        super().__init__()
+        self.first = layer.Conv2d(4, 3, bias=False)
+        self.body, blocks = self.make_body()
+        self.heads = {"small": layer.Linear(2, bias=False), "large": (layer.Linear(5, bias=False), [1, None])}
+        gone = None
+        self.without_value = lambda: gone  # noqa: F821
+        del gone
+        if registered:
+            self.register_layers(*blocks)
+
+    def make_body(self):
+        conv, norm = layer.Conv2d(6, 1, bias=False), layer.BatchNorm2d(6)
+        blocks = [Residual(6, lambda x: norm(conv(x))), Residual(6)]
+
+        def body(x, times=1):
+            for block in blocks:
+                x = block(x)
+            return body(x, times - 1) if times > 1 else x
+
+        return body, blocks
+
+    def forward(self, x):
+        y = autograd.flatten(self.body(self.first(x)))
+        return self.heads["small"](y), self.heads["large"][0](y)
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_layers_in_functions_and_collections_are_found(registered):
+    tower = Tower(registered)
+    tower(images(2, 3, 5, 5))
+    first, second = ("Residual_0", "Residual_1") if registered else ("body.blocks.0", "body.blocks.1")
+    blocks = [f"{first}.conv.W", f"{first}.shortcut.conv.W"]
+    blocks += [f"{first}.shortcut.norm.scale", f"{first}.shortcut.norm.bias", f"{second}.conv.W"]
+    assert list(tower.get_params()) == (
+        ["first.W", *blocks, "heads.small.W", "heads.large.0.W"]
+        if registered
+        else ["first.W", "heads.small.W", "heads.large.0.W", *blocks]
+    )
+    other = Tower(registered)
+    other(images(2, 3, 5, 5))
+    tower.get_states()[f"{first}.shortcut.norm.running_var"].set_value(7)
+    other.set_states({name: value.to_numpy() for name, value in tower.get_states().items()})
+    for a, b in zip(tower(images(2, 3, 5, 5)), other(images(2, 3, 5, 5)), strict=True):
+        np.testing.assert_array_equal(a.array, b.array)
+
+
+def test_registered_layers_are_named_by_class_and_number():
+    class Sequence(layer.Layer):
+        def __init__(self):
+            super().__init__()
+            self.layers = [layer.ReLU(), layer.Linear(3), layer.ReLU(), layer.Linear(2)]
+            self.register_layers(*self.layers)
+
+        def forward(self, x):
+            for item in self.layers:
+                x = item(x)
+            return x
+
+    net = Sequence()
+    net(images(2, 4))
+    assert list(net.get_params()) == ["Linear_1.W", "Linear_1.b", "Linear_3.W", "Linear_3.b"]
+    assert net.ReLU_2 is net.layers[2]
+    net.register_layers(*net.layers)
+    with pytest.raises(UsageError, match="Sequence has another ReLU_0; call register_layers once"):
+        net.register_layers(layer.ReLU())
+    net.register_layers(OrderedDict(last=layer.Linear(1)))
+    net.last(images(2, 2))
+    assert "last.W" in net.get_params()
+
+
+def test_a_layer_made_for_the_first_input_knows_its_path():
+    class Outer(layer.Layer):
+        def initialize(self, x):
+            self.inner = layer.SeparableConv2d(x.shape[1], 4, 3)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    holder = layer.Layer()
+    holder.outer = Outer()
+    holder.outer(images(1, 2, 5, 5))
+    assert holder.outer.inner.depthwise_conv.name == "outer.inner.depthwise_conv"
+    assert {n: p.shape for n, p in holder.get_params().items()} == {
+        "outer.inner.depthwise_conv.W": (2, 1, 3, 3),
+        "outer.inner.point_conv.W": (4, 2, 1, 1),
+    }
 
 
 def test_a_parameter_shared_by_two_layers_is_one(monkeypatch):
@@ -147,8 +251,10 @@ class Net(layer.Layer):
         (lambda: layer.Conv2d(3, 8, 3), (2, 4, 5, 5), "item expects images [N, 3, H, W], got [2, 4, 5, 5]"),
         (lambda: layer.Conv2d(8, 3), (2, 4), "item expects images [N, C, H, W], got [2, 4]"),
         (lambda: layer.Conv2d(8, 6), (2, 4, 5, 5), "item: a kernel of"),
-        (lambda: layer.DepthwiseConv2d(6), (2, 4, 5, 5), "item: a kernel of"),
-        (lambda: layer.DepthwiseConv2d(6), (2, 4), "item expects images [N, C, H, W], got [2, 4]"),
+        (lambda: layer.Conv2d(4, 6, group=4), (2, 4, 5, 5), "item: a kernel of"),
+        (lambda: layer.Conv2d(4, 8, group=2, padding=(0, 1, 1, 1)), (2, 4, 5, 5), "padding (0, 1, 1, 1) does not fit"),
+        (lambda: layer.Conv2d(6, 3, group=3), (2, 4, 5, 5), "item: 4 channels cannot be divided into 3 groups"),
+        (lambda: layer.Conv2d(6, 3, pad_mode="SAME_LOWER"), (2, 4), "item expects images [N, C, H, W], got [2, 4]"),
         (lambda: layer.SeparableConv2d(3, 8, 3), (2, 4, 5, 5), "depthwise_conv expects images [N, 3, H, W], got"),
         (lambda: layer.BatchNorm2d(3), (2, 4, 5, 5), "item expects images [N, 3, H, W], got [2, 4, 5, 5]"),
         (lambda: layer.BatchNorm2d(), (2, 4), "item expects images [N, C, H, W], got [2, 4]"),
@@ -180,7 +286,17 @@ def test_types_that_do_not_fit_are_named_by_layer():
     [
         (lambda: layer.Conv2d(8, 0), "kernel_size is one integer or two, each at least 1; got 0"),
         (lambda: layer.Conv2d(8, 3, stride=0), "stride is"),
-        (lambda: layer.Conv2d(8, 3, padding=-1), "padding is"),
+        (lambda: layer.Conv2d(8, 3, padding=-1), "padding is one integer, two, or four"),
+        (lambda: layer.Conv2d(8, 3, padding=(1, 1, 1)), r"padding is .*; got \(1, 1, 1\)"),
+        (lambda: layer.Conv2d(8, 3, padding=None), "padding is .*; got None"),
+        (lambda: layer.MaxPool2d(2, pad_mode="SAME"), "unknown pad_mode 'SAME'; choose one of NOTSET, SAME_UPPER, SA"),
+        (lambda: layer.Conv2d(8, 3, dilation=2), "Conv2d has no dilation, as in SINGA"),
+        (lambda: layer.Conv2d(8, 3, group=3), "8 kernels cannot be divided into 3 groups"),
+        (lambda: layer.Conv2d(8, 3, group=0), "group is an integer of at least 1; got 0"),
+        (lambda: layer.Conv2d(8, 3, group=2, pool=layer.MaxPool2d(2)), "Conv2d pools in one group and with even padd"),
+        (lambda: layer.Conv2d(8, 3, pool=layer.MaxPool2d(2, pad_mode="SAME_UPPER")), "Conv2d pools in one group"),
+        (lambda: layer.Conv2d(8, 3, pool=layer.MaxPool2d(2, 2, (0, 1, 0, 1))), "Conv2d pools in one group"),
+        (lambda: layer.MaxPool1d((2, 2)), "kernel_size is"),
         (lambda: layer.Conv2d(8, (3, 3, 3)), "kernel_size is"),
         (lambda: layer.Conv2d(3, 8, 3, 1, 1, 1), "Conv2d takes"),
         (lambda: layer.Conv2d(3, (8, 8), 3), "Conv2d takes"),
@@ -197,6 +313,57 @@ def test_types_that_do_not_fit_are_named_by_layer():
 def test_arguments_that_make_no_sense_are_refused(make, message):
     with pytest.raises(UsageError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Conv3d", "distopt.layer has no Conv3d; did you mean Conv2d?"),
+        ("Maxpool2d", "distopt.layer has no Maxpool2d; did you mean MaxPool2d?"),
+        ("LSTM", "distopt.layer has no LSTM: distopt keeps to convolutional networks; PyTorch is the way to others"),
+        ("CudnnRNN", "distopt keeps to convolutional networks"),
+        ("Embedding", "distopt keeps to convolutional networks"),
+    ],
+)
+def test_a_wrong_name_gets_a_cure(name, message):
+    with pytest.raises(AttributeError) as caught:
+        getattr(layer, name)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "labels", "message"),
+    [
+        (
+            (4, 3),
+            np.array([0, 1, 2, 0], np.float32),
+            r"labels \[N\] are class indices, got float32; make them tensor.int32",
+        ),
+        ((4, 3), np.array([[0], [1], [2], [0]], np.int32), r"scores \[4, 3\] need 4 labels.*; got \[4, 1\]"),
+        (
+            (4, 3),
+            np.arange(3, dtype=np.int32),
+            r"scores \[4, 3\] need 4 labels: class indices \[4\], or dis.*; got \[3\]",
+        ),
+        ((4, 3), np.eye(4, dtype=np.float32), r"need 4 labels: .* distributions \[4, 3\]; got \[4, 4\]"),
+        ((4, 3, 1, 1), np.arange(4, dtype=np.int32), r"takes scores \[N, classes\], got \[4, 3, 1, 1\]; put a Flatten"),
+    ],
+)
+def test_labels_that_do_not_fit_are_explained(shape, labels, message):
+    with pytest.raises(UsageError, match=message):
+        layer.SoftMaxCrossEntropy()(images(*shape), Tensor.of(labels))
+
+
+def test_one_hot_labels_of_integers_are_the_classes():
+    scores, classes = images(4, 3), np.array([2, 0, 1, 2], np.int32)
+    loss = layer.SoftMaxCrossEntropy()(scores, Tensor.of(np.eye(3, dtype=np.int32)[classes]))
+    np.testing.assert_allclose(loss.array, layer.SoftMaxCrossEntropy()(scores, Tensor.of(classes)).array, rtol=1e-6)
+
+
+def test_bias_may_be_the_third_argument_of_linear():
+    linear = layer.Linear(3, 2, False)
+    linear(images(1, 3))
+    assert list(linear.get_params()) == ["W"]
 
 
 def test_a_layer_without_forward_says_so():
