@@ -22,6 +22,7 @@ __all__ = [
     "MissingDependencyError",
     "PeerLostError",
     "RankFailedError",
+    "ShapeError",
     "StalledError",
     "StateError",
     "UsageError",
@@ -45,6 +46,10 @@ class UsageError(DistoptError, ValueError):
     """An argument or a setting has a value that cannot be used."""
 
     exit_code = 2
+
+
+class ShapeError(UsageError, AssertionError):
+    """Shapes that do not fit. SINGA asserts that they do, and its scripts may expect an `AssertionError`."""
 
 
 class MissingDependencyError(DistoptError, ImportError):

@@ -9,17 +9,19 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ..errors import UsageError
+from ..errors import ShapeError, UsageError
 from ..kernels import array_module
 from . import operations_images
 from .kernels import kernels_of
 from .mode import mode
 from .operations_images import *  # noqa: F403 - the other half of this module
 from .operations_images import Weighted
-from .tensor import Array, Operation
+from .tensor import Array, Operation, settled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from .tensor import Tensor
 
 __all__ = [
     "Cat",
@@ -27,15 +29,22 @@ __all__ = [
     "Linear",
     "MeanSquareError",
     "ReLU",
+    "ReduceMean",
     "ReduceSum",
     "Sigmoid",
     "SoftMax",
     "SoftMaxCrossEntropy",
+    "wants_gradient",
 ]
 __all__ += operations_images.__all__
 
 Into: TypeAlias = "Sequence[Array | None]"
 Gradients: TypeAlias = "Sequence[Array | None]"
+
+
+def wants_gradient(tensor: Tensor) -> bool:
+    """Local. Whether a backward pass needs the gradient of `tensor`, which may else be constant data of a script."""
+    return tensor.stores_grad or tensor.in_graph
 
 
 class Linear(Weighted):
@@ -83,16 +92,22 @@ class Sigmoid(Operation):
 
 
 class SoftMax(Operation):
-    """exp(x) / sum(exp(x)) over the last dimension."""
+    """exp(x) / sum(exp(x)) over the dimension `axis`."""
+
+    def __init__(self, axis: int = -1) -> None:
+        self.axis = axis
 
     def forward(self, x: Array) -> Array:
-        self.saved = kernels_of(x).softmax(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+        dense = array_module(x).ascontiguousarray
+        rows = dense(x.swapaxes(self.axis, -1))
+        y = kernels_of(x).softmax(rows.reshape(-1, rows.shape[-1])).reshape(rows.shape)
+        self.saved = dense(y.swapaxes(self.axis, -1))
         return self.saved
 
     def gradients(self, dy: Array, into: Into) -> Gradients:
         y = self.saved
         dy *= y
-        return (dy - y * dy.sum(axis=-1, keepdims=True),)
+        return (dy - y * dy.sum(axis=self.axis, keepdims=True),)
 
 
 class Dropout(Operation):
@@ -149,6 +164,20 @@ class ReduceSum(Operation):
         return (array_module(dy).broadcast_to(dy.reshape(kept_shape), x_shape).copy(),)
 
 
+class ReduceMean(ReduceSum):
+    """The mean over the dimensions `axes`; see `ReduceSum`."""
+
+    def forward(self, x: Array) -> Array:
+        y = super().forward(x)
+        self.share = y.size / max(x.size, 1)
+        return settled(y * self.share, x)
+
+    def gradients(self, dy: Array, into: Into) -> Gradients:
+        (dx,) = super().gradients(dy, into)
+        dx *= self.share
+        return (dx,)
+
+
 class SoftMaxCrossEntropy(Operation):
     """Mean over the batch of the cross entropy of softmax(logits [N, classes]), as an array of shape (1,).
 
@@ -168,10 +197,10 @@ class SoftMaxCrossEntropy(Operation):
 
 def _check_labels(logits: Array, labels: Array) -> None:
     if logits.ndim != 2:
-        raise UsageError(f"cross entropy takes scores [N, classes], got {list(logits.shape)}; put a Flatten before it")
+        raise ShapeError(f"cross entropy takes scores [N, classes], got {list(logits.shape)}; put a Flatten before it")
     n, classes = logits.shape
     if labels.shape not in ((n,), (n, classes)):
-        raise UsageError(
+        raise ShapeError(
             f"scores [{n}, {classes}] need {n} labels: class indices [{n}], or distributions [{n}, {classes}]; got "
             f"{list(labels.shape)}"
         )
@@ -184,10 +213,11 @@ class MeanSquareError(Operation):
 
     def forward(self, x: Array, target: Array) -> Array:
         if x.shape != target.shape:
-            raise UsageError(f"the mean square error needs equal shapes, got {x.shape} and {target.shape}")
+            raise ShapeError(f"the mean square error needs equal shapes, got {x.shape} and {target.shape}")
         self.saved = x - target
         return array_module(x).square(self.saved).mean().reshape(1)
 
     def gradients(self, dy: Array, into: Into) -> Gradients:
         dx = self.saved * (self.saved.dtype.type(2 / self.saved.size) * dy)
-        return dx, -dx if self.needs[1] else None
+        assert self.inputs is not None
+        return dx, -dx if wants_gradient(self.inputs[1]) else None

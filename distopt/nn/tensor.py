@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from ..errors import UsageError
+from ..errors import ShapeError, UsageError
 from ..kernels import array_module
 from .device import Device, device_of, get_default_device, tell_once
 from .mode import Ran, mode
@@ -295,10 +295,13 @@ class Tensor:
         return out
 
     def operand(self, value: Tensor | float) -> Tensor:
-        """`value` as a tensor; a number gets a type that preserves this tensor's dtype if possible."""
+        """`value` as a tensor of this tensor's float type; a float beside integers becomes float32."""
         if isinstance(value, Tensor):
             return value
-        xp, dtype = self.device.xp, np.result_type(self.dtype, value)
+        xp, dtype = self.device.xp, self.dtype
+        if dtype.kind != "f":
+            dtype = np.result_type(dtype, value)
+            dtype = np.dtype(float32) if dtype.kind == "f" else dtype
         # Not `asarray`: on a GPU, it copies from the host, which a graph would not repeat.
         data = xp.asarray(value, dtype) if np.ndim(value) else xp.full((), np.asarray(value).item(), dtype)
         return Tensor.of(data, self.device)
@@ -384,25 +387,56 @@ class Operation:
 _order = itertools.count()
 
 
-class _Broadcast(Operation):
-    """An element-wise operation on two arrays, with NumPy's broadcasting."""
+def settled(y: Array, *operands: Array) -> Array:
+    """Local. `y`, computed from `operands`, as an array of the type that they give it.
+
+    The floats among the operands decide; without one, a result that is no integer is float32. NumPy would make float64
+    of int32 and float32, and of functions of int32.
+    """
+    if y.dtype != operands[0].dtype and y.dtype.kind == "f":
+        floats = [x.dtype for x in operands if x.dtype.kind == "f"]
+        y = y.astype(np.result_type(*floats) if floats else float32)
+    return y[...]  # an array even if NumPy returned a scalar
+
+
+class Broadcast(Operation):
+    """An element-wise operation on arrays, with NumPy's broadcasting."""
+
+    def value(self, *operands: Array) -> Array:
+        """The result, in whatever type NumPy gives it. A `ValueError` says that the shapes do not fit."""
+        raise NotImplementedError
+
+    def forward(self, *operands: Array) -> Array:
+        self.saved = operands
+        try:
+            y = self.value(*operands)
+        except ShapeError:
+            raise
+        except ValueError:
+            shapes = " and ".join(str(list(x.shape)) for x in operands)
+            raise ShapeError(
+                f"{type(self).__name__} of shapes {shapes}: dimensions, counted from the last, must be equal or 1"
+            ) from None
+        return settled(y, *operands)
 
     def reduced(self, gradient: Array, which: int) -> Array:
-        """The sum of `gradient` over the axes along which input number `which` was repeated."""
+        """The sum of `gradient` over the axes along which input number `which` was repeated, in its type."""
         assert self.inputs is not None
-        shape = self.inputs[which].shape
-        if gradient.shape == shape:
-            return gradient
-        extra = gradient.ndim - len(shape)
-        axes = [i + extra for i, n in enumerate(shape) if n == 1]
-        return gradient.sum(axis=(*range(extra), *axes), keepdims=True).reshape(shape)
+        x = self.inputs[which].array
+        if gradient.shape != x.shape:
+            extra = gradient.ndim - x.ndim
+            axes = [i + extra for i, n in enumerate(x.shape) if n == 1]
+            gradient = gradient.sum(axis=(*range(extra), *axes), keepdims=True).reshape(x.shape)
+        if gradient.dtype != x.dtype and x.dtype.kind == "f":
+            gradient = gradient.astype(x.dtype)
+        return gradient[...]
 
 
-class Add(_Broadcast):
+class Add(Broadcast):
     """a + b."""
 
-    def forward(self, a: Array, b: Array) -> Array:
-        return (a + b)[...]  # an array even if NumPy returns a scalar
+    def value(self, a: Array, b: Array) -> Array:
+        return a + b
 
     def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
         da = self.reduced(dy, 0) if self.needs[0] else None
@@ -410,23 +444,22 @@ class Add(_Broadcast):
         return da, db
 
 
-class Sub(_Broadcast):
+class Sub(Broadcast):
     """a - b."""
 
-    def forward(self, a: Array, b: Array) -> Array:
-        return (a - b)[...]
+    def value(self, a: Array, b: Array) -> Array:
+        return a - b
 
     def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
         da = self.reduced(dy, 0) if self.needs[0] else None
         return da, self.reduced(-dy, 1) if self.needs[1] else None
 
 
-class Mul(_Broadcast):
+class Mul(Broadcast):
     """a * b, element by element."""
 
-    def forward(self, a: Array, b: Array) -> Array:
-        self.saved = a, b
-        return (a * b)[...]
+    def value(self, a: Array, b: Array) -> Array:
+        return a * b
 
     def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
         a, b = self.saved
@@ -434,12 +467,11 @@ class Mul(_Broadcast):
         return da, self.reduced(dy * a, 1) if self.needs[1] else None
 
 
-class Div(_Broadcast):
+class Div(Broadcast):
     """a / b, element by element."""
 
-    def forward(self, a: Array, b: Array) -> Array:
-        self.saved = a, b
-        return (a / b)[...]
+    def value(self, a: Array, b: Array) -> Array:
+        return a / b
 
     def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
         a, b = self.saved
@@ -447,20 +479,22 @@ class Div(_Broadcast):
         return da, self.reduced(-dy * a / (b * b), 1) if self.needs[1] else None
 
 
-class MatMul(Operation):
-    """a [n, k] @ b [k, m]."""
+class MatMul(Broadcast):
+    """a [..., n, k] @ b [..., k, m]; the dimensions before the last two are broadcast."""
 
-    def forward(self, a: Array, b: Array) -> Array:
-        if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
-            raise UsageError(f"shapes {a.shape} and {b.shape} have no matrix product; [n, k] @ [k, m] has")
-        self.saved = a, b
+    def value(self, a: Array, b: Array) -> Array:
+        if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
+            raise ShapeError(f"shapes {a.shape} and {b.shape} have no matrix product; [n, k] @ [k, m] has")
         return a @ b
 
     def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
         a, b = self.saved
         matmul = array_module(dy).matmul
-        da = matmul(dy, b.T, out=into[0]) if self.needs[0] else None
-        return da, matmul(a.T, dy, out=into[1]) if self.needs[1] else None
+        if a.ndim == b.ndim == 2:
+            da = matmul(dy, b.T, out=into[0]) if self.needs[0] else None
+            return da, matmul(a.T, dy, out=into[1]) if self.needs[1] else None
+        da = self.reduced(matmul(dy, b.swapaxes(-1, -2)), 0) if self.needs[0] else None
+        return da, self.reduced(matmul(a.swapaxes(-1, -2), dy), 1) if self.needs[1] else None
 
 
 class Reshape(Operation):

@@ -109,7 +109,7 @@ def test_arithmetic_follows_numpy(dtype):
     for got, expected in pairs:
         assert got.dtype == dtype
         np.testing.assert_array_equal(got.array, expected.reshape(got.shape))
-    assert (Tensor((2,), dtype=np.int32) / 2).dtype == np.float64
+    assert (Tensor((2,), dtype=np.int32) / 2).dtype == np.float32
 
 
 def test_in_place_arithmetic_keeps_the_memory():
