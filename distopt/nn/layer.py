@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..errors import UsageError
+from ..errors import ShapeError, UsageError
 from . import functions, initializer, layer_images, operations
 from .layer_base import Layer, count_of, has_relu
 from .layer_images import *  # noqa: F403 - the other half of this module
@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Add",
+    "BinaryCrossEntropy",
     "Cat",
+    "CrossEntropy",
     "Dropout",
     "Flatten",
+    "Gemm",
     "Layer",
     "Linear",
     "MeanSquareError",
@@ -65,15 +68,70 @@ class Linear(Layer):
 
     def _check_matrix(self, x: Tensor) -> None:
         if len(x.shape) != 2:
-            raise UsageError(f"{self.label} expects rows [N, inputs], got {list(x.shape)}; put a Flatten before it")
+            raise ShapeError(f"{self.label} expects rows [N, inputs], got {list(x.shape)}; put a Flatten before it")
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         self._check_matrix(x)
         if x.shape[1] != self.in_features:
-            raise UsageError(f"{self.label} expects {self.in_features} inputs, got {x.shape[1]}")
+            raise ShapeError(f"{self.label} expects {self.in_features} inputs, got {x.shape[1]}")
         self._check_dtype(x, self.W)
         operation = operations.Linear(self.relu)
         return operation(x, self.W, self.b) if self.bias else operation(x, self.W)
+
+
+class Gemm(Layer):
+    """alpha A' W' + beta b, where A' and W' are the input A and the weight, transposed on request.
+
+    Args:
+        nb_kernels: columns of the result.
+        alpha: factor of the product.
+        beta: factor of the bias.
+        transA: A is [inputs, N]; else [N, inputs].
+        transB: W is [nb_kernels, inputs]; else [inputs, nb_kernels].
+        bias: whether there is one.
+        bias_shape: its shape, which is broadcast to [N, nb_kernels] (default: [1, nb_kernels]).
+
+    Attributes:
+        W: see `transB`.
+        b: if `bias`.
+    """
+
+    W: Tensor
+    b: Tensor
+
+    def __init__(
+        self,
+        nb_kernels: int,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        transA: bool = False,
+        transB: bool = True,
+        bias: bool = True,
+        bias_shape: Sequence[int] | None = None,
+    ) -> None:
+        self.nb_kernels = count_of("nb_kernels", nb_kernels)
+        self.alpha, self.beta, self.transA, self.transB = alpha, beta, transA, transB
+        self.bias, self.bias_shape = bias, (1, nb_kernels) if bias_shape is None else tuple(bias_shape)
+
+    def initialize(self, x: Tensor) -> None:  # noqa: D102
+        inputs = self._inputs(x)
+        self.W = self._parameter("W", (self.nb_kernels, inputs) if self.transB else (inputs, self.nb_kernels), x)
+        initializer.glorot_normal(self.W)
+        if self.bias:
+            self.b = self._parameter("b", self.bias_shape, x)
+
+    def _inputs(self, x: Tensor) -> int:
+        if len(x.shape) != 2:
+            raise ShapeError(f"{self.label} expects a matrix, got {list(x.shape)}; put a Flatten before it")
+        return x.shape[0 if self.transA else 1]
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        inputs = self.W.shape[1 if self.transB else 0]
+        if self._inputs(x) != inputs:
+            raise ShapeError(f"{self.label} expects {inputs} inputs, got {self._inputs(x)}")
+        self._check_dtype(x, self.W)
+        bias = self.b if self.bias else None
+        return functions.gemm(x, self.W, bias, self.alpha, self.beta, self.transA, self.transB)
 
 
 class ReLU(Layer):
@@ -148,6 +206,20 @@ class SoftMaxCrossEntropy(Layer):
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:  # noqa: D102
         return functions.softmax_cross_entropy(logits, labels)
+
+
+class CrossEntropy(Layer):
+    """Mean cross entropy of probabilities; see `functions.cross_entropy`."""
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:  # noqa: D102
+        return functions.cross_entropy(x, t)
+
+
+class BinaryCrossEntropy(Layer):
+    """Mean cross entropy of probabilities of two classes each; see `functions.binary_cross_entropy`."""
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:  # noqa: D102
+        return functions.binary_cross_entropy(x, t)
 
 
 class MeanSquareError(Layer):

@@ -12,7 +12,7 @@ from contextlib import suppress
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import StateError, UsageError
+from ..errors import ShapeError, StateError, UsageError
 from .tensor import Tensor
 
 if TYPE_CHECKING:
@@ -134,18 +134,18 @@ class Layer:
         try:
             return operation(*inputs)
         except UsageError as error:
-            raise UsageError(f"{self.label}: {error}") from None
+            raise type(error)(f"{self.label}: {error}") from None
 
     def _channels(self, x: Tensor, given: int | None) -> int:
         """The number of channels: as given, or else that of the first input `x`."""
         if len(x.shape) != 4:
-            raise UsageError(f"{self.label} expects images [N, C, H, W], got {list(x.shape)}")
+            raise ShapeError(f"{self.label} expects images [N, C, H, W], got {list(x.shape)}")
         return x.shape[1] if given is None else given
 
     def _check_images(self, x: Tensor, channels: int, param: Tensor) -> None:
         shape = x.array.shape
         if len(shape) != 4 or shape[1] != channels:
-            raise UsageError(f"{self.label} expects images [N, {channels}, H, W], got {list(shape)}")
+            raise ShapeError(f"{self.label} expects images [N, {channels}, H, W], got {list(shape)}")
         self._check_dtype(x, param)
 
     def _check_dtype(self, x: Tensor, param: Tensor) -> None:

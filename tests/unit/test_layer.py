@@ -360,6 +360,48 @@ def test_one_hot_labels_of_integers_are_the_classes():
     np.testing.assert_allclose(loss.array, layer.SoftMaxCrossEntropy()(scores, Tensor.of(classes)).array, rtol=1e-6)
 
 
+@pytest.mark.parametrize("transA", [False, True])
+@pytest.mark.parametrize("transB", [False, True])
+@pytest.mark.parametrize("bias_shape", [None, (4, 1), False])
+def test_gemm(monkeypatch, transA, transB, bias_shape):
+    monkeypatch.setattr(autograd, "training", True)
+    gemm = layer.Gemm(5, 0.5, 3.0, transA, transB, bias=bias_shape is not False, bias_shape=bias_shape or None)
+    a = images(*((3, 4) if transA else (4, 3)), dtype=np.float64)
+    gemm(a)
+    assert gemm.W.shape == ((5, 3) if transB else (3, 5))
+    if bias_shape is not False:
+        assert gemm.b.shape == (bias_shape or (1, 5))
+        assert not gemm.b.array.any()
+        gemm.b.gaussian(0.0, 1.0)
+    y = gemm(a)
+    left, right = (a.array.T if transA else a.array), (gemm.W.array.T if transB else gemm.W.array)
+    expected = 0.5 * left @ right + (0 if bias_shape is False else 3.0 * gemm.b.array)
+    np.testing.assert_allclose(y.array, expected, rtol=1e-12)
+    dy = np.cos(np.arange(20.0)).reshape(4, 5)
+    gradients = {p: g.to_numpy() for p, g in autograd.backward(y, Tensor.of(dy))}
+    dw = 0.5 * left.T @ dy
+    np.testing.assert_allclose(gradients.pop(gemm.W), dw.T if transB else dw, rtol=1e-12)
+    if bias_shape is not False:
+        db = 3.0 * dy.sum(axis=0 if bias_shape is None else 1).reshape(gemm.b.shape)
+        np.testing.assert_allclose(gradients.pop(gemm.b), db, rtol=1e-12)
+    assert not gradients
+    with pytest.raises(AssertionError, match="Gemm expects 3 inputs, got 7"):  # what SINGA raises
+        gemm(images(*((7, 4) if transA else (4, 7)), dtype=np.float64))
+    with pytest.raises(UsageError, match=r"Gemm expects a matrix, got \[2, 3, 1\]; put a Flatten before it"):
+        gemm(images(2, 3, 1, dtype=np.float64))
+
+
+def test_losses_of_probabilities():
+    x, t = images(4, 3), images(4, 3)
+    for tensor in (x, t):
+        tensor.array[...] = 1 / (1 + np.exp(-tensor.array))
+    t.array[...] = t.array[::-1]
+    expected = -(t.array * np.log(x.array)).sum() / 4
+    assert layer.CrossEntropy()(x, t).item() == pytest.approx(expected, rel=1e-5)
+    expected = -(t.array * np.log(x.array + 1e-4) + (1 - t.array) * np.log(1 - x.array + 1e-4)).sum() / 4
+    assert layer.BinaryCrossEntropy()(x, t).item() == pytest.approx(expected, rel=1e-5)
+
+
 def test_bias_may_be_the_third_argument_of_linear():
     linear = layer.Linear(3, 2, False)
     linear(images(1, 3))

@@ -10,7 +10,7 @@ import operator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ...errors import UsageError
+from ...errors import ShapeError
 from ..mode import noted
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def out_size(images: tuple[int, ...], kernel: Pair, stride: Pair, padding: Paddi
     _check_images(images)
     sides = list(zip(images[2:], kernel, stride, _sides(padding), strict=True))
     if any(n < 1 or k < 1 or s < 1 or min(p) < 0 or k > n + sum(p) for n, k, s, p in sides):
-        raise UsageError(
+        raise ShapeError(
             f"a kernel of {tuple(kernel)} with stride {tuple(stride)} and padding {tuple(padding)} does not fit "
             f"images of {images[2:]}"
         )
@@ -49,7 +49,7 @@ def pool_out(images: tuple[int, ...], kernel: Pair, stride: Pair, padding: Paddi
     """Shape of the result of pooling images of the shape given."""
     size = out_size(images, kernel, stride, padding)
     if any(2 * max(p) > k for k, p in zip(kernel, _sides(padding), strict=True)) or kernel[0] * kernel[1] > 256:
-        raise UsageError(
+        raise ShapeError(
             f"pooling takes windows of at most 256 elements and padding of at most half the window; got a window of "
             f"{tuple(kernel)} and padding {tuple(padding)}"
         )
@@ -75,7 +75,7 @@ def same_padding(images: tuple[int, ...], kernel: Pair, stride: Pair, upper: boo
 
 def _check_images(images: tuple[int, ...]) -> None:
     if len(images) != 4:
-        raise UsageError(f"images have the shape [N, C, H, W]; got {list(images)}")
+        raise ShapeError(f"images have the shape [N, C, H, W]; got {list(images)}")
 
 
 def with_border(x: Any, padding: Padding, empty: Callable[..., Any], fill: float = 0.0) -> Any:
