@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from distopt import autograd, device, layer, tensor
+from distopt import autograd, device, layer, opt, tensor
 from distopt.errors import StateError, UsageError
 from distopt.nn import optim
 from distopt.nn.model import Model
@@ -337,6 +337,26 @@ def test_states_make_a_round_trip_to_the_bit(tmp_path, dtype):
     with pytest.raises(UsageError, match=r"aux_states\['note'\] has dtype"):
         net.save_states(tmp_path / "net.state", {"note": "text"})
     assert other.load_states(tmp_path / "net.state") == {}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_states_of_an_optimizer_may_lie_in_the_file(tmp_path, wrapped):
+    def optimizer():
+        adam = optim.Adam(lr=0.01)
+        return opt.DistOpt(adam) if wrapped else adam
+
+    nets, losses = [compiled(seed=1), compiled(seed=2)], [[], []]
+    optimizers = [optimizer(), optimizer()]
+    for net, each in zip(nets, optimizers, strict=True):
+        net.dropout.ratio = 0.0
+        net.set_optimizer(each)
+        net(*batch())
+    nets[0].save_states(tmp_path / "all.zip", optimizers[0].get_states())
+    optimizers[1].set_states(nets[1].load_states(tmp_path / "all.zip"))
+    for net, found in zip(nets, losses, strict=True):
+        found.extend(net(*batch(step))[1].item() for step in range(4))
+    assert losses[0] == losses[1]
+    assert optimizers[0].get_states().keys() == optimizers[1].get_states().keys()
 
 
 def test_loaded_parameters_keep_their_memory(tmp_path):
