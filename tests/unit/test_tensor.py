@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 
-from distopt import autograd, device, initializer, tensor
+from distopt import autograd, device, tensor
 from distopt.errors import UsageError
 from distopt.nn.mode import mode
 from distopt.nn.tensor import Tensor
@@ -346,39 +346,3 @@ def test_random_values_come_from_the_seed():
     t.uniform(-3, 1)
     assert -3 <= t.array.min() < -2.9
     assert 0.9 < t.array.max() < 1
-
-
-@pytest.mark.parametrize(("shape", "fan_in", "fan_out"), [((200, 300), 200, 300), ((80, 40, 5, 3), 600, 1200)])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_initializers(shape, fan_in, fan_out, dtype):
-    device.get_default_device().SetRandSeed(3)
-    t = Tensor(shape, dtype=dtype)
-    glorot = np.sqrt(2 / (fan_in + fan_out))
-    he = np.sqrt(2 / fan_in)
-    for function, std in [
-        (initializer.he_uniform, he),
-        (initializer.he_normal, he),
-        (initializer.glorot_uniform, glorot),
-        (initializer.xavier_uniform, glorot),
-        (initializer.glorot_normal, glorot),
-        (initializer.xavier_normal, glorot),
-    ]:
-        function(t)
-        assert t.array.std() == pytest.approx(std, rel=0.02)
-        assert abs(t.array.mean()) < 0.02 * std
-        highest = np.abs(t.array).max()
-        assert (highest <= np.sqrt(3) * std * 1.0001) == ("uniform" in function.__name__)
-    initializer.gaussian(t, 5, 0.1)
-    assert t.array.mean() == pytest.approx(5, rel=0.01)
-    initializer.uniform(t, 2, 3)
-    assert t.array.min() >= 2
-    initializer.constant(t, 4)
-    assert (t.array == 4).all()
-    initializer.zero(t)
-    assert not t.array.any()
-    assert t.dtype == dtype
-
-
-def test_a_vector_has_no_fans():
-    with pytest.raises(UsageError, match=r"\(3,\) has no fans"):
-        initializer.he_normal(Tensor((3,)))
