@@ -10,6 +10,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from .errors import absent_name
 from .nn import functions
 from .nn.autograd import backward, gradient_order
 from .nn.functions import *  # noqa: F403 - a face of that module
@@ -17,7 +18,17 @@ from .nn.functions import logical_and as _and
 from .nn.functions import logical_not as _not
 from .nn.functions import logical_or as _or
 from .nn.functions import logical_xor as _xor
-from .nn.layer import AvgPool2d, BatchNorm2d, Conv2d, Linear, MaxPool2d, SeparableConv2d
+from .nn.layer import (
+    AvgPool1d,
+    AvgPool2d,
+    BatchNorm2d,
+    Conv2d,
+    Linear,
+    MaxPool1d,
+    MaxPool2d,
+    Pooling2d,
+    SeparableConv2d,
+)
 from .nn.mode import mode
 from .nn.scripted import Operator
 from .nn.tensor import Operation, Tensor
@@ -26,13 +37,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "AvgPool1d",
     "AvgPool2d",
     "BatchNorm2d",
     "Conv2d",
     "Linear",
+    "MaxPool1d",
     "MaxPool2d",
     "Operation",
     "Operator",
+    "Pooling2d",
     "SeparableConv2d",
     "_and",
     "_not",
@@ -142,20 +156,21 @@ _CLASSES: dict[str, tuple[Callable[..., Any], str]] = {
 globals().update({name: _class(name, *row) for name, row in _CLASSES.items()})
 __all__ += list(_CLASSES)
 
-_LACKING = {
+_HANDLE = "it works on a handle of SINGA's C++ interface; use"
+_REASONS = {
     **dict.fromkeys(
-        ("RNN", "LSTM", "RNN_Base", "CudnnRNN", "_RNN"),
-        "distopt keeps to convolutional networks; train recurrent ones with PyTorch",
+        ("CudnnRNN", "LSTM", "RNN", "RNN_Base", "_RNN"),
+        "distopt keeps to convolutional networks; PyTorch is the way to others",
     ),
-    "conv2d": "it works on a handle of SINGA's; use layer.Conv2d",
-    "batchnorm_2d": "it works on a handle of SINGA's; use layer.BatchNorm2d",
-    "pooling_2d": "it works on a handle of SINGA's; use layer.MaxPool2d or layer.AvgPool2d",
+    "batchnorm_2d": f"{_HANDLE} layer.BatchNorm2d",
+    "conv2d": f"{_HANDLE} layer.Conv2d",
+    "pooling_2d": f"{_HANDLE} layer.MaxPool2d or layer.AvgPool2d",
 }
 
+if not TYPE_CHECKING:
 
-def __getattr__(name: str) -> Any:
-    cure = f", and will not: {_LACKING[name]}" if name in _LACKING else ""
-    raise AttributeError(f"distopt.autograd has no {name!r}{cure}")
+    def __getattr__(name: str) -> Any:
+        raise absent_name(__name__, name, __all__, _REASONS)
 
 
 class _Module(ModuleType):

@@ -430,8 +430,7 @@ def test_gradients_are_found_by_id_and_scaled_by_a_number():
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda x: autograd.softmax_cross_entropy(x, Tensor((3, 4, 5))), r"labels \[3, 4, 5\]"),
-        (lambda x: autograd.softmax_cross_entropy(x, Tensor((3,))), "of float32"),
+        (lambda x: autograd.softmax_cross_entropy(x, Tensor((3, 4, 5))), r"got \[3, 4, 5\]"),
         (lambda x: autograd.mse_loss(x, Tensor((3,))), "equal shapes"),
         (lambda x: autograd.cross_entropy(x, Tensor((3,))), "CrossEntropy needs equal shapes"),
         (lambda x: autograd.ranking_loss(x, Tensor((3,))), "RankingLoss needs equal shapes"),
@@ -472,6 +471,7 @@ def test_shapes_that_do_not_fit_are_explained(call, match):
 @pytest.mark.parametrize(
     ("call", "match"),
     [
+        (lambda x: autograd.softmax_cross_entropy(x, Tensor((3,))), "class indices, got float32"),
         (lambda x: autograd.slice(x, [0], [2], [0], [0]), "no step is 0"),
         (lambda x: autograd.slice(x, [0, 1], [2]), "for each axis"),
         (lambda x: autograd.pad(x, "wrap", [0, 0, 0, 0]), "got 'wrap'"),
