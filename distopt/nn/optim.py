@@ -14,14 +14,14 @@ import numpy as np
 from ..errors import StateError, UsageError
 from . import autograd
 from .kernels import kernels_of
-from .tensor import float32
+from .tensor import Tensor, float32
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from numpy.typing import DTypeLike
 
-    from .tensor import Array, Tensor
+    from .tensor import Array
 
 __all__ = [
     "SGD",
@@ -167,18 +167,20 @@ class Optimizer(ABC):
             states.update({f"{name}:{slot}": array.copy() for slot, array in slots.items()})
         return states
 
-    def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Local. Continue from the result of `get_states`; parameters are identified by name.
+    def set_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
+        """Local. Continue from the result of `get_states`, or what `Model.load_states` made of it.
+
+        Parameters are identified by name.
 
         Raises:
             StateError: the states are not those of this optimizer or do not fit its parameters; nothing was changed.
         """
-        states = dict(states)
-        if "step_counter" not in states:
+        arrays = {key: value.to_numpy() if isinstance(value, Tensor) else value for key, value in states.items()}
+        if "step_counter" not in arrays:
             raise StateError("these are no states of an optimizer: step_counter is missing")
-        step_counter = int(states.pop("step_counter"))
+        step_counter = int(arrays.pop("step_counter"))
         loaded: dict[str, dict[str, Array]] = {}
-        for key, array in states.items():
+        for key, array in arrays.items():
             name, _, slot = key.rpartition(":")
             loaded.setdefault(name, {})[slot] = array.copy()
         for name, slots in loaded.items():

@@ -56,6 +56,13 @@ def params(dtype=np.float64):
     ]
 
 
+def copies(given):
+    made = params()
+    for p, q in zip(made, given, strict=True):
+        p.copy_data(q)
+    return made
+
+
 def gradients(step, dtype=np.float64):
     rng = np.random.default_rng(100 + step)
     return [Tensor.of(rng.standard_normal(shape).astype(dtype)) for shape in [(7, 3), (5,)]]
@@ -100,14 +107,14 @@ def test_states_continue_a_run_to_the_bit(name):
     fresh = make(**options)
     fresh.set_states(states)
     assert fresh.get_states().keys() == kept.keys()
-    second = [p.clone() for p in first]
+    second = copies(first)
     fresh.attach(second)
     run(fresh, second, range(3, 6))
     for p, q in zip(whole, second, strict=True):
         np.testing.assert_array_equal(p.array, q.array)
 
     used = make(**options)  # one that knows its parameters already
-    third = [p.clone() for p in first]
+    third = copies(first)
     run(used, third, [50])
     for p, q in zip(third, first, strict=True):
         p.copy_data(q)
