@@ -42,9 +42,10 @@ class Tensor(OutsideGraph):
 
     Args:
         shape: dimensions of a new tensor of zeros.
-        device: device of the tensor (default: the CPU, or where `data` is if that is a raw tensor).
-        dtype: element type (default: float32, or that of `data` with 64-bit types made 32-bit, and bool int32).
-        data: values to copy, as SINGA does; overrides `shape`. A raw tensor (`Tensor.data`) is used without a copy,
+        device: device of the tensor (default: the CPU, or where `data` is if that is a tensor or raw tensor).
+        dtype: element type (default: float32, or that of `data`, where in arrays and numbers 64-bit types become 32-bit
+            ones, and bool becomes int32). "float" is float32, "int" int32.
+        data: values to copy; overrides `shape`. As in SINGA, a raw tensor (`Tensor.data`) is used without a copy,
             unless it is on another device or of another type.
         requires_grad: whether `Operation.backward` returns a gradient for it. Which gradients a backward pass computes
             depends on `stores_grad` alone.

@@ -34,9 +34,10 @@ class Values:
 
     Args:
         shape: dimensions of new zeros.
-        device: where they are (default: the CPU, or where `data` is if that is a raw tensor).
-        dtype: element type (default: float32, or that of `data` with 64-bit types made 32-bit, and bool int32).
-        data: values to copy, as SINGA does; overrides `shape`. A raw tensor (`Tensor.data`) is used without a copy,
+        device: where they are (default: the CPU, or where `data` is if that is a tensor or raw tensor).
+        dtype: element type (default: float32, or that of `data`, where in arrays and numbers 64-bit types become 32-bit
+            ones, and bool becomes int32). "float" is float32, "int" int32.
+        data: values to copy; overrides `shape`. As in SINGA, a raw tensor (`Tensor.data`) is used without a copy,
             unless it is on another device or of another type.
 
     Attributes:
@@ -52,30 +53,30 @@ class Values:
         self, shape: Sequence[int] = (), device: Device | None = None, dtype: DTypeLike | None = None, data: Any = None
     ) -> None:
         try:
+            dtype = None if dtype is None else _type(dtype)
             if data is None:
                 self.device = get_default_device() if device is None else device
                 self.array = self.device.xp.zeros(tuple(shape), float32 if dtype is None else dtype)
             else:
                 self._take(data, device, dtype)
+        except UsageError:
+            raise
         except (TypeError, ValueError) as error:
-            if isinstance(error, UsageError):
-                raise
-            what = f"shape {shape!r}" if data is None else f"data of type {type(data).__name__}"
-            raise UsageError(
-                f"no tensor has {what} and dtype {dtype!r} ({error}); pass a tuple of sizes or an array of numbers"
-            ) from None
+            what = f"shape {shape!r}" if data is None else f"such data, a {type(data).__name__}"
+            raise UsageError(f"no tensor has {what} ({error}); pass a tuple of sizes or an array of numbers") from None
 
-    def _take(self, data: Any, device: Device | None, dtype: DTypeLike | None) -> None:
+    def _take(self, data: Any, device: Device | None, dtype: np.dtype[Any] | None) -> None:
         if type(data) is not np.ndarray:
-            home = device_of(data)
-            if isinstance(data, RawTensor) or home.kind != "cpu":
+            tensor = isinstance(data, Values)
+            home, values = (data.device, data.array) if tensor else (device_of(data), data)
+            if tensor or isinstance(data, RawTensor) or home.kind != "cpu":
                 self.device = home if device is None else device
-                if self.device is home and (dtype is None or data.dtype == dtype):
+                dtype = data.dtype if dtype is None else dtype
+                if self.device is home and dtype == data.dtype and not tensor:
                     self.data = data
-                    return
-                data, dtype = home.host(data), data.dtype if dtype is None else dtype
-            elif isinstance(data, Values):
-                data = data.device.host(data.array)
+                else:
+                    self.array = self.device.xp.array(home.host(values), dtype, order="C")
+                return
         self.device = get_default_device() if device is None else device
         self.array = self.device.xp.array(data, _narrow(data) if dtype is None else dtype, order="C")
 

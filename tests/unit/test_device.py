@@ -58,10 +58,9 @@ def test_graph_switch_is_remembered():
     cpu.ResetGraph()
     cpu.EnableGraph(False)
     assert not cpu.graph_enabled()
-    for wrong in ("True", "False", None):
-        with pytest.raises(UsageError, match=f"EnableGraph takes True or False, got {wrong!r}"):
-            cpu.EnableGraph(wrong)
-    assert not cpu.graph_enabled()
+    cpu.EnableGraph("True")  # as SINGA's examples do
+    assert cpu.graph_enabled() is True
+    cpu.EnableGraph(False)
     device.enable_lazy_alloc(True)
 
 

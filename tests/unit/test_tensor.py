@@ -64,14 +64,14 @@ def test_float64_arrays_become_float32_with_one_notice(monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"shape": 3}, r"shape 3 and dtype None \(.*\); pass a tuple of sizes"),
+        ({"shape": 3}, r"no tensor has shape 3 \(.*\); pass a tuple of sizes"),
         ({"shape": (2, -1)}, r"no tensor has shape \(2, -1\)"),
         ({"shape": (2, "x")}, "no tensor has shape"),
-        ({"shape": (2,), "dtype": "flaot32"}, "dtype 'flaot32'"),
+        ({"shape": (2,), "dtype": "flaot32"}, "'flaot32' is no type of elements"),
         ({"data": "text"}, "a tensor holds numbers, not <U4"),
         ({"data": [1j]}, "a tensor holds numbers, not complex128"),
-        ({"data": [[1, 2], [3]]}, "no tensor has data of type list"),
-        ({"data": ["x"], "dtype": np.float32}, "no tensor has data of type list and dtype"),
+        ({"data": [[1, 2], [3]]}, "no tensor has such data, a list"),
+        ({"data": ["x"], "dtype": np.float32}, "no tensor has such data, a list"),
         ({"data": None, "shape": None}, "no tensor has shape None"),
     ],
 )
@@ -116,7 +116,11 @@ def test_a_raw_tensor_of_another_type_is_converted():
     np.testing.assert_array_equal(t.array, np.arange(6).reshape(2, 3))
     double = Tensor(data=ramp(3, dtype=np.float64).data)  # no copy, so no other type
     assert double.dtype == np.float64
-    assert Tensor(data=ramp(3, dtype=np.float64)).dtype == np.float32
+    copied = Tensor(data=double)
+    assert copied.dtype == np.float64
+    assert not np.shares_memory(copied.array, double.array)
+    assert Tensor(data=double, dtype="float").dtype == Tensor((2,), dtype="float").dtype == np.float32
+    assert Tensor(data=double, dtype="int").dtype == np.int32
 
 
 def test_copy_shares_memory_and_clone_does_not():
