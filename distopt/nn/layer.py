@@ -68,12 +68,12 @@ class Linear(Layer):
 
     def _check_matrix(self, x: Tensor) -> None:
         if len(x.shape) != 2:
-            raise ShapeError(f"{self.label} expects rows [N, inputs], got {list(x.shape)}; put a Flatten before it")
+            raise ShapeError(f"{self._label} expects rows [N, inputs], got {list(x.shape)}; put a Flatten before it")
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         self._check_matrix(x)
         if x.shape[1] != self.in_features:
-            raise ShapeError(f"{self.label} expects {self.in_features} inputs, got {x.shape[1]}")
+            raise ShapeError(f"{self._label} expects {self.in_features} inputs, got {x.shape[1]}")
         self._check_dtype(x, self.W)
         operation = operations.Linear(self.relu)
         return operation(x, self.W, self.b) if self.bias else operation(x, self.W)
@@ -122,13 +122,13 @@ class Gemm(Layer):
 
     def _inputs(self, x: Tensor) -> int:
         if len(x.shape) != 2:
-            raise ShapeError(f"{self.label} expects a matrix, got {list(x.shape)}; put a Flatten before it")
+            raise ShapeError(f"{self._label} expects a matrix, got {list(x.shape)}; put a Flatten before it")
         return x.shape[0 if self.transA else 1]
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         inputs = self.W.shape[1 if self.transB else 0]
         if self._inputs(x) != inputs:
-            raise ShapeError(f"{self.label} expects {inputs} inputs, got {self._inputs(x)}")
+            raise ShapeError(f"{self._label} expects {inputs} inputs, got {self._inputs(x)}")
         self._check_dtype(x, self.W)
         bias = self.b if self.bias else None
         return functions.gemm(x, self.W, bias, self.alpha, self.beta, self.transA, self.transB)

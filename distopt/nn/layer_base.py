@@ -68,13 +68,15 @@ class Layer:
         Raises:
             UsageError: a name is taken.
         """
-        first = layers[0] if layers else None
-        named = (
-            first if isinstance(first, OrderedDict) else {f"{type(x).__name__}_{i}": x for i, x in enumerate(layers)}
-        )
+        named: Mapping[str, object]
+        if len(layers) == 1 and isinstance(layers[0], OrderedDict):
+            named = layers[0]
+        else:
+            named = {f"{type(layer).__name__}_{i}": layer for i, layer in enumerate(layers)}
         for name, layer in named.items():
             if getattr(self, name, layer) is not layer:
-                raise UsageError(f"{self.label} has another {name}; call register_layers once, with all layers")
+                raise UsageError(f"{self._label} has another {name}; call register_layers once, with all layers")
+        for name, layer in named.items():
             setattr(self, name, layer)
 
     # -- parameters and states ---------------------------------------------------------------------------------------
@@ -118,14 +120,14 @@ class Layer:
 
     # -- for layers --------------------------------------------------------------------------------------------------
     @property
-    def label(self) -> str:
+    def _label(self) -> str:
         """Name of this layer in error messages."""
         return self.name or type(self).__name__
 
     def _parameter(self, key: str, shape: Sequence[int], x: Tensor) -> Tensor:
         """A new parameter of zeros, with the device and dtype of `x`."""
         if x.dtype not in ("float16", "float32", "float64"):
-            raise UsageError(f"{self.label} takes float16, float32 or float64, got {x.dtype}; convert the input")
+            raise UsageError(f"{self._label} takes float16, float32 or float64, got {x.dtype}; convert the input")
         name = f"{self.name}.{key}" if self.name else key
         return Tensor(shape, x.device, x.dtype, stores_grad=True, name=name)
 
@@ -134,23 +136,23 @@ class Layer:
         try:
             return operation(*inputs)
         except UsageError as error:
-            raise type(error)(f"{self.label}: {error}") from None
+            raise type(error)(f"{self._label}: {error}") from None
 
     def _channels(self, x: Tensor, given: int | None) -> int:
         """The number of channels: as given, or else that of the first input `x`."""
         if len(x.shape) != 4:
-            raise ShapeError(f"{self.label} expects images [N, C, H, W], got {list(x.shape)}")
+            raise ShapeError(f"{self._label} expects images [N, C, H, W], got {list(x.shape)}")
         return x.shape[1] if given is None else given
 
     def _check_images(self, x: Tensor, channels: int, param: Tensor) -> None:
         shape = x.array.shape
         if len(shape) != 4 or shape[1] != channels:
-            raise ShapeError(f"{self.label} expects images [N, {channels}, H, W], got {list(shape)}")
+            raise ShapeError(f"{self._label} expects images [N, {channels}, H, W], got {list(shape)}")
         self._check_dtype(x, param)
 
     def _check_dtype(self, x: Tensor, param: Tensor) -> None:
         if x.array.dtype != param.array.dtype and not (x.array.dtype == "float16" and param.array.dtype == "float32"):
-            raise UsageError(f"{self.label} has parameters of {param.dtype}, got an input of {x.dtype}")
+            raise UsageError(f"{self._label} has parameters of {param.dtype}, got an input of {x.dtype}")
 
 
 def count_of(what: str, value: int) -> int:

@@ -134,7 +134,7 @@ class Conv2d(_Windowed):
     def initialize(self, x: Tensor) -> None:  # noqa: D102
         self.in_channels = self._channels(x, self.in_channels)
         if self.in_channels % self.group:
-            raise ShapeError(f"{self.label}: {self.in_channels} channels cannot be divided into {self.group} groups")
+            raise ShapeError(f"{self._label}: {self.in_channels} channels cannot be divided into {self.group} groups")
         shape = self.nb_kernels, self.in_channels // self.group, *self.kernel_size
         self.W = self._parameter("W", shape, x)
         # SINGA's choice, which makes accuracies comparable.

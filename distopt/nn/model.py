@@ -172,8 +172,7 @@ class Model(Layer):
         for name, param in self.get_params().items():
             param.name = name
         self._compiled = True
-        self._graph_device = device
-        self.graph(graph)
+        self._use_graph(device, graph)
         self.train(is_train)
         self._attach()
 
@@ -185,8 +184,11 @@ class Model(Layer):
         """
         if self._graph_device is None:
             raise UsageError(f"{type(self).__name__} is not compiled; call compile(inputs, use_graph=...) instead")
-        self._graph_device.EnableGraph(_is_on("mode", mode))
-        self._graphs = None
+        self._use_graph(self._graph_device, _is_on("mode", mode))
+
+    def _use_graph(self, device: Device, wish: bool) -> None:
+        device.EnableGraph(wish)
+        self._graph_device, self._graphs = device, None
 
     def on_device(self, device: Device) -> None:
         """Create the parameters on `device` in `compile`, or move them there if they exist."""
