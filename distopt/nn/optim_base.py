@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from .tensor import Array
 
-__all__ = ["CurrentValue", "Hyperparameter", "Optimizer", "SlotView"]
+__all__ = ["CurrentValue", "Hyperparameter", "Optimizer", "SlotView", "check_gradient"]
 
 
 class Hyperparameter:
@@ -160,14 +160,9 @@ class Optimizer:
         Raises:
             UsageError: shapes or dtypes differ.
         """
-        param, grad = param_value.array, param_grad.array
-        if param.shape != grad.shape or param.dtype != grad.dtype:
-            raise UsageError(
-                f"a gradient of {grad.dtype} and shape {grad.shape} is none of {param_value.name or 'a parameter'} of "
-                f"{param.dtype} and shape {param.shape}"
-            )
+        check_gradient(param_value, param_grad)
         slots = self._slots.get(param_value)
-        self._apply(param, grad, self._claim(param_value) if slots is None else slots)
+        self._apply(param_value.array, param_grad.array, self._claim(param_value) if slots is None else slots)
 
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
         """Apply the rule to `param`, in place. `values` has the hyperparameters."""
@@ -304,6 +299,20 @@ class Optimizer:
         self._device = inputs[0].device
         for tensor in inputs:
             tensor.to_device(self._device)
+
+
+def check_gradient(param: Tensor, grad: Tensor) -> None:
+    """Local. Whether `grad` can be the gradient of `param`.
+
+    Raises:
+        UsageError: shapes or dtypes differ.
+    """
+    own, given = param.array, grad.array
+    if own.shape != given.shape or own.dtype != given.dtype:
+        raise UsageError(
+            f"a gradient of {given.dtype} and shape {given.shape} is none of {param.name or 'a parameter'} of "
+            f"{own.dtype} and shape {own.shape}"
+        )
 
 
 def _check_fit(param: Tensor, slots: Mapping[str, Array]) -> None:
