@@ -188,7 +188,8 @@ class DistOpt(dist_opt.DistOpt):
 
     def _arrays(self, tensors: Sequence[Tensor | Array]) -> list[Array]:
         if not isinstance(tensors, (list, tuple)):
-            raise UsageError(f"a fused sum takes a list of tensors or arrays, got a {type(tensors).__name__}")
+            kind = type(tensors).__name__
+            raise UsageError(f"a fused sum takes a list of tensors or arrays, not an object of type {kind}")
         return [self._array(tensor) for tensor in tensors]
 
     # -- steps ---------------------------------------------------------------------------------------------------------
