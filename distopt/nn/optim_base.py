@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +43,9 @@ class Hyperparameter:
     def __get__(self, optimizer: Optimizer, owner: type | None = None) -> DecayScheduler:
         return optimizer._schedules[self._name]
 
-    def __set__(self, optimizer: Optimizer, value: float | DecayScheduler) -> None:
+    def __set__(self, optimizer: Optimizer, value: Any) -> None:
+        if not isinstance(value, (Real, DecayScheduler)):
+            raise UsageError(f"{self._name} is a number or a DecayScheduler, not {value!r}")
         schedule = value if isinstance(value, DecayScheduler) else Constant(checked(self._name, value, self._below))
         optimizer.values[self._name] = number_of(schedule(optimizer._steps))
         optimizer._schedules[self._name] = schedule

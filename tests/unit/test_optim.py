@@ -289,8 +289,13 @@ def test_a_value_that_is_assigned_counts_at_once_and_one_that_makes_no_sense_cha
     sgd.update(w, g)
     np.testing.assert_allclose(w.array, expected - 0.25 * buffer, rtol=1e-12)
     kept = dict(sgd.values)
-    for name, value in (("lr", -1), ("momentum", "much"), ("weight_decay", float("nan"))):
-        with pytest.raises(UsageError, match=f"{name} .* is not a finite number of at least 0"):
+    for name, value, message in (
+        ("lr", -1, "lr -1 is not a finite number of at least 0"),
+        ("weight_decay", float("nan"), "weight_decay nan is not a finite number of at least 0"),
+        ("momentum", "much", "momentum is a number or a DecayScheduler, not 'much'"),
+        ("dampening", None, "dampening is a number or a DecayScheduler, not None"),
+    ):
+        with pytest.raises(UsageError, match=message):
             setattr(sgd, name, value)
     assert sgd.values == kept
     assert sgd.momentum.init_value == 0.9
