@@ -269,12 +269,14 @@ _NARROW: dict[Any, DTypeLike] = {np.dtype(float64): float32, np.dtype(int64): in
 
 
 def _narrow(data: Any) -> DTypeLike:
-    """The type in which SINGA keeps values of the type of `data`: 64-bit numbers become 32-bit ones."""
+    """The type in which SINGA keeps values of the type of `data`: 64-bit numbers become 32-bit ones, if they fit."""
     dtype = data.dtype if hasattr(data, "dtype") else np.asarray(data).dtype
     if dtype.kind not in "biuf":
         raise UsageError(f"a tensor holds numbers, not {dtype}")
     if dtype.char == "d" and hasattr(data, "dtype"):  # Python's numbers have no other type
         tell_once("float64 data becomes float32, as in SINGA; dtype=tensor.float64 keeps it")
+    if dtype == np.int64 and np.size(data) and not -(2**31) <= np.min(data) <= np.max(data) < 2**31:
+        return dtype
     return _NARROW.get(dtype, dtype)
 
 
