@@ -34,8 +34,15 @@ __all__ = [
 
 
 def _index(x: Tensor, indices: Tensor | ArrayLike) -> Array:
-    """Indices as an array of integers on the device of x."""
-    return x.device.xp.asarray(indices.array if isinstance(indices, Tensor) else np.asarray(indices), np.int64)
+    """Indices as an array of int64 on the device of x."""
+    given = indices.array if isinstance(indices, Tensor) else np.asarray(indices)
+    return x.device.xp.asarray(_whole(given), np.int64)
+
+
+def _whole(index: Array) -> Array:
+    if index.size and index.dtype.kind not in "iu":
+        raise UsageError(f"indices are integers, got {index.dtype}; convert them with autograd.cast(x, tensor.int32)")
+    return index
 
 
 def _taken(x: Array, index: Array, axis: int) -> Array:
@@ -49,6 +56,7 @@ def _put_back(dy: Array, index: Array, axis: int, length: int) -> Array:
     """The gradient of x, of which dimension `axis` has `length` elements, given that of `_taken`."""
     xp = array_module(dy)
     dx = xp.zeros((*dy.shape[:axis], length, *dy.shape[axis + index.ndim :]), dy.dtype)
+    # On a GPU the additions come in any order, so the last bits may vary where an index is repeated.
     xp.add.at(dx, (*[slice(None)] * axis, index), dy)
     return dx
 
@@ -77,7 +85,7 @@ class Embedding(Operation):
     """The rows of w [words, features] at the positions x, an array of integers. x has the gradient 0."""
 
     def forward(self, x: Array, w: Array) -> Array:
-        self.saved = x.astype(np.int64), len(w)
+        self.saved = _whole(x).astype(np.int64), len(w)
         return _taken(w, self.saved[0], 0)
 
     def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
@@ -113,7 +121,7 @@ class ScatterElements(Operation):
 
 
 def scatter_elements(x: Tensor, indices: Tensor | ArrayLike, updates: Tensor | ArrayLike, axis: int = 0) -> Tensor:
-    """X, with the elements whose positions along `axis` are `indices` replaced.
+    """The tensor x, with the elements whose positions along `axis` are `indices` replaced.
 
     Args:
         x: any tensor.
@@ -164,7 +172,7 @@ class Pad(Operation):
 
 
 def pad(x: Tensor, mode: str, pads: Sequence[int], constant: float = 0.0) -> Tensor:
-    """X, enlarged at both ends of its dimensions, as `numpy.pad` does.
+    """The tensor x, enlarged at both ends of its dimensions, as `numpy.pad` does.
 
     Args:
         x: any tensor.

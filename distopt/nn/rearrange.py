@@ -147,7 +147,7 @@ def flatten(x: Tensor, axis: int = 1) -> Tensor:
 
 
 def squeeze(x: Tensor, axis: int | Sequence[int] = ()) -> Tensor:
-    """X without the dimensions `axis`, whose length is 1; by default without all of length 1."""
+    """The tensor x without the dimensions `axis`, whose length is 1; by default without all of length 1."""
     axes = axes_of(x, *([axis] if isinstance(axis, int) else axis)) or [i for i, n in enumerate(x.shape) if n == 1]
     if any(x.shape[i] != 1 for i in axes):
         raise ShapeError(f"dimensions {axes} of shape {x.shape} cannot go: only those of length 1 can")
@@ -155,7 +155,7 @@ def squeeze(x: Tensor, axis: int | Sequence[int] = ()) -> Tensor:
 
 
 def unsqueeze(x: Tensor, axis: int | Sequence[int] = -1) -> Tensor:
-    """X with more dimensions, of length 1, which are the dimensions `axis` of the result."""
+    """The tensor x with more dimensions, of length 1, which are the dimensions `axis` of the result."""
     given = [axis] if isinstance(axis, int) else axis
     axes = axes_of(x, *given, more=len(given))
     rest = iter(x.shape)
@@ -220,7 +220,7 @@ def slice(
 def split(
     x: Tensor, axis: int, parts: Sequence[int] | None = None, num_output: int | None = None
 ) -> tuple[Tensor, ...]:
-    """X divided along `axis` into parts of the lengths `parts`, or into `num_output` equal ones."""
+    """The tensor x divided along `axis` into parts of the lengths `parts`, or into `num_output` equal ones."""
     (axis,) = axes_of(x, axis)
     n = x.shape[axis]
     if parts is None:
@@ -273,13 +273,13 @@ class Repeat(Operation):
 
 
 def tile(x: Tensor, repeats: int | Sequence[int]) -> Tensor:
-    """X repeated `repeats` times along each dimension, as `numpy.tile` does."""
+    """The tensor x repeated `repeats` times along each dimension, as `numpy.tile` does."""
     times = [repeats] if isinstance(repeats, int) else [int(n) for n in repeats]
     return Repeat([1] * (x.ndim() - len(times)) + times, each=False)(x)
 
 
 def upsample(x: Tensor, mode: str, scales: Sequence[float]) -> Tensor:
-    """X with each element repeated `scales` times, one integer for each dimension; the mode is "nearest"."""
+    """The tensor x with each element repeated `scales` times, one integer for each dimension; the mode is "nearest"."""
     times = [int(n) for n in scales]
     if (
         mode.lower() != "nearest"
@@ -307,7 +307,7 @@ class Expand(Broadcast):
 
 
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """X, broadcast with a tensor of the dimensions `shape`."""
+    """The tensor x, broadcast with a tensor of the dimensions `shape`."""
     try:
         return Expand(np.broadcast_shapes(x.shape, tuple(int(n) for n in shape)))(x)
     except ValueError:

@@ -481,6 +481,8 @@ def test_shapes_that_do_not_fit_are_explained(call, match):
         (lambda x: autograd.depth_to_space(x, 2), "images"),
         (lambda x: autograd.globalaveragepool(x), "takes images"),
         (lambda x: autograd.gather(x, 0, [3]), r"not in \[-3, 3\)"),
+        (lambda x: autograd.gather(x, 0, [1.5]), "indices are integers, got float64"),
+        (lambda x: autograd.embedding(x, x), "indices are integers, got float32"),
         (lambda x: autograd.embedding(Tensor(data=np.array([0, 7])), x), "range of axis 0"),
         (lambda x: autograd.scatter_elements(x, [[5]], [[1.0]]), "does not lie in the tensor"),
     ],
