@@ -43,6 +43,7 @@ def test_numpy_arrays_are_copied_in_and_out(make):
     assert make(np.arange(3)).dtype == np.int32
     assert make(np.arange(3, dtype=np.uint8)).dtype == np.uint8
     assert make(np.arange(3) > 1).dtype == np.int32
+    assert make(np.array([0, 1 << 40])).array[1] == 1 << 40
     out = tensor.to_numpy(t)
     source[...] = 9
     t.set_value(7)
