@@ -90,7 +90,9 @@ def backward(
     elif dy.shape != loss.shape:
         raise UsageError(f"`dy` of shape {dy.shape} is no gradient of a tensor of shape {loss.shape}")
     else:
-        pending = {visits[0].op: dy.array * dy.dtype.type(visits[0].scale)}
+        pending = {visits[0].op: dy.array.copy()}
+        if visits[0].scale != 1:
+            pending[visits[0].op] *= dy.dtype.type(visits[0].scale)
     del loss  # the traversal frees what is no longer needed
     for visit in visits:
         # A separate function, so that no array of a visited operation stays alive while the consumer runs.

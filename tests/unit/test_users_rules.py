@@ -100,7 +100,7 @@ def test_states_of_a_users_optimizer_hold_its_own_too():
     rule.update(w, Tensor(data=g))
     rule.step()
     states = rule.get_states()
-    fresh, twin = WithStates(), w.clone()
+    fresh, twin = WithStates(), Tensor(data=w.array, stores_grad=True, name=w.name)
     fresh.set_states({**states, "buffers": {name: buffer.clone() for name, buffer in states["buffers"].items()}})
     for optimizer, param in ((rule, w), (fresh, twin)):
         optimizer.update(param, Tensor(data=g))
