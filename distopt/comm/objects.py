@@ -29,7 +29,8 @@ def packed(value: Any) -> bytes:
     """
     contents: list[bytes] = []
     try:
-        text = json.dumps(_noted(value, "obj", contents)).encode()
+        # As it is: in escapes, two surrogates would become one character.
+        text = json.dumps(_noted(value, "obj", contents), ensure_ascii=False).encode("utf-8", "surrogatepass")
     except RecursionError:
         raise UsageError("obj is nested too deeply, or contains itself; send its parts one by one") from None
     return b"".join([len(text).to_bytes(_LENGTH_BYTES, "little"), text, *contents])
@@ -39,7 +40,7 @@ def unpacked(data: bytes) -> Any:
     """Local. The inverse of `packed`."""
     stream = io.BytesIO(data)
     text = stream.read(int.from_bytes(stream.read(_LENGTH_BYTES), "little"))
-    return _read(json.loads(text), stream)
+    return _read(json.loads(text.decode("utf-8", "surrogatepass")), stream)
 
 
 def _noted(value: Any, path: str, contents: list[bytes]) -> Any:

@@ -146,9 +146,10 @@ def carried(array: Array) -> tuple[Array, Callable[[Array], Array]]:
         flat = padded.view(np.int32)
 
     def restored(rows: Array) -> Array:
+        shape = (len(rows), *array.shape)
         if rows.dtype != dtype:
             rows = xp.ascontiguousarray(rows.view(np.uint8)[:, :n_bytes]).reshape(-1).view(dtype)
-        return rows.reshape(-1, *array.shape).astype(array.dtype, copy=False)
+        return rows.reshape(shape).astype(array.dtype, copy=False)
 
     return flat, restored
 

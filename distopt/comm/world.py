@@ -114,7 +114,7 @@ class World:
         communicator, given, root = self._communicator(), take(value), self._root(root)
         wire, restored = carried(given.array)
         communicator.broadcast(wire, root, label=given.label).wait()
-        return given.give(restored(wire[None])[0])
+        return given.give(restored(wire[None])[0, ...])
 
     def all_gather(self, value: Any) -> Any:
         """Collective. The values of all ranks, in rank order; as `comm.allgather` of mpi4py, `hvd.allgather`.
