@@ -50,9 +50,10 @@ def _noted(value: Any, path: str, contents: list[bytes]) -> Any:
     if kind in (list, tuple):
         return [kind.__name__, *(_noted(part, f"{path}[{i}]", contents) for i, part in enumerate(value))]
     if kind is dict:
-        # Keys may be of any type that a part may be of: JSON knows only strings.
-        parts = ((_noted(key, f"key {key!r} of {path}", contents), key, part) for key, part in value.items())
-        return ["dict", *([key, _noted(part, f"{path}[{name!r}]", contents)] for key, name, part in parts)]
+        # As pairs, for JSON knows only strings as keys. A key is first found to be one that messages can show.
+        keys = [_noted(key, f"a key of {path}", contents) for key in value]
+        parts = [_noted(part, f"{path}[{key!r}]", contents) for key, part in value.items()]
+        return ["dict", keys, parts]
     if kind is bytes:
         contents.append(value)
         return ["bytes", len(value)]
@@ -73,7 +74,8 @@ def _read(note: Any, stream: io.BytesIO) -> Any:
     if kind == "tuple":
         return tuple([_read(part, stream) for part in parts])
     if kind == "dict":
-        return {_read(key, stream): _read(part, stream) for key, part in parts}
+        keys, values = ([_read(part, stream) for part in group] for group in parts)
+        return dict(zip(keys, values, strict=True))
     content = stream.read(parts[0])
     if kind == "bytes":
         return content

@@ -60,16 +60,17 @@ def take(value: Any) -> Value:
         try:
             array: Array = np.array(kind(value), dtype)
         except OverflowError:
-            raise UsageError(f"{value} does not fit in int64; pass it as a float") from None
+            bits = int(value).bit_length()
+            raise UsageError(f"an int of {bits} bits does not fit in int64; pass it as a float") from None
         return Value(array, label, _give_number)
     give: Callable[[Array], Any]
     cupy = sys.modules.get("cupy")
     if isinstance(value, np.ma.MaskedArray):
         raise _refused(value)
     if isinstance(value, np.ndarray):
-        array, give = value.view(np.ndarray), _give_array
+        array, give = value.view(np.ndarray), _as_it_is
     elif cupy is not None and isinstance(value, cupy.ndarray):
-        array, give = value, _give_array
+        array, give = value, _as_it_is
     elif hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
         array, give = _read_dlpack(value), _from_dlpack_of(value)
     else:
@@ -90,7 +91,7 @@ def _give_number(result: Array) -> Any:
     return result if result.ndim else result.item()
 
 
-def _give_array(result: Array) -> Array:
+def _as_it_is(result: Array) -> Array:
     return result
 
 
@@ -113,7 +114,9 @@ def _read_dlpack(value: Any) -> Array:
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"a {name} cannot be read as an array: {error}; convert it with numpy.asarray") from error
+        raise UsageError(
+            f"a {name} cannot be read through DLPack ({error}); pass a dense, detached one of a type that NumPy has"
+        ) from error
 
 
 def _from_dlpack_of(value: Any) -> Callable[[Array], Any]:
@@ -165,26 +168,27 @@ def reducible(array: Array, op: str) -> tuple[Array, Callable[[Array], Array]]:
     """
     if op not in tuple(OPS):
         raise UsageError(f"unknown reduction {op!r}; choose one of {', '.join(OPS)}")
-    dtype = array.dtype.newbyteorder("=")
+    dtype, result = array.dtype.newbyteorder("="), array.dtype
     flat = array.reshape(-1).astype(dtype, order="C")
     restore: Callable[[Array], Array]
     if dtype.kind == "f" and dtype in _NATIVE:
-        wire, restore = flat, lambda reduced: reduced
+        wire, restore = flat, _as_it_is
     elif dtype.kind not in "biu":
         raise UsageError(
             f"an array of {dtype} cannot be reduced; convert it to float16, float32, float64, bool or an integer type"
         )
     elif op == "mean":
-        return flat.astype(np.float64), lambda mean: mean.reshape(array.shape)
+        wire, restore, result = flat.astype(np.float64), _as_it_is, np.dtype(np.float64)
     elif op == "sum":
-        return _summands(flat), lambda total: _fitting(total, dtype).reshape(array.shape)
+        wire, restore = _summands(flat), lambda total: _fitting(total, dtype)
+        result = np.dtype(np.int64) if dtype.kind == "b" else result
     elif dtype == np.uint64:
         # With the highest bit flipped, signed integers have the order of unsigned ones.
         top = np.uint64(1 << 63)
         wire, restore = (flat ^ top).view(np.int64), lambda extreme: extreme.view(np.uint64) ^ top
     else:
-        wire, restore = flat.astype(np.int32 if np.can_cast(dtype, np.int32) else np.int64), lambda extreme: extreme
-    return wire, lambda reduced: restore(reduced).astype(array.dtype, copy=False).reshape(array.shape)
+        wire, restore = flat.astype(np.int32 if np.can_cast(dtype, np.int32) else np.int64), _as_it_is
+    return wire, lambda reduced: restore(reduced).astype(result, copy=False).reshape(array.shape)
 
 
 def _summands(flat: Array) -> Array:
@@ -196,15 +200,19 @@ def _summands(flat: Array) -> Array:
 
 
 def _fitting(total: Array, dtype: np.dtype[Any]) -> Array:
-    """Sums of `_summands` in `dtype`; an error if one does not fit."""
+    """Sums of `_summands` of `dtype`; an error if one does not fit in it. Those of booleans always do, in int64."""
     if dtype.kind == "b":
-        return total.astype(np.int64)
+        return total
     least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
-    low: Array = 0
-    if dtype.itemsize == 8:
-        total, low = total.reshape(2, -1)
-        total, low = total + (low >> 32), low & _LOW
-        least, most = least >> 32, most >> 32
-    if total.size and (total.min() < least or total.max() > most):
+    if dtype.itemsize < 8:
+        return _within(total, least, most, dtype).astype(dtype)
+    upper, lower = total.reshape(2, -1)
+    upper = _within(upper + (lower >> 32), least >> 32, most >> 32, dtype)
+    joined: Array = upper.astype(dtype) * (1 << 32) + (lower & _LOW).astype(dtype)
+    return joined
+
+
+def _within(values: Array, least: int, most: int, dtype: np.dtype[Any]) -> Array:
+    if values.size and (values.min() < least or values.max() > most):
         raise UsageError(f"the sum over the ranks does not fit in {dtype}; convert to a wider type, such as float64")
-    return total.astype(dtype) if dtype.itemsize < 8 else total.astype(dtype) * (1 << 32) + low.astype(dtype)
+    return values
