@@ -40,7 +40,6 @@ class World:
 
     Args:
         job: this rank's membership; the world closes it.
-        communicator: how bytes move (default: the best one for the job, see `distopt.comm.create`).
 
     Attributes:
         rank: number of this process in the job, 0 ... world_size - 1.
@@ -52,9 +51,9 @@ class World:
         communicator: collectives on arrays in place, in the background; `DistOpt` uses it, too.
     """
 
-    def __init__(self, job: Job, communicator: Communicator | None = None) -> None:
+    def __init__(self, job: Job) -> None:
         """Collective."""
-        self.communicator = create(job) if communicator is None else communicator
+        self.communicator: Communicator = create(job)
         topology = job.topology
         self.rank = topology.rank
         self.world_size = topology.world_size
@@ -79,7 +78,9 @@ class World:
 
     # -- collectives -------------------------------------------------------------------------------------------------
     def all_reduce(self, value: Any, op: ReduceOp = "sum") -> Any:
-        """Collective. The element-wise reduction over all ranks; as `comm.allreduce` of mpi4py, `hvd.allreduce`.
+        """Collective. The element-wise reduction over all ranks; as `comm.allreduce` of mpi4py.
+
+        Horovod's `hvd.allreduce` is the mean.
 
         Args:
             value: a number or array of floats, integers or booleans; see the class. Equal shapes and types on all
@@ -117,7 +118,7 @@ class World:
         return given.give(restored(wire[None])[0, ...])
 
     def all_gather(self, value: Any) -> Any:
-        """Collective. The values of all ranks, in rank order; as `comm.allgather` of mpi4py, `hvd.allgather`.
+        """Collective. The values of all ranks, in rank order; as `comm.allgather` of mpi4py.
 
         Args:
             value: a number or array of any element type without Python objects; equal shapes and types on all ranks.

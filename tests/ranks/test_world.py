@@ -40,6 +40,17 @@ def test_every_method_agrees_with_numpy(start, n, choice, backend):
     assert told == [f"{rank} {n} {rank} {rank == 0} {backend}: 12 checks passed" for rank in range(n)]
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_script_of_the_documentation_runs(n, tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "world.md").read_text(), re.S)
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    ended = mpiexec(n, str(script)) if n > 1 else Program([sys.executable, str(script)]).end()
+    assert (ended.code, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines()[0] == f"epoch 0: accuracy {'0.900' if n == 1 else '0.905'}"
+    assert len(ended.stdout.splitlines()) == (100 if n == 1 else 1)
+
+
 def joined(ticket: launch.Ticket, rank: int, world_size: int, folder: str) -> None:
     with distopt.init(ticket, rank, world_size) as world:
         assert distopt.init(ticket, rank, world_size) is world

@@ -308,6 +308,7 @@ def check() -> None:
     with distopt.init() as world:
         assert distopt.init() is world
         assert before is not world.communicator
+        assert before.topology == world.communicator.topology
         for body in CHECKS:
             body(world)
         assert world.closed is False
