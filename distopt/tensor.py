@@ -5,18 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .errors import absent_name
-from .nn.tensor import (
-    Tensor,
-    float16,
-    float32,
-    float64,
-    from_dlpack,
-    from_numpy,
-    from_raw_tensor,
-    int32,
-    int64,
-    to_numpy,
-)
+from .nn.tensor import Tensor, float16, float32, float64, from_numpy, from_raw_tensor, int32, int64, to_numpy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,7 +16,6 @@ __all__ = [
     "float16",
     "float32",
     "float64",
-    "from_dlpack",
     "from_numpy",
     "from_raw_tensor",
     "from_raw_tensors",

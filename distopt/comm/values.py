@@ -120,16 +120,15 @@ def _read_dlpack(value: Any) -> Array:
 
 
 def _from_dlpack_of(value: Any) -> Callable[[Array], Any]:
-    """`from_dlpack` of the library that `value` comes from."""
-    if hasattr(value, "__array_namespace__"):
-        return value.__array_namespace__().from_dlpack  # type: ignore[no-any-return]
+    """`from_dlpack` of the class of `value`, of its array namespace, or of the library that it comes from."""
+    namespace = getattr(value, "__array_namespace__", lambda: None)()
+    owners = [type(value), namespace]
     for cls in type(value).__mro__:
-        module = cls.__module__
-        while module:
-            found = getattr(sys.modules.get(module), "from_dlpack", None)
-            if found is not None:
-                return found  # type: ignore[no-any-return]
-            module = module.rpartition(".")[0]
+        parts = cls.__module__.split(".")
+        owners += [sys.modules.get(".".join(parts[:end])) for end in range(len(parts), 0, -1)]
+    for owner in owners:
+        if (found := getattr(owner, "from_dlpack", None)) is not None:
+            return found  # type: ignore[no-any-return]
     raise _refused(value)
 
 

@@ -33,7 +33,6 @@ __all__ = [
     "float16",
     "float32",
     "float64",
-    "from_dlpack",
     "from_numpy",
     "from_raw_tensor",
     "int32",
@@ -113,6 +112,28 @@ class Tensor:
         tensor.requires_grad, tensor.stores_grad = requires_grad, False
         return tensor
 
+    @classmethod
+    def from_dlpack(cls, array: Any) -> Tensor:
+        """Local. A tensor that shares the memory of an array of any library, such as a PyTorch tensor; keeps its dtype.
+
+        Raises:
+            UsageError: the array is not C-contiguous.
+        """
+        if array.__dlpack_device__()[0] == 1:  # kDLCPU of dlpack.h
+            array = np.asarray(array) if isinstance(array, np.ndarray) else np.from_dlpack(array)
+        else:
+            import cupy
+
+            array = array if isinstance(array, cupy.ndarray) else cupy.from_dlpack(array)
+        return cls.of(array, device_of(array))
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self.array.__dlpack_device__()
+        return device
+
     @property
     def in_graph(self) -> bool:
         """Whether it was computed from parameters, so that a backward pass goes through it."""
@@ -158,13 +179,6 @@ class Tensor:
         return value
 
     # -- values ------------------------------------------------------------------------------------------------------
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        device: tuple[int, int] = self.array.__dlpack_device__()
-        return device
-
     def to_numpy(self) -> np.ndarray[Any, Any]:
         """A copy of the values, as a NumPy array."""
         return np.array(self.device.host(self.array))
@@ -519,21 +533,6 @@ def _contiguous(array: Array) -> Array:
 def from_numpy(array: np.ndarray[Any, Any], device: Device | None = None, dtype: DTypeLike | None = None) -> Tensor:
     """A tensor with a copy of `array`, in `dtype` (default: its own, with 64-bit types made 32-bit, as in SINGA)."""
     return Tensor(data=array, device=device, dtype=dtype)
-
-
-def from_dlpack(array: Any) -> Tensor:
-    """A tensor that shares the memory of an array of any library, such as a PyTorch tensor; keeps its dtype.
-
-    Raises:
-        UsageError: the array is not C-contiguous.
-    """
-    if array.__dlpack_device__()[0] == 1:  # the CPU
-        array = np.asarray(array) if isinstance(array, np.ndarray) else np.from_dlpack(array)
-    else:
-        import cupy
-
-        array = array if isinstance(array, cupy.ndarray) else cupy.from_dlpack(array)
-    return Tensor.of(array, device_of(array))
 
 
 def from_raw_tensor(raw: Any) -> Tensor:

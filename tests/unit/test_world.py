@@ -178,7 +178,7 @@ def test_tensors_keep_their_type_and_export_their_memory(world):
     shared = np.from_dlpack(own)
     own.array[1] = 7
     assert shared.tolist() == [0, 7, 2, 3, 4, 5]
-    again = tensor.from_dlpack(own)
+    again = tensor.Tensor.from_dlpack(own)
     assert (type(again), again.dtype, again.device) == (tensor.Tensor, np.int64, own.device)
     again.array[0] = 9
     assert own.array[0] == 9
@@ -191,14 +191,14 @@ def test_tensors_keep_their_type_and_export_their_memory(world):
 def test_pytorch_and_tensors_share_memory():
     torch = pytest.importorskip("torch")
     theirs = torch.arange(6.0).reshape(2, 3)
-    ours = tensor.from_dlpack(theirs)
+    ours = tensor.Tensor.from_dlpack(theirs)
     ours.array[1, 2] = -1
     assert theirs[1, 2] == -1
     back = torch.from_dlpack(ours)
     back[0, 0] = 8
     assert ours.array[0, 0] == 8
     with pytest.raises(UsageError, match="strided"):
-        tensor.from_dlpack(theirs.T)
+        tensor.Tensor.from_dlpack(theirs.T)
 
 
 def test_tensors_of_pytorch(world):
