@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..errors import UsageError
 from .kernels import kernels_of
 from .optim_base import CurrentValue, Hyperparameter, Optimizer, SlotView
-from .schedules import Constant, DecayScheduler, ExponentialDecay
+from .schedules import Constant, CosineDecay, DecayScheduler, ExponentialDecay, LinearWarmUp, StepDecay
 from .tensor import float32
 
 if TYPE_CHECKING:
@@ -22,11 +22,15 @@ __all__ = [
     "SGD",
     "AdaGrad",
     "Adam",
+    "AdamW",
     "Constant",
+    "CosineDecay",
     "DecayScheduler",
     "ExponentialDecay",
+    "LinearWarmUp",
     "Optimizer",
     "RMSProp",
+    "StepDecay",
 ]
 
 
@@ -109,6 +113,9 @@ class Adam(Optimizer):
         self.beta_1, self.beta_2, self.epsilon, self.weight_decay = beta_1, beta_2, epsilon, weight_decay
 
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
+        self._adam(param, grad, slots, self.values["weight_decay"])
+
+    def _adam(self, param: Array, grad: Array, slots: dict[str, Array], weight_decay: float) -> None:
         values = self.values
         kernels_of(param).adam_update(
             param,
@@ -120,8 +127,33 @@ class Adam(Optimizer):
             values["beta_1"],
             values["beta_2"],
             values["epsilon"],
-            values["weight_decay"],
+            weight_decay,
         )
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2).
+
+    param *= 1 - lr * weight_decay; then Adam without weight decay. The defaults are PyTorch's.
+
+    Raises:
+        UsageError: as `Adam`.
+    """
+
+    def __init__(
+        self,
+        lr: float | DecayScheduler = 0.001,
+        beta_1: float | DecayScheduler = 0.9,
+        beta_2: float | DecayScheduler = 0.999,
+        epsilon: float | DecayScheduler = 1e-8,
+        weight_decay: float | DecayScheduler = 0.01,
+        dtype: DTypeLike = float32,
+    ) -> None:
+        super().__init__(lr, beta_1, beta_2, epsilon, weight_decay, dtype)
+
+    def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
+        param *= 1 - self.values["lr"] * self.values["weight_decay"]
+        self._adam(param, grad, slots, 0.0)
 
 
 class RMSProp(Optimizer):
