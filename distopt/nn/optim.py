@@ -1,6 +1,7 @@
 """Optimizers: rules that update a parameter in place from its gradient.
 
-Rules, names and the order of arguments are SINGA's. Every hyperparameter is a number or a schedule.
+Rules, names and the order of arguments are SINGA's; those that it lacks are named after PyTorch's. Every hyperparameter
+is a number or a schedule. `clip_grad_norm` is that of `Optimizer.clip_gradients`.
 """
 
 from __future__ import annotations
@@ -57,8 +58,10 @@ class SGD(Optimizer):
         weight_decay: float | DecayScheduler = 0.0,
         nesterov: bool = False,
         dtype: DTypeLike = float32,
+        *,
+        clip_grad_norm: float | None = None,
     ) -> None:
-        super().__init__(lr, dtype)
+        super().__init__(lr, dtype, clip_grad_norm=clip_grad_norm)
         self.momentum, self.dampening, self.weight_decay = momentum, dampening, weight_decay
         self.nesterov = nesterov
         if nesterov and (self.values["momentum"] == 0 or self.values["dampening"] != 0):
@@ -108,8 +111,10 @@ class Adam(Optimizer):
         epsilon: float | DecayScheduler = 1e-8,
         weight_decay: float | DecayScheduler = 0.0,
         dtype: DTypeLike = float32,
+        *,
+        clip_grad_norm: float | None = None,
     ) -> None:
-        super().__init__(lr, dtype)
+        super().__init__(lr, dtype, clip_grad_norm=clip_grad_norm)
         self.beta_1, self.beta_2, self.epsilon, self.weight_decay = beta_1, beta_2, epsilon, weight_decay
 
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
@@ -148,8 +153,10 @@ class AdamW(Adam):
         epsilon: float | DecayScheduler = 1e-8,
         weight_decay: float | DecayScheduler = 0.01,
         dtype: DTypeLike = float32,
+        *,
+        clip_grad_norm: float | None = None,
     ) -> None:
-        super().__init__(lr, beta_1, beta_2, epsilon, weight_decay, dtype)
+        super().__init__(lr, beta_1, beta_2, epsilon, weight_decay, dtype, clip_grad_norm=clip_grad_norm)
 
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
         param *= 1 - self.values["lr"] * self.values["weight_decay"]
@@ -179,8 +186,10 @@ class RMSProp(Optimizer):
         epsilon: float | DecayScheduler = 1e-8,
         weight_decay: float | DecayScheduler = 0.0,
         dtype: DTypeLike = float32,
+        *,
+        clip_grad_norm: float | None = None,
     ) -> None:
-        super().__init__(lr, dtype)
+        super().__init__(lr, dtype, clip_grad_norm=clip_grad_norm)
         self.rho, self.epsilon, self.weight_decay = rho, epsilon, weight_decay
 
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
@@ -210,8 +219,10 @@ class AdaGrad(Optimizer):
         epsilon: float | DecayScheduler = 1e-8,
         weight_decay: float | DecayScheduler = 0.0,
         dtype: DTypeLike = float32,
+        *,
+        clip_grad_norm: float | None = None,
     ) -> None:
-        super().__init__(lr, dtype)
+        super().__init__(lr, dtype, clip_grad_norm=clip_grad_norm)
         self.epsilon, self.weight_decay = epsilon, weight_decay
 
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
