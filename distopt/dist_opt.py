@@ -7,11 +7,12 @@ where the gradient was; the wrapped optimizer applies it (`_update`).
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 from . import comm, compress, launch
 from .comm.world import current
-from .errors import UsageError
+from .errors import UsageError, absent_name, check_assignment, names_of
 from .nn import autograd
 from .nn.accumulation import Accumulation
 from .nn.device import find_gpu, get_default_device
@@ -41,6 +42,9 @@ __all__ = ["DEFAULT_BUCKET_ELEMENTS", "DistOpt", "NonFinite"]
 class DistOpt:
     """An optimizer whose gradients are averaged over the ranks of a job.
 
+    Attributes of the wrapped optimizer, such as `lr` and `grad_norm`, can be read and assigned here, too. Assign the
+    same on all ranks.
+
     Args:
         opt: the optimizer to wrap; it applies the averaged gradients.
         job: this rank's membership (default: found from the launcher, see `distopt.launch.join`).
@@ -62,8 +66,17 @@ class DistOpt:
         local_rank: number of this process on its host.
         communicator: the communicator in use.
         opt: the wrapped optimizer.
-        codec: the codec of `opt(loss)`. Another one may be assigned between two steps, on all ranks.
+        bucket_elements: see above.
+        partition_elements: see above.
     """
+
+    opt: Optimizer
+    communicator: Communicator
+    world_size: int
+    global_rank: int
+    local_rank: int
+    bucket_elements: int
+    partition_elements: int
 
     def __init__(
         self,
@@ -78,7 +91,7 @@ class DistOpt:
         clip_grad_norm: float | None = None,
     ) -> None:
         """Collective."""
-        self.codec = compress.create(codec) if isinstance(codec, str) else codec
+        self.codec = codec
         Engine.check_options(non_finite)
         if clip_grad_norm is not None:
             opt.clip_grad_norm = clip_grad_norm
@@ -111,6 +124,34 @@ class DistOpt:
             MismatchError: names, shapes or types differ; the message names the ranks and the first difference.
         """
         self._engine.attach(list(params))
+
+    if not TYPE_CHECKING:  # with them, type checkers accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            opt = vars(self).get("opt")
+            if _has(opt, name):
+                return getattr(opt, name)
+            kind, reasons = type(self), {}
+            if hasattr(opt, name):
+                reasons[name] = f"it is a method of the wrapped optimizer, of this rank alone; call opt.{name}"
+            raise absent_name(kind.__name__, name, names_of(kind), reasons)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            opt = vars(self).get("opt")
+            if name not in vars(self) and name in names_of(type(opt)) - names_of(type(self)) and _has(opt, name):
+                setattr(opt, name, value)
+            else:
+                check_assignment(self, name, opt)
+                object.__setattr__(self, name, value)
+
+    @property
+    def codec(self) -> Codec:
+        """Local. What `opt(loss)` sends. Another one, or its name, may be assigned between two steps, on all ranks."""
+        return self._codec
+
+    @codec.setter
+    def codec(self, value: Codec | str) -> None:
+        self._codec = compress.create(value) if isinstance(value, str) else value
 
     @property
     def device(self) -> Device:
@@ -282,6 +323,11 @@ class DistOpt:
         self.opt.set_states(slots)
         self._engine.set_states(others)
         self._accumulation.sums.clear()
+
+
+def _has(opt: Optimizer | None, name: str) -> bool:
+    """Whether the wrapped optimizer has a public attribute of that name that is no method."""
+    return not name.startswith("_") and hasattr(opt, name) and not isinstance(getattr(opt, name), MethodType)
 
 
 def device_of(communicator: Communicator) -> Device:

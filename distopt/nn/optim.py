@@ -45,6 +45,7 @@ class SGD(Optimizer):
         UsageError: a value is negative or not finite, or nesterov without momentum or with dampening.
     """
 
+    nesterov: bool
     moments = SlotView("momentum")
     momentum, mom_value = Hyperparameter(), CurrentValue("momentum")
     dampening, dam_value = Hyperparameter(), CurrentValue("dampening")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import StateError, UsageError
+from ..errors import StateError, UsageError, check_assignment
 from ..kernels import kernels_of
 from . import autograd
 from .accumulation import Accumulation
@@ -116,6 +116,8 @@ class Optimizer:
         UsageError: a value makes no sense.
     """
 
+    dtype: DTypeLike
+    values: dict[str, float]
     lr = Hyperparameter()
     lr_value = CurrentValue("lr")
     grad_norm: float | None = None
@@ -128,12 +130,18 @@ class Optimizer:
         self.clip_grad_norm = clip_grad_norm
         self._steps = 0
         self._schedules: dict[str, DecayScheduler] = {}
-        self.values: dict[str, float] = {}
+        self.values = {}
         self._device = get_default_device()
         self._slots: dict[Tensor, dict[str, Array]] = {}
         self._unclaimed: dict[str, dict[str, Array]] = {}  # loaded states of parameters not seen yet
         self._accumulation = Accumulation()
         self.lr = lr
+
+    if not TYPE_CHECKING:  # with it, type checkers accept every name
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            check_assignment(self, name)
+            object.__setattr__(self, name, value)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -206,7 +214,8 @@ class Optimizer:
             UsageError: shapes or dtypes differ.
         """
         training, mode.training = mode.training, False  # if `apply` computes with tensors, that is no forward pass
-        self._device = param.device
+        if self._device is not param.device:
+            self._device = param.device
         try:
             self.apply(param.name or f"{id(param):#x}", param, grad)
         finally:
