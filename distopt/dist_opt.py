@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 from . import comm, compress, launch
 from .comm.world import current
@@ -16,6 +17,7 @@ from .errors import UsageError, absent_name, check_assignment, names_of
 from .nn import autograd
 from .nn.accumulation import Accumulation
 from .nn.device import find_gpu, get_default_device
+from .nn.mode import mode
 from .nn.tensor import Tensor
 from .settings import Settings
 from .sync.bucket import under
@@ -106,7 +108,7 @@ class DistOpt:
         self.bucket_elements = bucket_elements
         self.partition_elements = bucket_elements if partition_elements is None else partition_elements
         self._engine = Engine(communicator, opt, non_finite)
-        self._pairs: dict[Layout, list[tuple[Tensor, Tensor]]] = {}
+        self._pairs: WeakKeyDictionary[Layout, list[tuple[Tensor, Tensor]]] = WeakKeyDictionary()
         self._adopted: Layout | None = None  # whose views autograd writes into
         self._accumulation = Accumulation()
 
@@ -192,6 +194,7 @@ class DistOpt:
         if self._accumulation.active:
             self._accumulate(loss)
             return
+        self._engine.version = mode.freezes
         step = self._engine.begin(bucket_elements, lambda: autograd.gradient_order(loss), codec, clip)
         if self._backward(loss, step):
             self._update(step.layout)
@@ -213,6 +216,7 @@ class DistOpt:
         if self._accumulation.active:
             self._accumulate(loss)
             return
+        self._engine.version = mode.freezes
         step = self._engine.begin_partial(partition_elements, lambda: autograd.gradient_order(loss))
         if self._backward(loss, step):
             self._update(step.layout)
@@ -260,6 +264,8 @@ class DistOpt:
         """Run backward, hand each gradient to the engine as soon as it is final; whether the means may be applied."""
         layout = step.layout
         if layout is not self._adopted:
+            for param, _ in () if self._adopted is None else self._pairs_of(self._adopted):
+                param.grad = None  # should it be frozen by now, its old bucket can go
             for param, grad in self._pairs_of(layout):
                 param.grad = grad
             self._adopted = layout

@@ -53,6 +53,8 @@ class Accumulation:
                 grad.array += sums.pop(param)
             yield param, grad
         for param, array in sums.items():
+            if not param.requires_grad:  # it was frozen since
+                continue
             if param.grad is None:
                 param.grad = Tensor.of(array, param.device, requires_grad=False)
             else:

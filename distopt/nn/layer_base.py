@@ -103,6 +103,27 @@ class Layer:
                     params[path + key] = value
         return params
 
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a parameter of this layer or its sub-layers trains. Assigning freezes or unfreezes all of them.
+
+        The layer must be initialized, as all are by `Model.compile`; see `Tensor.requires_grad`. Frozen parameters
+        remain in states. In training mode, a frozen layer computes as ever: batch normalization uses the batch and
+        moves its running statistics, as in PyTorch, and dropout drops.
+
+        Raises:
+            UsageError: it has no parameters yet.
+        """
+        return any(param.requires_grad for param in self.get_params().values())
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        params = self.get_params().values()
+        if not params and not self._ready:
+            raise UsageError(f"{self._label} has no parameters yet; compile the model before it is frozen")
+        for param in params:
+            param.requires_grad = value
+
     def get_states(self) -> dict[str, Tensor]:
         """The parameters, and other tensors to save with a model, by path."""
         states = self.get_params()

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
+from .hyperparameters import CurrentValue, Hyperparameter, SlotView
 from .kernels import kernels_of
-from .optim_base import CurrentValue, Hyperparameter, Optimizer, SlotView
+from .optim_base import Optimizer
 from .schedules import Constant, CosineDecay, DecayScheduler, ExponentialDecay, LinearWarmUp, StepDecay
 from .tensor import float32
 
