@@ -45,7 +45,7 @@ Gradients: TypeAlias = "Sequence[Array | None]"
 
 def wants_gradient(tensor: Tensor) -> bool:
     """Local. Whether a backward pass needs the gradient of `tensor`, which may else be constant data of a script."""
-    return tensor.stores_grad or tensor.in_graph
+    return (tensor.stores_grad and tensor.requires_grad) or tensor.in_graph
 
 
 class Linear(Weighted):
