@@ -233,11 +233,31 @@ class DistOpt:
         Raises:
             StateError: the states are not of a DistOpt, or do not fit; nothing was changed.
         """
-        slots = under("optimizer", states)
-        others = {key: array for key, array in states.items() if not key.startswith("optimizer/")}
-        self._engine.check_states(others)
-        self.opt.set_states(slots)
-        self._engine.set_states(others)
+        self.check_states(states)
+        self.opt.set_states(under("optimizer", states))
+        self._engine.set_states(_of_engine(states))
+
+    def check_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Local. Whether `set_states` would accept them.
+
+        Raises:
+            StateError: see `set_states`.
+        """
+        self._engine.check_states(_of_engine(states))
+        self.opt.check_states(under("optimizer", states))
+
+    def shared_states(self, names: Iterable[str]) -> set[str]:
+        """Local. Which of these states are the same on all ranks, so that a checkpoint saves them once."""
+        return set() if self._engine.own_slots else {name for name in names if name.startswith("optimizer/")}
+
+    @property
+    def parameters_agree(self) -> bool:
+        """Local. Whether all ranks have the same parameters; between partial updates they do not."""
+        return not self._engine.drifted
+
+
+def _of_engine(states: Mapping[str, np.ndarray[Any, Any]]) -> States:
+    return {key: array for key, array in states.items() if not key.startswith("optimizer/")}
 
 
 def device_of(communicator: Communicator) -> Device:

@@ -160,6 +160,13 @@ class Model(Layer):
         if self._compiled and self._optimizer is not None:
             self._optimizer.attach(self.get_params().values())
 
+    def shared_states(self, names: Iterable[str]) -> set[str]:
+        """Local. Which of these states are the same on all ranks, so that a checkpoint saves them once.
+
+        They are the parameters, if the optimizer says that these agree. Running statistics are each rank's own.
+        """
+        return self.get_params().keys() & names if getattr(self._optimizer, "parameters_agree", False) else set()
+
     # -- files -------------------------------------------------------------------------------------------------------
     def save_states(self, fpath: str | os.PathLike[str], aux_states: Mapping[str, Any] | None = None) -> None:
         """Local. Write parameters and states to a safetensors file, atomically replacing an older one.

@@ -173,14 +173,35 @@ class Optimizer(ABC):
         Raises:
             StateError: the states are not those of this optimizer or do not fit its parameters; nothing was changed.
         """
-        states = dict(states)
+        loaded = self._loaded(states)
+        self.step_counter = int(states["step_counter"])
+        self.lr_value = self.lr(self.step_counter)
+        self._unclaimed = {
+            name: {slot: array.copy() for slot, array in slots.items()} for name, slots in loaded.items()
+        }
+        known = list(self._slots)
+        self._slots.clear()
+        for param in known:
+            if param.name in loaded:
+                self._claim(param)
+
+    def check_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Local. Whether `set_states` would accept them.
+
+        Raises:
+            StateError: see `set_states`.
+        """
+        self._loaded(states)
+
+    def _loaded(self, states: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, dict[str, Array]]:
+        """The states by parameter and slot, once they have been checked."""
         if "step_counter" not in states:
             raise StateError("these are no states of an optimizer: step_counter is missing")
-        step_counter = int(states.pop("step_counter"))
         loaded: dict[str, dict[str, Array]] = {}
         for key, array in states.items():
-            name, _, slot = key.rpartition(":")
-            loaded.setdefault(name, {})[slot] = array.copy()
+            if key != "step_counter":
+                name, _, slot = key.rpartition(":")
+                loaded.setdefault(name, {})[slot] = array
         for name, slots in loaded.items():
             if set(slots) != set(self.slots):
                 raise StateError(
@@ -189,14 +210,7 @@ class Optimizer(ABC):
                 )
         for param in self._slots:
             _check_fit(param, loaded.get(str(param.name), {}))
-        self.step_counter = step_counter
-        self.lr_value = self.lr(step_counter)
-        self._unclaimed = loaded
-        known = list(self._slots)
-        self._slots.clear()
-        for param in known:
-            if param.name in loaded:
-                self._claim(param)
+        return loaded
 
     def _unclaimed_for(self, param: Tensor) -> dict[str, Array] | None:
         slots = self._unclaimed.get(param.name) if param.name else None

@@ -64,6 +64,8 @@ class Engine:
     Attributes:
         steps: number of steps that have begun.
         skipped: those of them without update.
+        drifted: whether partial updates have let the ranks' parameters differ.
+        own_slots: whether they have let the optimizer's states differ.
     """
 
     def __init__(self, communicator: Communicator, slots: Slots, non_finite: NonFinite = "raise") -> None:
@@ -72,13 +74,12 @@ class Engine:
         self.communicator = communicator
         self.non_finite = non_finite
         self.steps = self.skipped = 0
+        self.drifted = self.own_slots = False
         self._slots = slots
         self._attached: set[int] = set()
         self._layouts: dict[tuple[int, bool], Layout] = {}  # by bucket size, and whether for partial updates
         self._unclaimed: States = {}  # loaded, of bucket sizes that have not been used yet
         self._partition = 0  # the next one to be averaged
-        self._drifted = False  # whether the ranks' parameters differ
-        self._own_slots = False  # whether the ranks' slots differ
         self._roll_call: RollCall | None = None  # inside `join`
 
     @staticmethod
@@ -122,7 +123,7 @@ class Engine:
 
     def _new_layout(self, bucket_elements: int, order: Sequence[Parameter], partial: bool) -> Layout:
         check_same_model(self.communicator, order)
-        if not self._drifted:
+        if not self.drifted:
             check_same_values(self.communicator, [p for p in order if id(p) not in self._attached])
         layout = Layout(
             order,
@@ -184,7 +185,7 @@ class Engine:
                 "partial updates need all ranks at every step; send gradients by a codec inside DistOpt.join"
             )
         layout = self.layout(partition_elements, order, partial=True)
-        self._drifted = self._own_slots = True  # even if an exception ends the update half-way
+        self.drifted = self.own_slots = True  # even if an exception ends the update half-way
         self.steps += 1
         return PartialStep(layout, self.communicator, self.steps - 1, look=self.non_finite != "ignore")
 
@@ -211,23 +212,23 @@ class Engine:
 
     def synchronize(self) -> None:
         """Collective. Set the parameters to their means over the ranks, where partial updates have let them drift."""
-        if self._drifted and self._layouts:
+        if self.drifted and self._layouts:
             # That of the partial updates: other losses may have had fewer parameters.
             _, layout = max(self._layouts.items(), key=lambda item: item[0][1])
             for bucket in layout.buckets:
                 bucket.average_params()
-            self._drifted = False
+            self.drifted = False
 
     def _leave_partial(self) -> None:
         """Collective. Make the ranks equal after partial updates: equal gradients then keep them so."""
         self.synchronize()
-        if self._own_slots:
+        if self.own_slots:
             states = self._slots.get_states()
             for name, array in states.items():
                 if array.dtype.kind == "f":
                     self.communicator.all_reduce(array, "mean", label=name).wait()
             self._slots.set_states(states)
-            self._own_slots = False
+            self.own_slots = False
 
     # -- uneven data -------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -272,7 +273,7 @@ class Engine:
         `ELEMENTS/KIND/NAME/PARAMETER` for the array that codecs of a kind keep for a parameter (or for the bucket that
         begins with it) with buckets of so many elements.
         """
-        flags = (self._drifted, self._own_slots)
+        flags = (self.drifted, self.own_slots)
         counts = np.array([self.steps, self.skipped, self._partition, *flags], np.int64)
         existing = {
             f"{elements}/{key}": array
@@ -294,7 +295,7 @@ class Engine:
             if not partial:
                 self._load(layout, elements)
         self.steps, self.skipped, self._partition, *flags = map(int, states["steps"])
-        self._drifted, self._own_slots = map(bool, flags)
+        self.drifted, self.own_slots = map(bool, flags)
 
     def check_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Local. Whether `set_states` would accept them.
