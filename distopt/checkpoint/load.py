@@ -99,8 +99,8 @@ def load(folder: str | os.PathLike[str], communicator: Communicator | None = Non
     if not names or communicator.all_gather_bytes(bytes([begun]))[0] == b"\1":
         return None
     raise StateError(
-        f"none of the {len(names)} checkpoints in {root} can be used, the oldest because {reason}; choose another folder, "
-        "or remove them by Checkpoint.resume(reset=True), which is --reset in the examples"
+        f"none of the {len(names)} checkpoints in {root} can be used, the oldest because {reason}; choose another "
+        "folder, or remove them by Checkpoint.resume(reset=True), which is --reset in the examples"
     )
 
 

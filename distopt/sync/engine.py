@@ -10,6 +10,7 @@ rounds in the same order, so that all ranks make the same calls whatever order g
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
@@ -37,6 +38,7 @@ NonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
 States: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
 
 DEFAULT_BUCKET_ELEMENTS = 2097152  # SINGA's default
+_OWN = {"steps", "partitions"}  # states that are not of a layout
 
 log = logging.getLogger("distopt")
 
@@ -76,10 +78,11 @@ class Engine:
         self.steps = self.skipped = 0
         self.drifted = self.own_slots = False
         self._slots = slots
-        self._attached: set[int] = set()
+        self._attached: dict[int, Parameter] = {}  # by id
         self._layouts: dict[tuple[int, bool], Layout] = {}  # by bucket size, and whether for partial updates
         self._unclaimed: States = {}  # loaded, of bucket sizes that have not been used yet
         self._partition = 0  # the next one to be averaged
+        self._partial: tuple[int, list[str]] | None = None  # size and order of the partitions that have drifted
         self._roll_call: RollCall | None = None  # inside `join`
 
     @staticmethod
@@ -102,7 +105,7 @@ class Engine:
         works = [self.communicator.broadcast(p.array, label=str(p.name)) for p in params]
         for work in works:
             work.wait()
-        self._attached = {id(p) for p in params}
+        self._attached = {id(p): p for p in params}
 
     def layout(self, bucket_elements: int, order: Callable[[], Sequence[Parameter]], partial: bool = False) -> Layout:
         """Collective on first use of a bucket size. The buckets of that size.
@@ -132,7 +135,9 @@ class Engine:
             small_first=self.communicator.overlaps and not partial,
             check_finite=self.non_finite != "ignore",
         )
-        if not partial:
+        if partial:
+            self._partial = bucket_elements, layout.names
+        else:
             self._load(layout, bucket_elements)
         return layout
 
@@ -211,13 +216,28 @@ class Engine:
         self._partition += 1
 
     def synchronize(self) -> None:
-        """Collective. Set the parameters to their means over the ranks, where partial updates have let them drift."""
-        if self.drifted and self._layouts:
-            # That of the partial updates: other losses may have had fewer parameters.
-            _, layout = max(self._layouts.items(), key=lambda item: item[0][1])
+        """Collective. Set the parameters to their means over the ranks, where partial updates have let them drift.
+
+        Raises:
+            UsageError: states have been loaded, and neither `attach` nor a step has told whose they are.
+        """
+        if self.drifted and self._partial is not None:
+            # The partial updates' layout, which loaded states name: other losses may have had fewer parameters.
+            elements, names = self._partial
+            layout = self.layout(elements, lambda: self._attached_in(names), partial=True)
             for bucket in layout.buckets:
                 bucket.average_params()
             self.drifted = False
+
+    def _attached_in(self, names: Sequence[str]) -> list[Parameter]:
+        """The attached parameters in that order."""
+        known = {str(param.name): param for param in self._attached.values()}
+        if missing := [name for name in names if name not in known]:
+            raise UsageError(
+                f"the parameter {missing[0]} of the loaded states is not known yet; call DistOpt.attach(params) before "
+                "DistOpt.synchronize"
+            )
+        return [known[name] for name in names]
 
     def _leave_partial(self) -> None:
         """Collective. Make the ranks equal after partial updates: equal gradients then keep them so."""
@@ -269,19 +289,22 @@ class Engine:
     def get_states(self) -> States:
         """Local. Copies of all that a later run needs to go on, except for the optimizer's slots.
 
-        Residuals differ between ranks: every rank saves its own. The keys are `steps`, and
-        `ELEMENTS/KIND/NAME/PARAMETER` for the array that codecs of a kind keep for a parameter (or for the bucket that
-        begins with it) with buckets of so many elements.
+        Residuals differ between ranks: every rank saves its own. The keys are `steps`; `partitions`, where partial
+        updates have let the ranks drift; and `ELEMENTS/KIND/NAME/PARAMETER` for the array that codecs of a kind keep for
+        a parameter (or for the bucket that begins with it) with buckets of so many elements.
         """
         flags = (self.drifted, self.own_slots)
         counts = np.array([self.steps, self.skipped, self._partition, *flags], np.int64)
+        own = {"steps": counts}
+        if self.drifted:
+            own["partitions"] = np.frombuffer(json.dumps(self._partial).encode(), np.uint8)
         existing = {
             f"{elements}/{key}": array
             for (elements, partial), layout in self._layouts.items()
             if not partial
             for key, array in layout.get_states().items()
         }
-        return {"steps": counts} | {key: array.copy() for key, array in self._unclaimed.items()} | existing
+        return own | {key: array.copy() for key, array in self._unclaimed.items()} | existing
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Local. Go on from what `get_states` gave on the same rank of a job of the same size.
@@ -290,12 +313,14 @@ class Engine:
             StateError: see `check_states`; nothing was changed.
         """
         self.check_states(states)
-        self._unclaimed = {key: array for key, array in states.items() if key != "steps"}
+        self._unclaimed = {key: array for key, array in states.items() if key not in _OWN}
         for (elements, partial), layout in self._layouts.items():
             if not partial:
                 self._load(layout, elements)
         self.steps, self.skipped, self._partition, *flags = map(int, states["steps"])
         self.drifted, self.own_slots = map(bool, flags)
+        if self.drifted:
+            self._partial = _partitions(states)
 
     def check_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Local. Whether `set_states` would accept them.
@@ -306,7 +331,9 @@ class Engine:
         counts = states.get("steps", np.empty(0))
         if counts.shape != (5,) or counts.dtype.kind != "i":
             raise StateError("these are no states of a DistOpt: steps is missing")
-        for key in states.keys() - {"steps"}:
+        if counts[3]:
+            _partitions(states)
+        for key in states.keys() - _OWN:
             if key.count("/") < 3 or not key.split("/")[0].isdecimal():
                 raise StateError(f"{key} is no state of a DistOpt; pass what DistOpt.get_states gave")
         for (elements, partial), layout in self._layouts.items():
@@ -319,3 +346,12 @@ class Engine:
         layout.set_states(own)
         for key in own:
             del self._unclaimed[f"{elements}/{key}"]
+
+
+def _partitions(states: Mapping[str, np.ndarray[Any, Any]]) -> tuple[int, list[str]]:
+    """Size in elements and parameters, in order, of the partitions of partial updates."""
+    try:
+        elements, names = json.loads(states["partitions"].tobytes())
+    except (KeyError, ValueError, TypeError):
+        raise StateError("these are no states of a DistOpt with partial updates: partitions is missing") from None
+    return elements, names
