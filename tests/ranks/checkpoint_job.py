@@ -86,6 +86,7 @@ class Job:
         self.sampler = ShardedSampler(SAMPLES, topology.world_size, topology.rank, BATCH, seed=1)
         self.noise = np.random.default_rng((7, topology.rank))
         self.sums = np.zeros(1)
+        self.used: list[np.ndarray] = []
         self.objects = {
             "model": self.net,
             "optimizer": self.optimizer,
@@ -102,6 +103,7 @@ class Job:
             self.net.train()
             self.sampler.set_epoch(epoch)
             for chosen in self.sampler:
+                self.used.append(chosen)
                 x = self.x[chosen] + self.noise.standard_normal((BATCH, 1, 3, 7), np.float32) / 10
                 batch = tensor.from_numpy(x, self.device), tensor.from_numpy(self.y[chosen], self.device)
                 self.sums[0] += self.net(*batch, self.strategy).item()

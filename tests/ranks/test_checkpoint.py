@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 import signal
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from distopt.checkpoint import Checkpoint
-from distopt.errors import StateError
 from tests.processes import Program
 from tests.ranks.checkpoint_job import STRATEGIES, Job
 from tests.ranks.small_net import on_ranks
@@ -132,3 +132,61 @@ def test_killed_jobs_end_like_undisturbed_ones(tmp_path, strategy):
     for one, other in zip(*results, strict=True):
         assert_same_bits(one, other, strategy)
     assert printed[0] == printed[1]
+
+
+# -- other numbers of ranks -------------------------------------------------------------------------------------------
+def a_part(optimizer, folder: str, strategy: str, stop: int) -> dict[str, np.ndarray]:
+    """The states that this rank goes on from, those after step `stop`, and the samples that it used in between."""
+    job = Job(optimizer.communicator, strategy, folder, every=1)
+    seeded = job.results()["notes"]
+    job.checkpoint.resume()
+    begun = job.results()
+    job.train(3, stop)
+    job.checkpoint.close()
+    ended = {f"ended {key}": array for key, array in job.results().items()}
+    return {**begun, **ended, "seeded": seeded, "used": np.concatenate(job.used)}
+
+
+def generator(rank: dict[str, np.ndarray], notes: str, name: str) -> dict:
+    return json.loads(rank[notes].tobytes())[name]
+
+
+@pytest.mark.parametrize("strategy", ["partialUpdate", "sparseTopK", "velocity", "warm-up", "power-sgd fed"])
+def test_from_two_ranks_to_three_and_back(tmp_path, strategy, capfd):
+    folder = str(tmp_path / "checkpoints")
+    parts = [
+        on_ranks(tmp_path, world_size, a_part, folder, strategy, stop) for world_size, stop in ((2, 3), (3, 7), (2, 10))
+    ]
+    for before, after in pairwise(parts):
+        differed = 0
+        for key in before[0]:
+            if not key.startswith("ended ") or "notes" in key:
+                continue
+            old = [rank[key] for rank in before]
+            for rank in after:
+                new = rank[key.removeprefix("ended ")]
+                if old[0].dtype.kind == "f":
+                    assert_same_bits(
+                        {key: np.mean(old, axis=0, dtype=np.float64).astype(old[0].dtype)}, {key: new}, key
+                    )
+                else:
+                    np.testing.assert_array_equal(old[0], new)
+            differed += any((array != old[0]).any() for array in old)
+        assert differed > 2, "nothing was to be averaged"
+    # Augmentation: ranks 0 and 1 go on in their own streams; rank 2 draws from its own. Dropout's stream is common.
+    for rank in (0, 1):
+        for before, after in pairwise(parts):
+            assert generator(before[rank], "ended notes", "noise") == generator(after[rank], "notes", "noise")
+    assert generator(parts[1][2], "notes", "noise") == generator(parts[1][2], "seeded", "noise")
+    assert len({json.dumps(generator(rank, "notes", "noise")) for rank in parts[1]}) == 3
+    common = [generator(rank, "notes", "device0.host_rng") for rank in (*parts[1], *parts[0])]
+    assert all(other == common[0] for other in common)
+    # No sample of the epoch is used twice.
+    used = np.concatenate([rank["used"] for part in parts for rank in part])
+    assert len(used) == len(set(used)) == (3 * 2 + 4 * 3 + 3 * 2) * 8
+    said = [line for line in capfd.readouterr().err.splitlines() if "was saved by" in line]
+    assert len(said) == 2
+    assert "was saved by 2 ranks and goes on with 3" in said[0]
+    assert "becomes the mean over the 2, rank 2 and above draw" in said[0]
+    assert "was saved by 3 ranks and goes on with 2" in said[1]
+    assert "draw" not in said[1]
