@@ -15,7 +15,7 @@ from ..errors import StateError
 from ..launch.topology import Topology
 from .folder import Manifest, list_checkpoints, read_manifest, read_rank, read_shared, survey
 from .merge import Mean, Stream
-from .parts import State, parts_of
+from .parts import State, of_device, parts_of
 
 if TYPE_CHECKING:
     import os
@@ -143,8 +143,10 @@ def _read(
     folder: Path, manifest: Manifest, parts: Mapping[str, Part], topology: Topology, common: set[str]
 ) -> dict[str, State]:
     """The states for this rank, by the names of `parts`; a generator that stays as it is has none."""
-    for name in parts.keys() - set(manifest.objects):
-        raise StateError(f"it has no {name}; it is of another script")
+    absent = parts.keys() - set(manifest.objects)
+    if wanted := sorted(name for name in absent if not of_device(name)):
+        raise StateError(f"it has no {wanted[0]}; it is of another script")
+    parts = {name: part for name, part in parts.items() if name not in absent}
     shared = read_shared(folder, manifest)
     if manifest.world_size == topology.world_size:
         return _by_part(parts, shared, *read_rank(folder, manifest, topology.rank))

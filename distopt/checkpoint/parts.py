@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..files import Arrays
 
-__all__ = ["Part", "State", "parts_of"]
+__all__ = ["Part", "State", "of_device", "parts_of"]
 
 
 class State(NamedTuple):
@@ -160,6 +160,11 @@ def parts_of(objects: Mapping[str, Any]) -> dict[str, Part]:
         if device.rng is not device.host_rng:
             parts[f"device{index}.rng"] = DeviceRandom(device.rng)
     return parts
+
+
+def of_device(name: str) -> bool:
+    """Local. Whether a part is a generator of a device. Another kind of device has other ones."""
+    return "." in name
 
 
 def _part_of(name: str, thing: Any) -> Part:
