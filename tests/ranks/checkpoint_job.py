@@ -85,7 +85,7 @@ class Job:
         self.net.compile([tensor.from_numpy(self.x[:BATCH], self.device)], is_train=True, use_graph=graph)
         self.sampler = ShardedSampler(SAMPLES, topology.world_size, topology.rank, BATCH, seed=1)
         self.noise = np.random.default_rng((7, topology.rank))
-        self.sums = np.zeros(1)
+        self.sums = self.device.xp.zeros(1)
         self.used: list[np.ndarray] = []
         self.objects = {
             "model": self.net,

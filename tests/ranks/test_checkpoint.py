@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 from tests.processes import Program
 from tests.ranks.checkpoint_job import STRATEGIES, Job
 from tests.ranks.small_net import on_ranks
+from tests.ranks.test_gpu_emulated import on_gpus
 
 EPOCHS = 2
 
@@ -64,6 +66,13 @@ def test_every_strategy_goes_on_to_the_bit(tmp_path, world_size):
 @pytest.mark.parametrize("options", [{"adam": True}, {"dropout": 0.5}, {"graph": True}], ids=str)
 def test_other_jobs_go_on_to_the_bit(tmp_path, options):
     on_ranks(tmp_path, 2, stopped_and_resumed, str(tmp_path), ["plain", "partialUpdate"], options)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("sparseTopK", {"dropout": 0.5}), ("partialUpdate", {"graph": True})]
+)
+def test_jobs_on_gpus_go_on_to_the_bit(tmp_path, strategy, options):
+    on_gpus(tmp_path, 2, partial(stopped_and_resumed, folder=str(tmp_path), strategies=[strategy], options=options))
 
 
 def reloaded(optimizer, folder: str) -> dict[str, np.ndarray]:
