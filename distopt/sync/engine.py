@@ -291,7 +291,7 @@ class Engine:
 
         Residuals differ between ranks: every rank saves its own. The keys are `steps`; `partitions`, while partial
         updates have let the ranks drift; and `ELEMENTS/KIND/NAME/PARAMETER` for the array that codecs of a kind keep
-        for a parameter (or for the bucket that begins with it) with buckets of so many elements.
+        for a parameter with buckets of so many elements.
         """
         flags = (self.drifted, self.own_slots)
         counts = np.array([self.steps, self.skipped, self._partition, *flags], np.int64)

@@ -53,7 +53,7 @@ def stopped_and_resumed(optimizer, folder: str, strategies: list[str], options: 
             job.checkpoint.close()
         assert ended[-1] == losses[-1]
         assert_same_bits(whole.results(), job.results(), f"{strategy} on rank {optimizer.global_rank}")
-        assert len(list(own.glob("step-*"))) == 3
+        assert optimizer.global_rank or len(list(own.glob("step-*"))) == 3
     return {"steps": np.array(steps)}
 
 
