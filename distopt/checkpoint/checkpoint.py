@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, UsageError
 from ..files import file_lock
-from .folder import Manifest, list_checkpoints, name_of, prune, remove, write_rank
+from .folder import Manifest, list_checkpoints, name_of, prune, remove, share_of, write_rank
 from .load import communicator_of, first_reason, load
-from .parts import parts_of
+from .parts import State, parts_of
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -50,11 +50,11 @@ class Checkpoint:
     - tensors and arrays of NumPy or CuPy, and dictionaries of them: their values are overwritten in place;
     - random generators of NumPy.
 
-    The random generators of the devices of models and tensors are saved too. What is the same on all ranks is saved by
-    rank 0, everything else by each rank.
+    The random generators of the devices of models and tensors are saved too. Each rank writes what is its own, and its
+    share of what is the same on all ranks.
 
-    A save copies all of that to memory of the host, then a thread writes it while training goes on. There is one such
-    copy at a time: a save waits until the one before has been written. All ranks call the methods at the same steps.
+    A save copies that to memory of the host, then a thread writes it while training goes on. There is one such copy at
+    a time: a save waits until the one before has been written. All ranks call the methods at the same steps.
 
     Args:
         folder: where checkpoints are, one folder for each; on a file system that all ranks see. With None, nothing is
@@ -188,24 +188,27 @@ class Checkpoint:
         self._wait()
         if self.steps in self._saves[-1:]:
             return
-        parts = parts_of(self._objects)
+        topology, parts = self._communicator.topology, parts_of(self._objects)
         shared: Arrays = {}
         own: Arrays = {}
         notes: dict[str, Any] = {}
         for name, part in parts.items():
-            state = part.take()
+            state = part.look()
             same = part.shared(state.arrays)
             for key, array in state.arrays.items():
                 (shared if key in same else own)[f"{name}/{key}"] = array
             if state.notes:
                 notes[name] = state.notes
+        share = share_of(topology.rank, topology.world_size, {key: array.nbytes for key, array in shared.items()})
+        shared = State({key: shared[key] for key in share}, {}).copied().arrays
+        own = State(own, {}).copied().arrays
         self._saves = [*self._saves[-1:], self.steps]
         manifest = Manifest(
             save=f"{self._run}.{self.steps}",
             first=self._first,
             step=self.steps,
             epoch=self.epoch,
-            world_size=self._communicator.topology.world_size,
+            world_size=topology.world_size,
             objects=sorted(parts),
             versions={name: version(name) for name in ("distopt", "numpy")},
         )

@@ -19,6 +19,7 @@ from ..errors import StateError
 from ..files import atomic_write, load_arrays, save_arrays, sync_folder, temporary_pattern
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from ..files import Arrays
@@ -33,15 +34,16 @@ __all__ = [
     "read_rank",
     "read_shared",
     "remove",
+    "share_of",
     "survey",
     "write_rank",
 ]
 
-MANIFEST, SHARED = "checkpoint.json", "shared.safetensors"
+MANIFEST = "checkpoint.json"
 MARK = {"format": "distopt checkpoint", "version": "1"}
 WRITER = "distopt.checkpoint"
 _NAME = re.compile(r"step-\d{10}")
-_FILE = rf"{re.escape(MANIFEST)}|{re.escape(SHARED)}|rank-\d{{5,}}\.safetensors"
+_FILE = rf"{re.escape(MANIFEST)}|(?:shared|rank)-\d{{5,}}\.safetensors"
 _OURS = re.compile(rf"{_FILE}|{temporary_pattern(_FILE)}")
 
 
@@ -70,7 +72,7 @@ class Manifest:
     @property
     def files(self) -> list[str]:
         """Names of all other files of the checkpoint."""
-        return [SHARED, *(rank_file(rank) for rank in range(self.world_size))]
+        return [file(rank) for rank in range(self.world_size) for file in (shared_file, rank_file)]
 
     def stamp(self, notes: dict[str, Any]) -> str:
         """What marks a file as one of this save, and notes, as JSON."""
@@ -82,6 +84,29 @@ def name_of(step: int) -> str:
     return f"step-{step:010d}"
 
 
+def shared_file(rank: int) -> str:
+    """Name of the file with a rank's share of what is the same on all ranks."""
+    return f"shared-{rank:05d}.safetensors"
+
+
+def share_of(rank: int, world_size: int, sizes: Mapping[str, int]) -> set[str]:
+    """Local. Which of the arrays that all ranks have this one writes: about as many bytes as each of the others.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        sizes: bytes of each array.
+    """
+    loads = [0] * world_size
+    mine = set()
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least = loads.index(min(loads))
+        loads[least] += sizes[name]
+        if least == rank:
+            mine.add(name)
+    return mine
+
+
 def rank_file(rank: int) -> str:
     """Name of the file with what is a rank's own."""
     return f"rank-{rank:05d}.safetensors"
@@ -89,13 +114,13 @@ def rank_file(rank: int) -> str:
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 def write_rank(folder: Path, rank: int, manifest: Manifest, shared: Arrays, own: Arrays, stamp: str) -> None:
-    """Local. Write the files of one rank; those that are the same on all ranks, and the manifest last, if it is 0.
+    """Local. Write the files of one rank; rank 0 writes the manifest too, last.
 
     Args:
         folder: of this checkpoint.
         rank: whose files to write.
         manifest: the same on all ranks.
-        shared: arrays that are the same on all ranks.
+        shared: this rank's share of the arrays that are the same on all ranks.
         own: arrays of this rank.
         stamp: of the manifest, with the notes of this rank.
 
@@ -106,8 +131,8 @@ def write_rank(folder: Path, rank: int, manifest: Manifest, shared: Arrays, own:
         folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)
     save_arrays(folder / rank_file(rank), own, MARK, stamp)
+    save_arrays(folder / shared_file(rank), shared, MARK, manifest.stamp({}))
     if rank == 0:
-        save_arrays(folder / SHARED, shared, MARK, manifest.stamp({}))
         content = asdict(manifest)
         with atomic_write(folder / MANIFEST) as file:
             file.write(json.dumps({**MARK, **content, "blake2b": _digest(content)}, indent=1).encode() + b"\n")
@@ -135,14 +160,14 @@ def read_manifest(folder: Path) -> Manifest:
         raise StateError(f"{path} is truncated or no manifest of a checkpoint: {error!r}") from None
 
 
-def read_shared(folder: Path, manifest: Manifest) -> Arrays:
-    """Local. The arrays that are the same on all ranks.
+def read_shared(folder: Path, manifest: Manifest, rank: int) -> Arrays:
+    """Local. Those of the arrays that are the same on all ranks which `rank` has written.
 
     Raises:
         StateError: the file is damaged, or of another save.
         OSError: from the file system.
     """
-    return _read(folder / SHARED, manifest)[0]
+    return _read(folder / shared_file(rank), manifest)[0]
 
 
 def read_rank(folder: Path, manifest: Manifest, rank: int) -> tuple[Arrays, dict[str, Any]]:

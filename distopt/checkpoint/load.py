@@ -127,7 +127,7 @@ def _names(root: Path, rank: int) -> list[str]:
 
 def _common(communicator: Communicator, parts: Mapping[str, Part]) -> set[str]:
     """Collective. Names of the random generators that the ranks have seeded alike."""
-    seeds = {name: _digest(part.take()) for name, part in parts.items() if part.random}
+    seeds = {name: _digest(part.look().copied()) for name, part in parts.items() if part.random}
     gathered = [json.loads(text) for text in communicator.all_gather_bytes(json.dumps(seeds).encode())]
     return {name for name in seeds if all(other.get(name) == gathered[0].get(name) for other in gathered)}
 
@@ -147,7 +147,9 @@ def _read(
     if wanted := sorted(name for name in absent if not of_device(name)):
         raise StateError(f"it has no {wanted[0]}; it is of another script")
     parts = {name: part for name, part in parts.items() if name not in absent}
-    shared = read_shared(folder, manifest)
+    shared: Arrays = {}
+    for rank in range(manifest.world_size):
+        shared |= read_shared(folder, manifest, rank)
     if manifest.world_size == topology.world_size:
         return _by_part(parts, shared, *read_rank(folder, manifest, topology.rank))
     merges = {name: Stream(topology.rank, name in common) if part.random else Mean() for name, part in parts.items()}

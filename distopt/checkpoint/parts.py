@@ -22,10 +22,14 @@ __all__ = ["Part", "State", "of_device", "parts_of"]
 
 
 class State(NamedTuple):
-    """The state of one object on one rank: NumPy arrays and values of JSON, by names of the object's own."""
+    """The state of one object on one rank: arrays and values of JSON, by names of the object's own."""
 
     arrays: Arrays
     notes: dict[str, Any]
+
+    def copied(self) -> State:
+        """A copy of the arrays, in memory of the host."""
+        return State({key: kernels_of(array).to_host(array) for key, array in self.arrays.items()}, self.notes)
 
 
 class Part(ABC):
@@ -38,8 +42,8 @@ class Part(ABC):
     random: ClassVar[bool] = False
 
     @abstractmethod
-    def take(self) -> State:
-        """A copy of the state."""
+    def look(self) -> State:
+        """The state as it is: arrays of NumPy or CuPy that training changes."""
 
     @abstractmethod
     def check(self, state: State) -> None:
@@ -64,14 +68,14 @@ class Stateful(Part):
     def __init__(self, thing: Any) -> None:
         self._thing = thing
 
-    def take(self) -> State:
+    def look(self) -> State:
         state = State({}, {})
         for key, value in self._states().items():
             array = _array_of(value)
             if array is None:
                 state.notes[key] = value
             else:
-                state.arrays[key] = kernels_of(array).to_host(array)
+                state.arrays[key] = array
         return state
 
     def _states(self) -> Mapping[str, Any]:
@@ -98,8 +102,8 @@ class InPlace(Part):
     def __init__(self, arrays: Mapping[str, Any]) -> None:
         self._arrays = arrays
 
-    def take(self) -> State:
-        return State({key: kernels_of(array).to_host(array) for key, array in self._arrays.items()}, {})
+    def look(self) -> State:
+        return State(dict(self._arrays), {})
 
     def check(self, state: State) -> None:
         for key in self._arrays.keys() ^ state.arrays.keys():
@@ -121,7 +125,7 @@ class Random(Part):
     def __init__(self, generator: np.random.Generator) -> None:
         self._generator = generator
 
-    def take(self) -> State:
+    def look(self) -> State:
         state = json.dumps(self._generator.bit_generator.state, default=lambda array: array.tolist())
         return State({}, {"": json.loads(state)})
 

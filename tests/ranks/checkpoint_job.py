@@ -117,7 +117,7 @@ class Job:
         return losses
 
     def results(self) -> dict[str, np.ndarray]:
-        states = {name: part.take() for name, part in parts_of(self.objects).items()}
+        states = {name: part.look().copied() for name, part in parts_of(self.objects).items()}
         found = {f"{name}/{key}": array for name, state in states.items() for key, array in state.arrays.items()}
         notes = json.dumps({name: state.notes for name, state in states.items()}, sort_keys=True)
         return {**found, "notes": np.frombuffer(notes.encode(), np.uint8)}

@@ -19,12 +19,16 @@ from hypothesis import strategies as st
 
 from distopt import layer, model, opt, tensor
 from distopt.checkpoint import Checkpoint, checkpoint, load
+from distopt.checkpoint.folder import share_of
 from distopt.data import ShardedSampler
 from distopt.errors import CheckpointError, StateError, UsageError
 from tests.conformance.thread_ranks import on_ranks
 
 RANKS = 2
-FILES = ["checkpoint.json", "shared.safetensors", "rank-00000.safetensors", "rank-00001.safetensors"]
+FILES = [
+    "checkpoint.json",
+    *(f"{kind}-{rank:05d}.safetensors" for kind in ("rank", "shared") for rank in range(RANKS)),
+]
 
 
 class Weights:
@@ -138,11 +142,19 @@ def test_files_of_a_checkpoint(saved):
     assert set(manifest["versions"]) == {"distopt", "numpy"}
     from safetensors.numpy import load_file
 
-    shared = load_file(saved / step_name(3) / "shared.safetensors")
+    shared = load_file(saved / step_name(3) / "shared-00000.safetensors")
+    assert load_file(saved / step_name(3) / "shared-00001.safetensors") == {}
     own = load_file(saved / step_name(3) / "rank-00001.safetensors")
     assert {"weights/shared"} == shared.keys()
     assert {"weights/own", "array/"} == own.keys()
     np.testing.assert_array_equal(own["weights/own"], [31, 31, 31])
+
+
+def test_ranks_write_about_as_much_as_each_other():
+    sizes = {f"a{i}": size for i, size in enumerate([70, 10, 60, 11, 9, 0, 40, 40])}
+    shares = [share_of(rank, 3, sizes) for rank in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(sizes)
+    assert all(70 <= sum(sizes[name] for name in share) <= 90 for share in shares)
 
 
 def test_a_job_goes_on_where_it_was(saved):
@@ -335,7 +347,7 @@ def json_or_none(content):
 
 def test_of_damaged_checkpoints_alone_none_is_used_and_nothing_changes(copy):
     for step in (1, 2, 3):
-        with (copy / step_name(step) / FILES[3]).open("r+b") as file:
+        with (copy / step_name(step) / FILES[2]).open("r+b") as file:
             file.seek(-1, os.SEEK_END)
             file.write(b"\xff")
     shutil.rmtree(copy / step_name(1))
@@ -352,8 +364,8 @@ def test_of_damaged_checkpoints_alone_none_is_used_and_nothing_changes(copy):
 
 def test_a_checkpoint_of_another_size_is_refused_whole(copy, caplog):
     """Rank 1 finds the fault: rank 0 must not change anything either."""
-    (copy / step_name(3) / FILES[3]).unlink()
-    (copy / step_name(2) / FILES[3]).unlink()
+    (copy / step_name(3) / FILES[2]).unlink()
+    (copy / step_name(2) / FILES[2]).unlink()
     assert_goes_on(copy, 1)
     assert [re.findall(r"rank \d", record.getMessage())[0] for record in caplog.records] == ["rank 1", "rank 1"]
 
@@ -419,7 +431,7 @@ def test_a_job_killed_in_its_first_save_starts_anew(tmp_path, caplog, lost):
 
 def test_a_later_one_is_no_first(tmp_path):
     run(tmp_path, 2, keep=1)
-    (tmp_path / step_name(2) / FILES[3]).unlink()
+    (tmp_path / step_name(2) / FILES[2]).unlink()
     with pytest.raises(StateError, match="none of the 1 checkpoints"):
         run(tmp_path, 1)
 
@@ -480,7 +492,7 @@ def test_what_is_not_of_a_checkpoint_is_left_alone(copy):
     (copy / step_name(9) / "mine").write_text("mine")
     (copy / step_name(8)).write_text("a file")
     (copy / step_name(2) / "mine").write_text("mine")
-    (copy / step_name(2) / ".shared.safetensors.0123456789abcdef.tmp").write_text("an orphan")
+    (copy / step_name(2) / ".shared-00001.safetensors.0123456789abcdef.tmp").write_text("an orphan")
     run(copy, 3, keep=1)
     assert names(copy) == sorted(
         ["notes.txt", "step-1", step_name(2), step_name(6), step_name(8), step_name(9)], key=str
@@ -500,7 +512,7 @@ def test_what_is_not_of_a_checkpoint_is_left_alone(copy):
 
 
 def test_refused_checkpoints_are_replaced(copy):
-    (copy / step_name(3) / FILES[2]).unlink()
+    (copy / step_name(3) / FILES[3]).unlink()
     run(copy, 1)
     assert_goes_on(copy, 3)
 
@@ -508,10 +520,10 @@ def test_refused_checkpoints_are_replaced(copy):
 def test_files_of_a_killed_run_do_not_complete_a_later_one(tmp_path):
     """Killed between two ranks, twice, at the same step: what is there of both runs is no checkpoint."""
     run(tmp_path, 2)
-    first = (tmp_path / step_name(2) / FILES[3]).read_bytes()
-    (tmp_path / step_name(2) / FILES[3]).unlink()
+    first = (tmp_path / step_name(2) / FILES[2]).read_bytes()
+    (tmp_path / step_name(2) / FILES[2]).unlink()
     run(tmp_path, 1)
-    (tmp_path / step_name(2) / FILES[3]).write_bytes(first)
+    (tmp_path / step_name(2) / FILES[2]).write_bytes(first)
     assert_goes_on(tmp_path, 1)
 
 
