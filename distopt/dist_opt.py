@@ -59,6 +59,8 @@ class DistOpt:
         codec: the codec of `opt(loss)`. Another one may be assigned between two steps, on all ranks.
     """
 
+    states_are_copies = True  # a checkpoint need not copy what `get_states` gives
+
     def __init__(
         self,
         opt: Optimizer,

@@ -16,14 +16,16 @@ from ..errors import CheckpointError, UsageError
 from ..files import file_lock
 from .folder import Manifest, list_checkpoints, name_of, prune, remove, share_of, write_rank
 from .load import communicator_of, first_reason, load
-from .parts import State, parts_of
+from .parts import copy_of, parts_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import TracebackType
 
     from ..comm import Communicator
     from ..files import Arrays
     from .load import Resumed
+    from .parts import Part
 
 __all__ = ["Checkpoint"]
 
@@ -46,7 +48,8 @@ class Checkpoint:
 
     - objects with `get_states` and `set_states`, such as a model, an optimizer, `DistOpt` and `ShardedSampler`: the
       states are tensors, arrays and values of JSON by name. `check_states(states)` may raise a StateError before
-      anything is changed. `shared_states(names)` may say which arrays are the same on all ranks.
+      anything is changed. `shared_states(names)` may say which arrays are the same on all ranks. Arrays are copied,
+      unless `states_are_copies` is set.
     - tensors and arrays of NumPy or CuPy, and dictionaries of them: their values are overwritten in place;
     - random generators of NumPy.
 
@@ -92,6 +95,7 @@ class Checkpoint:
         self._objects = objects
         parts_of(objects)
         self._run = ""  # names this run, on all ranks
+        self._versions: dict[str, str] = {}
         self._saves: list[int] = []  # steps at which this run has saved, and the one that it goes on from
         self._first = True  # whether there is no whole checkpoint before the next
         self._known: set[str] = set()
@@ -116,11 +120,17 @@ class Checkpoint:
         """
         if self._root is None:
             return None
-        self._claim(self._root, reset)
-        resumed = load(self._root, self._communicator, **self._objects)
+        try:
+            self._claim(self._root, reset)
+            resumed = load(self._root, self._communicator, **self._objects)
+        except BaseException:
+            self._held.close()
+            raise
+        self._versions = {name: version(name) for name in ("distopt", "numpy")}
+        self._failure = ""
         if resumed is not None:
             self.steps, self.epoch, self._first = resumed.step, resumed.epoch, False
-            self._saves.append(resumed.step)
+            self._saves = [resumed.step]
             self._refused.update(resumed.refused)
         return resumed
 
@@ -166,8 +176,9 @@ class Checkpoint:
             epoch: to which the step belongs (default: what was said last).
         """
         self.steps += 1
+        self.epoch = self.epoch if epoch is None else epoch
         if self._every and self.steps % self._every == 0:
-            self.save(epoch)
+            self.save()
 
     def save(self, epoch: int | None = None) -> None:
         """Local, on all ranks at the same step. Copy all states; a thread writes them. A step is saved once.
@@ -188,38 +199,49 @@ class Checkpoint:
         self._wait()
         if self.steps in self._saves[-1:]:
             return
-        topology, parts = self._communicator.topology, parts_of(self._objects)
-        shared: Arrays = {}
-        own: Arrays = {}
-        notes: dict[str, Any] = {}
-        for name, part in parts.items():
-            state = part.look()
-            same = part.shared(state.arrays)
-            for key, array in state.arrays.items():
-                (shared if key in same else own)[f"{name}/{key}"] = array
-            if state.notes:
-                notes[name] = state.notes
-        share = share_of(topology.rank, topology.world_size, {key: array.nbytes for key, array in shared.items()})
-        shared = State({key: shared[key] for key in share}, {}).copied().arrays
-        own = State(own, {}).copied().arrays
-        self._saves = [*self._saves[-1:], self.steps]
+        parts = parts_of(self._objects)
         manifest = Manifest(
             save=f"{self._run}.{self.steps}",
             first=self._first,
             step=self.steps,
             epoch=self.epoch,
-            world_size=topology.world_size,
+            world_size=self._communicator.topology.world_size,
             objects=sorted(parts),
-            versions={name: version(name) for name in ("distopt", "numpy")},
+            versions=self._versions,
         )
+        shared, own, notes = self._copy(parts)
         try:
             stamp = manifest.stamp(notes)
         except TypeError as error:
             raise UsageError(f"a state can be saved neither as an array nor as JSON: {error}") from None
+        self._saves = [*self._saves[-1:], self.steps]
         self._writer = threading.Thread(
             target=self._write, args=(self._root, manifest, shared, own, stamp), name="distopt checkpoint"
         )
         self._writer.start()
+
+    def _copy(self, parts: Mapping[str, Part]) -> tuple[Arrays, Arrays, dict[str, Any]]:
+        """Copies of what this rank writes: its share of what all have, arrays of its own, and notes."""
+        shared: Arrays = {}
+        own: Arrays = {}
+        notes: dict[str, Any] = {}
+        copies: set[str] = set()
+        for name, part in parts.items():
+            state = part.look()
+            same = part.shared(state.arrays)
+            for key, array in state.arrays.items():
+                (shared if key in same else own)[f"{name}/{key}"] = array
+            if part.copies:
+                copies.update(f"{name}/{key}" for key in state.arrays)
+            if state.notes:
+                notes[name] = state.notes
+        world_size = self._communicator.topology.world_size
+        share = share_of(self._rank, world_size, {key: array.nbytes for key, array in shared.items()})
+        for arrays in (shared, own):
+            for key, array in arrays.items():
+                if key not in copies and (arrays is own or key in share):
+                    arrays[key] = copy_of(array)
+        return {key: shared[key] for key in share}, own, notes
 
     def _write(self, root: Path, manifest: Manifest, shared: Arrays, own: Arrays, stamp: str) -> None:
         folder = root / name_of(manifest.step)

@@ -15,7 +15,7 @@ from ..errors import StateError
 from ..launch.topology import Topology
 from .folder import Manifest, list_checkpoints, read_manifest, read_rank, read_shared, survey
 from .merge import Mean, Stream
-from .parts import State, of_device, parts_of
+from .parts import State, copy_of, of_device, parts_of
 
 if TYPE_CHECKING:
     import os
@@ -127,7 +127,7 @@ def _names(root: Path, rank: int) -> list[str]:
 
 def _common(communicator: Communicator, parts: Mapping[str, Part]) -> set[str]:
     """Collective. Names of the random generators that the ranks have seeded alike."""
-    seeds = {name: _digest(part.look().copied()) for name, part in parts.items() if part.random}
+    seeds = {name: _digest(part.look()) for name, part in parts.items() if part.random}
     gathered = [json.loads(text) for text in communicator.all_gather_bytes(json.dumps(seeds).encode())]
     return {name for name in seeds if all(other.get(name) == gathered[0].get(name) for other in gathered)}
 
@@ -135,7 +135,7 @@ def _common(communicator: Communicator, parts: Mapping[str, Part]) -> set[str]:
 def _digest(state: State) -> str:
     digest = hashlib.blake2b(json.dumps(state.notes).encode())
     for array in state.arrays.values():
-        digest.update(array.data)
+        digest.update(copy_of(array).data)
     return digest.hexdigest()
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..files import Arrays
 
-__all__ = ["Part", "State", "of_device", "parts_of"]
+__all__ = ["Part", "State", "copy_of", "of_device", "parts_of"]
 
 
 class State(NamedTuple):
@@ -27,23 +27,21 @@ class State(NamedTuple):
     arrays: Arrays
     notes: dict[str, Any]
 
-    def copied(self) -> State:
-        """A copy of the arrays, in memory of the host."""
-        return State({key: kernels_of(array).to_host(array) for key, array in self.arrays.items()}, self.notes)
-
 
 class Part(ABC):
     """One object, as a checkpoint sees it. All methods are local.
 
     Attributes:
         random: whether it is a random generator, whose states have no mean.
+        copies: whether the arrays that `look` gives are copies, in NumPy arrays.
     """
 
     random: ClassVar[bool] = False
+    copies: bool = False
 
     @abstractmethod
     def look(self) -> State:
-        """The state as it is: arrays of NumPy or CuPy that training changes."""
+        """The state: arrays of NumPy or CuPy, which training changes unless `copies` is set."""
 
     @abstractmethod
     def check(self, state: State) -> None:
@@ -67,6 +65,7 @@ class Stateful(Part):
 
     def __init__(self, thing: Any) -> None:
         self._thing = thing
+        self.copies = getattr(thing, "states_are_copies", False)
 
     def look(self) -> State:
         state = State({}, {})
@@ -164,6 +163,12 @@ def parts_of(objects: Mapping[str, Any]) -> dict[str, Part]:
         if device.rng is not device.host_rng:
             parts[f"device{index}.rng"] = DeviceRandom(device.rng)
     return parts
+
+
+def copy_of(array: Any) -> np.ndarray[Any, Any]:
+    """Local. A copy of an array of NumPy or CuPy, in memory of the host."""
+    copy: np.ndarray[Any, Any] = kernels_of(array).to_host(array)
+    return copy
 
 
 def of_device(name: str) -> bool:
