@@ -127,8 +127,7 @@ def save_arrays(
     little = {key: np.asarray(array, array.dtype.newbyteorder("<"), order="C") for key, array in arrays.items()}
     # Larger items first, which aligns all of them, as safetensors' own writer does.
     little = dict(sorted(little.items(), key=lambda item: (-item[1].itemsize, item[0])))
-    metadata = {**mark, **({"notes": notes} if notes else {}), "blake2b": _digest(little, notes)}
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header: dict[str, Any] = {}
     end = 0
     for key, array in little.items():
         dtype = _TYPES.get(array.dtype.str[1:])
@@ -136,6 +135,7 @@ def save_arrays(
             raise UsageError(f"{key} has dtype {array.dtype}, which safetensors files do not know; convert it")
         begin, end = end, end + array.nbytes
         header[key] = {"dtype": dtype, "shape": array.shape, "data_offsets": [begin, end]}
+    header["__metadata__"] = {**mark, **({"notes": notes} if notes else {}), "blake2b": _digest(little, notes)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with atomic_write(path) as file:

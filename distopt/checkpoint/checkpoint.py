@@ -237,11 +237,11 @@ class Checkpoint:
                 notes[name] = state.notes
         world_size = self._communicator.topology.world_size
         share = share_of(self._rank, world_size, {key: array.nbytes for key, array in shared.items()})
-        for arrays in (shared, own):
-            for key, array in arrays.items():
-                if key not in copies and (arrays is own or key in share):
-                    arrays[key] = copy_of(array)
-        return {key: shared[key] for key in share}, own, notes
+
+        def copied(arrays: Arrays) -> Arrays:
+            return {key: array if key in copies else copy_of(array) for key, array in arrays.items()}
+
+        return copied({key: shared[key] for key in share}), copied(own), notes
 
     def _write(self, root: Path, manifest: Manifest, shared: Arrays, own: Arrays, stamp: str) -> None:
         folder = root / name_of(manifest.step)
