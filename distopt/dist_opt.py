@@ -10,9 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from . import comm, compress, launch
+from .comm.world import current
 from .errors import UsageError
 from .nn import autograd
 from .nn.device import find_gpu, get_default_device
+from .nn.optim import Optimizer
 from .nn.tensor import Tensor
 from .settings import Settings
 from .sync.bucket import under
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from .compress import Codec
     from .launch import Job
     from .nn.device import Device
-    from .nn.optim import Optimizer
     from .sync.layout import Layout
     from .sync.stats import CommunicationStatistics
     from .sync.step import PartialStep, Step
@@ -42,7 +43,8 @@ class DistOpt:
     Args:
         opt: the optimizer to wrap; it applies the averaged gradients.
         job: this rank's membership (default: found from the launcher, see `distopt.launch.join`).
-        communicator: how bytes move (default: the best one for the job, see `distopt.comm.create`).
+        communicator: how bytes move (default: that of the world which `distopt.init` has made, if neither is given,
+            else the best one for the job, see `distopt.comm.create`).
         codec: what is sent: a codec, or the name of one (see `distopt.compress`).
         bucket_elements: bucket size in elements, see `distopt.sync.layout.plan`.
         partition_elements: size in elements of the partitions of a partial update (default: `bucket_elements`).
@@ -59,8 +61,6 @@ class DistOpt:
         codec: the codec of `opt(loss)`. Another one may be assigned between two steps, on all ranks.
     """
 
-    states_are_copies = True  # a checkpoint need not copy what `get_states` gives
-
     def __init__(
         self,
         opt: Optimizer,
@@ -76,7 +76,8 @@ class DistOpt:
         self.codec = compress.create(codec) if isinstance(codec, str) else codec
         Engine.check_options(non_finite)
         if communicator is None:
-            communicator = comm.create(job or launch.join())
+            world = current() if job is None else None
+            communicator = comm.create(job or launch.join()) if world is None else world.communicator
         self.opt = opt
         self.communicator = communicator
         self.world_size = communicator.topology.world_size
@@ -229,28 +230,37 @@ class DistOpt:
         """
         return {f"optimizer/{name}": array for name, array in self.opt.get_states().items()} | self._engine.get_states()
 
-    def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    def set_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
         """Local. Go on from what `get_states` gave on the same rank of a job of the same size.
+
+        What `Model.load_states` made of it, tensors, will do, too.
 
         Raises:
             StateError: the states are not of a DistOpt, or do not fit; nothing was changed.
         """
-        self.check_states(states)
-        self.opt.set_states(under("optimizer", states))
-        self._engine.set_states(_of_engine(states))
+        slots, others = _divided(states)
+        self._engine.check_states(others)
+        self.opt.set_states(slots)
+        self._engine.set_states(others)
 
-    def check_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    def check_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
         """Local. Whether `set_states` would accept them.
 
         Raises:
             StateError: see `set_states`.
         """
-        self._engine.check_states(_of_engine(states))
-        self.opt.check_states(under("optimizer", states))
+        slots, others = _divided(states)
+        self._engine.check_states(others)
+        self.opt.check_states(slots)
 
     def shared_states(self, names: Iterable[str]) -> set[str]:
         """Local. Which of these states are the same on all ranks, so that a checkpoint saves them once."""
         return set() if self._engine.own_slots else {name for name in names if name.startswith("optimizer/")}
+
+    @property
+    def states_are_copies(self) -> bool:
+        """Local. Whether what `get_states` gives never changes again. An optimizer of the user's may give more."""
+        return type(self.opt).get_states is Optimizer.get_states
 
     @property
     def parameters_agree(self) -> bool:
@@ -258,8 +268,11 @@ class DistOpt:
         return not self._engine.drifted
 
 
-def _of_engine(states: Mapping[str, np.ndarray[Any, Any]]) -> States:
-    return {key: array for key, array in states.items() if not key.startswith("optimizer/")}
+def _divided(states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> tuple[States, States]:
+    """Those of the optimizer and those of the engine, as arrays."""
+    arrays = {key: value.to_numpy() if isinstance(value, Tensor) else value for key, value in states.items()}
+    others = {key: array for key, array in arrays.items() if not key.startswith("optimizer/")}
+    return under("optimizer", arrays), others
 
 
 def device_of(communicator: Communicator) -> Device:

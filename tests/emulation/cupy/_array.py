@@ -157,6 +157,12 @@ class ndarray:  # noqa: N801
             "explicitly."
         )
 
+    def __dlpack__(self, **_: Any) -> ndarray:
+        return self  # for `from_dlpack` of this module alone
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self._memory.device_id
+
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         if method != "__call__" or ufunc.signature is not None:
             return NotImplemented
@@ -243,7 +249,7 @@ def _recorded(function: Any, task: Any, args: Any, out: ndarray | None) -> Any:
         raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
     if getattr(function, "__name__", "") in ("nonzero", "flatnonzero", "unique"):
         cuda.drain()  # the size of the result is read from the device, which raises
-    if out is not None or function is np.copyto:
+    if out is not None or function in (np.copyto, np.add.at):
         cuda.run(task)
         return out
     result = task()  # of rubbish; it tells the shape
