@@ -1,0 +1,213 @@
+"""Runs SINGA's unit tests on distopt, and compares the failures with the exceptions in exceptions.py.
+
+The cases are read from the source first, so that a case that crashes, hangs or cannot be imported counts as a failure.
+The exit code is 0 if and only if every failure is listed, no listed case passes, and the list keeps its promise: at
+most a quarter of the cases of test_tensor.py and test_operation.py that need no GPU, and none of the other files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from checkout import environment, find_mpiexec, last_line, packages, rename_imports, stop_unless
+from exceptions import EXCEPTIONS
+
+HERE = Path(__file__).parent
+CASE_SECONDS = 60.0  # one case
+FILE_SECONDS = 600.0  # all cases of a file; reached only if a process hangs outside of a case
+
+# File, number of ranks, or None without MPI.
+JOBS = (
+    ("test_dist.py", 1),
+    ("test_dist.py", 2),
+    ("test_dist.py", 3),
+    ("test_opt.py", None),
+    ("test_model.py", None),
+    ("test_initializer.py", None),
+    ("test_tensor.py", None),
+    ("test_operation.py", None),
+)
+ALLOWED_SHARE = {"test_tensor.py": 0.25, "test_operation.py": 0.25}  # of the cases that need no GPU; else none
+
+
+@dataclass
+class Case:
+    """One test method, found in the source."""
+
+    name: str  # Class.method
+    needs_gpu: bool
+
+    @property
+    def method(self) -> str:
+        return self.name.split(".")[1]
+
+
+@dataclass
+class Report:
+    """What became of the cases of one file."""
+
+    file: str
+    ranks: int | None
+    cases: list[Case]
+    passed: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # method: reason
+
+
+def find_cases(path: Path) -> list[Case]:
+    """The test methods of a file, in the order in which unittest runs them."""
+    cases = []
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            methods = {n.name: n for n in node.body if isinstance(n, ast.FunctionDef) and n.name.startswith("test")}
+            for name in sorted(methods):
+                needs_gpu = any("USE_CUDA" in ast.unparse(d) for d in methods[name].decorator_list)
+                cases.append(Case(f"{node.name}.{name}", needs_gpu))
+    twice = [name for name, count in Counter(case.method for case in cases).items() if count > 1]
+    stop_unless(not twice, f"{path.name} has two cases of one name: {', '.join(twice)}")
+    return cases
+
+
+def run_file(folder: Path, file: str, ranks: int | None, variables: dict[str, str]) -> Report:
+    """Run all cases of a file; go on behind a case that ends the process."""
+    report = Report(file, ranks, find_cases(folder / file))
+    remaining = list(report.cases)
+    while remaining:
+        outcomes, trouble = run_once(folder, file, ranks, [case.name for case in remaining], variables)
+        done = [case for case in remaining if case.name in outcomes]
+        for case in done:
+            outcome, reason = outcomes[case.name]
+            if outcome == "pass":
+                report.passed.append(case.method)
+            elif outcome == "skip" and case.needs_gpu:
+                report.skipped.append(case.method)
+            else:
+                report.failed[case.method] = reason if outcome == "fail" else f"{outcome}: {reason}"
+        remaining = [case for case in remaining if case not in done]
+        if not done:
+            report.failed.update({case.method: trouble for case in remaining})
+            break
+    return report
+
+
+def run_once(
+    folder: Path, file: str, ranks: int | None, cases: list[str], variables: dict[str, str]
+) -> tuple[dict[str, tuple[str, str]], str]:
+    """Run cases in one job; the outcomes by case, and what to say of those that have none.
+
+    A case passes if it passes on every rank. One that was started and not finished has failed.
+    """
+    with tempfile.TemporaryDirectory() as records:
+        worker = [sys.executable, str(HERE / "cases.py"), Path(file).stem, records, str(CASE_SECONDS), *cases]
+        command = worker if ranks is None else [find_mpiexec(), "-n", str(ranks), *worker]
+        try:
+            job = subprocess.run(
+                command, cwd=folder, env=variables, capture_output=True, text=True, errors="replace",
+                timeout=FILE_SECONDS, check=False,
+            )  # fmt: skip
+            trouble = f"ended the process with exit code {job.returncode}: {last_line(job.stderr)}"
+            if "Timeout (" in job.stderr:
+                trouble = f"took longer than {CASE_SECONDS:.0f} s"
+        except subprocess.TimeoutExpired:
+            trouble = f"hung for {FILE_SECONDS:.0f} s"
+        by_rank = [read_record(path) for path in Path(records).iterdir()]
+    outcomes = {}
+    for case in cases:
+        found = [record[case] for record in by_rank if case in record]
+        if found:
+            found += [("started", "")] * ((ranks or 1) - len(found))
+            worst = min(found, key=lambda outcome: ("fail", "started", "skip", "pass").index(outcome[0]))
+            outcomes[case] = ("fail", trouble) if worst[0] == "started" else worst
+    return outcomes, trouble
+
+
+def read_record(path: Path) -> dict[str, tuple[str, str]]:
+    """The last outcome of each case in the file of one process."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {line["case"]: (line["outcome"], line["reason"]) for line in lines}
+
+
+def listed_cases() -> dict[str, dict[str, str]]:
+    """The reason of each exception, by file and case."""
+    return {
+        file: {case: reason for reason, cases in reasons.items() for case in cases.split()}
+        for file, reasons in EXCEPTIONS.items()
+    }
+
+
+def faults_of(reports: list[Report], listed: dict[str, dict[str, str]]) -> list[str]:
+    """Everything because of which the exit code is not 0."""
+    faults = []
+    for report in reports:
+        own = listed.get(report.file, {})
+        unlisted = report.failed.keys() - own
+        if unlisted:
+            faults.append(f"{label(report)}: {len(unlisted)} cases fail that are not listed")
+        faults += [f"{label(report)}: {case} passes; take it from the list" for case in report.passed if case in own]
+        methods = {case.method for case in report.cases}
+        faults += [f"{label(report)}: {case} is listed, but there is no such case" for case in own.keys() - methods]
+        testable = sum(not case.needs_gpu for case in report.cases)
+        allowed = int(testable * ALLOWED_SHARE.get(report.file, 0))
+        if len(own) > allowed:
+            faults.append(f"{label(report)}: {len(own)} cases are listed; {allowed} of {testable} may be")
+    return faults
+
+
+def failures(report: Report, listed: dict[str, str]) -> list[str]:
+    """One line per reason: the cases that fail for it, and whether they are listed."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for case, reason in report.failed.items():
+        mark = f"listed: {listed[case]}" if case in listed else "NOT LISTED"
+        groups.setdefault((reason[:200], mark), []).append(case)
+    return [f"{label(report)} {', '.join(cases)}: {reason} [{mark}]" for (reason, mark), cases in groups.items()]
+
+
+def label(report: Report) -> str:
+    return report.file + ("" if report.ranks is None else f" ({report.ranks} rank{'s' * (report.ranks > 1)})")
+
+
+def table(reports: list[Report], listed: dict[str, dict[str, str]]) -> str:
+    """Markdown: what passes, fails and is skipped, per file."""
+    lines = [
+        "| file | cases | pass | fail | of these listed | skipped, need a GPU |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for report in reports:
+        own = listed.get(report.file, {})
+        lines.append(
+            f"| {label(report)} | {len(report.cases)} | {len(report.passed)} | {len(report.failed)} "
+            f"| {len(own.keys() & report.failed.keys())} | {len(report.skipped)} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Command line: tests/singa/run."""
+    parser = argparse.ArgumentParser(prog="run", description=__doc__.splitlines()[0])
+    parser.add_argument("checkout", type=Path, help="folder of a checkout of github.com/apache/singa")
+    parser.add_argument(
+        "--numpy", metavar="VERSION", help="run on this version, for example 2.3 (default: the installed one)"
+    )
+    parser.add_argument("--only", metavar="WORD", default="", help="only files whose name contains WORD")
+    args = parser.parse_args()
+    variables = environment(*([packages(args.numpy)] if args.numpy else []))
+    listed = listed_cases()
+    with tempfile.TemporaryDirectory(prefix="singa-") as scratch:
+        folder = Path(scratch) / "python"
+        rename_imports(args.checkout / "test" / "python", folder)
+        reports = [run_file(folder, file, ranks, variables) for file, ranks in JOBS if args.only in file]
+    for report in reports:
+        for line in failures(report, listed.get(report.file, {})):
+            print(line)
+    faults = faults_of(reports, listed)
+    print(f"\n{table(reports, listed)}\n")
+    print("\n".join(faults or ["All failures are listed, and all that is listed fails."]))
+    sys.exit(bool(faults))
