@@ -8,11 +8,22 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["BUILD", "ROOT", "environment", "find_mpiexec", "last_line", "packages", "rename_imports", "stop_unless"]
+__all__ = [
+    "BUILD",
+    "ROOT",
+    "environment",
+    "find_mpiexec",
+    "last_line",
+    "packages",
+    "rename_imports",
+    "run_within",
+    "stop_unless",
+]
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build"
@@ -50,6 +61,26 @@ def environment(*folders: Path, **variables: str) -> dict[str, str]:
     """The environment of a child that finds modules in `folders` first."""
     path = os.pathsep.join(map(str, [*folders, ROOT]))
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables}
+
+
+def run_within(
+    seconds: float, command: list[str], folder: Path, variables: dict[str, str]
+) -> tuple[int | None, str, str]:
+    """Run a command; its exit code, or None if it took too long, its output and its errors.
+
+    Nothing that it started outlives the limit.
+    """
+    process = subprocess.Popen(
+        command, cwd=folder, env=variables, text=True, errors="replace", start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        output, errors = process.communicate(timeout=seconds)
+        return process.returncode, output, errors
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+        return None, output, errors
 
 
 def find_mpiexec() -> str:

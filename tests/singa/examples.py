@@ -15,15 +15,13 @@ import math
 import os
 import platform
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkout import environment, find_mpiexec, last_line, packages, rename_imports, stop_unless
+from checkout import environment, find_mpiexec, last_line, packages, rename_imports, run_within, stop_unless
 from runs import EDITS, GROUPS, Run
 
 HERE = Path(__file__).parent
@@ -79,7 +77,8 @@ def prepare(checkout: Path, folder: Path, variables: dict[str, str]) -> None:
             text = path.read_text()
             stop_unless(edit.old in text, f"{path.name} does not contain {edit.old!r}: adapt runs.py to this checkout")
             path.write_text(text.replace(edit.old, edit.new.format(data=folder / "data")))
-    subprocess.run([sys.executable, str(HERE / "data.py"), str(folder / "sizes")], env=variables, check=True)
+    code, _, errors = run_within(RUN_SECONDS, [sys.executable, str(HERE / "data.py"), "sizes"], folder, variables)
+    stop_unless(code == 0, last_line(errors))
 
 
 def execute(run: Run, folder: Path, variables: dict[str, str]) -> Result:
@@ -91,24 +90,17 @@ def execute(run: Run, folder: Path, variables: dict[str, str]) -> Result:
     command = [*prefix, sys.executable, *run.command.format(added=ADDED).split()]
     with tempfile.TemporaryDirectory() as records:
         start = time.perf_counter()
-        process = subprocess.Popen(
-            command, cwd=folder / "examples" / run.folder, env={**variables, "SINGA_RECORDS": records}, text=True,
-            errors="replace", stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
-        try:
-            output, errors = process.communicate(timeout=RUN_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, errors = process.communicate()
-            process.returncode = None
+        code, output, errors = run_within(
+            RUN_SECONDS, command, folder / "examples" / run.folder, {**variables, "SINGA_RECORDS": records}
+        )
         seconds = time.perf_counter() - start
         found = [json.loads(path.read_text()) for path in Path(records).iterdir()]
     losses = [float(number) for number in LOSS.findall(output)]
     accuracies = [float(number) for number in ACCURACY.findall(output)]
-    trouble = find_trouble(run, process.returncode, losses, accuracies, found, errors)
+    trouble = find_trouble(run, code, losses, accuracies, found, errors)
     seen = next((record["losses"] for record in found), [])
     digests = [record["digest"] for record in found]
-    return Result(run, trouble, process.returncode, losses or seen, accuracies, seconds, digests)
+    return Result(run, trouble, code, losses or seen, accuracies, seconds, digests)
 
 
 def find_trouble(run: Run, code: int | None, losses, accuracies, records, errors: str) -> str:

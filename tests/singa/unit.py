@@ -10,14 +10,13 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkout import environment, find_mpiexec, last_line, packages, rename_imports, stop_unless
+from checkout import environment, find_mpiexec, last_line, packages, rename_imports, run_within, stop_unless
 from exceptions import EXCEPTIONS
 
 HERE = Path(__file__).parent
@@ -93,17 +92,11 @@ def run_once(
     with tempfile.TemporaryDirectory() as records:
         worker = [sys.executable, str(HERE / "cases.py"), Path(file).stem, records, str(CASE_SECONDS), *cases]
         command = worker if ranks is None else [find_mpiexec(), "-n", str(ranks), *worker]
-        try:
-            job = subprocess.run(
-                command, cwd=folder, env=variables, capture_output=True, text=True, errors="replace",
-                timeout=FILE_SECONDS, check=False,
-            )  # fmt: skip
-            trouble = f"ended the process with exit code {job.returncode}: {last_line(job.stderr)}"
-            if "Timeout (" in job.stderr:
-                trouble = f"took longer than {CASE_SECONDS:.0f} s"
-        except subprocess.TimeoutExpired:
-            trouble = f"hung for {FILE_SECONDS:.0f} s"
+        code, _, errors = run_within(FILE_SECONDS, command, folder, variables)
         by_rank = [read_record(path) for path in Path(records).iterdir()]
+    trouble = f"ended the process with exit code {code}: {last_line(errors)}"
+    if code is None or "Timeout (" in errors:  # the latter from faulthandler in cases.py
+        trouble = f"took longer than {FILE_SECONDS if code is None else CASE_SECONDS:.0f} s"
     outcomes = {}
     for case in cases:
         found = [record[case] for record in by_rank if case in record]
