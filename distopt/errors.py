@@ -5,6 +5,12 @@ Every message states the fact, where it happened (rank and host, if more than on
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
 __all__ = [
     "CommunicatorClosedError",
     "CommunicatorError",
@@ -20,6 +26,7 @@ __all__ = [
     "StateError",
     "UsageError",
     "WireMemoryError",
+    "absent_name",
 ]
 
 
@@ -119,3 +126,26 @@ class GradientError(DistoptError, ArithmeticError):
         super().__init__(message)
         self.rank = rank
         self.index = index
+
+
+def absent_name(
+    module: str, name: str, names: Iterable[str], reasons: Mapping[str, str] | None = None
+) -> AttributeError:
+    """The error that a module's `__getattr__` raises for a name that it does not have, with the cure in its one line.
+
+    A module defines `__getattr__` behind `if not TYPE_CHECKING`, for with it type checkers accept every name.
+
+    Args:
+        module: `__name__` of the module.
+        name: what was looked up.
+        names: what the module has; the nearest of them is suggested.
+        reasons: for names that are absent on purpose, why, and what to use instead.
+    """
+    if reasons and name in reasons:
+        cure = f": {reasons[name]}"
+    elif near := get_close_matches(name, names, 1):
+        cure = f"; did you mean {near[0]}?"
+    else:
+        cure = f"; dir({module.removeprefix('distopt.')}) lists what there is"
+    # Without name and obj, Python appends a second suggestion.
+    return AttributeError(f"{module} has no {name}{cure}", name=None, obj=None)

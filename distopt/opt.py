@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import dist_opt, launch
 from .compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
 from .dist_opt import DEFAULT_BUCKET_ELEMENTS
-from .errors import UsageError
+from .errors import UsageError, absent_name
 from .nn.optim import SGD, AdaGrad, Adam, Constant, DecayScheduler, ExponentialDecay, Optimizer, RMSProp
 from .sync.by_hand import Fusion
 
@@ -207,3 +207,9 @@ def codec_of(dist_option: str, spars: float = 0.05, corr: bool = True) -> Codec:
 def _sparse_codec(spars: float, topK: bool, corr: bool) -> Codec:
     codec = TopK(spars) if topK else Threshold(spars)
     return ErrorFeedback(codec) if corr else codec
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise absent_name(__name__, name, __all__)

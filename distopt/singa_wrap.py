@@ -1,7 +1,36 @@
-"""The names that SINGA's scripts take from `singa.singa_wrap`."""
+"""The names that SINGA's scripts take from `singa.singa_wrap`.
+
+Attributes:
+    USE_CUDA: whether a GPU can be used, `device.gpu_is_usable` at each look-up. The first look-up loads CUDA's driver,
+        so read it in the processes that use the GPU, not before a fork.
+    USE_DIST: True. Every build can run several ranks: those of one host need nothing further, those of `mpiexec` need
+        mpi4py, and `distopt doctor` says what is there.
+"""
 
 from __future__ import annotations
 
-from .launch.multiprocess import Ticket as NcclIdHolder
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["NcclIdHolder"]
+from .errors import absent_name
+from .launch.multiprocess import Ticket as NcclIdHolder
+from .nn.device import gpu_is_usable
+from .nn.raw import RawTensor as Tensor
+from .nn.tensor import from_raw_tensor
+
+__all__ = ["USE_CUDA", "USE_DIST", "Gaussian", "NcclIdHolder", "Tensor"]
+
+USE_CUDA: bool
+USE_DIST = True
+
+
+def Gaussian(mean: float, std: float, raw: Any) -> None:  # noqa: N802 - SINGA's name
+    """Overwrite a raw tensor with normal random numbers, as `Tensor.gaussian` does."""
+    from_raw_tensor(raw).gaussian(mean, std)
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name == "USE_CUDA":
+            return gpu_is_usable()
+        raise absent_name(__name__, name, __all__)

@@ -88,7 +88,7 @@ def backward(
     elif dy.shape != loss.shape:
         raise UsageError(f"`dy` of shape {dy.shape} is no gradient of a tensor of shape {loss.shape}")
     else:
-        pending = {visits[0].op: dy.array.copy()}
+        pending = {visits[0].op: dy.array * dy.dtype.type(visits[0].scale)}
     del loss  # the traversal frees what is no longer needed
     for visit in visits:
         # A separate function, so that no array of a visited operation stays alive while the consumer runs.
@@ -146,12 +146,14 @@ class Visit(NamedTuple):
             gradient is needed.
         adds: for each input, whether to add to an earlier gradient.
         final: the parameters whose gradients are final after the visit.
+        scale: factor of all gradients during the pass, that of the loss in half precision.
     """
 
     op: Operation
     sinks: list[Operation | Tensor | None]
     adds: list[bool]
     final: list[Tensor]
+    scale: float
 
 
 def plan(loss: Tensor) -> list[Visit]:
@@ -163,11 +165,13 @@ def plan(loss: Tensor) -> list[Visit]:
     visits = []
     last: dict[Tensor, Visit] = {}  # the last visit that contributes to a parameter's gradient
     met: set[Operation | Tensor | None] = set()
-    for op in reversed(tape(loss)):
+    ops = tape(loss)
+    scale = mode.loss_scale if any(op.half for op in ops) else 1.0
+    for op in reversed(ops):
         sinks = [
             (source.creator or source) if needed else None for source, needed in zip(_inputs(op), op.needs, strict=True)
         ]
-        visit = Visit(op, sinks, [], [])
+        visit = Visit(op, sinks, [], [], scale)
         for sink in sinks:
             visit.adds.append(sink in met)
             met.add(sink)
@@ -188,7 +192,7 @@ def first_gradient(loss: Tensor, visits: Sequence[Visit]) -> dict[Operation, Arr
     """
     if loss.size() != 1:
         raise UsageError(f"the gradient of a tensor of shape {loss.shape} needs `dy`; a loss has one element")
-    return {visits[0].op: loss.device.xp.ones_like(loss.array)}
+    return {visits[0].op: loss.device.xp.full_like(loss.array, visits[0].scale)}
 
 
 def visit_one(visit: Visit, pending: dict[Operation, Array]) -> list[tuple[Tensor, Tensor]]:
@@ -201,16 +205,16 @@ def visit_one(visit: Visit, pending: dict[Operation, Array]) -> list[tuple[Tenso
     Returns:
         The parameters whose gradients are now final, with their gradients.
     """
-    op, sinks, adds, final = visit
+    op, sinks, adds, final, scale = visit
     inputs = _inputs(op)
     into: list[Array] = []  # None for inputs that are not parameters
     for sink, more in zip(sinks, adds, strict=True):
         into.append(_place(sink, more) if isinstance(sink, Tensor) else None)
     device = inputs[0].device
     if device.verbosity:
-        gradients = device.timed(f"{type(op).__name__} backward", op.gradients, pending.pop(op), into)
+        gradients = device.timed(f"{type(op).__name__} backward", op.walk, pending.pop(op), into)
     else:
-        gradients = op.gradients(pending.pop(op), into)
+        gradients = op.walk(pending.pop(op), into)
     op.saved = None
     for source, sink, more, place, gradient in zip(inputs, sinks, adds, into, gradients, strict=True):
         if sink is None:
@@ -226,6 +230,10 @@ def visit_one(visit: Visit, pending: dict[Operation, Array]) -> list[tuple[Tenso
             pending[sink] = noted(operator.iadd, pending[sink], gradient)
         else:
             pending[sink] = gradient
+    if scale != 1:
+        for param in final:
+            if param.grad is not None:
+                param.grad.array *= param.dtype.type(1 / scale)
     return [(param, param.grad) for param in final if param.grad is not None]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from importlib import import_module
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,10 +26,12 @@ __all__ = [
     "create_cpu_device",
     "create_cuda_gpu",
     "create_cuda_gpu_on",
+    "device_of",
     "find_cudnn",
     "find_cupy",
     "find_gpu",
     "get_default_device",
+    "gpu_is_usable",
     "label_flag",
     "tell_once",
 ]
@@ -241,6 +244,22 @@ def create_cuda_gpu_on(device_id: int) -> Device:
     if missing:
         tell_once(f"using the CPU: {missing} (DISTOPT_DEVICE=cpu stops this notice)")
     return _cpu
+
+
+def device_of(array: Any) -> Device:
+    """Local. The device in whose memory `array` is; the CPU for anything but a CuPy array."""
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        return create_cuda_gpu_on(array.device.id)
+    return _cpu
+
+
+def gpu_is_usable() -> bool:
+    """Local. Whether `create_cuda_gpu` would return a GPU.
+
+    This loads CUDA's driver, which does not work any more in processes forked afterwards.
+    """
+    return Settings.from_env().device != "cpu" and find_cupy()[0] is not None
 
 
 def tell_once(text: str) -> None:

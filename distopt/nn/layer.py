@@ -268,8 +268,8 @@ class BatchNorm2d(Layer):
         self.channels = self._channels(x, self.channels)
         self.scale, self.bias = (self._parameter(key, (self.channels,), x) for key in ("scale", "bias"))
         self.scale.set_value(1)
-        self.running_mean = Tensor((self.channels,), x.device, x.dtype)
-        self.running_var = Tensor((self.channels,), x.device, x.dtype)
+        self.running_mean = Tensor((self.channels,), x.device, self.scale.dtype)
+        self.running_var = Tensor((self.channels,), x.device, self.scale.dtype)
         self.running_var.set_value(1)
 
     def own_states(self) -> dict[str, Tensor]:  # noqa: D102

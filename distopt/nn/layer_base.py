@@ -114,8 +114,8 @@ class Layer:
 
     def _parameter(self, key: str, shape: Sequence[int], x: Tensor) -> Tensor:
         """A new parameter of zeros, with the device and dtype of `x`."""
-        if x.dtype not in ("float32", "float64"):
-            raise UsageError(f"{self.label} computes in float32 or float64, got {x.dtype}; convert the input")
+        if x.dtype not in ("float16", "float32", "float64"):
+            raise UsageError(f"{self.label} takes float16, float32 or float64, got {x.dtype}; convert the input")
         name = f"{self.name}.{key}" if self.name else key
         return Tensor(shape, x.device, x.dtype, stores_grad=True, name=name)
 
@@ -139,7 +139,7 @@ class Layer:
         self._check_dtype(x, param)
 
     def _check_dtype(self, x: Tensor, param: Tensor) -> None:
-        if x.array.dtype != param.array.dtype:
+        if x.array.dtype != param.array.dtype and not (x.array.dtype == "float16" and param.array.dtype == "float32"):
             raise UsageError(f"{self.label} has parameters of {param.dtype}, got an input of {x.dtype}")
 
 

@@ -31,6 +31,7 @@ class Mode:
     """The state of this process.
 
     Attributes:
+        loss_scale: factor of a loss in half precision, a power of two; see `distopt.nn.half`.
         training: set through `autograd.training` or `Model.train` and `Model.eval`.
         ran: while the forward pass of a step is recorded, the operations that have run, and descriptions of other
             events that a replay would not repeat.
@@ -38,6 +39,7 @@ class Mode:
     """
 
     training: bool = False
+    loss_scale: float = 1024.0
     ran: list[Ran | str] | None = None
     calls: list[Call] | None = None
 

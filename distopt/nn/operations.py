@@ -49,7 +49,7 @@ class _Weighted(Operation):
         assert self.inputs is not None
         empty = kernels_of(self.inputs[0].array).empty
         pairs = zip(self.inputs[1:], into[1:], strict=True)
-        return [empty(w.shape, w.dtype) if place is None else place for w, place in pairs]
+        return [empty(w.shape, "float32" if self.half else w.dtype) if place is None else place for w, place in pairs]
 
 
 class Conv2d(_Weighted):
@@ -316,7 +316,7 @@ class SoftMaxCrossEntropy(Operation):
     The labels are integers [N] or one distribution per row, [N, classes]; they have no gradient.
     """
 
-    native = True
+    native = is_loss = True
 
     def forward(self, logits: Array, labels: Array) -> Array:
         loss, self.saved = kernels_of(logits).softmax_cross_entropy(logits, labels)
@@ -328,6 +328,8 @@ class SoftMaxCrossEntropy(Operation):
 
 class MeanSquareError(Operation):
     """Mean over all elements of (x - target)**2, as an array of shape (1,)."""
+
+    is_loss = True
 
     def forward(self, x: Array, target: Array) -> Array:
         if x.shape != target.shape:

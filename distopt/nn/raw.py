@@ -5,9 +5,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import DTypeLike
+
+    from .device import Device
 
 __all__ = ["RawTensor", "raw"]
 
@@ -22,7 +29,13 @@ class _Shape(tuple[int, ...]):
 
 
 class RawTensor(np.ndarray[Any, Any]):
-    """A NumPy array that also has the methods of SINGA's C++ tensors; it shares memory with its tensor."""
+    """A NumPy array that also has the methods of SINGA's C++ tensors; it shares memory with its tensor.
+
+    A call makes a new one of zeros: `RawTensor(shape, device=None, dtype=float32)`. On a GPU it is a CuPy array.
+    """
+
+    def __new__(cls, shape: Sequence[int], device: Device | None = None, dtype: DTypeLike = np.float32) -> Any:  # noqa: D102
+        return raw((np if device is None else device.xp).zeros(tuple(shape), dtype))
 
     @property  # type: ignore[misc]
     def shape(self) -> _Shape:

@@ -16,7 +16,8 @@ import numpy as np
 
 from ..errors import UsageError
 from ..kernels import array_module
-from .device import Device, get_default_device, tell_once
+from . import half
+from .device import Device, device_of, get_default_device, tell_once
 from .mode import Ran, mode
 from .raw import RawTensor, raw
 
@@ -24,11 +25,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import DTypeLike
+    from typing_extensions import Self
 
-__all__ = ["Operation", "Tensor", "float32", "float64", "from_numpy", "int32", "int64", "to_numpy"]
+__all__ = [
+    "Operation",
+    "Tensor",
+    "float16",
+    "float32",
+    "float64",
+    "from_numpy",
+    "from_raw_tensor",
+    "int32",
+    "int64",
+    "to_numpy",
+]
 
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 
+float16 = np.float16
 float32 = np.float32
 float64 = np.float64
 int32 = np.int32
@@ -70,6 +84,8 @@ class Tensor:
         name: str | None = None,
     ) -> None:
         self.device = get_default_device() if device is None else device
+        if dtype is not None and stores_grad and np.dtype(dtype) == np.float16:
+            dtype = float32  # the master weights of half precision
         if data is None:
             self.array: Array = self.device.xp.zeros(tuple(shape), float32 if dtype is None else dtype)
         elif isinstance(data, RawTensor):
@@ -167,19 +183,31 @@ class Tensor:
         """Overwrite the values with those of `other`, a tensor of the same size on any device."""
         self.copy_from_numpy(other.device.host(other.array))
 
-    def set_value(self, value: float) -> None:
-        """Overwrite every element with `value`."""
+    def set_value(self, value: float) -> Self:
+        """Overwrite every element with `value`; return this tensor."""
         self.array.fill(value)
+        return self
 
-    def gaussian(self, mean: float = 0.0, std: float = 1.0) -> None:
-        """Overwrite the values with normal random numbers from the device's `host_rng`."""
-        draw = self.device.host_rng.standard_normal(self.shape, dtype=self.dtype)
-        self.array[...] = self.device.xp.asarray(draw * self.dtype.type(std) + self.dtype.type(mean))
+    def gaussian(self, mean: float = 0.0, std: float = 1.0) -> Self:
+        """Overwrite the values with normal random numbers from the device's `host_rng`; return this tensor."""
+        return self._draw("standard_normal", std, mean)
 
-    def uniform(self, low: float = 0.0, high: float = 1.0) -> None:
-        """Overwrite the values with random numbers in [low, high) from the device's `host_rng`."""
-        draw = self.device.host_rng.random(self.shape, dtype=self.dtype)
-        self.array[...] = self.device.xp.asarray(draw * self.dtype.type(high - low) + self.dtype.type(low))
+    def uniform(self, low: float = 0.0, high: float = 1.0) -> Self:
+        """Overwrite the values with random numbers in [low, high) from the device's `host_rng`; return this tensor."""
+        return self._draw("random", high - low, low)
+
+    def bernoulli(self, p: float) -> Self:
+        """Overwrite each element with 1 with probability `p`, else 0, from the device's `host_rng`; return this."""
+        draw = self.device.host_rng.random(self.shape, dtype=float32) < p
+        self.array[...] = self.device.xp.asarray(draw)
+        return self
+
+    def _draw(self, method: str, scale: float, shift: float) -> Self:
+        # float16 is rounded from float32, for NumPy draws no float16.
+        dtype = np.dtype(float64 if self.dtype == float64 else float32)
+        draw = getattr(self.device.host_rng, method)(self.shape, dtype=dtype)
+        self.array[...] = self.device.xp.asarray(draw * dtype.type(scale) + dtype.type(shift))
+        return self
 
     # -- copies ------------------------------------------------------------------------------------------------------
     def clone(self) -> Tensor:
@@ -287,6 +315,8 @@ class Operation:
         saved: what `forward` keeps for `gradients`. It is released after the backward pass, as are `inputs`.
         inputs: the arguments, once recorded.
         needs: for each input, whether a backward pass needs its gradient.
+        half: whether it runs in half precision, see `distopt.nn.half`.
+        is_loss: whether its result stays float32 in half precision.
         order: increases with every recorded call; descending order is a valid order for the backward pass.
     """
 
@@ -294,15 +324,16 @@ class Operation:
     saved: Any = None
     inputs: tuple[Tensor, ...] | None = None
     needs: tuple[bool, ...] = ()
+    half: bool = False
+    is_loss: ClassVar[bool] = False
     order: int
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Compute; record the call in training mode."""
-        device = inputs[0].device
-        if device.verbosity:
-            data = device.timed(type(self).__name__, self.forward, *[t.array for t in inputs])
-        else:
-            data = self.forward(*[t.array for t in inputs])
+        device, arrays = inputs[0].device, [t.array for t in inputs]
+        if arrays[0].dtype.char == "e":
+            self.half = True
+        data = device.timed(type(self).__name__, self._compute, arrays) if device.verbosity else self._compute(arrays)
         out = Tensor.of(data, device)
         if mode.training:
             self.inputs, self.order, out.creator = inputs, next(_order), self
@@ -310,6 +341,13 @@ class Operation:
         if mode.ran is not None:
             mode.ran.append(Ran(self, inputs, out))
         return out
+
+    def _compute(self, arrays: list[Array]) -> Array:
+        return half.compute(self, arrays) if self.half else self.forward(*arrays)
+
+    def walk(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
+        """`gradients`, in half precision where the forward pass was."""
+        return half.gradients(self, dy, into) if self.half else self.gradients(dy, into)
 
     def forward(self, *inputs: Array) -> Array:
         """The result, C-contiguous. Must not change the inputs."""
@@ -348,7 +386,7 @@ class Operation:
         xp, dtype = x.device.xp, x.dtype if x.dtype.kind == "f" else float32
         self.needs = tuple([t.requires_grad for t in self.inputs])
         try:
-            gradients = self.gradients(xp.ones(1, dtype) if dy is None else xp.array(dy), [None] * len(needs))
+            gradients = self.walk(xp.ones(1, dtype) if dy is None else xp.array(dy), [None] * len(needs))
         finally:
             self.needs = needs
         pairs = zip(gradients, self.inputs, strict=True)
@@ -475,6 +513,13 @@ def from_numpy(array: np.ndarray[Any, Any], device: Device | None = None, dtype:
     return Tensor(data=array, device=device, dtype=dtype)
 
 
-def to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """A copy of the values, as a NumPy array."""
-    return tensor.to_numpy()
+def from_raw_tensor(raw: Any) -> Tensor:
+    """A tensor that shares the memory of a raw tensor: `Tensor.data`, or a gradient of `Operation.backward`."""
+    return Tensor.of(raw.view(np.ndarray) if isinstance(raw, np.ndarray) else raw, device_of(raw))
+
+
+def to_numpy(values: Any) -> np.ndarray[Any, Any]:
+    """A copy of a tensor, raw tensor, array or plain number, as a NumPy array; a number gives [1]."""
+    if isinstance(values, Tensor):
+        return values.to_numpy()
+    return np.array(device_of(values).host(values), ndmin=1)

@@ -167,7 +167,7 @@ def test_shapes_that_do_not_fit_are_named_by_layer(make, shape, message):
 
 def test_types_that_do_not_fit_are_named_by_layer():
     for make, shape in ((lambda: layer.Linear(3), (2, 3)), (lambda: layer.Conv2d(3, 1), (2, 3, 4, 4))):
-        with pytest.raises(UsageError, match="item computes in float32 or float64, got uint8; convert"):
+        with pytest.raises(UsageError, match="item takes float16, float32 or float64, got uint8; convert"):
             Net(make())(Tensor(shape, dtype=np.uint8))
         net = Net(make())
         net(images(*shape))

@@ -60,7 +60,7 @@ class ReplayedStep(RecordedStep):
         """Something that a replay would not recompute; empty if nothing."""
         known = {*self._arguments(), *(tensor for tensor, _ in self._states)}
         for op, inputs, out in self._ran:
-            if not _is_native(op):
+            if op.half or not _is_native(op):
                 return f"{type(op).__name__} does not compute by kernels alone"
             if not known.issuperset(inputs):
                 return f"{type(op).__name__} has an input that is no argument, state or result of an operation"

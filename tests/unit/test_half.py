@@ -1,0 +1,124 @@
+"""Half precision: what is float16, what is float32, and how close the results are to those of float32."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from distopt import autograd, layer, model, opt, tensor
+from distopt.nn.mode import mode
+from distopt.tensor import Tensor
+
+SHAPE = (6, 3, 9, 7)
+
+
+@pytest.fixture
+def training(monkeypatch):
+    monkeypatch.setattr(autograd, "training", True)
+
+
+class Net(model.Model):
+    def __init__(self):
+        super().__init__()
+        self.conv = layer.Conv2d(5, 3, padding=1)
+        self.norm = layer.BatchNorm2d()
+        self.relu = layer.ReLU()
+        self.pool = layer.MaxPool2d(2)
+        self.flatten = layer.Flatten()
+        self.linear = layer.Linear(4)
+        self.loss = layer.SoftMaxCrossEntropy()
+
+    def forward(self, x):
+        y = self.relu(self.norm(self.conv(x)))
+        return self.linear(self.flatten(self.pool(y) + 0.5))
+
+    def train_one_batch(self, x, y):
+        out = self.forward(x)
+        loss = self.loss(out, y)
+        self.optimizer(loss)
+        return out, loss
+
+
+def batch(dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    return Tensor(data=rng.standard_normal(SHAPE), dtype=dtype), tensor.from_numpy(rng.integers(0, 4, SHAPE[0]))
+
+
+def net(dtype, use_graph=False):
+    x, _ = batch(dtype)
+    x.device.SetRandSeed(3)
+    made = Net()
+    made.set_optimizer(opt.SGD(0.05, momentum=0.9))
+    made.compile([x], use_graph=use_graph)
+    return made
+
+
+def test_activations_are_float16_and_master_weights_losses_and_gradients_float32():
+    made, (x, y) = net(np.float16), batch(np.float16)
+    hidden = made.conv(x)
+    assert hidden.dtype == np.float16
+    saved = [a.dtype for a in hidden.creator.saved if isinstance(a, np.ndarray)]
+    assert saved == [np.float16] * len(saved)
+    out = made.forward(x)
+    loss = autograd.softmax_cross_entropy(out, y)
+    assert (out.dtype, loss.dtype) == (np.float16, np.float32)
+    pairs = list(autograd.backward(loss))
+    assert len(pairs) == 6
+    assert all(p.dtype == g.dtype == np.float32 for p, g in pairs)
+    assert {t.dtype for t in made.get_states().values()} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0, 2.0**14])
+def test_gradients_are_those_of_float32_whatever_the_loss_scale(monkeypatch, scale):
+    monkeypatch.setattr(mode, "loss_scale", scale)
+    gradients = []
+    for dtype in (np.float16, np.float32):
+        made, (x, y) = net(dtype), batch(dtype)
+        loss = autograd.softmax_cross_entropy(made.forward(x), y)
+        gradients.append({p.name: g.to_numpy() for p, g in autograd.backward(loss)})
+    for name, expected in gradients[1].items():
+        largest = np.abs(expected).max()
+        np.testing.assert_allclose(gradients[0][name], expected, atol=0.01 * largest + 2e-4, err_msg=name)
+
+
+def test_the_loss_scale_keeps_small_gradients_from_underflowing(monkeypatch, training):
+    kept = {}
+    for scale in (1.0, 1024.0):
+        monkeypatch.setattr(mode, "loss_scale", scale)
+        w = Tensor(data=[[20.0, 0.0]], dtype=np.float16, stores_grad=True)
+        x = Tensor(data=np.ones((1, 1)), dtype=np.float16)
+        loss = autograd.softmax_cross_entropy(autograd.matmul(x, w), tensor.from_numpy(np.array([0])))
+        ((_, gradient),) = autograd.backward(loss)
+        kept[scale] = gradient.array[0, 1]
+    assert kept[1.0] == 0
+    assert kept[1024.0] == pytest.approx(np.exp(-20), rel=0.05)
+
+
+def test_updates_below_the_resolution_of_float16_add_up(training):
+    w = Tensor(data=np.ones((2, 1)), dtype=np.float16, stores_grad=True)
+    assert w.dtype == np.float32
+    x = Tensor(data=np.ones((3, 2)), dtype=np.float16)
+    sgd = opt.SGD(1e-4)
+    for _ in range(100):
+        sgd(autograd.reduce_sum(autograd.matmul(x, w)))
+    np.testing.assert_allclose(w.array, 1 - 100 * 3e-4, rtol=1e-3)
+
+
+def test_training_follows_float32_with_and_without_a_graph():
+    losses = {}
+    for dtype, use_graph in ((np.float32, False), (np.float16, False), (np.float16, True)):
+        made = net(dtype, use_graph)
+        losses[dtype, use_graph] = [float(made(*batch(dtype, seed))[1].array[0]) for seed in range(6)]
+    expected = losses.pop((np.float32, False))
+    for got in losses.values():
+        np.testing.assert_allclose(got, expected, rtol=0.02)
+    assert losses[np.float16, False] == losses[np.float16, True]
+
+
+def test_weights_are_rounded_to_float16_where_they_are_used():
+    x = Tensor(data=np.ones((1, 1)), dtype=np.float16)
+    w = Tensor(data=[[1 + 2.0**-13]], dtype=np.float16, stores_grad=True)
+    assert w.array[0, 0] == 1 + 2.0**-13
+    wide = autograd.softmax_cross_entropy(autograd.matmul(x, w), tensor.from_numpy(np.array([0])))
+    assert autograd.matmul(x, w).array[0, 0] == 1
+    assert wide.array[0] == 0
