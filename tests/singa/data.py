@@ -3,7 +3,7 @@
 CIFAR-10 and CIFAR-100 are replaced by digits of 32 x 32 pixels in ten colours: the label is the digit, and digit and
 colour. The folder of images, which `largedataset_cnn` reads, holds such digits as PNG files, a folder per class.
 
-python data.py FOLDER writes them all, in both sizes.
+python -m tests.singa.data FOLDER writes them all, in both sizes.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkout import environment, find_mpiexec, last_line, packages, rename_imports, run_within, stop_unless
-from exceptions import EXCEPTIONS
+from .checkout import environment, find_mpiexec, last_line, packages, rename_imports, run_within, stop_unless
+from .exceptions import EXCEPTIONS
 
 HERE = Path(__file__).parent
 CASE_SECONDS = 60.0  # one case
