@@ -38,6 +38,7 @@ class Sent:
     codec: Codec | None  # None: partial update
     bound: float | None = None  # points
     momentum: float = 0.9  # the optimizer's
+    dtype: type = np.float32  # of the activations
 
 
 def sparse() -> dict[str, Sent]:
@@ -60,6 +61,7 @@ SENT = {
     "fp32": Sent("fp32", Fp32()),
     "fp16": Sent("fp16", Fp16(), 0.2),
     "bf16": Sent("bf16", BFloat16(), 0.2),
+    "half": Sent("fp32, activations and weights in float16", Fp32(), 0.3, dtype=np.float16),
     "partial": Sent("partial update", None, 0.5),
     "powersgd2": Sent("PowerSGD rank 2, error feedback", ErrorFeedback(PowerSGD(2)), 0.2),
     **sparse(),
@@ -67,6 +69,10 @@ SENT = {
 
 
 class CNN(train_cnn.CNN):
+    def forward(self, x):
+        dtype = SENT[self.sent].dtype
+        return super().forward(x if x.dtype == dtype else x.as_type(dtype))
+
     def train_one_batch(self, x, y):
         out = self.forward(x)
         loss = self.softmax_cross_entropy(out, y)

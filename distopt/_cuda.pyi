@@ -133,7 +133,6 @@ def sgd(
     dampening: float,
     weight_decay: float,
     nesterov: bool,
-    first: bool,
     stream: int,
 ) -> None: ...
 def adam(

@@ -227,14 +227,17 @@ class DistOpt:
         """
         return {f"optimizer/{name}": array for name, array in self.opt.get_states().items()} | self._engine.get_states()
 
-    def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    def set_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
         """Local. Go on from what `get_states` gave on the same rank of a job of the same size.
+
+        What `Model.load_states` made of it, tensors, will do, too.
 
         Raises:
             StateError: the states are not of a DistOpt, or do not fit; nothing was changed.
         """
-        slots = under("optimizer", states)
-        others = {key: array for key, array in states.items() if not key.startswith("optimizer/")}
+        arrays = {key: value.to_numpy() if isinstance(value, Tensor) else value for key, value in states.items()}
+        slots = under("optimizer", arrays)
+        others = {key: array for key, array in arrays.items() if not key.startswith("optimizer/")}
         self._engine.check_states(others)
         self.opt.set_states(slots)
         self._engine.set_states(others)

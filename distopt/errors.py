@@ -22,6 +22,7 @@ __all__ = [
     "MissingDependencyError",
     "PeerLostError",
     "RankFailedError",
+    "ShapeError",
     "StalledError",
     "StateError",
     "UsageError",
@@ -45,6 +46,10 @@ class UsageError(DistoptError, ValueError):
     """An argument or a setting has a value that cannot be used."""
 
     exit_code = 2
+
+
+class ShapeError(UsageError, AssertionError):
+    """Shapes that do not fit. SINGA asserts that they do, and its scripts may expect an `AssertionError`."""
 
 
 class MissingDependencyError(DistoptError, ImportError):
@@ -129,7 +134,7 @@ class GradientError(DistoptError, ArithmeticError):
 
 
 def absent_name(
-    module: str, name: str, names: Iterable[str], reasons: Mapping[str, str] | None = None
+    module: str, name: str, names: Iterable[str], reasons: Mapping[str, str] | None = None, otherwise: str = ""
 ) -> AttributeError:
     """The error that a module's `__getattr__` raises for a name that it does not have, with the cure in its one line.
 
@@ -140,12 +145,13 @@ def absent_name(
         name: what was looked up.
         names: what the module has; the nearest of them is suggested.
         reasons: for names that are absent on purpose, why, and what to use instead.
+        otherwise: the cure where no name is near (default: to list all names).
     """
     if reasons and name in reasons:
         cure = f": {reasons[name]}"
     elif near := get_close_matches(name, names, 1):
         cure = f"; did you mean {near[0]}?"
     else:
-        cure = f"; dir({module.removeprefix('distopt.')}) lists what there is"
+        cure = f"; {otherwise or f'dir({module}) lists what there is'}"
     # Without name and obj, Python appends a second suggestion.
     return AttributeError(f"{module} has no {name}{cure}", name=None, obj=None)

@@ -1,3 +1,20 @@
 """SINGA's `layer` module."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import absent_name
 from .nn.layer import *  # noqa: F403 - a face of that module
+from .nn.layer import __all__
+
+_RECURRENT = "CudnnRNN", "GRU", "LSTM", "RNN", "RNN_Base"
+_OF_LANGUAGE = "Attention", "Embedding", "MultiHeadAttention", "Transformer"
+_REASONS = dict.fromkeys(
+    (*_RECURRENT, *_OF_LANGUAGE), "distopt keeps to convolutional networks; PyTorch is the way to others"
+)
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise absent_name(__name__, name, __all__, _REASONS)

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from . import dist_opt, launch
 from .compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
 from .dist_opt import DEFAULT_BUCKET_ELEMENTS
 from .errors import UsageError, absent_name
 from .nn.optim import SGD, AdaGrad, Adam, Constant, DecayScheduler, ExponentialDecay, Optimizer, RMSProp
-from .sync.by_hand import Fusion
+from .nn.optim_base import check_gradient
+from .nn.raw import RawTensor
+from .nn.tensor import Tensor
+from .sync.by_hand import Fusion, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .comm import Work
     from .launch import Ticket
-    from .nn.tensor import Tensor
+    from .nn.tensor import Array
 
 __all__ = [
     "DIST_OPTIONS",
@@ -69,40 +74,82 @@ class DistOpt(dist_opt.DistOpt):
         super().__init__(SGD() if opt is None else opt, **options)
         self._pending: list[Work] = []
         self._fusion = Fusion(self.communicator, buffSize)
+        self._raw_params: dict[tuple[int, int, str], Tensor] = {}
 
-    def update(self, param: Tensor, grad: Tensor) -> None:
-        """Local. Divide `grad`, a sum over ranks, by the world size, then let the wrapped optimizer apply it."""
-        grad.array /= self.world_size
+    # -- tensors, raw tensors and arrays, by hand ----------------------------------------------------------------------
+    def update(self, param: Tensor | Array, grad: Tensor | Array) -> None:
+        """Local. Divide `grad`, a sum over ranks, by the world size, then let the wrapped optimizer apply it.
+
+        Args:
+            param: updated in place. The optimizer keeps states by tensor, and for a raw one by its memory, so pass
+                either always the tensor or always what is in it.
+            grad: of the same shape and dtype; changed.
+
+        Raises:
+            UsageError: as the methods below, or `Optimizer.apply`; nothing was changed.
+        """
+        array = self._array(grad)
+        if not isinstance(param, Tensor):
+            param = self._raw_param(param)
+        if not isinstance(grad, Tensor):
+            grad = Tensor.of(array, param.device, requires_grad=False)
+        check_gradient(param, grad)
+        array /= self.world_size
         self.opt.update(param, grad)
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Collective. Sum `tensor` over the ranks, in place; valid after `wait`."""
-        self._pending.append(self.communicator.all_reduce(tensor.array))
+    def _raw_param(self, param: Array) -> Tensor:
+        array = self._array(param)
+        device = None if isinstance(array, np.ndarray) else self.device
+        return self._raw_params.setdefault(memory_of(array), Tensor.of(array, device))
 
-    def all_reduce_half(self, tensor: Tensor) -> None:
-        """Collective. As `all_reduce`, with 16-bit values on the wire."""
-        self._fusion.send([tensor.array], Fp16())
+    def _array(self, tensor: Tensor | Array) -> Array:
+        """The array in a tensor or raw tensor, or the array itself.
 
-    def fused_all_reduce(self, tensors: Sequence[Tensor], send: bool = True) -> None:
+        Raises:
+            UsageError: it cannot be sent or receive a result.
+        """
+        array = tensor.array if isinstance(tensor, Tensor) else tensor
+        self.communicator.check_array(array, written=True)
+        return array.view(np.ndarray) if isinstance(array, RawTensor) else array
+
+    def all_reduce(self, tensor: Tensor | Array) -> None:
+        """Collective. Sum `tensor` over the ranks, in place; valid after `wait`.
+
+        This method and those below take tensors, raw tensors (`Tensor.data`) and arrays alike.
+
+        Raises:
+            UsageError: it is something else, of another type than can be sent, strided or read-only.
+        """
+        self._pending.append(self.communicator.all_reduce(self._array(tensor)))
+
+    def all_reduce_half(self, tensor: Tensor | Array) -> None:
+        """Collective. As `all_reduce`, with 16-bit values on the wire; float32 only."""
+        self._fusion.send([self._array(tensor)], Fp16())
+
+    def fused_all_reduce(self, tensor: Sequence[Tensor | Array], send: bool = True) -> None:
         """Collective. Sum small tensors over the ranks as one message.
 
-        With `send=False` they are only staged. With `send=True` those of `tensors` that are not staged yet join them,
-        and all are summed, in place; valid after `wait`.
+        With `send=False` they are only staged. With `send=True` those of the list `tensor` that are not staged yet join
+        them, and all are summed, in place; valid after `wait`.
         """
-        self._fuse(tensors, Fp32(), send)
+        self._fuse(tensor, Fp32(), send)
 
-    def fused_all_reduce_half(self, tensors: Sequence[Tensor], send: bool = True) -> None:
-        """Collective. As `fused_all_reduce`, with 16-bit values on the wire."""
-        self._fuse(tensors, Fp16(), send)
+    def fused_all_reduce_half(self, tensor: Sequence[Tensor | Array], send: bool = True) -> None:
+        """Collective. As `fused_all_reduce`, with 16-bit values on the wire; float32 only."""
+        self._fuse(tensor, Fp16(), send)
 
     def sparsification(
-        self, tensor: Tensor, accumulation: Tensor | None = None, spars: float = 0.05, topK: bool = False
+        self,
+        tensor: Tensor | Array,
+        accumulation: Tensor | Array | None = None,
+        spars: float = 0.05,
+        topK: bool = False,
     ) -> None:
         """Collective. Sum the largest elements of `tensor` over the ranks, in place; valid after `wait`.
 
         Args:
             tensor: float32.
-            accumulation: the residual, a tensor of the same size: it is added before the selection, and receives what
+            accumulation: the residual, of the same size and type: it is added before the selection, and receives what
                 was not sent. None drops that.
             spars: with topK the share of elements to send, otherwise the magnitude from which on they are sent.
             topK: which of the two.
@@ -110,14 +157,18 @@ class DistOpt(dist_opt.DistOpt):
         self.fused_sparsification([tensor], accumulation, spars, topK)
 
     def fused_sparsification(
-        self, tensors: Sequence[Tensor], accumulation: Tensor | None = None, spars: float = 0.05, topK: bool = False
+        self,
+        tensor: Sequence[Tensor | Array],
+        accumulation: Tensor | Array | None = None,
+        spars: float = 0.05,
+        topK: bool = False,
     ) -> None:
-        """Collective. As `sparsification`, with one selection from all `tensors` together.
+        """Collective. As `sparsification`, with one selection from all tensors of the list `tensor` together.
 
         `accumulation` has as many elements as all of them.
         """
-        residual = None if accumulation is None else accumulation.array.reshape(-1)
-        self._fusion.send([t.array for t in tensors], _sparse_codec(spars, topK, residual is not None), residual)
+        residual = None if accumulation is None else self._array(accumulation).reshape(-1)
+        self._fusion.send(self._arrays(tensor), _sparse_codec(spars, topK, residual is not None), residual)
 
     def wait(self) -> None:
         """Collective. Finish the sums that the methods above have started.
@@ -130,11 +181,18 @@ class DistOpt(dist_opt.DistOpt):
             work.wait()
         self._fusion.wait()
 
-    def _fuse(self, tensors: Sequence[Tensor], codec: Codec, send: bool) -> None:
-        for tensor in tensors:
-            self._fusion.stage(tensor.array, codec)
+    def _fuse(self, tensors: Sequence[Tensor | Array], codec: Codec, send: bool) -> None:
+        self._fusion.stage(self._arrays(tensors), codec)
         if send:
             self._fusion.send_staged()
+
+    def _arrays(self, tensors: Sequence[Tensor | Array]) -> list[Array]:
+        if not isinstance(tensors, (list, tuple)):
+            kind = type(tensors).__name__
+            raise UsageError(f"a fused sum takes a list of tensors or arrays, not an object of type {kind}")
+        return [self._array(tensor) for tensor in tensors]
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
     def backward_and_update(self, loss: Tensor, threshold: int = DEFAULT_BUCKET_ELEMENTS) -> None:
         """Collective. One step with float32 gradients on the wire."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import absent_name
 from .launch.multiprocess import Ticket as NcclIdHolder
+from .nn.convert import from_raw_tensor
 from .nn.device import gpu_is_usable
 from .nn.raw import RawTensor as Tensor
-from .nn.tensor import from_raw_tensor
 
 __all__ = ["USE_CUDA", "USE_DIST", "Gaussian", "NcclIdHolder", "Tensor"]
 
@@ -28,9 +28,11 @@ def Gaussian(mean: float, std: float, raw: Any) -> None:  # noqa: N802 - SINGA's
     from_raw_tensor(raw).gaussian(mean, std)
 
 
+_ABSENT = "SINGA's C++ functions are absent; use those of distopt.tensor and distopt.autograd"
+
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name == "USE_CUDA":
             return gpu_is_usable()
-        raise absent_name(__name__, name, __all__)
+        raise absent_name(__name__, name, __all__, otherwise=_ABSENT)

@@ -265,11 +265,10 @@ def sgd_update(
     dampening: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
-    first: bool = False,
 ) -> None:
     grad = grad + weight_decay * param
     if momentum_buffer is not None:
-        momentum_buffer[...] = grad if first else momentum * momentum_buffer + (1 - dampening) * grad
+        momentum_buffer[...] = momentum * momentum_buffer + (1 - dampening) * grad
         grad = grad + momentum * momentum_buffer if nesterov else momentum_buffer
     param -= lr * grad
 
@@ -297,12 +296,12 @@ def rmsprop_update(
 ) -> None:
     grad = grad + weight_decay * param
     running[...] = rho * running + (1 - rho) * grad**2
-    param -= lr * grad / (np.sqrt(running) + eps)
+    param -= lr * grad / np.sqrt(running + eps)
 
 
 def adagrad_update(
-    param: Array, grad: Array, history: Array, lr: float, eps: float = 1e-10, weight_decay: float = 0.0
+    param: Array, grad: Array, history: Array, lr: float, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> None:
     grad = grad + weight_decay * param
     history += grad**2
-    param -= lr * grad / (np.sqrt(history) + eps)
+    param -= lr * grad / np.sqrt(history + eps)

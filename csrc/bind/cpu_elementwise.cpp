@@ -159,12 +159,12 @@ Mean<T> mean_of(double decay) {
 
 template <class T>
 void sgd(Dense<T> param, Dense<const T> grad, std::optional<Dense<T>> buffer, double lr, double momentum,
-         double dampening, double weight_decay, bool nesterov, bool first) {
+         double dampening, double weight_decay, bool nesterov) {
   need_same_size(grad, "grad", param);
   if (buffer) need_same_size(*buffer, "momentum_buffer", param);
   nb::gil_scoped_release release;
   elementwise<T>().sgd(param.data(), grad.data(), data_of(buffer), Index(param.size()), {T(lr), T(weight_decay)},
-                       T(momentum), T(1 - dampening), nesterov, first);
+                       T(momentum), T(1 - dampening), nesterov);
 }
 
 template <class T>
@@ -218,7 +218,7 @@ void bind_all(nb::module_& m) {
   define(m, "cross_entropy_backward", &cross_entropy_backward<T>,
          {"probability", "labels", "target", "scale", "dlogits"});
   define(m, "sgd", &sgd<T>,
-         {"param", "grad", "momentum_buffer", "lr", "momentum", "dampening", "weight_decay", "nesterov", "first"});
+         {"param", "grad", "momentum_buffer", "lr", "momentum", "dampening", "weight_decay", "nesterov"});
   define(m, "adam", &adam<T>, {"param", "grad", "m", "v", "step", "lr", "beta1", "beta2", "eps", "weight_decay"});
   define(m, "rmsprop", &rmsprop<T>, {"param", "grad", "running", "lr", "rho", "eps", "weight_decay"});
   define(m, "adagrad", &adagrad<T>, {"param", "grad", "history", "lr", "eps", "weight_decay"});

@@ -122,13 +122,13 @@ void bind_updates(nb::module_& m) {
   define_typed(
       m, "sgd",
       [](auto zero, Address param, Address grad, Address buffer, std::size_t count, double lr, double momentum,
-         double dampening, double weight_decay, bool nesterov, bool first, Address stream) {
+         double dampening, double weight_decay, bool nesterov, Address stream) {
         using T = decltype(zero);
-        const cuda::SgdRule rule{lr, momentum, 1 - dampening, weight_decay, nesterov, first};
+        const cuda::SgdRule rule{lr, momentum, 1 - dampening, weight_decay, nesterov};
         cuda::sgd<T>(at<T>(param), at<T>(grad), at<T>(buffer), count, rule, stream_of(stream));
       },
       "param"_a, "grad"_a, "momentum_buffer"_a, "count"_a, "lr"_a, "momentum"_a, "dampening"_a, "weight_decay"_a,
-      "nesterov"_a, "first"_a, "stream"_a);
+      "nesterov"_a, "stream"_a);
   define_typed(
       m, "adam",
       [](auto zero, Address param, Address grad, Address first, Address second, std::size_t count, int step, double lr,

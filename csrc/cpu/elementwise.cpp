@@ -168,13 +168,13 @@ Index cross_entropy_backward(const T* probability, const std::int64_t* labels, c
   return -1;
 }
 
-template <class T, bool kMomentum, bool kFirst, bool kNesterov>
+template <class T, bool kMomentum, bool kNesterov>
 void sgd_of(T* __restrict__ param, const T* __restrict__ grad, T* __restrict__ buffer, Index count, Step<T> step,
             T momentum, T kept) {
   for (Index i = 0; i < count; ++i) {
     T g = grad[i] + step.weight_decay * param[i];
     if constexpr (kMomentum) {
-      const T v = kFirst ? g : momentum * buffer[i] + kept * g;
+      const T v = momentum * buffer[i] + kept * g;
       buffer[i] = v;
       g = kNesterov ? g + momentum * v : v;
     }
@@ -183,10 +183,9 @@ void sgd_of(T* __restrict__ param, const T* __restrict__ grad, T* __restrict__ b
 }
 
 template <class T>
-void sgd(T* param, const T* grad, T* buffer, Index count, Step<T> step, T momentum, T kept, bool nesterov, bool first) {
-  auto* update = &sgd_of<T, false, false, false>;
-  if (buffer && first) update = nesterov ? &sgd_of<T, true, true, true> : &sgd_of<T, true, true, false>;
-  if (buffer && !first) update = nesterov ? &sgd_of<T, true, false, true> : &sgd_of<T, true, false, false>;
+void sgd(T* param, const T* grad, T* buffer, Index count, Step<T> step, T momentum, T kept, bool nesterov) {
+  auto* update = &sgd_of<T, false, false>;
+  if (buffer) update = nesterov ? &sgd_of<T, true, true> : &sgd_of<T, true, false>;
   update(param, grad, buffer, count, step, momentum, kept);
 }
 
@@ -207,7 +206,7 @@ void rmsprop(T* __restrict__ param, const T* __restrict__ grad, T* __restrict__ 
   for (Index i = 0; i < count; ++i) {
     const T g = grad[i] + step.weight_decay * param[i];
     running[i] = mean.decay * running[i] + mean.share * g * g;
-    param[i] -= step.lr * (g / (root(running[i]) + eps));
+    param[i] -= step.lr * (g / root(running[i] + eps));
   }
 }
 
@@ -217,7 +216,7 @@ void adagrad(T* __restrict__ param, const T* __restrict__ grad, T* __restrict__ 
   for (Index i = 0; i < count; ++i) {
     const T g = grad[i] + step.weight_decay * param[i];
     history[i] += g * g;
-    param[i] -= step.lr * (g / (root(history[i]) + eps));
+    param[i] -= step.lr * (g / root(history[i] + eps));
   }
 }
 

@@ -45,13 +45,14 @@ struct ElementwiseTable {
   std::ptrdiff_t (*cross_entropy_backward)(const T* probability, const std::int64_t* labels, const T* target, T scale,
                                            std::ptrdiff_t rows, std::ptrdiff_t columns, T* dlogits);
 
-  // `buffer` may be null (no momentum); `first`: it is still to be filled; kept = 1 - dampening.
-  void (*sgd)(T* param, const T* grad, T* buffer, std::ptrdiff_t count, Step<T> step, T momentum, T kept, bool nesterov,
-              bool first);
+  // `buffer` may be null (no momentum); kept = 1 - dampening.
+  void (*sgd)(T* param, const T* grad, T* buffer, std::ptrdiff_t count, Step<T> step, T momentum, T kept,
+              bool nesterov);
   // Kingma and Ba, arXiv 1412.6980, algorithm 1; step.lr holds lr / (1 - beta1^t),
   // root_correction = sqrt(1 - beta2^t).
   void (*adam)(T* param, const T* grad, T* m, T* v, std::ptrdiff_t count, Step<T> step, Mean<T> first, Mean<T> second,
                T eps, T root_correction);
+  // rmsprop and adagrad divide by sqrt(mean or sum of squares + eps).
   void (*rmsprop)(T* param, const T* grad, T* running, std::ptrdiff_t count, Step<T> step, Mean<T> mean, T eps);
   void (*adagrad)(T* param, const T* grad, T* history, std::ptrdiff_t count, Step<T> step, T eps);
 };

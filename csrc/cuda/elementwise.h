@@ -59,7 +59,7 @@ void cross_entropy_backward(const T* probability, const std::int64_t* labels, co
 
 struct SgdRule {
   double lr, momentum, kept, weight_decay;
-  bool nesterov, first;
+  bool nesterov;
 };
 struct AdamRule {
   double lr, beta1, beta2, eps, weight_decay, root_correction;

@@ -10,13 +10,12 @@ struct Rule {
   T lr, weight_decay;
 };
 
-template <class T, bool kMomentum, bool kFirst, bool kNesterov>
+template <class T, bool kMomentum, bool kNesterov>
 __global__ void sgd_kernel(T* param, const T* grad, T* buffer, std::size_t count, Rule<T> rule, T momentum, T kept) {
   for (std::size_t i = thread_index(); i < count; i += thread_stride()) {
     T g = grad[i] + rule.weight_decay * param[i];
     if constexpr (kMomentum) {
-      T v = g;
-      if constexpr (!kFirst) v = momentum * buffer[i] + kept * g;
+      const T v = momentum * buffer[i] + kept * g;
       buffer[i] = v;
       g = kNesterov ? g + momentum * v : v;
     }
@@ -46,7 +45,7 @@ __global__ void rmsprop_kernel(T* param, const T* grad, T* running, std::size_t 
   for (std::size_t i = thread_index(); i < count; i += thread_stride()) {
     const T g = grad[i] + rule.weight_decay * param[i];
     running[i] = mean.kept * running[i] + mean.share * g * g;
-    param[i] -= rule.lr * (g / (sqrt(running[i]) + eps));
+    param[i] -= rule.lr * (g / sqrt(running[i] + eps));
   }
 }
 
@@ -55,7 +54,7 @@ __global__ void adagrad_kernel(T* param, const T* grad, T* history, std::size_t 
   for (std::size_t i = thread_index(); i < count; i += thread_stride()) {
     const T g = grad[i] + rule.weight_decay * param[i];
     history[i] += g * g;
-    param[i] -= rule.lr * (g / (sqrt(history[i]) + eps));
+    param[i] -= rule.lr * (g / sqrt(history[i] + eps));
   }
 }
 
@@ -68,11 +67,8 @@ Decay<T> decay_of(double kept) {
 
 template <class T>
 void sgd(T* param, const T* grad, T* buffer, std::size_t count, SgdRule rule, cudaStream_t stream) {
-  auto* update = &sgd_kernel<T, false, false, false>;
-  if (buffer && rule.first)
-    update = rule.nesterov ? &sgd_kernel<T, true, true, true> : &sgd_kernel<T, true, true, false>;
-  if (buffer && !rule.first)
-    update = rule.nesterov ? &sgd_kernel<T, true, false, true> : &sgd_kernel<T, true, false, false>;
+  auto* update = &sgd_kernel<T, false, false>;
+  if (buffer) update = rule.nesterov ? &sgd_kernel<T, true, true> : &sgd_kernel<T, true, false>;
   launch_each(update, count, stream, param, grad, buffer, count, Rule<T>{T(rule.lr), T(rule.weight_decay)},
               T(rule.momentum), T(rule.kept));
 }

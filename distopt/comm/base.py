@@ -251,7 +251,9 @@ class Communicator(ABC):
         if not on_host:
             cupy = sys.modules.get("cupy")
             if cupy is None or not isinstance(array, cupy.ndarray):
-                raise UsageError(f"a {type(array).__name__} cannot be sent; pass an array of NumPy or CuPy")
+                raise UsageError(
+                    f"an object of type {type(array).__name__} cannot be sent; pass an array of NumPy or CuPy"
+                )
             if not self._moves(cupy):
                 raise self._cannot_move(cupy)
         dtype = _NAMES.get(array.dtype)

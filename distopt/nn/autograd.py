@@ -57,7 +57,7 @@ class Walk(Operation):
 
 
 def backward(
-    loss: Tensor, dy: Tensor | None = None, pauses: Container[object] = ()
+    loss: Tensor, dy: Tensor | float | None = None, pauses: Container[object] = ()
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Local. Yield (parameter, gradient) for all parameters behind `loss`, each as soon as its gradient is final.
 
@@ -67,7 +67,7 @@ def backward(
 
     Args:
         loss: a tensor of one element, or of any shape if `dy` is given.
-        dy: gradient of `loss`, of its shape (default: 1).
+        dy: gradient of `loss`, of its shape, or a number for all elements (default: 1).
         pauses: parameters at whose gradients the consumer has work to do. If steps are captured in CUDA graphs, a
             graph ends at each of them, and the gradients in between are yielded only then.
 
@@ -75,6 +75,8 @@ def backward(
         UsageError: nothing was recorded behind `loss`, its graph has been used before, or an operation has no gradient
             for an input that needs one.
     """
+    if isinstance(dy, (int, float)):
+        dy = Tensor.of(loss.device.xp.full_like(loss.array, dy), loss.device)
     if isinstance(loss.creator, Walk):
         yield from loss.creator.pairs(dy, pauses)
         return
@@ -88,7 +90,9 @@ def backward(
     elif dy.shape != loss.shape:
         raise UsageError(f"`dy` of shape {dy.shape} is no gradient of a tensor of shape {loss.shape}")
     else:
-        pending = {visits[0].op: dy.array * dy.dtype.type(visits[0].scale)}
+        pending = {visits[0].op: dy.array.copy()}
+        if visits[0].scale != 1:
+            pending[visits[0].op] *= dy.dtype.type(visits[0].scale)
     del loss  # the traversal frees what is no longer needed
     for visit in visits:
         # A separate function, so that no array of a visited operation stays alive while the consumer runs.

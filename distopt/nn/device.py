@@ -18,7 +18,7 @@ from ..errors import MissingDependencyError, UsageError
 from ..settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from types import ModuleType
 
 __all__ = [
@@ -26,11 +26,15 @@ __all__ = [
     "create_cpu_device",
     "create_cuda_gpu",
     "create_cuda_gpu_on",
+    "create_cuda_gpus",
+    "create_cuda_gpus_on",
     "device_of",
     "find_cudnn",
     "find_cupy",
     "find_gpu",
     "get_default_device",
+    "get_gpu_ids",
+    "get_num_gpus",
     "gpu_is_usable",
     "label_flag",
     "tell_once",
@@ -160,8 +164,12 @@ class Device:
 
     # -- graph -------------------------------------------------------------------------------------------------------
     def EnableGraph(self, enabled: bool) -> None:  # noqa: N802
-        """Whether models on this device record and replay training steps; see `distopt.nn.replay.graphs`."""
-        self._graph = enabled
+        """Whether models on this device record and replay training steps; see `distopt.nn.replay.graphs`.
+
+        Args:
+            enabled: any value, taken as Python takes its truth: SINGA's scripts pass the text "True".
+        """
+        self._graph = bool(enabled)
 
     def graph_enabled(self) -> bool:
         """The last argument of `EnableGraph`."""
@@ -228,6 +236,16 @@ def create_cuda_gpu() -> Device:
     return create_cuda_gpu_on(0)
 
 
+def create_cuda_gpus_on(device_ids: Iterable[int]) -> list[Device]:
+    """`create_cuda_gpu_on` of each number; the last of the GPUs becomes the current one."""
+    return [create_cuda_gpu_on(device_id) for device_id in device_ids]
+
+
+def create_cuda_gpus(count: int) -> list[Device]:
+    """The first `count` GPUs that are visible; see `create_cuda_gpus_on`."""
+    return create_cuda_gpus_on(range(count))
+
+
 def create_cuda_gpu_on(device_id: int) -> Device:
     """GPU number `device_id` of those visible to this process; it becomes the current one.
 
@@ -249,9 +267,10 @@ def create_cuda_gpu_on(device_id: int) -> Device:
 def device_of(array: Any) -> Device:
     """Local. The device in whose memory `array` is; the CPU for anything but a CuPy array."""
     cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(array, cupy.ndarray):
-        return create_cuda_gpu_on(array.device.id)
-    return _cpu
+    if cupy is None or isinstance(array, np.ndarray) or not isinstance(array, cupy.ndarray):
+        return _cpu
+    index = array.device.id
+    return _gpus[index] if index in _gpus else _gpu(cupy, index)
 
 
 def gpu_is_usable() -> bool:
@@ -260,6 +279,16 @@ def gpu_is_usable() -> bool:
     This loads CUDA's driver, which does not work any more in processes forked afterwards.
     """
     return Settings.from_env().device != "cpu" and find_cupy()[0] is not None
+
+
+def get_num_gpus() -> int:
+    """Number of GPUs that `create_cuda_gpu_on` accepts, 0 if it would return the CPU; see `gpu_is_usable`."""
+    return find_cupy()[0].cuda.runtime.getDeviceCount() if gpu_is_usable() else 0
+
+
+def get_gpu_ids() -> list[int]:
+    """Their numbers, from 0."""
+    return [*range(get_num_gpus())]
 
 
 def tell_once(text: str) -> None:
@@ -287,10 +316,14 @@ def find_gpu(device_id: int) -> tuple[Device | None, str]:
     count = cupy.cuda.runtime.getDeviceCount()
     if not 0 <= device_id < count:
         raise UsageError(f"there is no GPU {device_id}: {count} visible (numbered from 0), see CUDA_VISIBLE_DEVICES")
-    cupy.cuda.Device(device_id).use()
-    if device_id not in _gpus:
-        _gpus[device_id] = Device("cuda", device_id, cupy)
-    return _gpus[device_id], ""
+    return _gpu(cupy, device_id), ""
+
+
+def _gpu(cupy: Any, index: int) -> Device:
+    cupy.cuda.Device(index).use()
+    if index not in _gpus:
+        _gpus[index] = Device("cuda", index, cupy)
+    return _gpus[index]
 
 
 def find_cupy() -> tuple[Any, str]:

@@ -1,24 +1,28 @@
 """The base of layers and models.
 
 A layer finds its sub-layers and parameters among its attributes, so a model only needs `self.conv1 = Conv2d(...)`. A
-parameter's name is its path, such as "conv1.W".
+parameter's name is its path, such as "conv1.W". Layers in lists, tuples and dictionaries are found, too, by index or
+key, and those that a function refers to, by the name of its variable ("downsample.conv.W").
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from contextlib import suppress
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import StateError, UsageError
+from ..errors import ShapeError, StateError, UsageError
 from .tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import numpy as np
 
     from .tensor import Operation
 
-__all__ = ["Layer"]
+__all__ = ["Layer", "count_of", "has_relu"]
 
 
 class Layer:
@@ -36,7 +40,7 @@ class Layer:
     def __setattr__(self, key: str, value: object) -> None:
         object.__setattr__(self, key, value)
         if isinstance(value, Layer) and not value.name:
-            value.name = key
+            value.name = f"{self.name}.{key}" if self.name else key
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Call `forward`; on the first call, call `initialize` before it."""
@@ -56,12 +60,31 @@ class Layer:
         """Tensors, other than parameters, to save with a model, by attribute name; without those of sub-layers."""
         return {}
 
+    def register_layers(self, *layers: Layer | OrderedDict[str, Layer]) -> None:
+        """Make layers attributes of this one, named "CLASS_INDEX" ("ReLU_0"), or by the keys of one OrderedDict.
+
+        Those names have precedence over places in lists, and over functions that refer to the layers.
+
+        Raises:
+            UsageError: a name is taken.
+        """
+        named: Mapping[str, object]
+        if len(layers) == 1 and isinstance(layers[0], OrderedDict):
+            named = layers[0]
+        else:
+            named = {f"{type(layer).__name__}_{i}": layer for i, layer in enumerate(layers)}
+        for name, layer in named.items():
+            if getattr(self, name, layer) is not layer:
+                raise UsageError(f"{self._label} has another {name}; call register_layers once, with all layers")
+        for name, layer in named.items():
+            setattr(self, name, layer)
+
     # -- parameters and states ---------------------------------------------------------------------------------------
     def get_params(self) -> dict[str, Tensor]:
         """The parameters of this layer and its sub-layers, by path. Shared ones are listed once."""
         params: dict[str, Tensor] = {}
         listed: set[int] = set()
-        for path, layer in self._walk():
+        for path, layer in self._sublayers():
             for key, value in vars(layer).items():
                 if isinstance(value, Tensor) and value.stores_grad and id(value) not in listed:
                     listed.add(id(value))
@@ -71,7 +94,7 @@ class Layer:
     def get_states(self) -> dict[str, Tensor]:
         """The parameters, and other tensors to save with a model, by path."""
         states = self.get_params()
-        for path, layer in self._walk():
+        for path, layer in self._sublayers():
             states.update({path + key: value for key, value in layer.own_states().items()})
         return states
 
@@ -91,31 +114,20 @@ class Layer:
         """
         _overwrite(self.get_states(), states)
 
-    def _walk(self, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Layer]]:
+    def _sublayers(self) -> Iterator[tuple[str, Layer]]:
         """This layer and all its sub-layers, each once, with the prefix for the names of its tensors."""
-        seen = set() if seen is None else seen
-        if id(self) in seen:
-            return
-        seen.add(id(self))
-        yield path, self
-        for key, value in vars(self).items():
-            if isinstance(value, Layer):
-                yield from value._walk(f"{path}{key}.", seen)
-            elif isinstance(value, (list, tuple)):
-                for index, item in enumerate(value):
-                    if isinstance(item, Layer):
-                        yield from item._walk(f"{path}{key}.{index}.", seen)
+        return _walk("", self, set())
 
     # -- for layers --------------------------------------------------------------------------------------------------
     @property
-    def label(self) -> str:
+    def _label(self) -> str:
         """Name of this layer in error messages."""
         return self.name or type(self).__name__
 
     def _parameter(self, key: str, shape: Sequence[int], x: Tensor) -> Tensor:
         """A new parameter of zeros, with the device and dtype of `x`."""
         if x.dtype not in ("float16", "float32", "float64"):
-            raise UsageError(f"{self.label} takes float16, float32 or float64, got {x.dtype}; convert the input")
+            raise UsageError(f"{self._label} takes float16, float32 or float64, got {x.dtype}; convert the input")
         name = f"{self.name}.{key}" if self.name else key
         return Tensor(shape, x.device, x.dtype, stores_grad=True, name=name)
 
@@ -124,23 +136,71 @@ class Layer:
         try:
             return operation(*inputs)
         except UsageError as error:
-            raise UsageError(f"{self.label}: {error}") from None
+            raise type(error)(f"{self._label}: {error}") from None
 
     def _channels(self, x: Tensor, given: int | None) -> int:
         """The number of channels: as given, or else that of the first input `x`."""
         if len(x.shape) != 4:
-            raise UsageError(f"{self.label} expects images [N, C, H, W], got {list(x.shape)}")
+            raise ShapeError(f"{self._label} expects images [N, C, H, W], got {list(x.shape)}")
         return x.shape[1] if given is None else given
 
     def _check_images(self, x: Tensor, channels: int, param: Tensor) -> None:
         shape = x.array.shape
         if len(shape) != 4 or shape[1] != channels:
-            raise UsageError(f"{self.label} expects images [N, {channels}, H, W], got {list(shape)}")
+            raise ShapeError(f"{self._label} expects images [N, {channels}, H, W], got {list(shape)}")
         self._check_dtype(x, param)
 
     def _check_dtype(self, x: Tensor, param: Tensor) -> None:
         if x.array.dtype != param.array.dtype and not (x.array.dtype == "float16" and param.array.dtype == "float32"):
-            raise UsageError(f"{self.label} has parameters of {param.dtype}, got an input of {x.dtype}")
+            raise UsageError(f"{self._label} has parameters of {param.dtype}, got an input of {x.dtype}")
+
+
+def count_of(what: str, value: int) -> int:
+    """`value`, an argument named `what`, which must be an integer of at least 1."""
+    if not isinstance(value, int) or value < 1:
+        raise UsageError(f"{what} is an integer of at least 1; got {value!r}")
+    return value
+
+
+def has_relu(activation: str | None) -> bool:
+    """Whether an argument `activation` asks for a ReLU."""
+    if activation not in (None, "NOTSET", "RELU"):
+        raise UsageError(f"unknown activation {activation!r}; choose 'RELU', or None and a layer of its own")
+    return activation == "RELU"
+
+
+def _walk(path: str, value: object, seen: set[int]) -> Iterator[tuple[str, Layer]]:
+    """The layers that an attribute refers to, and all below them; see `Layer._sublayers`."""
+    items: Iterable[tuple[Any, object]]
+    if isinstance(value, Layer):
+        items = sorted(vars(value).items(), key=_rank)
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    elif isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, FunctionType):
+        items = _variables(value)
+    else:
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Layer):
+        yield path, value
+    for key, item in items:
+        yield from _walk(f"{path}{key}.", item, seen)
+
+
+def _rank(attribute: tuple[str, object]) -> int:
+    """Sorts attributes so that a layer is named by the attribute that it is, before it is met elsewhere."""
+    return 0 if isinstance(attribute[1], Layer) else 2 if isinstance(attribute[1], FunctionType) else 1
+
+
+def _variables(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """The variables of enclosing functions that a function refers to, in the order of their names."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not assigned yet
+            yield name, cell.cell_contents
 
 
 def _check_states(have: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from .tensor import Tensor
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from .device import Device
 
@@ -45,6 +46,30 @@ def _digest(arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
     return digest.hexdigest()
 
 
+def _is_on(what: str, value: bool | str) -> bool:
+    """The meaning of a switch, which may be a text: SINGA's scripts give `argparse` the default "True"."""
+    if isinstance(value, str) and value not in ("True", "False"):
+        raise UsageError(f"{what} is True or False; got {value!r}")
+    return value == "True" if isinstance(value, str) else bool(value)
+
+
+def _fits(function: Callable[..., Any], inputs: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Whether `function` can be called with these arguments."""
+    try:
+        inspect.signature(function).bind(*inputs, **options)
+    except TypeError:
+        return False
+    return True
+
+
+def _check_inputs(inputs: object) -> None:
+    if isinstance(inputs, Tensor):
+        raise UsageError("compile takes a list of inputs; write compile([x])")
+    if not isinstance(inputs, (list, tuple)) or not inputs or not all(isinstance(x, Tensor) for x in inputs):
+        got = [type(x).__name__ for x in inputs] if isinstance(inputs, (list, tuple)) else type(inputs).__name__
+        raise UsageError(f"compile takes a list of tensors, such as [tensor.from_numpy(array)]; got {got}")
+
+
 class Model(Layer):
     """Base of models.
 
@@ -61,14 +86,35 @@ class Model(Layer):
     _graphs: StepGraphs | None = None
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """In training mode, run `train_one_batch` or, with `use_graph`, replay it; otherwise, run `forward`."""
-        process_mode.training = self.training
-        if not self.training:
+        """In training mode, run `train_one_batch` or, with `use_graph`, replay it; otherwise, run `forward`.
+
+        Before `compile`, run `train_one_batch` only if the arguments fit it: scripts that traverse gradients themselves
+        call a model for its output.
+        """
+        if not self._compiled and not _fits(self.train_one_batch, inputs, options):
             return self.forward(*inputs, **options)
-        graphs = self._step_graphs()
-        if graphs is None:
-            return self.train_one_batch(*inputs, **options)
-        return graphs.run(self.train_one_batch, self.get_states, self._optimizer, inputs, options)
+        process_mode.training = self.training
+        try:
+            if not self.training:
+                return self.forward(*inputs, **options)
+            graphs = self._step_graphs()
+            if graphs is None:
+                return self.train_one_batch(*inputs, **options)
+            return graphs.run(self.train_one_batch, self.get_states, self._optimizer, inputs, options)
+        except (AttributeError, TypeError):
+            if mistake := self._mistake(inputs, options):
+                raise UsageError(mistake) from None
+            raise
+
+    def _mistake(self, inputs: Sequence[Any], options: Mapping[str, Any]) -> str:
+        """What is wrong with the arguments of a call, and the cure; empty if nothing is known to be."""
+        kind = type(self).__name__
+        if any(isinstance(value, np.ndarray) for value in (*inputs, *options.values())):
+            return f"{kind} takes tensors, got a NumPy array; make it one with tensor.from_numpy"
+        if self.training and not _fits(self.train_one_batch, inputs, options):
+            wanted = inspect.signature(self.train_one_batch)
+            return f"{kind} is in training mode, where it takes train_one_batch{wanted}; or call eval() before"
+        return ""
 
     def _step_graphs(self) -> StepGraphs | None:
         device = self._graph_device
@@ -93,8 +139,8 @@ class Model(Layer):
         self,
         inputs: Sequence[Tensor],
         is_train: bool = True,
-        use_graph: bool = False,
-        sequential: bool = False,
+        use_graph: bool | str = False,
+        sequential: bool | str = False,
     ) -> None:
         """Create and name all parameters, by one forward pass in evaluation mode. Collective if the optimizer is.
 
@@ -104,29 +150,45 @@ class Model(Layer):
             use_graph: record the forward and backward passes of a training step, and replay them: on a GPU as CUDA
                 graphs, on the CPU as calls of kernels; see `distopt.nn.replay`. From the fourth step with the same kind
                 of arguments (shapes, types and other values), the Python code of `train_one_batch` no longer runs.
-                Values that it computes from anything but its arguments, parameters and states stay constant, and it
-                may only compute, call `self.optimizer` with one loss, and return tensors. A step that cannot be
-                recorded, for example because of dropout, runs normally, and the log says why, once. On a GPU, the
-                failed attempt runs the step's Python code one extra time, without effect on the device.
+                Values that it computes from anything but its arguments, parameters and states stay constant, and it may
+                only compute, call `self.optimizer` with one loss, and return tensors. A step that cannot be recorded,
+                for example because of dropout, runs normally, and the log says why, once. On a GPU, the failed attempt
+                runs the step's Python code one extra time, without effect on the device. The text "True" or "False"
+                will do, too.
             sequential: accepted for SINGA's scripts, and ignored.
 
         Raises:
             UsageError: the shapes of two layers do not fit; the message names the second.
         """
+        graph = _is_on("use_graph", use_graph)
+        _check_inputs(inputs)
         device = self._device or inputs[0].device
         for x in inputs:
             x.to_device(device)
-        for path, layer in self._walk():
+        for path, layer in self._sublayers():
             layer.name = path.removesuffix(".") or self.name
         self.eval()
-        self.forward(*inputs)
+        super().__call__(*inputs)
         for name, param in self.get_params().items():
             param.name = name
         self._compiled = True
-        device.EnableGraph(use_graph)
-        self._graph_device, self._graphs = device, None
+        self._use_graph(device, graph)
         self.train(is_train)
         self._attach()
+
+    def graph(self, mode: bool | str = True, sequential: bool | str = False) -> None:
+        """Change what `compile` was told of `use_graph`.
+
+        Raises:
+            UsageError: the model is not compiled.
+        """
+        if self._graph_device is None:
+            raise UsageError(f"{type(self).__name__} is not compiled; call compile(inputs, use_graph=...) instead")
+        self._use_graph(self._graph_device, _is_on("mode", mode))
+
+    def _use_graph(self, device: Device, wish: bool) -> None:
+        device.EnableGraph(wish)
+        self._graph_device, self._graphs = device, None
 
     def on_device(self, device: Device) -> None:
         """Create the parameters on `device` in `compile`, or move them there if they exist."""
@@ -195,8 +257,8 @@ class Model(Layer):
         with atomic_write(fpath) as file:
             file.write(safetensors.numpy.save(arrays, {**_FORMAT, "blake2b": _digest(arrays)}))
 
-    def load_states(self, fpath: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
-        """Local. Load parameters and states from a file, and return its `aux_states` as arrays.
+    def load_states(self, fpath: str | os.PathLike[str]) -> dict[str, Tensor]:
+        """Local. Load parameters and states from a file, and return its `aux_states` as tensors on the CPU.
 
         Raises:
             StateError: the file is truncated, corrupt or foreign, or a name, shape or dtype differs; nothing was
@@ -219,7 +281,7 @@ class Model(Layer):
             self.set_states(own)
         except StateError as error:
             raise StateError(f"{fpath}: {error}") from None
-        return {key.removeprefix("aux/"): array for key, array in arrays.items() if key.startswith("aux/")}
+        return {key.removeprefix("aux/"): Tensor.of(array) for key, array in arrays.items() if key.startswith("aux/")}
 
     def _check_compiled(self) -> None:
         if not self._compiled:

@@ -9,54 +9,44 @@ from __future__ import annotations
 
 import itertools
 import operator
-from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
-from ..errors import UsageError
+from ..errors import ShapeError, UsageError
 from ..kernels import array_module
 from . import half
-from .device import Device, device_of, get_default_device, tell_once
+from .device import Device, get_default_device
 from .mode import Ran, mode
-from .raw import RawTensor, raw
+from .outside import OutsideGraph, settled
+from .raw import raw
+from .values import Array, c_contiguous, float16, float32, float64, int32, int64
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import DTypeLike
-    from typing_extensions import Self
 
 __all__ = [
+    "Array",
     "Operation",
     "Tensor",
     "float16",
     "float32",
     "float64",
-    "from_numpy",
-    "from_raw_tensor",
     "int32",
     "int64",
-    "to_numpy",
 ]
 
-Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 
-float16 = np.float16
-float32 = np.float32
-float64 = np.float64
-int32 = np.int32
-int64 = np.int64
-
-
-class Tensor:
+class Tensor(OutsideGraph):
     """An array on a device.
 
     Args:
         shape: dimensions of a new tensor of zeros.
-        device: device of the tensor (default: the CPU).
-        dtype: element type (default: float32, or that of `data` with 64-bit types made 32-bit).
-        data: values to copy, as SINGA does; overrides `shape`. A raw tensor (`Tensor.data`) is used without a copy.
+        device: device of the tensor (default: the CPU, or where `data` is if that is a tensor or raw tensor).
+        dtype: element type (default: float32, or that of `data`, where in arrays and numbers 64-bit types become 32-bit
+            ones, and bool becomes int32). "float" is float32, "int" int32.
+        data: values to copy; overrides `shape`. As in SINGA, a raw tensor (`Tensor.data`) is used without a copy,
+            unless it is on another device or of another type.
         requires_grad: whether `Operation.backward` returns a gradient for it. Which gradients a backward pass computes
             depends on `stores_grad` alone.
         stores_grad: whether this is a parameter: `autograd.backward` yields its gradient.
@@ -64,34 +54,29 @@ class Tensor:
         name: name of a parameter, unique in its model, such as "conv1.W".
 
     Attributes:
-        array: the values, a C-contiguous NumPy or CuPy array. It may be changed in place.
         grad: the last gradient of a parameter. If set, `backward` writes into that tensor's memory.
         creator: the operation that computed this tensor; None for inputs and parameters.
+
+    Raises:
+        UsageError: no tensor has that shape, data or dtype.
     """
 
-    __slots__ = ("__weakref__", "array", "creator", "device", "grad", "name", "requires_grad", "stores_grad")
-    __array_ufunc__ = None  # makes NumPy scalars defer to this class in arithmetic
+    __slots__ = ("__weakref__", "creator", "grad", "name", "requires_grad", "stores_grad")
 
     def __init__(
         self,
         shape: Sequence[int] = (),
         device: Device | None = None,
         dtype: DTypeLike | None = None,
-        data: Array = None,
+        data: Any = None,
         requires_grad: bool = True,
         stores_grad: bool = False,
         creator: Operation | None = None,
         name: str | None = None,
     ) -> None:
-        self.device = get_default_device() if device is None else device
-        if dtype is not None and stores_grad and np.dtype(dtype) == np.float16:
-            dtype = float32  # the master weights of half precision
-        if data is None:
-            self.array: Array = self.device.xp.zeros(tuple(shape), float32 if dtype is None else dtype)
-        elif isinstance(data, RawTensor):
-            self.array = _contiguous(data.view(np.ndarray))
-        else:
-            self.array = self.device.xp.array(data, _narrow(data) if dtype is None else dtype, order="C")
+        super().__init__(shape, device, dtype, data)
+        if stores_grad and self.dtype == float16:
+            super().__init__(shape, device, float32, data)  # the master weights of half precision
         self.grad: Tensor | None = None
         self.creator = creator
         self.requires_grad = requires_grad
@@ -107,187 +92,80 @@ class Tensor:
         """
         tensor = cls.__new__(cls)
         tensor.device = get_default_device() if device is None else device
-        tensor.array = _contiguous(array)
+        tensor.array = c_contiguous(array)
         tensor.grad = tensor.creator = tensor.name = None
         tensor.requires_grad, tensor.stores_grad = requires_grad, False
         return tensor
+
+    def __repr__(self) -> str:
+        label = f"{self.name}, " if self.name else ""
+        return f"Tensor({label}{list(self.shape)}, {self.dtype}, {self.device!r})"
 
     @property
     def in_graph(self) -> bool:
         """Whether it was computed from parameters, so that a backward pass goes through it."""
         return self.creator is not None and True in self.creator.needs
 
-    @property
-    def data(self) -> Array:
-        """The values as a raw tensor of SINGA's, which shares their memory; see `distopt.nn.raw`."""
-        return raw(self.array)
-
-    @data.setter
-    def data(self, array: Array) -> None:
-        self.array = _contiguous(array.view(np.ndarray) if isinstance(array, RawTensor) else array)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The dimensions."""
-        shape: tuple[int, ...] = self.array.shape
-        return shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of the elements."""
-        dtype: np.dtype[Any] = self.array.dtype
-        return dtype
-
-    def __repr__(self) -> str:
-        label = f"{self.name}, " if self.name else ""
-        return f"Tensor({label}{list(self.shape)}, {self.dtype}, {self.device!r})"
-
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    def size(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-    def item(self) -> float:
-        """The value of a tensor of one element. Waits for the device; raises the errors of `Device.check`."""
-        value: float = self.array.item()
-        self.device.check()
-        return value
-
-    # -- values ------------------------------------------------------------------------------------------------------
-    def to_numpy(self) -> np.ndarray[Any, Any]:
-        """A copy of the values, as a NumPy array."""
-        return np.array(self.device.host(self.array))
-
-    def copy_from_numpy(self, array: np.ndarray[Any, Any], offset: int = 0) -> None:
-        """Overwrite the values with those of `array`, converted to this tensor's dtype.
-
-        Args:
-            array: any shape.
-            offset: index of the first element to overwrite; 0 needs an array of the tensor's size.
-
-        Raises:
-            UsageError: the sizes do not fit.
-        """
-        array = np.asarray(array)
-        if offset < 0 or array.size != self.size() - offset:
-            raise UsageError(
-                f"an array of shape {array.shape} does not fill a tensor of shape {self.shape} from element {offset}"
-            )
-        source = self.device.xp.asarray(array, dtype=self.dtype)
-        self.array.reshape(-1)[offset:] = source.reshape(-1)
-
-    def copy_data(self, other: Tensor) -> None:
-        """Overwrite the values with those of `other`, a tensor of the same size on any device."""
-        self.copy_from_numpy(other.device.host(other.array))
-
-    def set_value(self, value: float) -> Self:
-        """Overwrite every element with `value`; return this tensor."""
-        self.array.fill(value)
-        return self
-
-    def gaussian(self, mean: float = 0.0, std: float = 1.0) -> Self:
-        """Overwrite the values with normal random numbers from the device's `host_rng`; return this tensor."""
-        return self._draw("standard_normal", std, mean)
-
-    def uniform(self, low: float = 0.0, high: float = 1.0) -> Self:
-        """Overwrite the values with random numbers in [low, high) from the device's `host_rng`; return this tensor."""
-        return self._draw("random", high - low, low)
-
-    def bernoulli(self, p: float) -> Self:
-        """Overwrite each element with 1 with probability `p`, else 0, from the device's `host_rng`; return this."""
-        draw = self.device.host_rng.random(self.shape, dtype=float32) < p
-        self.array[...] = self.device.xp.asarray(draw)
-        return self
-
-    def _draw(self, method: str, scale: float, shift: float) -> Self:
-        # float16 is rounded from float32, for NumPy draws no float16.
-        dtype = np.dtype(float64 if self.dtype == float64 else float32)
-        draw = getattr(self.device.host_rng, method)(self.shape, dtype=dtype)
-        self.array[...] = self.device.xp.asarray(draw * dtype.type(scale) + dtype.type(shift))
-        return self
-
-    # -- copies ------------------------------------------------------------------------------------------------------
-    def clone(self) -> Tensor:
-        """A new tensor with the same values and flags, outside the graph."""
-        tensor = Tensor.of(self.array.copy(), self.device, self.requires_grad)
-        tensor.stores_grad, tensor.name = self.stores_grad, self.name
-        return tensor
-
-    copy = deepcopy = clone
-
-    def as_type(self, dtype: DTypeLike) -> Tensor:
-        """A new tensor with the values converted to `dtype`, outside the graph."""
-        return Tensor.of(self.array.astype(dtype), self.device, self.requires_grad)
-
-    def to_device(self, device: Device) -> None:
-        """Move the values to `device`."""
-        if device is not self.device:
-            self.array = device.xp.asarray(self.device.host(self.array))
-            self.device = device
-
-    def to_host(self) -> None:
-        """Move the values to the CPU."""
-        self.to_device(get_default_device())
+    def is_dummy(self) -> bool:
+        """Whether it has no name."""
+        return self.name is None
 
     # -- arithmetic --------------------------------------------------------------------------------------------------
     def reshape(self, shape: Sequence[int]) -> Tensor:
         """The same elements with other dimensions, one of which may be -1."""
         return self._computed(Reshape(shape), self)
 
-    def __add__(self, other: Tensor | float) -> Tensor:
+    def __add__(self, other: Any) -> Tensor:
         return self._computed(Add(), self, other)
 
     __radd__ = __add__
 
-    def __sub__(self, other: Tensor | float) -> Tensor:
+    def __sub__(self, other: Any) -> Tensor:
         return self._computed(Sub(), self, other)
 
-    def __rsub__(self, other: float) -> Tensor:
+    def __rsub__(self, other: Any) -> Tensor:
         return self._computed(Sub(), other, self)
 
-    def __mul__(self, other: Tensor | float) -> Tensor:
+    def __mul__(self, other: Any) -> Tensor:
         return self._computed(Mul(), self, other)
 
     __rmul__ = __mul__
 
-    def __truediv__(self, other: Tensor | float) -> Tensor:
+    def __truediv__(self, other: Any) -> Tensor:
         return self._computed(Div(), self, other)
 
-    def __rtruediv__(self, other: float) -> Tensor:
+    def __rtruediv__(self, other: Any) -> Tensor:
         return self._computed(Div(), other, self)
 
-    def __matmul__(self, other: Tensor) -> Tensor:
+    def __matmul__(self, other: Any) -> Tensor:
         return self._computed(MatMul(), self, other)
 
     def __neg__(self) -> Tensor:
         return self * -1
 
-    def __iadd__(self, other: Tensor | float) -> Tensor:
-        return self._in_place(operator.iadd, other) or self + other
+    def __iadd__(self, other: Any) -> Tensor:
+        return self._in_place(operator.iadd, operator.add, other)
 
-    def __isub__(self, other: Tensor | float) -> Tensor:
-        return self._in_place(operator.isub, other) or self - other
+    def __isub__(self, other: Any) -> Tensor:
+        return self._in_place(operator.isub, operator.sub, other)
 
-    def __imul__(self, other: Tensor | float) -> Tensor:
-        return self._in_place(operator.imul, other) or self * other
+    def __imul__(self, other: Any) -> Tensor:
+        return self._in_place(operator.imul, operator.mul, other)
 
-    def __itruediv__(self, other: Tensor | float) -> Tensor:
-        return self._in_place(operator.itruediv, other) or self / other
+    def __itruediv__(self, other: Any) -> Tensor:
+        return self._in_place(operator.itruediv, operator.truediv, other)
 
-    def _in_place(self, change: Callable[[Array, Array], Array], other: Tensor | float) -> Tensor | None:
-        """This tensor, changed in place; None if the graph needs the old values and a new tensor is required."""
-        other = self.operand(other)
-        if self.in_graph or other.in_graph:
-            return None
-        if mode.ran is not None:
-            mode.ran.append("a tensor is changed in place")
-        change(self.array, other.array)
+    def _in_place(self, change: Callable[[Array, Array], Array], compute: Callable[..., Tensor], other: Any) -> Tensor:
+        """This tensor, changed in place; a new one if the graph needs the old values."""
+        given = self.operand(other)
+        if self.in_graph or given.in_graph:
+            return compute(self, given)
+        if self.dtype.kind != "f" and (given.dtype.kind == "f" or change is operator.itruediv):
+            raise UsageError(f"a tensor of {self.dtype} takes no floats in place; convert it first, by to_type")
+        change(self.changed().array, given.array)
         return self
 
-    def _computed(self, operation: Operation, *operands: Tensor | float) -> Tensor:
+    def _computed(self, operation: Operation, *operands: Any) -> Tensor:
         """The result of an arithmetic operation: part of the graph only if a parameter is below it.
 
         Otherwise sums that scripts keep over many steps would keep every step's tensors alive.
@@ -297,14 +175,11 @@ class Tensor:
             out.creator = None
         return out
 
-    def operand(self, value: Tensor | float) -> Tensor:
-        """`value` as a tensor; a number gets a type that preserves this tensor's dtype if possible."""
-        if isinstance(value, Tensor):
-            return value
-        xp, dtype = self.device.xp, np.result_type(self.dtype, value)
-        # Not `asarray`: on a GPU, it copies from the host, which a graph would not repeat.
-        data = xp.asarray(value, dtype) if np.ndim(value) else xp.full((), np.asarray(value).item(), dtype)
-        return Tensor.of(data, self.device)
+    def operand(self, value: Any) -> Tensor:
+        given = super().operand(value)
+        if given is not value:
+            given.requires_grad = False
+        return given
 
 
 class Operation:
@@ -397,25 +272,43 @@ class Operation:
 _order = itertools.count()
 
 
-class _Broadcast(Operation):
-    """An element-wise operation on two arrays, with NumPy's broadcasting."""
+class Broadcast(Operation):
+    """An element-wise operation on arrays, with NumPy's broadcasting."""
+
+    def value(self, *operands: Array) -> Array:
+        """The result, in whatever type NumPy gives it. A `ValueError` says that the shapes do not fit."""
+        raise NotImplementedError
+
+    def forward(self, *operands: Array) -> Array:
+        self.saved = operands
+        try:
+            y = self.value(*operands)
+        except ShapeError:
+            raise
+        except ValueError:
+            shapes = " and ".join(str(list(x.shape)) for x in operands)
+            raise ShapeError(
+                f"{type(self).__name__} of shapes {shapes}: dimensions, counted from the last, must be equal or 1"
+            ) from None
+        return settled(y, *operands)
 
     def reduced(self, gradient: Array, which: int) -> Array:
-        """The sum of `gradient` over the axes along which input number `which` was repeated."""
+        """The sum of `gradient` over the axes along which input number `which` was repeated, in its type."""
         assert self.inputs is not None
-        shape = self.inputs[which].shape
-        if gradient.shape == shape:
-            return gradient
-        extra = gradient.ndim - len(shape)
-        axes = [i + extra for i, n in enumerate(shape) if n == 1]
-        return gradient.sum(axis=(*range(extra), *axes), keepdims=True).reshape(shape)
+        x = self.inputs[which].array
+        if gradient.shape != x.shape:
+            extra = gradient.ndim - x.ndim
+            axes = [i + extra for i, n in enumerate(x.shape) if n == 1]
+            gradient = gradient.sum(axis=(*range(extra), *axes), keepdims=True).reshape(x.shape)
+        dtype = x.dtype if x.dtype.kind == "f" else float32
+        return (gradient if gradient.dtype == dtype else gradient.astype(dtype))[...]
 
 
-class Add(_Broadcast):
+class Add(Broadcast):
     """a + b."""
 
-    def forward(self, a: Array, b: Array) -> Array:
-        return (a + b)[...]  # an array even if NumPy returns a scalar
+    def value(self, a: Array, b: Array) -> Array:
+        return a + b
 
     def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
         da = self.reduced(dy, 0) if self.needs[0] else None
@@ -423,23 +316,22 @@ class Add(_Broadcast):
         return da, db
 
 
-class Sub(_Broadcast):
+class Sub(Broadcast):
     """a - b."""
 
-    def forward(self, a: Array, b: Array) -> Array:
-        return (a - b)[...]
+    def value(self, a: Array, b: Array) -> Array:
+        return a - b
 
     def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
         da = self.reduced(dy, 0) if self.needs[0] else None
         return da, self.reduced(-dy, 1) if self.needs[1] else None
 
 
-class Mul(_Broadcast):
+class Mul(Broadcast):
     """a * b, element by element."""
 
-    def forward(self, a: Array, b: Array) -> Array:
-        self.saved = a, b
-        return (a * b)[...]
+    def value(self, a: Array, b: Array) -> Array:
+        return a * b
 
     def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
         a, b = self.saved
@@ -447,12 +339,11 @@ class Mul(_Broadcast):
         return da, self.reduced(dy * a, 1) if self.needs[1] else None
 
 
-class Div(_Broadcast):
+class Div(Broadcast):
     """a / b, element by element."""
 
-    def forward(self, a: Array, b: Array) -> Array:
-        self.saved = a, b
-        return (a / b)[...]
+    def value(self, a: Array, b: Array) -> Array:
+        return a / b
 
     def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
         a, b = self.saved
@@ -460,20 +351,22 @@ class Div(_Broadcast):
         return da, self.reduced(-dy * a / (b * b), 1) if self.needs[1] else None
 
 
-class MatMul(Operation):
-    """a [n, k] @ b [k, m]."""
+class MatMul(Broadcast):
+    """a [..., n, k] @ b [..., k, m]; the dimensions before the last two are broadcast."""
 
-    def forward(self, a: Array, b: Array) -> Array:
-        if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
-            raise UsageError(f"shapes {a.shape} and {b.shape} have no matrix product; [n, k] @ [k, m] has")
-        self.saved = a, b
+    def value(self, a: Array, b: Array) -> Array:
+        if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
+            raise ShapeError(f"shapes {a.shape} and {b.shape} have no matrix product; [n, k] @ [k, m] has")
         return a @ b
 
     def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
         a, b = self.saved
         matmul = array_module(dy).matmul
-        da = matmul(dy, b.T, out=into[0]) if self.needs[0] else None
-        return da, matmul(a.T, dy, out=into[1]) if self.needs[1] else None
+        if a.ndim == b.ndim == 2 and a.dtype == b.dtype:
+            da = matmul(dy, b.T, out=into[0]) if self.needs[0] else None
+            return da, matmul(a.T, dy, out=into[1]) if self.needs[1] else None
+        da = self.reduced(matmul(dy, b.swapaxes(-1, -2)), 0) if self.needs[0] else None
+        return da, self.reduced(matmul(a.swapaxes(-1, -2), dy), 1) if self.needs[1] else None
 
 
 class Reshape(Operation):
@@ -490,36 +383,3 @@ class Reshape(Operation):
 
     def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
         return (dy.reshape(self.saved),)
-
-
-def _narrow(data: Any) -> DTypeLike:
-    """The type in which SINGA keeps values of the type of `data`: 64-bit numbers become 32-bit ones."""
-    dtype = np.asarray(data).dtype if not hasattr(data, "dtype") else data.dtype
-    if dtype == np.float64:
-        tell_once("float64 data becomes float32, as in SINGA; dtype=tensor.float64 keeps it")
-        return float32
-    narrow: DTypeLike = int32 if dtype == np.int64 else dtype
-    return narrow
-
-
-def _contiguous(array: Array) -> Array:
-    if not array.flags.c_contiguous:
-        raise UsageError("a tensor cannot use a strided array; pass a contiguous one (numpy.ascontiguousarray)")
-    return array
-
-
-def from_numpy(array: np.ndarray[Any, Any], device: Device | None = None, dtype: DTypeLike | None = None) -> Tensor:
-    """A tensor with a copy of `array`, in `dtype` (default: its own, with 64-bit types made 32-bit, as in SINGA)."""
-    return Tensor(data=array, device=device, dtype=dtype)
-
-
-def from_raw_tensor(raw: Any) -> Tensor:
-    """A tensor that shares the memory of a raw tensor: `Tensor.data`, or a gradient of `Operation.backward`."""
-    return Tensor.of(raw.view(np.ndarray) if isinstance(raw, np.ndarray) else raw, device_of(raw))
-
-
-def to_numpy(values: Any) -> np.ndarray[Any, Any]:
-    """A copy of a tensor, raw tensor, array or plain number, as a NumPy array; a number gives [1]."""
-    if isinstance(values, Tensor):
-        return values.to_numpy()
-    return np.array(device_of(values).host(values), ndmin=1)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..compress import finish_all
 from ..errors import UsageError
 from ..kernels import array_module
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from ..comm.base import Array, Communicator
     from ..compress import Codec, Reducer, Reduction
 
-__all__ = ["Fusion"]
+__all__ = ["Fusion", "memory_of"]
 
 
 @dataclass
@@ -48,16 +50,22 @@ class Fusion:
         self._sent: list[_Message] = []
         self._free: dict[tuple[str, str, int], list[Reducer]] = {}
 
-    def stage(self, array: Array, codec: Codec) -> None:
-        """Collective. Put `array` into the message of its codec and type, once; a full message is sent first."""
-        key = codec.kind, array.dtype.name
-        codec, staged = self._staged.setdefault(key, (codec, []))
-        if any(array is other for other in staged):
-            return
-        if staged and sum(other.size for other in staged) + array.size > self._capacity:
-            self.send(staged, codec)
-            staged = []
-        self._staged[key] = codec, [*staged, array]
+    def stage(self, arrays: Sequence[Array], codec: Codec) -> None:
+        """Collective. Put each array into the message of its codec and type, once; a full message is sent first.
+
+        Raises:
+            UsageError: `codec` does not reduce the type of one of them; nothing was staged.
+        """
+        _check_types(arrays, codec)
+        for array in arrays:
+            key = codec.kind, array.dtype.name
+            codec, staged = self._staged.setdefault(key, (codec, []))
+            if any(memory_of(array) == memory_of(other) for other in staged):
+                continue
+            if staged and sum(other.size for other in staged) + array.size > self._capacity:
+                self.send(staged, codec)
+                staged = []
+            self._staged[key] = codec, [*staged, array]
 
     def send_staged(self) -> None:
         """Collective. Start the sums of all that has been staged."""
@@ -74,9 +82,17 @@ class Fusion:
             residual: flat; with a codec with error feedback, what is added before and left over after the selection.
 
         Raises:
-            StateError: the residual is of another type or size than `arrays` together.
+            UsageError: there are no arrays, `codec` does not reduce their type, or the residual is of another type or
+                size than they are together.
         """
-        total = sum(array.size for array in arrays)
+        _check_types(arrays, codec)
+        if not arrays:
+            raise UsageError("there is nothing to send; pass one tensor or more")
+        total, dtype = sum(array.size for array in arrays), arrays[0].dtype
+        if residual is not None and (residual.size, residual.dtype) != (total, dtype):
+            raise UsageError(
+                f"a residual of {residual.size} {residual.dtype} does not fit {total} {dtype}; pass one of equal size"
+            )
         key = codec.kind, arrays[0].dtype.name, total
         if self._free.get(key):
             reducer = self._free[key].pop()
@@ -114,3 +130,17 @@ class Fusion:
     def _parts(arrays: Sequence[Array], reducer: Reducer) -> list[tuple[Array, Array]]:
         stops = list(accumulate(array.size for array in arrays))
         return [(array, reducer.bucket[stop - array.size : stop]) for array, stop in zip(arrays, stops, strict=True)]
+
+
+def _check_types(arrays: Sequence[Array], codec: Codec) -> None:
+    for array in arrays:
+        if array.dtype.name not in codec.dtypes:
+            raise UsageError(
+                f"{codec.kind} cannot send an array of {array.dtype}; convert it to {' or '.join(codec.dtypes)}"
+            )
+
+
+def memory_of(array: Array) -> tuple[int, int, str]:
+    """Local. Which memory a contiguous array is: address, size and type. Views of the same memory are equal in it."""
+    address = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+    return address, array.size, array.dtype.name

@@ -223,9 +223,8 @@ class Engine:
         self.synchronize()
         if self._own_slots:
             states = self._slots.get_states()
-            for name, array in states.items():
-                if array.dtype.kind == "f":
-                    self.communicator.all_reduce(array, "mean", label=name).wait()
+            for name, array in _floats_of(states):
+                self.communicator.all_reduce(array, "mean", label=name).wait()
             self._slots.set_states(states)
             self._own_slots = False
 
@@ -318,3 +317,13 @@ class Engine:
         layout.set_states(own)
         for key in own:
             del self._unclaimed[f"{elements}/{key}"]
+
+
+def _floats_of(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The arrays of floats in an optimizer's states. Those of users may have dicts of tensors in them, as in SINGA."""
+    for name, value in states.items():
+        array = getattr(value, "array", value)
+        if isinstance(value, dict):
+            yield from _floats_of(value)
+        elif not isinstance(array, np.generic) and getattr(array, "dtype", np.dtype(int)).kind == "f":
+            yield name, array

@@ -15,9 +15,11 @@ require_gpu()
 
 import cupy  # noqa: E402
 
+from distopt import autograd  # noqa: E402
 from distopt.errors import MissingDependencyError, UsageError  # noqa: E402
-from distopt.nn import device  # noqa: E402
+from distopt.nn import device, operations  # noqa: E402
 from distopt.nn.kernels import gpu, gpu_cudnn, gpu_images  # noqa: E402
+from distopt.nn.tensor import Tensor  # noqa: E402
 from tests import reference  # noqa: E402
 from tests.gpu.hosted import hosted, to_device  # noqa: E402
 from tests.unit import test_ops as on_cpu  # noqa: E402
@@ -111,6 +113,31 @@ def test_arrays_may_begin_anywhere():
     expected = cupy.empty_like(given[1])
     gpu.conv2d_backward(given[3], saved, expected, None, need_dx=False)
     np.testing.assert_array_equal(dw.get(), expected.get())
+
+
+WINDOWS = {
+    "conv": (lambda: operations.Conv2d((2, 1), (0, 1, 2, 1), True), (2, 2, 5, 4), (3, 2, 3, 2), (3,)),
+    "grouped": (lambda: operations.GroupedConv2d(2, (1, 2), (1, 0), True), (2, 4, 5, 4), (6, 2, 3, 2), (6,)),
+    "depthwise": (lambda: operations.DepthwiseConv2d((2, 1), (1, 0, 0, 2), True), (2, 3, 5, 4), (3, 1, 3, 2), (3,)),
+    "max pool": (lambda: operations.MaxPool2d((2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
+    "avg pool": (lambda: operations.AvgPool2d((2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_groups_and_uneven_padding_are_as_on_the_cpu(monkeypatch, name):
+    monkeypatch.setattr(autograd, "training", True)
+    make, *shapes = WINDOWS[name]
+    results = []
+    for where in (device.get_default_device(), device.create_cuda_gpu()):
+        data = [array(shape, "float32", i) for i, shape in enumerate(shapes)]
+        inputs = [Tensor(data=values, device=where, stores_grad=True) for values in data]
+        y = make()(*inputs)
+        dy = Tensor(data=array(y.shape, "float32", 9), device=where)
+        gradients_of = dict(autograd.backward(y, dy))
+        results.append([t.to_numpy() for t in (y, *(gradients_of[t] for t in inputs))])
+    for mine, other in zip(*results, strict=True):
+        near(other, mine)
 
 
 def test_nan_is_passed_on():

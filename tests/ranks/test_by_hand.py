@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from distopt import opt, tensor
-from distopt.errors import GradientError, StateError
+from distopt.errors import GradientError, UsageError
 from tests.processes import Program
-from tests.ranks.small_net import (
-    on_ranks,
-)
+from tests.ranks.small_net import on_ranks
+
+# What may be given to the methods in place of a tensor; all of them share its memory.
+FORMS = {
+    "tensor": lambda t: t,
+    "raw": lambda t: t.data,
+    "array": lambda t: t.array,
+    "view": lambda t: t.array.reshape(-1).reshape(t.shape),
+}
 
 
 def by_hand(optimizer) -> dict[str, np.ndarray]:
@@ -25,26 +32,27 @@ def by_hand(optimizer) -> dict[str, np.ndarray]:
     sums = [np.sum([arrays[i] for arrays in all_own], axis=0) for i in range(len(own))]
     small = opt.DistOpt(opt.SGD(), communicator=optimizer.communicator, buffSize=20)
     for face in (optimizer, small):
-        for turn in range(3):  # buffers are used again
+        for form, of in FORMS.items():  # buffers are used again
             tensors = [tensor.from_numpy(array) for array in own]
-            face.all_reduce(tensors[0])
-            face.all_reduce_half(tensors[1])
-            face.fused_all_reduce_half(tensors[2:3], send=False)
-            face.fused_all_reduce_half(tensors[2:], send=True)
+            face.all_reduce(of(tensors[0]))
+            face.all_reduce_half(of(tensors[1]))
+            face.fused_all_reduce_half([of(tensors[2])], send=False)
+            face.fused_all_reduce_half([of(tensors[2]), tensors[3]], send=True)
             face.wait()
             for i, (t, expected) in enumerate(zip(tensors, sums, strict=True)):
-                np.testing.assert_allclose(t.array, expected, atol=1e-6 if i == 0 else 2e-2, err_msg=f"{turn} {i}")
+                np.testing.assert_allclose(t.array, expected, atol=1e-6 if i == 0 else 2e-2, err_msg=f"{form} {i}")
             tensors = [tensor.from_numpy(array) for array in own]
-            face.fused_all_reduce(tensors, send=True)
+            face.fused_all_reduce(tuple(map(of, tensors)), send=False)
+            face.fused_all_reduce([make(t) for make, t in zip(FORMS.values(), tensors, strict=True)])
             face.wait()
             for t, expected in zip(tensors, sums, strict=True):
                 np.testing.assert_allclose(t.array, expected, rtol=1e-5, atol=1e-6)
 
     sent = np.zeros(70)
     residual = tensor.Tensor((70,))
-    for step in range(4):
+    for step, of in enumerate(FORMS.values()):
         t = tensor.from_numpy(own[2])
-        optimizer.sparsification(t, residual, 0.03 * (step + 1), topK=True)
+        optimizer.sparsification(of(t), of(residual), 0.03 * (step + 1), True)
         optimizer.wait()
         assert 0 < np.count_nonzero(t.array) <= 9 * world_size
         sent += t.array
@@ -52,12 +60,9 @@ def by_hand(optimizer) -> dict[str, np.ndarray]:
     optimizer.wait()
     np.testing.assert_allclose(sent + residual.array, 4 * sums[2], rtol=1e-4, atol=1e-5)
 
-    with pytest.raises(StateError, match=r"shape \(1,\), not float32 of shape \(70,\)"):
-        optimizer.sparsification(tensor.from_numpy(own[2]), tensor.Tensor((1,)), topK=True)
-
     pair = [tensor.from_numpy(array) for array in own[1:3]]
     residual = tensor.Tensor((75,))
-    optimizer.fused_sparsification(pair, residual, 1.4, topK=False)
+    optimizer.fused_sparsification([pair[0].data, pair[1]], residual.array.reshape(5, 15), 1.4, topK=False)
     optimizer.wait()
     kept = [np.sum([np.where(np.abs(a[i]) >= 1.4, a[i], 0) for a in all_own], axis=0) for i in (1, 2)]
     for t, expected in zip(pair, kept, strict=True):
@@ -69,16 +74,105 @@ def by_hand(optimizer) -> dict[str, np.ndarray]:
     optimizer.sparsification(one, None, 1.4)
     optimizer.wait()
     np.testing.assert_allclose(one.array, kept[1], rtol=1e-5, atol=1e-6)
-    bad = tensor.from_numpy(np.full(5, np.nan if rank else 1.0, np.float32))
+    bad = tensor.from_numpy(np.full(5, np.nan if rank == world_size - 1 else 1.0, np.float32))
     optimizer.fused_all_reduce([bad])
-    with pytest.raises(GradientError, match="on rank 1"):
+    with pytest.raises(GradientError, match=f"on rank {world_size - 1}"):
         optimizer.wait()
     return {}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_sums_by_hand(tmp_path, world_size):
-    on_ranks(tmp_path, world_size, by_hand)
+def wide_sums(optimizer) -> dict[str, np.ndarray]:
+    """Other types than float32 keep theirs."""
+    total = sum(range(1, optimizer.world_size + 1))
+    for dtype in (np.float64, np.int32, np.int64):
+        array = np.arange(7, dtype=dtype) * (optimizer.global_rank + 1)
+        optimizer.all_reduce(array)
+        optimizer.wait()
+        np.testing.assert_array_equal(array, np.arange(7, dtype=dtype) * total, strict=True)
+    pair = np.arange(3.0) / 3 * (optimizer.global_rank + 1), np.ones((2, 2), np.float32)
+    optimizer.fused_all_reduce(list(pair))
+    optimizer.wait()
+    np.testing.assert_allclose(pair[0], np.arange(3.0) / 3 * total, rtol=1e-15)
+    np.testing.assert_array_equal(pair[1], np.full((2, 2), optimizer.world_size, np.float32), strict=True)
+    return {}
+
+
+def updates(optimizer) -> dict[str, np.ndarray]:
+    """A sum becomes a mean in place; parameters are tensors or their memory, gradients anything."""
+    for make in (lambda: opt.SGD(0.25, momentum=0.5), opt.Adam):
+        expected, reference = tensor.from_numpy(np.arange(6, dtype=np.float32).reshape(2, 3)), make()
+        params = {form: expected.clone() for form in FORMS}
+        face = opt.DistOpt(make(), communicator=optimizer.communicator)
+        for turn in range(3):
+            slope = np.sin(np.arange(6, dtype=np.float32) + turn).reshape(2, 3)
+            reference.update(expected, tensor.from_numpy(slope))
+            for (form, of), of_grad in zip(
+                FORMS.items(), [*list(FORMS.values())[turn:], *FORMS.values()], strict=False
+            ):
+                grad = tensor.from_numpy(slope * face.world_size)
+                face.update(of(params[form]), of_grad(grad))
+                np.testing.assert_allclose(grad.array, slope, rtol=1e-6)
+            reference.step()
+            face.opt.step()
+        for form, param in params.items():
+            np.testing.assert_allclose(param.array, expected.array, rtol=1e-5, atol=1e-6, err_msg=form)
+    return {}
+
+
+def refused(optimizer) -> dict[str, np.ndarray]:
+    """What cannot be reduced is named in one line, before anything is staged, sent or changed."""
+    good, wide, strided = np.ones(4, np.float32), np.ones(4), np.ones(8, np.float32)[::2]
+    fixed = np.ones(4, np.float32)
+    fixed.flags.writeable = False
+    param = tensor.from_numpy(good)
+    takes_float64 = [optimizer.all_reduce, lambda bad: optimizer.fused_all_reduce([good, bad], send=False)]
+    float32_alone = [
+        optimizer.all_reduce_half,
+        lambda bad: optimizer.fused_all_reduce_half([good, bad]),
+        lambda bad: optimizer.sparsification(bad, None, 0.5, False),
+        lambda bad: optimizer.fused_sparsification([good, bad], None, 0.5, True),
+        lambda bad: optimizer.sparsification(good, bad, 0.5, False),
+        lambda bad: optimizer.update(param, bad),
+        lambda bad: optimizer.update(bad, good),
+    ]
+    cases = [
+        (3, "an object of type int cannot be sent; pass an array"),
+        ([1.0, 2.0], "an object of type list cannot be sent; pass an array"),
+        (strided, "a strided array cannot be sent"),
+        (fixed, "a read-only array cannot receive the result"),
+        (good.astype(">f4"), "a big-endian array cannot be sent"),
+        (good.astype(np.complex64), "arrays of complex64 cannot be sent"),
+    ]
+    for calls, arguments in ((takes_float64, cases), (float32_alone, [*cases, (wide, "float64")])):
+        for call, (bad, message) in product(calls, arguments):
+            with pytest.raises(UsageError, match=message) as caught:
+                call(bad)
+            assert "\n" not in str(caught.value)
+    for call in (optimizer.fused_all_reduce, optimizer.fused_all_reduce_half, optimizer.fused_sparsification):
+        for bad in (param, good, 3, None):
+            with pytest.raises(
+                UsageError, match=f"a list of tensors or arrays, not an object of type {type(bad).__name__}"
+            ):
+                call(bad)
+    with pytest.raises(UsageError, match="nothing to send; pass one tensor"):
+        optimizer.fused_sparsification([])
+    with pytest.raises(UsageError, match="a residual of 1 float32 does not fit 4 float32"):
+        optimizer.sparsification(good, tensor.Tensor((1,)), topK=True)
+    with pytest.raises(UsageError, match=r"gradient of float32 and shape \(2, 2\) is none of a parameter of float32"):
+        optimizer.update(param, good.reshape(2, 2))
+    optimizer.wait()
+    for array in (good, param.array, wide):
+        np.testing.assert_array_equal(array, np.ones(4))
+    optimizer.fused_all_reduce([good])
+    optimizer.wait()
+    np.testing.assert_array_equal(good, np.full(4, optimizer.world_size))
+    return {}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("body", [by_hand, wide_sums, updates, refused])
+def test_sums_by_hand(tmp_path, world_size, body):
+    on_ranks(tmp_path, world_size, body)
 
 
 def test_singa_s_script_runs_with_its_imports_changed():

@@ -16,6 +16,7 @@ from tests.emulation import activate, build
 from tests.ranks import small_net
 from tests.ranks.small_net import SMALL, assert_equal_bits, on_ranks, parameters, train
 from tests.ranks.test_strategies import STRATEGIES
+from tests.users_rules import ByApply
 
 STEPS = 6
 # NCCL adds 16-bit numbers as such, where our own transports widen them.
@@ -47,7 +48,7 @@ def every_strategy(optimizer) -> dict[str, np.ndarray]:
 def by_hand(optimizer) -> dict[str, np.ndarray]:
     """SINGA's methods on single tensors, clipping, and the other rules."""
     results = {}
-    for rule in (opt.Adam(lr=0.01), opt.RMSProp(lr=0.01), opt.AdaGrad(lr=0.05)):
+    for rule in (opt.Adam(lr=0.01), opt.RMSProp(lr=0.01), opt.AdaGrad(lr=0.05), ByApply()):
         optimizer = opt.DistOpt(rule, communicator=optimizer.communicator, bucket_elements=SMALL)
         net = small_net.build(optimizer)
         train(optimizer, net, range(2), STRATEGIES["fp32"])
@@ -63,9 +64,12 @@ def by_hand(optimizer) -> dict[str, np.ndarray]:
 
     residual = tensor.from_numpy(rng.standard_normal(406).astype(np.float32), device)
     for name, send in {
-        "all_reduce": lambda ts: [optimizer.all_reduce(t) for t in ts],
+        "all_reduce": lambda ts: [optimizer.all_reduce(t.data) for t in ts],
         "all_reduce_half": lambda ts: [optimizer.all_reduce_half(t) for t in ts],
-        "fused": lambda ts: (optimizer.fused_all_reduce(ts[:2], send=False), optimizer.fused_all_reduce(ts[1:])),
+        "fused": lambda ts: (
+            optimizer.fused_all_reduce([ts[0].data, ts[1]], send=False),
+            optimizer.fused_all_reduce([ts[1].data, ts[2]]),
+        ),
         "sparse": lambda ts: optimizer.fused_sparsification(ts, None, 0.5),
         "top-K": lambda ts: optimizer.fused_sparsification(ts, residual, 0.2, topK=True),
     }.items():
@@ -74,6 +78,11 @@ def by_hand(optimizer) -> dict[str, np.ndarray]:
         optimizer.wait()
         results[name] = np.concatenate([t.to_numpy() for t in ts])
     results["residual losses"] = residual.to_numpy()
+    optimizer = opt.DistOpt(opt.SGD(0.25, 0.5), communicator=optimizer.communicator)
+    param, _, grad = copies()
+    for turn in range(2):
+        optimizer.update(param.data, grad.data[5 * turn : 5 * turn + 5])  # momentum is found again by the memory
+    results["update losses"] = param.to_numpy()
     return results
 
 

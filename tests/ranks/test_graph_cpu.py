@@ -64,7 +64,7 @@ class FromBefore(Net):
     last = None
 
     def forward(self, x):
-        x, self.last = self.last or x, autograd.relu(x)
+        x, self.last = x if self.last is None else self.last, autograd.relu(x)
         return super().forward(x)
 
 

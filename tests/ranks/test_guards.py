@@ -84,7 +84,7 @@ def skipping(optimizer) -> dict[str, np.ndarray]:
         train(optimizer, net, range(3, 5), strategy)
         optimizer.synchronize()
         stats = optimizer.stats()
-        assert (stats.steps, stats.skipped, optimizer.opt.step_counter) == (5, 1, 4)
+        assert (stats.steps, stats.skipped, optimizer.opt.step_counter.item()) == (5, 1, 4)
         assert "1 steps skipped" in stats.summary()
         results[name] = parameters(net)
         assert np.isfinite(results[name]).all()

@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from distopt import device
+from distopt import device, singa_wrap
 from distopt.errors import MissingDependencyError, UsageError
 
 
@@ -58,6 +58,10 @@ def test_graph_switch_is_remembered():
     cpu.ResetGraph()
     cpu.EnableGraph(False)
     assert not cpu.graph_enabled()
+    cpu.EnableGraph("True")  # as SINGA's examples do
+    assert cpu.graph_enabled() is True
+    cpu.EnableGraph(False)
+    device.enable_lazy_alloc(True)
 
 
 def test_seed_starts_the_generator_anew():
@@ -85,6 +89,8 @@ def test_without_a_gpu_the_cpu_is_used_with_one_notice(monkeypatch, caplog, unto
         for _ in range(2):
             assert device.create_cuda_gpu_on(1) is device.get_default_device()
             assert device.create_cuda_gpu() is device.get_default_device()
+            assert device.create_cuda_gpus(2) == [device.get_default_device()] * 2
+    assert (device.get_num_gpus(), device.get_gpu_ids(), singa_wrap.USE_CUDA) == (0, [], False)
     (record,) = caplog.records
     assert record.message.startswith("using the CPU: ")
     assert "\n" not in record.message
@@ -98,6 +104,7 @@ def test_the_cpu_can_be_asked_for(monkeypatch, caplog, untold):
     fake_cupy(monkeypatch, 2)
     monkeypatch.setenv("DISTOPT_DEVICE", "cpu")
     assert device.create_cuda_gpu_on(1) is device.get_default_device()
+    assert (device.get_num_gpus(), singa_wrap.USE_CUDA) == (0, False)
     assert not caplog.records
 
 
@@ -117,6 +124,10 @@ def test_a_gpu_is_one_device_and_becomes_the_current_one(monkeypatch, caplog, un
     assert (gpu.id(), gpu.lang(), gpu.kind, repr(gpu)) == (1, "kCuda", "cuda", "cuda:1")
     assert gpu.xp is sys.modules["cupy"]
     assert used == [1, 1]
+    assert singa_wrap.USE_CUDA is True
+    assert device.get_gpu_ids() == [0, 1]
+    assert [gpu.id() for gpu in device.create_cuda_gpus(2)] == [0, 1]
+    assert device.create_cuda_gpus_on([1])[0] is gpu
     for index in (2, -1):
         with pytest.raises(UsageError, match=f"no GPU {index}: 2 visible"):
             device.create_cuda_gpu_on(index)

@@ -147,8 +147,10 @@ class Net(layer.Layer):
         (lambda: layer.Conv2d(3, 8, 3), (2, 4, 5, 5), "item expects images [N, 3, H, W], got [2, 4, 5, 5]"),
         (lambda: layer.Conv2d(8, 3), (2, 4), "item expects images [N, C, H, W], got [2, 4]"),
         (lambda: layer.Conv2d(8, 6), (2, 4, 5, 5), "item: a kernel of"),
-        (lambda: layer.DepthwiseConv2d(6), (2, 4, 5, 5), "item: a kernel of"),
-        (lambda: layer.DepthwiseConv2d(6), (2, 4), "item expects images [N, C, H, W], got [2, 4]"),
+        (lambda: layer.Conv2d(4, 6, group=4), (2, 4, 5, 5), "item: a kernel of"),
+        (lambda: layer.Conv2d(4, 8, group=2, padding=(0, 1, 1, 1)), (2, 4, 5, 5), "padding (0, 1, 1, 1) does not fit"),
+        (lambda: layer.Conv2d(6, 3, group=3), (2, 4, 5, 5), "item: 4 channels cannot be divided into 3 groups"),
+        (lambda: layer.Conv2d(6, 3, pad_mode="SAME_LOWER"), (2, 4), "item expects images [N, C, H, W], got [2, 4]"),
         (lambda: layer.SeparableConv2d(3, 8, 3), (2, 4, 5, 5), "depthwise_conv expects images [N, 3, H, W], got"),
         (lambda: layer.BatchNorm2d(3), (2, 4, 5, 5), "item expects images [N, 3, H, W], got [2, 4, 5, 5]"),
         (lambda: layer.BatchNorm2d(), (2, 4), "item expects images [N, C, H, W], got [2, 4]"),
@@ -180,7 +182,17 @@ def test_types_that_do_not_fit_are_named_by_layer():
     [
         (lambda: layer.Conv2d(8, 0), "kernel_size is one integer or two, each at least 1; got 0"),
         (lambda: layer.Conv2d(8, 3, stride=0), "stride is"),
-        (lambda: layer.Conv2d(8, 3, padding=-1), "padding is"),
+        (lambda: layer.Conv2d(8, 3, padding=-1), "padding is one integer, two, or four"),
+        (lambda: layer.Conv2d(8, 3, padding=(1, 1, 1)), r"padding is .*; got \(1, 1, 1\)"),
+        (lambda: layer.Conv2d(8, 3, padding=None), "padding is .*; got None"),
+        (lambda: layer.MaxPool2d(2, pad_mode="SAME"), "unknown pad_mode 'SAME'; choose one of NOTSET, SAME_UPPER, SA"),
+        (lambda: layer.Conv2d(8, 3, dilation=2), "Conv2d has no dilation, as in SINGA"),
+        (lambda: layer.Conv2d(8, 3, group=3), "8 kernels cannot be divided into 3 groups"),
+        (lambda: layer.Conv2d(8, 3, group=0), "group is an integer of at least 1; got 0"),
+        (lambda: layer.Conv2d(8, 3, group=2, pool=layer.MaxPool2d(2)), "Conv2d pools in one group and with even padd"),
+        (lambda: layer.Conv2d(8, 3, pool=layer.MaxPool2d(2, pad_mode="SAME_UPPER")), "Conv2d pools in one group"),
+        (lambda: layer.Conv2d(8, 3, pool=layer.MaxPool2d(2, 2, (0, 1, 0, 1))), "Conv2d pools in one group"),
+        (lambda: layer.MaxPool1d((2, 2)), "kernel_size is"),
         (lambda: layer.Conv2d(8, (3, 3, 3)), "kernel_size is"),
         (lambda: layer.Conv2d(3, 8, 3, 1, 1, 1), "Conv2d takes"),
         (lambda: layer.Conv2d(3, (8, 8), 3), "Conv2d takes"),
@@ -197,6 +209,99 @@ def test_types_that_do_not_fit_are_named_by_layer():
 def test_arguments_that_make_no_sense_are_refused(make, message):
     with pytest.raises(UsageError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Conv3d", "distopt.layer has no Conv3d; did you mean Conv2d?"),
+        ("Maxpool2d", "distopt.layer has no Maxpool2d; did you mean MaxPool2d?"),
+        ("LSTM", "distopt.layer has no LSTM: distopt keeps to convolutional networks; PyTorch is the way to others"),
+        ("CudnnRNN", "distopt keeps to convolutional networks"),
+        ("Embedding", "distopt keeps to convolutional networks"),
+    ],
+)
+def test_a_wrong_name_gets_a_cure(name, message):
+    with pytest.raises(AttributeError) as caught:
+        getattr(layer, name)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "labels", "message"),
+    [
+        (
+            (4, 3),
+            np.array([0, 1, 2, 0], np.float32),
+            r"labels \[N\] are class indices, got float32; make them tensor.int32",
+        ),
+        ((4, 3), np.array([[0], [1], [2], [0]], np.int32), r"scores \[4, 3\] need 4 labels.*; got \[4, 1\]"),
+        (
+            (4, 3),
+            np.arange(3, dtype=np.int32),
+            r"scores \[4, 3\] need 4 labels: class indices \[4\], or dis.*; got \[3\]",
+        ),
+        ((4, 3), np.eye(4, dtype=np.float32), r"need 4 labels: .* distributions \[4, 3\]; got \[4, 4\]"),
+        ((4, 3, 1, 1), np.arange(4, dtype=np.int32), r"takes scores \[N, classes\], got \[4, 3, 1, 1\]; put a Flatten"),
+    ],
+)
+def test_labels_that_do_not_fit_are_explained(shape, labels, message):
+    with pytest.raises(UsageError, match=message):
+        layer.SoftMaxCrossEntropy()(images(*shape), Tensor.of(labels))
+
+
+def test_one_hot_labels_of_integers_are_the_classes():
+    scores, classes = images(4, 3), np.array([2, 0, 1, 2], np.int32)
+    loss = layer.SoftMaxCrossEntropy()(scores, Tensor.of(np.eye(3, dtype=np.int32)[classes]))
+    np.testing.assert_allclose(loss.array, layer.SoftMaxCrossEntropy()(scores, Tensor.of(classes)).array, rtol=1e-6)
+
+
+@pytest.mark.parametrize("transA", [False, True])
+@pytest.mark.parametrize("transB", [False, True])
+@pytest.mark.parametrize("bias_shape", [None, (4, 1), False])
+def test_gemm(monkeypatch, transA, transB, bias_shape):
+    monkeypatch.setattr(autograd, "training", True)
+    gemm = layer.Gemm(5, 0.5, 3.0, transA, transB, bias=bias_shape is not False, bias_shape=bias_shape or None)
+    a = images(*((3, 4) if transA else (4, 3)), dtype=np.float64)
+    gemm(a)
+    assert gemm.W.shape == ((5, 3) if transB else (3, 5))
+    if bias_shape is not False:
+        assert gemm.b.shape == (bias_shape or (1, 5))
+        assert not gemm.b.array.any()
+        gemm.b.gaussian(0.0, 1.0)
+    y = gemm(a)
+    left, right = (a.array.T if transA else a.array), (gemm.W.array.T if transB else gemm.W.array)
+    expected = 0.5 * left @ right + (0 if bias_shape is False else 3.0 * gemm.b.array)
+    np.testing.assert_allclose(y.array, expected, rtol=1e-12)
+    dy = np.cos(np.arange(20.0)).reshape(4, 5)
+    gradients = {p: g.to_numpy() for p, g in autograd.backward(y, Tensor.of(dy))}
+    dw = 0.5 * left.T @ dy
+    np.testing.assert_allclose(gradients.pop(gemm.W), dw.T if transB else dw, rtol=1e-12)
+    if bias_shape is not False:
+        db = 3.0 * dy.sum(axis=0 if bias_shape is None else 1).reshape(gemm.b.shape)
+        np.testing.assert_allclose(gradients.pop(gemm.b), db, rtol=1e-12)
+    assert not gradients
+    with pytest.raises(AssertionError, match="Gemm expects 3 inputs, got 7"):  # what SINGA raises
+        gemm(images(*((7, 4) if transA else (4, 7)), dtype=np.float64))
+    with pytest.raises(UsageError, match=r"Gemm expects a matrix, got \[2, 3, 1\]; put a Flatten before it"):
+        gemm(images(2, 3, 1, dtype=np.float64))
+
+
+def test_losses_of_probabilities():
+    x, t = images(4, 3), images(4, 3)
+    for tensor in (x, t):
+        tensor.array[...] = 1 / (1 + np.exp(-tensor.array))
+    t.array[...] = t.array[::-1]
+    expected = -(t.array * np.log(x.array)).sum() / 4
+    assert layer.CrossEntropy()(x, t).item() == pytest.approx(expected, rel=1e-5)
+    expected = -(t.array * np.log(x.array + 1e-4) + (1 - t.array) * np.log(1 - x.array + 1e-4)).sum() / 4
+    assert layer.BinaryCrossEntropy()(x, t).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_bias_may_be_the_third_argument_of_linear():
+    linear = layer.Linear(3, 2, False)
+    linear(images(1, 3))
+    assert list(linear.get_params()) == ["W"]
 
 
 def test_a_layer_without_forward_says_so():

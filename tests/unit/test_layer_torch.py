@@ -19,6 +19,11 @@ def conv_relu(*args, **kwargs):
     return nn.Sequential(nn.Conv2d(*args, **kwargs), nn.ReLU())
 
 
+def framed(border, *modules, fill=0.0):
+    """`modules` on images with a border of `fill`: left, right, top, bottom."""
+    return nn.Sequential(nn.ConstantPad2d(border, fill), *modules)
+
+
 IMAGES = (4, 3, 9, 8)
 CASES = {
     "conv": (layer.Conv2d(5, 3), nn.Conv2d(3, 5, 3), IMAGES),
@@ -35,6 +40,59 @@ CASES = {
         nn.Sequential(nn.Conv2d(3, 5, (2, 3), (1, 2), 1, bias=False), nn.MaxPool2d(3, 2, 1)),
         IMAGES,
     ),
+    "conv groups": (
+        layer.Conv2d(4, 6, (3, 2), 2, 1, group=2),
+        nn.Conv2d(4, 6, (3, 2), 2, 1, groups=2),
+        (4, 4, 9, 8),
+    ),
+    "conv groups relu": (
+        layer.Conv2d(9, 3, stride=(1, 2), group=3, activation="RELU"),
+        conv_relu(6, 9, 3, (1, 2), groups=3),
+        (2, 6, 7, 8),
+    ),
+    "conv groups uneven padding": (
+        layer.Conv2d(4, 2, group=2, bias=False, padding=(0, 1, 2, 1)),
+        framed((2, 1, 0, 1), nn.Conv2d(6, 4, 2, groups=2, bias=False)),
+        (2, 6, 5, 5),
+    ),
+    "conv depthwise": (
+        layer.Conv2d(3, (3, 2), padding=(1, 0), stride=(2, 1), group=3, activation="RELU"),
+        conv_relu(3, 3, (3, 2), (2, 1), (1, 0), groups=3),
+        IMAGES,
+    ),
+    "conv depthwise same": (
+        layer.Conv2d(3, 4, group=3, bias=False, pad_mode="SAME_UPPER"),
+        framed((1, 2, 1, 2), nn.Conv2d(3, 3, 4, groups=3, bias=False)),
+        IMAGES,
+    ),
+    "conv depthwise multiplier": (layer.Conv2d(6, 3, group=3), nn.Conv2d(3, 6, 3, groups=3), IMAGES),
+    "conv uneven padding": (
+        layer.Conv2d(3, 5, (4, 3), 1, (1, 2, 0, 1)),
+        framed((0, 1, 1, 2), nn.Conv2d(3, 5, (4, 3))),
+        IMAGES,
+    ),
+    "conv even padding of four": (layer.Conv2d(5, 3, padding=[1, 1, 2, 2]), nn.Conv2d(3, 5, 3, 1, (1, 2)), IMAGES),
+    "conv same upper": (
+        layer.Conv2d(5, (4, 3), stride=(2, 1), pad_mode="SAME_UPPER", padding=None),
+        framed((1, 1, 1, 2), nn.Conv2d(3, 5, (4, 3), (2, 1))),
+        IMAGES,
+    ),
+    "conv same lower": (
+        layer.Conv2d(5, (4, 3), stride=(2, 1), pad_mode="SAME_LOWER"),
+        framed((1, 1, 2, 1), nn.Conv2d(3, 5, (4, 3), (2, 1))),
+        IMAGES,
+    ),
+    "conv same, even": (layer.Conv2d(5, 3, pad_mode="SAME_LOWER"), nn.Conv2d(3, 5, 3, padding=1), IMAGES),
+    "conv same, stride beyond the kernel": (
+        layer.Conv2d(5, 1, stride=3, pad_mode="SAME_UPPER"),
+        nn.Conv2d(3, 5, 1, 3),
+        IMAGES,
+    ),
+    "conv same relu max pool": (
+        layer.Conv2d(5, 2, activation="RELU", pad_mode="SAME_UPPER", pool=layer.MaxPool2d(2)),
+        framed((0, 1, 0, 1), nn.Conv2d(3, 5, 2), nn.ReLU(), nn.MaxPool2d(2)),
+        IMAGES,
+    ),
     "separable": (
         layer.SeparableConv2d(3, 6, 3, 2, 1),
         nn.Sequential(nn.Conv2d(3, 3, 3, 2, 1, groups=3, bias=False), nn.Conv2d(3, 6, 1, bias=False)),
@@ -42,7 +100,7 @@ CASES = {
     ),
     "separable bias": (
         layer.SeparableConv2d(6, 3, bias=True),
-        nn.Sequential(nn.Conv2d(3, 3, 3, groups=3, bias=False), nn.Conv2d(3, 6, 1)),
+        nn.Sequential(nn.Conv2d(3, 3, 3, groups=3), nn.Conv2d(3, 6, 1)),
         IMAGES,
     ),
     "linear": (layer.Linear(7), nn.Linear(5, 7), (4, 5)),
@@ -53,6 +111,36 @@ CASES = {
     "max pool default stride": (layer.MaxPool2d((3, 2)), nn.MaxPool2d((3, 2)), IMAGES),
     "avg pool": (layer.AvgPool2d(2), nn.AvgPool2d(2), IMAGES),
     "avg pool padding": (layer.AvgPool2d(3, 2, padding=1), nn.AvgPool2d(3, 2, 1), IMAGES),
+    "avg pool uneven padding": (
+        layer.AvgPool2d(3, 2, padding=(1, 0, 0, 1)),
+        framed((0, 1, 1, 0), nn.AvgPool2d(3, 2)),
+        IMAGES,
+    ),
+    "avg pool same": (layer.AvgPool2d(4, 1, pad_mode="SAME_LOWER"), framed((2, 1, 2, 1), nn.AvgPool2d(4, 1)), IMAGES),
+    "max pool uneven padding": (
+        layer.MaxPool2d((2, 3), 2, (0, 1, 1, 0)),
+        framed((1, 0, 0, 1), nn.MaxPool2d((2, 3), 2), fill=-np.inf),
+        IMAGES,
+    ),
+    "max pool same upper": (
+        layer.MaxPool2d(2, 1, pad_mode="SAME_UPPER"),
+        framed((0, 1, 0, 1), nn.MaxPool2d(2, 1), fill=-np.inf),
+        IMAGES,
+    ),
+    "max pool same lower": (
+        layer.MaxPool2d(3, 2, pad_mode="SAME_LOWER"),
+        framed((1, 0, 1, 1), nn.MaxPool2d(3, 2), fill=-np.inf),
+        IMAGES,
+    ),
+    "pooling max": (layer.Pooling2d(2), nn.MaxPool2d(2), IMAGES),
+    "pooling mean": (layer.Pooling2d((2, 3), is_max=False), nn.AvgPool2d((2, 3)), IMAGES),
+    "max pool 1d": (layer.MaxPool1d(3, 2, 1), nn.MaxPool2d((1, 3), (1, 2), (0, 1)), (4, 3, 1, 9)),
+    "avg pool 1d": (layer.AvgPool1d(2), nn.AvgPool2d((1, 2)), (4, 3, 1, 9)),
+    "avg pool 1d same": (
+        layer.AvgPool1d(4, 1, pad_mode="SAME_UPPER"),
+        framed((1, 2, 0, 0), nn.AvgPool2d((1, 4), 1)),
+        (4, 3, 1, 9),
+    ),
     "batch norm": (layer.BatchNorm2d(), nn.BatchNorm2d(3), IMAGES),
     "batch norm momentum": (layer.BatchNorm2d(3, momentum=0.6), nn.BatchNorm2d(3, momentum=0.4), IMAGES),
     "relu": (layer.ReLU(), nn.ReLU(), IMAGES),
@@ -62,11 +150,9 @@ CASES = {
 }
 
 
-def to_ours(name, value):
-    """PyTorch keeps [out, in] in linear layers, and depthwise kernels as [C, 1, kh, kw]."""
-    if value.ndim == 2:
-        return np.ascontiguousarray(value.T)
-    return value[:, 0] if name.startswith("depthwise") else value
+def to_ours(value):
+    """PyTorch keeps [out, in] in linear layers."""
+    return np.ascontiguousarray(value.T) if value.ndim == 2 else value
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -88,7 +174,7 @@ def test_layer_equals_pytorch(name, dtype):
                 ours.running_mean.set_value(0)
                 ours.running_var.set_value(1)
             theirs_by_name = dict(zip(ours.get_params(), theirs.parameters(), strict=True))
-            ours.set_params({k: to_ours(k, p.detach().numpy()) for k, p in theirs_by_name.items()})
+            ours.set_params({k: to_ours(p.detach().numpy()) for k, p in theirs_by_name.items()})
         y, their_y = ours(x), theirs(their_x)
         np.testing.assert_allclose(y.array, their_y.detach().numpy(), **tolerance)
         dy = rng.standard_normal(y.shape).astype(dtype)
@@ -97,9 +183,31 @@ def test_layer_equals_pytorch(name, dtype):
         their_y.backward(torch.from_numpy(dy))
         np.testing.assert_allclose(gradients.pop(x).data, their_x.grad.numpy(), **tolerance)
         for key, param in ours.get_params().items():
-            expected = to_ours(key, theirs_by_name[key].grad.numpy())
+            expected = to_ours(theirs_by_name[key].grad.numpy())
             np.testing.assert_allclose(gradients.pop(param).data, expected, **tolerance)
         assert not gradients
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("side", [1, 2, 5, 6, 7])
+@pytest.mark.parametrize("kernel", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_same_padding_keeps_the_size_divided_by_the_stride(side, kernel, stride):
+    """TensorFlow's formula for SAME, and the other side of the same images for SAME_LOWER."""
+    total = max(kernel - (side % stride or stride), 0)
+    less, more = total // 2, -(-total // 2)
+    x = np.random.default_rng(side).standard_normal((2, 3, side, 8)).astype(np.float32)
+    for mode, border in (("SAME_UPPER", (less, more)), ("SAME_LOWER", (more, less))):
+        ours = layer.Conv2d(4, (kernel, 1), stride=(stride, 1), pad_mode=mode)
+        ours(Tensor.of(np.zeros((1, 3, 16, 2), np.float32)))  # another size: padding follows each input
+        y = ours(Tensor.of(x))
+        assert y.shape == (2, 4, -(-side // stride), 8)
+        wide = nn.functional.pad(torch.from_numpy(x), (0, 0, *border))
+        expected = nn.functional.conv2d(wide, torch.from_numpy(ours.W.array), stride=(stride, 1))
+        np.testing.assert_allclose(y.array, expected.numpy(), rtol=1e-4, atol=1e-5)
+        if stride == 1 and mode == "SAME_UPPER" and kernel <= side:
+            same = nn.functional.conv2d(torch.from_numpy(x), torch.from_numpy(ours.W.array), padding="same")
+            np.testing.assert_allclose(y.array, same.numpy(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

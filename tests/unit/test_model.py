@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from distopt import autograd, device, layer, tensor
+from distopt import autograd, device, layer, opt, tensor
 from distopt.errors import StateError, UsageError
 from distopt.nn import optim
 from distopt.nn.model import Model
@@ -171,6 +171,134 @@ def test_graph_wish_is_remembered_and_changes_no_bit():
     assert results[0] == results[1]
 
 
+class Windows(CNN):
+    """Convolution and pooling of the kinds that are made of several kernels, without dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = layer.Conv2d(4, 4, pad_mode="SAME_UPPER", activation="RELU")
+        self.grouped = layer.Conv2d(6, 3, group=2, padding=(1, 0, 0, 1))
+        self.pooling1 = layer.MaxPool2d(3, 2, pad_mode="SAME_LOWER")
+        self.mean = layer.AvgPool2d(2, padding=(1, 0, 1, 0))
+
+    def forward(self, x):
+        y = self.mean(self.grouped(self.pooling1(self.norm(self.conv1(x)))))
+        return self.linear2(self.linear1(self.flatten(y)))
+
+
+def test_groups_and_uneven_padding_are_replayed_with_the_same_bits():
+    results = []
+    for use_graph in ("False", "True"):
+        device.get_default_device().SetRandSeed(0)
+        net = Windows()
+        net.set_optimizer(optim.SGD(lr=0.1, momentum=0.9))
+        net.compile([batch()[0]], use_graph=use_graph)
+        losses = [net(*batch(step))[1].item() for step in range(7)]
+        results.append((losses, [p.to_numpy().tobytes() for p in net.get_states().values()]))
+        assert (net.graph_replays > 0) == (use_graph == "True")
+    assert results[0] == results[1]
+
+
+def test_the_graph_can_be_switched_after_compile():
+    net = Windows()
+    with pytest.raises(UsageError, match=r"Windows is not compiled; call compile\(inputs, use_graph"):
+        net.graph()
+    net.set_optimizer(optim.SGD(lr=0.1))
+    net.compile([batch()[0]], use_graph=False)
+    net.graph(True, sequential=True)
+    for _ in range(5):
+        net(*batch())
+    assert net.graph_replays
+    net.graph(False)
+    net(*batch())
+    assert not net.graph_replays
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "message"),
+    [
+        (batch()[0], {}, r"compile takes a list of inputs; write compile\(\[x\]\)"),
+        ([], {}, r"compile takes a list of tensors, .*; got \[\]"),
+        ([np.zeros((6, 1, 8, 8))], {}, r"compile takes a list of tensors, .*; got \['ndarray'\]"),
+        (np.zeros((6, 1, 8, 8)), {}, "compile takes a list of tensors, .*; got ndarray"),
+        ([batch()[0]], {"use_graph": "yes"}, "use_graph is True or False; got 'yes'"),
+    ],
+)
+def test_arguments_of_compile_are_checked_before_anything_happens(inputs, options, message):
+    net = CNN()
+    with pytest.raises(UsageError, match=message) as caught:
+        net.compile(inputs, **options)
+    assert "\n" not in str(caught.value)
+    assert not net.get_params()
+
+
+def test_arguments_of_a_call_that_do_not_fit_are_explained():
+    net = compiled()
+    x, y = batch()
+    with pytest.raises(UsageError, match=r"CNN is in training mode, where it takes train_one_batch\(x, y\); or"):
+        net(x)
+    for wrong in [(x.to_numpy(), y), (x, y.to_numpy())]:
+        with pytest.raises(UsageError, match=r"CNN takes tensors, got a NumPy array; make it one with tensor\.from"):
+            net(*wrong)
+    net.eval()
+    with pytest.raises(TypeError, match="positional argument"):
+        net()
+    net.flatten = None
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        net(x)
+
+
+@pytest.mark.parametrize("size", [1, 3, 20])
+def test_a_batch_may_have_another_size(size):
+    net = compiled()
+    rng = np.random.default_rng(size)
+    x = tensor.from_numpy(rng.standard_normal((size, 1, 8, 8), np.float32))
+    out, loss = net(x, tensor.from_numpy(rng.integers(0, 3, size)))
+    assert out.shape == (size, 3)
+    assert np.isfinite(loss.item())
+
+
+def test_a_model_that_is_not_compiled_gives_its_output_to_scripts_that_walk_the_graph():
+    net, (x, y) = CNN(), batch()
+    autograd.training = True
+    sgd = optim.SGD(lr=0.05)
+    losses = []
+    for _ in range(10):
+        loss = autograd.softmax_cross_entropy(net(x), y)
+        for param, grad in autograd.backward(loss):
+            sgd.update(param, grad)
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    net.set_optimizer(sgd)
+    out, loss = net(x, y)  # its arguments fit train_one_batch
+    assert loss.item() < losses[0]
+    assert net.forward(x).shape == out.shape
+
+
+def test_a_model_may_make_its_layers_and_its_optimizer_itself():
+    class Lazy(Model):
+        def __init__(self):
+            super().__init__()
+            self.optimizer = optim.SGD(lr=0.1)
+
+        def initialize(self, x):
+            self.linear = layer.Linear(x.shape[1])
+
+        def forward(self, x):
+            return self.linear(x)
+
+        def train_one_batch(self, x, y):
+            loss = autograd.mse_loss(self.forward(x), y)
+            self.optimizer(loss)
+            return loss
+
+    net = Lazy()
+    x = tensor.from_numpy(np.arange(12, dtype=np.float32).reshape(4, 3) / 10)
+    net.compile([tensor.PlaceHolder((4, 3))])
+    assert [p.name for p in net.get_params().values()] == ["linear.W", "linear.b"]
+    assert net(x, x * 2).item() > [net.train_one_batch(x, x * 2) for _ in range(5)][-1].item()
+
+
 def test_what_is_missing_is_explained(tmp_path):
     net = CNN()
     with pytest.raises(UsageError, match="call compile before"):
@@ -199,15 +327,36 @@ def test_states_make_a_round_trip_to_the_bit(tmp_path, dtype):
     for name, value in net.get_states().items():
         np.testing.assert_array_equal(other.get_states()[name].array, value.array)
     assert loaded.keys() == aux.keys()
-    assert loaded["epoch"] == 3
-    assert loaded["scale"] == 0.1
-    np.testing.assert_array_equal(loaded["order"], aux["order"])
-    np.testing.assert_array_equal(loaded["loss"], [1])
+    assert all(isinstance(value, Tensor) for value in loaded.values())
+    assert loaded["epoch"].item() == 3
+    assert loaded["scale"].item() == 0.1, "with all its bits"
+    np.testing.assert_array_equal(loaded["order"].array, aux["order"])
+    np.testing.assert_array_equal(loaded["loss"].array, [1])
     net.save_states(tmp_path / "net.state")
     assert other.load_states(tmp_path / "net.state") == {}
     with pytest.raises(UsageError, match=r"aux_states\['note'\] has dtype"):
         net.save_states(tmp_path / "net.state", {"note": "text"})
     assert other.load_states(tmp_path / "net.state") == {}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_states_of_an_optimizer_may_lie_in_the_file(tmp_path, wrapped):
+    def optimizer():
+        adam = optim.Adam(lr=0.01)
+        return opt.DistOpt(adam) if wrapped else adam
+
+    nets, losses = [compiled(seed=1), compiled(seed=2)], [[], []]
+    optimizers = [optimizer(), optimizer()]
+    for net, each in zip(nets, optimizers, strict=True):
+        net.dropout.ratio = 0.0
+        net.set_optimizer(each)
+        net(*batch())
+    nets[0].save_states(tmp_path / "all.zip", optimizers[0].get_states())
+    optimizers[1].set_states(nets[1].load_states(tmp_path / "all.zip"))
+    for net, found in zip(nets, losses, strict=True):
+        found.extend(net(*batch(step))[1].item() for step in range(4))
+    assert losses[0] == losses[1]
+    assert optimizers[0].get_states().keys() == optimizers[1].get_states().keys()
 
 
 def test_loaded_parameters_keep_their_memory(tmp_path):

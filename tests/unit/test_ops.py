@@ -387,7 +387,7 @@ def test_geometry_that_does_not_fit_is_refused(call):
             zeros(1, 1, 4, 4), zeros(1, 1, 2, 2), np.zeros((1, 1, 2, 1), np.uint8), (2, 2), (2, 2), (0, 0)
         ),
         lambda: _core.relu(zeros(3), zeros(2)),
-        lambda: _core.sgd(zeros(3), zeros(4), None, 0.1, 0, 0, 0, False, False),
+        lambda: _core.sgd(zeros(3), zeros(4), None, 0.1, 0, 0, 0, False),
         lambda: _core.adam(zeros(3), zeros(3), zeros(3), zeros(3), 0, 0.1, 0.9, 0.99, 1e-8, 0),
         lambda: _core.softmax(zeros(3, 0), zeros(3, 0)),
         lambda: _core.cross_entropy(zeros(2, 3), np.zeros(3, np.int64), None, zeros(2, 3), zeros()),
@@ -406,4 +406,4 @@ def test_a_label_out_of_range_never_reaches_memory():
 @pytest.mark.parametrize("bad", [zeros(6)[::2], np.zeros(3, np.float64), np.zeros(3, np.float16)])
 def test_arrays_are_never_copied_behind_the_callers_back(bad):
     with pytest.raises(TypeError):
-        _core.sgd(bad, zeros(3), None, 0.1, 0, 0, 0, False, False)
+        _core.sgd(bad, zeros(3), None, 0.1, 0, 0, 0, False)

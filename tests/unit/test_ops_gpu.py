@@ -20,7 +20,9 @@ RUN = "import sys, pytest; from tests.emulation import activate; activate(); sys
         # In float64 the large cases only take longer.
         ("test_ops.py", ["-k", "not (float64 and (test_linear or test_pool2d))"]),
         ("test_convolution.py", ["-k", "not (float64 and test_conv2d and lowering)"]),
+        ("test_functions.py", []),
         ("test_staging.py", []),
+        ("test_tensor.py", []),
     ],
 )
 def test_on_the_emulated_gpu(file, options):

@@ -1,4 +1,4 @@
-"""Optimizers and schedules against PyTorch, and their states."""
+"""Optimizers against SINGA's formulas, and against PyTorch where rules agree; their states."""
 
 import numpy as np
 import pytest
@@ -6,46 +6,78 @@ import pytest
 from distopt import autograd
 from distopt.errors import StateError, UsageError
 from distopt.nn import optim
+from distopt.nn.optim import ExponentialDecay
 from distopt.nn.tensor import Tensor
 
+FALLING = ExponentialDecay(0.8, 2, 0.5)
+
+# A rule, its options, and those of PyTorch's rule if that gives the same.
 CONFIGURATIONS = {
-    "sgd": (optim.SGD, {"lr": 0.1}, "SGD", {"lr": 0.1}),
-    "sgd decay": (optim.SGD, {"lr": 0.1, "weight_decay": 0.2}, "SGD", {"lr": 0.1, "weight_decay": 0.2}),
-    "momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9}, "SGD", {"lr": 0.1, "momentum": 0.9}),
-    "dampening": (
-        optim.SGD,
-        {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
-        "SGD",
-        {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
-    ),
+    "sgd": (optim.SGD, {"lr": 0.1}, {}),
+    "sgd decay": (optim.SGD, {"lr": 0.1, "weight_decay": 0.2}, {"weight_decay": 0.2}),
+    "momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9}, {"momentum": 0.9}),
+    "dampening": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}, None),
     "nesterov": (
         optim.SGD,
-        {"lr": 0.1, "momentum": 0.8, "nesterov": True},
-        "SGD",
-        {"lr": 0.1, "momentum": 0.8, "nesterov": True},
+        {"lr": 0.1, "momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
+        {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
     ),
-    "adam": (optim.Adam, {"lr": 0.02}, "Adam", {"lr": 0.02, "eps": 1e-8}),
+    "sgd schedules": (optim.SGD, {"lr": 0.1, "momentum": FALLING, "dampening": FALLING, "weight_decay": FALLING}, None),
+    "nesterov schedules": (optim.SGD, {"lr": FALLING, "momentum": FALLING, "nesterov": True}, None),
+    "adam": (optim.Adam, {"lr": 0.02}, {"eps": 1e-8}),
     "adam all": (
         optim.Adam,
         {"lr": 0.02, "beta_1": 0.7, "beta_2": 0.95, "epsilon": 1e-3, "weight_decay": 0.1},
-        "Adam",
-        {"lr": 0.02, "betas": (0.7, 0.95), "eps": 1e-3, "weight_decay": 0.1},
+        {"betas": (0.7, 0.95), "eps": 1e-3, "weight_decay": 0.1},
     ),
-    "rmsprop": (optim.RMSProp, {"lr": 0.02, "rho": 0.8}, "RMSprop", {"lr": 0.02, "alpha": 0.8, "eps": 1e-8}),
-    "rmsprop decay": (
+    "adam schedules": (
+        optim.Adam,
+        {"lr": 0.02, "beta_1": FALLING, "beta_2": FALLING, "epsilon": FALLING, "weight_decay": FALLING},
+        None,
+    ),
+    "rmsprop": (optim.RMSProp, {"lr": 0.02, "rho": 0.8}, None),
+    "rmsprop decay": (optim.RMSProp, {"lr": 0.02, "weight_decay": 0.1, "epsilon": 1e-4}, None),
+    "rmsprop schedules": (
         optim.RMSProp,
-        {"lr": 0.02, "weight_decay": 0.1, "epsilon": 1e-4},
-        "RMSprop",
-        {"lr": 0.02, "alpha": 0.9, "eps": 1e-4, "weight_decay": 0.1},
+        {"lr": 0.02, "rho": FALLING, "epsilon": FALLING, "weight_decay": FALLING},
+        None,
     ),
-    "adagrad": (optim.AdaGrad, {"lr": 0.1}, "Adagrad", {"lr": 0.1, "eps": 1e-8}),
-    "adagrad decay": (
-        optim.AdaGrad,
-        {"lr": 0.1, "weight_decay": 0.1, "epsilon": 1e-3},
-        "Adagrad",
-        {"lr": 0.1, "eps": 1e-3, "weight_decay": 0.1},
-    ),
+    "rmsprop alone": (optim.RMSProp, {"lr": 0.02, "epsilon": 0}, {"alpha": 0.9, "eps": 0}),
+    "adagrad": (optim.AdaGrad, {"lr": 0.1}, None),
+    "adagrad decay": (optim.AdaGrad, {"lr": 0.1, "weight_decay": 0.1, "epsilon": 1e-3}, None),
+    "adagrad schedules": (optim.AdaGrad, {"lr": 0.1, "weight_decay": FALLING, "epsilon": FALLING}, None),
+    "adagrad alone": (optim.AdaGrad, {"lr": 0.1, "epsilon": 0}, {"eps": 0}),
 }
+DEFAULTS = {
+    optim.SGD: {"momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False},
+    optim.Adam: {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-8, "weight_decay": 0},
+    optim.RMSProp: {"rho": 0.9, "epsilon": 1e-8, "weight_decay": 0},
+    optim.AdaGrad: {"epsilon": 1e-8, "weight_decay": 0},
+}
+
+
+def formula(make, options, param, grads):
+    """The parameter after steps by SINGA's formulas, in float64."""
+    first, second = np.zeros_like(param), np.zeros_like(param)
+    for step, grad in enumerate(grads):
+        at = {key: value(step) if callable(value) else value for key, value in (DEFAULTS[make] | options).items()}
+        g = grad + at["weight_decay"] * param
+        if make is optim.SGD and options.get("momentum"):
+            first = at["momentum"] * first + (1 - at["dampening"]) * g
+            change = g + at["momentum"] * first if at["nesterov"] else first
+        elif make is optim.SGD:
+            change = g
+        elif make is optim.Adam:
+            first = at["beta_1"] * first + (1 - at["beta_1"]) * g
+            second = at["beta_2"] * second + (1 - at["beta_2"]) * g * g
+            mean, square = first / (1 - at["beta_1"] ** (step + 1)), second / (1 - at["beta_2"] ** (step + 1))
+            change = mean / (np.sqrt(square) + at["epsilon"])
+        else:
+            rho = at.get("rho")
+            second = second + g * g if rho is None else rho * second + (1 - rho) * g * g
+            change = g / np.sqrt(second + at["epsilon"])
+        param = param - at["lr"] * change
+    return param
 
 
 def params(dtype=np.float64):
@@ -56,9 +88,16 @@ def params(dtype=np.float64):
     ]
 
 
-def gradients(step, dtype=np.float64):
+def copies(given):
+    made = params()
+    for p, q in zip(made, given, strict=True):
+        p.copy_data(q)
+    return made
+
+
+def gradients(step, dtype=np.float64, scale=1.0):
     rng = np.random.default_rng(100 + step)
-    return [Tensor.of(rng.standard_normal(shape).astype(dtype)) for shape in [(7, 3), (5,)]]
+    return [Tensor.of((rng.standard_normal(shape) * scale).astype(dtype)) for shape in [(7, 3), (5,)]]
 
 
 def run(optimizer, targets, steps):
@@ -68,14 +107,45 @@ def run(optimizer, targets, steps):
         optimizer.step()
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-8])  # 1e-4: the epsilon of 1e-8 equals the square
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_steps_equal_singa_s_formulas(name, dtype, scale):
+    make, options, _ = CONFIGURATIONS[name]
+    targets, optimizer, steps = params(dtype), make(**options), range(5)
+    before = [p.to_numpy() for p in targets]
+    for step in steps:
+        for param, grad in zip(targets, gradients(step, dtype, scale), strict=True):
+            optimizer.apply(param.name, param, grad)
+        optimizer.step()
+    for i, (p, start) in enumerate(zip(targets, before, strict=True)):
+        grads = [gradients(step, dtype, scale)[i].array.astype(np.float64) for step in steps]
+        expected = formula(make, options, start.astype(np.float64), grads)
+        near = {"rtol": 3e-5, "atol": 1e-6} if dtype == np.float32 else {"rtol": 1e-12}
+        np.testing.assert_allclose(p.array, expected, **near)
+        assert p.dtype == dtype
+
+
+def test_the_first_gradient_is_dampened_and_tiny_ones_are_not_blown_up():
+    w, g = Tensor(data=np.float32([1.0])), Tensor(data=np.float32([0.5]))
+    optim.SGD(1.0, 0.9, dampening=0.5).apply("w", w, g)
+    assert w.item() == 0.75
+    tiny = Tensor(data=np.float32([1e-6]))
+    for make, mean in ((optim.AdaGrad, 1e-12), (optim.RMSProp, 1e-13)):
+        w = Tensor((1,))
+        make(1.0).apply("w", w, tiny)
+        assert w.item() == pytest.approx(-1e-6 / np.sqrt(mean + 1e-8), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", [name for name, (_, _, theirs) in CONFIGURATIONS.items() if theirs is not None])
 def test_steps_equal_pytorch(name, dtype):
     torch = pytest.importorskip("torch", reason="PyTorch is the oracle of this test; pip install torch==2.13.0")
-    make, options, theirs, their_options = CONFIGURATIONS[name]
+    make, options, theirs = CONFIGURATIONS[name]
     ours = params(dtype)
     oracle = [torch.nn.Parameter(torch.from_numpy(p.to_numpy())) for p in ours]
-    optimizer, their_optimizer = make(**options), getattr(torch.optim, theirs)(oracle, **their_options)
+    kind = {optim.RMSProp: "RMSprop", optim.AdaGrad: "Adagrad"}.get(make, make.__name__)
+    optimizer, their_optimizer = make(**options), getattr(torch.optim, kind)(oracle, lr=options["lr"], **theirs)
     for step in range(6):
         run(optimizer, ours, [step])
         for p, grad in zip(oracle, gradients(step, dtype), strict=True):
@@ -88,7 +158,7 @@ def test_steps_equal_pytorch(name, dtype):
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_states_continue_a_run_to_the_bit(name):
     make, options, *_ = CONFIGURATIONS[name]
-    options = {**options, "lr": optim.ExponentialDecay(options["lr"], 2, 0.5)}
+    options = {**options, "lr": ExponentialDecay(0.1, 2, 0.5)}
     whole, first = params(), params()
     run(make(**options), whole, range(6))
     before = make(**options)
@@ -100,14 +170,14 @@ def test_states_continue_a_run_to_the_bit(name):
     fresh = make(**options)
     fresh.set_states(states)
     assert fresh.get_states().keys() == kept.keys()
-    second = [p.clone() for p in first]
+    second = copies(first)
     fresh.attach(second)
     run(fresh, second, range(3, 6))
     for p, q in zip(whole, second, strict=True):
         np.testing.assert_array_equal(p.array, q.array)
 
     used = make(**options)  # one that knows its parameters already
-    third = [p.clone() for p in first]
+    third = copies(first)
     run(used, third, [50])
     for p, q in zip(third, first, strict=True):
         p.copy_data(q)
@@ -129,13 +199,13 @@ def test_states_that_do_not_fit_change_nothing():
     foreign = momentum.get_states()
     for states, message in [
         ({}, "step_counter is missing"),
-        (foreign, r"parameter p0 are \['momentum'\], where Adam as it is set up has \['m', 'step', 'v'\]"),
+        (foreign, r"parameter p0 are \['momentum'\], where Adam as it is set up has \['m', 'v'\]"),
         (
             {**good, "p0:m": np.zeros((2, 2))},
             r"state p0:m is float64 of shape \(2, 2\); expected float64 of shape \(7, 3\)",
         ),
         ({**good, "p1:v": np.zeros(5, np.float32)}, "state p1:v is float32"),
-        ({key: value for key, value in good.items() if key != "p1:v"}, r"parameter p1 are \['m', 'step'\]"),
+        ({key: value for key, value in good.items() if key != "p1:v"}, r"parameter p1 are \['m'\]"),
     ]:
         with pytest.raises(StateError, match=message):
             optimizer.set_states(states)
@@ -158,40 +228,30 @@ def test_names_tell_parameters_apart():
         optimizer.get_states()
 
 
-def test_a_call_is_a_step(monkeypatch):
+@pytest.mark.parametrize("way", ["__call__", "backward_and_update"])
+def test_a_call_is_a_step(monkeypatch, way):
     monkeypatch.setattr(autograd, "training", True)
     w = Tensor(data=np.array([4.0]), stores_grad=True, name="w", dtype=np.float64)
-    optimizer = optim.SGD(lr=optim.ExponentialDecay(0.25, 1, 0.5))
+    optimizer = optim.SGD(lr=ExponentialDecay(0.25, 1, 0.5))
     for expected in (3.0, 2.625):  # w -= lr * w
-        optimizer(w * w * 0.5)
+        getattr(optimizer, way)(w * w * 0.5)
         assert w.item() == expected
-    assert optimizer.step_counter == 2
-    assert optimizer.lr_value == 0.0625
+    assert (optimizer.step_counter.item(), optimizer.values["lr"]) == (2, 0.0625)
+    optimizer.call(w * w * 0.5)  # a step that `step` has not counted yet
+    assert (w.item(), optimizer.step_counter.item(), optimizer.values["lr"]) == (2.625 - 2.625 / 16, 2, 0.0625)
 
 
-def test_a_gradient_of_another_shape_is_refused():
-    with pytest.raises(UsageError, match=r"gradient of shape \(3,\) is none of w of shape \(2,\)"):
-        optim.SGD().update(Tensor((2,), name="w"), Tensor((3,)))
-
-
-def test_schedules():
-    assert [optim.Constant(0.3)(step) for step in (0, 100)] == [0.3, 0.3]
-    smooth = optim.ExponentialDecay(0.8, 10, 0.25)
-    np.testing.assert_allclose([smooth(s) for s in (0, 5, 10, 25)], [0.8, 0.4, 0.2, 0.8 * 0.25**2.5])
-    stairs = optim.ExponentialDecay(0.8, 10, 0.25, staircase=True)
-    np.testing.assert_allclose([stairs(s) for s in (0, 9, 10, 25)], [0.8, 0.8, 0.2, 0.05])
-
-
-def test_schedule_equals_pytorch():
-    torch = pytest.importorskip("torch", reason="PyTorch is the oracle of this test; pip install torch==2.13.0")
-    theirs = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.7)
-    schedule = torch.optim.lr_scheduler.StepLR(theirs, step_size=3, gamma=0.6)
-    ours = optim.SGD(lr=optim.ExponentialDecay(0.7, 3, 0.6, staircase=True))
-    for _ in range(8):
-        assert ours.lr_value == pytest.approx(schedule.get_last_lr()[0], rel=1e-12)
-        ours.step()
-        theirs.step()
-        schedule.step()
+@pytest.mark.parametrize(
+    ("grad", "message"),
+    [
+        (Tensor((3,)), r"gradient of float32 and shape \(3,\) is none of w of float32 and shape \(2,\)"),
+        (Tensor((2,), dtype=np.float64), r"gradient of float64 and shape \(2,\) is none of w of float32"),
+    ],
+)
+def test_a_gradient_of_another_shape_or_type_is_refused(grad, message):
+    for call in (optim.SGD().update, lambda w, g: optim.Adam().apply("w", w, g)):
+        with pytest.raises(UsageError, match=message):
+            call(Tensor((2,), name="w"), grad)
 
 
 @pytest.mark.parametrize(
@@ -209,11 +269,40 @@ def test_schedule_equals_pytorch():
         (optim.Adam, {"epsilon": -1}),
         (optim.RMSProp, {"rho": 1.0}),
         (optim.AdaGrad, {"weight_decay": -1}),
-        (optim.ExponentialDecay, {"init_value": 0.1, "decay_steps": 0, "decay_rate": 0.5}),
-        (optim.ExponentialDecay, {"init_value": 0.1, "decay_steps": 1, "decay_rate": -0.5}),
+        (optim.SGD, {"lr": "0.1"}),
+        (optim.SGD, {"lr": None}),
+        (optim.SGD, {"momentum": FALLING, "dampening": FALLING, "nesterov": True}),
+        (ExponentialDecay, {"init_value": 0.1, "decay_steps": 0, "decay_rate": 0.5}),
+        (ExponentialDecay, {"init_value": 0.1, "decay_steps": 1, "decay_rate": -0.5}),
         (optim.Constant, {"init_value": -0.1}),
     ],
 )
 def test_values_that_make_no_sense_are_refused(make, options):
     with pytest.raises(UsageError):
         make(**options)
+
+
+def test_a_value_that_is_assigned_counts_at_once_and_one_that_makes_no_sense_changes_nothing():
+    (w,), (g,) = params()[1:], gradients(0)[1:]
+    sgd, start = optim.SGD(0.5), w.to_numpy()
+    sgd.update(w, g)
+    sgd.lr, sgd.momentum, sgd.weight_decay = 0.25, 0.9, 0.1  # a buffer is needed only now
+    sgd.update(w, g)
+    expected = start - 0.5 * g.array
+    buffer = g.array + 0.1 * expected
+    expected -= 0.25 * buffer
+    np.testing.assert_allclose(w.array, expected, rtol=1e-12)
+    buffer = 0.9 * buffer + g.array + 0.1 * expected
+    sgd.update(w, g)
+    np.testing.assert_allclose(w.array, expected - 0.25 * buffer, rtol=1e-12)
+    kept = dict(sgd.values)
+    for name, value, message in (
+        ("lr", -1, "lr -1 is not a finite number of at least 0"),
+        ("weight_decay", float("nan"), "weight_decay nan is not a finite number of at least 0"),
+        ("momentum", "much", "momentum is a number or a DecayScheduler, not 'much'"),
+        ("dampening", None, "dampening is a number or a DecayScheduler, not None"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            setattr(sgd, name, value)
+    assert sgd.values == kept
+    assert sgd.momentum.init_value == 0.9

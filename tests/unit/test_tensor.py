@@ -1,10 +1,13 @@
 """Tensors: values, copies and arithmetic outside the graph."""
 
+import logging
+
 import numpy as np
 import pytest
 
-from distopt import autograd, device, initializer, tensor
+from distopt import autograd, device, tensor
 from distopt.errors import UsageError
+from distopt.nn.mode import mode
 from distopt.nn.tensor import Tensor
 
 
@@ -39,10 +42,44 @@ def test_numpy_arrays_are_copied_in_and_out(make):
     assert make(source, dtype=np.float64).dtype == np.float64
     assert make(np.arange(3)).dtype == np.int32
     assert make(np.arange(3, dtype=np.uint8)).dtype == np.uint8
+    assert make(np.arange(3) > 1).dtype == np.int32
+    assert make(np.array([0, 1 << 40])).array[1] == 1 << 40
     out = tensor.to_numpy(t)
     source[...] = 9
     t.set_value(7)
     np.testing.assert_array_equal(out, np.arange(6).reshape(2, 3).T)
+
+
+def test_float64_arrays_become_float32_with_one_notice(monkeypatch, caplog):
+    monkeypatch.setattr("distopt.nn.device._told", set())
+    with caplog.at_level(logging.WARNING, "distopt"):
+        assert Tensor(data=[0.5, 1.5]).dtype == np.float32  # Python's numbers have no other type
+        assert not caplog.records
+        for _ in range(2):
+            tensor.from_numpy(np.zeros(2))
+    (record,) = caplog.records
+    assert "float64 data becomes float32" in record.message
+    assert "dtype=tensor.float64 keeps it" in record.message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"shape": 3}, r"no tensor has shape 3 \(.*\); pass a tuple of sizes"),
+        ({"shape": (2, -1)}, r"no tensor has shape \(2, -1\)"),
+        ({"shape": (2, "x")}, "no tensor has shape"),
+        ({"shape": (2,), "dtype": "flaot32"}, "'flaot32' is no type of elements"),
+        ({"data": "text"}, "a tensor holds numbers, not <U4"),
+        ({"data": [1j]}, "a tensor holds numbers, not complex128"),
+        ({"data": [[1, 2], [3]]}, "no tensor has such data, a list"),
+        ({"data": ["x"], "dtype": np.float32}, "no tensor has such data, a list"),
+        ({"data": None, "shape": None}, "no tensor has shape None"),
+    ],
+)
+def test_what_no_tensor_can_hold_is_told_in_one_line(arguments, text):
+    with pytest.raises(UsageError, match=text) as caught:
+        Tensor(**arguments)
+    assert "\n" not in str(caught.value)
 
 
 def test_raw_tensors_share_the_memory_of_their_tensor():
@@ -71,17 +108,147 @@ def test_copy_from_numpy_converts_and_checks_the_size():
             t.copy_from_numpy(array, offset)
 
 
-def test_copies_are_independent():
+def test_a_raw_tensor_of_another_type_is_converted():
+    t = ramp(2, 3)
+    assert Tensor(data=t.data, dtype=np.float32).array.base is not None
+    other = Tensor(data=t.data, dtype=np.int32)
+    assert other.dtype == np.int32
+    other.set_value(9)
+    np.testing.assert_array_equal(t.array, np.arange(6).reshape(2, 3))
+    double = Tensor(data=ramp(3, dtype=np.float64).data)  # no copy, so no other type
+    assert double.dtype == np.float64
+    copied = Tensor(data=double)
+    assert copied.dtype == np.float64
+    assert not np.shares_memory(copied.array, double.array)
+    assert Tensor(data=double, dtype="float").dtype == Tensor((2,), dtype="float").dtype == np.float32
+    assert Tensor(data=double, dtype="int").dtype == np.int32
+
+
+def test_copy_shares_memory_and_clone_does_not():
     t = ramp(2, 2)
-    other = t.clone()
+    t.name, t.stores_grad = "w", True
+    same, clones = t.copy(), [t.clone(), t.deepcopy(), t.contiguous(), t.transpose((0, 1)), t[:], Tensor(data=t)]
     t.set_value(5)
-    np.testing.assert_array_equal(other.to_numpy(), [[0, 1], [2, 3]])
-    t.copy_data(other)
-    np.testing.assert_array_equal(t.to_numpy(), [[0, 1], [2, 3]])
-    assert t.as_type(tensor.float64).dtype == np.float64
+    assert (same.array == 5).all()
+    for other in clones:
+        np.testing.assert_array_equal(other.to_numpy(), [[0, 1], [2, 3]])
+    for other in (same, *clones):
+        assert (other.name, other.stores_grad, other.requires_grad, other.creator) == (None, False, True, None)
+    t.copy_data(clones[0])
+    np.testing.assert_array_equal(same.to_numpy(), [[0, 1], [2, 3]])
+    t.copy_from(np.full(4, 7))
+    np.testing.assert_array_equal(same.to_numpy(), np.full((2, 2), 7))
+    t.copy_from(clones[0])
+    np.testing.assert_array_equal(same.to_numpy(), [[0, 1], [2, 3]])
+
+
+def test_types_are_converted_by_name_or_type():
+    t = Tensor.of(np.array([1.5, -2.5]), requires_grad=False)
+    for dtype, expected in (
+        ("float", np.float32),
+        ("int", np.int32),
+        (tensor.float16, np.float16),
+        ("float64", np.float64),
+    ):
+        converted = t.as_type(dtype)
+        assert (converted.dtype, converted.requires_grad) == (expected, True)
+        np.testing.assert_array_equal(converted.array, np.array([1.5, -2.5]).astype(expected))
+        converted.set_value(0)
+    assert t.to_type("int") is t
+    assert t.dtype == np.int32
+    np.testing.assert_array_equal(t.array, [1, -2])
+    with pytest.raises(UsageError, match="'flaot' is no type"):
+        t.to_type("flaot")
+    assert t.dtype == np.int32
+
+
+def test_sizes_and_norms():
+    t = Tensor.of(np.array([[3, 0, -4], [0, 0, 12]], np.float32))
+    assert (t.memsize(), t.is_empty(), t.is_transpose(), t.is_dummy()) == (24, False, False, True)
+    assert Tensor().is_empty()
+    assert t.l1() == pytest.approx(19 / 6)
+    assert t.l2() == pytest.approx(13 / 6)
+    other = Tensor((5,), dtype=np.float64)
+    other.reset_like(t)
+    assert (other.shape, other.dtype) == (t.shape, t.dtype)
+    assert not np.shares_memory(other.array, t.array)
     assert Tensor.of(np.array([2.5])).item() == 2.5
     t.to_host()
     assert t.device is device.get_default_device()
+
+
+def test_parts_are_copies_in_which_an_index_keeps_its_dimension():
+    t = ramp(4, 5, 3)
+    x = t.array
+    for part, expected in (
+        (t[1], x[1:2]),
+        (t[-1, 2], x[3:, 2:3]),
+        (t[1:3, :, :-1], x[1:3, :, :-1]),
+        (t[::2, np.int64(1)], x[::2, 1:2]),
+        (t[:0], x[:0]),
+    ):
+        assert part.array.flags.c_contiguous
+        np.testing.assert_array_equal(part.array, expected)
+        assert not np.shares_memory(part.array, x)
+    for key in (4, -5, (0, 5), 1.5, "0", None, [0, 1], (0, 0, 0, 0)):
+        with pytest.raises(UsageError, match=r"is no index into the shape|too many for a tensor of shape"):
+            t[key]
+    with pytest.raises(TypeError, match="not iterable"):
+        list(t)
+
+
+def test_comparisons_give_zeros_and_ones():
+    t = Tensor.of(np.array([1, 2.1, 3], np.float32))
+    other = Tensor.of(np.array([3, 2.1, 1], np.float32))
+    for got, expected in (
+        (t < 2.1, [1, 0, 0]),
+        (t <= 2.1, [1, 1, 0]),
+        (t > np.float64(2.1), [0, 0, 1]),
+        (t >= 2.1, [0, 1, 1]),
+        (t == 2.1, [0, 1, 0]),
+        (t != 2.1, [1, 0, 1]),
+        (np.float32(2.1) > t, [1, 0, 0]),
+        (t < other, [1, 0, 0]),
+        (t == other, [0, 1, 0]),
+        (t != other.array, [1, 0, 1]),
+    ):
+        assert got.dtype == np.float32
+        np.testing.assert_array_equal(got.array, expected)
+    with pytest.raises(UsageError, match="equal does not take"):
+        t == ramp(2)  # noqa: B015
+    assert not t == None  # noqa: E711, SIM201
+    assert t != None  # noqa: E711
+    assert not t == "text"  # noqa: SIM201
+
+
+def test_containers_of_tensors_go_by_identity():
+    a, b = ramp(3), ramp(3)
+    assert len({a, b, a}) == 2
+    assert {a: 1, b: 2}[b] == 2
+    assert b not in {a: 1}
+    assert a in [a, b]
+    with pytest.raises(UsageError, match="neither true nor false"):
+        b in [a]  # noqa: B015
+    assert ramp(1) == 0
+    assert not ramp(1) == 1  # noqa: SIM201
+
+
+def test_setters_return_their_tensor_and_report_the_change(monkeypatch):
+    t = ramp(3)
+    memory = t.array
+    for change in (
+        lambda: t.set_value(2),
+        lambda: t.gaussian(0, 1),
+        lambda: t.uniform(2, 3),
+        lambda: t.bernoulli(1),
+        lambda: t.__iadd__(1),
+        lambda: t.copy_from_numpy(np.ones(3)) or t,
+        lambda: t.copy_data(ramp(3)) or t,
+    ):
+        monkeypatch.setattr(mode, "ran", [])
+        assert change() is t
+        assert "a tensor is changed in place" in mode.ran
+        assert t.array is memory
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -109,7 +276,34 @@ def test_arithmetic_follows_numpy(dtype):
     for got, expected in pairs:
         assert got.dtype == dtype
         np.testing.assert_array_equal(got.array, expected.reshape(got.shape))
-    assert (Tensor((2,), dtype=np.int32) / 2).dtype == np.float64
+    assert (Tensor((2,), dtype=np.int32) / 2).dtype == np.float32
+
+
+def test_a_number_or_array_takes_the_type_of_the_tensor():
+    t = ramp(3)
+    assert (t + np.float64(2.1)).dtype == np.float32
+    assert (t + np.ones(3)).dtype == np.float32
+    assert (t * [1, 2, 3]).array.tolist() == [0, 2, 6]
+    n = ramp(3, dtype=np.int32)
+    assert (n + 1).dtype == (n * True).dtype == np.int32
+    assert t.operand(2).requires_grad is False
+    assert t.operand(n) is n
+    for wrong in (None, "1", object()):
+        with pytest.raises(UsageError, match="tensors compute with tensors, arrays and numbers, not with"):
+            t + wrong
+
+
+def test_integers_take_no_floats_in_place():
+    n = ramp(3, dtype=np.int32)
+    n += 1
+    n -= ramp(3, dtype=np.int32)
+    np.testing.assert_array_equal(n.array, [1, 1, 1])
+    for other in (0.5, ramp(3)):
+        with pytest.raises(UsageError, match="a tensor of int32 takes no floats in place; convert it first"):
+            n += other
+    with pytest.raises(UsageError, match="takes no floats in place"):
+        n /= 2
+    np.testing.assert_array_equal(n.array, [1, 1, 1])
 
 
 def test_in_place_arithmetic_keeps_the_memory():
@@ -150,42 +344,10 @@ def test_random_values_come_from_the_seed():
     assert abs(draws[0].mean() - 1) < 0.1
     assert abs(draws[0].std() - 2) < 0.1
     assert draws[0].dtype == np.float32
+    half = Tensor((200, 50), dtype=np.float16).gaussian(1.0, 2.0)
+    assert half.dtype == np.float16
+    assert abs(half.array.std(dtype=np.float64) - 2) < 0.1
+    assert t.bernoulli(0.25).array.mean() == pytest.approx(0.25, abs=0.02)
     t.uniform(-3, 1)
     assert -3 <= t.array.min() < -2.9
     assert 0.9 < t.array.max() < 1
-
-
-@pytest.mark.parametrize(("shape", "fan_in", "fan_out"), [((200, 300), 200, 300), ((80, 40, 5, 3), 600, 1200)])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_initializers(shape, fan_in, fan_out, dtype):
-    device.get_default_device().SetRandSeed(3)
-    t = Tensor(shape, dtype=dtype)
-    glorot = np.sqrt(2 / (fan_in + fan_out))
-    he = np.sqrt(2 / fan_in)
-    for function, std in [
-        (initializer.he_uniform, he),
-        (initializer.he_normal, he),
-        (initializer.glorot_uniform, glorot),
-        (initializer.xavier_uniform, glorot),
-        (initializer.glorot_normal, glorot),
-        (initializer.xavier_normal, glorot),
-    ]:
-        function(t)
-        assert t.array.std() == pytest.approx(std, rel=0.02)
-        assert abs(t.array.mean()) < 0.02 * std
-        highest = np.abs(t.array).max()
-        assert (highest <= np.sqrt(3) * std * 1.0001) == ("uniform" in function.__name__)
-    initializer.gaussian(t, 5, 0.1)
-    assert t.array.mean() == pytest.approx(5, rel=0.01)
-    initializer.uniform(t, 2, 3)
-    assert t.array.min() >= 2
-    initializer.constant(t, 4)
-    assert (t.array == 4).all()
-    initializer.zero(t)
-    assert not t.array.any()
-    assert t.dtype == dtype
-
-
-def test_a_vector_has_no_fans():
-    with pytest.raises(UsageError, match=r"\(3,\) has no fans"):
-        initializer.he_normal(Tensor((3,)))

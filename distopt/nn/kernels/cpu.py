@@ -172,14 +172,12 @@ def sgd_update(
     dampening: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
-    first: bool = False,
 ) -> None:
-    """Update `param` and `momentum_buffer` in place, with the semantics of PyTorch's SGD.
+    """Update `param` and `momentum_buffer` in place: see `optim.SGD`. The buffer begins as zeros.
 
     As in all updates, arrays have any one shape, `grad` does not change, and weight decay is added to the gradient.
-    `first`: the buffer is yet to be filled, and takes the gradient undampened.
     """
-    _core.sgd(param, grad, momentum_buffer, lr, momentum, dampening, weight_decay, nesterov, first)
+    _core.sgd(param, grad, momentum_buffer, lr, momentum, dampening, weight_decay, nesterov)
 
 
 def adam_update(
@@ -201,12 +199,12 @@ def adam_update(
 def rmsprop_update(
     param: Array, grad: Array, running: Array, lr: float, rho: float = 0.9, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> None:
-    """Update `param` and `running`, the mean square of the gradient with decay `rho`, in place."""
+    """Update `param` and `running`, the mean square of the gradient with decay `rho`, in place; see `optim.RMSProp`."""
     _core.rmsprop(param, grad, running, lr, rho, eps, weight_decay)
 
 
 def adagrad_update(
-    param: Array, grad: Array, history: Array, lr: float, eps: float = 1e-10, weight_decay: float = 0.0
+    param: Array, grad: Array, history: Array, lr: float, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> None:
-    """Update `param` and `history`, the sum of squares of the gradient, in place."""
+    """Update `param` and `history`, the sum of squares of the gradient, in place; see `optim.AdaGrad`."""
     _core.adagrad(param, grad, history, lr, eps, weight_decay)

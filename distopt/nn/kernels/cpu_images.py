@@ -9,7 +9,7 @@ import numpy as np
 from ... import _core
 from ...errors import UsageError
 from ..mode import noted
-from .geometry import out_size, pool_out
+from .geometry import out_size, pool_out, with_border, without_border
 from .pool import empty
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def conv2d(
     """
     kernel = (w.shape[2], w.shape[3])
     y = empty((len(x), len(w), *out_size(x.shape, kernel, stride, padding)), x.dtype)
-    x = _with_border(x, padding)
+    x = with_border(x, padding, empty)
     noted(_core.conv2d, x, w, b, y, stride, relu)
     return y, _Conv(x, w, stride, padding, y if relu else None)
 
@@ -86,7 +86,7 @@ def conv2d_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx:
     x, w, stride, padding, y = saved
     dx = empty(x.shape, x.dtype) if need_dx else None
     noted(_core.conv2d_backward, dy, y, x, w, dw, db, dx, stride)
-    return dx if dx is None else _without_border(dx, padding)
+    return dx if dx is None else without_border(dx, padding, empty)
 
 
 def conv2d_max_pool(
@@ -111,7 +111,7 @@ def conv2d_max_pool(
     full = (len(x), len(w), *out_size(x.shape, kernel, stride, padding))
     shape = pool_out(full, pool_kernel, pool_stride, pool_padding)
     y, taken = empty(shape, x.dtype), empty(shape, np.uint8)
-    x = _with_border(x, padding)
+    x = with_border(x, padding, empty)
     window = pool_kernel, pool_stride, pool_padding
     noted(_core.conv2d_max_pool, x, w, b, y, taken, stride, relu, *window)
     return y, _ConvPool(_Conv(x, w, stride, padding, y if relu else None), taken, window)
@@ -126,28 +126,7 @@ def conv2d_max_pool_backward(dy: Array, saved: Any, dw: Array, db: Array | None,
     (x, w, stride, padding, y), taken, window = saved
     dx = empty(x.shape, x.dtype) if need_dx else None
     noted(_core.conv2d_max_pool_backward, dy, y, taken, x, w, dw, db, dx, stride, *window)
-    return dx if dx is None else _without_border(dx, padding)
-
-
-def _with_border(x: Array, padding: Pair) -> Array:
-    if not any(padding):
-        return x
-    n, c, h, w = x.shape
-    ph, pw = padding
-    wide = empty((n, c, h + 2 * ph, w + 2 * pw), x.dtype)
-    noted(wide.fill, 0)
-    noted(np.copyto, wide[:, :, ph : ph + h, pw : pw + w], x)
-    return wide
-
-
-def _without_border(wide: Array, padding: Pair) -> Array:
-    if not any(padding):
-        return wide
-    n, c, h, w = wide.shape
-    ph, pw = padding
-    x = empty((n, c, h - 2 * ph, w - 2 * pw), wide.dtype)
-    noted(np.copyto, x, wide[:, :, ph : h - ph, pw : w - pw])
-    return x
+    return dx if dx is None else without_border(dx, padding, empty)
 
 
 def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:

@@ -195,10 +195,9 @@ def sgd_update(
     dampening: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
-    first: bool = False,
 ) -> None:
     at, slope, buffer = _like(param, param, grad, momentum_buffer)
-    rule = lr, momentum, dampening, weight_decay, nesterov, first
+    rule = lr, momentum, dampening, weight_decay, nesterov
     native.sgd(code_of(param), at, slope, buffer, param.size, *rule, current_stream())
 
 
@@ -227,7 +226,7 @@ def rmsprop_update(
 
 
 def adagrad_update(
-    param: Array, grad: Array, history: Array, lr: float, eps: float = 1e-10, weight_decay: float = 0.0
+    param: Array, grad: Array, history: Array, lr: float, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> None:
     at, slope, square = _like(param, param, grad, history)
     native.adagrad(code_of(param), at, slope, square, param.size, lr, eps, weight_decay, current_stream())

@@ -109,10 +109,10 @@ class ReplayedStep(RecordedStep):
         return ""
 
     def _origins(self, ran: Ran) -> list[Any]:
-        """Each input by its number among arguments and results, or the state that it is."""
+        """Each input by its number among arguments and results, or the id of the state that it is."""
         numbers = {out: i for i, (_, _, out) in enumerate(self._ran)}
         numbers.update({tensor: ~i for i, tensor in enumerate(self._arguments())})
-        return [numbers.get(tensor, tensor) for tensor in ran.inputs]
+        return [numbers.get(tensor, id(tensor)) for tensor in ran.inputs]
 
     def _arguments(self) -> list[Tensor]:
         return [value for value in (*self.inputs, *self.options.values()) if isinstance(value, Tensor)]

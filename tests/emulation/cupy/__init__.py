@@ -43,8 +43,26 @@ FUNCTIONS = (
     ),
     *("isinf", "isnan", "ldexp", "log", "matmul", "max", "maximum", "mean", "min", "minimum", "multiply", "negative"),
     *("nonzero", "pad", "partition", "prod", "ravel", "repeat", "reshape", "searchsorted", "sign", "sort", "split"),
+    *(
+        "arccos",
+        "arccosh",
+        "arcsin",
+        "arcsinh",
+        "arctan",
+        "arctanh",
+        "ceil",
+        "cos",
+        "cosh",
+        "expm1",
+        "floor",
+        "greater",
+    ),
+    *("less", "logaddexp", "logical_and", "logical_not", "logical_or", "logical_xor", "rint", "sin", "sinh", "tan"),
+    *("tanh", "trunc", "add.at"),
     *("sqrt", "square", "squeeze", "stack", "subtract", "sum", "take", "tile", "transpose", "unique", "where"),
     *("empty_like", "full_like", "ones_like", "zeros_like", "array_equal", "allclose", "copyto", "linalg.norm"),
+    *("ceil", "einsum", "floor_divide", "greater", "greater_equal", "less", "less_equal", "not_equal", "power", "tanh"),
+    *("tensordot",),
 )
 
 
@@ -66,9 +84,10 @@ class linalg:  # noqa: N801
 
 for _name in FUNCTIONS:
     _module, _, _short = _name.rpartition(".")
-    setattr(linalg, _short, staticmethod(_function(_name))) if _module else globals().__setitem__(
-        _name, _function(_name)
-    )
+    if _module:
+        setattr(globals()[_module], _short, staticmethod(_function(_name)))
+    else:
+        globals()[_name] = _function(_name)
 
 
 def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:

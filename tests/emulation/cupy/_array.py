@@ -243,7 +243,7 @@ def _recorded(function: Any, task: Any, args: Any, out: ndarray | None) -> Any:
         raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
     if getattr(function, "__name__", "") in ("nonzero", "flatnonzero", "unique"):
         cuda.drain()  # the size of the result is read from the device, which raises
-    if out is not None or function is np.copyto:
+    if out is not None or function in (np.copyto, np.add.at):
         cuda.run(task)
         return out
     result = task()  # of rubbish; it tells the shape

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from threadpoolctl import threadpool_info
 
 from distopt import comm, dist_opt, launch
-from distopt.nn import device, layer, model, optim, tensor
+from distopt.nn import convert, device, layer, model, optim
 
 from .train import Trainer, synthetic_batch
 
@@ -87,7 +87,7 @@ class _Distopt(Trainer):
         sgd = _TimedSgd(lr=0.005, momentum=0.9, weight_decay=1e-5)
         sgd.clock = self._clock
         images, labels = synthetic_batch(setup["batch_size"], self.rank)
-        self._x, self._y = tensor.from_numpy(images), tensor.from_numpy(labels)
+        self._x, self._y = convert.from_numpy(images), convert.from_numpy(labels)
         self._net = _Cnn()
         self._dist_opt = _TimedDistOpt(sgd, communicator=communicator)
         self._dist_opt.clock = self._clock

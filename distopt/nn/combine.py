@@ -1,0 +1,128 @@
+"""Element-wise operations on several arrays, beside the arithmetic of `distopt.nn.tensor`. All broadcast as NumPy."""
+
+from __future__ import annotations
+
+import operator
+from functools import reduce
+from typing import TYPE_CHECKING
+
+from ..kernels import array_module
+from .tensor import Array, Broadcast, float32
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Max", "Mean", "Min", "PRelu", "Pow", "Sum", "Truth", "Where"]
+
+
+class Pow(Broadcast):
+    """a to the power b, float32 for integers. The gradient of b is 0 where a is 0."""
+
+    def value(self, a: Array, b: Array) -> Array:
+        return (a if a.dtype.kind == "f" else a.astype(float32)) ** b
+
+    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
+        a, b = self.saved
+        where = array_module(dy).where
+        da = self.reduced(dy * b * a ** where(b == 0, 1, b - 1), 0) if self.needs[0] else None
+        return da, self.reduced(dy * a**b * array_module(dy).log(where(a == 0, 1, a)), 1) if self.needs[1] else None
+
+
+class PRelu(Broadcast):
+    """x where it is at least 0, else slope * x (He et al., arXiv 1502.01852)."""
+
+    def value(self, x: Array, slope: Array) -> Array:
+        return array_module(x).where(x < 0, slope * x, x)
+
+    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
+        x, slope = self.saved
+        where = array_module(dy).where
+        dx = self.reduced(dy * where(x < 0, slope, 1), 0) if self.needs[0] else None
+        return dx, self.reduced(dy * where(x < 0, x, 0), 1) if self.needs[1] else None
+
+
+class Where(Broadcast):
+    """a where the condition holds, else b.
+
+    Args:
+        condition: an array of Booleans, which is broadcast with a and b.
+    """
+
+    def __init__(self, condition: Array) -> None:
+        self.condition = condition
+
+    def value(self, a: Array, b: Array) -> Array:
+        return array_module(a).where(self.condition, a, b)
+
+    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
+        where = array_module(dy).where
+        da = self.reduced(where(self.condition, dy, 0), 0) if self.needs[0] else None
+        return da, self.reduced(where(self.condition, 0, dy), 1) if self.needs[1] else None
+
+
+class Sum(Broadcast):
+    """The sum of arrays, element by element."""
+
+    def value(self, *xs: Array) -> Array:
+        return reduce(operator.add, xs)
+
+    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
+        return [self.reduced(dy.copy(), i) if need else None for i, need in enumerate(self.needs)]
+
+
+class Mean(Sum):
+    """The mean of arrays, element by element."""
+
+    def value(self, *xs: Array) -> Array:
+        return super().value(*xs) / len(xs)
+
+    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
+        dy /= len(self.needs)
+        return super().gradients(dy, into)
+
+
+class Max(Broadcast):
+    """The greatest of arrays, element by element. The first of several that are equal has the gradient."""
+
+    choice = "maximum"
+
+    def value(self, *xs: Array) -> Array:
+        return reduce(getattr(array_module(xs[0]), self.choice), xs)
+
+    def forward(self, *xs: Array) -> Array:
+        y = super().forward(*xs)
+        self.saved = xs, y
+        return y
+
+    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
+        xs, y = self.saved
+        where = array_module(dy).where
+        gradients = []
+        for i, x in enumerate(xs):
+            chosen = x == y
+            gradients.append(self.reduced(where(chosen, dy, 0), i))
+            dy = where(chosen, 0, dy)
+        return gradients
+
+
+class Min(Max):
+    """The least of arrays, element by element; see `Max`."""
+
+    choice = "minimum"
+
+
+class Truth(Broadcast):
+    """1.0 where a predicate of NumPy's holds, else 0.0. It has no gradient.
+
+    Args:
+        predicate: its name, such as "greater" or "logical_not".
+    """
+
+    def __init__(self, predicate: str) -> None:
+        self.predicate = predicate
+
+    def value(self, *xs: Array) -> Array:
+        return getattr(array_module(xs[0]), self.predicate)(*xs).astype(float32)
+
+    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
+        return [None] * len(self.needs)

@@ -1,0 +1,303 @@
+"""Layers for images [N, C, H, W]: convolution, pooling and normalization."""
+
+from __future__ import annotations
+
+from math import prod, sqrt
+from typing import TYPE_CHECKING, TypeAlias
+
+from ..errors import ShapeError, UsageError
+from . import operations
+from .kernels.geometry import same_padding
+from .layer_base import Layer, count_of, has_relu
+from .tensor import Operation, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .kernels.geometry import Padding, Pair
+
+__all__ = [
+    "AvgPool1d",
+    "AvgPool2d",
+    "BatchNorm2d",
+    "Conv2d",
+    "MaxPool1d",
+    "MaxPool2d",
+    "Pooling2d",
+    "SeparableConv2d",
+]
+
+Size: TypeAlias = "int | Sequence[int]"
+
+_PAD_MODES = ("NOTSET", "SAME_UPPER", "SAME_LOWER")
+
+
+def _pair(what: str, value: Size | None) -> Pair:
+    pair = tuple(value) if isinstance(value, (list, tuple)) else (value, value)
+    if len(pair) != 2 or any(not isinstance(n, int) or n < 1 for n in pair):
+        raise UsageError(f"{what} is one integer or two, each at least 1; got {value!r}")
+    return pair[0], pair[1]
+
+
+def _padding(value: Size | None) -> Padding:
+    padding = tuple(value) if isinstance(value, (list, tuple)) else (value, value)
+    if len(padding) not in (2, 4) or any(not isinstance(n, int) or n < 0 for n in padding):
+        raise UsageError(
+            f"padding is one integer, two, or four (top, bottom, left, right), each at least 0; got {value!r}"
+        )
+    return padding[::2] if len(padding) == 4 and padding[::2] == padding[1::2] else padding
+
+
+class _Windowed(Layer):
+    """A layer that slides a window over images."""
+
+    def __init__(self, kernel_size: Size, stride: Size, padding: Size | None, pad_mode: str) -> None:
+        self.kernel_size, self.stride = _pair("kernel_size", kernel_size), _pair("stride", stride)
+        if pad_mode not in _PAD_MODES:
+            raise UsageError(f"unknown pad_mode {pad_mode!r}; choose one of {', '.join(_PAD_MODES)}")
+        self.padding = _padding(padding) if pad_mode == "NOTSET" else (0, 0)
+        self.pad_mode = pad_mode
+
+    def _padding_of(self, x: Tensor) -> Padding:
+        if self.pad_mode == "NOTSET":
+            return self.padding
+        return same_padding(x.array.shape, self.kernel_size, self.stride, self.pad_mode == "SAME_UPPER")
+
+
+class Conv2d(_Windowed):
+    """Convolution (cross-correlation) of images [N, C, H, W] with bias and, optionally, ReLU.
+
+    `Conv2d(nb_kernels, kernel_size)` takes the number of channels from the first input;
+    `Conv2d(in_channels, nb_kernels, kernel_size[, stride[, padding]])` checks it. As in SINGA, the
+    second form is recognized by its third positional argument.
+
+    With `pool`, the result is pooled while it is in the cache. This gives the same bits as a separate pooling layer, is
+    faster, and needs no memory for the convolution's own result. Gradients may differ in their last bits.
+
+    Args:
+        nb_kernels: number of kernels, the channels of the result.
+        kernel_size: one integer or two, height and width; so is `stride`.
+        args: see above.
+        stride: rows and columns from one window to the next.
+        padding: zeros around the images: one integer, two (rows, columns), or four (top, bottom, left, right).
+        dilation: 1; as in SINGA, there is no other.
+        group: number of runs of channels, each of which has its own run of kernels.
+        bias: whether to add a bias.
+        pad_mode: "SAME_UPPER" or "SAME_LOWER": instead of `padding`, what keeps the size of the images (divided by the
+            stride), an odd row or column below and right, or above and left.
+        activation: "RELU", or "NOTSET" or None for none.
+        pool: a `MaxPool2d` to apply to the result.
+
+    Attributes:
+        W: [nb_kernels, C / group, kh, kw].
+        b: [nb_kernels], if `bias`.
+    """
+
+    W: Tensor
+    b: Tensor
+
+    def __init__(
+        self,
+        nb_kernels: int,
+        kernel_size: Size,
+        *args: Size,
+        stride: Size = 1,
+        padding: Size | None = 0,
+        dilation: Size = 1,
+        group: int = 1,
+        bias: bool = True,
+        pad_mode: str = "NOTSET",
+        activation: str | None = None,
+        pool: MaxPool2d | None = None,
+    ) -> None:
+        self.in_channels: int | None = None
+        if args:
+            if not isinstance(kernel_size, int) or len(args) > 3:
+                raise UsageError(
+                    "Conv2d takes (nb_kernels, kernel_size) or (in_channels, nb_kernels, kernel_size, ...)"
+                )
+            self.in_channels, nb_kernels, kernel_size = nb_kernels, kernel_size, args[0]
+            stride = args[1] if len(args) > 1 else stride
+            padding = args[2] if len(args) > 2 else padding
+        super().__init__(kernel_size, stride, padding, pad_mode)
+        self.nb_kernels, self.group = count_of("nb_kernels", nb_kernels), count_of("group", group)
+        if nb_kernels % group:
+            raise UsageError(f"{nb_kernels} kernels cannot be divided into {group} groups")
+        if _pair("dilation", dilation) != (1, 1):
+            raise UsageError("Conv2d has no dilation, as in SINGA; leave it at 1, and take a larger kernel_size")
+        if pool is not None and not isinstance(pool, MaxPool2d):
+            raise UsageError(f"Conv2d pools by a MaxPool2d layer; got {pool!r}")
+        if pool is not None and (group > 1 or pool.pad_mode != "NOTSET" or len(pool.padding) > 2):
+            raise UsageError("Conv2d pools in one group and with even padding only; call the pooling layer by itself")
+        self.bias, self.relu, self.pool = bias, has_relu(activation), pool
+
+    def initialize(self, x: Tensor) -> None:  # noqa: D102
+        self.in_channels = self._channels(x, self.in_channels)
+        if self.in_channels % self.group:
+            raise ShapeError(f"{self._label}: {self.in_channels} channels cannot be divided into {self.group} groups")
+        shape = self.nb_kernels, self.in_channels // self.group, *self.kernel_size
+        self.W = self._parameter("W", shape, x)
+        # SINGA's choice, which makes accuracies comparable.
+        self.W.gaussian(0.0, sqrt(2 / (prod(shape[1:]) + self.nb_kernels)))
+        if self.bias:
+            self.b = self._parameter("b", (self.nb_kernels,), x)
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        assert self.in_channels is not None
+        self._check_images(x, self.in_channels, self.W)
+        inputs = (x, self.W, self.b) if self.bias else (x, self.W)
+        return self._run(self._operation(x), *inputs)
+
+    def _operation(self, x: Tensor) -> Operation:
+        settings = self.stride, self._padding_of(x), self.relu
+        if self.pool is not None:
+            window = self.pool.kernel_size, self.pool.stride, self.pool.padding
+            return operations.Conv2dMaxPool(*settings, window)
+        if self.group == 1:
+            return operations.Conv2d(*settings)
+        if self.group == self.in_channels == self.nb_kernels:
+            return operations.DepthwiseConv2d(*settings)
+        return operations.GroupedConv2d(self.group, *settings)
+
+
+class SeparableConv2d(Layer):
+    """A convolution of each channel by itself, then one with 1x1 kernels (Chollet, arXiv 1610.02357).
+
+    Takes its arguments in either form of `Conv2d`.
+
+    Attributes:
+        depthwise_conv: the first, a `Conv2d` in groups of one channel; made for the first input.
+        point_conv: the second.
+    """
+
+    depthwise_conv: Conv2d
+    point_conv: Conv2d
+
+    def __init__(
+        self,
+        nb_kernels: int,
+        kernel_size: Size,
+        *args: Size,
+        stride: Size = 1,
+        padding: Size = 0,
+        bias: bool = False,
+    ) -> None:
+        whole = Conv2d(nb_kernels, kernel_size, *args, stride=stride, padding=padding)
+        self.in_channels, self.nb_kernels, self.bias = whole.in_channels, whole.nb_kernels, bias
+        self.window = whole.kernel_size, whole.stride, whole.padding
+
+    def initialize(self, x: Tensor) -> None:  # noqa: D102
+        channels = self._channels(x, self.in_channels)
+        self.depthwise_conv = Conv2d(channels, channels, *self.window, group=channels, bias=self.bias)
+        self.point_conv = Conv2d(self.nb_kernels, 1, bias=self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        y: Tensor = self.point_conv(self.depthwise_conv(x))
+        return y
+
+
+class Pooling2d(_Windowed):
+    """The maximum, or the mean, of each window of images [N, C, H, W].
+
+    Args:
+        kernel_size: one integer or two, height and width of a window.
+        stride: from one window to the next (default: the window's size).
+        padding: around the images, as of `Conv2d`: never the maximum, and zeros in a mean.
+        is_max: whether to take the maximum.
+        pad_mode: as of `Conv2d`.
+    """
+
+    def __init__(
+        self,
+        kernel_size: Size,
+        stride: Size | None = None,
+        padding: Size | None = 0,
+        is_max: bool = True,
+        pad_mode: str = "NOTSET",
+    ) -> None:
+        super().__init__(kernel_size, kernel_size if stride is None else stride, padding, pad_mode)
+        self.is_max = is_max
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        operation = operations.MaxPool2d if self.is_max else operations.AvgPool2d
+        return self._run(operation(self.kernel_size, self.stride, self._padding_of(x)), x)
+
+
+class MaxPool2d(Pooling2d):
+    """The maximum of each window of images [N, C, H, W]; see `Pooling2d`."""
+
+    def __init__(
+        self, kernel_size: Size, stride: Size | None = None, padding: Size | None = 0, pad_mode: str = "NOTSET"
+    ) -> None:
+        super().__init__(kernel_size, stride, padding, True, pad_mode)
+
+
+class AvgPool2d(Pooling2d):
+    """The mean of each window of images [N, C, H, W], with padding counted as zeros; see `Pooling2d`."""
+
+    def __init__(
+        self, kernel_size: Size, stride: Size | None = None, padding: Size | None = 0, pad_mode: str = "NOTSET"
+    ) -> None:
+        super().__init__(kernel_size, stride, padding, False, pad_mode)
+
+
+class MaxPool1d(Pooling2d):
+    """The maximum of each window of sequences [N, C, 1, L], `kernel_size` elements long; see `Pooling2d`."""
+
+    def __init__(self, kernel_size: int, stride: int | None = None, padding: int = 0, pad_mode: str = "NOTSET") -> None:
+        super().__init__(*_in_a_row(kernel_size, stride, padding), True, pad_mode)
+
+
+class AvgPool1d(Pooling2d):
+    """The mean of each window of sequences [N, C, 1, L], `kernel_size` elements long; see `Pooling2d`."""
+
+    def __init__(self, kernel_size: int, stride: int | None = None, padding: int = 0, pad_mode: str = "NOTSET") -> None:
+        super().__init__(*_in_a_row(kernel_size, stride, padding), False, pad_mode)
+
+
+def _in_a_row(kernel_size: int, stride: int | None, padding: int) -> tuple[Pair, Pair, Pair]:
+    return (1, kernel_size), (1, kernel_size if stride is None else stride), (0, padding)
+
+
+class BatchNorm2d(Layer):
+    """Batch normalization of images [N, C, H, W] per channel (Ioffe and Szegedy, arXiv 1502.03167).
+
+    `BatchNorm2d(channels)` checks the number of channels; by default it comes from the first input.
+
+    Args:
+        momentum: weight of the old value in a running statistic (PyTorch's momentum is 1 minus this).
+        eps: added to the variance.
+
+    Attributes:
+        scale: [C]; initially 1.
+        bias: [C]; initially 0.
+        running_mean: [C], a state.
+        running_var: [C], a state.
+    """
+
+    scale: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, channels: int | None = None, momentum: float = 0.9, eps: float = 1e-5) -> None:
+        if not 0 <= momentum <= 1:
+            raise UsageError(f"momentum {momentum} is not in [0, 1]")
+        self.channels, self.momentum, self.eps = channels, momentum, eps
+
+    def initialize(self, x: Tensor) -> None:  # noqa: D102
+        self.channels = self._channels(x, self.channels)
+        self.scale, self.bias = (self._parameter(key, (self.channels,), x) for key in ("scale", "bias"))
+        self.scale.set_value(1)
+        self.running_mean = Tensor((self.channels,), x.device, self.scale.dtype)
+        self.running_var = Tensor((self.channels,), x.device, self.scale.dtype)
+        self.running_var.set_value(1)
+
+    def own_states(self) -> dict[str, Tensor]:  # noqa: D102
+        return {"running_mean": self.running_mean, "running_var": self.running_var} if self._ready else {}
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        assert self.channels is not None
+        self._check_images(x, self.channels, self.scale)
+        running = self.running_mean.array, self.running_var.array
+        return self._run(operations.BatchNorm2d(*running, 1 - self.momentum, self.eps), x, self.scale, self.bias)

@@ -1,0 +1,328 @@
+"""The base of optimizers: hyperparameters, states, and the way of a gradient to its rule."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import StateError, UsageError
+from . import autograd
+from .device import get_default_device
+from .mode import mode
+from .schedules import Constant, DecayScheduler, checked, number_of
+from .tensor import Tensor, float32
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from numpy.typing import DTypeLike
+
+    from .tensor import Array
+
+__all__ = ["CurrentValue", "Hyperparameter", "Optimizer", "SlotView", "check_gradient"]
+
+
+class Hyperparameter:
+    """An attribute of an optimizer: assigned a number or a schedule, and read as a schedule.
+
+    `Optimizer.values` has its value at this step.
+
+    Args:
+        below: what a number must be less than.
+    """
+
+    def __init__(self, below: float = math.inf) -> None:
+        self._below = below
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: Optimizer, owner: type | None = None) -> DecayScheduler:
+        return optimizer._schedules[self._name]
+
+    def __set__(self, optimizer: Optimizer, value: Any) -> None:
+        if not isinstance(value, (Real, DecayScheduler)):
+            raise UsageError(f"{self._name} is a number or a DecayScheduler, not {value!r}")
+        schedule = value if isinstance(value, DecayScheduler) else Constant(checked(self._name, value, self._below))
+        optimizer.values[self._name] = number_of(schedule(optimizer._steps))
+        optimizer._schedules[self._name] = schedule
+        for param, slots in optimizer._slots.items():  # a momentum that is assigned later needs one more
+            optimizer._slots[param] = {**optimizer._new_slots(param), **slots}
+
+
+class CurrentValue:
+    """A hyperparameter's value at this step as SINGA's scripts see it; see `Optimizer.as_tensor`.
+
+    Assigning a number or a tensor of one element changes it until the next step.
+
+    Args:
+        of: the hyperparameter's name.
+    """
+
+    def __init__(self, of: str) -> None:
+        self._of = of
+
+    def __get__(self, optimizer: Optimizer, owner: type | None = None) -> Tensor:
+        return optimizer.as_tensor(optimizer.values[self._of])
+
+    def __set__(self, optimizer: Optimizer, value: Any) -> None:
+        optimizer.values[self._of] = number_of(value)
+
+
+class SlotView:
+    """A slot as SINGA's scripts see it; see `Optimizer.tensors_of`.
+
+    Args:
+        slot: its name.
+    """
+
+    def __init__(self, slot: str) -> None:
+        self._slot = slot
+
+    def __get__(self, optimizer: Optimizer, owner: type | None = None) -> dict[str | None, Tensor]:
+        return optimizer.tensors_of(self._slot)
+
+
+class Optimizer:
+    """Base of all optimizers.
+
+    An optimizer keeps arrays for each parameter, its *slots*, with the parameter's shape and dtype. A step is an
+    `apply` to every parameter, followed by `step()`; calling the optimizer on a loss does both.
+
+    A subclass defines one of two methods. `apply(param_name, param_value, param_grad)` is SINGA's: it gets tensors, and
+    what it keeps from step to step is its own affair. `_apply(param, grad, slots)` is ours: it gets arrays, and those
+    that `slots` names, which begin as zeros. What a subclass keeps elsewhere belongs in `get_states` and `set_states`
+    too, as a dict of arrays; `DistOpt` averages it over the ranks where partial updates have let it drift.
+
+    Args:
+        lr: learning rate, a number or a schedule.
+        dtype: accepted for SINGA's scripts; slots have the dtype of their parameter.
+
+    Attributes:
+        lr: the schedule; a number that is assigned becomes a constant one.
+        lr_value: the learning rate of this step, as a tensor of shape (1,).
+        values: all hyperparameters of this step, by name.
+    """
+
+    lr = Hyperparameter()
+    lr_value = CurrentValue("lr")
+
+    def __init__(self, lr: float | DecayScheduler, dtype: DTypeLike = float32) -> None:
+        self.dtype = dtype
+        self._steps = 0
+        self._schedules: dict[str, DecayScheduler] = {}
+        self.values: dict[str, float] = {}
+        self._device = get_default_device()
+        self._slots: dict[Tensor, dict[str, Array]] = {}
+        self._unclaimed: dict[str, dict[str, Array]] = {}  # loaded states of parameters not seen yet
+        self.lr = lr
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the slots; a subclass may set it as an attribute of the class."""
+        return ()
+
+    def __call__(self, loss: Tensor) -> None:
+        """Local. One training step from `loss`."""
+        self.call(loss)
+        self.step()
+
+    def backward_and_update(self, loss: Tensor) -> None:
+        """Local. The same as a call of the optimizer; SINGA's name."""
+        self(loss)
+
+    def call(self, loss: Tensor) -> None:
+        """Local. Update every parameter behind `loss`, each as soon as its gradient is final. `step` must follow."""
+        for param, grad in autograd.backward(loss):
+            self.update(param, grad)
+
+    def update(self, param: Tensor, grad: Tensor) -> None:
+        """Local. `apply` to a parameter under its own name.
+
+        Raises:
+            UsageError: shapes or dtypes differ.
+        """
+        training, mode.training = mode.training, False  # if `apply` computes with tensors, that is no forward pass
+        self._device = param.device
+        try:
+            self.apply(param.name or f"{id(param):#x}", param, grad)
+        finally:
+            mode.training = training
+
+    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+        """Local. Update a parameter in place.
+
+        Args:
+            param_name: for subclasses that keep states by name. Slots are kept by tensor, so it need not be unique.
+            param_value: the parameter.
+            param_grad: its gradient, of the same shape and dtype. It is not changed; subclasses may change it.
+
+        Raises:
+            UsageError: shapes or dtypes differ.
+        """
+        check_gradient(param_value, param_grad)
+        slots = self._slots.get(param_value)
+        self._apply(param_value.array, param_grad.array, self._claim(param_value) if slots is None else slots)
+
+    def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
+        """Apply the rule to `param`, in place. `values` has the hyperparameters."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no rule; define apply(self, param_name, param_value, param_grad)"
+        )
+
+    def step(self) -> None:
+        """Local. Count a finished step, and set the hyperparameters of the next one."""
+        self._go_to(self._steps + 1)
+
+    def _go_to(self, step: int) -> None:
+        self.values = {name: number_of(schedule(step)) for name, schedule in self._schedules.items()}
+        self._steps = step
+
+    def attach(self, params: Iterable[Tensor]) -> None:
+        """Local. Receive the parameters before the first step; called by `Model`.
+
+        Raises:
+            UsageError: two of them share a name.
+            StateError: loaded states do not fit.
+        """
+        seen: set[str | None] = set()
+        for param in params:
+            if param.name in seen:
+                raise UsageError(f"two parameters are named {param.name}; give every parameter a name of its own")
+            seen.add(param.name)
+            self._unclaimed_for(param)
+
+    # -- states ------------------------------------------------------------------------------------------------------
+    def get_states(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Local. Copies of the state that a later run needs to continue: "step_counter", and "PARAMETER:SLOT" per slot.
+
+        Raises:
+            UsageError: a parameter has no unique name.
+        """
+        states = {"step_counter": np.array(self._steps)}
+        for param, slots in self._slots.items():
+            for slot, array in slots.items():
+                key = f"{param.name}:{slot}"
+                if param.name is None or key in states:
+                    raise UsageError(
+                        f"the states of parameter {param.name} cannot be told apart; give every parameter a name of "
+                        "its own (Model.compile does)"
+                    )
+                states[key] = np.array(param.device.host(array))
+        for name, slots in self._unclaimed.items():
+            states.update({f"{name}:{slot}": array.copy() for slot, array in slots.items()})
+        return states
+
+    def set_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
+        """Local. Continue from the result of `get_states`; parameters are identified by name.
+
+        Tensors, as `Model.load_states` returns them, will do too. Names without a colon, other than "step_counter", are
+        left to subclasses.
+
+        Raises:
+            StateError: the states are not those of this optimizer or do not fit its parameters; nothing was changed.
+        """
+        if "step_counter" not in states:
+            raise StateError("these are no states of an optimizer: step_counter is missing")
+        steps = int(number_of(states["step_counter"]))
+        loaded: dict[str, dict[str, Array]] = {}
+        for key, array in states.items():
+            name, colon, slot = key.rpartition(":")
+            if colon:
+                loaded.setdefault(name, {})[slot] = array.to_numpy() if isinstance(array, Tensor) else array.copy()
+        for name, slots in loaded.items():
+            if set(slots) != set(self.slots):
+                raise StateError(
+                    f"the states of parameter {name} are {sorted(slots)}, where {type(self).__name__} as it is set up "
+                    f"has {sorted(self.slots)}"
+                )
+        for param in self._slots:
+            _check_fit(param, loaded.get(str(param.name), {}))
+        self._go_to(steps)
+        self._unclaimed = loaded
+        known = list(self._slots)
+        self._slots.clear()
+        for param in known:
+            if param.name in loaded:
+                self._claim(param)
+
+    def _unclaimed_for(self, param: Tensor) -> dict[str, Array] | None:
+        slots = self._unclaimed.get(param.name) if param.name else None
+        if slots is not None:
+            _check_fit(param, slots)
+        return slots
+
+    def _claim(self, param: Tensor) -> dict[str, Array]:
+        """Slots of a parameter seen for the first time: loaded ones, or new ones of zeros."""
+        xp = param.device.xp
+        loaded = self._unclaimed_for(param)
+        if loaded is None:
+            slots = self._new_slots(param)
+        else:
+            slots = {slot: xp.asarray(array) for slot, array in loaded.items()}
+            del self._unclaimed[str(param.name)]
+        self._slots[param] = slots
+        return slots
+
+    def _new_slots(self, param: Tensor) -> dict[str, Array]:
+        return {slot: param.device.xp.zeros_like(param.array) for slot in self.slots}
+
+    # -- SINGA's view ------------------------------------------------------------------------------------------------
+    @property
+    def step_counter(self) -> Tensor:
+        """Number of finished steps, as a tensor of shape (1,). A number or such a tensor may be assigned."""
+        return self.as_tensor(self._steps)
+
+    @step_counter.setter
+    def step_counter(self, value: Any) -> None:
+        self._go_to(int(number_of(value)))
+
+    def as_tensor(self, value: float) -> Tensor:
+        """Local. A number as a float32 tensor of shape (1,), where the parameters are.
+
+        It is a copy, on the CPU a read-only one: to change a hyperparameter, assign to it.
+        """
+        array = self._device.xp.full((1,), value, float32)
+        if self._device.kind == "cpu":
+            array.flags.writeable = False
+        return Tensor.of(array, self._device, requires_grad=False)
+
+    def tensors_of(self, slot: str) -> dict[str | None, Tensor]:
+        """Local. A slot of all parameters, by their names, as tensors that share its memory."""
+        return {
+            param.name: Tensor.of(slots[slot], param.device, requires_grad=False)
+            for param, slots in self._slots.items()
+            if slot in slots
+        }
+
+    def device_check(self, *inputs: Tensor) -> None:
+        """Local. Move the `inputs`, and what `as_tensor` gives from now on, to the device of the first of them."""
+        self._device = inputs[0].device
+        for tensor in inputs:
+            tensor.to_device(self._device)
+
+
+def check_gradient(param: Tensor, grad: Tensor) -> None:
+    """Local. Whether `grad` can be the gradient of `param`.
+
+    Raises:
+        UsageError: shapes or dtypes differ.
+    """
+    own, given = param.array, grad.array
+    if own.shape != given.shape or own.dtype != given.dtype:
+        raise UsageError(
+            f"a gradient of {given.dtype} and shape {given.shape} is none of {param.name or 'a parameter'} of "
+            f"{own.dtype} and shape {own.shape}"
+        )
+
+
+def _check_fit(param: Tensor, slots: Mapping[str, Array]) -> None:
+    for slot, array in slots.items():
+        if array.shape != param.shape or array.dtype != param.dtype:
+            raise StateError(
+                f"state {param.name}:{slot} is {array.dtype} of shape {array.shape}; expected {param.dtype} of shape "
+                f"{param.shape}"
+            )

@@ -1,0 +1,1 @@
+"""A stand-in for CuPy's second package; see `cupy`."""

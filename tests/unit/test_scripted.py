@@ -1,0 +1,170 @@
+"""Operations that scripts write as in SINGA, and the classes of its `autograd` module."""
+
+import numpy as np
+import pytest
+
+from distopt import autograd, layer
+from distopt.errors import UsageError
+from distopt.nn.raw import RawTensor
+from distopt.nn.tensor import Tensor
+
+
+@pytest.fixture(autouse=True)
+def training(monkeypatch):
+    monkeypatch.setattr(autograd, "training", True)
+
+
+class Product(autograd.Operator):
+    """a * b, as a script would write it."""
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, a, b):
+        assert isinstance(a, RawTensor)
+        assert a.shape() == (2, 3)
+        if autograd.training:
+            self.inputs = a, b
+        return self.factor * np.asarray(a * b, np.float64)
+
+    def backward(self, dy):
+        a, b = self.inputs
+        dy *= self.factor
+        return dy * b, dy * a
+
+
+def parameters(*seeds):
+    return [
+        Tensor(data=np.random.default_rng(seed).standard_normal((2, 3)).astype(np.float32), stores_grad=True)
+        for seed in seeds
+    ]
+
+
+def test_an_operator_of_a_script_is_part_of_the_graph():
+    a, b = parameters(0, 1)
+    (y,) = Product(2)(autograd.tanh(a), b)
+    assert type(y.array) is np.ndarray
+    assert y.dtype == np.float32
+    got = autograd.gradients(autograd.reduce_sum(y))
+    expected = autograd.gradients(autograd.reduce_sum(autograd.tanh(a) * b * 2))
+    for p in (a, b):
+        assert got[id(p)].dtype == np.float32
+        np.testing.assert_allclose(got[id(p)].array, expected[id(p)].array, rtol=1e-6)
+    with pytest.raises(UsageError, match="walked before"):
+        y.creator.backward(y.data)
+
+
+def test_an_operator_may_return_its_argument_and_keep_its_results():
+    class Same(autograd.Operator):
+        def forward(self, x):
+            return x
+
+        def backward(self, dy):
+            self.kept = dy
+            return [dy]
+
+    (a,) = parameters(0)
+    operator = Same()
+    (y,) = operator(a)
+    y.array.fill(0)
+    assert a.array.any()
+    # ReLU's kernel may overwrite the gradient that it is given.
+    (z,) = operator(autograd.relu(a * -1.0))
+    list(autograd.backward(autograd.reduce_sum(z)))
+    np.testing.assert_array_equal(operator.kept, np.ones((2, 3)))
+    np.testing.assert_array_equal(y.creator.backward(np.full((2, 3), 5.0)), np.full((2, 3), 5))
+
+
+def test_an_operator_may_have_no_gradient_for_an_input_and_one_result_in_a_tuple():
+    class Masked(autograd.Operator):
+        def forward(self, x, mask):
+            self.mask = mask
+            return (x * mask,)
+
+        def backward(self, dy):
+            return dy * self.mask, None
+
+    a, mask = *parameters(0), Tensor(data=np.eye(2, 3, dtype=np.float32))
+    y = Masked("mine")(a, mask)[0]
+    np.testing.assert_array_equal(y.array, a.array * mask.array)
+    np.testing.assert_array_equal(autograd.gradients(autograd.reduce_sum(y))[id(a)].array, mask.array)
+
+
+def test_misuse_of_operators_is_explained():
+    class Wrong(autograd.Operator):
+        def forward(self, x):
+            return x + 1
+
+        def backward(self, dy):
+            return dy[:1]
+
+    class Two(autograd.Operator):
+        def forward(self, x):
+            return x, x
+
+    (a,) = parameters(0)
+    with pytest.raises(UsageError, match=r"Wrong\.backward returned gradients of shapes \[\(1, 3\)\]"):
+        list(autograd.backward(autograd.reduce_sum(Wrong()(a)[0])))
+    with pytest.raises(UsageError, match=r"Two\.forward returned 2 results"):
+        Two()(a)
+
+
+X = np.linspace(-0.9, 0.8, 24, dtype=np.float32).reshape(2, 3, 4)
+ROW = np.linspace(0.2, 0.9, 6, dtype=np.float32).reshape(2, 3)
+# A class, its options, its tensors, and the same by the function.
+CLASSES = {
+    "AddBias": ((1,), (ROW, ROW[:, 0]), lambda x, b: autograd.add_bias(x, b, 1)),
+    "BinaryCrossEntropy": ((ROW,), (ROW,), lambda x: autograd.binary_cross_entropy(x, Tensor(data=ROW))),
+    "Clip": ((-0.5, 0.1), (X,), lambda x: autograd.clip(x, -0.5, 0.1)),
+    "Concat": ((1,), (X, X), lambda *xs: autograd.cat(xs, 1)),
+    "Dropout": ((0, 0.0), (X,), autograd.identity),
+    "Gemm": ((2.0, 1.0, 1, 0), (ROW, ROW), lambda a, b: autograd.gemm(a, b, None, 2.0, 1.0, 1, 0)),
+    "MeanSquareError": ((ROW,), (ROW + 1,), lambda x: autograd.mse_loss(x, Tensor(data=ROW))),
+    "OneHot": ((0, 3, [0, 1]), (X,), lambda x: autograd.onehot(0, x, 3, [0, 1])),
+    "ReLU": ((), (X,), autograd.relu),
+    "SoftMax": ((1,), (X,), lambda x: autograd.softmax(x, 1)),
+    "SoftMaxCrossEntropy": ((ROW,), (ROW,), lambda x: autograd.softmax_cross_entropy(x, Tensor(data=ROW))),
+    "Sum": ((), (X, X, X), autograd.sum),
+    "Where": ((X > 0,), (X, -X), lambda x, y: autograd.where(x, y, X > 0)),
+    "Xor": ((), (X, -X), autograd._xor),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_returns_a_tuple_of_what_its_function_returns(name):
+    options, arrays, function = CLASSES[name]
+    options = [Tensor(data=o) if isinstance(o, np.ndarray) and o.dtype == np.float32 else o for o in options]
+    tensors = [Tensor(data=x) for x in arrays]
+    (y,) = getattr(autograd, name)(*options)(*tensors)
+    np.testing.assert_array_equal(y.array, function(*tensors).array)
+
+
+def test_the_class_of_split_returns_all_parts():
+    parts = autograd.Split(-1, [1, 3])(Tensor(data=X))
+    assert [part.shape for part in parts] == [(2, 3, 1), (2, 3, 3)]
+    with pytest.raises(TypeError, match=r"Split\(axis, parts, num_output\) got 4 arguments"):
+        autograd.Split(0, 1, 2, 3)
+
+
+def test_every_class_is_made_of_options_that_its_function_has():
+    import inspect
+
+    for name, (function, options) in autograd._CLASSES.items():
+        assert set(options.split()) <= set(inspect.signature(function).parameters), name
+
+
+def test_dropout_has_the_arguments_of_singa():
+    x = Tensor(data=np.ones((40, 50), np.float32))
+    for y, ratio in [(autograd.dropout(x, 3, 0.25), 0.25), (autograd.dropout(x, 0.1), 0.1), (autograd.dropout(x), 0.5)]:
+        assert (y.array == 0).mean() == pytest.approx(ratio, abs=0.04)
+
+
+def test_names_that_are_lacking_are_explained():
+    with pytest.raises(AttributeError, match="has no LSTM: distopt keeps to convolutional networks"):
+        _ = autograd.LSTM
+    with pytest.raises(AttributeError, match=r"use layer\.Conv2d"):
+        _ = autograd.conv2d
+    with pytest.raises(AttributeError, match=r"^distopt\.autograd has no rleu; did you mean relu\?$"):
+        _ = autograd.rleu
+    assert autograd.Conv2d is layer.Conv2d

@@ -1,0 +1,108 @@
+"""Users' optimizers, which define `apply` as in SINGA or distopt's `_apply`: the bits of the rule that is built in."""
+
+import numpy as np
+import pytest
+
+from distopt import autograd, layer, model, opt, tensor
+from distopt.nn.tensor import Tensor
+from tests.users_rules import ByApply, ByHook, WithStates, built_in
+
+RULES = [ByApply, WithStates, ByHook]
+
+
+def decay() -> opt.DecayScheduler:
+    return opt.ExponentialDecay(0.05, 2, 0.5)
+
+
+class Net(model.Model):
+    way = "__call__"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear1 = layer.Linear(7, activation="RELU")
+        self.linear2 = layer.Linear(3)
+        self.loss = layer.SoftMaxCrossEntropy()
+
+    def forward(self, x):
+        return self.linear2(self.linear1(x))
+
+    def train_one_batch(self, x, y):
+        out = self.forward(x)
+        loss = self.loss(out, y)
+        getattr(self.optimizer, self.way)(loss)
+        return out, loss
+
+
+def trained(rule, way: str, use_graph: bool) -> np.ndarray:
+    """Losses and parameters after some steps."""
+    rng = np.random.default_rng(1)
+    x = tensor.from_numpy(rng.standard_normal((8, 5), np.float32))
+    y = tensor.from_numpy(rng.integers(0, 3, 8, np.int32))
+    x.device.SetRandSeed(2)
+    net = Net()
+    net.way = way
+    net.set_optimizer(rule)
+    net.compile([x], is_train=True, use_graph=use_graph)
+    losses = [net(x, y)[1].item() for _ in range(6)]
+    assert net.graph_replays == (3 if use_graph else 0)
+    return np.concatenate([losses, *[p.array.reshape(-1) for _, p in sorted(net.get_params().items())]])
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+@pytest.mark.parametrize("way", ["__call__", "backward_and_update"])
+@pytest.mark.parametrize("make", RULES)
+def test_a_model_trains_by_it(make, way, use_graph):
+    rule, reference = make(decay()), built_in(decay())
+    np.testing.assert_array_equal(trained(rule, way, use_graph), trained(reference, "__call__", False))
+    assert rule.step_counter.item() == 6
+    assert rule.values["lr"] == reference.values["lr"] == 0.05 / 8
+
+
+@pytest.mark.parametrize("make", [*RULES, built_in])
+def test_parameters_need_no_name(make, monkeypatch):
+    monkeypatch.setattr(autograd, "training", True)
+    rule, start = make(0.05), np.float32([[1, -2, 3]])
+    twins = [Tensor(data=start * i, stores_grad=True) for i in (1, 2)]
+    for _ in range(3):
+        rule(autograd.reduce_mean(twins[0] * twins[1], keepdims=True).reshape((1,)))
+    first, second, buffers = start.copy(), start * 2, [0.0, 0.0]
+    for _ in range(3):
+        slopes = second / 3 + 0.01 * first, first / 3 + 0.01 * second
+        buffers = [0.5 * buffer + slope for buffer, slope in zip(buffers, slopes, strict=True)]
+        first, second = first - 0.05 * buffers[0], second - 0.05 * buffers[1]
+    np.testing.assert_allclose(twins[0].array, first, rtol=1e-5)
+    np.testing.assert_allclose(twins[1].array, second, rtol=1e-5)
+
+
+def test_an_update_records_nothing(monkeypatch):
+    """Else `param_value -= ...` would make a new tensor, and leave the parameter as it was."""
+    monkeypatch.setattr(autograd, "training", True)
+    w, g = Tensor(data=np.float32([1, 2]), stores_grad=True, name="w"), Tensor(data=np.float32([1, 1]))
+    array = w.array
+    ByApply().update(w, g)
+    np.testing.assert_allclose(array, np.float32([1, 2]) - 0.05 * (1 + 0.01 * np.float32([1, 2])), rtol=1e-6)
+    assert w.creator is None
+    assert autograd.training
+
+
+def test_an_optimizer_without_a_rule_says_what_to_define(monkeypatch):
+    monkeypatch.setattr(autograd, "training", True)
+    w = Tensor((2,), stores_grad=True)
+    bare = opt.Optimizer(0.1)
+    for call in (lambda: bare.update(w, Tensor((2,))), lambda: bare.apply("w", w, Tensor((2,)))):
+        with pytest.raises(NotImplementedError, match=r"Optimizer has no rule; define apply\(self, param_name"):
+            call()
+    assert autograd.training
+
+
+def test_states_of_a_users_optimizer_hold_its_own_too():
+    rule, w, g = WithStates(), Tensor(data=np.float32([1, 2]), name="w"), np.float32([1, 3])
+    rule.update(w, Tensor(data=g))
+    rule.step()
+    states = rule.get_states()
+    fresh, twin = WithStates(), Tensor(data=w.array, stores_grad=True, name=w.name)
+    fresh.set_states({**states, "buffers": {name: buffer.clone() for name, buffer in states["buffers"].items()}})
+    for optimizer, param in ((rule, w), (fresh, twin)):
+        optimizer.update(param, Tensor(data=g))
+    np.testing.assert_array_equal(w.array, twin.array)
+    assert fresh.step_counter.item() == 1
