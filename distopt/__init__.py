@@ -1,1 +1,49 @@
-"""Data-parallel training in Python."""
+"""Data-parallel training in Python.
+
+`world = distopt.init()` makes this process a rank of its job, whatever started it; see `distopt.comm.world.World`.
+Importing the package alone loads nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .comm.world import World
+    from .launch import Ticket
+
+__all__ = ["__version__", "init"]
+
+__version__: str
+
+
+def init(ticket: Ticket | None = None, local_rank: int | None = None, world_size: int | None = None) -> World:
+    """Collective. Join the job that this process belongs to; as `hvd.init` of Horovod.
+
+    Without arguments, this is the job of `distopt.launch.main` or `spawn`, of mpiexec, or of this process alone.
+    Processes that a script starts itself pass the three arguments. A second call returns the same world until it is
+    closed, and a new one afterwards.
+
+    Args:
+        ticket: made by the parent, `distopt.launch.Ticket()`.
+        local_rank: rank of this process in the ticket's job.
+        world_size: number of processes in the ticket's job.
+
+    Raises:
+        LaunchError: the ranks do not find each other, or disagree about who they are.
+        UsageError: this process has an open world, of other arguments.
+        MissingDependencyError: the launcher or `$DISTOPT_BACKEND` needs something that is absent.
+    """
+    from .comm import world
+
+    return world.init(ticket, local_rank, world_size)
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> str:
+        if name != "__version__":
+            raise AttributeError(f"module 'distopt' has no attribute {name!r}; a module of it must be imported first")
+        from importlib.metadata import version
+
+        return version("distopt")

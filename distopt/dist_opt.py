@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from . import comm, compress, launch
+from .comm.world import current
 from .errors import UsageError
 from .nn import autograd
 from .nn.device import find_gpu, get_default_device
@@ -42,7 +43,8 @@ class DistOpt:
     Args:
         opt: the optimizer to wrap; it applies the averaged gradients.
         job: this rank's membership (default: found from the launcher, see `distopt.launch.join`).
-        communicator: how bytes move (default: the best one for the job, see `distopt.comm.create`).
+        communicator: how bytes move (default: that of the world which `distopt.init` has made, if neither is given,
+            else the best one for the job, see `distopt.comm.create`).
         codec: what is sent: a codec, or the name of one (see `distopt.compress`).
         bucket_elements: bucket size in elements, see `distopt.sync.layout.plan`.
         partition_elements: size in elements of the partitions of a partial update (default: `bucket_elements`).
@@ -74,7 +76,8 @@ class DistOpt:
         self.codec = compress.create(codec) if isinstance(codec, str) else codec
         Engine.check_options(non_finite)
         if communicator is None:
-            communicator = comm.create(job or launch.join())
+            world = current() if job is None else None
+            communicator = comm.create(job or launch.join()) if world is None else world.communicator
         self.opt = opt
         self.communicator = communicator
         self.world_size = communicator.topology.world_size

@@ -47,8 +47,8 @@ DIST_OPTIONS = ("plain", "fp32", "half", "fp16", "bf16", PARTIAL, "sparseTopK", 
 class DistOpt(dist_opt.DistOpt):
     """The distributed optimizer under SINGA's names.
 
-    Without `nccl_id` it is the MPI constructor: rank and size come from MPI. With `nccl_id`, a
-    `distopt.singa_wrap.NcclIdHolder` that the parent process made, it is the multiprocess constructor.
+    Without `nccl_id` it is the MPI constructor: rank and size come from the launcher, or from `distopt.init`. With
+    `nccl_id`, a `distopt.singa_wrap.NcclIdHolder` that the parent made, it is the multiprocess constructor.
 
     Args:
         opt: the optimizer to wrap (default: `SGD()`).
@@ -69,8 +69,9 @@ class DistOpt(dist_opt.DistOpt):
         **options: Any,
     ) -> None:
         """Collective."""
-        if "communicator" not in options and "job" not in options:
-            options["job"] = launch.join(nccl_id, local_rank, world_size)
+        asked = nccl_id, local_rank, world_size
+        if asked != (None, None, None) and "communicator" not in options and "job" not in options:
+            options["job"] = launch.join(*asked)
         super().__init__(SGD() if opt is None else opt, **options)
         self._pending: list[Work] = []
         self._fusion = Fusion(self.communicator, buffSize)

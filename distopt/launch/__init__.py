@@ -9,7 +9,7 @@ from .env import LauncherInfo, launcher
 from .job import Job
 from .mpi import MpiJob
 from .multiprocess import MultiprocessJob, Ticket
-from .spawn import main, spawn
+from .spawn import invitation, main, spawn
 
 __all__ = ["Job", "LauncherInfo", "MpiJob", "MultiprocessJob", "Ticket", "join", "launcher", "main", "spawn"]
 
@@ -17,8 +17,9 @@ __all__ = ["Job", "LauncherInfo", "MpiJob", "MultiprocessJob", "Ticket", "join",
 def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size: int | None = None) -> Job:
     """Collective. Join the job that this process belongs to, as one of its ranks.
 
-    With a ticket, this is the job of the parent that made the ticket. Without one, it is the MPI job if an MPI launcher
-    started this process or mpi4py is installed, and otherwise a job of one rank.
+    With a ticket, this is the job of the parent that made the ticket. Without one, it is the job of the `main` or
+    `spawn` that started this process; else the MPI job if an MPI launcher started it or mpi4py is installed; else a job
+    of one rank.
 
     Args:
         ticket: made by the parent; needs `local_rank` and `world_size`.
@@ -40,6 +41,8 @@ def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size
             f"local_rank={local_rank} and world_size={world_size} were given without a ticket; pass the ticket that "
             "the parent made, or none of the three to join the job of mpiexec"
         )
+    if (invited := invitation()) is not None:
+        return MultiprocessJob(*invited)
     if launcher() is not None or find_spec("mpi4py") is not None:
         return MpiJob()
     return MultiprocessJob(Ticket(), 0, 1)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..errors import DistoptError, PeerLostError, RankFailedError, UsageError
 from .env import launcher
 from .mpi import start_mpi
+from .multiprocess import Ticket
 from .output import mark_output
 from .threads import thread_variables
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import SpawnProcess
     from types import FrameType
 
-__all__ = ["main", "spawn"]
+__all__ = ["invitation", "main", "spawn"]
 
 _GRACE_SECONDS = 2.0
 _MAX_REPORT_BYTES = 16 << 20
@@ -117,7 +118,9 @@ class _Failure:
 class _Rank:
     """A child process, as the parent sees it."""
 
-    def __init__(self, fn: Callable[..., object], rank: int, world_size: int, args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, fn: Callable[..., object], rank: int, world_size: int, args: tuple[Any, ...], ticket: Ticket
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self.rank = rank
         self._failure: _Failure | None = None
@@ -125,7 +128,7 @@ class _Rank:
         self.reports: Connection | None = reports
         try:
             self.process: SpawnProcess = context.Process(
-                target=_child, args=(fn, (rank, world_size, *args), os.getpid(), child_end), name=f"rank {rank}"
+                target=_child, args=(fn, (rank, world_size, *args), ticket, os.getpid(), child_end), name=f"rank {rank}"
             )
             self.process.start()
         finally:
@@ -190,12 +193,13 @@ def _run(fn: Callable[..., object], world_size: int, args: tuple[Any, ...]) -> i
 
 def _start(ranks: list[_Rank], fn: Callable[..., object], world_size: int, args: tuple[Any, ...]) -> None:
     variables = thread_variables(world_size, os.environ)
+    ticket = Ticket()
     # A new process inherits blocked signals, and unblocks them when its handlers are installed. Otherwise Ctrl-C, which
     # a terminal sends to parent and children alike, could print a traceback per child from the middle of its imports.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     os.environ.update(variables)
     try:
-        ranks.extend(_Rank(fn, rank, world_size, args) for rank in range(world_size))
+        ranks.extend(_Rank(fn, rank, world_size, args, ticket) for rank in range(world_size))
     finally:
         for name in variables:
             del os.environ[name]
@@ -259,8 +263,17 @@ def _describe_exit(exit_code: int) -> tuple[int, str]:
 
 
 # -- child -----------------------------------------------------------------------------------------------------------
-def _child(fn: Callable[..., object], args: tuple[Any, ...], parent: int, reports: Connection) -> None:
+_invitation: list[tuple[Ticket, int, int]] = []
+
+
+def invitation() -> tuple[Ticket, int, int] | None:
+    """Local. Ticket, rank and world size of the job whose `main` or `spawn` started this process, if one did."""
+    return _invitation[0] if _invitation else None
+
+
+def _child(fn: Callable[..., object], args: tuple[Any, ...], ticket: Ticket, parent: int, reports: Connection) -> None:
     _die_with(parent)
+    _invitation.append((ticket, *args[:2]))
     # The parent handles Ctrl-C. A handler instead of SIG_IGN, which processes started here would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, _leave)

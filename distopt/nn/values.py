@@ -92,6 +92,28 @@ class Values:
         values.array = c_contiguous(array)
         return values
 
+    @classmethod
+    def from_dlpack(cls, array: Any) -> Self:
+        """Local. Values that share the memory of an array of any library, such as a PyTorch tensor; keeps its dtype.
+
+        Raises:
+            UsageError: the array is not C-contiguous.
+        """
+        if array.__dlpack_device__()[0] == 1:  # kDLCPU of dlpack.h
+            array = np.asarray(array) if isinstance(array, np.ndarray) else np.from_dlpack(array)
+        else:
+            import cupy
+
+            array = array if isinstance(array, cupy.ndarray) else cupy.from_dlpack(array)
+        return cls.of(array, device_of(array))
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self.array.__dlpack_device__()
+        return device
+
     # -- what they are -----------------------------------------------------------------------------------------------
     @property
     def data(self) -> Array:

@@ -156,6 +156,12 @@ def asnumpy(a: Any, stream: Any = None, order: str = "C", out: Any = None, *, bl
     return _numpy.asarray(a, order=order)  # type: ignore[call-overload]
 
 
+def from_dlpack(array: Any) -> ndarray:
+    """Of arrays of this module, and what exports one."""
+    own: ndarray = array.__dlpack__()
+    return own
+
+
 def get_array_module(*args: Any) -> Any:
     import sys
 

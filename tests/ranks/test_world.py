@@ -1,0 +1,178 @@
+"""`distopt.init` and what a world computes, on ranks of every launcher and backend; and what ranks in error say."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import distopt
+from distopt import launch
+from tests.processes import ROOT, Ended, Program, mpiexec
+
+SCRIPT = str(ROOT / "tests" / "ranks" / "world_script.py")
+
+
+def run(start: str, n: int, *how: str, backend: str = "auto") -> Ended:
+    env = {"DISTOPT_BACKEND": backend}
+    if start == "mpiexec":
+        return mpiexec(n, SCRIPT, start, *how, env=env)
+    return Program([sys.executable, SCRIPT, str(n) if start == "spawn" else start, *how], env).end()
+
+
+STARTS = [
+    ("alone", 1, "auto", "single"),
+    *(("spawn", n, "auto", backend) for n, backend in ((1, "single"), (2, "shm"), (3, "shm"))),
+    *(("mpiexec", n, "auto", backend) for n, backend in ((1, "single"), (2, "shm"), (3, "shm"))),
+    *(("mpiexec", n, "mpi", "mpi") for n in (1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(("start", "n", "choice", "backend"), STARTS)
+def test_every_method_agrees_with_numpy(start, n, choice, backend):
+    ended = run(start, n, backend=choice)
+    assert (ended.code, ended.stderr) == (0, "")
+    told = sorted(re.sub(r"^\[rank \d\] ", "", line) for line in ended.stdout.splitlines())
+    assert told == [f"{rank} {n} {rank} {rank == 0} {backend}: 12 checks passed" for rank in range(n)]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_script_of_the_documentation_runs(n, tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "world.md").read_text(), re.S)
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    ended = mpiexec(n, str(script)) if n > 1 else Program([sys.executable, str(script)]).end()
+    assert (ended.code, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines()[0] == f"epoch 0: accuracy {'0.900' if n == 1 else '0.905'}"
+    assert len(ended.stdout.splitlines()) == (100 if n == 1 else 1)
+
+
+def joined(ticket: launch.Ticket, rank: int, world_size: int, folder: str) -> None:
+    with distopt.init(ticket, rank, world_size) as world:
+        assert distopt.init(ticket, rank, world_size) is world
+        ranks = world.all_gather(rank)
+        Path(folder, str(rank)).write_text(f"{world.communicator.name} {ranks.tolist()}")
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_processes_that_a_script_starts_itself_pass_a_ticket(world_size, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    ticket = launch.Ticket()
+    args = [(ticket, rank, world_size, str(tmp_path)) for rank in range(world_size)]
+    processes = [context.Process(target=joined, args=each) for each in args]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * world_size
+    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    name = "single" if world_size == 1 else "shm"
+    assert told == {str(rank): f"{name} {list(range(world_size))}" for rank in range(world_size)}
+
+
+# How the last rank and the others call a collective, in the words of either transport.
+MISMATCHES = {
+    "shape": tuple(rf"all_reduce #\d of 12 float32\W+sum\W+float32 \[{shape}\]" for shape in ("4, 3", "3, 4")),
+    "type": tuple(rf"all_reduce #\d of 12 int32\W+max\W+{dtype} \[3, 4\]" for dtype in ("int8", "int16")),
+    "number": (r"all_reduce #\d of 1 float64\W+sum\W+a float", r"all_reduce #\d of 2 int64\W+sum\W+an int"),
+    "bool": (r"all_gather #\d of 1 int32\W+a bool", r"all_gather #\d of 1 int64\W+an int"),
+    "op": tuple(rf"all_reduce #\d of 1 float64\W+{op}\W+a float" for op in ("max", "min")),
+    "collective": (r"barrier #\d", r"all_gather #\d of 12 float32\W+float32 \[3, 4\]"),
+    "root": tuple(rf"broadcast #\d of 12 float32 from rank {root}\W+float32 \[3, 4\]" for root in (1, 0)),
+    "object's root": tuple(rf"broadcast #\d of 2 int64 from rank {root}\W+length of an object" for root in (1, 0)),
+}
+
+
+@pytest.mark.parametrize("how", MISMATCHES)
+def test_a_mismatch_names_both_calls_on_both_ranks(how):
+    ended = run("spawn", 2, how)
+    assert (ended.code, ended.stderr) == (0, "")
+    check_mismatch(ended.stdout, how)
+
+
+def test_a_mismatch_names_both_calls_over_mpi():
+    ended = run("mpiexec", 2, "number", backend="mpi")
+    assert ended.code == 0
+    check_mismatch(ended.stdout, "number")
+
+
+def check_mismatch(stdout: str, how: str) -> None:
+    lines = stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        for rank, call in zip((1, 0), MISMATCHES[how], strict=True):
+            assert re.search(rf"rank {rank}( on \S+)? \([^)]*\) (is in|in|called) {call}", line), line
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        ("raise", 1, "ValueError: the cause"),
+        (
+            "usage",
+            2,
+            "a list is neither a number nor an array; convert it with numpy.asarray, or send it as it is with",
+        ),
+        ("exit", 3, "left with exit code 3"),
+    ],
+)
+@pytest.mark.parametrize(("start", "backend"), [("spawn", "auto"), ("mpiexec", "auto"), ("mpiexec", "mpi")])
+def test_one_rank_that_leaves_the_body_by_an_exception_ends_all_by_its_name(start, backend, how, code, last):
+    ended = run(start, 3, how, backend=backend)
+    assert ended.code == code
+    assert last in ended.stderr.splitlines()[-1]
+    assert "has closed" not in ended.stderr, "the cause alone is told, not its consequences"
+
+
+def on_a_gpu(rank: int, world_size: int, folder: str) -> None:
+    from tests.emulation import activate
+
+    activate()
+    import cupy
+
+    from distopt import opt, tensor
+
+    from .world_script import SHAPES, data
+
+    with distopt.init() as world:
+        for dtype in ("float32", "float16", "int8", "int32", "int64", "uint64", "bool"):
+            for shape in SHAPES[1:]:
+                array = cupy.asarray(data(rank, (2, *shape), dtype))[::2]
+                host = data(rank, (2, *shape), dtype)[::2]  # NumPy's take the same way, through device memory
+                for result, expected in (
+                    (world.all_reduce(array), world.all_reduce(host)),
+                    (world.all_reduce(array, "max"), world.all_reduce(host, "max")),
+                    (world.all_reduce(array, "mean"), world.all_reduce(host, "mean")),
+                    (world.broadcast(array, world_size - 1), data(world_size - 1, (2, *shape), dtype)[::2]),
+                    (world.all_gather(array), np.stack([data(r, (2, *shape), dtype)[::2] for r in range(world_size)])),
+                ):
+                    assert isinstance(result, cupy.ndarray)
+                    assert result.dtype == expected.dtype
+                    np.testing.assert_array_equal(result.get(), expected)
+                np.testing.assert_array_equal(array.get(), host)
+        optimizer = opt.DistOpt(opt.SGD(lr=0.1))
+        assert optimizer.communicator is world.communicator
+        own = tensor.from_numpy(data(rank, (3, 5), "float32"), optimizer.device)
+        gathered = world.all_gather(own)
+        assert type(gathered) is tensor.Tensor
+        assert gathered.device is own.device
+        np.testing.assert_array_equal(gathered.to_numpy(), [data(r, (3, 5), "float32") for r in range(world_size)])
+        assert world.all_reduce(rank + 1) == world_size * (world_size + 1) // 2
+        assert world.broadcast_object({"rank": rank}, world_size - 1) == {"rank": world_size - 1}
+        world.barrier()
+        Path(folder, str(rank)).write_text(world.communicator.name)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_arrays_of_emulated_gpus(world_size, tmp_path, monkeypatch):
+    from tests.emulation import build
+
+    build.build()
+    monkeypatch.setenv("DISTOPT_DEVICE", "cuda")
+    launch.spawn(on_a_gpu, world_size, (str(tmp_path),))
+    names = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert names == {str(rank): "nccl" if world_size > 1 else "single" for rank in range(world_size)}
