@@ -29,8 +29,8 @@ class Size:
     images: int  # of largedataset_cnn, which takes four fifths for training
 
 
-# The small ones are for networks that take images of 224 or 299 pixels: three steps of two images on each of two ranks.
-SIZES = {"normal": Size(2560, 640, 800), "small": Size(15, 6, 20)}
+# The small ones are for networks that take images of 224 or 299 pixels: two steps of two images on each of two ranks.
+SIZES = {"normal": Size(2560, 640, 800), "small": Size(10, 4, 20)}
 
 
 def write(folder: Path, digits: mnist.Digits, size: Size) -> None:

@@ -110,6 +110,8 @@ def find_trouble(run: Run, code: int | None, losses, accuracies, records, errors
     if code != 0 or "Traceback" in errors:  # multiprocessing's parent ends with 0 whatever its children do
         error = last_line(errors)
         return "" if run.breaks and error.endswith(run.breaks) else error[:160].replace("|", "\\|")
+    if run.breaks:
+        return f"the script no longer ends with the error ... {run.breaks}"
     if len(records) != run.ranks:
         return f"{len(records)} of {run.ranks} processes trained"
     counts = f"{len(losses)} losses and {len(accuracies)} accuracies"

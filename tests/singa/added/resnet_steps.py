@@ -19,4 +19,4 @@ model.set_optimizer(opt.SGD(lr=0.005, momentum=0.9, weight_decay=1e-5))
 model.compile([x], is_train=True, use_graph=True, sequential=False)
 for _ in range(3):
     out, loss = model(x, y, "plain", None)
-    print("training loss = ", tensor.to_numpy(loss))
+    print("training loss = ", tensor.to_numpy(loss)[0])
