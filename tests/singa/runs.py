@@ -213,7 +213,7 @@ def epochs(command: str, **options) -> Run:
 
 def large(command: str, **options) -> Run:
     """Two epochs over the few images that are enough for networks of 224 and more pixels."""
-    return epochs(f"{command} -b 2 -l 0.0005", data="small", **options)
+    return epochs(f"{command} -b 2 -l 0.0001", data="small", **options)
 
 
 GROUPS = {group.__name__: group for group in (cnn, models, resnet, autograd, mlp, benchmark, largedataset, cifar)}
