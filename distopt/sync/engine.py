@@ -18,7 +18,7 @@ import numpy as np
 
 from ..compress import Statistics
 from ..errors import StateError, UsageError
-from .agreement import check_same_model, check_same_values
+from .agreement import check_same_model, ranks_with_other_values
 from .bucket import under
 from .layout import Layout
 from .stats import CommunicationStatistics
@@ -104,10 +104,26 @@ class Engine:
             MismatchError: names, shapes or types differ; the message names the ranks and the first difference.
         """
         check_same_model(self.communicator, params)
+        self._send_first(params)
+        self._attached = {id(p): p for p in params}
+
+    def _send_first(self, params: Sequence[Parameter]) -> None:
+        """Collective. Give all ranks the parameters of rank 0."""
         works = [self.communicator.broadcast(p.array, label=str(p.name)) for p in params]
         for work in works:
             work.wait()
-        self._attached = {id(p): p for p in params}
+
+    def _make_equal(self, params: Sequence[Parameter]) -> None:
+        """Collective. As `_send_first`, with a warning, if parameters that were never attached differ."""
+        ranks = ranks_with_other_values(self.communicator, params)
+        if ranks:
+            self._send_first(params)
+            if self.communicator.topology.rank == 0:
+                log.warning(
+                    "the parameters of ranks %s differed from those of rank 0 before the first step, and are replaced "
+                    "by them; DistOpt.attach(params) before the first forward pass does so in time",
+                    ranks,
+                )
 
     def layout(self, bucket_elements: int, order: Callable[[], Sequence[Parameter]], partial: bool = False) -> Layout:
         """Collective on first use of a bucket size. The buckets of that size.
@@ -118,7 +134,7 @@ class Engine:
             partial: for partial updates, whose partitions are the buckets.
 
         Raises:
-            MismatchError: the ranks have different models, or parameters that differ before the first step.
+            MismatchError: the ranks have different models.
         """
         key = bucket_elements, partial
         layout = self._layouts.get(key)
@@ -129,7 +145,7 @@ class Engine:
     def _new_layout(self, bucket_elements: int, order: Sequence[Parameter], partial: bool) -> Layout:
         check_same_model(self.communicator, order)
         if not self.drifted:
-            check_same_values(self.communicator, [p for p in order if id(p) not in self._attached])
+            self._make_equal([p for p in order if id(p) not in self._attached])
         layout = Layout(
             order,
             bucket_elements,
