@@ -172,8 +172,9 @@ Written by `tests/singa/scripts CHECKOUT --output docs/singa-results.md`, on {pl
 cores, Python {platform.python_version()} and NumPy {NUMPY}. [singa.md](singa.md) says what is changed in the scripts.
 
 - **Data.** MNIST: 2,560 real digits, and 640 for evaluation. CIFAR-10 and CIFAR-100 are replaced by such digits in ten
-  colours, of 32 x 32 pixels. Networks that take 224 and more pixels get 10 images, so their accuracies mean nothing.
-- **Loss.** That of the first and of the last epoch, as the script prints it: a sum over batches and ranks. Of scripts
+  colours, of 32 x 32 pixels. Networks that take 224 and more pixels get 10 images in batches of 2: their
+  accuracies mean nothing, and losses rise where a learning rate for larger batches is a constant in the script.
+- **Loss.** That of the first and of the last epoch, as the script prints it: a sum over batches and ranks. Of those
   that print none, that of the first and of the last step, as a mean over the ranks; these take three steps.
 - **Ranks equal.** Whether the parameters of all ranks have the same bits at the end. A partial update promises it only
   where all parameters lie in one partition.

@@ -182,16 +182,26 @@ def largedataset() -> Iterator[Run]:
         where, "train_largedata.py alexnet --epoch 1 --bs 2 --no-graph --verbosity 1 --id 0", trains=False, **small
     )
     yield Run(where, "train_largedata.py resnet --epoch 1 --bs 2", trains=False, **small)
-    yield Run(where, "train_mpi.py resnet --epoch 1 --bs 2 --op sparseTopK --spars 0.01", mpi_ranks=2, ranks=2, **small)
     yield Run(
-        where, "train_mpi.py xceptionnet --epoch 1 --bs 2 --op sparseTopK --no-graph", mpi_ranks=2, ranks=2, **small
+        where,
+        "train_mpi.py resnet --epoch 1 --bs 2 --lr 0.0005 --op sparseTopK --spars 0.01",
+        mpi_ranks=2,
+        ranks=2,
+        **small,
+    )
+    yield Run(
+        where,
+        "train_mpi.py xceptionnet --epoch 1 --bs 2 --lr 0.0001 --op sparseTopK --no-graph",
+        mpi_ranks=2,
+        ranks=2,
+        **small,
     )
 
 
 def cifar() -> Iterator[Run]:
     """The throughput variant of train_cnn.py."""
     where = "cifar_distributed_cnn"
-    yield Run(where, "train_cnn.py cnn cifar10")
+    yield Run(where, "train_cnn.py cnn cifar10 -l 0.0005")
     # These two print model.input_size at their end, which SINGA's MLP lacks.
     breaks = "'MLP' object has no attribute 'input_size'"
     yield Run(where, "train_cnn.py mlp cifar100 -g", breaks=breaks)
@@ -199,10 +209,10 @@ def cifar() -> Iterator[Run]:
     yield Run(where, "train_cnn.py alexnet mnist -b 2", data="small")
     for option in OPTIONS:
         equal = option != "partialUpdate"
-        yield Run(where, f"train_mpi.py cnn cifar10 -d {option}", mpi_ranks=2, ranks=2, equal=equal)
+        yield Run(where, f"train_mpi.py cnn cifar10 -l 0.0005 -d {option}", mpi_ranks=2, ranks=2, equal=equal)
         yield Run(where, f"train_multiprocess.py cnn mnist -w 2 -d {option} -g", ranks=2, equal=equal)
-    yield Run(where, "train_mpi.py resnet cifar10 -l 0.015 -b 2", mpi_ranks=2, ranks=2, data="small")
-    yield Run(where, "train_mpi.py xceptionnet cifar100 -l 0.015 -b 2", mpi_ranks=2, ranks=2, data="small")
+    yield Run(where, "train_mpi.py resnet cifar10 -l 0.0005 -b 2", mpi_ranks=2, ranks=2, data="small")
+    yield Run(where, "train_mpi.py xceptionnet cifar100 -l 0.0001 -b 2", mpi_ranks=2, ranks=2, data="small")
 
 
 def epochs(command: str, **options) -> Run:
