@@ -30,6 +30,23 @@ if TYPE_CHECKING:
 __all__ = ["MultiprocessJob", "Ticket"]
 
 _TICKET_BYTES = 16
+_made: dict[bytes, int] = {}  # by secret: the process that made it
+
+
+def _new_secret() -> bytes:
+    secret = token_bytes(_TICKET_BYTES)
+    _made[secret] = os.getpid()
+    if is_importing():  # a script without guard goes on to start processes
+        sys.excepthook = partial(_tell_missing_guard, sys.excepthook)
+    return secret
+
+
+def _tell_missing_guard(before: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """An excepthook. Of the 40 lines that multiprocessing has for a missing guard, in every child, one is enough."""
+    if kind is not RuntimeError or "bootstrapping phase" not in str(error):
+        before(kind, error, trace)
+    elif is_first():
+        sys.stderr.write(f"{current_process().name} (pid {os.getpid()}) {UNGUARDED}\n")
 
 
 @dataclass(frozen=True)
@@ -42,29 +59,19 @@ class Ticket:
     Attributes:
         secret: the 16 bytes.
         handed_out: number of processes, including this one, to which multiprocessing has pickled the ticket.
-        maker: id of the process that made the ticket.
     """
 
-    secret: bytes = field(default_factory=partial(token_bytes, _TICKET_BYTES), repr=False)
+    secret: bytes = field(default_factory=_new_secret, repr=False)
     handed_out: int = field(default=0, compare=False, repr=False)
-    maker: int = field(default_factory=os.getpid, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.secret, bytes) or len(self.secret) != _TICKET_BYTES:
             raise UsageError(f"a ticket is {_TICKET_BYTES} bytes; make one with Ticket()")
-        if is_importing() and self.maker == os.getpid():
-            sys.excepthook = partial(_tell_missing_guard, sys.excepthook)
 
-    def __reduce__(self) -> tuple[type[Ticket], tuple[bytes, int, int]]:
+    def __reduce__(self) -> tuple[type[Ticket], tuple[bytes, int]]:
         if get_spawning_popen() is not None:
             object.__setattr__(self, "handed_out", self.handed_out + 1)
-        return Ticket, (self.secret, self.handed_out, self.maker)
-
-    @property
-    def unshared(self) -> bool:
-        """Whether a child of multiprocessing, this process, has made the ticket and can have given it to nobody."""
-        own = self.maker == os.getpid() and not self.handed_out and not children(self.maker)
-        return own and parent_process() is not None
+        return Ticket, (self.secret, self.handed_out)
 
 
 class MultiprocessJob(Job):
@@ -94,7 +101,7 @@ class MultiprocessJob(Job):
             raise LaunchError(
                 f"local_rank={local_rank} is outside 0 ... {world_size - 1}; number the {world_size} processes from 0"
             )
-        if world_size > 1 and ticket.unshared:
+        if world_size > 1 and _is_unshared(ticket):
             raise LaunchError(
                 f"rank {local_rank} has made its ticket itself, so no other rank has it; make one in the process that "
                 f"starts the {world_size} ranks, and pass it to each of them as an argument"
@@ -117,7 +124,7 @@ class MultiprocessJob(Job):
             rank, size = self.topology.rank, self.topology.world_size
             settings = Settings.from_env()
             absence = Absence(settings.stall_warning, all_started=self._ticket.handed_out >= size)
-            with _sole(self._ticket, rank):
+            with _sole(self._ticket, rank) if size > 1 else contextlib.nullcontext():
                 self._group = HostGroup(self._ticket.secret, rank, size, settings.timeout, absence)
         return self._group
 
@@ -136,18 +143,15 @@ def _sole(ticket: Ticket, rank: int) -> Iterator[None]:
         try:
             holder.bind("\0distopt-" + hashlib.sha256(b"distopt rank %d " % rank + ticket.secret).hexdigest()[:32])
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            raise LaunchError(
-                f"another process joins as rank {rank} with the same ticket; number the processes of a job 0, 1, ..., "
-                "and make a ticket for each job"
-            ) from None
+            if error.errno == errno.EADDRINUSE:  # any other reason is also met, and reported, by the rendezvous
+                raise LaunchError(
+                    f"another process joins as rank {rank} with the same ticket; number the processes of a job 0, 1, "
+                    "..., and make a ticket for each job"
+                ) from None
         yield
 
 
-def _tell_missing_guard(before: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """An excepthook. Of the 40 lines that multiprocessing has for a missing guard, in every child, one is enough."""
-    if kind is not RuntimeError or "bootstrapping phase" not in str(error):
-        before(kind, error, trace)
-    elif is_first():
-        sys.stderr.write(f"{current_process().name} (pid {os.getpid()}) {UNGUARDED}\n")
+def _is_unshared(ticket: Ticket) -> bool:
+    """Whether a child of multiprocessing, this process, has made the ticket and can have given it to nobody."""
+    own = _made.get(ticket.secret) == os.getpid() and not ticket.handed_out
+    return own and parent_process() is not None and not children(os.getpid())

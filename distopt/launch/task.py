@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import sys
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
@@ -50,8 +49,8 @@ def check_script() -> None:
     """Local. Check that child processes can import the script, and that this is not one of them, doing so.
 
     Raises:
-        UsageError: the script is no file; or this process imports it for another purpose than to be a rank. A rank that
-            imports it ends here, with exit code `NO_GUARD`.
+        UsageError: the script comes from stdin; or this process imports it, but not to be a rank. A rank that imports
+            it ends here, with exit code `NO_GUARD`.
     """
     if is_importing():
         if multiprocessing.current_process().name.startswith("rank "):  # its parent says so, once for all ranks
@@ -59,9 +58,9 @@ def check_script() -> None:
             os._exit(NO_GUARD)
         raise UsageError(f"this process {UNGUARDED}")
     main = sys.modules["__main__"]
-    script = getattr(main, "__file__", None)
-    if script is not None and main.__spec__ is None and not Path(script).exists():
-        raise UsageError(f"the ranks cannot import the script, which is no file ({script}); save it as a file")
+    script = getattr(main, "__file__", None) or ""
+    if main.__spec__ is None and script.startswith("<"):
+        raise UsageError(f"the ranks cannot import the script from {script}; save it as a file")
 
 
 def check_call(fn: Callable[..., object], first: Sequence[str], args: Sequence[Any]) -> None:
@@ -84,7 +83,7 @@ def check_call(fn: Callable[..., object], first: Sequence[str], args: Sequence[A
         given = " and ".join([*first, f"{len(args)} values of args"])
         raise UsageError(
             f"{_name(fn)}({', '.join(signature.parameters)}) cannot be called with {given}: {error}; change its "
-            f"parameters or args{'' if first else ', or pass world_size, to start ranks'}"
+            f"parameters or args{'' if first else ', or pass world_size, unless mpiexec starts the ranks'}"
         ) from None
 
 

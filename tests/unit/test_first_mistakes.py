@@ -88,7 +88,11 @@ MISTAKES = {
         NOT_LOADED,
     ),
     "a function of -c": (UNGUARDED, NOT_LOADED, "-c"),
-    "a function of stdin": (UNGUARDED, "error: the ranks cannot import the script, * save it as a file", "stdin"),
+    "a function of stdin": (
+        UNGUARDED,
+        "error: the ranks cannot import the script from <stdin>; save it as a file",
+        "stdin",
+    ),
     "a function of a prompt": (UNGUARDED.replace("\nlaunch", "\n\nlaunch"), NOT_LOADED, "prompt"),
     "a function of a prompt after a script": (
         UNGUARDED.replace("work", "new").replace("\nlaunch", "\n\nlaunch"),
@@ -131,7 +135,7 @@ MISTAKES = {
     ),
     "no world size": (
         main_of("launch.main(work)"),
-        "error: work(rank, world_size) cannot be called with 0 values of args: * or pass world_size, to start ranks",
+        "error: work(rank, world_size) cannot be called with 0 values of args: * or pass world_size, unless mpiexec",
     ),
     "a function that is called": (
         main_of("launch.main(work(0, 2), 2)"),
@@ -357,8 +361,16 @@ train(opt.DistOpt(opt.SGD(lr=0.1)))
 """
 
 
-def test_a_fork_after_training_and_beside_threads_works(tmp_path):
-    text = singa("range(2)", before=TRAIN_FIRST).replace("    sys.stdout", "    train(sgd)\n    sys.stdout")
+@pytest.mark.parametrize(
+    "text",
+    [
+        singa("range(2)", before=TRAIN_FIRST).replace("    sys.stdout", "    train(sgd)\n    sys.stdout"),
+        singa("range(2)", "spawn", ticket="nccl_id.secret", first="nccl_id = singa.NcclIdHolder(nccl_id)"),
+        singa("range(2)", "spawn", before="ticket = singa.NcclIdHolder()"),
+    ],
+    ids=["a fork after training and beside threads", "a ticket sent as bytes", "an unused ticket of the script"],
+)
+def test_what_works_with_processes_that_a_script_starts_itself(tmp_path, text):
     ended = run(tmp_path, text)
     assert (ended.code, ended.stderr) == (0, "")
     assert sorted(ended.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
