@@ -18,6 +18,7 @@ from .nn import autograd
 from .nn.accumulation import Accumulation
 from .nn.device import find_gpu, get_default_device
 from .nn.mode import mode
+from .nn.optim import Optimizer
 from .nn.tensor import Tensor
 from .settings import Settings
 from .sync.bucket import under
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from .compress import Codec
     from .launch import Job
     from .nn.device import Device
-    from .nn.optim import Optimizer
     from .sync.layout import Layout
     from .sync.stats import CommunicationStatistics
     from .sync.step import PartialStep, Step
@@ -322,13 +322,42 @@ class DistOpt:
         Raises:
             StateError: the states are not of a DistOpt, or do not fit; nothing was changed.
         """
-        arrays = {key: value.to_numpy() if isinstance(value, Tensor) else value for key, value in states.items()}
-        slots = under("optimizer", arrays)
-        others = {key: array for key, array in arrays.items() if not key.startswith("optimizer/")}
+        slots, others = _divided(states)
         self._engine.check_states(others)
         self.opt.set_states(slots)
         self._engine.set_states(others)
         self._accumulation.sums.clear()
+
+    def check_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
+        """Local. Whether `set_states` would accept them.
+
+        Raises:
+            StateError: see `set_states`.
+        """
+        slots, others = _divided(states)
+        self._engine.check_states(others)
+        self.opt.check_states(slots)
+
+    def shared_states(self, names: Iterable[str]) -> set[str]:
+        """Local. Which of these states are the same on all ranks, so that a checkpoint saves them once."""
+        return set() if self._engine.own_slots else {name for name in names if name.startswith("optimizer/")}
+
+    @property
+    def states_are_copies(self) -> bool:
+        """Local. Whether what `get_states` gives never changes again. An optimizer of the user's may give more."""
+        return type(self.opt).get_states is Optimizer.get_states
+
+    @property
+    def parameters_agree(self) -> bool:
+        """Local. Whether all ranks have the same parameters; between partial updates they do not."""
+        return not self._engine.drifted
+
+
+def _divided(states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> tuple[States, States]:
+    """Those of the optimizer and those of the engine, as arrays."""
+    arrays = {key: value.to_numpy() if isinstance(value, Tensor) else value for key, value in states.items()}
+    others = {key: array for key, array in arrays.items() if not key.startswith("optimizer/")}
+    return under("optimizer", arrays), others
 
 
 def _has(opt: Optimizer | None, name: str) -> bool:

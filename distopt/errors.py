@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 __all__ = [
+    "CheckpointError",
     "CommunicatorClosedError",
     "CommunicatorError",
     "DataError",
@@ -119,6 +120,12 @@ class DataError(DistoptError, ValueError):
 
 class StateError(DistoptError, ValueError):
     """A file of saved states is truncated, foreign, or does not fit the model. Nothing was changed."""
+
+    exit_code = 2
+
+
+class CheckpointError(DistoptError, OSError):
+    """Checkpoints cannot be written; the message says where, why, and the cure."""
 
     exit_code = 2
 

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
+import os
 import socket
+import sys
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import current_process, parent_process
 from multiprocessing.context import get_spawning_popen
 from secrets import token_bytes
+from typing import TYPE_CHECKING, Any
 
 from ..errors import LaunchError, UsageError
 from ..settings import Settings
 from .job import Job
 from .rendezvous import HostGroup
-from .siblings import Absence, end_with_parent
+from .siblings import Absence, children, end_with_parent, is_first
+from .task import UNGUARDED, is_importing
 from .threads import cap_threads
 from .topology import Topology
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["MultiprocessJob", "Ticket"]
 
@@ -31,19 +42,29 @@ class Ticket:
     Attributes:
         secret: the 16 bytes.
         handed_out: number of processes, including this one, to which multiprocessing has pickled the ticket.
+        maker: id of the process that made the ticket.
     """
 
     secret: bytes = field(default_factory=partial(token_bytes, _TICKET_BYTES), repr=False)
     handed_out: int = field(default=0, compare=False, repr=False)
+    maker: int = field(default_factory=os.getpid, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.secret, bytes) or len(self.secret) != _TICKET_BYTES:
             raise UsageError(f"a ticket is {_TICKET_BYTES} bytes; make one with Ticket()")
+        if is_importing() and self.maker == os.getpid():
+            sys.excepthook = partial(_tell_missing_guard, sys.excepthook)
 
-    def __reduce__(self) -> tuple[type[Ticket], tuple[bytes, int]]:
+    def __reduce__(self) -> tuple[type[Ticket], tuple[bytes, int, int]]:
         if get_spawning_popen() is not None:
             object.__setattr__(self, "handed_out", self.handed_out + 1)
-        return Ticket, (self.secret, self.handed_out)
+        return Ticket, (self.secret, self.handed_out, self.maker)
+
+    @property
+    def unshared(self) -> bool:
+        """Whether a child of multiprocessing, this process, has made the ticket and can have given it to nobody."""
+        own = self.maker == os.getpid() and not self.handed_out and not children(self.maker)
+        return own and parent_process() is not None
 
 
 class MultiprocessJob(Job):
@@ -73,6 +94,11 @@ class MultiprocessJob(Job):
             raise LaunchError(
                 f"local_rank={local_rank} is outside 0 ... {world_size - 1}; number the {world_size} processes from 0"
             )
+        if world_size > 1 and ticket.unshared:
+            raise LaunchError(
+                f"rank {local_rank} has made its ticket itself, so no other rank has it; make one in the process that "
+                f"starts the {world_size} ranks, and pass it to each of them as an argument"
+            )
         self.topology = Topology.of_one_host(local_rank, world_size, socket.gethostname())
         self._ticket = ticket
         self._group: HostGroup | None = None
@@ -91,7 +117,8 @@ class MultiprocessJob(Job):
             rank, size = self.topology.rank, self.topology.world_size
             settings = Settings.from_env()
             absence = Absence(settings.stall_warning, all_started=self._ticket.handed_out >= size)
-            self._group = HostGroup(self._ticket.secret, rank, size, settings.timeout, absence)
+            with _sole(self._ticket, rank):
+                self._group = HostGroup(self._ticket.secret, rank, size, settings.timeout, absence)
         return self._group
 
     def close(self) -> None:
@@ -100,3 +127,27 @@ class MultiprocessJob(Job):
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+@contextlib.contextmanager
+def _sole(ticket: Ticket, rank: int) -> Iterator[None]:
+    """Hold a name that only one process at a time can have. Without, two of rank 1 would wait for rank 0 in vain."""
+    with socket.socket(socket.AF_UNIX) as holder:
+        try:
+            holder.bind("\0distopt-" + hashlib.sha256(b"distopt rank %d " % rank + ticket.secret).hexdigest()[:32])
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise LaunchError(
+                f"another process joins as rank {rank} with the same ticket; number the processes of a job 0, 1, ..., "
+                "and make a ticket for each job"
+            ) from None
+        yield
+
+
+def _tell_missing_guard(before: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """An excepthook. Of the 40 lines that multiprocessing has for a missing guard, in every child, one is enough."""
+    if kind is not RuntimeError or "bootstrapping phase" not in str(error):
+        before(kind, error, trace)
+    elif is_first():
+        sys.stderr.write(f"{current_process().name} (pid {os.getpid()}) {UNGUARDED}\n")

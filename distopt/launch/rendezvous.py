@@ -192,32 +192,26 @@ def _join(ticket: bytes, rank: int, size: int, timeout: float, absence: Absence)
     """The connection to rank 0, and its answer after all ranks have joined."""
     deadline = _Deadline(timeout)
     while True:
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            link.settimeout(deadline.left())
-            link.connect(_address(ticket))
-            accepted = _prove(link, ticket, rank, size, deadline)
-        except TimeoutError:
-            link.close()
-            raise LaunchError(
-                f"rank {rank} found no rank 0 on this host within {timeout:g} s; check that rank 0 runs here, "
-                "in the same network namespace and with the same ticket"
-            ) from None
-        except (ConnectionError, BlockingIOError):  # rank 0 is not listening yet, its queue is full, or it gave up
-            link.close()
-            # More patient than rank 0, which can report who is missing.
-            absence.check(f"rank {rank} found no rank 0 on this host", size - 1, patience=1.5)
-            time.sleep(0.01)
-            continue
-        except BaseException:
-            link.close()
-            raise
-        try:
-            with _rank_named(0):
-                return link, _receive(link, accepted)
-        except BaseException:
-            link.close()
-            raise
+        with contextlib.ExitStack() as stack:
+            link = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            # Suppressed: rank 0 is not listening yet, its queue is full, or it gave up.
+            with contextlib.suppress(ConnectionError, BlockingIOError):
+                try:
+                    link.settimeout(deadline.left())
+                    link.connect(_address(ticket))
+                    accepted = _prove(link, ticket, rank, size, deadline)
+                except TimeoutError:
+                    raise LaunchError(
+                        f"rank {rank} found no rank 0 on this host within {timeout:g} s; check that rank 0 runs here, "
+                        "in the same network namespace and with the same ticket"
+                    ) from None
+                with _rank_named(0):
+                    answer = _receive(link, accepted)
+                stack.pop_all()
+                return link, answer
+        # More patient than rank 0, which can report who is missing.
+        absence.check(f"rank {rank} found no rank 0 on this host", size - 1, patience=1.5)
+        time.sleep(0.01)
 
 
 def _prove(link: socket.socket, ticket: bytes, rank: int, size: int, deadline: _Deadline) -> _Deadline:
@@ -259,7 +253,7 @@ class _Listener:
                 raise self._failure(
                     f"rank 0 cannot listen for the other ranks ({error}); "
                     "is there a second rank 0, or another job with this ticket?"
-                ) from error
+                ) from None
             except LaunchError as error:
                 raise self._failure(str(error)) from None
             except BaseException:
@@ -307,7 +301,7 @@ class _Listener:
         elif rank in self._peers:
             fact = f"two processes (pids {self._peers[rank][1]} and {pid}) are rank {rank}"
         if fact:
-            fact += "; check the rank variables that the launcher set"
+            fact += "; number the processes 0, 1, ... and give all of them the same world size"
             _try_to_tell(link, fact)
             link.close()
             raise self._failure(fact)

@@ -23,7 +23,7 @@ from ..errors import LaunchError
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
 
-__all__ = ["Absence", "end_with_parent", "ended_siblings", "ends_of_siblings"]
+__all__ = ["Absence", "children", "end_with_parent", "ended_siblings", "ends_of_siblings", "is_first"]
 
 _log = logging.getLogger("distopt")
 
@@ -77,6 +77,12 @@ def ended_siblings() -> list[int]:
     return sorted(_survey()[1])
 
 
+def is_first() -> bool:
+    """Local. Whether this process is older than all its siblings that have been seen."""
+    running, ended = _survey()
+    return all(pid > os.getpid() for pid in running | ended)
+
+
 @contextlib.contextmanager
 def ends_of_siblings() -> Iterator[dict[int, int]]:
     """Local. For each sibling, by process id, a descriptor that becomes readable when it ends."""
@@ -104,7 +110,7 @@ def _survey() -> tuple[set[int], set[int]]:
 def _siblings() -> tuple[set[int], set[int]]:
     """Siblings that are running, and those that have ended but have not been reaped by the parent."""
     own, running, zombies = _command("self"), set(), set()
-    for pid in _children(os.getppid()):
+    for pid in children(os.getppid()):
         command = _command(str(pid))
         if not command and _name(str(pid)) == _name("self"):
             zombies.add(pid)
@@ -141,7 +147,8 @@ def _outlive(sentinel: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """Local. Process ids of the children of process `pid`, as far as they can be seen."""
     pids: list[int] = []
     try:
         for task in Path(f"/proc/{pid}/task").iterdir():

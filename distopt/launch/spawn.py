@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,16 +27,19 @@ from .env import launcher
 from .mpi import start_mpi
 from .multiprocess import Ticket
 from .output import mark_output
-from .threads import thread_variables
+from .task import NO_GUARD, UNGUARDED, check_call, check_script, check_sendable, in_one_line
+from .threads import cores, thread_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.context import SpawnProcess
-    from types import FrameType
+    from types import FrameType, TracebackType
 
 __all__ = ["invitation", "main", "spawn"]
 
 _GRACE_SECONDS = 2.0
+_RANKS_PER_CORE = 32  # more are taken for a mistake
+_BEGUN = b"begun"  # first message of a rank
 _MAX_REPORT_BYTES = 16 << 20
 _USER_ERROR = UsageError.exit_code
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -46,18 +50,23 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def spawn(fn: Callable[..., object], world_size: int, args: Sequence[Any] = ()) -> None:
     """Run `fn(rank, world_size, *args)` in `world_size` new processes of this host; return when all have ended.
 
-    The children are started with multiprocessing's "spawn" method: `fn` must be a module-level function and `args`
-    picklable. They write to this process's stdout and stderr, end with this process however it ends, and share the
-    cores: their BLAS threads are capped unless the user has set a number. Output lines of ranks above 0 begin with
-    "[rank 1] " and so on. On SIGINT or SIGTERM, all ranks are ended, and then the signal takes its previous effect
-    (KeyboardInterrupt, end of the process).
+    The children are started with multiprocessing's "spawn" method, so they import the script: it must be a file, and
+    call this function under `if __name__ == "__main__":`. `fn` must be a function of a module's or the script's top
+    level, and `args` picklable. The children write to this process's stdout and stderr, end with this process however
+    it ends, and share the cores: their BLAS threads are capped unless the user has set a number. Output lines of ranks
+    above 0 begin with "[rank 1] " and so on. On SIGINT or SIGTERM, all ranks are ended, and then the signal takes its
+    previous effect (KeyboardInterrupt, end of the process).
 
     Raises:
-        UsageError: `world_size` is not a positive integer.
+        UsageError: `world_size` is not a positive int, or is more than 32 times the number of cores; `fn` cannot be
+            called with these arguments; or they cannot be sent. No rank has been started.
         RankFailedError: a rank raised, exited with a code other than 0, or was killed by a signal. The others have
             been ended.
     """
-    signum = _run(fn, world_size, tuple(args))
+    try:
+        signum = _run(fn, world_size, args)
+    except DistoptError as error:
+        raise error.with_traceback(None) from None  # what it takes to start a rank is no part of the message
     if signum is not None:
         signal.raise_signal(signum)
 
@@ -78,9 +87,10 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
         if world_size is None:
             if launcher() is not None:
                 start_mpi()
+            check_call(fn, (), args)
             fn(*args)
         else:
-            signum = _run(fn, world_size, tuple(args))
+            signum = _run(fn, world_size, args)
     except RankFailedError as error:
         _last_words(error.details)
         raise SystemExit(error.exit_code) from None
@@ -123,14 +133,20 @@ class _Rank:
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self.rank = rank
+        self._begun = False  # has imported the script and the function
         self._failure: _Failure | None = None
         reports, child_end = context.Pipe(duplex=False)
         self.reports: Connection | None = reports
         try:
             self.process: SpawnProcess = context.Process(
-                target=_child, args=(fn, (rank, world_size, *args), ticket, os.getpid(), child_end), name=f"rank {rank}"
+                target=_child,
+                args=(_Announced(child_end), fn, (rank, world_size, *args), ticket, os.getpid()),
+                name=f"rank {rank}",
             )
             self.process.start()
+        except Exception:
+            check_sendable(fn, args)
+            raise
         finally:
             child_end.close()
 
@@ -145,7 +161,7 @@ class _Rank:
                 lost_peer, time_ns, code, text = report
                 self._failure = self._failed(time_ns, code, f"{who} {text}", lost_peer=lost_peer)
             elif exit_code:
-                code, text = _describe_exit(exit_code)
+                code, text = (_describe_exit if self._begun else _describe_false_start)(exit_code)
                 self._failure = self._failed(time.monotonic_ns(), code, f"{who} {text}")
         return self._failure
 
@@ -154,9 +170,13 @@ class _Rank:
 
     def _read_report(self) -> tuple[bool, int, int, str] | None:
         report: tuple[bool, int, int, str] | None = None
-        if self.reports is not None and self.reports.poll():
+        while self.reports is not None and self.reports.poll():
             with contextlib.suppress(EOFError, OSError):
-                lost_peer, time_ns, code, text = json.loads(self.reports.recv_bytes(_MAX_REPORT_BYTES))
+                message = self.reports.recv_bytes(_MAX_REPORT_BYTES)
+                if message == _BEGUN:
+                    self._begun = True
+                    continue
+                lost_peer, time_ns, code, text = json.loads(message)
                 report = bool(lost_peer), int(time_ns), int(code), str(text)
             self.reports.close()
             self.reports = None
@@ -168,17 +188,21 @@ class _Rank:
         self.process.close()
 
 
-def _run(fn: Callable[..., object], world_size: int, args: tuple[Any, ...]) -> int | None:
+def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int | None:
     """Start, watch and end the ranks; return the signal that ended the job, if any.
 
     A terminal sends signals to parent and children alike: ranks that a signal ended have not failed.
     """
+    check_script()
+    check_call(fn, ("rank", "world_size"), args)
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise UsageError(f"world size {world_size!r} is not a positive integer; pass the number of processes to start")
+        raise UsageError(f"world size {world_size!r} is not a positive int; pass the number of processes to start")
+    if world_size > (limit := _RANKS_PER_CORE * len(cores())):
+        raise UsageError(f"world size {world_size} is too large for {len(cores())} cores; pass {limit} at most")
     ranks: list[_Rank] = []
     with _caught_signals() as (caught, wake):
         try:
-            _start(ranks, fn, world_size, args)
+            _start(ranks, fn, world_size, tuple(args))
             _watch(ranks, wake)
         finally:
             failures = [rank.failure() for rank in ranks]  # of all ranks, before any are ended here
@@ -262,6 +286,14 @@ def _describe_exit(exit_code: int) -> tuple[int, str]:
     return 128 - exit_code, f"was ended by {name}{hint}"
 
 
+def _describe_false_start(exit_code: int) -> tuple[int, str]:
+    if exit_code == NO_GUARD:
+        return _USER_ERROR, UNGUARDED
+    if exit_code > 0:
+        return exit_code, f"could not import the script (exit code {exit_code}); see its output"
+    return _describe_exit(exit_code)
+
+
 # -- child -----------------------------------------------------------------------------------------------------------
 _invitation: list[tuple[Ticket, int, int]] = []
 
@@ -271,7 +303,45 @@ def invitation() -> tuple[Ticket, int, int] | None:
     return _invitation[0] if _invitation else None
 
 
-def _child(fn: Callable[..., object], args: tuple[Any, ...], ticket: Ticket, parent: int, reports: Connection) -> None:
+class _Announced:
+    """The pipe to the parent. When a child has unpickled it, errors of unpickling what follows are reported there.
+
+    Left to itself, multiprocessing would print a traceback per child.
+    """
+
+    def __init__(self, reports: Connection) -> None:
+        self._reports = reports
+
+    def __reduce__(self) -> tuple[Callable[[Connection], tuple[Connection, Any]], tuple[Connection]]:
+        return _announce, (self._reports,)
+
+
+def _announce(reports: Connection) -> tuple[Connection, Any]:
+    """The pipe, and the excepthook that `_child` must restore."""
+    before = sys.excepthook
+    sys.excepthook = partial(_report_unloadable, reports)
+    return reports, before
+
+
+def _report_unloadable(
+    reports: Connection, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    for _ in range(3):  # frames of multiprocessing
+        trace = trace.tb_next if trace else None
+    if trace:  # code of the user's, which unpickling has called
+        _report(reports, 1, "failed:\n" + "".join(traceback.format_exception(kind, error, trace)))
+    cure = "pass args that pickle can restore"
+    if isinstance(error, (AttributeError, ImportError)):
+        cure = "define the function and the classes of args at the top level of a module or of the script, not under "
+        cure += "its guard, at a prompt or in a notebook"
+    _report(reports, _USER_ERROR, f"failed: cannot load the function or args ({in_one_line(error)}); {cure}")
+
+
+def _child(
+    announced: tuple[Connection, Any], fn: Callable[..., object], args: tuple[Any, ...], ticket: Ticket, parent: int
+) -> None:
+    reports, sys.excepthook = announced
+    reports.send_bytes(_BEGUN)
     _die_with(parent)
     _invitation.append((ticket, *args[:2]))
     # The parent handles Ctrl-C. A handler instead of SIG_IGN, which processes started here would inherit.

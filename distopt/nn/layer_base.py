@@ -147,6 +147,14 @@ class Layer:
         """
         _overwrite(self.get_states(), states)
 
+    def check_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
+        """Local. Whether `set_states` would accept them.
+
+        Raises:
+            StateError: see `set_params`.
+        """
+        _check_states(self.get_states(), states)
+
     def _sublayers(self) -> Iterator[tuple[str, Layer]]:
         """This layer and all its sub-layers, each once, with the prefix for the names of its tensors."""
         return _walk("", self, set())

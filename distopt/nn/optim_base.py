@@ -236,9 +236,29 @@ class Optimizer:
         Raises:
             StateError: the states are not those of this optimizer or do not fit its parameters; nothing was changed.
         """
+        loaded = self._loaded(states)
+        self._go_to(int(number_of(states["step_counter"])))
+        self._accumulation.sums.clear()
+        self._unclaimed = loaded
+        known = list(self._slots)
+        self._slots.clear()
+        for param in known:
+            if param.name in loaded:
+                self._claim(param)
+
+    def check_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
+        """Local. Whether `set_states` would accept them.
+
+        Raises:
+            StateError: see `set_states`.
+        """
+        self._loaded(states)
+
+    def _loaded(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> dict[str, dict[str, Array]]:
+        """Copies of the slots by parameter and name, once they have been checked."""
         if "step_counter" not in states:
             raise StateError("these are no states of an optimizer: step_counter is missing")
-        steps = int(number_of(states["step_counter"]))
+        number_of(states["step_counter"])
         loaded: dict[str, dict[str, Array]] = {}
         for key, array in states.items():
             name, colon, slot = key.rpartition(":")
@@ -252,14 +272,7 @@ class Optimizer:
                 )
         for param in self._slots:
             _check_fit(param, loaded.get(str(param.name), {}))
-        self._go_to(steps)
-        self._accumulation.sums.clear()
-        self._unclaimed = loaded
-        known = list(self._slots)
-        self._slots.clear()
-        for param in known:
-            if param.name in loaded:
-                self._claim(param)
+        return loaded
 
     def _unclaimed_for(self, param: Tensor) -> dict[str, Array] | None:
         slots = self._unclaimed.get(param.name) if param.name else None

@@ -203,7 +203,7 @@ class Operation:
         inputs: the arguments, once recorded.
         needs: for each input, whether a backward pass needs its gradient.
         half: whether it runs in half precision, see `distopt.nn.half`.
-        is_loss: whether its result stays float32 in half precision.
+        own_type: whether its result has a type of its own in half precision: float32 for a loss, any for a cast.
         order: increases with every recorded call; descending order is a valid order for the backward pass.
     """
 
@@ -212,7 +212,7 @@ class Operation:
     inputs: tuple[Tensor, ...] | None = None
     needs: tuple[bool, ...] = ()
     half: bool = False
-    is_loss: ClassVar[bool] = False
+    own_type: ClassVar[bool] = False
     order: int
 
     def __call__(self, *inputs: Tensor) -> Tensor:

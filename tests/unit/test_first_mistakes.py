@@ -1,0 +1,364 @@
+"""What people get wrong when they first start ranks: a real script each, ended at once, with one line that helps."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from tests.processes import Ended, Program, patience
+
+SECONDS = 15.0  # on a quiet machine 0.3 to 3; far from DISTOPT_TIMEOUT
+
+PYTHON = sys.executable
+COMMANDS = {
+    "script": [PYTHON, "{script}"],
+    "-m": [PYTHON, "-m", "mistake"],
+    "-c": [PYTHON, "-c", "{text}"],
+    "stdin": ["sh", "-c", '"$0" - < "$1"', PYTHON, "{script}"],
+    "prompt": ["sh", "-c", '"$0" -i -q < "$1"', PYTHON, "{script}"],
+    "prompt after a script": ["sh", "-c", '"$0" -i -q "$2" < "$1"', PYTHON, "{script}", "{other}"],
+}
+OTHER = """
+from distopt import launch
+def work(rank, world_size): print("rank", rank)
+"""
+UNGUARDED = OTHER + "launch.main(work, 2)\n"
+
+
+def run(folder: Path, text: str, how: str = "script") -> Ended:
+    """Run `text`; nothing of it may remain. `other` and `unguarded` are modules that it can import."""
+    script, other = folder / "mistake.py", folder / "other.py"
+    for path, content in ((script, text), (other, OTHER), (folder / "unguarded.py", UNGUARDED)):
+        path.write_text(content)
+    places = {"{script}": str(script), "{other}": str(other), "{text}": text}
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    began = time.monotonic()
+    ended = Program([places.get(word, word) for word in COMMANDS[how]], {"PYTHONPATH": path}).end()
+    assert time.monotonic() - began < patience(SECONDS)
+    return ended
+
+
+def guarded(*lines: str) -> str:
+    return "".join(f"{line}\n" for line in ['if __name__ == "__main__":', *(f"    {line}" for line in lines)])
+
+
+def main_of(call: str, before: str = "") -> str:
+    """A proper script but for `call`, or for what it calls."""
+    return f"{OTHER}{before}\n{guarded(call)}"
+
+
+NOT_SENT = "cannot be sent to the ranks"
+NOT_LOADED = "rank ? (pid *) failed: cannot load the function or args (*get attribute 'work' on *); define the function"
+NO_GUARD = 'rank ? (pid *) imports the script, * start them under `if __name__ == "__main__":`'
+GIVEN = "cannot be called with rank and world_size and"
+LOCKED = """
+import threading
+class Trainer:
+    def __init__(self): self.lock = threading.Lock()
+    def work(self, rank, world_size): pass
+"""
+ONE_WAY = """
+class OneWay(Exception):
+    def __init__(self, a, b): super().__init__(a)
+"""
+IN_MAIN_WITHOUT_FILE = f"""
+import sys
+del __file__
+cell = compile({UNGUARDED!r}, "<ipython-input-1>", "exec")
+exec(cell, sys.modules["__main__"].__dict__)
+"""
+
+# by name: a script, the start of its line on stderr, as a pattern of a shell, and how it is run
+MISTAKES = {
+    "a lambda": (main_of("launch.main(lambda *ranks: None, 2)"), f"error: <lambda> {NOT_SENT}"),
+    "an inner function": (
+        "from distopt import launch\ndef outer():\n    def work(rank, world_size): pass\n    launch.main(work, 2)\n"
+        + guarded("outer()"),
+        f"error: outer.<locals>.work {NOT_SENT} * pass a function of the top level",
+    ),
+    "a method": (main_of("launch.main(Trainer().work, 2)", LOCKED), f"error: Trainer.work {NOT_SENT}"),
+    "a function under the guard": (
+        "from distopt import launch\n" + guarded("def work(rank, world_size): pass", "launch.main(work, 2)"),
+        NOT_LOADED,
+    ),
+    "a function of -c": (UNGUARDED, NOT_LOADED, "-c"),
+    "a function of stdin": (UNGUARDED, "error: the ranks cannot import the script, * save it as a file", "stdin"),
+    "a function of a prompt": (UNGUARDED.replace("\nlaunch", "\n\nlaunch"), NOT_LOADED, "prompt"),
+    "a function of a prompt after a script": (
+        UNGUARDED.replace("work", "new").replace("\nlaunch", "\n\nlaunch"),
+        NOT_LOADED.replace("work", "new"),
+        "prompt after a script",
+    ),
+    "a function of a notebook": (IN_MAIN_WITHOUT_FILE, NOT_LOADED),
+    "no guard": (UNGUARDED, NO_GUARD),
+    "no guard with -m": (UNGUARDED, NO_GUARD, "-m"),
+    "no guard in a module": ("import unguarded", NO_GUARD),
+    "no guard in a module that only the function needs": ("import unguarded", NO_GUARD, "-c"),
+    "no guard, and a thread that would go on": (
+        "import threading, time\n"
+        "if __name__ != '__main__': threading.Thread(target=time.sleep, args=(99,)).start()\n" + UNGUARDED,
+        NO_GUARD,
+    ),
+    "an argument that cannot be sent": (
+        main_of(
+            "import multiprocessing\n    lock = multiprocessing.get_context('spawn').Lock()\n"
+            "    launch.main(work, 2, (lock, open('/dev/null')))",
+            "def work(rank, world_size, lock, file): pass",
+        ),
+        f"error: args?1?, of type TextIOWrapper, {NOT_SENT} * create it in the function",
+    ),
+    "an argument that cannot be loaded": (
+        main_of("launch.main(print, 2, (OneWay(1, 2),))", ONE_WAY),
+        "rank ? (pid *) failed: cannot load the function or args (TypeError: *); pass args that pickle can restore",
+    ),
+    "args without a comma": (
+        main_of("launch.main(work, 2, (launch.Ticket()))"),
+        "error: args is a Ticket, not a tuple; pass a single value as args=(value,)",
+    ),
+    "too few arguments": (
+        main_of("launch.main(train, 2)", "def train(rank, world_size, lr): pass"),
+        f"error: train(rank, world_size, lr) {GIVEN} 0 values of args: * 'lr'; change its parameters or args",
+    ),
+    "too many arguments": (
+        main_of("launch.main(work, 2, (1, 2))"),
+        f"error: work(rank, world_size) {GIVEN} 2 values of args: too many",
+    ),
+    "no world size": (
+        main_of("launch.main(work)"),
+        "error: work(rank, world_size) cannot be called with 0 values of args: * or pass world_size, to start ranks",
+    ),
+    "a function that is called": (
+        main_of("launch.main(work(0, 2), 2)"),
+        "error: fn is of type NoneType, not a function",
+    ),
+    "a world size of text": (
+        main_of("launch.main(work, '2')"),
+        "error: world size '2' is not a positive int",
+    ),
+    "a world size of 0": (main_of("launch.main(work, 0)"), "error: world size 0 is not a positive int"),
+    "a negative world size": (main_of("launch.main(work, -2)"), "error: world size -2 is not a positive int"),
+    "a huge world size": (
+        main_of("launch.main(work, 50_000)"),
+        "error: world size 50000 is too large for * cores; pass * at most",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_gets_one_line(tmp_path, name):
+    text, expected, *how = MISTAKES[name]
+    ended = run(tmp_path, text, *how)
+    (line,) = ended.stderr.splitlines()
+    line = re.sub(r"^((>>>|\.\.\.) )*", "", line)  # of the prompt
+    assert ended.code == 2
+    assert fnmatchcase(line, f"{expected}*"), line
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (main_of("launch.spawn(lambda *ranks: None, 2)"), f"<lambda> {NOT_SENT}"),
+        (main_of("launch.spawn(work, None)"), "world size None is not a positive int"),
+        (OTHER + "launch.spawn(work, 3)", NO_GUARD),
+    ],
+    ids=["a lambda", "no world size", "no guard"],
+)
+def test_spawn_raises_that_line_without_the_inside_of_multiprocessing(tmp_path, text, expected):
+    ended = run(tmp_path, text)
+    *trace, line = ended.stderr.splitlines()
+    assert ended.code == 1
+    assert fnmatchcase(line.partition("Error: ")[2], f"{expected}*"), line
+    assert [Path(frame.split('"')[1]).name for frame in trace if frame.startswith("  File ")] == [
+        "mistake.py",
+        "spawn.py",
+    ]
+
+
+def test_a_script_that_catches_the_error_of_its_missing_guard_starts_nothing_either(tmp_path):
+    text = OTHER + "try: launch.spawn(work, 2)\nexcept BaseException as error: print(type(error).__name__)\n"
+    ended = run(tmp_path, text)
+    assert (ended.code, ended.stdout, ended.stderr) == (0, "RankFailedError\n", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "line"),
+    [
+        (
+            main_of("launch.main(work, 2)", "if __name__ != '__main__': raise ValueError('in a rank only')"),
+            "ValueError: in a rank only",
+            "rank ? (pid *) could not import the script (exit code 1); see its output",
+        ),
+        (
+            main_of("launch.main(work, 2, (Odd(),))", "class Odd:\n    def __reduce__(self): return fail, ()")
+            .replace("work(rank, world_size)", "work(rank, world_size, odd)")
+            .replace("class Odd", "def fail(): raise ValueError('in a rank only')\nclass Odd"),
+            "in fail",
+            "ValueError: in a rank only",
+        ),
+    ],
+    ids=["in the script", "while unpickling"],
+)
+def test_errors_of_the_users_own_code_keep_their_traceback(tmp_path, text, cause, line):
+    ended = run(tmp_path, text)
+    assert ended.code == 1
+    assert cause in ended.stderr
+    assert fnmatchcase(ended.stderr.splitlines()[-1], f"{line}*")
+
+
+def test_the_exit_code_of_a_missing_guard_may_have_another_reason(tmp_path):
+    text = OTHER.replace('print("rank", rank)', "os._exit(os.EX_USAGE)") + guarded("launch.main(work, 1)")
+    ended = run(tmp_path, "import os\n" + text)
+    assert ended.code == os.EX_USAGE
+    assert ended.stderr.endswith("left with exit code 64 without a traceback\n")
+
+
+# -- what looks similar and works --------------------------------------------------------------------------------------
+SHARED = """
+import multiprocessing
+class Trainer:
+    def __init__(self, first): self.first = first
+    def work(self, rank, world_size, lock, queue, total):
+        with lock: total.value += self.first + rank
+        queue.put(rank)
+"""
+USE_SHARED = """context = multiprocessing.get_context("spawn")
+    queue, total = context.Queue(), context.Value("i")
+    launch.main(Trainer(10).work, 2, [context.Lock(), queue, total])
+    print(sorted([queue.get(), queue.get()]), total.value)"""
+
+
+@pytest.mark.parametrize(
+    ("text", "printed", "how"),
+    [
+        (main_of("for _ in range(2): launch.main(work, 2)"), ["rank 0", "[rank 1] rank 1"] * 2, "script"),
+        (main_of(USE_SHARED, SHARED), ["[0, 1] 21"], "script"),
+        (
+            main_of("import functools; launch.main(functools.partial(print, 'a'), 2)"),
+            ["a 0 2", "[rank 1] a 1 2"],
+            "script",
+        ),
+        ("from distopt import launch; import other; launch.main(other.work, 2)", ["rank 0", "[rank 1] rank 1"], "-c"),
+    ],
+    ids=["main twice", "a method, and what processes share", "a partial function", "-c with a function of a module"],
+)
+def test_what_works(tmp_path, text, printed, how):
+    ended = run(tmp_path, text, how)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert sorted(ended.stdout.splitlines()) == sorted(printed)
+
+
+# -- processes that a script starts itself, as SINGA's do --------------------------------------------------------------
+SINGA = """
+import multiprocessing, sys, time
+from distopt import opt, singa_wrap as singa
+{before}
+def run(local_rank, world_size, nccl_id):
+    {first}
+    sgd = opt.DistOpt(opt.SGD(lr=0.1), nccl_id=nccl_id, local_rank=local_rank, world_size=world_size)
+    sys.stdout.write("rank %d of %d\\n" % (sgd.global_rank, sgd.world_size))
+
+{guard}
+    nccl_id = singa.NcclIdHolder()
+    process = []
+    for local_rank in {numbers}:
+        context = multiprocessing.get_context("{method}")
+        process.append(context.Process(target=run, args=(local_rank, {size}, {ticket})))
+    for p in process:
+        p.start()
+    for p in process:
+        p.join()
+    sys.exit(max(p.exitcode for p in process))
+"""
+
+
+def singa(numbers: str, method: str = "fork", **parts: object) -> str:
+    usual = {"size": 2, "before": "", "first": "pass", "ticket": "nccl_id", "guard": 'if __name__ == "__main__":'}
+    return SINGA.format(**{**usual, "numbers": numbers, "method": method, **parts})
+
+
+SECOND = (
+    "another process joins as rank {} with the same ticket; number the processes of a job 0, 1, ..., and make a ticket"
+)
+OWN_TICKET = (
+    "rank {} has made its ticket itself, so no other rank has it; make one in the process that starts the 2 ranks"
+)
+SINGA_MISTAKES = {
+    "two of rank 1": (singa("(1, 1)"), SECOND.format(1)),
+    "two of rank 0": (singa("(0, 0)", "spawn"), SECOND.format(0)),
+    "two of rank 1 beside others": (singa("(0, 1, 1)", size=3), SECOND.format(1)),
+    "ranks from 1": (singa("(1, 2)", "spawn"), "local_rank=2 is outside 0 ... 1; number the 2 processes from 0"),
+    "two jobs with one ticket": (singa("(0, 0, 1, 1)", first="time.sleep(local_rank)"), SECOND.format(0)),
+    "a ticket per rank": (
+        singa("range(2)", first="nccl_id = singa.NcclIdHolder()", ticket="None"),
+        OWN_TICKET.format("?"),
+    ),
+    "a ticket of the script": (
+        singa("range(2)", "spawn", before="ticket = singa.NcclIdHolder()", first="nccl_id = ticket", ticket="None"),
+        OWN_TICKET.format("?"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SINGA_MISTAKES)
+def test_ranks_that_a_script_starts_itself_say_what_is_wrong(tmp_path, name):
+    """Each process has a traceback, which multiprocessing prints; the last lines of all of them are the point."""
+    text, expected = SINGA_MISTAKES[name]
+    ended = run(tmp_path, text)
+    assert ended.code == 1
+    lines = re.findall(r"^distopt\.errors\.LaunchError: (.*)", ended.stderr, re.MULTILINE)
+    consequences = [line for line in lines if line.endswith("has ended; see the output")]
+    assert len(lines) > len(consequences)
+    for line in lines:
+        assert line in consequences or fnmatchcase(line, f"{expected}*"), line
+    assert len(lines) == ended.stderr.count("Traceback")  # none has a second one for its context
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_no_guard_around_processes_that_a_script_starts_itself(tmp_path, method, count):
+    ended = run(tmp_path, singa(f"range({count})", method, size=count, guard="if True:"))
+    (line,) = ended.stderr.splitlines()
+    assert ended.code == 1
+    assert fnmatchcase(
+        line, '*Process-1 (pid *) imports the script, * start them under `if __name__ == "__main__":`*'
+    ), line
+
+
+TRAIN_FIRST = """
+import threading
+import numpy as np
+from distopt import layer, model, tensor
+class Net(model.Model):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.loss = layer.Linear(300), layer.SoftMaxCrossEntropy()
+    def forward(self, x): return self.linear(x)
+    def train_one_batch(self, x, y):
+        out = self.forward(x)
+        loss = self.loss(out, y)
+        self.optimizer(loss)
+        return out, loss
+def train(sgd):
+    rng = np.random.default_rng(0)
+    x = tensor.from_numpy(rng.standard_normal((512, 500), np.float32))
+    y = tensor.from_numpy(rng.integers(0, 3, 512, np.int32))
+    net = Net()
+    net.set_optimizer(sgd)
+    net.compile([x], is_train=True)
+    for _ in range(3): net(x, y)
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+train(opt.DistOpt(opt.SGD(lr=0.1)))
+"""
+
+
+def test_a_fork_after_training_and_beside_threads_works(tmp_path):
+    text = singa("range(2)", before=TRAIN_FIRST).replace("    sys.stdout", "    train(sgd)\n    sys.stdout")
+    ended = run(tmp_path, text)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert sorted(ended.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
