@@ -33,7 +33,7 @@ void linear(Array<const T, 2> x, Array<const T, 2> w, std::optional<Array<const 
 
 template <class T>
 void linear_backward(Array<const T, 2> dy, std::optional<Array<const T, 2>> y, Array<const T, 2> x, Array<const T, 2> w,
-                     Array<T, 2> dw, std::optional<Array<T, 1>> db, std::optional<Array<T, 2>> dx) {
+                     std::optional<Array<T, 2>> dw, std::optional<Array<T, 1>> db, std::optional<Array<T, 2>> dx) {
   const LinearShape s = linear_shape<T>(x, w);
   need(dy, "dy", {s.n, s.out});
   need(y, "y", {s.n, s.out});
@@ -42,7 +42,7 @@ void linear_backward(Array<const T, 2> dy, std::optional<Array<const T, 2>> y, A
   need(dx, "dx", {s.n, s.in});
   nb::gil_scoped_release release;
   const auto& table = table_of<T>(linear_kernels());
-  table.backward(s, dy.data(), data_of(y), x.data(), w.data(), dw.data(), data_of(db), data_of(dx),
+  table.backward(s, dy.data(), data_of(y), x.data(), w.data(), data_of(dw), data_of(db), data_of(dx),
                  scratch<T>(table.work_size(s)));
 }
 

@@ -90,7 +90,7 @@ struct Conv {
   }
 
   void backward(const Array<const T, 4>& dy, const std::optional<Array<const T, 4>>& y, const Array<const T, 4>& x,
-                const Array<const T, 4>& w, const Array<T, 4>& dw, const std::optional<Array<T, 1>>& db,
+                const Array<const T, 4>& w, const std::optional<Array<T, 4>>& dw, const std::optional<Array<T, 1>>& db,
                 const std::optional<Array<T, 4>>& dx) const {
     need_output(dy, "dy");
     need_output(y, "y");
@@ -99,7 +99,7 @@ struct Conv {
     need(dx, "dx", {shape.n, shape.c, shape.h, shape.w});
     nb::gil_scoped_release release;
     table_of<T>(conv_kernels())
-        .backward(shape, dy.data(), data_of(y), x.data(), w.data(), dw.data(), data_of(db), data_of(dx),
+        .backward(shape, dy.data(), data_of(y), x.data(), w.data(), data_of(dw), data_of(db), data_of(dx),
                   pooling_or_null(), work());
   }
 
@@ -115,7 +115,8 @@ void conv2d(Array<const T, 4> x, Array<const T, 4> w, std::optional<Array<const 
 
 template <class T>
 void conv2d_backward(Array<const T, 4> dy, std::optional<Array<const T, 4>> y, Array<const T, 4> x, Array<const T, 4> w,
-                     Array<T, 4> dw, std::optional<Array<T, 1>> db, std::optional<Array<T, 4>> dx, Pair stride) {
+                     std::optional<Array<T, 4>> dw, std::optional<Array<T, 1>> db, std::optional<Array<T, 4>> dx,
+                     Pair stride) {
   Conv<T>(x, w, stride).backward(dy, y, x, w, dw, db, dx);
 }
 
@@ -130,9 +131,9 @@ void conv2d_max_pool(Array<const T, 4> x, Array<const T, 4> w, std::optional<Arr
 
 template <class T>
 void conv2d_max_pool_backward(Array<const T, 4> dy, std::optional<Array<const T, 4>> y, Array<std::uint8_t, 4> taken,
-                              Array<const T, 4> x, Array<const T, 4> w, Array<T, 4> dw, std::optional<Array<T, 1>> db,
-                              std::optional<Array<T, 4>> dx, Pair stride, Pair pool_kernel, Pair pool_stride,
-                              Pair pool_padding) {
+                              Array<const T, 4> x, Array<const T, 4> w, std::optional<Array<T, 4>> dw,
+                              std::optional<Array<T, 1>> db, std::optional<Array<T, 4>> dx, Pair stride,
+                              Pair pool_kernel, Pair pool_stride, Pair pool_padding) {
   Conv<T> whole(x, w, stride);
   whole.pool(taken, pool_kernel, pool_stride, pool_padding);
   whole.backward(dy, y, x, w, dw, db, dx);

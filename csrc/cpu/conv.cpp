@@ -110,7 +110,7 @@ void backward_weight_pooled(const ConvShape& s, const DirectConv<T>& direct, con
 template <class T>
 void backward(const ConvShape& s, const T* dy, const T* y, const T* x, const T* weight, T* dw, T* db, T* dx,
               const Pooling* pooling, T* work) {
-  if (const DirectConv<T> direct(s); !dx && direct.pays_backward(pooling))
+  if (const DirectConv<T> direct(s); dw && !dx && direct.pays_backward(pooling))
     return backward_weight_pooled(s, direct, dy, y, x, dw, db, *pooling, work);
   const auto gradient = [&](Index n) { return slope_of(s, dy, y, pooling, n, work + panels_size<T>(s)); };
   with_algorithm<T>(s, [&](auto& algorithm) { algorithm.backward(gradient, x, weight, dw, db, dx, work); });

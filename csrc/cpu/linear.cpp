@@ -105,8 +105,8 @@ void backward(const LinearShape& s, const T* dy, const T* y, const T* x, const T
     for (Index i = 0; i < s.n; ++i)
       for (Index j = 0; j < s.out; ++j) db[j] += g[i * s.out + j];
   }
-  if (s.n == 0) __builtin_memset(dw, 0, s.in * s.out * sizeof(T));
-  multiply<T>(s.in, s.n, s.out, {x, 1, s.in}, g, s.out, dw, false, false, panel);
+  if (dw && s.n == 0) __builtin_memset(dw, 0, s.in * s.out * sizeof(T));
+  if (dw) multiply<T>(s.in, s.n, s.out, {x, 1, s.in}, g, s.out, dw, false, false, panel);
   if (dx) backward_input(s, g, w, dx, panel, transposed);
 }
 

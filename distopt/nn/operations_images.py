@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import inf
 from operator import setitem
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from ..kernels import array_module
 from .kernels import kernels_of
@@ -34,14 +34,22 @@ Gradients: TypeAlias = "Sequence[Array | None]"
 
 
 class Weighted(Operation):
-    """An operation on (x, w) or (x, w, b), whose kernel needs memory for dw and db."""
+    """An operation on (x, w) or (x, w, b), whose kernel needs memory for dw and db.
+
+    Attributes:
+        at_once: whether it needs memory for both, even if only one is wanted.
+    """
+
+    at_once: ClassVar[bool] = False
 
     def gradient_memory(self, into: Into) -> list[Array]:
-        """Memory for the gradients of all inputs but the first; they need not all be parameters."""
+        """Memory for the gradients of all inputs but the first, which need not be parameters; None if not wanted."""
         assert self.inputs is not None
         empty = kernels_of(self.inputs[0].array).empty
-        pairs = zip(self.inputs[1:], into[1:], strict=True)
-        return [empty(w.shape, "float32" if self.half else w.dtype) if place is None else place for w, place in pairs]
+        return [
+            empty(w.shape, "float32" if self.half else w.dtype) if place is None and (need or self.at_once) else place
+            for w, place, need in zip(self.inputs[1:], into[1:], self.needs[1:], strict=True)
+        ]
 
 
 def _evened(x: Array, kernel: Pair, stride: Pair, padding: Padding, fill: float = 0.0) -> tuple[Array, Pair]:
@@ -153,9 +161,9 @@ class GroupedConv2d(Weighted):
         dw, *db = self.gradient_memory(into)
         parts = []
         for group, saved in enumerate(self.saved):
-            own = self._run_of(group, len(dw))
-            dbias = db[0][own] if db else None
-            parts.append(kernels.conv2d_backward(self._part(dy, group), saved, dw[own], dbias, self.needs[0]))
+            slopes = [g if g is None else g[self._run_of(group, len(g))] for g in (dw, *db)]
+            dbias = slopes[1] if db else None
+            parts.append(kernels.conv2d_backward(self._part(dy, group), saved, slopes[0], dbias, self.needs[0]))
         dx = self._joined(parts) if self.needs[0] else None
         return _trimmed(dx, self.padding), dw, *db
 
@@ -170,7 +178,7 @@ class BatchNorm2d(Weighted):
         eps: added to the variance.
     """
 
-    native = True
+    native = at_once = True
 
     def __init__(self, running_mean: Array, running_var: Array, momentum: float, eps: float) -> None:
         self.running = running_mean, running_var
@@ -192,6 +200,8 @@ class DepthwiseConv2d(Weighted):
 
     Plus b [C] if given, optionally with ReLU.
     """
+
+    at_once = True
 
     # One pass over the images for each kernel element.
 

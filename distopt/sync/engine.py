@@ -170,7 +170,7 @@ class Engine:
         if {id(param) for param in params} == layout.places.keys():
             return
         self.synchronize()  # while those that have drifted are known
-        _add_costs(self._past_costs, layout)
+        layout.add_costs(self._past_costs)
         del self._layouts[bucket_elements, partial]
         log.info("other parameters train than before: new buckets for %d of them, without residuals", len(params))
 
@@ -314,7 +314,7 @@ class Engine:
         """Local. What communication has cost since the first step; the difference of two is what lies between them."""
         costs = {key: cost - Statistics() for key, cost in self._past_costs.items()}
         for layout in self._layouts.values():
-            _add_costs(costs, layout)
+            layout.add_costs(costs)
         return CommunicationStatistics(self.steps, self.skipped, costs)
 
     def get_states(self) -> States:
@@ -377,13 +377,6 @@ class Engine:
         layout.set_states(own)
         for key in own:
             del self._unclaimed[f"{elements}/{key}"]
-
-
-def _add_costs(costs: dict[tuple[str, str], Statistics], layout: Layout) -> None:
-    for bucket in layout.buckets:
-        for kind, cost in bucket.statistics.items():
-            total = costs.setdefault((bucket.label, kind), Statistics())
-            total += cost
 
 
 def _partitions(states: Mapping[str, np.ndarray[Any, Any]]) -> tuple[int, list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from ..compress import Statistics
 from ..errors import StateError, UsageError
 from .bucket import Bucket, under
 
@@ -109,6 +110,13 @@ class Layout:
         self.names = [self._names[id(p)] for p in order]
         self.last = frozenset(group[-1] for group in groups)
         self.places = {id(param): bucket.index for bucket in self.buckets for param in bucket.params}
+
+    def add_costs(self, costs: dict[tuple[str, str], Statistics]) -> None:
+        """Local. Add what reductions have cost, by label of the bucket and kind of reduction."""
+        for bucket in self.buckets:
+            for kind, cost in bucket.statistics.items():
+                total = costs.setdefault((bucket.label, kind), Statistics())
+                total += cost
 
     # -- states ------------------------------------------------------------------------------------------------------
     def get_states(self) -> State:

@@ -72,11 +72,15 @@ def check(x, weight, bias, dy, stride=(1, 1), padding=(0, 0)):
     y, saved = gpu.conv2d(x, weight, bias, stride, padding, True)
     dw, db = cupy.empty_like(weight), cupy.empty_like(bias)
     dx = gpu.conv2d_backward(dy, saved, dw, db)
+    saved_there = saved
     expected, saved = reference.conv2d(*host[:3], stride, padding, True)
     near(y.get(), expected)
     expected_dw, expected_db = np.empty_like(host[1]), np.empty_like(host[2])
     near(dx.get(), reference.conv2d_backward(host[3], saved, expected_dw, expected_db))
     near(dw.get(), expected_dw)
+    near(db.get(), expected_db)
+    db.fill(7)
+    np.testing.assert_array_equal(gpu.conv2d_backward(dy, saved_there, None, db).get(), dx.get())
     near(db.get(), expected_db)
 
 

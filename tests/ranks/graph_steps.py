@@ -317,14 +317,14 @@ def frozen(optimizer) -> dict[str, np.ndarray]:
         values = []
         for n in range(3 * (BEFORE + 2)):
             if n % (BEFORE + 2) == 0:
-                net.conv.requires_grad = net.linear1.W.requires_grad = n != BEFORE + 2
+                net.conv.W.requires_grad = net.linear1.W.requires_grad = n != BEFORE + 2
                 before = [net.conv.W.to_numpy(), net.linear1.W.to_numpy()]
             values.append(net(*batch(n, own))[1].item())
             same = [
                 np.array_equal(param.to_numpy(), array)
                 for param, array in zip((net.conv.W, net.linear1.W), before, strict=True)
             ]
-            assert same == [not net.conv.requires_grad] * 2
+            assert same == [not net.conv.W.requires_grad] * 2
         return values
 
     results, net = equal_with_and_without(optimizer, train, "frozen")

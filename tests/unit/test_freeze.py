@@ -102,15 +102,19 @@ class Images(model.Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = layer.Conv2d(4, 3, activation="RELU")
+        self.conv = layer.Conv2d(8, 3, activation="RELU")
         self.norm = layer.BatchNorm2d()
+        self.winograd = layer.Conv2d(8, 3, padding=1)
+        self.pooled = layer.Conv2d(8, 3, padding=1, activation="RELU", pool=layer.MaxPool2d(2, 2))
+        self.grouped = layer.Conv2d(4, 3, padding=1, group=2)
         self.separable = layer.SeparableConv2d(3, 3)
         self.flatten = layer.Flatten()
         self.linear = layer.Linear(5)
         self.loss = layer.SoftMaxCrossEntropy()
 
     def forward(self, x):
-        return self.linear(self.flatten(self.separable(self.norm(self.conv(x)))))
+        y = self.grouped(self.pooled(self.winograd(self.norm(self.conv(x)))))
+        return self.linear(self.flatten(self.separable(y)))
 
     def train_one_batch(self, x, y):
         loss = self.loss(self.forward(x), y)
@@ -120,11 +124,14 @@ class Images(model.Model):
 
 def images(number: int):
     rng = np.random.default_rng(number)
-    x, y = rng.standard_normal((6, 2, 8, 8), np.float32), rng.integers(0, 5, 6)
+    x, y = rng.standard_normal((6, 2, 12, 12), np.float32), rng.integers(0, 5, 6)
     return tensor.from_numpy(x), tensor.from_numpy(y)
 
 
-@pytest.mark.parametrize("frozen", ["conv", "norm", "norm.scale", "separable", "conv.b", "linear.W"])
+FROZEN = ["conv", "conv.W", "norm", "norm.scale", "winograd", "pooled", "pooled.b", "grouped", "separable", "linear.W"]
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
 def test_gradients_of_the_others_are_the_same(frozen):
     """To the bit: what is below a frozen layer gets the gradients that it would get otherwise."""
     found = []
@@ -137,7 +144,7 @@ def test_gradients_of_the_others_are_the_same(frozen):
             param.requires_grad = not (freeze and name.startswith(frozen))
         loss = net.loss(net.forward(x), y)
         found.append({param.name: grad.to_numpy() for param, grad in autograd.backward(loss)})
-        assert not np.array_equal(net.norm.running_mean.to_numpy(), np.zeros(4)), "as in PyTorch"
+        assert not np.array_equal(net.norm.running_mean.to_numpy(), np.zeros(8)), "as in PyTorch"
     whole, some = found
     assert {name for name in whole if name.startswith(frozen)} == whole.keys() - some.keys() != set()
     for name, grad in some.items():

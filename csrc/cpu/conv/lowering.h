@@ -205,14 +205,14 @@ class Lowering {
     const Index image = s_.c * s_.h * s_.w;
     T *const db_lanes = work, *const g = db_lanes + s_.m * kLanes<T>, *const b = g + s_.m * kPanel<T>;
     clear(db_lanes, s_.m * kLanes<T>);
-    clear(dw, s_.m * inner_);
+    if (dw) clear(dw, s_.m * inner_);
     if (dx) clear(dx, s_.n * image);
     for (Index n = 0; n < s_.n; ++n) {
       const T* const slope = slope_of(n);
       for (Index p = 0; p < pixels_; p += kPanel<T>) {
         const Index count = smaller(pixels_ - p, kPanel<T>);
         pack_gradient(s_, count, slope + p, db_lanes, g);
-        backward_weight(s_, p, count, g, x + n * image, dw, b);
+        if (dw) backward_weight(s_, p, count, g, x + n * image, dw, b);
         if (dx) backward_input(s_, p, count, g, weight, dx + n * image, b);
       }
     }

@@ -59,12 +59,12 @@ class Winograd {
     }
   }
 
-  // `slope_of(n)` gives the gradient of image n before ReLU; it is called once for each, in order. `db` and `dx` may be
-  // null.
+  // `slope_of(n)` gives the gradient of image n before ReLU; it is called once for each, in order. `dw`, `db` and `dx`
+  // may be null.
   template <class Slope>
   void backward(Slope slope_of, const float* x, const float* weight, float* dw, float* db, float* dx, float* work) {
     take(work);
-    __builtin_memset(cm_, 0, kFrequencies * cm_slice() * sizeof(float));
+    if (dw) __builtin_memset(cm_, 0, kFrequencies * cm_slice() * sizeof(float));
     if (db) __builtin_memset(db, 0, s_.m * sizeof(float));
     if (dx) {
       __builtin_memset(dx, 0, s_.n * s_.c * s_.h * s_.w * sizeof(float));
@@ -76,13 +76,14 @@ class Winograd {
       const Index count = smaller(chunk_, tiles_ - first);
       for (Index t = first; t < first + count; ++t) {
         if (t % per_image_ == 0) slope = slope_of(t / per_image_);
-        expand_input(x, t, c_ + (t - first) * c_row_);
+        if (dw) expand_input(x, t, c_ + (t - first) * c_row_);
         expand_slope(slope, t % per_image_, m_ + (t - first) * m_row_);
       }
       for (Index f = 0; f < kFrequencies; ++f) {
         float *const c = c_ + f * c_slice(), *const m = m_ + f * m_slice();
-        multiply_rows<float>(s_.c, count, {c, 1, c_row_}, m, m_row_, cm_ + f * cm_slice(), m_row_,
-                             m_row_ / kLanes<float>, true);
+        if (dw)
+          multiply_rows<float>(s_.c, count, {c, 1, c_row_}, m, m_row_, cm_ + f * cm_slice(), m_row_,
+                               m_row_ / kLanes<float>, true);
         if (dx)
           multiply_rows<float>(count, s_.m, {m, m_row_, 1}, mc_ + f * mc_slice(), c_row_, c, c_row_,
                                c_row_ / kLanes<float>, false);
@@ -92,7 +93,7 @@ class Winograd {
         for (Index m = 0; db && m < s_.m; ++m) db[m] += m_[kOnes * m_slice() + t * m_row_ + m];
       }
     }
-    for (Index c = 0; c < s_.c; ++c) contract_weight(cm_ + c * m_row_, dw + c * R * R);
+    for (Index c = 0; dw && c < s_.c; ++c) contract_weight(cm_ + c * m_row_, dw + c * R * R);
   }
 
  private:

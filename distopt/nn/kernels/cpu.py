@@ -84,8 +84,8 @@ def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Arr
     return y, SavedLinear(x, w, y if relu else None)
 
 
-def linear_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
-    """Overwrite dw and db with the gradients of w and b; return the gradient of x, or None if not needed."""
+def linear_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
+    """Overwrite dw and db, if given, with the gradients of w and b; return the gradient of x, or None if not needed."""
     x, w, y = saved
     dx = empty(x.shape, x.dtype) if need_dx else None
     noted(_core.linear_backward, dy, y, x, w, dw, db, dx)

@@ -81,8 +81,8 @@ def conv2d(
     return y, _Conv(x, w, stride, padding, y if relu else None)
 
 
-def conv2d_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
-    """Overwrite dw and db with the gradients of w and b; return the gradient of x, or None if not needed."""
+def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
+    """Overwrite dw and db, if given, with the gradients of w and b; return the gradient of x, or None if not needed."""
     x, w, stride, padding, y = saved
     dx = empty(x.shape, x.dtype) if need_dx else None
     noted(_core.conv2d_backward, dy, y, x, w, dw, db, dx, stride)
@@ -117,8 +117,10 @@ def conv2d_max_pool(
     return y, _ConvPool(_Conv(x, w, stride, padding, y if relu else None), taken, window)
 
 
-def conv2d_max_pool_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
-    """Overwrite dw and db with the gradients of w and b; return the gradient of x, or None if not needed.
+def conv2d_max_pool_backward(
+    dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True
+) -> Array | None:
+    """Overwrite dw and db, if given, with the gradients of w and b; return the gradient of x, or None if not needed.
 
     If dx is not needed, with up to 4 channels, dw and db are sums over pooled pixels only (csrc/cpu/conv/direct.h).
     Their last bits may differ from those of the two separate functions.

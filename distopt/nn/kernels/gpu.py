@@ -74,13 +74,14 @@ def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Arr
     return y, SavedLinear(x, w, y if relu else None)
 
 
-def linear_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
+def linear_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
     x, w, y = saved
     address_of(dy, (len(x), w.shape[1]), x.dtype)
-    address_of(dw, w.shape, x.dtype)
+    address_or_null(dw, w.shape, x.dtype)
     if y is not None:
         dy = relu_backward(dy, y)
-    product(x, dy, dw, a_transposed=True)
+    if dw is not None:
+        product(x, dy, dw, a_transposed=True)
     if db is not None:
         sums = address_of(db, (w.shape[1],), x.dtype)
         native.column_sums(code_of(x), dy.data.ptr, len(x), w.shape[1], sums, current_stream())

@@ -108,7 +108,7 @@ def conv2d(
     return y, _Conv(x, w, window, y if relu else None)
 
 
-def conv2d_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
+def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
     m, places = len(saved.w), saved.window[8] * saved.window[9]
     shape = (len(saved.x), m, *saved.window[8:])
     slope, result = address_of(dy, shape, saved.x.dtype), address_or_null(saved.y, shape, saved.x.dtype)
@@ -127,7 +127,7 @@ def conv2d_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx:
 
 
 def _convolution_backward(
-    saved: _Conv, collect: Callable[[int, int, bool], Array], dw: Array, db: Array | None, need_dx: bool
+    saved: _Conv, collect: Callable[[int, int, bool], Array], dw: Array | None, db: Array | None, need_dx: bool
 ) -> Array | None:
     """The gradients of a convolution.
 
@@ -135,21 +135,22 @@ def _convolution_backward(
         saved: of the convolution.
         collect: gives the gradient of its result, before bias and ReLU, for a number of images from a first one on: as
             rows [M, images * places], or as [images, M, oh, ow], which is asked for of all images only.
-        dw: overwritten.
+        dw: overwritten, if given.
         db: overwritten, if given.
         need_dx: whether the gradient of x is returned.
     """
     x, w, window, _ = saved
-    address_of(dw, w.shape, x.dtype)
+    address_or_null(dw, w.shape, x.dtype)
     sums = address_or_null(db, (len(w),), x.dtype)
     dx = cupy.empty(x.shape, x.dtype) if need_dx else None
-    to_w = gpu_cudnn.plan("wgrad", x, w, window)
+    to_w = None if dw is None else gpu_cudnn.plan("wgrad", x, w, window)
     to_x = gpu_cudnn.plan("dgrad", x, w, window) if need_dx else None
-    if to_w is None or (need_dx and to_x is None):
+    if (dw is not None and to_w is None) or (need_dx and to_x is None):
         _lowered_backward(saved, collect, dw, db, dx)
         return dx
     slope = collect(0, len(x), False)
-    to_w(x, slope, dw)
+    if to_w is not None:
+        to_w(x, slope, dw)
     if sums:
         places = window[8] * window[9]
         native.channel_sums(code_of(x), len(x), len(w), places, slope.data.ptr, False, False, sums, current_stream())
@@ -159,20 +160,23 @@ def _convolution_backward(
 
 
 def _lowered_backward(
-    saved: _Conv, collect: Callable[[int, int, bool], Array], dw: Array, db: Array | None, dx: Array | None
+    saved: _Conv, collect: Callable[[int, int, bool], Array], dw: Array | None, db: Array | None, dx: Array | None
 ) -> None:
     """As `_convolution_backward`; dx is overwritten, if given."""
     x, w, window, _ = saved
-    matrix, gradient = w.reshape(len(w), -1), dw.reshape(len(w), -1)
+    matrix = w.reshape(len(w), -1)
     places = window[8] * window[9]
     if not len(x):
-        dw.fill(0)
-        if db is not None:
-            db.fill(0)
+        for sums in (dw, db):
+            if sums is not None:
+                sums.fill(0)
     for first, images in _chunks(len(x), matrix.shape[1] * places * x.itemsize, places):
         rows = collect(first, images, True)
-        columns = _lowered(x, window, first, images)
-        product(rows, columns, gradient, b_transposed=True, accumulate=first > 0)
+        if dw is not None:
+            columns = _lowered(x, window, first, images)
+            product(rows, columns, dw.reshape(len(w), -1), b_transposed=True, accumulate=first > 0)
+        else:
+            columns = cupy.empty((matrix.shape[1], images * places), x.dtype)
         if db is not None:
             given = rows.data.ptr, True, first > 0, db.data.ptr
             native.channel_sums(code_of(x), images, len(w), places, *given, current_stream())
@@ -208,7 +212,9 @@ def conv2d_max_pool(
     return y, _ConvPool(_Conv(x, w, window, y if relu else None), taken, pooling)
 
 
-def conv2d_max_pool_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
+def conv2d_max_pool_backward(
+    dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True
+) -> Array | None:
     conv, taken, pooling = saved
     slope, result = address_of(dy, taken.shape, conv.x.dtype), address_or_null(conv.y, taken.shape, conv.x.dtype)
     m = len(conv.w)
