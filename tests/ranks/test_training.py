@@ -91,6 +91,23 @@ def test_how_many_losses_a_rank_adds_is_its_own_affair(tmp_path):
     assert_equal_bits(on_ranks(tmp_path, 3, uneven_sums), "parameters")
 
 
+def joined(optimizer) -> dict[str, np.ndarray]:
+    """Ranks with different numbers of updates, of two losses each, clipped."""
+    dist = new(optimizer.communicator, clip_grad_norm=SMALL_NORM)
+    net = build(dist)
+    with dist.join():
+        for number in range(2 + dist.global_rank):
+            with dist.no_sync():
+                net(*batch(2 * number, dist.global_rank), dist)
+            net(*batch(2 * number + 1, dist.global_rank), dist)
+    assert dist.stats().steps == 1 + dist.world_size
+    return {"parameters": parameters(net)}
+
+
+def test_ranks_may_run_out_of_data_between_updates(tmp_path):
+    assert_equal_bits(on_ranks(tmp_path, 3, joined), "parameters")
+
+
 # -- clipping by norm -------------------------------------------------------------------------------------------------
 def clipped(optimizer) -> dict[str, np.ndarray]:
     results = {"one process": in_one_process(optimizer.world_size, clip_grad_norm=SMALL_NORM)}
@@ -130,7 +147,7 @@ def test_the_mean_is_clipped_alike_on_all_ranks(tmp_path, world_size):
 
 
 def bad_gradients(optimizer) -> dict[str, np.ndarray]:
-    """Verdicts come before the norm."""
+    """Verdicts come before the norm, and take sums of `no_sync` with them."""
     dist = new(optimizer.communicator, clip_grad_norm=SMALL_NORM, non_finite="skip")
     net = build(dist)
     net(*batch(0, dist.global_rank), dist)
@@ -140,11 +157,19 @@ def bad_gradients(optimizer) -> dict[str, np.ndarray]:
     net(x, y, dist)
     np.testing.assert_array_equal(parameters(net), before)
     assert (dist.grad_norm, dist.stats().skipped) == (norm, 1)
-    return {}
+    with dist.no_sync():
+        net(x, y, dist)
+    net(*batch(2, dist.global_rank), dist)
+    np.testing.assert_array_equal(parameters(net), before)
+    assert (dist.grad_norm, dist.stats().skipped) == (norm, 2)
+    net(*batch(3, dist.global_rank), dist)
+    assert dist.stats().skipped == 2
+    assert np.isfinite(parameters(net)).all()
+    return {"parameters": parameters(net)}
 
 
 def test_a_bad_gradient_is_skipped_before_it_is_clipped(tmp_path):
-    on_ranks(tmp_path, 2, bad_gradients)
+    assert_equal_bits(on_ranks(tmp_path, 2, bad_gradients), "parameters")
 
 
 # -- frozen parameters ------------------------------------------------------------------------------------------------
