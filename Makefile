@@ -8,7 +8,7 @@ TEST_EXTRAS ?= mpi,plot,test
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml CMakeLists.txt $(NATIVE)
 
-.PHONY: mnist mpi test test-gpu sanitize lint examples format clean
+.PHONY: mnist mpi test test-gpu singa sanitize lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -24,6 +24,14 @@ test: $(VENV)/.test
 CUDA ?= 13
 test-gpu: $(VENV)/.test-gpu
 	$(BIN)/python -m pytest tests/gpu -rs
+
+# SINGA's unit tests and example scripts from a checkout of github.com/apache/singa, with their imports renamed; see
+# docs/singa.md. Half an hour, and no part of continuous integration. The tests run with the installed NumPy and with 2.3.
+singa: $(VENV)/.mpi
+	$(if $(CHECKOUT),,$(error name a checkout of github.com/apache/singa: make singa CHECKOUT=FOLDER))
+	$(BIN)/python tests/singa/run $(CHECKOUT)
+	$(BIN)/python tests/singa/run $(CHECKOUT) --numpy 2.3
+	$(BIN)/python tests/singa/scripts $(CHECKOUT)
 
 # The tests of kernels and transports under the address and undefined-behaviour sanitizers, in an environment apart.
 SANITIZED ?= tests/unit tests/conformance

@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
+import json
 import os
 import re
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+
+import numpy as np
+import safetensors
+
+from .errors import StateError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
-__all__ = ["atomic_write", "file_lock"]
+__all__ = [
+    "Arrays",
+    "atomic_write",
+    "file_lock",
+    "load_arrays",
+    "save_arrays",
+    "sync_folder",
+    "temporary_pattern",
+]
+
+Arrays: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
+
+# Names of types in safetensors files, by NumPy's kind and size.
+_TYPES = {"b1": "BOOL", **{f"{kind}{size}": f"{kind.upper()}{8 * size}" for kind in "iu" for size in (1, 2, 4, 8)}}
+_TYPES |= {f"f{size}": f"F{8 * size}" for size in (2, 4, 8)}
 
 
 @contextlib.contextmanager
@@ -46,8 +67,16 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-    # The rename itself lasts only once the folder is on the disk.
-    folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+    sync_folder(target.parent)  # the rename itself lasts only once the folder is on the disk
+
+
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    """Local. Flush the names in a folder to the disk.
+
+    Raises:
+        OSError: from the file system.
+    """
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
     finally:
@@ -55,18 +84,105 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def file_lock(path: str | os.PathLike[str]) -> Iterator[None]:
+def file_lock(path: str | os.PathLike[str], wait: bool = True) -> Iterator[None]:
     """Local. Hold the lock file `path` during the body; other processes and threads that want it wait.
 
     The kernel releases the lock when its holder dies. The empty lock file stays: to remove it would let a process
     that waits on the removed file and one that creates it anew both believe to be alone.
 
+    Args:
+        path: the lock file; it is created.
+        wait: whether to wait for another holder.
+
     Raises:
+        BlockingIOError: another holds the lock, and `wait` is False.
         OSError: the file cannot be created or its file system has no locks.
     """
     with Path(path).open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+
+
+# -- arrays -----------------------------------------------------------------------------------------------------------
+def save_arrays(
+    path: str | os.PathLike[str],
+    arrays: Mapping[str, np.ndarray[Any, Any]],
+    mark: Mapping[str, str],
+    notes: str = "",
+) -> None:
+    """Local. Write a safetensors file with a digest of its content; see `atomic_write`.
+
+    Contiguous arrays are written from where they are: the function needs no memory of their size.
+
+    Args:
+        path: file to replace or create.
+        arrays: NumPy arrays by name.
+        mark: metadata by which the reader knows the format.
+        notes: text to save with the arrays.
+
+    Raises:
+        UsageError: safetensors has no such dtype.
+        OSError: from the file system; an older file stays.
+    """
+    little = {key: np.asarray(array, array.dtype.newbyteorder("<"), order="C") for key, array in arrays.items()}
+    # Larger items first, which aligns all of them, as safetensors' own writer does.
+    little = dict(sorted(little.items(), key=lambda item: (-item[1].itemsize, item[0])))
+    header: dict[str, Any] = {}
+    end = 0
+    for key, array in little.items():
+        dtype = _TYPES.get(array.dtype.str[1:])
+        if dtype is None:
+            raise UsageError(f"{key} has dtype {array.dtype}, which safetensors files do not know; convert it")
+        begin, end = end, end + array.nbytes
+        header[key] = {"dtype": dtype, "shape": array.shape, "data_offsets": [begin, end]}
+    header["__metadata__"] = {**mark, **({"notes": notes} if notes else {}), "blake2b": _digest(little, notes)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic_write(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in little.values():
+            file.write(array.data)
+
+
+def load_arrays(path: str | os.PathLike[str], mark: Mapping[str, str], writer: str) -> tuple[Arrays, str]:
+    """Local. The arrays and the notes that `save_arrays` wrote with the same `mark`.
+
+    Args:
+        path: file to read.
+        mark: see `save_arrays`.
+        writer: what writes files with this mark, for the message.
+
+    Raises:
+        StateError: the file is truncated, corrupt or of another writer.
+        FileNotFoundError: there is no such file.
+    """
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            if any(metadata.get(key) != value for key, value in mark.items()):
+                raise StateError(f"{path} was not written by {writer}")
+            arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+    except (safetensors.SafetensorError, AttributeError, TypeError) as error:  # the last two: types NumPy lacks
+        raise StateError(f"{path} is truncated or no file of states: {error}") from None
+    notes = metadata.get("notes", "")
+    if metadata.get("blake2b") != _digest(arrays, notes):
+        raise StateError(f"{path} is corrupt: its content does not have the digest that was saved with it")
+    return arrays, notes
+
+
+def _digest(arrays: Mapping[str, np.ndarray[Any, Any]], notes: str) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for key, array in sorted(arrays.items()):
+        digest.update(f"{key} {array.dtype.str} {array.shape} ".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    digest.update(notes.encode())
+    return digest.hexdigest()
+
+
+# -- temporary files --------------------------------------------------------------------------------------------------
+def temporary_pattern(name: str) -> str:
+    """Local. A regular expression of the names of `atomic_write`'s temporary files for those that match `name`."""
+    return rf"\.(?:{name})\.[0-9a-f]{{16}}\.tmp"
 
 
 def _open_temporary(target: Path) -> tuple[Path, BinaryIO]:
@@ -83,7 +199,7 @@ def _open_temporary(target: Path) -> tuple[Path, BinaryIO]:
 
 def _remove_orphans(target: Path) -> None:
     """Remove the temporary files of writers to `target` that no longer run."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}\.tmp")
+    pattern = re.compile(temporary_pattern(re.escape(target.name)))
     for entry in target.parent.iterdir():
         if not pattern.fullmatch(entry.name):
             continue

@@ -11,6 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from distopt import launch, layer, model, opt, tensor
+from distopt.checkpoint import Checkpoint
 from distopt.data import ShardedSampler, mnist, normalize, random_shift
 from distopt.nn.staging import Staging
 
@@ -44,7 +45,6 @@ def run(sgd, args) -> None:
     rank, world_size, communicator = sgd.global_rank, sgd.world_size, sgd.communicator
     data = mnist.load(args.data_dir, rank=rank, exchange=communicator.all_gather_bytes)
     sampler = ShardedSampler(len(data.train_x), world_size, rank, args.batch_size, seed=args.seed)
-    trained = len(sampler) * args.batch_size * world_size
     noise = np.random.default_rng((args.seed, rank))
     device = sgd.device
     device.SetRandSeed(args.seed)
@@ -55,13 +55,21 @@ def run(sgd, args) -> None:
     use_graph = device.kind == "cpu" if args.graph is None else args.graph
     cnn.compile(staging.send()[:1], is_train=True, use_graph=use_graph, sequential=False)
 
+    sums = device.xp.zeros(2)  # loss, correct predictions; read once per epoch, because reading waits for the GPU
+    checkpoint = Checkpoint(
+        args.checkpoint, every=args.checkpoint_every, model=cnn, optimizer=sgd, sampler=sampler, noise=noise, sums=sums
+    )
+    if resumed := checkpoint.resume(reset=args.reset):
+        report(rank, f"Going on from {resumed}")
+        sums *= resumed.world_size / world_size  # the ranks got their mean, and are added up below
+
     stats = sgd.stats()
-    for epoch in range(args.max_epoch):
+    for epoch in range(checkpoint.epoch, args.max_epoch):
         report(rank, f"Starting Epoch {epoch}:")
         start = time.perf_counter()
         cnn.train()
-        sums = device.xp.zeros(2)  # loss, correct predictions; read once per epoch, because reading waits for the GPU
         sampler.set_epoch(epoch)
+        before = sampler.consumed
         for chosen in progress_bar(sampler) if rank == 0 else sampler:
             images, labels = staging.fill()
             random_shift(data.train_x[chosen], images, noise, 0 if args.no_augment else 2)
@@ -70,21 +78,26 @@ def run(sgd, args) -> None:
             out, loss = cnn(x, y, args.dist_option, args.spars)
             sums[0] += loss.array[0]
             sums[1] += (out.array.argmax(axis=1) == y.array).sum()
-        sums = device.host(sums)
-        communicator.all_reduce(sums).wait()
+            checkpoint.step(epoch)
+        totals = device.host(sums)
+        communicator.all_reduce(totals).wait()
         seconds = time.perf_counter() - start
-        report(rank, f"Training loss = {sums[0]:.6f}, training accuracy = {sums[1] / trained:.6f}")
+        report(rank, f"Training loss = {totals[0]:.6f}, training accuracy = {totals[1] / sampler.consumed:.6f}")
+        sums[:] = 0
 
         sgd.synchronize()  # after partial updates, the parameters differ between ranks
         accuracy = evaluate(cnn, data, rank, world_size, communicator, device)
         elapsed = time.perf_counter() - start
         report(
             rank,
-            f"Evaluation accuracy = {accuracy:.6f}, Elapsed Time = {elapsed:.3f}s, {trained / seconds:.0f} images/s",
+            f"Evaluation accuracy = {accuracy:.6f}, Elapsed Time = {elapsed:.3f}s, "
+            f"{(sampler.consumed - before) / seconds:.0f} images/s",
         )
         if world_size > 1:
             earlier, stats = stats, sgd.stats()
             report(rank, (stats - earlier).summary())
+    checkpoint.save(args.max_epoch)
+    checkpoint.close()
 
 
 def evaluate(cnn, data, rank: int, world_size: int, communicator, device, batch_size: int = 500) -> float:
@@ -137,4 +150,10 @@ def parse_args(description: str, argv=None, *, with_world_size: bool = False):
         "--graph", action=argparse.BooleanOptionalAction, help="replay training steps (default: on CPUs)"
     )
     parser.add_argument("--no-augment", action="store_true", help="do not shift the training images")
-    return parser.parse_args(argv)
+    parser.add_argument("--checkpoint", metavar="DIR", help="save here, and go on from what was saved here last")
+    parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="(default: 100)")
+    parser.add_argument("--reset", action="store_true", help="remove what is in the folder of --checkpoint; start anew")
+    args = parser.parse_args(argv)
+    if args.reset and not args.checkpoint:
+        parser.error("--reset needs --checkpoint DIR")
+    return args

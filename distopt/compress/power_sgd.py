@@ -74,7 +74,6 @@ class PowerSGD(Codec):
         ps = reducer.memory["p"] = reducer.wire.empty(rows + others, dtype, xp)  # dense ones travel behind P
         qs = reducer.memory["q"] = reducer.wire.empty(columns, dtype, xp)
         start = np.random.default_rng(0).standard_normal(columns).astype(dtype)  # the same on all ranks
-        last = reducer.keep("q", xp.asarray(start))
         # Sums of up to so many products, over the ranks, stay finite below it.
         longest = 4 * max([1, *map(max, sides.values())]) * reducer.wire.world_size
         reducer.memory["limit"] = float(np.finfo(dtype).max) / longest
@@ -87,10 +86,12 @@ class PowerSGD(Codec):
             if part in sides:
                 n, m = sides[part]
                 in_p, in_q = slice(p, p + n * r), slice(q, q + m * r)
-                factors = ps[in_p].reshape(n, r), qs[in_q].reshape(m, r), last[in_q].reshape(m, r)
+                last_q = reducer.keep("q", xp.asarray(start[in_q]), part)
+                factors = ps[in_p].reshape(n, r), qs[in_q].reshape(m, r), last_q.reshape(m, r)
                 reducer.memory["matrices"].append(_Matrix(gradient.reshape(n, m), mean.reshape(n, m), *factors))
                 p, q = in_p.stop, in_q.stop
             else:
+                reducer.keep("q", xp.empty(0, dtype), part)  # every parameter has states, or some are missing
                 reducer.memory["vectors"].append(_Vector(gradient, mean, ps[dense : dense + part.size]))
                 dense += part.size
 

@@ -98,7 +98,7 @@ class Reducer:
         self.memory: dict[str, Any] = {}
         self.findings: Array = None
         self.pending: Work | None = None
-        self._state: dict[str, Array] = {}
+        self._state: dict[str, Array] = {}  # by name, or by "NAME/PARAMETER" where it is of one parameter
         self._initial: dict[str, Array | None] = {}
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -107,8 +107,13 @@ class Reducer:
         """What has not been sent yet, with error feedback: the array itself, where the bucket is."""
         return self._state.get("residual")
 
-    def keep(self, name: str, initial: Array | None = None) -> Array:
-        """Local. The array `name` of the state. The first call makes it: of `initial`, or of zeros like the bucket."""
+    def keep(self, name: str, initial: Array | None = None, part: Part | None = None) -> Array:
+        """Local. The array `name` of the state. The first call makes it: of `initial`, or of zeros like the bucket.
+
+        Saved states do not depend on which parameters share a bucket. So an array made of `initial` either belongs to
+        one `part`, or says something that holds for all parts alike.
+        """
+        name = name if part is None else f"{name}/{part.name}"
         array = self._state.get(name)
         if array is None:
             if initial is None:
@@ -159,13 +164,17 @@ class Reducer:
                 )
 
     def _views(self) -> State:
-        """The state by "NAME/PARAMETER". What is not like the bucket belongs to its first parameter."""
-        return {
-            f"{name}/{part.name}": array if whole else array[part.offset : part.offset + part.size].reshape(part.shape)
-            for name, array in self._state.items()
-            for whole in [self._initial[name] is not None]
-            for part in (self.parts[:1] if whole else self.parts)
-        }
+        """The state by "NAME/PARAMETER". What holds for all parts is there for each."""
+        views: State = {}
+        for name, array in self._state.items():
+            if "/" in name:
+                views[name] = array
+                continue
+            like_bucket = self._initial[name] is None
+            for part in self.parts:
+                place = slice(part.offset, part.offset + part.size)
+                views[f"{name}/{part.name}"] = array[place].reshape(part.shape) if like_bucket else array
+        return views
 
     # -- findings ----------------------------------------------------------------------------------------------------
     def prepare_header(self) -> None:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ..errors import UsageError
+from ..errors import StateError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -38,6 +38,9 @@ class ShardedSampler:
     The shard is divided into batches. Samples after the last full batch are left out of the epoch unless
     `partial_batch` is set; then the last batch is shorter, by the same amount on all ranks.
 
+    An epoch can be left and taken up again in its middle, with another number of ranks or another batch size too: see
+    `get_states`.
+
     Args:
         size: number of samples in the data set.
         world_size: number of ranks.
@@ -47,6 +50,10 @@ class ShardedSampler:
         shuffle: if False, samples keep their order in every epoch.
         tail: one of `TAILS`.
         partial_batch: whether the last batch may be shorter.
+
+    Attributes:
+        epoch: the epoch that determines the permutation.
+        consumed: number of samples of this epoch that all ranks together have been given.
 
     Raises:
         UsageError: an argument is invalid, or a shard does not fill one batch.
@@ -70,10 +77,12 @@ class ShardedSampler:
         self.seed = _at_least("seed", seed, 0)
         self.shuffle = shuffle
         self.partial_batch = partial_batch
-        self.epoch = 0
+        self.epoch = self.consumed = 0
+        self._first = 0  # place in the permutation where the next iteration begins
+        self._tail = tail
         if tail not in TAILS:
             raise UsageError(f"unknown tail {tail!r}; choose one of {', '.join(TAILS)}")
-        self.shard_size = self.size // self.world_size if tail == "drop" else -(-self.size // self.world_size)
+        self.shard_size = self._share(self.size)
         if len(self) == 0:
             cure = f"use batch_size {self.shard_size} or less, or fewer ranks" if self.shard_size else "use fewer ranks"
             raise UsageError(
@@ -83,31 +92,90 @@ class ShardedSampler:
 
     def __len__(self) -> int:
         """Batches per epoch, the same on all ranks."""
-        full, rest = divmod(self.shard_size, self.batch_size)
-        return full + (self.partial_batch and rest > 0)
+        return self._batches(self.shard_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Local. Select the permutation for the next iteration. Without this call, every epoch has the same order.
 
+        Another epoch than the current one begins with its first sample.
+
         Raises:
             UsageError: `epoch` is negative.
         """
-        self.epoch = _at_least("epoch", epoch, 0)
+        epoch = _at_least("epoch", epoch, 0)
+        if epoch != self.epoch:
+            self.epoch, self.consumed, self._first = epoch, 0, 0
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        """The batches of the current epoch: disjoint int64 arrays of `batch_size` indices."""
-        shard = self.shard()
-        for start in range(0, len(self) * self.batch_size, self.batch_size):
-            yield shard[start : start + self.batch_size]
+        """The batches of the current epoch: disjoint int64 arrays of `batch_size` indices.
+
+        After `set_states`, one iteration gives the rest of the epoch.
+        """
+        self.consumed, self._first = self._first, 0
+        shard = self._shard(self.consumed)
+        for start in range(0, self._batches(len(shard)) * self.batch_size, self.batch_size):
+            batch = shard[start : start + self.batch_size]
+            self.consumed += len(batch) * self.world_size
+            yield batch
 
     def shard(self) -> NDArray[np.int64]:
         """Local. The `shard_size` indices of this rank in the current epoch, in order of use."""
+        return self._shard(0)
+
+    def _shard(self, first: int) -> NDArray[np.int64]:
+        """This rank's part of the permutation from the place `first` on."""
         if self.shuffle:
             order = np.random.default_rng((self.seed, self.epoch)).permutation(self.size)
         else:
             order = np.arange(self.size)
-        places = np.arange(self.rank, self.shard_size * self.world_size, self.world_size)
-        return order[places % self.size]
+        end = first + self._share(self.size - first) * self.world_size
+        return order[np.arange(first + self.rank, end, self.world_size) % self.size]
+
+    def _share(self, samples: int) -> int:
+        """How many of so many samples a rank gets."""
+        return max(0, samples // self.world_size if self._tail == "drop" else -(-samples // self.world_size))
+
+    def _batches(self, samples: int) -> int:
+        """Number of batches that so many samples of a rank make."""
+        full, rest = divmod(samples, self.batch_size)
+        return full + (self.partial_batch and rest > 0)
+
+    # -- states ------------------------------------------------------------------------------------------------------
+    def get_states(self) -> dict[str, int | bool]:
+        """Local. How far this epoch is, in terms of all ranks, and what determines the order of its samples.
+
+        The batch that the iteration gave last counts as consumed: ask after the step that trains on it.
+        """
+        return {
+            "size": self.size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+        }
+
+    def set_states(self, states: Mapping[str, Any]) -> None:
+        """Local. Have the next iteration go on from what `get_states` gave, on any number of ranks.
+
+        Raises:
+            StateError: see `check_states`; nothing was changed.
+        """
+        self.check_states(states)
+        self.epoch = states["epoch"]
+        self.consumed = self._first = states["consumed"]
+
+    def check_states(self, states: Mapping[str, Any]) -> None:
+        """Local. Whether `set_states` would accept them.
+
+        Raises:
+            StateError: they are of another data set, seed or order.
+        """
+        own = self.get_states()
+        if states.keys() != own.keys():
+            raise StateError(f"these are no states of a sampler: {sorted(states)} in place of {sorted(own)}")
+        for key in ("size", "seed", "shuffle"):
+            if states[key] != own[key]:
+                raise StateError(f"the sampler's {key} is {own[key]}, that of the states {states[key]}")
 
 
 def data_partition(x: ArrayT, y: ArrayT, rank: int, world_size: int) -> tuple[ArrayT, ArrayT]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import safetensors
-import safetensors.numpy
 
 from ..errors import StateError, UsageError
-from ..files import atomic_write
+from ..files import load_arrays, save_arrays
 from .layer_base import Layer
 from .mode import mode as process_mode
 from .replay.graphs import StepGraphs
@@ -36,14 +33,6 @@ class TrainingOptimizer(Protocol):
 
     def attach(self, params: Iterable[Tensor]) -> None:
         """Receive the model's parameters before the first step."""
-
-
-def _digest(arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name, array in sorted(arrays.items()):
-        digest.update(f"{name} {array.dtype.str} {array.shape} ".encode())
-        digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()
 
 
 def _is_on(what: str, value: bool | str) -> bool:
@@ -122,13 +111,13 @@ class Model(Layer):
             return None
         if not device.graph_enabled() or device.verbosity:
             self._graphs = None
-        elif self._graphs is None or self._graphs.generation != device.graph_generation:
+        elif self._graphs is None or not self._graphs.fits():
             self._graphs = StepGraphs(device)
         return self._graphs
 
     @property
     def graph_replays(self) -> int:
-        """Number of training steps replayed since graphs were last enabled or reset."""
+        """Number of training steps replayed since graphs were last enabled or reset, or a parameter was frozen."""
         return 0 if self._graphs is None else self._graphs.replays
 
     def train_one_batch(self, *inputs: Any, **options: Any) -> Any:
@@ -233,6 +222,13 @@ class Model(Layer):
         if self._compiled and self._optimizer is not None:
             self._optimizer.attach(self.get_params().values())
 
+    def shared_states(self, names: Iterable[str]) -> set[str]:
+        """Local. Which of these states are the same on all ranks, so that a checkpoint saves them once.
+
+        They are the parameters, if the optimizer says that these agree. Running statistics are each rank's own.
+        """
+        return self.get_params().keys() & names if getattr(self._optimizer, "parameters_agree", False) else set()
+
     # -- files -------------------------------------------------------------------------------------------------------
     def save_states(self, fpath: str | os.PathLike[str], aux_states: Mapping[str, Any] | None = None) -> None:
         """Local. Write parameters and states to a safetensors file, atomically replacing an older one.
@@ -254,8 +250,7 @@ class Model(Layer):
                     f"aux_states[{name!r}] has dtype {array.dtype}; only numbers and truth values are saved"
                 )
             arrays[f"aux/{name}"] = np.array(array, order="C")
-        with atomic_write(fpath) as file:
-            file.write(safetensors.numpy.save(arrays, {**_FORMAT, "blake2b": _digest(arrays)}))
+        save_arrays(fpath, arrays, _FORMAT)
 
     def load_states(self, fpath: str | os.PathLike[str]) -> dict[str, Tensor]:
         """Local. Load parameters and states from a file, and return its `aux_states` as tensors on the CPU.
@@ -266,16 +261,7 @@ class Model(Layer):
             FileNotFoundError: there is no such file.
         """
         self._check_compiled()
-        try:
-            with safetensors.safe_open(fpath, framework="numpy") as file:
-                metadata = file.metadata() or {}
-                if any(metadata.get(key) != value for key, value in _FORMAT.items()):
-                    raise StateError(f"{fpath} was not written by Model.save_states")
-                arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
-        except (safetensors.SafetensorError, AttributeError, TypeError) as error:  # the last two: types NumPy lacks
-            raise StateError(f"{fpath} is truncated or no file of states: {error}") from None
-        if metadata.get("blake2b") != _digest(arrays):
-            raise StateError(f"{fpath} is corrupt: its content does not have the digest that was saved with it")
+        arrays, _ = load_arrays(fpath, _FORMAT, "Model.save_states")
         own = {key.removeprefix("model/"): array for key, array in arrays.items() if key.startswith("model/")}
         try:
             self.set_states(own)

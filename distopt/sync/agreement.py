@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..comm import Communicator
     from .bucket import Parameter
 
-__all__ = ["check_same_model", "check_same_values"]
+__all__ = ["check_same_model", "ranks_with_other_values"]
 
 
 def check_same_model(communicator: Communicator, params: Sequence[Parameter]) -> None:
@@ -39,22 +39,13 @@ def check_same_model(communicator: Communicator, params: Sequence[Parameter]) ->
         )
 
 
-def check_same_values(communicator: Communicator, params: Sequence[Parameter]) -> None:
-    """Collective. Compare the values of `params` over the ranks, by a digest.
-
-    Raises:
-        MismatchError: they differ; the message names the ranks.
-    """
+def ranks_with_other_values(communicator: Communicator, params: Sequence[Parameter]) -> list[int]:
+    """Collective. The ranks where values of `params` differ from those of rank 0, by a digest."""
     digest = hashlib.sha256()
     for param in params:
         digest.update(np.ascontiguousarray(kernels_of(param.array).to_host(param.array)).data)
     digests = communicator.all_gather_bytes(digest.digest())
-    differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if differing:
-        raise MismatchError(
-            f"the parameters of ranks {differing} differ from those of rank 0 before the first step; call "
-            "DistOpt.attach(params) before the first forward pass, which sends rank 0's to all"
-        )
+    return [rank for rank, other in enumerate(digests) if other != digests[0]]
 
 
 def _describe(entry: list[object] | None) -> str:

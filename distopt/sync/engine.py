@@ -10,6 +10,7 @@ rounds in the same order, so that all ranks make the same calls whatever order g
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from ..compress import Statistics
 from ..errors import StateError, UsageError
-from .agreement import check_same_model, check_same_values
+from .agreement import check_same_model, ranks_with_other_values
 from .bucket import under
 from .layout import Layout
 from .stats import CommunicationStatistics
@@ -37,6 +38,7 @@ NonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
 States: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
 
 DEFAULT_BUCKET_ELEMENTS = 2097152  # SINGA's default
+_OWN = {"steps", "partitions"}  # states that are not of a layout
 
 log = logging.getLogger("distopt")
 
@@ -62,8 +64,11 @@ class Engine:
             and the other codecs, which cannot carry such a value, raise.
 
     Attributes:
+        version: a number that the front changes when other parameters than before may have gradients.
         steps: number of steps that have begun.
         skipped: those of them without update.
+        drifted: whether partial updates have let the ranks' parameters differ.
+        own_slots: whether they have let the optimizer's states differ.
     """
 
     def __init__(self, communicator: Communicator, slots: Slots, non_finite: NonFinite = "raise") -> None:
@@ -71,15 +76,16 @@ class Engine:
         self.check_options(non_finite)
         self.communicator = communicator
         self.non_finite = non_finite
-        self.steps = self.skipped = 0
+        self.version = self.steps = self.skipped = 0
+        self.drifted = self.own_slots = False
         self._slots = slots
-        self._attached: set[int] = set()
+        self._attached: dict[int, Parameter] = {}  # by id
         self._layouts: dict[tuple[int, bool], Layout] = {}  # by bucket size, and whether for partial updates
         self._unclaimed: States = {}  # loaded, of bucket sizes that have not been used yet
         self._partition = 0  # the next one to be averaged
-        self._drifted = False  # whether the ranks' parameters differ
-        self._own_slots = False  # whether the ranks' slots differ
+        self._partial: tuple[int, list[str]] | None = None  # size and order of the partitions that have drifted
         self._roll_call: RollCall | None = None  # inside `join`
+        self._past_costs: dict[tuple[str, str], Statistics] = {}  # of layouts that are gone
 
     @staticmethod
     def check_options(non_finite: str) -> None:
@@ -98,10 +104,26 @@ class Engine:
             MismatchError: names, shapes or types differ; the message names the ranks and the first difference.
         """
         check_same_model(self.communicator, params)
+        self._send_first(params)
+        self._attached = {id(p): p for p in params}
+
+    def _send_first(self, params: Sequence[Parameter]) -> None:
+        """Collective. Give all ranks the parameters of rank 0."""
         works = [self.communicator.broadcast(p.array, label=str(p.name)) for p in params]
         for work in works:
             work.wait()
-        self._attached = {id(p) for p in params}
+
+    def _make_equal(self, params: Sequence[Parameter]) -> None:
+        """Collective. As `_send_first`, with a warning, if parameters that were never attached differ."""
+        ranks = ranks_with_other_values(self.communicator, params)
+        if ranks:
+            self._send_first(params)
+            if self.communicator.topology.rank == 0:
+                log.warning(
+                    "the parameters of ranks %s differed from those of rank 0 before the first step, and are replaced "
+                    "by them; DistOpt.attach(params) before the first forward pass does so in time",
+                    ranks,
+                )
 
     def layout(self, bucket_elements: int, order: Callable[[], Sequence[Parameter]], partial: bool = False) -> Layout:
         """Collective on first use of a bucket size. The buckets of that size.
@@ -112,7 +134,7 @@ class Engine:
             partial: for partial updates, whose partitions are the buckets.
 
         Raises:
-            MismatchError: the ranks have different models, or parameters that differ before the first step.
+            MismatchError: the ranks have different models.
         """
         key = bucket_elements, partial
         layout = self._layouts.get(key)
@@ -122,8 +144,8 @@ class Engine:
 
     def _new_layout(self, bucket_elements: int, order: Sequence[Parameter], partial: bool) -> Layout:
         check_same_model(self.communicator, order)
-        if not self._drifted:
-            check_same_values(self.communicator, [p for p in order if id(p) not in self._attached])
+        if not self.drifted:
+            self._make_equal([p for p in order if id(p) not in self._attached])
         layout = Layout(
             order,
             bucket_elements,
@@ -131,9 +153,26 @@ class Engine:
             small_first=self.communicator.overlaps and not partial,
             check_finite=self.non_finite != "ignore",
         )
-        if not partial:
+        layout.version = self.version
+        if partial:
+            self._partial = bucket_elements, layout.names
+        else:
             self._load(layout, bucket_elements)
         return layout
+
+    def _renew(self, bucket_elements: int, order: Callable[[], Sequence[Parameter]], partial: bool = False) -> None:
+        """Collective. Drop the buckets of that size if other parameters have gradients than when they were made."""
+        layout = self._layouts.get((bucket_elements, partial))
+        if layout is None or layout.version == self.version:
+            return
+        layout.version = self.version
+        params = order()
+        if {id(param) for param in params} == layout.places.keys():
+            return
+        self.synchronize()  # while those that have drifted are known
+        _add_costs(self._past_costs, layout)
+        del self._layouts[bucket_elements, partial]
+        log.info("other parameters train than before: new buckets for %d of them, without residuals", len(params))
 
     # -- steps -------------------------------------------------------------------------------------------------------
     def begin(
@@ -158,6 +197,7 @@ class Engine:
         if clip is not None and not clip > 0:
             raise UsageError(f"a clipping value of {clip} leaves nothing of a gradient; pass a positive one")
         recipe = Recipe(codec, bucket_elements, clip)
+        self._renew(bucket_elements, order)
         weight = 1.0 if self._roll_call is None else self._roll_call.step(recipe)
         return self._open(recipe, order, weight)
 
@@ -183,8 +223,9 @@ class Engine:
             raise UsageError(
                 "partial updates need all ranks at every step; send gradients by a codec inside DistOpt.join"
             )
+        self._renew(partition_elements, order, partial=True)
         layout = self.layout(partition_elements, order, partial=True)
-        self._drifted = self._own_slots = True  # even if an exception ends the update half-way
+        self.drifted = self.own_slots = True  # even if an exception ends the update half-way
         self.steps += 1
         return PartialStep(layout, self.communicator, self.steps - 1, look=self.non_finite != "ignore")
 
@@ -210,23 +251,38 @@ class Engine:
         self._partition += 1
 
     def synchronize(self) -> None:
-        """Collective. Set the parameters to their means over the ranks, where partial updates have let them drift."""
-        if self._drifted and self._layouts:
-            # That of the partial updates: other losses may have had fewer parameters.
-            _, layout = max(self._layouts.items(), key=lambda item: item[0][1])
+        """Collective. Set the parameters to their means over the ranks, where partial updates have let them drift.
+
+        Raises:
+            UsageError: states have been loaded, and neither `attach` nor a step has told whose they are.
+        """
+        if self.drifted and self._partial is not None:
+            # The partial updates' layout, which loaded states name: other losses may have had fewer parameters.
+            elements, names = self._partial
+            layout = self.layout(elements, lambda: self._attached_in(names), partial=True)
             for bucket in layout.buckets:
                 bucket.average_params()
-            self._drifted = False
+            self.drifted = False
+
+    def _attached_in(self, names: Sequence[str]) -> list[Parameter]:
+        """The attached parameters in that order."""
+        known = {str(param.name): param for param in self._attached.values()}
+        if missing := [name for name in names if name not in known]:
+            raise UsageError(
+                f"the parameter {missing[0]} of the loaded states is not known yet; call DistOpt.attach(params) before "
+                "DistOpt.synchronize"
+            )
+        return [known[name] for name in names]
 
     def _leave_partial(self) -> None:
         """Collective. Make the ranks equal after partial updates: equal gradients then keep them so."""
         self.synchronize()
-        if self._own_slots:
+        if self.own_slots:
             states = self._slots.get_states()
             for name, array in _floats_of(states):
                 self.communicator.all_reduce(array, "mean", label=name).wait()
             self._slots.set_states(states)
-            self._own_slots = False
+            self.own_slots = False
 
     # -- uneven data -------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -256,30 +312,30 @@ class Engine:
     # -- statistics and states ---------------------------------------------------------------------------------------
     def stats(self) -> CommunicationStatistics:
         """Local. What communication has cost since the first step; the difference of two is what lies between them."""
-        costs: dict[tuple[str, str], Statistics] = {}
+        costs = {key: cost - Statistics() for key, cost in self._past_costs.items()}
         for layout in self._layouts.values():
-            for bucket in layout.buckets:
-                for kind, cost in bucket.statistics.items():
-                    total = costs.setdefault((bucket.label, kind), Statistics())
-                    total += cost
+            _add_costs(costs, layout)
         return CommunicationStatistics(self.steps, self.skipped, costs)
 
     def get_states(self) -> States:
         """Local. Copies of all that a later run needs to go on, except for the optimizer's slots.
 
-        Residuals differ between ranks: every rank saves its own. The keys are `steps`, and
-        `ELEMENTS/KIND/NAME/PARAMETER` for the array that codecs of a kind keep for a parameter (or for the bucket that
-        begins with it) with buckets of so many elements.
+        Residuals differ between ranks: every rank saves its own. The keys are `steps`; `partitions`, while partial
+        updates have let the ranks drift; and `ELEMENTS/KIND/NAME/PARAMETER` for the array that codecs of a kind keep
+        for a parameter with buckets of so many elements.
         """
-        flags = (self._drifted, self._own_slots)
+        flags = (self.drifted, self.own_slots)
         counts = np.array([self.steps, self.skipped, self._partition, *flags], np.int64)
+        own = {"steps": counts}
+        if self.drifted:
+            own["partitions"] = np.frombuffer(json.dumps(self._partial).encode(), np.uint8)
         existing = {
             f"{elements}/{key}": array
             for (elements, partial), layout in self._layouts.items()
             if not partial
             for key, array in layout.get_states().items()
         }
-        return {"steps": counts} | {key: array.copy() for key, array in self._unclaimed.items()} | existing
+        return own | {key: array.copy() for key, array in self._unclaimed.items()} | existing
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Local. Go on from what `get_states` gave on the same rank of a job of the same size.
@@ -288,12 +344,14 @@ class Engine:
             StateError: see `check_states`; nothing was changed.
         """
         self.check_states(states)
-        self._unclaimed = {key: array for key, array in states.items() if key != "steps"}
+        self._unclaimed = {key: array for key, array in states.items() if key not in _OWN}
         for (elements, partial), layout in self._layouts.items():
             if not partial:
                 self._load(layout, elements)
         self.steps, self.skipped, self._partition, *flags = map(int, states["steps"])
-        self._drifted, self._own_slots = map(bool, flags)
+        self.drifted, self.own_slots = map(bool, flags)
+        if self.drifted:
+            self._partial = _partitions(states)
 
     def check_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Local. Whether `set_states` would accept them.
@@ -304,7 +362,9 @@ class Engine:
         counts = states.get("steps", np.empty(0))
         if counts.shape != (5,) or counts.dtype.kind != "i":
             raise StateError("these are no states of a DistOpt: steps is missing")
-        for key in states.keys() - {"steps"}:
+        if counts[3]:
+            _partitions(states)
+        for key in states.keys() - _OWN:
             if key.count("/") < 3 or not key.split("/")[0].isdecimal():
                 raise StateError(f"{key} is no state of a DistOpt; pass what DistOpt.get_states gave")
         for (elements, partial), layout in self._layouts.items():
@@ -317,6 +377,22 @@ class Engine:
         layout.set_states(own)
         for key in own:
             del self._unclaimed[f"{elements}/{key}"]
+
+
+def _add_costs(costs: dict[tuple[str, str], Statistics], layout: Layout) -> None:
+    for bucket in layout.buckets:
+        for kind, cost in bucket.statistics.items():
+            total = costs.setdefault((bucket.label, kind), Statistics())
+            total += cost
+
+
+def _partitions(states: Mapping[str, np.ndarray[Any, Any]]) -> tuple[int, list[str]]:
+    """Size in elements and parameters, in order, of the partitions of partial updates."""
+    try:
+        elements, names = json.loads(states["partitions"].tobytes())
+    except (KeyError, ValueError, TypeError):
+        raise StateError("these are no states of a DistOpt with partial updates: partitions is missing") from None
+    return elements, names
 
 
 def _floats_of(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -73,9 +73,13 @@ class Layout:
 
     Attributes:
         buckets: in the order in which their gradients become final.
+        names: of all parameters, in this order.
         places: index of the bucket of each parameter, by its id.
         last: the parameters with which a bucket becomes full, if gradients come in that order.
+        version: the value of `Engine.version` with which it is known to fit.
     """
+
+    version: int = 0
 
     def __init__(
         self,
@@ -102,6 +106,7 @@ class Layout:
             Bucket(i, group, [self._names[id(p)] for p in group], communicator, check_finite=check_finite)
             for i, group in enumerate(groups)
         ]
+        self.names = [self._names[id(p)] for p in order]
         self.last = frozenset(group[-1] for group in groups)
         self.places = {id(param): bucket.index for bucket in self.buckets for param in bucket.params}
 

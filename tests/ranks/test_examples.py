@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -129,3 +130,41 @@ def test_layers_that_do_not_fit_are_named(digits, tmp_path):
         "launch.main(misfit)\n"
     )
     assert_one_line(python(str(script)), "linear1", "800", "801")
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+FIGURES = re.compile(r"Training loss = (\S+), training accuracy = (\S+)\nEvaluation accuracy = (\S+),")
+
+
+@BOTH
+def test_an_example_goes_on_in_the_middle_of_an_epoch(run, digits, tmp_path):
+    folder = tmp_path / "checkpoints"
+    options = ["--data-dir", str(digits), "-b", "32", "-d", "sparseTopK"]  # six steps per epoch
+    whole = run(*options, "-m", "2")
+    saving = [*options, "--checkpoint", str(folder), "--checkpoint-every", "4"]
+    first = run(*saving, "-m", "1")
+    assert FIGURES.findall(first.stdout) == FIGURES.findall(whole.stdout)[:1]
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-0000000004", "step-0000000006"]
+    shutil.rmtree(folder / "step-0000000006")
+    second = run(*saving, "-m", "2")
+    assert second.stdout.startswith(f"Going on from {folder / 'step-0000000004'} (step 4, epoch 0)\nStarting Epoch 0:")
+    assert FIGURES.findall(second.stdout) == FIGURES.findall(whole.stdout)
+    assert len(FIGURES.findall(whole.stdout)) == 2
+    third = run(*saving, "-m", "2")
+    assert "Going on from" in third.stdout
+    assert FIGURES.findall(third.stdout) in ([], FIGURES.findall(whole.stdout)[1:])
+    anew = run(*saving, "-m", "1", "--reset")
+    assert anew.stdout.startswith("Starting Epoch 0:")
+    assert FIGURES.findall(anew.stdout) == FIGURES.findall(whole.stdout)[:1]
+
+
+def test_options_of_checkpoints_that_make_no_sense(digits, tmp_path):
+    assert_one_line(multiprocess("--data-dir", str(digits), "--reset"), "--reset needs --checkpoint DIR")
+    options = ["--data-dir", str(digits), "-b", "32"]
+    assert_one_line(multiprocess(*options, "--checkpoint", str(tmp_path), "--checkpoint-every", "-1"), "every=-1")
+    (tmp_path / "file").write_text("")
+    assert_one_line(multiprocess(*options, "--checkpoint", str(tmp_path / "file" / "x")), "file", "another folder")
+    (tmp_path / "step-0000000001").mkdir()
+    (tmp_path / "step-0000000001" / "checkpoint.json").write_text("{}")
+    ended = multiprocess(*options, "--checkpoint", str(tmp_path))
+    assert_one_line(ended, "none of the 1 checkpoints", "not written by distopt.checkpoint", "--reset")

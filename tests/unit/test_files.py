@@ -6,9 +6,13 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
+import safetensors
+import safetensors.numpy
 
-from distopt.files import atomic_write, file_lock
+from distopt.errors import StateError, UsageError
+from distopt.files import atomic_write, file_lock, load_arrays, save_arrays
 
 OLD, NEW = b"old" * 1000, b"new!" * 100_003
 
@@ -183,3 +187,66 @@ def test_lock_admits_one_at_a_time_and_is_released_by_death(tmp_path):
         thread.join()
     with file_lock(path):
         pass
+
+
+def test_lock_can_be_asked_for_without_waiting(tmp_path):
+    path = tmp_path / "lock"
+    with file_lock(path, wait=False), pytest.raises(BlockingIOError), file_lock(path, wait=False):
+        pytest.fail("two hold the lock")
+    with file_lock(path, wait=False):
+        pass
+
+
+# -- arrays -----------------------------------------------------------------------------------------------------------
+MARK = {"format": "test", "version": "2"}
+TYPES = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"]
+SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (2, 3, 5)]
+
+
+def of_type(code, shape, byte_order="="):
+    """Other values for each type and element."""
+    count = int(np.prod(shape))
+    values = np.arange(count) * 37 % 101 + len(code)
+    return values.reshape(shape).astype(np.dtype(code).newbyteorder(byte_order))
+
+
+def test_arrays_of_all_types_and_shapes_are_those_of_safetensors(tmp_path):
+    arrays = {f"{code} {shape}": of_type(code, shape) for code in TYPES for shape in SHAPES}
+    arrays["big endian"] = of_type("f4", (5,), ">")
+    arrays["strided"] = of_type("i4", (4, 6))[::2, ::-1]
+    arrays["Fortran \u00e4"] = np.asfortranarray(of_type("f8", (3, 4)))
+    path = tmp_path / "arrays"
+    save_arrays(path, arrays, MARK, "notes, \u00e4")
+    loaded, notes = load_arrays(path, MARK, "the test")
+    for found in (safetensors.numpy.load_file(path), loaded):
+        assert found.keys() == arrays.keys()
+        for name, array in arrays.items():
+            assert found[name].dtype == array.dtype.newbyteorder("=")
+            np.testing.assert_array_equal(found[name], array)
+    assert notes == "notes, \u00e4"
+    with safetensors.safe_open(path, framework="numpy") as file:
+        metadata = file.metadata()
+    assert {key: metadata[key] for key in MARK} == MARK
+    header_bytes = int.from_bytes(path.read_bytes()[:8], "little")
+    assert header_bytes % 8 == 0, "arrays are not aligned"
+
+
+def test_what_the_mark_and_the_notes_are_for(tmp_path):
+    path = tmp_path / "arrays"
+    save_arrays(path, {"a": np.arange(3)}, MARK)
+    assert load_arrays(path, MARK, "the test")[1] == ""
+    with pytest.raises(StateError, match="arrays was not written by Someone"):
+        load_arrays(path, {**MARK, "version": "3"}, "Someone")
+    save_arrays(path, {"a": np.arange(3)}, MARK, "right")
+    path.write_bytes(path.read_bytes().replace(b"right", b"wrong"))
+    with pytest.raises(StateError, match="arrays is corrupt"):
+        load_arrays(path, MARK, "the test")
+
+
+@pytest.mark.parametrize("array", [np.zeros(2, complex), np.zeros(2, np.longdouble), np.array(["text"])])
+def test_types_without_a_name_are_refused_and_the_old_file_stays(tmp_path, array):
+    path = tmp_path / "arrays"
+    path.write_bytes(OLD)
+    with pytest.raises(UsageError, match=rf"bad has dtype {array.dtype}, which"):
+        save_arrays(path, {"good": np.zeros(2), "bad": array}, MARK)
+    assert path.read_bytes() == OLD

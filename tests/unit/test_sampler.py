@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distopt.data.sampler import ShardedSampler, data_partition
-from distopt.errors import UsageError
+from distopt.data.sampler import TAILS, ShardedSampler, data_partition
+from distopt.errors import StateError, UsageError
 
 SIZES = st.tuples(st.integers(1, 300), st.integers(1, 9)).filter(lambda pair: pair[0] >= pair[1])
 
@@ -138,3 +138,81 @@ def test_partitions_are_contiguous_equal_and_views(pair):
 def test_partition_errors(samples, labels, rank, world_size, message):
     with pytest.raises(UsageError, match=message):
         data_partition(np.zeros((samples, 2)), np.zeros(labels), rank, world_size)
+
+
+# -- in the middle of an epoch ----------------------------------------------------------------------------------------
+@given(SIZES, SIZES, st.integers(1, 5), st.integers(0, 40), st.sampled_from(TAILS), st.booleans())
+def test_an_epoch_goes_on_in_its_middle_on_any_number_of_ranks(pair, other, batch_size, steps, tail, partial):
+    """Together the ranks of both jobs use the permutation from the front, each place once."""
+    size, before = pair
+    after = min(other[1], size)
+    options = {"seed": 3, "tail": tail, "partial_batch": partial}
+    batch_size = min(batch_size, size // before, size // after)
+    used = []
+    for rank in range(before):
+        sampler = ShardedSampler(size, before, rank, batch_size, **options)
+        sampler.set_epoch(2)
+        used += [index for _, batch in zip(range(steps), sampler, strict=False) for index in batch]
+    states = sampler.get_states()
+    assert states["consumed"] == len(used)
+    rest = []
+    for rank in range(after):
+        sampler = ShardedSampler(size, after, rank, batch_size, **options)
+        sampler.set_states(states)
+        sampler.set_epoch(2)  # as a loop over epochs does
+        mine = list(sampler)
+        assert len({len(batch) for batch in mine[:-1]}) <= 1
+        rest += [index for batch in mine for index in batch]
+    assert sampler.consumed == len(used) + len(rest)
+    order = np.random.default_rng((3, 2)).permutation(size)
+    together = len(used) + len(rest)
+    expected = order[np.arange(together) % size]
+    assert sorted(used + rest) == sorted(expected)
+    left = size - together
+    assert left < after * (1 if partial else batch_size) if tail == "drop" or not partial else left <= 0
+
+
+def test_the_same_ranks_go_on_with_the_batches_that_they_would_have_had():
+    for rank in range(3):
+        sampler = ShardedSampler(103, 3, rank, 4, partial_batch=True)
+        sampler.set_epoch(1)
+        whole = list(sampler)
+        assert sampler.consumed == 102
+        for step in range(len(whole) + 1):
+            first = ShardedSampler(103, 3, rank, 4, partial_batch=True)
+            first.set_epoch(1)
+            for _ in zip(range(step), first, strict=False):
+                pass
+            second = ShardedSampler(103, 3, rank, 4, partial_batch=True)
+            second.set_states(first.get_states())
+            rest = list(second)
+            assert len(rest) == len(whole) - step
+            for one, other in zip(rest, whole[step:], strict=True):
+                np.testing.assert_array_equal(one, other)
+            assert len(list(second)) == len(whole), "the next iteration is a whole one"
+
+
+def test_another_epoch_begins_at_its_first_sample():
+    sampler = ShardedSampler(20, 2, 0, 3)
+    next(iter(sampler))
+    assert sampler.consumed == 6
+    sampler.set_states(sampler.get_states())
+    sampler.set_epoch(1)
+    assert sampler.consumed == 0
+    assert len(list(sampler)) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"seed": 1}, "seed is 1, that of the states 0"), ({"size": 19}, "size is 19"), ({"shuffle": False}, "shuffle")],
+)
+def test_states_of_another_order_are_refused(change, message):
+    states = ShardedSampler(20, 2, 0, 3).get_states()
+    states |= {"epoch": 2, "consumed": 6}
+    arguments = {"size": 20, "world_size": 2, "rank": 1, "batch_size": 3, **change}
+    sampler = ShardedSampler(**arguments)
+    with pytest.raises(StateError, match=message):
+        sampler.set_states(states)
+    with pytest.raises(StateError, match="no states of a sampler"):
+        sampler.set_states({"epoch": 1})
+    assert (sampler.epoch, sampler.consumed) == (0, 0)

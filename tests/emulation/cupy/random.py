@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -9,27 +10,44 @@ import numpy as np
 from ._array import device, ndarray
 
 
+class BitGenerator:
+    """Keeps its state in an array on the device, as CuPy's do: here that of NumPy's generator, as JSON."""
+
+    def __init__(self, seed: Any = None) -> None:
+        self._state = device(np.zeros(256, np.int8))
+        self.save(np.random.default_rng(seed))
+
+    def load(self) -> np.random.Generator:
+        generator = np.random.default_rng()
+        generator.bit_generator.state = json.loads(self._state.get().tobytes())
+        return generator
+
+    def save(self, generator: np.random.Generator) -> None:
+        text = json.dumps(generator.bit_generator.state).encode().ljust(self._state.size)
+        self._state.set(np.frombuffer(text, np.int8))
+
+
 class Generator:
     """Other numbers than CuPy's, of the same distributions."""
 
-    def __init__(self, seed: Any = None) -> None:
-        self._numpy = np.random.default_rng(seed)
+    def __init__(self, bit_generator: BitGenerator) -> None:
+        self.bit_generator = bit_generator
 
     def random(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> ndarray:
-        return self._draw(self._numpy.random, size, dtype, out)
+        return self._draw("random", out, size, np.dtype(dtype))
 
     def standard_normal(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> ndarray:
-        return self._draw(self._numpy.standard_normal, size, dtype, out)
+        return self._draw("standard_normal", out, size, np.dtype(dtype))
 
     def integers(
         self, low: Any, high: Any = None, size: Any = None, dtype: Any = np.int64, endpoint: bool = False
     ) -> ndarray:
-        result: ndarray = device(np.asarray(self._numpy.integers(low, high, size, dtype, endpoint)))
-        return result
+        return self._draw("integers", None, low, high, size, dtype, endpoint)
 
-    @staticmethod
-    def _draw(method: Any, size: Any, dtype: Any, out: ndarray | None) -> ndarray:
-        result: ndarray = device(np.asarray(method(size, np.dtype(dtype))))
+    def _draw(self, method: str, out: ndarray | None, *args: Any) -> ndarray:
+        generator = self.bit_generator.load()
+        result: ndarray = device(np.asarray(getattr(generator, method)(*args)))
+        self.bit_generator.save(generator)
         if out is None:
             return result
         out[...] = result
@@ -37,4 +55,4 @@ class Generator:
 
 
 def default_rng(seed: Any = None) -> Generator:
-    return Generator(seed)
+    return Generator(BitGenerator(seed))

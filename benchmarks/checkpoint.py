@@ -1,0 +1,110 @@
+"""What checkpoints cost: epochs of the example with one every 100 steps, and epochs without, in turn.
+
+    python benchmarks/checkpoint.py --np 2 --pairs 10 --dist-option fp32
+
+An epoch ends when its last checkpoint has been written. Needs the real MNIST, or says that it is generated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from distopt import launch, opt, singa_wrap
+from distopt.checkpoint import Checkpoint, checkpoint
+from distopt.data import ShardedSampler, mnist, random_shift
+from distopt.nn.staging import Staging
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import train_cnn
+
+BATCH = 64
+
+
+def measure(rank: int, world_size: int, ticket, args: argparse.Namespace) -> None:
+    sgd = opt.DistOpt(opt.SGD(lr=0.005, momentum=0.9, weight_decay=1e-5), ticket, rank, world_size)
+    data = mnist.load(rank=rank, exchange=sgd.communicator.all_gather_bytes)
+    sampler = ShardedSampler(len(data.train_x), world_size, rank, BATCH)
+    noise = np.random.default_rng(rank)
+    staging = Staging(sgd.device, ((BATCH, *data.train_x.shape[1:]), np.float32), ((BATCH,), np.int64))
+    cnn = train_cnn.CNN()
+    cnn.set_optimizer(sgd)
+    cnn.compile(staging.send()[:1], is_train=True, use_graph=sgd.device.kind == "cpu")
+    saver = Checkpoint(args.folder, every=args.every, model=cnn, optimizer=sgd, sampler=sampler, noise=noise)
+    saver.resume(reset=True)
+    saves, writes = timed(saver, "save"), timed(checkpoint, "write_rank")
+
+    def epoch(saving: bool) -> float:
+        sgd.communicator.barrier()
+        start = time.perf_counter()
+        for chosen in sampler:
+            images, labels = staging.fill()
+            random_shift(data.train_x[chosen], images, noise, 2)
+            labels[:] = data.train_y[chosen]
+            x, y = staging.send()
+            cnn(x, y, args.dist_option, 0.05)
+            if saving:
+                saver.step()
+        saver._wait()
+        sgd.communicator.barrier()
+        return time.perf_counter() - start
+
+    epoch(True)  # warm-up
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for pair in range(args.pairs):
+        for saving in (True, False) if pair % 2 else (False, True):
+            seconds[saving].append(epoch(saving))
+    saver.close()
+    if rank == 0:
+        report(args, world_size, seconds, saves, writes)
+    sgd.communicator.barrier()
+
+
+def timed(owner, name: str) -> list[tuple[float, float]]:
+    """Seconds of every call of a function from now on: those that pass, and those of the processor."""
+    function, found = getattr(owner, name), []
+
+    def call(*args, **options):
+        start = time.perf_counter(), time.thread_time()
+        function(*args, **options)
+        found.append((time.perf_counter() - start[0], time.thread_time() - start[1]))
+
+    setattr(owner, name, call)
+    return found
+
+
+def report(args: argparse.Namespace, world_size: int, seconds, saves, writes) -> None:
+    with_, without = (np.array(seconds[saving]) for saving in (True, False))
+    change = with_ / without - 1
+    size = sum(file.stat().st_size for file in max(Path(args.folder).glob("step-*")).iterdir())
+    low, high = np.percentile(change, [25, 75])
+    print(
+        f"{args.dist_option}, {world_size} ranks, a checkpoint of {size / 1e6:.2f} MB every {args.every} steps, "
+        f"{args.pairs} pairs of epochs\n"
+        f"epoch: {np.median(without):.3f} s without, {np.median(with_):.3f} s with: {np.median(with_) / np.median(without) - 1:+.2%}; "
+        f"median of the pairs {np.median(change):+.2%} (quartiles {low:+.2%} ... {high:+.2%})\n"
+        f"rank 0: {described('save', saves)}; {described('the thread', writes)}"
+    )
+
+
+def described(what: str, calls: list[tuple[float, float]]) -> str:
+    passed, processor = np.median(calls, axis=0) * 1e3
+    return f"{what} takes {passed:.2f} ms, {processor:.2f} ms of the processor"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--np", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--every", type=int, default=100)
+    parser.add_argument("--dist-option", default="fp32", choices=opt.DIST_OPTIONS)
+    parser.add_argument("--folder", help="where to save (default: a temporary folder)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        args.folder = args.folder or temporary
+        launch.main(measure, args.np, (singa_wrap.NcclIdHolder(), args))

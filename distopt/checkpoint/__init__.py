@@ -1,0 +1,8 @@
+"""Checkpoints: stop a job at any moment, and go on from the last whole one."""
+
+from __future__ import annotations
+
+from .checkpoint import Checkpoint
+from .load import Resumed, load
+
+__all__ = ["Checkpoint", "Resumed", "load"]

@@ -1,0 +1,309 @@
+"""Saving while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import threading
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError, UsageError
+from ..files import file_lock
+from .folder import Manifest, list_checkpoints, name_of, prune, remove, share_of, write_rank
+from .load import communicator_of, first_reason, load
+from .parts import copy_of, parts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    from ..comm import Communicator
+    from ..files import Arrays
+    from .load import Resumed
+    from .parts import Part
+
+__all__ = ["Checkpoint"]
+
+log = logging.getLogger("distopt")
+
+_CURES = {
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there, or raise your quota",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
+    errno.EACCES: "allow this user to write there",
+    errno.EPERM: "allow this user to write there",
+    errno.EROFS: "mount it for writing",
+}
+
+
+class Checkpoint:
+    """Saves a training job every few steps, and lets it go on from there.
+
+    Objects are saved and restored by the names of their arguments. They can be
+
+    - objects with `get_states` and `set_states`, such as a model, an optimizer, `DistOpt` and `ShardedSampler`: the
+      states are tensors, arrays and values of JSON by name. `check_states(states)` may raise a StateError before
+      anything is changed. `shared_states(names)` may say which arrays are the same on all ranks. Arrays are copied,
+      unless `states_are_copies` is set.
+    - tensors and arrays of NumPy or CuPy, and dictionaries of them: their values are overwritten in place;
+    - random generators of NumPy.
+
+    The random generators of the devices of models and tensors are saved too. Each rank writes what is its own, and its
+    share of what is the same on all ranks.
+
+    A save copies that to memory of the host, then a thread writes it while training goes on. There is one such copy at
+    a time: a save waits until the one before has been written. All ranks call the methods at the same steps.
+
+    Args:
+        folder: where checkpoints are, one folder for each; on a file system that all ranks see. With None, nothing is
+            saved and all methods do nothing, so a script needs no `if`.
+        every: `step` saves after each multiple of so many steps; 0 leaves it to calls of `save`.
+        keep: how many whole checkpoints to keep.
+        communicator: of the ranks (default: that of the first object that has one, else a job of one rank).
+        objects: see above.
+
+    Attributes:
+        steps: number of finished training steps.
+        epoch: what `step` or `save` was told last.
+
+    Raises:
+        UsageError: a number is out of range, or an object cannot be saved.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None,
+        *,
+        every: int = 0,
+        keep: int = 3,
+        communicator: Communicator | None = None,
+        **objects: Any,
+    ) -> None:
+        """Local."""
+        if every < 0 or keep < 1:
+            raise UsageError(f"every={every} and keep={keep} are numbers of at least 0 and 1")
+        self.steps = self.epoch = 0
+        self._root = None if folder is None else Path(folder)
+        self._every, self._keep = every, keep
+        self._communicator = communicator_of(objects) if communicator is None else communicator
+        self._rank = self._communicator.topology.rank
+        self._objects = objects
+        parts_of(objects)
+        self._run = ""  # names this run, on all ranks
+        self._versions: dict[str, str] = {}
+        self._saves: list[int] = []  # steps at which this run has saved, and the one that it goes on from
+        self._first = True  # whether there is no whole checkpoint before the next
+        self._known: set[str] = set()
+        self._refused: set[str] = set()
+        self._writer: threading.Thread | None = None
+        self._failure = ""  # of the last save
+        self._held = contextlib.ExitStack()  # the lock
+
+    # -- going on ----------------------------------------------------------------------------------------------------
+    def resume(self, reset: bool = False) -> Resumed | None:
+        """Collective. Go on from the last whole checkpoint; see `load`. Call it once, before the first step.
+
+        Args:
+            reset: remove all checkpoints in the folder, and start anew.
+
+        Returns:
+            Where the job goes on from; None if it starts anew.
+
+        Raises:
+            CheckpointError: the folder cannot be written, another job writes to it, or a rank sees another one.
+            StateError: there are checkpoints, but none can be used.
+        """
+        if self._root is None:
+            return None
+        try:
+            self._claim(self._root, reset)
+            resumed = load(self._root, self._communicator, **self._objects)
+        except BaseException:
+            self._held.close()
+            raise
+        self._versions = {name: version(name) for name in ("distopt", "numpy")}
+        self._failure = ""
+        if resumed is not None:
+            self.steps, self.epoch, self._first = resumed.step, resumed.epoch, False
+            self._saves = [resumed.step]
+            self._refused.update(resumed.refused)
+        return resumed
+
+    def _claim(self, root: Path, reset: bool) -> None:
+        """Collective. Make sure that this job alone writes to the folder, and that all ranks see it."""
+        lock, reason, run = root / ".lock", "", secrets.token_hex(8)
+        if self._rank == 0:
+            try:
+                root.mkdir(parents=True, exist_ok=True)
+                self._lock(lock)
+                lock.write_text(run)
+                for folder in list_checkpoints(root) if reset else ():
+                    remove(folder)
+            except BlockingIOError:
+                reason = f"another job writes checkpoints to {root}; wait for its end, or choose another folder"
+            except OSError as error:
+                reason = _described(error, root)
+        _raise(first_reason(self._communicator, reason))
+        run = self._communicator.all_gather_bytes(run.encode())[0].decode()
+        try:
+            if lock.read_text() != run:
+                reason = f"{root} is not the folder that rank 0 sees; choose one on a file system that all hosts share"
+            elif not os.access(root, os.W_OK):
+                reason = f"{root} cannot be written; allow this user to write there"
+        except OSError as error:
+            reason = f"{_described(error, root)}, on a file system that all hosts share"
+        _raise(first_reason(self._communicator, reason))
+        self._run = run
+
+    def _lock(self, path: Path) -> None:
+        try:
+            self._held.enter_context(file_lock(path, wait=False))
+        except OSError as error:
+            # A file system without locks has to do without.
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+    def step(self, epoch: int | None = None) -> None:
+        """Local, on all ranks. Count a finished training step, and save if it is time to.
+
+        Args:
+            epoch: to which the step belongs (default: what was said last).
+        """
+        self.steps += 1
+        self.epoch = self.epoch if epoch is None else epoch
+        if self._every and self.steps % self._every == 0:
+            self.save()
+
+    def save(self, epoch: int | None = None) -> None:
+        """Local, on all ranks at the same step. Copy all states; a thread writes them. A step is saved once.
+
+        A failure to write is reported in one line, and the checkpoints before stay. See `close`.
+
+        Args:
+            epoch: in which the job goes on from here (default: what was said last).
+
+        Raises:
+            UsageError: before `resume`, after `close`, or an object cannot be saved.
+        """
+        self.epoch = self.epoch if epoch is None else epoch
+        if self._root is None:
+            return
+        if not self._run:
+            raise UsageError("Checkpoint.resume has not been called; it prepares the folder, so call it before saving")
+        self._wait()
+        if self.steps in self._saves[-1:]:
+            return
+        parts = parts_of(self._objects)
+        manifest = Manifest(
+            save=f"{self._run}.{self.steps}",
+            first=self._first,
+            step=self.steps,
+            epoch=self.epoch,
+            world_size=self._communicator.topology.world_size,
+            objects=sorted(parts),
+            versions=self._versions,
+        )
+        shared, own, notes = self._copy(parts)
+        try:
+            stamp = manifest.stamp(notes)
+        except TypeError as error:
+            raise UsageError(f"a state can be saved neither as an array nor as JSON: {error}") from None
+        self._saves = [*self._saves[-1:], self.steps]
+        self._writer = threading.Thread(
+            target=self._write, args=(self._root, manifest, shared, own, stamp), name="distopt checkpoint"
+        )
+        self._writer.start()
+
+    def _copy(self, parts: Mapping[str, Part]) -> tuple[Arrays, Arrays, dict[str, Any]]:
+        """Copies of what this rank writes: its share of what all have, arrays of its own, and notes."""
+        shared: Arrays = {}
+        own: Arrays = {}
+        notes: dict[str, Any] = {}
+        copies: set[str] = set()
+        for name, part in parts.items():
+            state = part.look()
+            same = part.shared(state.arrays)
+            for key, array in state.arrays.items():
+                (shared if key in same else own)[f"{name}/{key}"] = array
+            if part.copies:
+                copies.update(f"{name}/{key}" for key in state.arrays)
+            if state.notes:
+                notes[name] = state.notes
+        world_size = self._communicator.topology.world_size
+        share = share_of(self._rank, world_size, {key: array.nbytes for key, array in shared.items()})
+
+        def copied(arrays: Arrays) -> Arrays:
+            return {key: array if key in copies else copy_of(array) for key, array in arrays.items()}
+
+        return copied({key: shared[key] for key in share}), copied(own), notes
+
+    def _write(self, root: Path, manifest: Manifest, shared: Arrays, own: Arrays, stamp: str) -> None:
+        folder = root / name_of(manifest.step)
+        try:
+            write_rank(folder, self._rank, manifest, shared, own, stamp)
+        except Exception as error:
+            who = f"rank {self._rank} ({self._communicator.topology.host})"
+            self._failure = f"{who} could not save step {manifest.step}: {_described(error, folder)}"
+            log.error("%s; training goes on, and the checkpoints before stay", self._failure)
+            return
+        self._failure, self._first = "", False
+        self._refused.discard(folder.name)
+        self._prune(root, before=self._saves[0])
+
+    def _prune(self, root: Path, before: int) -> None:
+        if self._rank == 0:
+            try:
+                prune(root, self._keep, self._known, self._refused, before)
+            except OSError as error:
+                log.warning("old checkpoints stay: %s", _described(error, root))
+
+    def _wait(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Collective. Wait until all ranks have written, and give the folder free.
+
+        Raises:
+            CheckpointError: the last save has failed on some rank.
+        """
+        self._wait()
+        if self._root is None or not self._run:
+            return
+        self._run = ""
+        reason = first_reason(self._communicator, self._failure)
+        if not reason:
+            self._prune(self._root, before=self.steps)
+        self._held.close()
+        _raise(reason)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:  # other ranks may have left
+            self._wait()
+            self._held.close()
+
+
+def _described(error: Exception, path: Path) -> str:
+    """What went wrong, where, and the cure."""
+    if not isinstance(error, OSError):
+        return f"{path}: {error!r}"
+    cure = _CURES.get(error.errno or 0, "check the disk")
+    return f"{error.filename or path}: {error.strerror or error}; {cure}, or choose another folder"
+
+
+def _raise(reason: str) -> None:
+    if reason:
+        raise CheckpointError(reason)

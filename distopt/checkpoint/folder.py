@@ -1,0 +1,298 @@
+"""Checkpoints as files. See docs/checkpoint.md for the format.
+
+Every rank writes its own files, whole or not at all, and none waits for another. A checkpoint is whole when all files
+that its manifest names are there and of the same save. Which save it was, all files tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import safetensors
+
+from ..errors import StateError
+from ..files import atomic_write, load_arrays, save_arrays, sync_folder, temporary_pattern
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from ..files import Arrays
+
+__all__ = [
+    "Manifest",
+    "Survey",
+    "list_checkpoints",
+    "name_of",
+    "prune",
+    "read_manifest",
+    "read_rank",
+    "read_shared",
+    "remove",
+    "share_of",
+    "survey",
+    "write_rank",
+]
+
+MANIFEST = "checkpoint.json"
+MARK = {"format": "distopt checkpoint", "version": "1"}
+WRITER = "distopt.checkpoint"
+_NAME = re.compile(r"step-\d{10}")
+_FILE = rf"{re.escape(MANIFEST)}|(?:shared|rank)-\d{{5,}}\.safetensors"
+_OURS = re.compile(rf"{_FILE}|{temporary_pattern(_FILE)}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What rank 0 writes about a checkpoint.
+
+    Attributes:
+        save: names this save: the files of two never make one checkpoint.
+        first: whether there was no checkpoint before.
+        step: number of finished training steps.
+        epoch: what the script said.
+        world_size: number of ranks that saved.
+        objects: names of what was saved.
+        versions: of the software, for people.
+    """
+
+    save: str
+    first: bool
+    step: int
+    epoch: int
+    world_size: int
+    objects: list[str]
+    versions: dict[str, str]
+
+    @property
+    def files(self) -> list[str]:
+        """Names of all other files of the checkpoint."""
+        return [file(rank) for rank in range(self.world_size) for file in (shared_file, rank_file)]
+
+    def stamp(self, notes: dict[str, Any]) -> str:
+        """What marks a file as one of this save, and notes, as JSON."""
+        return json.dumps({"save": self.save, "first": self.first, "notes": notes})
+
+
+def name_of(step: int) -> str:
+    """Name of the folder of the checkpoint after so many steps."""
+    return f"step-{step:010d}"
+
+
+def shared_file(rank: int) -> str:
+    """Name of the file with a rank's share of what is the same on all ranks."""
+    return f"shared-{rank:05d}.safetensors"
+
+
+def share_of(rank: int, world_size: int, sizes: Mapping[str, int]) -> set[str]:
+    """Local. Which of the arrays that all ranks have this one writes: about as many bytes as each of the others.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        sizes: bytes of each array.
+    """
+    loads = [0] * world_size
+    mine = set()
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least = loads.index(min(loads))
+        loads[least] += sizes[name]
+        if least == rank:
+            mine.add(name)
+    return mine
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file with what is a rank's own."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+def write_rank(folder: Path, rank: int, manifest: Manifest, shared: Arrays, own: Arrays, stamp: str) -> None:
+    """Local. Write the files of one rank; rank 0 writes the manifest too, last.
+
+    Args:
+        folder: of this checkpoint.
+        rank: whose files to write.
+        manifest: the same on all ranks.
+        shared: this rank's share of the arrays that are the same on all ranks.
+        own: arrays of this rank.
+        stamp: of the manifest, with the notes of this rank.
+
+    Raises:
+        OSError: from the file system.
+    """
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        sync_folder(folder.parent)
+    save_arrays(folder / rank_file(rank), own, MARK, stamp)
+    save_arrays(folder / shared_file(rank), shared, MARK, manifest.stamp({}))
+    if rank == 0:
+        content = asdict(manifest)
+        with atomic_write(folder / MANIFEST) as file:
+            file.write(json.dumps({**MARK, **content, "blake2b": _digest(content)}, indent=1).encode() + b"\n")
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+def read_manifest(folder: Path) -> Manifest:
+    """Local. The manifest of a checkpoint.
+
+    Raises:
+        StateError: it is corrupt or foreign.
+        OSError: from the file system.
+    """
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_bytes())
+        if any(content.pop(key, None) != value for key, value in MARK.items()):
+            raise StateError(f"{path} was not written by {WRITER}")
+        if content.pop("blake2b") != _digest(content):
+            raise StateError(f"{path} is corrupt: its content does not have the digest that was saved with it")
+        return Manifest(**content)
+    except StateError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StateError(f"{path} is truncated or no manifest of a checkpoint: {error!r}") from None
+
+
+def read_shared(folder: Path, manifest: Manifest, rank: int) -> Arrays:
+    """Local. Those of the arrays that are the same on all ranks which `rank` has written.
+
+    Raises:
+        StateError: the file is damaged, or of another save.
+        OSError: from the file system.
+    """
+    return _read(folder / shared_file(rank), manifest)[0]
+
+
+def read_rank(folder: Path, manifest: Manifest, rank: int) -> tuple[Arrays, dict[str, Any]]:
+    """Local. The arrays and notes of one rank; see `read_shared`."""
+    arrays, stamp = _read(folder / rank_file(rank), manifest)
+    return arrays, stamp["notes"]
+
+
+def _read(path: Path, manifest: Manifest) -> tuple[Arrays, dict[str, Any]]:
+    arrays, notes = load_arrays(path, MARK, WRITER)
+    stamp = json.loads(notes)
+    if stamp["save"] != manifest.save:
+        raise StateError(f"{path} is of another save than {MANIFEST} beside it; the writer was ended in between")
+    return arrays, stamp
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+# -- housekeeping -----------------------------------------------------------------------------------------------------
+@dataclass
+class Survey:
+    """What a look at the files of a checkpoint, without reading their arrays, has shown.
+
+    Attributes:
+        missing: names of files that are not there.
+        broken: names of files that cannot be read.
+        saves: the saves of which there are files.
+        first: whether the files say that there was no checkpoint before.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    saves: set[str] = field(default_factory=set)
+    first: bool = True
+
+    @property
+    def whole(self) -> bool:
+        """Whether all files are there, of one save."""
+        return not self.missing and not self.broken and len(self.saves) == 1
+
+    @property
+    def begun(self) -> bool:
+        """Whether the writer was ended before it had completed this checkpoint, its first."""
+        return not self.whole and not self.broken and self.first
+
+
+def survey(folder: Path) -> Survey:
+    """Local. See `Survey`."""
+    result = Survey()
+    present = {entry.name for entry in folder.iterdir()}
+    expected = {name for name in present if re.fullmatch(_FILE, name) and name != MANIFEST}
+    try:
+        manifest = read_manifest(folder)
+        expected = set(manifest.files)
+        result.saves.add(manifest.save)
+        result.first = manifest.first
+    except FileNotFoundError:
+        result.missing.append(MANIFEST)
+    except (OSError, StateError):
+        result.broken.append(MANIFEST)
+    result.missing += sorted(expected - present)
+    for name in expected & present:
+        try:
+            with safetensors.safe_open(folder / name, framework="numpy") as file:
+                stamp = json.loads(file.metadata()["notes"])
+            result.saves.add(stamp["save"])
+            result.first &= stamp["first"]
+        except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError):  # noqa: PERF203 - one by one
+            result.broken.append(name)
+    return result
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Local. The folders of checkpoints, whole or not, by step. Other files and folders are left alone.
+
+    Raises:
+        OSError: `root` cannot be read. One that does not exist has no checkpoints.
+    """
+    return [folder for folder in _folders(root) if any(re.fullmatch(_FILE, entry.name) for entry in folder.iterdir())]
+
+
+def _folders(root: Path) -> list[Path]:
+    if not root.exists():
+        return []
+    return sorted(entry for entry in root.iterdir() if _NAME.fullmatch(entry.name) and entry.is_dir())
+
+
+def prune(root: Path, keep: int, known: set[str], refused: set[str], before: int) -> None:
+    """Local. Remove all but the last `keep` whole checkpoints.
+
+    An incomplete one goes if a newer one is whole or if it is older than step `before`: no rank writes to it any more.
+
+    Args:
+        root: folder of the checkpoints.
+        keep: how many to keep.
+        known: names of those that are known to be whole; this adds to them.
+        refused: names of those that are of no use, though they look whole.
+        before: see above.
+
+    Raises:
+        OSError: from the file system.
+    """
+    folders = _folders(root)
+    for folder in folders:
+        if folder.name not in known | refused and survey(folder).whole:
+            known.add(folder.name)
+    whole = [folder for folder in folders if folder.name in known]
+    newest = whole[-1].name if whole else ""
+    for folder in folders:
+        useless = folder.name not in known and folder.name < max(newest, name_of(before))
+        if useless or folder in whole[:-keep]:
+            remove(folder)
+            known.discard(folder.name)
+
+
+def remove(folder: Path) -> None:
+    """Local. Remove the files of a checkpoint and, if nothing else is in it, the folder.
+
+    Raises:
+        OSError: from the file system.
+    """
+    names = [entry.name for entry in folder.iterdir() if _OURS.fullmatch(entry.name)]
+    for name in sorted(names, key=lambda name: name != MANIFEST):  # without it, the rest is no checkpoint
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()

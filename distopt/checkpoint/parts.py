@@ -1,0 +1,213 @@
+"""What a checkpoint saves, object by object: arrays, and notes, which are values of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from ..errors import StateError, UsageError
+from ..kernels import kernels_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ..files import Arrays
+
+__all__ = ["Part", "State", "copy_of", "of_device", "parts_of"]
+
+
+class State(NamedTuple):
+    """The state of one object on one rank: arrays and values of JSON, by names of the object's own."""
+
+    arrays: Arrays
+    notes: dict[str, Any]
+
+
+class Part(ABC):
+    """One object, as a checkpoint sees it. All methods are local.
+
+    Attributes:
+        random: whether it is a random generator, whose states have no mean.
+        copies: whether the arrays that `look` gives are copies, in NumPy arrays.
+    """
+
+    random: ClassVar[bool] = False
+    copies: bool = False
+
+    @abstractmethod
+    def look(self) -> State:
+        """The state: arrays of NumPy or CuPy, which training changes unless `copies` is set."""
+
+    @abstractmethod
+    def check(self, state: State) -> None:
+        """Whether `put` would accept `state`.
+
+        Raises:
+            StateError: it does not fit.
+        """
+
+    @abstractmethod
+    def put(self, state: State) -> None:
+        """Go on from `state`, as `check` has accepted it."""
+
+    def shared(self, names: Iterable[str]) -> set[str]:
+        """Those of the `names` of arrays that are the same on all ranks."""
+        return set()
+
+
+class Stateful(Part):
+    """An object with `get_states` and `set_states`, and perhaps `check_states` and `shared_states`."""
+
+    def __init__(self, thing: Any) -> None:
+        self._thing = thing
+        self.copies = getattr(thing, "states_are_copies", False)
+
+    def look(self) -> State:
+        state = State({}, {})
+        for key, value in self._states().items():
+            array = _array_of(value)
+            if array is None:
+                state.notes[key] = value
+            else:
+                state.arrays[key] = array
+        return state
+
+    def _states(self) -> Mapping[str, Any]:
+        states: Mapping[str, Any] = self._thing.get_states()
+        if not states:
+            raise UsageError(f"a {type(self._thing).__name__} has no states yet; call compile before Checkpoint.resume")
+        return states
+
+    def check(self, state: State) -> None:
+        self._states()
+        if hasattr(self._thing, "check_states"):
+            self._thing.check_states({**state.arrays, **state.notes})
+
+    def put(self, state: State) -> None:
+        self._thing.set_states({**state.arrays, **state.notes})
+
+    def shared(self, names: Iterable[str]) -> set[str]:
+        return set(self._thing.shared_states(names)) if hasattr(self._thing, "shared_states") else set()
+
+
+class InPlace(Part):
+    """Tensors and arrays, by name, whose values are overwritten."""
+
+    def __init__(self, arrays: Mapping[str, Any]) -> None:
+        self._arrays = arrays
+
+    def look(self) -> State:
+        return State(dict(self._arrays), {})
+
+    def check(self, state: State) -> None:
+        for key in self._arrays.keys() ^ state.arrays.keys():
+            owner = "the states have no" if key in self._arrays else "there is no"
+            raise StateError(f"{owner} array {key!r}; the states are of another script")
+        for key, array in self._arrays.items():
+            _check_like(array, state.arrays[key])
+
+    def put(self, state: State) -> None:
+        for key, array in self._arrays.items():
+            kernels_of(array).copy_into(array, state.arrays[key])
+
+
+class Random(Part):
+    """A random generator of NumPy. Its state is one note."""
+
+    random = True
+
+    def __init__(self, generator: np.random.Generator) -> None:
+        self._generator = generator
+
+    def look(self) -> State:
+        state = json.dumps(self._generator.bit_generator.state, default=lambda array: array.tolist())
+        return State({}, {"": json.loads(state)})
+
+    def check(self, state: State) -> None:
+        given, own = state.notes.get("", {}).get("bit_generator"), self._generator.bit_generator.state["bit_generator"]
+        if given != own:
+            raise StateError(f"the random generator is a {own}, that of the states a {given}")
+
+    def put(self, state: State) -> None:
+        self._generator.bit_generator.state = state.notes[""]
+
+
+class DeviceRandom(InPlace):
+    """A random generator of CuPy, which keeps its state in an array on the GPU and has no public name for it."""
+
+    random = True
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__({"": generator.bit_generator._state})
+
+
+def parts_of(objects: Mapping[str, Any]) -> dict[str, Part]:
+    """Local. The parts that `objects` are, and the random generators of the devices on which they are.
+
+    Raises:
+        UsageError: an object has no states that could be saved.
+    """
+    parts = {name: _part_of(name, thing) for name, thing in objects.items()}
+    devices: dict[str, Any] = {}
+    for thing in objects.values():
+        for value in _values_of(thing):
+            if hasattr(value, "array") and hasattr(value.device, "host_rng"):
+                devices.setdefault(repr(value.device), value.device)
+    for index, device in enumerate(devices.values()):
+        parts[f"device{index}.host_rng"] = Random(device.host_rng)
+        if device.rng is not device.host_rng:
+            parts[f"device{index}.rng"] = DeviceRandom(device.rng)
+    return parts
+
+
+def copy_of(array: Any) -> np.ndarray[Any, Any]:
+    """Local. A copy of an array of NumPy or CuPy, in memory of the host."""
+    copy: np.ndarray[Any, Any] = kernels_of(array).to_host(array)
+    return copy
+
+
+def of_device(name: str) -> bool:
+    """Local. Whether a part is a generator of a device. Another kind of device has other ones."""
+    return "." in name
+
+
+def _part_of(name: str, thing: Any) -> Part:
+    if isinstance(thing, np.random.Generator):
+        return Random(thing)
+    if hasattr(thing, "get_states") and hasattr(thing, "set_states"):
+        return Stateful(thing)
+    arrays = {key: _array_of(value) for key, value in (thing if isinstance(thing, Mapping) else {"": thing}).items()}
+    if not arrays or any(array is None for array in arrays.values()):
+        raise UsageError(
+            f"{name} is a {type(thing).__name__}, which cannot be saved; pass an object with get_states and "
+            "set_states, a tensor or array, a dictionary of them, or a NumPy random generator"
+        )
+    return InPlace(arrays)
+
+
+def _values_of(thing: Any) -> Iterable[Any]:
+    """The tensors that an object consists of, and perhaps other things."""
+    if hasattr(thing, "get_params"):
+        thing = thing.get_params()
+    return thing.values() if isinstance(thing, Mapping) else [thing]
+
+
+def _array_of(value: Any) -> Any:
+    """The array of NumPy or CuPy that `value` is or, as a tensor, has; None if it is something else."""
+    array = getattr(value, "array", value)
+    if isinstance(array, np.generic):
+        array = np.asarray(array)
+    cupy = sys.modules.get("cupy")
+    return array if isinstance(array, np.ndarray) or (cupy and isinstance(array, cupy.ndarray)) else None
+
+
+def _check_like(array: Any, given: np.ndarray[Any, Any]) -> None:
+    if (given.shape, given.dtype) != (array.shape, array.dtype):
+        raise StateError(
+            f"an array is {array.dtype} of shape {array.shape}, that of the states {given.dtype} of shape {given.shape}"
+        )

@@ -1,0 +1,181 @@
+"""Runs SINGA's example scripts on distopt, one after the other, and prints a table of what came of each.
+
+The scripts are those of the checkout with their imports renamed and the few edits of runs.py. They run with NumPy 2.3,
+because they print arrays of one element with '%f', which later versions refuse. The exit code is 0 if and only if every
+run is well: it ends with exit code 0, every rank trained, its losses are finite and as many as expected, and the ranks
+end with equal parameters, to the bit, wherever the option promises it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from .checkout import environment, find_mpiexec, last_line, packages, rename_imports, run_within, stop_unless
+from .runs import EDITS, GROUPS, Run
+
+ADDED = Path(__file__).parent / "added"
+NUMPY = "2.3"
+RUN_SECONDS = 300.0
+LOSS = re.compile(r"training loss = +([-+.\w]+)", re.IGNORECASE)
+ACCURACY = re.compile(r"Evaluation accuracy = ([-+.\w]+)")
+
+
+@dataclass
+class Result:
+    """What came of a run."""
+
+    run: Run
+    trouble: str  # empty if all is well
+    exit_code: int | None  # None: it took too long
+    losses: list[float]
+    accuracies: list[float]
+    seconds: float
+    digests: list[str]  # of the parameters of each process that trained
+
+    @property
+    def row(self) -> str:
+        run = self.run
+        equal = "-" if run.ranks == 1 or not self.digests else "yes" if len(set(self.digests)) == 1 else "no"
+        if equal == "no" and not run.equal:
+            equal = "not promised"
+        cells = [
+            f"`{run.label.replace('{added}/', '')}`",
+            "time limit" if self.exit_code is None else str(self.exit_code),
+            f"{self.losses[0]:.4g}" if self.losses else "-",
+            f"{self.losses[-1]:.4g}" if self.losses else "-",
+            f"{self.accuracies[-1]:.3f}" if self.accuracies else "-",
+            equal,
+            f"{self.seconds:.1f}",
+            self.trouble or " ".join(["well", *([f"({run.remark})"] if run.remark else [])]),
+        ]
+        return f"| {' | '.join(cells)} |"
+
+
+HEADER = """| command | exit code | first loss | last loss | accuracy | ranks equal | seconds | result |
+| --- | --- | --- | --- | --- | --- | --- | --- |"""
+
+
+def prepare(checkout: Path, folder: Path, variables: dict[str, str]) -> None:
+    """Copy the scripts, rename their imports, apply the edits, and write the data."""
+    rename_imports(checkout / "examples", folder / "examples")
+    for edit in EDITS:
+        paths = list((folder / "examples").glob(edit.files))
+        stop_unless(paths, f"the checkout has no file examples/{edit.files}")
+        for path in paths:
+            text = path.read_text()
+            stop_unless(edit.old in text, f"{path.name} does not contain {edit.old!r}: adapt runs.py to this checkout")
+            path.write_text(text.replace(edit.old, edit.new.format(data=folder / "data")))
+    code, _, errors = run_within(RUN_SECONDS, [sys.executable, "-m", "tests.singa.data", "sizes"], folder, variables)
+    stop_unless(code == 0, last_line(errors))
+
+
+def execute(run: Run, folder: Path, variables: dict[str, str]) -> Result:
+    """Run one command within its limit of time; nothing that it started outlives it."""
+    link = folder / "data"
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder / "sizes" / run.data)
+    where = folder / "examples" / run.folder
+    if not run.resumes:
+        (where / "checkpoint.zip").unlink(missing_ok=True)
+    prefix = [find_mpiexec(), "-n", str(run.mpi_ranks)] if run.mpi_ranks else []
+    command = [*prefix, sys.executable, *run.command.format(added=ADDED).split()]
+    with tempfile.TemporaryDirectory() as records:
+        start = time.perf_counter()
+        code, output, errors = run_within(RUN_SECONDS, command, where, {**variables, "SINGA_RECORDS": records})
+        seconds = time.perf_counter() - start
+        found = [json.loads(path.read_text()) for path in Path(records).iterdir()]
+    losses = [float(number) for number in LOSS.findall(output)]
+    accuracies = [float(number) for number in ACCURACY.findall(output)]
+    trouble = find_trouble(run, code, losses, accuracies, found, errors)
+    seen = [sum(each) / len(found) for each in zip(*(record["losses"] for record in found), strict=False)]
+    digests = [record["digest"] for record in found]
+    return Result(run, trouble, code, losses or seen, accuracies, seconds, digests)
+
+
+def find_trouble(run: Run, code: int | None, losses, accuracies, records, errors: str) -> str:
+    """The first thing that is not as it must be, or nothing."""
+    if code is None:
+        return f"stopped after {RUN_SECONDS:.0f} s"
+    if code != 0 or "Traceback" in errors:  # multiprocessing's parent ends with 0 whatever its children do
+        error = last_line(errors)
+        return "" if run.breaks and error.endswith(run.breaks) else error[:160].replace("|", "\\|")
+    if run.breaks:
+        return f"the script no longer ends with the error ... {run.breaks}"
+    if len(records) != run.ranks:
+        return f"{len(records)} of {run.ranks} processes trained"
+    counts = f"{len(losses)} losses and {len(accuracies)} accuracies"
+    if (len(losses), len(accuracies)) != (run.losses, run.accuracies):
+        return f"{counts} were printed, expected {run.losses} and {run.accuracies}"
+    seen = [record["losses"] for record in records]
+    if not all(map(math.isfinite, itertools.chain(losses, *seen))):
+        return "a loss is not finite"
+    if any(bool(s) != run.trains for s in seen):
+        return "the optimizer was called" if not run.trains else "the optimizer was never called"
+    if run.equal and len({record["digest"] for record in records}) > 1:
+        return "the parameters of the ranks differ"
+    return ""
+
+
+def main() -> None:
+    """Command line: tests/singa/scripts."""
+    parser = argparse.ArgumentParser(prog="scripts", description=__doc__.splitlines()[0])
+    parser.add_argument("checkout", type=Path, help="folder of a checkout of github.com/apache/singa")
+    parser.add_argument(
+        "--only", metavar="GROUP", nargs="+", choices=GROUPS, default=list(GROUPS), help=", ".join(GROUPS)
+    )
+    parser.add_argument("--match", metavar="WORD", default="", help="only commands that contain WORD")
+    parser.add_argument("--output", type=Path, help="also write the table to this Markdown file")
+    args = parser.parse_args()
+    numpy = packages(NUMPY)
+    report: list[str] = []
+    wrong = total = 0
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="singa-") as scratch:
+        folder = Path(scratch)
+        prepare(args.checkout, folder, environment(numpy))
+        for group in args.only:
+            runs = [run for run in GROUPS[group]() if args.match in run.label]
+            for i, run in enumerate(runs):
+                if i == 0 or run.folder != runs[i - 1].folder:
+                    say(report, f"\nIn `examples/{run.folder}`:\n\n{HEADER}")
+                path = environment(ADDED, numpy, folder / "examples" / run.folder.split("/")[0])
+                result = execute(run, folder, path)
+                say(report, result.row)
+                wrong += bool(result.trouble)
+                total += 1
+    say(report, f"\n{total - wrong} of {total} runs are well; {(time.perf_counter() - start) / 60:.0f} minutes.")
+    if args.output:
+        args.output.write_text(heading() + "\n".join(report) + "\n")
+    sys.exit(wrong > 0)
+
+
+def say(report: list[str], text: str) -> None:
+    print(text, flush=True)
+    report.append(text)
+
+
+def heading() -> str:
+    return f"""# SINGA's example scripts on distopt
+
+Written by `tests/singa/scripts CHECKOUT --output docs/singa-results.md`, on {platform.machine()} with {os.cpu_count()}
+cores, Python {platform.python_version()} and NumPy {NUMPY}. [singa.md](singa.md) says what is changed in the scripts.
+
+- **Data.** MNIST: 2,560 real digits, and 640 for evaluation. CIFAR-10 and CIFAR-100 are replaced by such digits in ten
+  colours, of 32 x 32 pixels. Networks that take 224 and more pixels get 10 images, so their accuracies mean nothing.
+- **Loss.** That of the first and of the last epoch, as the script prints it: a sum over batches and ranks. Of scripts
+  that print none, that of the first and of the last step, as a mean over the ranks; these take three steps.
+- **Ranks equal.** Whether the parameters of all ranks have the same bits at the end. A partial update promises it only
+  where all parameters lie in one partition.
+- `-g` is `--disable-graph`, `-d` and `--op` what is sent, `-p` the precision, `-w` the number of processes.
+"""

@@ -1,0 +1,770 @@
+"""Checkpoints: what they hold, what is refused, what is kept, and faults of the disk. Ranks are threads here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distopt import layer, model, opt, tensor
+from distopt.checkpoint import Checkpoint, checkpoint, load
+from distopt.checkpoint.folder import share_of
+from distopt.data import ShardedSampler
+from distopt.errors import CheckpointError, StateError, UsageError
+from tests.conformance.thread_ranks import on_ranks
+
+RANKS = 2
+FILES = [
+    "checkpoint.json",
+    *(f"{kind}-{rank:05d}.safetensors" for kind in ("rank", "shared") for rank in range(RANKS)),
+]
+
+
+class Weights:
+    """An object with states: one array that all ranks share, one of each rank, and a note."""
+
+    def __init__(self, rank: int, size: int = 5) -> None:
+        self.shared, self.own, self.note = (
+            np.arange(size, dtype=np.float32),
+            np.full(3, rank, np.float64),
+            {"of": [1, None]},
+        )
+
+    def get_states(self):
+        return {"shared": self.shared, "own": self.own, "note": self.note}
+
+    def check_states(self, states):
+        if states["shared"].shape != self.shared.shape:
+            raise StateError(f"shared has {states['shared'].size} elements, not {self.shared.size}")
+
+    def set_states(self, states):
+        self.shared[:], self.own[:], self.note = states["shared"], states["own"], states["note"]
+
+    def shared_states(self, names):
+        return {"shared"} & set(names)
+
+
+class Rank:
+    """A job of one thread: its values tell at which step they are."""
+
+    def __init__(self, comm, folder, size=5, **options) -> None:
+        self.rank = comm.topology.rank
+        self.weights, self.array = Weights(self.rank, size), np.zeros((2, 3), np.int32)
+        self.noise = np.random.default_rng(self.rank)
+        self.checkpoint = Checkpoint(
+            folder, communicator=comm, every=1, weights=self.weights, array=self.array, noise=self.noise, **options
+        )
+
+    def step(self, count=1) -> None:
+        for _ in range(count):
+            self.weights.shared += 1
+            self.weights.own += 10
+            self.weights.note = {"of": [self.checkpoint.steps + 1, None]}
+            self.array += 1
+            self.noise.random()
+            self.checkpoint.step()
+
+    def assert_at(self, step) -> None:
+        assert self.checkpoint.steps == step
+        np.testing.assert_array_equal(self.weights.shared, np.arange(self.weights.shared.size) + step)
+        np.testing.assert_array_equal(self.weights.own, np.full(3, self.rank + 10 * step))
+        assert self.weights.note == {"of": [step or 1, None]}
+        assert (self.array == step).all()
+        expected = np.random.default_rng(self.rank)
+        expected.random(step)
+        assert self.noise.random() == expected.random()
+
+
+def run(folder, steps, world_size=RANKS, **options) -> None:
+    """A job that goes on from `folder`, or starts anew, and ends well."""
+
+    def body(comm):
+        own = Rank(comm, folder, **options)
+        own.checkpoint.resume()
+        own.step(steps)
+        own.checkpoint.close()
+
+    on_ranks(world_size, body)
+
+
+def assert_goes_on(folder, step, world_size=RANKS) -> None:
+    """A job goes on from that step; 0: it starts anew."""
+
+    def body(comm):
+        own = Rank(comm, folder)
+        resumed = own.checkpoint.resume()
+        assert (0 if resumed is None else resumed.step) == step
+        own.assert_at(step)
+        own.checkpoint.close()
+
+    on_ranks(world_size, body)
+
+
+def names(folder) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:010d}"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Three checkpoints of two ranks."""
+    folder = tmp_path_factory.mktemp("saved")
+    run(folder, 3)
+    return folder
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "copy")
+
+
+# -- what is saved ----------------------------------------------------------------------------------------------------
+def test_files_of_a_checkpoint(saved):
+    assert names(saved) == [step_name(step) for step in (1, 2, 3)]
+    assert names(saved / step_name(3)) == sorted(FILES)
+    manifest = json.loads((saved / step_name(3) / "checkpoint.json").read_text())
+    assert (manifest["step"], manifest["epoch"], manifest["world_size"]) == (3, 0, 2)
+    assert manifest["objects"] == ["array", "noise", "weights"]
+    assert set(manifest["versions"]) == {"distopt", "numpy"}
+    from safetensors.numpy import load_file
+
+    shared = load_file(saved / step_name(3) / "shared-00000.safetensors")
+    assert load_file(saved / step_name(3) / "shared-00001.safetensors") == {}
+    own = load_file(saved / step_name(3) / "rank-00001.safetensors")
+    assert {"weights/shared"} == shared.keys()
+    assert {"weights/own", "array/"} == own.keys()
+    np.testing.assert_array_equal(own["weights/own"], [31, 31, 31])
+
+
+def test_ranks_write_about_as_much_as_each_other():
+    sizes = {f"a{i}": size for i, size in enumerate([70, 10, 60, 11, 9, 0, 40, 40])}
+    shares = [share_of(rank, 3, sizes) for rank in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(sizes)
+    assert all(70 <= sum(sizes[name] for name in share) <= 90 for share in shares)
+
+
+def test_a_job_goes_on_where_it_was(saved):
+    assert_goes_on(saved, 3)
+
+
+@pytest.mark.parametrize("bits", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"])
+def test_every_random_generator(tmp_path, bits):
+    noise = np.random.Generator(getattr(np.random, bits)(5))
+    noise.integers(0, 9, 7, np.int32)  # leaves half a word behind
+    with Checkpoint(tmp_path, noise=noise) as saver:
+        saver.resume()
+        saver.save()
+    expected = noise.integers(0, 2**31, 9, np.int32)
+    other = np.random.Generator(getattr(np.random, bits)(6))
+    load(tmp_path, noise=other)
+    np.testing.assert_array_equal(other.integers(0, 2**31, 9, np.int32), expected)
+    with pytest.raises(
+        StateError, match=rf"is a {'SFC64' if bits != 'SFC64' else 'Philox'}, that of the states a {bits}"
+    ):
+        load(tmp_path, noise=np.random.Generator((np.random.SFC64 if bits != "SFC64" else np.random.Philox)(1)))
+
+
+def test_a_script_without_model_and_ranks(tmp_path):
+    def build():
+        weights = {"w": tensor.Tensor(data=np.arange(6, dtype=np.float32).reshape(2, 3)), "b": np.zeros((), np.float16)}
+        weights["w"].name = "w"
+        return weights, opt.Adam(lr=0.1)
+
+    def train(weights, adam, saver, steps):
+        for _ in range(steps):
+            grad = tensor.Tensor(data=weights["w"].array * 0.1 + saver.steps)
+            adam.update(weights["w"], grad)
+            adam.step()
+            saver.step()
+
+    whole, adam = build()
+    with Checkpoint(tmp_path, every=2, weights=whole, adam=adam) as saver:
+        assert saver.resume() is None
+        train(whole, adam, saver, 5)
+    weights, adam = build()
+    with Checkpoint(tmp_path, every=2, weights=weights, adam=adam) as saver:
+        resumed = saver.resume()
+        assert str(resumed) == f"{tmp_path / step_name(4)} (step 4, epoch 0)"
+        train(weights, adam, saver, 1)
+    np.testing.assert_array_equal(weights["w"].array, whole["w"].array)
+
+
+class Net(model.Model):
+    def __init__(self, width=4) -> None:
+        super().__init__()
+        self.linear = layer.Linear(width)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def net(width=4) -> Net:
+    made = Net(width)
+    made.set_optimizer(opt.SGD(lr=0.1, momentum=0.9))
+    made.compile([tensor.Tensor((2, 3))], is_train=True)
+    return made
+
+
+def test_a_model_alone_is_loaded_from_a_checkpoint_of_more(tmp_path):
+    trained = net()
+    trained.linear.W.array[:] = 7
+    with Checkpoint(tmp_path, model=trained, optimizer=trained.optimizer, extra=np.zeros(1)) as saver:
+        saver.resume()
+        saver.save(epoch=2)
+    other = net()
+    assert load(tmp_path, model=other).epoch == 2
+    np.testing.assert_array_equal(other.linear.W.array, trained.linear.W.array)
+    assert load(tmp_path / "absent", model=other) is None
+
+
+def test_the_copy_is_made_before_training_goes_on(tmp_path, monkeypatch):
+    """A save returns while the files are still to be written, the next one waits, and values are of their step."""
+    may_write, write_rank = threading.Event(), checkpoint.write_rank
+    begun = []
+
+    def slow(folder, *args):
+        begun.append(folder.name)
+        assert may_write.wait(60)
+        write_rank(folder, *args)
+
+    monkeypatch.setattr(checkpoint, "write_rank", slow)
+
+    def body(comm):
+        own = Rank(comm, tmp_path)
+        own.checkpoint.resume()
+        own.step()
+        own.weights.shared += 100  # training goes on
+        own.array += 100
+        own.noise.random(50)
+        second = threading.Thread(target=own.checkpoint.step)
+        second.start()
+        second.join(0.2)
+        assert second.is_alive()
+        assert begun == [step_name(1)]
+        may_write.set()
+        second.join()
+        own.checkpoint.close()
+        assert begun == [step_name(1), step_name(2)]
+
+    on_ranks(1, body)
+    shutil.rmtree(tmp_path / step_name(2))
+    assert_goes_on(tmp_path, 1, world_size=1)
+
+
+def test_a_step_is_saved_once(tmp_path):
+    values = np.zeros(2)
+    with Checkpoint(tmp_path, every=1, values=values) as saver:
+        saver.resume()
+        saver.step(epoch=4)
+        values += 1
+        saver.save(epoch=5)
+    assert load(tmp_path, values=values).epoch == 4
+    assert not values.any()
+    with Checkpoint(tmp_path, values=values) as saver:
+        saver.resume()
+        values += 1
+        saver.save()
+    load(tmp_path, values=values)
+    assert not values.any()
+
+
+def test_without_a_folder_nothing_happens(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Checkpoint(None, every=1, values=np.zeros(2)) as saver:
+        assert saver.resume(reset=True) is None
+        saver.step(epoch=1)
+        saver.save()
+        assert (saver.steps, saver.epoch) == (1, 1)
+    assert names(tmp_path) == []
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+def assert_refused(folder, *reasons: str, caplog) -> None:
+    """A job of two ranks refuses checkpoint 3, says why in one line, and goes on from checkpoint 2."""
+    caplog.clear()
+    assert_goes_on(folder, 2)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1, said
+    assert f"checkpoint {folder / step_name(3)} is refused" in said[0]
+    for reason in reasons:
+        assert reason in said[0]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_missing_truncated_and_foreign_files_are_refused(copy, saved, caplog, file):
+    path = copy / step_name(3) / file
+    content = path.read_bytes()
+    path.unlink()
+    path.with_name(f".{file}.0123456789abcdef.tmp").write_bytes(content[:-1])
+    assert_refused(copy, file, "No such file", caplog=caplog)
+    for length in (0, 1, 8, len(content) // 2, len(content) - 2):
+        path.write_bytes(content[:length])
+        assert_refused(copy, file, "truncated", caplog=caplog)
+    path.write_bytes((saved / step_name(2) / file).read_bytes())  # a file of another save
+    assert_refused(copy, "save than checkpoint.json beside it", caplog=caplog)
+    path.write_bytes(b'{"format": "other"}' if file.endswith("json") else (8).to_bytes(8, "little") + b"{      }")
+    assert_refused(copy, file, "was not written by distopt.checkpoint", caplog=caplog)
+    path.write_bytes(content)
+    assert_goes_on(copy, 3)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(st.sampled_from(FILES), st.integers(0, 10**6), st.integers(0, 7))
+def test_no_flipped_bit_goes_unnoticed(copy, caplog, file, place, bit):
+    path = copy / step_name(3) / file
+    content = path.read_bytes()
+    damaged = bytearray(content)
+    damaged[place % len(content)] ^= 1 << bit
+    if file.endswith("json") and json_or_none(damaged) == json.loads(content):
+        return  # another kind of white space
+    path.write_bytes(damaged)
+    try:
+        assert_refused(copy, file, caplog=caplog)
+    finally:
+        path.write_bytes(content)
+
+
+def json_or_none(content):
+    try:
+        return json.loads(bytes(content))
+    except ValueError:
+        return None
+
+
+def test_of_damaged_checkpoints_alone_none_is_used_and_nothing_changes(copy):
+    for step in (1, 2, 3):
+        with (copy / step_name(step) / FILES[2]).open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\xff")
+    shutil.rmtree(copy / step_name(1))
+
+    def body(comm):
+        own = Rank(comm, copy)
+        with pytest.raises(StateError, match=r"none of the 2 checkpoints in .*copy can be used, .* rank 1 .* corrupt"):
+            own.checkpoint.resume()
+        own.assert_at(0)
+
+    on_ranks(RANKS, body)
+    assert len(names(copy)) == 2
+
+
+def test_a_checkpoint_of_another_size_is_refused_whole(copy, caplog):
+    """Rank 1 finds the fault: rank 0 must not change anything either."""
+    (copy / step_name(3) / FILES[2]).unlink()
+    (copy / step_name(2) / FILES[2]).unlink()
+    assert_goes_on(copy, 1)
+    assert [re.findall(r"rank \d", record.getMessage())[0] for record in caplog.records] == ["rank 1", "rank 1"]
+
+
+def write_over(folder, **objects) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with Checkpoint(folder, **objects) as saver:
+        saver.resume()
+        saver.save()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "reason"),
+    [
+        ({"model": net()}, {"model": net(5)}, r"linear.W is float32 of shape \(3, 5\), the states have float32"),
+        ({"model": net()}, {"model": net(), "noise": np.random.default_rng()}, "it has no noise"),
+        ({"a": opt.Adam()}, {"a": net()}, "linear.[Wb] is missing; the states are of another model"),
+        (
+            {"a": np.zeros(3)},
+            {"a": np.zeros(4)},
+            r"float64 of shape \(4,\), that of the states float64 of shape \(3,\)",
+        ),
+        ({"a": np.zeros(3)}, {"a": np.zeros(3, np.int64)}, "is int64"),
+        ({"a": {"x": np.zeros(3)}}, {"a": {"y": np.zeros(3)}}, "array '[xy]'"),
+        (
+            {"s": ShardedSampler(9, 1, 0, 2)},
+            {"s": ShardedSampler(9, 1, 0, 2, seed=1)},
+            "seed is 1, that of the states 0",
+        ),
+        ({"s": ShardedSampler(9, 1, 0, 2)}, {"s": ShardedSampler(8, 1, 0, 2)}, "size is 8, that of the states 9"),
+    ],
+)
+def test_checkpoints_of_other_scripts_are_refused(tmp_path, theirs, ours, reason):
+    write_over(tmp_path / "folder", **theirs)
+    with pytest.raises(StateError, match=reason):
+        load(tmp_path / "folder", **ours)
+
+
+def test_slots_of_another_optimizer_are_refused(tmp_path):
+    def trained(optimizer):
+        weight = tensor.Tensor(data=np.ones(3))
+        weight.name = "w"
+        optimizer.update(weight, tensor.Tensor(data=np.ones(3)))
+        optimizer.step()
+        return optimizer
+
+    write_over(tmp_path / "folder", optimizer=trained(opt.SGD(momentum=0.5)))
+    for other in (opt.Adam(), trained(opt.Adam()), opt.SGD()):
+        with pytest.raises(StateError, match=r"w are \['momentum'\], where (Adam|SGD)"):
+            load(tmp_path / "folder", optimizer=other)
+
+
+# -- the first checkpoint ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("lost", FILES)
+def test_a_job_killed_in_its_first_save_starts_anew(tmp_path, caplog, lost):
+    run(tmp_path, 1)
+    (tmp_path / step_name(1) / lost).unlink()
+    assert_goes_on(tmp_path, 0)
+    assert len(caplog.records) == 1
+    run(tmp_path, 2)
+    assert_goes_on(tmp_path, 2)
+
+
+def test_a_later_one_is_no_first(tmp_path):
+    run(tmp_path, 2, keep=1)
+    (tmp_path / step_name(2) / FILES[2]).unlink()
+    with pytest.raises(StateError, match="none of the 1 checkpoints"):
+        run(tmp_path, 1)
+
+
+def test_a_damaged_first_one_is_no_unfinished_one(tmp_path):
+    run(tmp_path, 1)
+    path = tmp_path / step_name(1) / FILES[1]
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(StateError, match="truncated"):
+        run(tmp_path, 1)
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("keep", [1, 2, 4])
+def test_the_last_ones_are_kept(tmp_path, keep):
+    run(tmp_path, 6, keep=keep)
+    assert names(tmp_path) == [step_name(step) for step in range(7 - keep, 7)]
+    run(tmp_path, 1, keep=2)
+    assert names(tmp_path) == [step_name(6), step_name(7)]
+
+
+def test_an_older_one_goes_only_when_a_newer_is_whole(tmp_path, monkeypatch):
+    """Rank 1 cannot write: the checkpoint before stays, however many fail."""
+    run(tmp_path, 2, keep=1)
+    write_rank, broken = checkpoint.write_rank, threading.Event()
+    broken.set()
+
+    def write(folder, rank, *args):
+        if rank == 1 and broken.is_set():
+            raise OSError(28, "No space left on device", str(folder))
+        write_rank(folder, rank, *args)
+
+    monkeypatch.setattr(checkpoint, "write_rank", write)
+
+    def body(comm):
+        own = Rank(comm, tmp_path, keep=1)
+        own.checkpoint.resume()
+        own.step(5)
+        own.checkpoint._wait()
+        comm.barrier()
+        found = names(tmp_path)
+        comm.barrier()
+        broken.clear()
+        own.step()
+        own.checkpoint.close()
+        return found
+
+    for found in on_ranks(RANKS, body):
+        assert found in ([step_name(step) for step in steps] for steps in ((2, 6, 7), (2, 5, 6, 7)))
+    assert names(tmp_path) == [step_name(8)]
+    assert_goes_on(tmp_path, 8)
+
+
+def test_what_is_not_of_a_checkpoint_is_left_alone(copy):
+    (copy / "notes.txt").write_text("mine")
+    (copy / "step-1").mkdir()
+    (copy / step_name(9)).mkdir()
+    (copy / step_name(9) / "mine").write_text("mine")
+    (copy / step_name(8)).write_text("a file")
+    (copy / step_name(2) / "mine").write_text("mine")
+    (copy / step_name(2) / ".shared-00001.safetensors.0123456789abcdef.tmp").write_text("an orphan")
+    run(copy, 3, keep=1)
+    assert names(copy) == sorted(
+        ["notes.txt", "step-1", step_name(2), step_name(6), step_name(8), step_name(9)], key=str
+    )
+    assert names(copy / step_name(2)) == ["mine"]
+    assert not list(copy.rglob("*.tmp"))
+
+    def body(comm):
+        own = Rank(comm, copy)
+        assert own.checkpoint.resume(reset=True) is None
+        own.checkpoint.close()
+
+    on_ranks(RANKS, body)
+    assert step_name(6) not in names(copy)
+    assert (copy / step_name(9) / "mine").read_text() == "mine"
+    assert_goes_on(copy, 0)
+
+
+def test_refused_checkpoints_are_replaced(copy):
+    (copy / step_name(3) / FILES[3]).unlink()
+    run(copy, 1)
+    assert_goes_on(copy, 3)
+
+
+def test_files_of_a_killed_run_do_not_complete_a_later_one(tmp_path):
+    """Killed between two ranks, twice, at the same step: what is there of both runs is no checkpoint."""
+    run(tmp_path, 2)
+    first = (tmp_path / step_name(2) / FILES[2]).read_bytes()
+    (tmp_path / step_name(2) / FILES[2]).unlink()
+    run(tmp_path, 1)
+    (tmp_path / step_name(2) / FILES[2]).write_bytes(first)
+    assert_goes_on(tmp_path, 1)
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def unwritable(folder):
+    """Nobody can create files there; root becomes another user for that."""
+    mode, root = folder.stat().st_mode, os.geteuid() == 0
+    for path in (folder, *folder.parents):
+        if root and not path.stat().st_mode & 1:
+            path.chmod(path.stat().st_mode | 1)
+    folder.chmod(0o555)
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+        folder.chmod(mode)
+
+
+@contextlib.contextmanager
+def full_disk(folder):
+    """No file can grow beyond 600 bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+FAULTS = {
+    unwritable: r"Permission denied; allow this user to write there, or choose another folder",
+    full_disk: r"File too large; raise the limit of file sizes \(ulimit -f\), or choose another folder",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_training_goes_on_when_checkpoints_cannot_be_written(tmp_path, caplog, fault):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    own = np.zeros(500)
+
+    def new():
+        return Checkpoint(folder, every=1, own=own)
+
+    saver = new()
+    saver.resume()
+    saver.step()
+    saver._wait()
+    with fault(folder):
+        for _ in range(3):
+            own += 1
+            saver.step()
+        saver._wait()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3
+    line = rf"rank 0 \(\S+\) could not save step 4: .*{re.escape(step_name(4))}.*: {FAULTS[fault]}"
+    assert re.fullmatch(line + "; training goes on, and the checkpoints before stay", said[-1]), said[-1]
+    assert own[0] == 3
+    with pytest.raises(CheckpointError, match=line):
+        saver.close()
+    assert load(folder, own=own).step == 1
+    assert own[0] == 0
+    saver = new()  # and when the fault is gone, all is well
+    saver.resume()
+    saver.step()
+    saver.close()
+    assert load(folder, own=own).step == 2
+    assert not list(folder.rglob("*.tmp"))
+
+
+def test_a_fault_that_has_passed_is_no_error_at_the_end(tmp_path, caplog):
+    (tmp_path / step_name(1)).write_text("in the way")
+    run(tmp_path, 2)
+    assert sum("could not save step 1" in record.getMessage() for record in caplog.records) == RANKS
+    assert_goes_on(tmp_path, 2)
+
+
+def test_one_rank_that_cannot_write_fails_all_at_the_end(tmp_path, monkeypatch):
+    write_rank = checkpoint.write_rank
+
+    def write(folder, rank, *args):
+        if rank == 1:
+            raise MemoryError("no room")
+        write_rank(folder, rank, *args)
+
+    monkeypatch.setattr(checkpoint, "write_rank", write)
+
+    def body(comm):
+        own = Rank(comm, tmp_path)
+        own.checkpoint.resume()
+        own.step()
+        with pytest.raises(CheckpointError, match=r"rank 1 \(\S+\) could not save step 1: .*MemoryError\('no room'\)"):
+            own.checkpoint.close()
+
+    on_ranks(RANKS, body)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda folder: folder.write_text("a file"), "File exists|Not a directory"),
+        (lambda folder: folder.parent.joinpath("folder").symlink_to("/proc/1/nowhere"), "folder"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_an_error_before_training(tmp_path, spoil, reason):
+    spoil(tmp_path / "folder")
+
+    def body(comm):
+        with pytest.raises(CheckpointError, match=rf"rank 0 \(\S+\): .*({reason}).*choose another folder"):
+            Rank(comm, tmp_path / "folder").checkpoint.resume()
+
+    on_ranks(RANKS, body)
+
+
+def test_ranks_that_see_different_folders_are_told(tmp_path):
+    def body(comm):
+        with pytest.raises(CheckpointError, match=r"rank 1 \(\S+\): .*1.*, on a file system that all hosts share"):
+            Rank(comm, tmp_path / str(comm.topology.rank)).checkpoint.resume()
+
+    on_ranks(RANKS, body)
+    (tmp_path / "1" / ".lock").parent.mkdir()
+    (tmp_path / "1" / ".lock").write_text("of an earlier run")
+
+    def again(comm):
+        with pytest.raises(
+            CheckpointError, match=r"rank 1 .*1 is not the folder that rank 0 sees; choose one on a file"
+        ):
+            Rank(comm, tmp_path / str(comm.topology.rank)).checkpoint.resume()
+
+    on_ranks(RANKS, again)
+
+
+OTHER_JOB = """
+import sys, numpy as np
+from distopt.checkpoint import Checkpoint
+Checkpoint(sys.argv[1], own=np.zeros(1)).resume()
+"""
+
+
+def test_two_jobs_do_not_write_to_one_folder(tmp_path):
+    command = [sys.executable, "-c", OTHER_JOB, str(tmp_path)]
+    with Checkpoint(tmp_path, own=np.zeros(1)) as saver:
+        saver.resume()
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert f"CheckpointError: another job writes checkpoints to {tmp_path}; wait" in ended.stderr
+    assert subprocess.run(command, check=False).returncode == 0
+
+
+def test_an_error_in_the_body_waits_for_this_rank_only(tmp_path):
+    def body(comm):
+        own = Rank(comm, tmp_path)
+        own.checkpoint.resume()
+        own.step()
+        if comm.topology.rank == 0:
+            with pytest.raises(ZeroDivisionError), own.checkpoint:
+                raise ZeroDivisionError
+        own.checkpoint._wait()
+
+    on_ranks(RANKS, body)
+    assert_goes_on(tmp_path, 1)
+
+
+# -- misuse -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": -1, "a": np.zeros(1)}, "every=-1"),
+        ({"keep": 0, "a": np.zeros(1)}, "keep=0"),
+        ({"a": 3}, "a is a int, which cannot be saved; pass an object with get_states"),
+        ({"a": {}}, "a is a dict"),
+        ({"a": {"x": "text"}}, "a is a dict"),
+    ],
+)
+def test_bad_arguments(tmp_path, options, message):
+    with pytest.raises(UsageError, match=message):
+        Checkpoint(tmp_path, **options)
+
+
+def test_misuse_is_told(tmp_path):
+    saver = Checkpoint(tmp_path, values=np.zeros(1))
+    with pytest.raises(UsageError, match="resume has not been called"):
+        saver.save()
+    saver.resume()
+    saver.close()
+    with pytest.raises(UsageError, match="resume has not been called"):
+        saver.save()
+    empty = Checkpoint(tmp_path, model=Net())
+    empty.resume()
+    with pytest.raises(UsageError, match="a Net has no states yet; call compile"):
+        empty.save()
+    empty.close()
+    weights = Weights(0)
+    weights.note = {1, 2}
+    saver = Checkpoint(tmp_path, weights=weights)
+    saver.resume()
+    with pytest.raises(UsageError, match=r"neither as an array nor as JSON: .*set"):
+        saver.save()
+    saver.close()
+
+
+# -- other numbers of ranks -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3), (3, 2)])
+def test_means_over_ranks(tmp_path, before, after):
+    def body(comm):
+        rank = comm.topology.rank
+        own = np.full(2, 0.1 + rank, np.float32)
+        alike, different = np.random.default_rng(5), np.random.default_rng(rank)
+        saver = Checkpoint(tmp_path, communicator=comm, own=own, alike=alike, different=different)
+        resumed = saver.resume()
+        if comm.topology.world_size == before:
+            alike.random(3)
+            different.random(3)
+            saver.save()
+        else:
+            assert resumed.world_size == before
+        saver.close()
+        return own[0], alike.random(), different.random()
+
+    old, new = on_ranks(before, body), on_ranks(after, body)
+    mean = np.float32(np.mean([own for own, _, _ in old], dtype=np.float64))
+    for rank, (own, alike, different) in enumerate(new):
+        assert own == mean
+        assert alike == old[0][1]
+        assert different == (old[rank][2] if rank < before else np.random.default_rng(rank).random())
+
+
+def test_what_has_no_mean_is_refused(tmp_path):
+    def body(comm):
+        counts = np.array([comm.topology.rank])
+        saver = Checkpoint(tmp_path, communicator=comm, counts=counts)
+        if comm.topology.world_size == 3:
+            with pytest.raises(StateError, match="of int64 differs from rank to rank; use as many ranks again"):
+                saver.resume()
+            return
+        saver.resume()
+        saver.save()
+        saver.close()
+
+    on_ranks(2, body)
+    on_ranks(3, body)
