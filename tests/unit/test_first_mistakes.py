@@ -292,12 +292,17 @@ SECOND = (
 OWN_TICKET = (
     "rank {} has made its ticket itself, so no other rank has it; make one in the process that starts the 2 ranks"
 )
+# The rank 1 of the first job waits until the rank 0 of the second one has failed.
+TWO_JOBS = singa("(0, 0, 1)", before="go = multiprocessing.Event()", first="local_rank and go.wait()").replace(
+    "        p.start()\n",
+    "        p.start()\n    while all(p.is_alive() for p in process): time.sleep(0.01)\n    go.set()\n",
+)
 SINGA_MISTAKES = {
     "two of rank 1": (singa("(1, 1)"), SECOND.format(1)),
     "two of rank 0": (singa("(0, 0)", "spawn"), SECOND.format(0)),
     "two of rank 1 beside others": (singa("(0, 1, 1)", size=3), SECOND.format(1)),
     "ranks from 1": (singa("(1, 2)", "spawn"), "local_rank=2 is outside 0 ... 1; number the 2 processes from 0"),
-    "two jobs with one ticket": (singa("(0, 0, 1, 1)", first="time.sleep(local_rank)"), SECOND.format(0)),
+    "two jobs with one ticket": (TWO_JOBS, SECOND.format(0)),
     "a ticket per rank": (
         singa("range(2)", first="nccl_id = singa.NcclIdHolder()", ticket="None"),
         OWN_TICKET.format("?"),
@@ -321,6 +326,8 @@ def test_ranks_that_a_script_starts_itself_say_what_is_wrong(tmp_path, name):
     for line in lines:
         assert line in consequences or fnmatchcase(line, f"{expected}*"), line
     assert len(lines) == ended.stderr.count("Traceback")  # none has a second one for its context
+    joined = ["rank 0 of 2", "rank 1 of 2"] if text == TWO_JOBS else []
+    assert sorted(ended.stdout.splitlines()) == joined
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
