@@ -109,9 +109,10 @@ def kills(args: argparse.Namespace, folder: Path) -> None:
         own = folder / strategy / "killed"
         steps = STEPS_PER_EPOCH * 2 // args.np * args.epochs
         printed, landed = "", 0
-        for step in sorted(rng.sample(range(steps - args.every), args.kills)):
+        # One save lies between two kills, so that the job gets on.
+        for step in sorted(rng.sample(range(0, steps - args.every, args.every), args.kills)):
             job = Job(own, strategy, args.np, *options)
-            if job.wait_for_step(step):
+            if job.wait_for_step(max(step, newest_step(own))):
                 time.sleep(rng.uniform(0, 0.05))
                 landed += 1
             printed += job.kill(rng if rng.random() < 0.5 else None)
@@ -164,7 +165,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0, help="(kills)")
     parser.add_argument("--seeds", type=int, default=3, help="(ranks)")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--every", type=int, default=20, help="steps between two checkpoints")
+    parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

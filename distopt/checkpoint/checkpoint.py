@@ -47,9 +47,9 @@ class Checkpoint:
     Objects are saved and restored by the names of their arguments. They can be
 
     - objects with `get_states` and `set_states`, such as a model, an optimizer, `DistOpt` and `ShardedSampler`: the
-      states are tensors, arrays and values of JSON by name. `check_states(states)` may raise a StateError before
-      anything is changed. `shared_states(names)` may say which arrays are the same on all ranks. Arrays are copied,
-      unless `states_are_copies` is set.
+      states are tensors, arrays, dictionaries of these, and values of JSON, by name. `check_states(states)` may raise a
+      StateError before anything is changed. `shared_states(names)` may say which arrays are the same on all ranks.
+      Arrays are copied, unless `states_are_copies` is set.
     - tensors and arrays of NumPy or CuPy, and dictionaries of them: their values are overwritten in place;
     - random generators of NumPy.
 
@@ -64,7 +64,8 @@ class Checkpoint:
             saved and all methods do nothing, so a script needs no `if`.
         every: `step` saves after each multiple of so many steps; 0 leaves it to calls of `save`.
         keep: how many whole checkpoints to keep.
-        communicator: of the ranks (default: that of the first object that has one, else a job of one rank).
+        communicator: of the ranks (default: that of the first object that has one, else that of `distopt.init`, else a
+            job of one rank).
         objects: see above.
 
     Attributes:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..comm.single import SingleCommunicator
+from ..comm.world import current
 from ..errors import StateError
 from ..launch.topology import Topology
 from .folder import Manifest, list_checkpoints, read_manifest, read_rank, read_shared, survey
@@ -60,7 +61,7 @@ def load(folder: str | os.PathLike[str], communicator: Communicator | None = Non
 
     Args:
         folder: where the checkpoints are; the same for all ranks.
-        communicator: of the ranks (default: that of the first object that has one, else a job of one rank).
+        communicator: of the ranks (default: that of the first object that has one, else of `distopt.init`).
         objects: what to set, by the names under which it was saved.
 
     Returns:
@@ -105,8 +106,10 @@ def load(folder: str | os.PathLike[str], communicator: Communicator | None = Non
 
 
 def communicator_of(objects: Mapping[str, Any]) -> Communicator:
-    """Local. The communicator of the first of the objects that has one, else that of a job of one rank."""
+    """Local. That of the first object that has one, else that of `distopt.init`, else that of a job of one rank."""
     found: Communicator | None = next((x.communicator for x in objects.values() if hasattr(x, "communicator")), None)
+    if found is None and (world := current()):
+        found = world.communicator
     return found or SingleCommunicator(Topology.of_one_host(0, 1, socket.gethostname()))
 
 

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import distopt
 from distopt import layer, model, opt, tensor
 from distopt.checkpoint import Checkpoint, checkpoint, load
 from distopt.checkpoint.folder import share_of
@@ -201,6 +202,57 @@ def test_a_script_without_model_and_ranks(tmp_path):
         assert str(resumed) == f"{tmp_path / step_name(4)} (step 4, epoch 0)"
         train(weights, adam, saver, 1)
     np.testing.assert_array_equal(weights["w"].array, whole["w"].array)
+
+
+class Velocities(opt.Optimizer):
+    """As users write them: what it keeps is in a dictionary of tensors of its own."""
+
+    def __init__(self, lr) -> None:
+        super().__init__(lr)
+        self.velocities = {}
+
+    def apply(self, name, value, grad):
+        velocity = self.velocities.setdefault(name, tensor.Tensor(data=np.zeros(value.shape, np.float32)))
+        velocity.array[...] = 0.5 * velocity.array + grad.array
+        value.array[...] -= self.values["lr"] * velocity.array
+
+    def get_states(self):
+        return {**super().get_states(), "velocities": self.velocities}
+
+    def set_states(self, states):
+        super().set_states(states)
+        self.velocities = {name: tensor.Tensor(data=array) for name, array in states["velocities"].items()}
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_an_optimizer_of_the_user(tmp_path, distributed):
+    def build():
+        weight = tensor.Tensor(data=np.ones(3, np.float32))
+        weight.name = "w"
+        optimizer = Velocities(0.1)
+        return weight, opt.DistOpt(optimizer) if distributed else optimizer, optimizer
+
+    def train(weight, optimizer, saver):
+        optimizer.update(weight, tensor.Tensor(data=np.arange(3, dtype=np.float32)))
+        optimizer.step()
+        saver.step()
+
+    weight, whole, inner = build()
+    with Checkpoint(tmp_path, every=1, weight=weight, optimizer=whole) as saver:
+        saver.resume()
+        train(weight, inner, saver)
+        train(weight, inner, saver)
+    shutil.rmtree(tmp_path / step_name(2))
+    other, resumed, inner = build()
+    with Checkpoint(tmp_path, every=1, weight=other, optimizer=resumed) as saver:
+        assert saver.resume().step == 1
+        train(other, inner, saver)
+    np.testing.assert_array_equal(other.array, weight.array)
+
+
+def test_the_communicator_is_that_of_the_world(tmp_path):
+    with distopt.init() as world:
+        assert Checkpoint(tmp_path, values=np.zeros(1))._communicator is world.communicator
 
 
 class Net(model.Model):
