@@ -248,13 +248,12 @@ class Checkpoint:
         folder = root / name_of(manifest.step)
         try:
             write_rank(folder, self._rank, manifest, shared, own, stamp)
+            self._failure, self._first = "", False
+            self._refused.discard(folder.name)
         except Exception as error:
-            who = f"rank {self._rank} ({self._communicator.topology.host})"
-            self._failure = f"{who} could not save step {manifest.step}: {_described(error, folder)}"
-            log.error("%s; training goes on, and the checkpoints before stay", self._failure)
-            return
-        self._failure, self._first = "", False
-        self._refused.discard(folder.name)
+            self._failure = f"step {manifest.step} could not be saved: {_described(error, folder)}"
+            host = self._communicator.topology.host
+            log.error("rank %d (%s): %s; training goes on, older checkpoints stay", self._rank, host, self._failure)
         self._prune(root, before=self._saves[0])
 
     def _prune(self, root: Path, before: int) -> None:
@@ -262,7 +261,8 @@ class Checkpoint:
             try:
                 prune(root, self._keep, self._known, self._refused, before)
             except OSError as error:
-                log.warning("old checkpoints stay: %s", _described(error, root))
+                if not self._failure:  # of which this is another consequence
+                    log.warning("old checkpoints stay: %s", _described(error, root))
 
     def _wait(self) -> None:
         if self._writer is not None:

@@ -156,6 +156,8 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(**content)
     except StateError:
         raise
+    except FileNotFoundError:
+        raise StateError(f"{path} is missing; the job ended before all files were written") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StateError(f"{path} is truncated or no manifest of a checkpoint: {error!r}") from None
 
@@ -177,7 +179,10 @@ def read_rank(folder: Path, manifest: Manifest, rank: int) -> tuple[Arrays, dict
 
 
 def _read(path: Path, manifest: Manifest) -> tuple[Arrays, dict[str, Any]]:
-    arrays, notes = load_arrays(path, MARK, WRITER)
+    try:
+        arrays, notes = load_arrays(path, MARK, WRITER)
+    except FileNotFoundError:
+        raise StateError(f"{path} is missing; the job ended before all files were written") from None
     stamp = json.loads(notes)
     if stamp["save"] != manifest.save:
         raise StateError(f"{path} is of another save than {MANIFEST} beside it; the writer was ended in between")
@@ -226,10 +231,8 @@ def survey(folder: Path) -> Survey:
         expected = set(manifest.files)
         result.saves.add(manifest.save)
         result.first = manifest.first
-    except FileNotFoundError:
-        result.missing.append(MANIFEST)
     except (OSError, StateError):
-        result.broken.append(MANIFEST)
+        (result.broken if MANIFEST in present else result.missing).append(MANIFEST)
     result.missing += sorted(expected - present)
     for name in expected & present:
         try:
