@@ -109,13 +109,16 @@ def kills(args: argparse.Namespace, folder: Path) -> None:
         own = folder / strategy / "killed"
         steps = STEPS_PER_EPOCH * 2 // args.np * args.epochs
         printed, landed = "", 0
-        # One save lies between two kills, so that the job gets on.
-        for step in sorted(rng.sample(range(0, steps - args.every, args.every), args.kills)):
+        for left in range(args.kills, 0, -1):
+            begun = newest_step(own)
             job = Job(own, strategy, args.np, *options)
-            if job.wait_for_step(max(step, newest_step(own))):
+            # One save at least lies between two kills, so that the job gets on.
+            if job.wait_for_step(begun + int(rng.uniform(0, 1.5) * (steps - begun) / (left + 1))):
                 time.sleep(rng.uniform(0, 0.05))
                 landed += 1
-            printed += job.kill(rng if rng.random() < 0.5 else None)
+                printed += job.kill(rng if rng.random() < 0.5 else None)
+            else:
+                printed += job.end()
         printed += Job(own, strategy, args.np, *options).end()
         whole, killed = everything_in(folder / strategy / "whole"), everything_in(own)
         same = whole[1].keys() == killed[1].keys() and whole[2] == killed[2]
