@@ -432,7 +432,7 @@ def write_over(folder, **objects) -> None:
 @pytest.mark.parametrize(
     ("theirs", "ours", "reason"),
     [
-        ({"model": net()}, {"model": net(5)}, r"linear.W is float32 of shape \(3, 5\), the states have float32"),
+        ({"model": net()}, {"model": net(5)}, r"model: linear.W is float32 of shape \(3, 5\), the states have float32"),
         ({"model": net()}, {"model": net(), "noise": np.random.default_rng()}, "it has no noise"),
         ({"a": opt.Adam()}, {"a": net()}, "linear.[Wb] is missing; the states are of another model"),
         (
@@ -813,7 +813,9 @@ def test_what_has_no_mean_is_refused(tmp_path):
         counts = np.array([comm.topology.rank])
         saver = Checkpoint(tmp_path, communicator=comm, counts=counts)
         if comm.topology.world_size == 3:
-            with pytest.raises(StateError, match="of int64 differs from rank to rank; use as many ranks again"):
+            with pytest.raises(
+                StateError, match="counts: '' of int64 differs from rank to rank; use as many ranks again"
+            ):
                 saver.resume()
             return
         saver.resume()
