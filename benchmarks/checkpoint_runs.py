@@ -109,12 +109,16 @@ def kills(args: argparse.Namespace, folder: Path) -> None:
         own = folder / strategy / "killed"
         steps = STEPS_PER_EPOCH * 2 // args.np * args.epochs
         printed, landed = "", 0
-        for step in sorted(rng.sample(range(steps - args.every), args.kills)):
+        for left in range(args.kills, 0, -1):
+            begun = newest_step(own)
             job = Job(own, strategy, args.np, *options)
-            if job.wait_for_step(step):
+            # One save at least lies between two kills, so that the job gets on.
+            if job.wait_for_step(begun + int(rng.uniform(0, 1.5) * (steps - begun) / (left + 1))):
                 time.sleep(rng.uniform(0, 0.05))
                 landed += 1
-            printed += job.kill(rng if rng.random() < 0.5 else None)
+                printed += job.kill(rng if rng.random() < 0.5 else None)
+            else:
+                printed += job.end()
         printed += Job(own, strategy, args.np, *options).end()
         whole, killed = everything_in(folder / strategy / "whole"), everything_in(own)
         same = whole[1].keys() == killed[1].keys() and whole[2] == killed[2]
@@ -164,7 +168,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0, help="(kills)")
     parser.add_argument("--seeds", type=int, default=3, help="(ranks)")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--every", type=int, default=20, help="steps between two checkpoints")
+    parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

@@ -47,9 +47,9 @@ class Checkpoint:
     Objects are saved and restored by the names of their arguments. They can be
 
     - objects with `get_states` and `set_states`, such as a model, an optimizer, `DistOpt` and `ShardedSampler`: the
-      states are tensors, arrays and values of JSON by name. `check_states(states)` may raise a StateError before
-      anything is changed. `shared_states(names)` may say which arrays are the same on all ranks. Arrays are copied,
-      unless `states_are_copies` is set.
+      states are tensors, arrays, dictionaries of these, and values of JSON, by name. `check_states(states)` may raise a
+      StateError before anything is changed. `shared_states(names)` may say which arrays are the same on all ranks.
+      Arrays are copied, unless `states_are_copies` is set.
     - tensors and arrays of NumPy or CuPy, and dictionaries of them: their values are overwritten in place;
     - random generators of NumPy.
 
@@ -64,7 +64,8 @@ class Checkpoint:
             saved and all methods do nothing, so a script needs no `if`.
         every: `step` saves after each multiple of so many steps; 0 leaves it to calls of `save`.
         keep: how many whole checkpoints to keep.
-        communicator: of the ranks (default: that of the first object that has one, else a job of one rank).
+        communicator: of the ranks (default: that of the first object that has one, else that of `distopt.init`, else a
+            job of one rank).
         objects: see above.
 
     Attributes:
@@ -247,13 +248,12 @@ class Checkpoint:
         folder = root / name_of(manifest.step)
         try:
             write_rank(folder, self._rank, manifest, shared, own, stamp)
+            self._failure, self._first = "", False
+            self._refused.discard(folder.name)
         except Exception as error:
-            who = f"rank {self._rank} ({self._communicator.topology.host})"
-            self._failure = f"{who} could not save step {manifest.step}: {_described(error, folder)}"
-            log.error("%s; training goes on, and the checkpoints before stay", self._failure)
-            return
-        self._failure, self._first = "", False
-        self._refused.discard(folder.name)
+            self._failure = f"step {manifest.step} could not be saved: {_described(error, folder)}"
+            host = self._communicator.topology.host
+            log.error("rank %d (%s): %s; training goes on, older checkpoints stay", self._rank, host, self._failure)
         self._prune(root, before=self._saves[0])
 
     def _prune(self, root: Path, before: int) -> None:
@@ -261,7 +261,8 @@ class Checkpoint:
             try:
                 prune(root, self._keep, self._known, self._refused, before)
             except OSError as error:
-                log.warning("old checkpoints stay: %s", _described(error, root))
+                if not self._failure:  # of which this is another consequence
+                    log.warning("old checkpoints stay: %s", _described(error, root))
 
     def _wait(self) -> None:
         if self._writer is not None:

@@ -10,8 +10,8 @@ import contextlib
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import safetensors
 
@@ -89,6 +89,11 @@ def shared_file(rank: int) -> str:
     return f"shared-{rank:05d}.safetensors"
 
 
+def rank_file(rank: int) -> str:
+    """Name of the file with what is a rank's own."""
+    return f"rank-{rank:05d}.safetensors"
+
+
 def share_of(rank: int, world_size: int, sizes: Mapping[str, int]) -> set[str]:
     """Local. Which of the arrays that all ranks have this one writes: about as many bytes as each of the others.
 
@@ -105,11 +110,6 @@ def share_of(rank: int, world_size: int, sizes: Mapping[str, int]) -> set[str]:
         if least == rank:
             mine.add(name)
     return mine
-
-
-def rank_file(rank: int) -> str:
-    """Name of the file with what is a rank's own."""
-    return f"rank-{rank:05d}.safetensors"
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -156,6 +156,8 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(**content)
     except StateError:
         raise
+    except FileNotFoundError:
+        raise StateError(f"{path} is missing; the job ended before all files were written") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StateError(f"{path} is truncated or no manifest of a checkpoint: {error!r}") from None
 
@@ -177,7 +179,10 @@ def read_rank(folder: Path, manifest: Manifest, rank: int) -> tuple[Arrays, dict
 
 
 def _read(path: Path, manifest: Manifest) -> tuple[Arrays, dict[str, Any]]:
-    arrays, notes = load_arrays(path, MARK, WRITER)
+    try:
+        arrays, notes = load_arrays(path, MARK, WRITER)
+    except FileNotFoundError:
+        raise StateError(f"{path} is missing; the job ended before all files were written") from None
     stamp = json.loads(notes)
     if stamp["save"] != manifest.save:
         raise StateError(f"{path} is of another save than {MANIFEST} beside it; the writer was ended in between")
@@ -189,57 +194,40 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 # -- housekeeping -----------------------------------------------------------------------------------------------------
-@dataclass
-class Survey:
+class Survey(NamedTuple):
     """What a look at the files of a checkpoint, without reading their arrays, has shown.
 
     Attributes:
-        missing: names of files that are not there.
-        broken: names of files that cannot be read.
-        saves: the saves of which there are files.
-        first: whether the files say that there was no checkpoint before.
+        whole: whether all files are there, of one save.
+        begun: whether some are missing, and those that are there say that there was no checkpoint before.
     """
 
-    missing: list[str] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
-    saves: set[str] = field(default_factory=set)
-    first: bool = True
-
-    @property
-    def whole(self) -> bool:
-        """Whether all files are there, of one save."""
-        return not self.missing and not self.broken and len(self.saves) == 1
-
-    @property
-    def begun(self) -> bool:
-        """Whether the writer was ended before it had completed this checkpoint, its first."""
-        return not self.whole and not self.broken and self.first
+    whole: bool
+    begun: bool
 
 
 def survey(folder: Path) -> Survey:
-    """Local. See `Survey`."""
-    result = Survey()
+    """Local. See `Survey`.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
     present = {entry.name for entry in folder.iterdir()}
-    expected = {name for name in present if re.fullmatch(_FILE, name) and name != MANIFEST}
+    expected = {name for name in present if re.fullmatch(_FILE, name)}
+    stamps: list[tuple[str, bool]] = []
     try:
-        manifest = read_manifest(folder)
-        expected = set(manifest.files)
-        result.saves.add(manifest.save)
-        result.first = manifest.first
-    except FileNotFoundError:
-        result.missing.append(MANIFEST)
-    except (OSError, StateError):
-        result.broken.append(MANIFEST)
-    result.missing += sorted(expected - present)
-    for name in expected & present:
-        try:
+        if MANIFEST in present:
+            manifest = read_manifest(folder)
+            expected = {MANIFEST, *manifest.files}
+            stamps.append((manifest.save, manifest.first))
+        for name in expected & present - {MANIFEST}:
             with safetensors.safe_open(folder / name, framework="numpy") as file:
                 stamp = json.loads(file.metadata()["notes"])
-            result.saves.add(stamp["save"])
-            result.first &= stamp["first"]
-        except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError):  # noqa: PERF203 - one by one
-            result.broken.append(name)
-    return result
+            stamps.append((stamp["save"], stamp["first"]))
+    except (OSError, StateError, safetensors.SafetensorError, ValueError, KeyError, TypeError):
+        return Survey(whole=False, begun=False)
+    whole = MANIFEST in present and expected <= present and len({save for save, _ in stamps}) == 1
+    return Survey(whole, begun=not whole and all(first for _, first in stamps))
 
 
 def list_checkpoints(root: Path) -> list[Path]:

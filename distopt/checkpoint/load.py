@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..comm.single import SingleCommunicator
+from ..comm.world import current
 from ..errors import StateError
 from ..launch.topology import Topology
 from .folder import Manifest, list_checkpoints, read_manifest, read_rank, read_shared, survey
@@ -19,7 +21,7 @@ from .parts import State, copy_of, of_device, parts_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from ..comm import Communicator
     from ..files import Arrays
@@ -60,7 +62,7 @@ def load(folder: str | os.PathLike[str], communicator: Communicator | None = Non
 
     Args:
         folder: where the checkpoints are; the same for all ranks.
-        communicator: of the ranks (default: that of the first object that has one, else a job of one rank).
+        communicator: of the ranks (default: that of the first object that has one, else of `distopt.init`).
         objects: what to set, by the names under which it was saved.
 
     Returns:
@@ -72,17 +74,15 @@ def load(folder: str | os.PathLike[str], communicator: Communicator | None = Non
     """
     root, parts = Path(folder), parts_of(objects)
     communicator = communicator_of(objects) if communicator is None else communicator
-    rank = communicator.topology.rank
+    names, begun = _found(root, communicator)
     refused: list[str] = []
-    names: list[str] = json.loads(communicator.all_gather_bytes(json.dumps(_names(root, rank)).encode())[0])
+    reason = ""
     common = _common(communicator, parts) if names else set()
     for name in reversed(names):
-        reason, states, manifest = "", {}, None
+        states, manifest, reason = {}, None, ""
         try:
             manifest = read_manifest(root / name)
             states = _read(root / name, manifest, parts, communicator.topology, common)
-            for key, state in states.items():
-                parts[key].check(state)
         except (StateError, OSError) as error:
             reason = str(error)
         reason = first_reason(communicator, reason)
@@ -92,11 +92,9 @@ def load(folder: str | os.PathLike[str], communicator: Communicator | None = Non
             _tell_changes(root / name, manifest, communicator.topology)
             return Resumed(root / name, manifest.step, manifest.epoch, manifest.world_size, tuple(refused))
         refused.append(name)
-        if rank == 0:
+        if communicator.topology.rank == 0:
             log.warning("checkpoint %s is refused: %s", root / name, reason)
-    # Rank 0 looks for all ranks, which must not come to different conclusions.
-    begun = rank == 0 and bool(names) and survey(root / names[-1]).begun
-    if not names or communicator.all_gather_bytes(bytes([begun]))[0] == b"\1":
+    if begun or not names:
         return None
     raise StateError(
         f"none of the {len(names)} checkpoints in {root} can be used, the oldest because {reason}; choose another "
@@ -105,24 +103,40 @@ def load(folder: str | os.PathLike[str], communicator: Communicator | None = Non
 
 
 def communicator_of(objects: Mapping[str, Any]) -> Communicator:
-    """Local. The communicator of the first of the objects that has one, else that of a job of one rank."""
+    """Local. That of the first object that has one, else that of `distopt.init`, else that of a job of one rank."""
     found: Communicator | None = next((x.communicator for x in objects.values() if hasattr(x, "communicator")), None)
+    if found is None and (world := current()):
+        found = world.communicator
     return found or SingleCommunicator(Topology.of_one_host(0, 1, socket.gethostname()))
 
 
 def first_reason(communicator: Communicator, reason: str) -> str:
     """Collective. The first reason that any rank gives, with its rank and host, or nothing if none does."""
     topology = communicator.topology
-    for rank, said in enumerate(communicator.all_gather_bytes(reason.encode())):
+    for rank, said in enumerate(communicator.all_gather_bytes(reason.encode(errors="replace"))):
         if said:
             where = f"rank {rank} ({topology.hosts[rank]}): " if topology.world_size > 1 else ""
             return where + said.decode()
     return ""
 
 
-def _names(root: Path, rank: int) -> list[str]:
-    """Names of the checkpoints, by step; rank 0 looks for all ranks."""
-    return [folder.name for folder in list_checkpoints(root)] if rank == 0 else []
+def _found(root: Path, communicator: Communicator) -> tuple[list[str], bool]:
+    """Collective. Names of the checkpoints, by step, and whether the last is a first one that was only begun.
+
+    Rank 0 looks for all ranks, so that they come to the same conclusions.
+    """
+    names: list[str] = []
+    begun, reason = False, ""
+    if communicator.topology.rank == 0:
+        try:
+            names = [folder.name for folder in list_checkpoints(root)]
+            begun = bool(names) and survey(root / names[-1]).begun
+        except OSError as error:
+            reason = f"{root} cannot be read: {error}; allow this user to read it"
+    names, begun, reason = json.loads(communicator.all_gather_bytes(json.dumps([names, begun, reason]).encode())[0])
+    if reason:
+        raise StateError(reason)
+    return names, begun
 
 
 def _common(communicator: Communicator, parts: Mapping[str, Part]) -> set[str]:
@@ -142,7 +156,7 @@ def _digest(state: State) -> str:
 def _read(
     folder: Path, manifest: Manifest, parts: Mapping[str, Part], topology: Topology, common: set[str]
 ) -> dict[str, State]:
-    """The states for this rank, by the names of `parts`; a generator that stays as it is has none."""
+    """The states for this rank, checked, by the names of `parts`; a generator that stays as it is has none."""
     absent = parts.keys() - set(manifest.objects)
     if wanted := sorted(name for name in absent if not of_device(name)):
         raise StateError(f"it has no {wanted[0]}; it is of another script")
@@ -151,18 +165,36 @@ def _read(
     for rank in range(manifest.world_size):
         shared |= read_shared(folder, manifest, rank)
     if manifest.world_size == topology.world_size:
-        return _by_part(parts, shared, *read_rank(folder, manifest, topology.rank))
-    merges = {name: Stream(topology.rank, name in common) if part.random else Mean() for name, part in parts.items()}
-    for rank in range(manifest.world_size):
-        of_rank = _by_part(parts, {}, *read_rank(folder, manifest, rank))
-        for name, merge in merges.items():
-            merge.add(of_rank[name])
-    states = {}
-    for name, merge in merges.items():
-        merged = merge.result()
-        if merged is not None:
-            states[name] = State({**_under(name, shared), **merged.arrays}, merged.notes)
+        states = _by_part(parts, shared, *read_rank(folder, manifest, topology.rank))
+    else:
+        states = _merged(folder, manifest, parts, topology.rank, common)
+        states = {name: State({**_under(name, shared), **own.arrays}, own.notes) for name, own in states.items()}
+    for name, state in states.items():
+        with _named(name):
+            parts[name].check(state)
     return states
+
+
+def _merged(
+    folder: Path, manifest: Manifest, parts: Mapping[str, Part], rank: int, common: set[str]
+) -> dict[str, State]:
+    """What one of another number of ranks gets of what was each rank's own."""
+    merges = {name: Stream(rank, name in common) if part.random else Mean() for name, part in parts.items()}
+    for old in range(manifest.world_size):
+        for name, state in _by_part(parts, {}, *read_rank(folder, manifest, old)).items():
+            with _named(name):
+                merges[name].add(state)
+    results = {name: merge.result() for name, merge in merges.items()}
+    return {name: state for name, state in results.items() if state is not None}
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Errors of the body tell the name of the object."""
+    try:
+        yield
+    except StateError as error:
+        raise StateError(f"{name}: {error}") from None
 
 
 def _by_part(parts: Mapping[str, Part], shared: Arrays, own: Arrays, notes: dict[str, Any]) -> dict[str, State]:

@@ -42,7 +42,7 @@ class Mean:
             self._first, self._sums = state, {key: array.astype(np.float64) for key, array in state.arrays.items()}
             return
         if (state.arrays.keys(), state.notes) != (self._first.arrays.keys(), self._first.notes):
-            raise StateError("its ranks have other notes than each other; use as many ranks again")
+            raise StateError("values differ from rank to rank that have no mean; use as many ranks again")
         for key, array in state.arrays.items():
             self._sums[key] += array
             if np.array_equal(array, self._first.arrays[key]):

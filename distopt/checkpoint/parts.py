@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["Part", "State", "copy_of", "of_device", "parts_of"]
 
 
+_GROUPS = ""  # the note that names dictionaries of arrays and their keys
+
+
 class State(NamedTuple):
     """The state of one object on one rank: arrays and values of JSON, by names of the object's own."""
 
@@ -69,13 +72,27 @@ class Stateful(Part):
 
     def look(self) -> State:
         state = State({}, {})
+        groups: dict[str, list[str]] = {}
         for key, value in self._states().items():
             array = _array_of(value)
-            if array is None:
-                state.notes[key] = value
-            else:
+            if array is not None:
                 state.arrays[key] = array
+            elif isinstance(value, Mapping) and value and all(_array_of(item) is not None for item in value.values()):
+                groups[key] = list(value)
+                state.arrays.update({f"{key}/{name}": _array_of(item) for name, item in value.items()})
+            else:
+                state.notes[key] = value
+        if groups:
+            state.notes[_GROUPS] = groups
         return state
+
+    @staticmethod
+    def _values(state: State) -> dict[str, Any]:
+        """What `get_states` gave."""
+        values = {**state.arrays, **state.notes}
+        for key, names in values.pop(_GROUPS, {}).items():
+            values[key] = {name: values.pop(f"{key}/{name}") for name in names}
+        return values
 
     def _states(self) -> Mapping[str, Any]:
         states: Mapping[str, Any] = self._thing.get_states()
@@ -86,10 +103,10 @@ class Stateful(Part):
     def check(self, state: State) -> None:
         self._states()
         if hasattr(self._thing, "check_states"):
-            self._thing.check_states({**state.arrays, **state.notes})
+            self._thing.check_states(self._values(state))
 
     def put(self, state: State) -> None:
-        self._thing.set_states({**state.arrays, **state.notes})
+        self._thing.set_states(self._values(state))
 
     def shared(self, names: Iterable[str]) -> set[str]:
         return set(self._thing.shared_states(names)) if hasattr(self._thing, "shared_states") else set()

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import distopt
 from distopt import layer, model, opt, tensor
 from distopt.checkpoint import Checkpoint, checkpoint, load
 from distopt.checkpoint.folder import share_of
@@ -203,6 +204,57 @@ def test_a_script_without_model_and_ranks(tmp_path):
     np.testing.assert_array_equal(weights["w"].array, whole["w"].array)
 
 
+class Velocities(opt.Optimizer):
+    """As users write them: what it keeps is in a dictionary of tensors of its own."""
+
+    def __init__(self, lr) -> None:
+        super().__init__(lr)
+        self.velocities = {}
+
+    def apply(self, name, value, grad):
+        velocity = self.velocities.setdefault(name, tensor.Tensor(data=np.zeros(value.shape, np.float32)))
+        velocity.array[...] = 0.5 * velocity.array + grad.array
+        value.array[...] -= self.values["lr"] * velocity.array
+
+    def get_states(self):
+        return {**super().get_states(), "velocities": self.velocities}
+
+    def set_states(self, states):
+        super().set_states(states)
+        self.velocities = {name: tensor.Tensor(data=array) for name, array in states["velocities"].items()}
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_an_optimizer_of_the_user(tmp_path, distributed):
+    def build():
+        weight = tensor.Tensor(data=np.ones(3, np.float32))
+        weight.name = "w"
+        optimizer = Velocities(0.1)
+        return weight, opt.DistOpt(optimizer) if distributed else optimizer, optimizer
+
+    def train(weight, optimizer, saver):
+        optimizer.update(weight, tensor.Tensor(data=np.arange(3, dtype=np.float32)))
+        optimizer.step()
+        saver.step()
+
+    weight, whole, inner = build()
+    with Checkpoint(tmp_path, every=1, weight=weight, optimizer=whole) as saver:
+        saver.resume()
+        train(weight, inner, saver)
+        train(weight, inner, saver)
+    shutil.rmtree(tmp_path / step_name(2))
+    other, resumed, inner = build()
+    with Checkpoint(tmp_path, every=1, weight=other, optimizer=resumed) as saver:
+        assert saver.resume().step == 1
+        train(other, inner, saver)
+    np.testing.assert_array_equal(other.array, weight.array)
+
+
+def test_the_communicator_is_that_of_the_world(tmp_path):
+    with distopt.init() as world:
+        assert Checkpoint(tmp_path, values=np.zeros(1))._communicator is world.communicator
+
+
 class Net(model.Model):
     def __init__(self, width=4) -> None:
         super().__init__()
@@ -310,7 +362,7 @@ def test_missing_truncated_and_foreign_files_are_refused(copy, saved, caplog, fi
     content = path.read_bytes()
     path.unlink()
     path.with_name(f".{file}.0123456789abcdef.tmp").write_bytes(content[:-1])
-    assert_refused(copy, file, "No such file", caplog=caplog)
+    assert_refused(copy, file, "is missing; the job ended before", caplog=caplog)
     for length in (0, 1, 8, len(content) // 2, len(content) - 2):
         path.write_bytes(content[:length])
         assert_refused(copy, file, "truncated", caplog=caplog)
@@ -380,7 +432,7 @@ def write_over(folder, **objects) -> None:
 @pytest.mark.parametrize(
     ("theirs", "ours", "reason"),
     [
-        ({"model": net()}, {"model": net(5)}, r"linear.W is float32 of shape \(3, 5\), the states have float32"),
+        ({"model": net()}, {"model": net(5)}, r"model: linear.W is float32 of shape \(3, 5\), the states have float32"),
         ({"model": net()}, {"model": net(), "noise": np.random.default_rng()}, "it has no noise"),
         ({"a": opt.Adam()}, {"a": net()}, "linear.[Wb] is missing; the states are of another model"),
         (
@@ -583,8 +635,8 @@ def test_training_goes_on_when_checkpoints_cannot_be_written(tmp_path, caplog, f
         saver._wait()
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 3
-    line = rf"rank 0 \(\S+\) could not save step 4: .*{re.escape(step_name(4))}.*: {FAULTS[fault]}"
-    assert re.fullmatch(line + "; training goes on, and the checkpoints before stay", said[-1]), said[-1]
+    line = rf"step 4 could not be saved: .*{re.escape(step_name(4))}.*: {FAULTS[fault]}"
+    assert re.fullmatch(rf"rank 0 \(\S+\): {line}; training goes on, older checkpoints stay", said[-1]), said[-1]
     assert own[0] == 3
     with pytest.raises(CheckpointError, match=line):
         saver.close()
@@ -601,7 +653,7 @@ def test_training_goes_on_when_checkpoints_cannot_be_written(tmp_path, caplog, f
 def test_a_fault_that_has_passed_is_no_error_at_the_end(tmp_path, caplog):
     (tmp_path / step_name(1)).write_text("in the way")
     run(tmp_path, 2)
-    assert sum("could not save step 1" in record.getMessage() for record in caplog.records) == RANKS
+    assert sum("step 1 could not be saved" in record.getMessage() for record in caplog.records) == RANKS
     assert_goes_on(tmp_path, 2)
 
 
@@ -619,7 +671,9 @@ def test_one_rank_that_cannot_write_fails_all_at_the_end(tmp_path, monkeypatch):
         own = Rank(comm, tmp_path)
         own.checkpoint.resume()
         own.step()
-        with pytest.raises(CheckpointError, match=r"rank 1 \(\S+\) could not save step 1: .*MemoryError\('no room'\)"):
+        with pytest.raises(
+            CheckpointError, match=r"rank 1 \(\S+\): step 1 could not be saved: .*MemoryError\('no room'\)"
+        ):
             own.checkpoint.close()
 
     on_ranks(RANKS, body)
@@ -759,7 +813,9 @@ def test_what_has_no_mean_is_refused(tmp_path):
         counts = np.array([comm.topology.rank])
         saver = Checkpoint(tmp_path, communicator=comm, counts=counts)
         if comm.topology.world_size == 3:
-            with pytest.raises(StateError, match="of int64 differs from rank to rank; use as many ranks again"):
+            with pytest.raises(
+                StateError, match="counts: '' of int64 differs from rank to rank; use as many ranks again"
+            ):
                 saver.resume()
             return
         saver.resume()
