@@ -64,14 +64,12 @@ class Member:
         if info.rank == 0:
             self._serve(timeout)
             self._address = "localhost"
-        self.watch = self._connect(b"w", until)
-        try:
-            self._mpi = self._connect(b"m", until)
+        with contextlib.ExitStack() as stack:
+            self.watch = stack.enter_context(self._connect(b"w", until))
+            self._mpi = stack.enter_context(self._connect(b"m", until))
             self.watch.settimeout(timeout + _GRACE_SECONDS)
             self._wait_for_all()
-        except BaseException:
-            self.watch.close()
-            raise
+            stack.pop_all()
 
     @contextlib.contextmanager
     def environment(self) -> Iterator[None]:

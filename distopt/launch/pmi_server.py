@@ -106,7 +106,15 @@ class Server:
         self._ended = False
 
     def run(self) -> None:
-        """Local. Serve; return at the end of the job."""
+        """Local. Serve; return at the end of the job, with all connections closed."""
+        try:
+            self._run()
+        finally:
+            for link in [key.data for key in self._selector.get_map().values() if key.data is not None]:
+                self._drop(link)
+            self._selector.close()
+
+    def _run(self) -> None:
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         join_by = time.monotonic() + self._timeout
