@@ -9,13 +9,14 @@
 | `DISTOPT_CONVOLUTION` | auto | on a GPU: `lowering`, or `cudnn` to make a missing cuDNN an error, or `auto` |
 | `DISTOPT_NCCL_LIBRARY` | | path of the libnccl.so.2 to load instead of the installed wheel's |
 | `DISTOPT_CUBLAS_LIBRARY` | | path of the libcublas.so to load instead of CuPy's |
+| `DISTOPT_JOB_SECRET` | | any text, equal on all ranks: keeps others out where ranks meet without mpiexec |
 | `DISTOPT_DATA_DIR` | | folder that holds data sets |
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .errors import UsageError
@@ -38,6 +39,7 @@ class Settings:
     data_dir: str | None = None
     nccl_library: str | None = None
     cublas_library: str | None = None
+    job_secret: str = field(default="", repr=False)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -56,6 +58,7 @@ class Settings:
             data_dir=env.get("DISTOPT_DATA_DIR") or None,
             nccl_library=env.get("DISTOPT_NCCL_LIBRARY") or None,
             cublas_library=env.get("DISTOPT_CUBLAS_LIBRARY") or None,
+            job_secret=env.get("DISTOPT_JOB_SECRET", ""),
         )
 
 

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import logging
+import shlex
+import sys
+from functools import cache
 from importlib.util import find_spec
 
 from ..errors import LaunchError
-from .env import LauncherInfo, launcher
+from .env import LauncherInfo, launcher, unstarted_tasks
 from .job import Job
+from .meeting import LaunchedJob, meeting
 from .mpi import MpiJob
 from .multiprocess import MultiprocessJob, Ticket
-from .spawn import invitation, main, spawn
+from .spawn import invitation, main, spawn, started_as_rank
 
-__all__ = ["Job", "LauncherInfo", "MpiJob", "MultiprocessJob", "Ticket", "join", "launcher", "main", "spawn"]
+__all__ = [
+    "Job",
+    "LaunchedJob",
+    "LauncherInfo",
+    "MpiJob",
+    "MultiprocessJob",
+    "Ticket",
+    "join",
+    "launcher",
+    "main",
+    "spawn",
+]
 
 
 def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size: int | None = None) -> Job:
     """Collective. Join the job that this process belongs to, as one of its ranks.
 
     With a ticket, this is the job of the parent that made the ticket. Without one, it is the job of the `main` or
-    `spawn` that started this process; else the MPI job if an MPI launcher started it or mpi4py is installed; else a job
-    of one rank.
+    `spawn` that started this process; else that of the launcher: without MPI if torchrun or srun started all ranks on
+    this host, else an MPI job; else a job of one rank.
 
     Args:
         ticket: made by the parent; needs `local_rank` and `world_size`.
@@ -30,19 +46,35 @@ def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size
         LaunchError: the arguments or the launcher's variables contradict each other.
         MissingDependencyError: an MPI launcher started this process, but mpi4py or an MPI library is missing.
     """
-    if ticket is not None:
+    if ticket is not None and not started_as_rank(local_rank, world_size):
         if local_rank is None or world_size is None:
             raise LaunchError(
                 f"a ticket was given with local_rank={local_rank} and world_size={world_size}; pass both numbers too"
             )
         return MultiprocessJob(ticket, local_rank, world_size)
-    if local_rank is not None or world_size is not None:
+    if ticket is None and (local_rank is not None or world_size is not None):
         raise LaunchError(
             f"local_rank={local_rank} and world_size={world_size} were given without a ticket; pass the ticket that "
             "the parent made, or none of the three to join the job of mpiexec"
         )
     if (invited := invitation()) is not None:
         return MultiprocessJob(*invited)
-    if launcher() is not None or find_spec("mpi4py") is not None:
+    info = launcher()
+    place = meeting(info) if info is not None else None
+    if info is not None and place is not None and place.one_host:
+        return LaunchedJob(info, place)
+    if info is None:
+        _warn_of_unstarted_tasks()
+    if info is not None or find_spec("mpi4py") is not None:
         return MpiJob()
     return MultiprocessJob(Ticket(), 0, 1)
+
+
+@cache  # once
+def _warn_of_unstarted_tasks() -> None:
+    if (tasks := unstarted_tasks()) > 1:
+        logging.getLogger("distopt").warning(
+            "this process trains alone, although its Slurm job has %d tasks; start all of them by: srun python %s",
+            tasks,
+            shlex.join(sys.argv),
+        )

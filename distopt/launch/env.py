@@ -3,6 +3,10 @@
 The table is ordered from the innermost launcher outwards. Slurm's variables describe the task that srun started, which
 may be the daemon of mpiexec or torchrun. Slurm is therefore checked last, and only inside a step: an sbatch script has
 SLURM_PROCID=0 and SLURM_NTASKS=n although it is not one of n ranks.
+
+RANK and WORLD_SIZE are torchrun's only together with TORCHELASTIC_RUN_ID. Scripts also set them by hand, from another
+launcher's variables, and that launcher then counts. Job scripts export a WORLD_SIZE, or a RANK of the node, that no
+process of the job should mistake for its own.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from ..errors import LaunchError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LauncherInfo", "launcher"]
+__all__ = ["LauncherInfo", "launcher", "unstarted_tasks"]
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,9 @@ class _Launcher:
     only_with: str | None = None
 
 
+_TORCHRUN = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _LAUNCHERS = (
-    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _TORCHRUN,
     _Launcher(
         "mpiexec of Open MPI",
         "OMPI_COMM_WORLD_RANK",
@@ -74,23 +79,41 @@ def launcher(env: Mapping[str, str] | None = None) -> LauncherInfo | None:
         LaunchError: a variable has an invalid value, or two launchers disagree.
     """
     env = os.environ if env is None else env
+    task = _read(_SLURM, env)
     found = [info for entry in _LAUNCHERS if (info := _read(entry, env))]
+    if task is not None and "PMI_JOBID" in env:  # srun --mpi=pmi2 numbers its tasks in MPICH's variables, too
+        found = [info for info in found if info.name == _TORCHRUN.name or not _agree(info, task)]
     if not found:
-        return _read(_SLURM, env)
-    first = found[0]
-    for other in found[1:]:
-        if (first.rank, first.size) != (other.rank, other.size):
+        return task
+    first, *others = found
+    for other in others:
+        if not _agree(first, other):
             raise LaunchError(
                 f"two launchers disagree about this process: {first.source} ({first.name}) and {other.source} "
                 f"({other.name}); unset the variables of the one that did not start this job"
             )
+    if first.name == _TORCHRUN.name and "TORCHELASTIC_RUN_ID" not in env:
+        return next((info for info in (*others, task) if info is not None and _agree(info, first)), first)
     return first
+
+
+def _agree(one: LauncherInfo, other: LauncherInfo) -> bool:
+    return (one.rank, one.size) == (other.rank, other.size)
+
+
+def unstarted_tasks(env: Mapping[str, str] | None = None) -> int:
+    """Local. The tasks of the Slurm job whose script runs this process outside any step; 0 elsewhere."""
+    env = os.environ if env is None else env
+    tasks = env.get("SLURM_NTASKS", "")
+    return int(tasks) if "SLURM_STEP_ID" not in env and tasks.isascii() and tasks.isdigit() else 0
 
 
 def _read(entry: _Launcher, env: Mapping[str, str]) -> LauncherInfo | None:
     if entry.rank not in env and entry.size not in env:
         return None
     if entry.only_with is not None and entry.only_with not in env:
+        return None
+    if entry is _TORCHRUN and (entry.rank not in env or (entry.size not in env and "SLURM_STEP_ID" in env)):
         return None
     names = [entry.rank, entry.size, entry.local_rank, *([entry.local_size] if entry.local_size else [])]
     source = " ".join(f"{name}={env[name]}" for name in names if name in env)

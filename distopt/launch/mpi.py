@@ -37,8 +37,10 @@ from ..errors import DistoptError, LaunchError, MissingDependencyError, UsageErr
 from ..settings import Settings
 from .env import LauncherInfo, launcher
 from .job import Job
+from .meeting import meeting
 from .mpi_setup import all_gather_bytes
 from .multiprocess import Ticket
+from .pmi import Member
 from .rendezvous import HostGroup
 from .siblings import Absence, end_with_parent, ends_of_siblings
 from .threads import cap_threads, cores
@@ -183,28 +185,56 @@ def start_mpi() -> ModuleType:
 
 
 def import_mpi() -> ModuleType:
-    """Local. `mpi4py.MPI`; the first import calls MPI_Init.
+    """Local. `mpi4py.MPI`; the first import calls MPI_Init, which is collective over the launcher's job.
 
     Raises:
         MissingDependencyError: mpi4py or the MPI library is missing.
+        LaunchError: the MPI library cannot be started by this launcher, or a rank is missing.
     """
     info = launcher()
     try:
-        with _bounded_init(info):
-            from mpi4py import MPI
+        import mpi4py
+
+        if "mpi4py.MPI" not in sys.modules:
+            mpi4py.rc(initialize=False, finalize=True)  # a library that the launcher does not fit aborts in MPI_Init
+        from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without libmpi
         started = f" although {info.name} started this process ({info.source})" if info else ""
         raise MissingDependencyError(f'MPI cannot be used{started}: {error}; pip install "distopt[mpi]"') from error
     module: ModuleType = MPI
+    if not module.Is_initialized():
+        _initialize(module, info)
     return module
 
 
-@contextlib.contextmanager
-def _bounded_init(info: LauncherInfo | None) -> Iterator[None]:
-    """Limit the time of MPI_Init, which otherwise waits for all ranks forever and cannot be interrupted."""
-    if info is None or info.size == 1 or "mpi4py.MPI" in sys.modules:
-        yield
+def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
+    if info is None or info.size == 1:
+        MPI.Init_thread()
         return
+    library = _library(MPI)
+    of_open_mpi = "Open MPI" in library
+    place = meeting(info)
+    if place is None and of_open_mpi != (info.name == "mpiexec of Open MPI"):
+        raise LaunchError(_mismatch(info, library, "cannot be started by it"))
+    if info.name == "srun" and ("MPICH Version" not in library or "CRAY" in library):
+        if ("PMIX_RANK" if of_open_mpi else "PMI_RANK") not in os.environ:
+            raise LaunchError(_mismatch(info, library, "needs an MPI plugin of srun"))
+        place = None  # the plugin connects the ranks
+    if place is None:
+        with _bounded_init(info):
+            MPI.Init_thread()
+        return
+    if of_open_mpi:
+        raise LaunchError(_mismatch(info, library, "cannot connect ranks that no mpiexec started"))
+    member = Member(info, place, Settings.from_env().timeout)
+    with member.environment(), _bounded_init(info, member.watch):
+        MPI.Init_thread()
+    member.end_with_others()
+
+
+@contextlib.contextmanager
+def _bounded_init(info: LauncherInfo, watch: socket.socket | None = None) -> Iterator[None]:
+    """Limit the time of MPI_Init, which otherwise waits for all ranks forever and cannot be interrupted."""
     seconds = Settings.from_env().timeout
     who = f"rank {info.rank} of {info.size} on {socket.gethostname()} (pid {os.getpid()})"
     late = (
@@ -216,6 +246,9 @@ def _bounded_init(info: LauncherInfo | None) -> Iterator[None]:
             (fd, f"{who} waits in MPI_Init, and a process of this job (pid {pid}) has ended; see the output\n")
             for pid, fd in ends.items()
         ]
+        if watch is not None:
+            lost = "a rank of this job has ended or cannot be reached"
+            signs.append((watch.fileno(), f"{who} waits in MPI_Init, and {lost}; see the output\n"))
         watchdog = _core.Watchdog(seconds, late, 1, signs)
         try:
             yield
@@ -224,17 +257,30 @@ def _bounded_init(info: LauncherInfo | None) -> Iterator[None]:
 
 
 def _check_launcher(MPI: Any) -> None:
-    """Detect a launcher of a different MPI than the library: each of its processes would be rank 0 of 1."""
+    """Detect a script that initialized MPI itself, without the launcher: each process would be rank 0 of 1."""
     info = launcher()
     world = MPI.COMM_WORLD
     if info is None or (info.rank, info.size) == (world.rank, world.size):
         return
-    library = MPI.Get_library_version().strip("\0").splitlines()[0]
-    raise LaunchError(
+    if meeting(info) is not None:
+        raise LaunchError(
+            f"{info.name} started this process as rank {info.rank} of {info.size} ({info.source}), but the script has "
+            "imported mpi4py.MPI before distopt.launch.join, which connects the ranks; import it afterwards"
+        )
+    raise LaunchError(_mismatch(info, _library(MPI), f"sees rank {world.rank} of {world.size}"))
+
+
+def _mismatch(info: LauncherInfo, library: str, fact: str) -> str:
+    return (
         f"{info.name} started this process as rank {info.rank} of {info.size} ({info.source}), but the MPI library in "
-        f"use ({' '.join(library.split())}) sees rank {world.rank} of {world.size}; start the job with the mpiexec of "
-        "that library (under Slurm: srun --mpi=pmi2), or install the mpi4py and MPI library of that launcher"
+        f"use ({library}) {fact}; start the job with the mpiexec of that library (under Slurm: "
+        f"srun --mpi={'pmix' if 'Open MPI' in library else 'pmi2'}), or install the mpi4py and MPI library of that "
+        "launcher"
     )
+
+
+def _library(MPI: Any) -> str:
+    return " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split())
 
 
 def _host_identity() -> str:

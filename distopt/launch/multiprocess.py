@@ -110,7 +110,10 @@ class MultiprocessJob(Job):
         self._ticket = ticket
         self._group: HostGroup | None = None
         self._closed = False
-        cap_threads(world_size)
+        self._settle()
+
+    def _settle(self) -> None:
+        cap_threads(self.topology.world_size)
         end_with_parent()
 
     def all_gather(self, payload: bytes) -> list[bytes]:  # noqa: D102

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import DistoptError, PeerLostError, RankFailedError, UsageError
 from .env import launcher
+from .meeting import meeting
 from .mpi import start_mpi
 from .multiprocess import Ticket
 from .output import mark_output
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
     from multiprocessing.context import SpawnProcess
     from types import FrameType, TracebackType
 
-__all__ = ["invitation", "main", "spawn"]
+    from .env import LauncherInfo
+
+__all__ = ["invitation", "main", "spawn", "started_as_rank"]
 
 _GRACE_SECONDS = 2.0
 _RANKS_PER_CORE = 32  # more are taken for a mistake
@@ -75,17 +78,23 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
     """Run a script's function, and end the process with the proper exit code and message; the last call of a script.
 
     With `world_size`, this calls `spawn(fn, world_size, args)`; without, `fn(*args)` in this process, which is a rank
-    of its launcher's job. The exit code is that of the first rank that failed, whose traceback is the last output on
-    stderr. A usage error prints one line and gives exit code 2. SIGINT and SIGTERM also print one line, and give exit
-    codes 130 and 143.
+    of its launcher's job. If a launcher has already started `world_size` ranks, this process is one of them: it starts
+    no others and calls `fn(rank, world_size, *args)`.
+
+    The exit code is that of the first rank that failed, whose traceback is the last output on stderr. A usage error
+    prints one line and gives exit code 2. SIGINT and SIGTERM also print one line, and give exit codes 130 and 143.
 
     Raises:
         SystemExit: a rank failed, or a signal arrived.
     """
     signum = None
     try:
+        info = launcher()
+        if world_size is not None and info is not None and info.size > 1:
+            args, world_size = _as_rank(info, world_size, args), None
         if world_size is None:
-            if launcher() is not None:
+            place = meeting(info) if info is not None else None
+            if info is not None and not (place is not None and place.one_host):
                 start_mpi()
             check_call(fn, (), args)
             fn(*args)
@@ -107,6 +116,21 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
     if signum is not None:
         _last_words(f"{signal.Signals(signum).name}: all {world_size} ranks have been ended")
         raise SystemExit(128 + signum)
+
+
+def _as_rank(info: LauncherInfo, world_size: int, args: Sequence[Any]) -> tuple[Any, ...]:
+    if world_size != info.size:
+        raise UsageError(
+            f"{info.name} has started {info.size} ranks ({info.source}), but the script asks launch.main for "
+            f"{world_size!r}; start {world_size!r} ranks, or run the script without a launcher"
+        )
+    _launched.append((info.rank, info.size))
+    return (info.rank, info.size, *args)
+
+
+def started_as_rank(rank: int | None, world_size: int | None) -> bool:
+    """Local. Whether `main` runs its function in this process as that rank of a launcher's job."""
+    return (rank, world_size) in _launched
 
 
 def _last_words(text: str) -> None:
@@ -296,6 +320,7 @@ def _describe_false_start(exit_code: int) -> tuple[int, str]:
 
 # -- child -----------------------------------------------------------------------------------------------------------
 _invitation: list[tuple[Ticket, int, int]] = []
+_launched: list[tuple[int, int]] = []  # rank and world size, if `main` joined a launcher's job instead of starting one
 
 
 def invitation() -> tuple[Ticket, int, int] | None:

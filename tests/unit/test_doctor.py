@@ -290,6 +290,16 @@ def test_a_host_name_that_does_not_resolve(answer):
     assert "/etc/hosts" in machine.host_name().cure
 
 
+STEP = {
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_CLUSTER_NAME": "c",
+    "SLURM_STEP_NODELIST": "n[3-4]",
+}
+
+
 @pytest.mark.parametrize(
     ("variables", "state", "text"),
     [
@@ -297,6 +307,9 @@ def test_a_host_name_that_does_not_resolve(answer):
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "ok", "PMI_RANK=1"),
         ({"PMI_RANK": "1"}, "failed", "PMI_SIZE"),
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "ok", "outside a step"),
+        (STEP | {"SLURM_STEP_NUM_NODES": "1"}, "ok", "by shared memory"),
+        (STEP | {"SLURM_STEP_NUM_NODES": "2"}, "ok", "by MPI, rank 0 on n3"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "failed", "MASTER_ADDR is not set"),
     ],
 )
 def test_launcher_variables(monkeypatch, variables, state, text):

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distopt.errors import LaunchError
-from distopt.launch.env import launcher
+from distopt.launch.env import launcher, unstarted_tasks
 
 OMPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -45,6 +45,16 @@ def test_slurm_task_that_is_the_daemon_of_another_launcher_does_not_contradict()
     assert (info.rank, info.size) == (3, 8)
 
 
+def test_world_size_alone_is_no_launcher():
+    assert launcher({"WORLD_SIZE": "2"}) is None
+
+
+def test_tasks_of_a_job_script_that_nobody_started():
+    assert unstarted_tasks(SBATCH) == 8
+    assert unstarted_tasks(SRUN) == 0
+    assert unstarted_tasks({"SLURM_NTASKS": "many"}) == 0
+
+
 def test_local_variables_may_be_absent():
     info = launcher({"PMI_RANK": "0", "PMI_SIZE": "1"})
     assert info is not None
@@ -65,7 +75,6 @@ def test_agreeing_launchers_are_one():
         (PMI | {"PMI_RANK": "8"}, ["PMI_RANK=8", "PMI_SIZE=8"]),
         (PMI | {"PMI_SIZE": "0", "PMI_RANK": "0"}, ["PMI_SIZE=0"]),
         ({"RANK": "1"}, ["RANK='1'", "WORLD_SIZE"]),
-        ({"WORLD_SIZE": "2"}, ["WORLD_SIZE='2'", "RANK"]),
         (TORCHRUN | {"LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"]),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, ["LOCAL_WORLD_SIZE=9", "WORLD_SIZE=8"]),
         (TORCHRUN | PMI | {"PMI_RANK": "2"}, ["RANK=3", "PMI_RANK=2"]),

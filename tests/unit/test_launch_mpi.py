@@ -122,8 +122,6 @@ def test_signal_to_mpiexec_ends_all(signum):
     [
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, "mpiexec of Open MPI"),
         ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "mpiexec of MPICH or Intel MPI"),
-        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}, "srun"),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, "torchrun"),
     ],
 )
 def test_ranks_that_all_believe_to_be_rank_0_of_1(env, named, monkeypatch):
@@ -136,6 +134,30 @@ def test_ranks_that_all_believe_to_be_rank_0_of_1(env, named, monkeypatch):
     assert f"{named} started this process as rank 1 of 4" in message
     assert "sees rank 0 of 1" in message
     assert "MPI" in message.split("library in use (")[1]
+
+
+def test_script_that_imports_mpi_before_distopt_under_torchrun(monkeypatch):
+    pytest.importorskip("mpi4py.MPI", reason="mpi4py is absent: pip install 'distopt[mpi]'", exc_type=ImportError)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=r"rank 1 of 4 .* has imported mpi4py.MPI before distopt.launch.join"):
+        launch.join()
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"},
+        {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"},
+    ],
+)
+def test_mpiexec_of_the_other_mpi_is_refused_before_it_aborts(env):
+    if ("OMPI_COMM_WORLD_RANK" in env) == ("Open MPI" in library()):
+        pytest.skip("this is the launcher of the MPI in use")
+    ended = Program([sys.executable, SCRIPT, "success"], env).end()
+    assert ended.code != 0
+    assert "started this process as rank 1 of 4" in ended.stderr
+    assert "cannot be started by it; start the job with the mpiexec of that library" in ended.stderr.splitlines()[-1]
 
 
 class _NoMpi(importlib.abc.MetaPathFinder):

@@ -110,17 +110,20 @@ def host_name() -> Finding:
 def launcher_variables() -> Finding:
     """The launcher that started this process, according to its environment variables."""
     from ...launch.env import launcher  # not before the probe runs: the package may be incomplete
+    from ...launch.meeting import meeting
 
     try:
         info = launcher()
+        place = meeting(info) if info is not None else None
     except LaunchError as error:
         return failed(str(error), "start the job with one launcher only")
     if info is not None:
-        return ok(f"{info.name}: {info.source}", name=info.name, rank=info.rank, size=info.size)
+        how = "its MPI connects the ranks"
+        if place is not None:
+            how = "ranks of one host, by shared memory" if place.one_host else f"by MPI, rank 0 on {place.address}"
+        return ok(f"{info.name}: {info.source}; {how}", name=info.name, rank=info.rank, size=info.size)
     if "SLURM_JOB_ID" in os.environ:
-        return ok(
-            f"inside Slurm job {os.environ['SLURM_JOB_ID']}, outside a step", "start the ranks with srun --mpi=pmi2"
-        )
+        return ok(f"inside Slurm job {os.environ['SLURM_JOB_ID']}, outside a step", "start the ranks with srun")
     return absent("none: this process was started by hand")
 
 

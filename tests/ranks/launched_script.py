@@ -1,0 +1,43 @@
+"""A rank under any launcher. The first argument says what it does; it prints one line with what it saw."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+from distopt import comm, launch
+from distopt.errors import UsageError
+
+
+def main(how: str) -> None:
+    if how == "usage":
+        raise UsageError("the option is wrong; correct it")
+    job = launch.join()
+    world = comm.create(job)
+    rank, size = job.topology.rank, job.topology.world_size
+    wire = np.arange(1001, dtype=np.float32) * (rank + 1)
+    world.all_reduce(wire).wait()
+    np.testing.assert_array_equal(wire, np.arange(1001, dtype=np.float32) * (size * (size + 1) / 2))
+    place = f"{job.topology.local_rank} of {job.topology.local_size} on {job.topology.host}"
+    mpi = "mpi4py.MPI" in sys.modules
+    sys.stdout.write(f"rank {rank} of {size}, {place}: {type(job).__name__} {world.name} mpi={mpi}\n")
+    sys.stdout.flush()
+    last = rank == size - 1
+    if how == "SIGKILL":
+        if last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    elif how == "raise":
+        if last:
+            raise ValueError("the cause")
+        world.all_reduce(wire).wait()
+    world.close()
+    job.close()
+
+
+if __name__ == "__main__":
+    launch.main(main, args=(sys.argv[1],))

@@ -1,0 +1,167 @@
+"""Ranks that torchrun or srun numbered and nobody connected: on one host, and on two that are network namespaces."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hosts import LINK, HostsUnavailableError, two_hosts
+from tests.processes import ROOT, Program, is_open_mpi
+
+SCRIPT = str(ROOT / "tests" / "ranks" / "launched_script.py")
+MAIN = str(ROOT / "tests" / "ranks" / "launched_main.py")
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+
+needs_torchrun = pytest.mark.skipif(not Path(TORCHRUN).exists(), reason="torchrun is absent: pip install torch")
+
+
+@pytest.fixture(scope="module")
+def net():
+    if find_spec("mpi4py") is None or is_open_mpi():
+        pytest.skip("MPICH is absent: pip install 'distopt[mpi]'")
+    try:
+        with two_hosts() as made:
+            yield made
+    except HostsUnavailableError as error:
+        pytest.skip(f"no second host: {error}")
+
+
+def slurm(rank: int, size: int, nodes: str, n_nodes: int, job: int = os.getpid()) -> dict[str, str]:
+    """The variables that srun sets."""
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_NTASKS": str(size),
+        "SLURM_LOCALID": "0",
+        "SLURM_JOB_ID": str(job),
+        "SLURM_STEP_ID": "0",
+        "SLURM_CLUSTER_NAME": "test",
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_STEP_NUM_NODES": str(n_nodes),
+    }
+
+
+def said(stdout: str) -> list[str]:
+    return sorted(re.findall(r"^rank .*$", stdout, re.MULTILINE))
+
+
+@needs_torchrun
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_torchrun_on_one_host_needs_no_mpi(n):
+    ended = Program([TORCHRUN, "--standalone", "--nproc-per-node", str(n), SCRIPT, "ok"]).end(100.0)
+    assert ended.code == 0, ended.stderr
+    here, backend = os.uname().nodename, "single" if n == 1 else "shm"
+    expected = [f"rank {rank} of {n}, {rank} of {n} on {here}: LaunchedJob {backend} mpi=False" for rank in range(n)]
+    assert said(ended.stdout) == expected
+
+
+def test_srun_on_one_host_and_jobs_that_never_meet():
+    programs = [
+        Program([sys.executable, SCRIPT, "ok"], slurm(rank, size, "here", 1, job))
+        for job, size in ((os.getpid(), 2), (os.getpid() + 1, 3))
+        for rank in range(size)
+    ]
+    ended = [program.end() for program in programs]
+    assert [one.code for one in ended] == [0] * 5, ended
+    assert [one.stdout.split(",")[0] for one in ended] == [
+        f"rank {rank} of {size}" for size in (2, 3) for rank in range(size)
+    ]
+
+
+def on_two_hosts(net, how: str, env: dict[str, str] | None = None) -> list[Program]:
+    """One rank on each host, as srun would start them."""
+    wire = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
+    nodes = net.hosts[0].address
+    return [
+        Program(host.inside([sys.executable, SCRIPT, how]), {**slurm(rank, 2, nodes, 2), **wire, **(env or {})})
+        for rank, host in enumerate(net.hosts)
+    ]
+
+
+def test_srun_on_two_hosts(net):
+    ended = [program.end() for program in on_two_hosts(net, "ok", {"DISTOPT_JOB_SECRET": "s"})]
+    assert [one.code for one in ended] == [0, 0], ended
+    assert [said(one.stdout) for one in ended] == [
+        [f"rank {rank} of 2, 0 of 1 on {host.name}: MpiJob mpi mpi=True"] for rank, host in enumerate(net.hosts)
+    ]
+
+
+def test_killed_rank_is_named_on_the_other_host_at_once(net):
+    programs = on_two_hosts(net, "SIGKILL")
+    programs[0].read_lines(1)
+    began = time.monotonic()
+    ended = [program.end() for program in programs]
+    assert time.monotonic() - began < 10.0
+    assert ended[0].code == 1
+    assert re.search(rf"^rank 1 on {net.hosts[1].name} \(pid \d+\) has ended before", ended[0].stderr, re.MULTILINE)
+
+
+def test_exception_on_one_host_ends_both_and_is_shown_once(net):
+    ended = [program.end() for program in on_two_hosts(net, "raise")]
+    assert [one.code for one in ended] == [1, 1]
+    assert ended[1].stderr.rstrip().endswith("ValueError: the cause")
+    assert "Traceback" not in ended[0].stderr
+
+
+def test_host_that_never_comes_is_named(net):
+    first, second = on_two_hosts(net, "ok", {"DISTOPT_TIMEOUT": "3", "SLURM_NTASKS": "3"})
+    ended = first.end(), second.end()
+    assert [one.code for one in ended] == [2, 2], ended
+    assert ended[0].stderr.startswith("error: rank 2 of 3 did not join within 3 s; see the output")
+    assert ended[1].stderr == "error: another rank has failed while the ranks were joining; see the output\n"
+
+
+def test_wrong_secret_is_kept_out(net):
+    programs = on_two_hosts(net, "ok", {"DISTOPT_TIMEOUT": "3"})
+    intruder = Program(
+        net.hosts[1].inside([sys.executable, SCRIPT, "ok"]),
+        {**slurm(1, 2, net.hosts[0].address, 2), "DISTOPT_JOB_SECRET": "x", "DISTOPT_TIMEOUT": "1"},
+    )
+    assert [program.end().code for program in programs] == [0, 0]
+    ended = intruder.end()
+    assert ended.code != 0
+    assert "found no rank 0" in ended.stderr
+
+
+@needs_torchrun
+def test_torchrun_on_two_hosts(net):
+    programs = []
+    for number, host in enumerate(net.hosts):
+        meet = ["--node-rank", str(number), "--master-addr", net.hosts[0].address, "--master-port", "29555"]
+        program = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", "--local-addr", host.address, *meet, SCRIPT]
+        programs.append(Program(host.inside([*program, "ok"]), {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}))
+    ended = [program.end(100.0) for program in programs]
+    assert [one.code for one in ended] == [0, 0], ended
+    assert said(ended[0].stdout + ended[1].stdout) == [
+        f"rank {2 * number + local} of 4, {local} of 2 on {host.name}: MpiJob hierarchical mpi=True"
+        for number, host in enumerate(net.hosts)
+        for local in range(2)
+    ]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_main_under_a_launcher_joins_or_refuses_and_never_nests(n):
+    programs = [Program([sys.executable, MAIN, str(n)], slurm(rank, 2, "here", 1)) for rank in range(2)]
+    ended = [program.end() for program in programs]
+    if n == 2:
+        assert [one.stdout for one in ended] == [f"rank {rank} of 2: sum 3\n" for rank in range(2)], ended
+    else:
+        assert [one.code for one in ended] == [2, 2]
+        assert all(re.fullmatch(r"error: srun has started 2 ranks .*\n", one.stderr) for one in ended), ended
+
+
+def test_script_alone_in_a_job_of_several_tasks_is_warned_once():
+    env = {name: value for name, value in slurm(0, 4, "here", 1).items() if name != "SLURM_STEP_ID"}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "ok"], env={**os.environ, **env}, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == (
+        "this process trains alone, although its Slurm job has 4 tasks; start all of them by: "
+        f"srun python {SCRIPT} ok\n"
+    )

@@ -1,0 +1,167 @@
+"""The key-value server of MPICH's ranks: what it answers, whom it refuses, and that it tells of lost ranks."""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from distopt.errors import LaunchError
+from distopt.launch.env import LauncherInfo
+from distopt.launch.meeting import Meeting
+from distopt.launch.pmi import Member, ports
+from distopt.launch.pmi_server import Server
+
+KEY = bytes(range(32))
+
+
+class Rank(Member):
+    """A rank whose server another thread runs."""
+
+    def _serve(self, timeout):
+        del timeout
+
+    def say(self, line):
+        self._mpi.sendall(line.encode() + b"\n")
+
+    def ask(self, line):
+        self.say(line)
+        return self.hear()
+
+    def hear(self):
+        heard = b""
+        while not heard.endswith(b"\n"):
+            part = self._mpi.recv(1)
+            if not part:
+                return None
+            heard += part
+        return heard.decode()[:-1]
+
+    def told(self):
+        return self._read_line()
+
+    def leave(self):
+        self._mpi.close()
+        self.watch.close()
+
+
+def member(rank, size=2, key=KEY, timeout=5.0):
+    info = LauncherInfo("srun", rank, size, None, None, "")
+    return Rank(info, Meeting(key, False, "localhost", "NODES=localhost"), timeout)
+
+
+@contextlib.contextmanager
+def served(size=2, key=KEY, timeout=5.0):
+    listener = socket.create_server(("", ports(key)[0]))
+    server = Server(listener, key, size, timeout, os.getppid())
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(10.0)
+        listener.close()
+        assert not thread.is_alive()
+
+
+def join(size=2):
+    """All ranks; each waits for the others to join."""
+    joined = {}
+    threads = [threading.Thread(target=lambda r=rank: joined.update({r: member(r, size)})) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    return [joined[rank] for rank in range(size)]
+
+
+def test_ranks_exchange_values():
+    with served():
+        ranks = join()
+        for rank, one in enumerate(ranks):
+            assert one.ask("cmd=init pmi_version=1 pmi_subversion=1").startswith("cmd=response_to_init pmi_version=1")
+            assert one.ask("cmd=get_universe_size") == "cmd=universe_size size=2 rc=0"
+            assert one.ask("cmd=get_my_kvsname") == "cmd=my_kvsname kvsname=distopt rc=0"
+            assert one.ask(f"cmd=put kvsname=distopt key=card-{rank} value=a={rank}/b") == "cmd=put_result rc=0"
+        ranks[0].say("cmd=barrier_in")
+        ranks[0]._mpi.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            ranks[0].hear()
+        ranks[0]._mpi.settimeout(5.0)
+        ranks[1].say("cmd=barrier_in")
+        assert [one.hear() for one in ranks] == ["cmd=barrier_out rc=0"] * 2
+        assert ranks[0].ask("cmd=get kvsname=distopt key=card-1") == "cmd=get_result rc=0 value=a=1/b"
+        assert ranks[0].ask("cmd=get kvsname=distopt key=none") == "cmd=get_result rc=-1"
+        assert ranks[0].ask("cmd=frobnicate") == "cmd=frobnicate rc=-1"
+        assert ranks[0].ask("cmd=finalize") == "cmd=finalize_ack rc=0"
+        ranks[0].leave()  # after MPI_Finalize: no failure
+        assert ranks[1].ask("cmd=get_appnum") == "cmd=appnum appnum=0 rc=0"
+        assert ranks[1].ask("cmd=finalize") == "cmd=finalize_ack rc=0"
+        ranks[1].leave()
+
+
+def test_lost_rank_is_named_once():
+    with served(3):
+        ranks = join(3)
+        ranks[1].leave()
+        name = f"rank 1 on {socket.gethostname()} (pid {os.getpid()})"
+        assert ranks[0].told() == f"end 1 {name} has ended before the others; see its output"
+        assert ranks[2].told() == "end 1 "
+        ranks[0].leave()
+        ranks[2].leave()
+
+
+def test_abort_carries_the_exit_code():
+    with served():
+        ranks = join()
+        ranks[1].say("cmd=abort exitcode=7")
+        assert ranks[0].told() == "end 7 "
+        for one in ranks:
+            one.leave()
+
+
+def test_strangers_do_no_harm():
+    with served():
+        address = ("localhost", ports(KEY)[0])
+        strangers = [socket.create_connection(address) for _ in range(80)]
+        for i, stranger in enumerate(strangers[40:]):
+            stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" * (10 * i))
+        ranks = join()
+        assert ranks[0].ask("cmd=get_universe_size") == "cmd=universe_size size=2 rc=0"
+        for one in (*ranks, *strangers):
+            one.leave() if isinstance(one, Rank) else one.close()
+
+
+def test_another_job_does_not_get_in(monkeypatch):
+    monkeypatch.setattr("distopt.launch.pmi.ports", lambda key: ports(KEY))
+    with served():
+        began = time.monotonic()
+        with pytest.raises(LaunchError, match=r"rank 1 of 2 on .* found no rank 0 at localhost \(NODES=localhost\)"):
+            member(1, key=bytes(32), timeout=0.3)
+        assert time.monotonic() - began < 5.0
+        for one in join():
+            one.leave()
+
+
+def test_wrong_numbers_are_refused_with_the_reason():
+    with served():
+        ranks = join()
+        with pytest.raises(LaunchError, match=r"refused this rank: rank 1 on .* is not the only one of that rank"):
+            member(1)
+        with pytest.raises(LaunchError, match=r"rank 2 on .* expects 3 ranks, rank 0 expects 2"):
+            member(2, 3)
+        for one in ranks:
+            one.leave()
+
+
+def test_rank_that_never_comes_is_named():
+    with served(3, timeout=0.5), pytest.raises(LaunchError, match=r"ranks 1, 2 of 3 did not join within 0.5 s"):
+        member(0, 3)
+
+
+def test_unknown_host_of_rank_0():
+    info = LauncherInfo("srun", 1, 2, None, None, "")
+    with pytest.raises(LaunchError, match=r"cannot find the host of rank 0 \(NODES=nowhere.invalid\)"):
+        Member(info, Meeting(KEY, False, "nowhere.invalid", "NODES=nowhere.invalid"), 5.0)
