@@ -71,8 +71,9 @@ class Job:
     def kill(self, one_rank: random.Random | None = None) -> str:
         """SIGKILL to all of its processes, or to one of its ranks; what it had printed."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        if one_rank is not None and children:
-            os.kill(int(one_rank.choice(children)), signal.SIGKILL)
+        ranks = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        if one_rank is not None and ranks:
+            os.kill(int(one_rank.choice(ranks)), signal.SIGKILL)
         else:
             os.killpg(self.process.pid, signal.SIGKILL)
         return self.end(None)

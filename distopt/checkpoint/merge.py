@@ -48,7 +48,8 @@ class Mean:
             if np.array_equal(array, self._first.arrays[key]):
                 continue
             if array.dtype.kind != "f":
-                raise StateError(f"{key!r} of {array.dtype} differs from rank to rank; use as many ranks again")
+                what = key or "an array"
+                raise StateError(f"{what} of {array.dtype} differs from rank to rank; use as many ranks again")
             self._differ.add(key)
 
     def result(self) -> State:

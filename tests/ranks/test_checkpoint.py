@@ -129,7 +129,8 @@ def test_killed_jobs_end_like_undisturbed_ones(tmp_path, strategy):
             if number % 2:
                 program.kill()
             else:  # one rank; the others end because of it
-                os.kill(rng.choice([pid for pid in program.pids() if pid != program.process.pid]), signal.SIGKILL)
+                ranks = [pid for pid, command in program.pids().items() if "spawn_main" in command]
+                os.kill(rng.choice(ranks), signal.SIGKILL)
             lines += program.end().stdout.splitlines()
         ended = start(folder, strategy, epochs).end()
         assert ended.code == 0, ended.stderr

@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import distopt
-from distopt import layer, model, opt, tensor
+from distopt import launch, layer, model, opt, tensor
 from distopt.checkpoint import Checkpoint, checkpoint, load
-from distopt.checkpoint.folder import share_of
+from distopt.checkpoint.folder import share_of, survey
 from distopt.data import ShardedSampler
 from distopt.errors import CheckpointError, StateError, UsageError
 from tests.conformance.thread_ranks import on_ranks
@@ -230,7 +230,8 @@ def test_an_optimizer_of_the_user(tmp_path, distributed):
         weight = tensor.Tensor(data=np.ones(3, np.float32))
         weight.name = "w"
         optimizer = Velocities(0.1)
-        return weight, opt.DistOpt(optimizer) if distributed else optimizer, optimizer
+        job = launch.join(launch.Ticket(), 0, 1)
+        return weight, opt.DistOpt(optimizer, job=job) if distributed else optimizer, optimizer
 
     def train(weight, optimizer, saver):
         optimizer.update(weight, tensor.Tensor(data=np.arange(3, dtype=np.float32)))
@@ -251,7 +252,7 @@ def test_an_optimizer_of_the_user(tmp_path, distributed):
 
 
 def test_the_communicator_is_that_of_the_world(tmp_path):
-    with distopt.init() as world:
+    with distopt.init(launch.Ticket(), 0, 1) as world:
         assert Checkpoint(tmp_path, values=np.zeros(1))._communicator is world.communicator
 
 
@@ -422,6 +423,12 @@ def test_a_checkpoint_of_another_size_is_refused_whole(copy, caplog):
     assert [re.findall(r"rank \d", record.getMessage())[0] for record in caplog.records] == ["rank 1", "rank 1"]
 
 
+def test_what_is_no_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StateError, match="file cannot be read"):
+        load(tmp_path / "file", values=np.zeros(1))
+
+
 def write_over(folder, **objects) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     with Checkpoint(folder, **objects) as saver:
@@ -561,6 +568,37 @@ def test_what_is_not_of_a_checkpoint_is_left_alone(copy):
     assert step_name(6) not in names(copy)
     assert (copy / step_name(9) / "mine").read_text() == "mine"
     assert_goes_on(copy, 0)
+
+
+def test_a_refused_checkpoint_is_none_of_those_that_are_kept(copy):
+    """Its files look whole, and only who reads all of it sees the damage."""
+    with (copy / step_name(3) / FILES[2]).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    assert survey(copy / step_name(3)).whole
+
+    def body(comm):
+        own = Rank(comm, copy, keep=2)
+        assert own.checkpoint.resume().refused == (step_name(3),)
+        own.checkpoint.steps = 3
+        own.step()
+        own.checkpoint.close()
+
+    on_ranks(RANKS, body)
+    assert names(copy) == [step_name(2), step_name(4)]
+
+
+def test_what_a_look_at_the_files_shows(copy, saved):
+    assert survey(copy / step_name(2)) == (True, False)
+    shutil.copy(saved / step_name(1) / FILES[2], copy / step_name(2))
+    assert survey(copy / step_name(2)) == (False, False), "files of two saves"
+    for file in FILES[1:]:
+        assert survey(copy / step_name(1)) == (True, False)
+        (copy / step_name(1) / file).rename(copy / file)
+        assert survey(copy / step_name(1)) == (False, True)
+        (copy / file).rename(copy / step_name(1) / file)
+        (copy / step_name(3) / file).write_bytes(b"")
+        assert survey(copy / step_name(3)) == (False, False)
 
 
 def test_refused_checkpoints_are_replaced(copy):
@@ -787,7 +825,7 @@ def test_misuse_is_told(tmp_path):
 def test_means_over_ranks(tmp_path, before, after):
     def body(comm):
         rank = comm.topology.rank
-        own = np.full(2, 0.1 + rank, np.float32)
+        own = np.random.default_rng(rank + 10).standard_normal(1000).astype(np.float32)
         alike, different = np.random.default_rng(5), np.random.default_rng(rank)
         saver = Checkpoint(tmp_path, communicator=comm, own=own, alike=alike, different=different)
         resumed = saver.resume()
@@ -798,12 +836,12 @@ def test_means_over_ranks(tmp_path, before, after):
         else:
             assert resumed.world_size == before
         saver.close()
-        return own[0], alike.random(), different.random()
+        return own, alike.random(), different.random()
 
     old, new = on_ranks(before, body), on_ranks(after, body)
-    mean = np.float32(np.mean([own for own, _, _ in old], dtype=np.float64))
+    mean = np.mean([own for own, _, _ in old], axis=0, dtype=np.float64).astype(np.float32)
     for rank, (own, alike, different) in enumerate(new):
-        assert own == mean
+        np.testing.assert_array_equal(own, mean)
         assert alike == old[0][1]
         assert different == (old[rank][2] if rank < before else np.random.default_rng(rank).random())
 
@@ -814,7 +852,7 @@ def test_what_has_no_mean_is_refused(tmp_path):
         saver = Checkpoint(tmp_path, communicator=comm, counts=counts)
         if comm.topology.world_size == 3:
             with pytest.raises(
-                StateError, match="counts: '' of int64 differs from rank to rank; use as many ranks again"
+                StateError, match="counts: an array of int64 differs from rank to rank; use as many ranks again"
             ):
                 saver.resume()
             return
