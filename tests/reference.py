@@ -33,6 +33,7 @@ __all__ = [
     "conv2d_max_pool",
     "conv2d_max_pool_backward",
     "empty",
+    "from_half",
     "linear",
     "linear_backward",
     "max_pool2d",
@@ -46,6 +47,7 @@ __all__ = [
     "softmax",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
+    "to_half",
 ]
 
 
@@ -157,6 +159,15 @@ def avg_pool2d_backward(dy: Array, saved: Any) -> Array:
     for oy, ox, (rows, columns) in _windows(bordered, kernel, stride):
         dx[:, :, rows, columns] += dy[:, :, oy, ox, None, None] / (kernel[0] * kernel[1])
     return _cropped(dx, padding)
+
+
+def to_half(x: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return x.astype(np.float16)
+
+
+def from_half(x: Array) -> Array:
+    return x.astype(np.float32)
 
 
 def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Array, Any]:
