@@ -7,13 +7,17 @@ where the gradient was; the wrapped optimizer applies it (`_update`).
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 from . import comm, compress, launch
 from .comm.world import current
-from .errors import UsageError
+from .errors import UsageError, absent_name, check_assignment, names_of
 from .nn import autograd
+from .nn.accumulation import Accumulation
 from .nn.device import find_gpu, get_default_device
+from .nn.mode import mode
 from .nn.optim import Optimizer
 from .nn.tensor import Tensor
 from .settings import Settings
@@ -40,6 +44,9 @@ __all__ = ["DEFAULT_BUCKET_ELEMENTS", "DistOpt", "NonFinite"]
 class DistOpt:
     """An optimizer whose gradients are averaged over the ranks of a job.
 
+    Attributes of the wrapped optimizer, such as `lr` and `grad_norm`, can be read and assigned here, too. Assign the
+    same on all ranks.
+
     Args:
         opt: the optimizer to wrap; it applies the averaged gradients.
         job: this rank's membership (default: found from the launcher, see `distopt.launch.join`).
@@ -51,6 +58,9 @@ class DistOpt:
         non_finite: what to do about a gradient that is NaN or infinite on any rank. "raise" a GradientError on all
             ranks; "skip" the update of this step on all ranks, with a warning; "ignore" it: fp32 then does not look,
             and the other codecs, which cannot carry such a value, raise.
+        clip_grad_norm: limit the l2 norm of the averaged gradient of each step, see `Optimizer.clip_gradients`;
+            None leaves what is set on `opt`. All ranks have the same mean and so the same norm. With a sparse codec it
+            is that of what was sent, not of residuals; in a partial update it is this rank's own.
 
     Attributes:
         world_size: number of ranks in the job.
@@ -58,8 +68,17 @@ class DistOpt:
         local_rank: number of this process on its host.
         communicator: the communicator in use.
         opt: the wrapped optimizer.
-        codec: the codec of `opt(loss)`. Another one may be assigned between two steps, on all ranks.
+        bucket_elements: see above.
+        partition_elements: see above.
     """
+
+    opt: Optimizer
+    communicator: Communicator
+    world_size: int
+    global_rank: int
+    local_rank: int
+    bucket_elements: int
+    partition_elements: int
 
     def __init__(
         self,
@@ -71,10 +90,13 @@ class DistOpt:
         bucket_elements: int = DEFAULT_BUCKET_ELEMENTS,
         partition_elements: int | None = None,
         non_finite: NonFinite = "raise",
+        clip_grad_norm: float | None = None,
     ) -> None:
         """Collective."""
-        self.codec = compress.create(codec) if isinstance(codec, str) else codec
+        self.codec = codec
         Engine.check_options(non_finite)
+        if clip_grad_norm is not None:
+            opt.clip_grad_norm = clip_grad_norm
         if communicator is None:
             world = current() if job is None else None
             communicator = comm.create(job or launch.join()) if world is None else world.communicator
@@ -86,8 +108,9 @@ class DistOpt:
         self.bucket_elements = bucket_elements
         self.partition_elements = bucket_elements if partition_elements is None else partition_elements
         self._engine = Engine(communicator, opt, non_finite)
-        self._pairs: dict[Layout, list[tuple[Tensor, Tensor]]] = {}
+        self._pairs: WeakKeyDictionary[Layout, list[tuple[Tensor, Tensor]]] = WeakKeyDictionary()
         self._adopted: Layout | None = None  # whose views autograd writes into
+        self._accumulation = Accumulation()
 
     def __call__(self, loss: Tensor) -> None:
         """Collective. One training step from `loss`: backward, average, update."""
@@ -103,6 +126,34 @@ class DistOpt:
             MismatchError: names, shapes or types differ; the message names the ranks and the first difference.
         """
         self._engine.attach(list(params))
+
+    if not TYPE_CHECKING:  # with them, type checkers accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            opt = vars(self).get("opt")
+            if _has(opt, name):
+                return getattr(opt, name)
+            kind, reasons = type(self), {}
+            if hasattr(opt, name):
+                reasons[name] = f"it is a method of the wrapped optimizer, of this rank alone; call opt.{name}"
+            raise absent_name(kind.__name__, name, names_of(kind), reasons)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            opt = vars(self).get("opt")
+            if name not in vars(self) and name in names_of(type(opt)) - names_of(type(self)) and _has(opt, name):
+                setattr(opt, name, value)
+            else:
+                check_assignment(self, name, opt)
+                object.__setattr__(self, name, value)
+
+    @property
+    def codec(self) -> Codec:
+        """Local. What `opt(loss)` sends. Another one, or its name, may be assigned between two steps, on all ranks."""
+        return self._codec
+
+    @codec.setter
+    def codec(self, value: Codec | str) -> None:
+        self._codec = compress.create(value) if isinstance(value, str) else value
 
     @property
     def device(self) -> Device:
@@ -140,6 +191,10 @@ class DistOpt:
             GradientError: see `non_finite`; on all ranks, and no parameter has been changed.
             UsageError: the set of parameters under `loss` is not that of the first step, or `clip` is not positive.
         """
+        if self._accumulation.active:
+            self._accumulate(loss)
+            return
+        self._engine.version = mode.freezes
         step = self._engine.begin(bucket_elements, lambda: autograd.gradient_order(loss), codec, clip)
         if self._backward(loss, step):
             self._update(step.layout)
@@ -158,10 +213,28 @@ class DistOpt:
             GradientError: see `non_finite`; on all ranks, and no parameter has been changed.
             UsageError: the set of parameters under `loss` is not that of the first step.
         """
+        if self._accumulation.active:
+            self._accumulate(loss)
+            return
+        self._engine.version = mode.freezes
         step = self._engine.begin_partial(partition_elements, lambda: autograd.gradient_order(loss))
         if self._backward(loss, step):
             self._update(step.layout)
             self._engine.average_partition(step.layout)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Local. In the body of a `with`, a step only adds the gradients of its loss to earlier ones; nothing is sent.
+
+        The next step outside adds them to its own, and goes on as always, whatever its kind: the sum is clipped, sent
+        and averaged over the ranks. To have the gradient of a mean over n such batches, divide each loss by n. Every
+        rank leaves the body before the same step; how many losses it adds is its own affair. A step whose update is
+        skipped takes the sum with it. The name is PyTorch's.
+        """
+        return self._accumulation.collecting()
+
+    def _accumulate(self, loss: Tensor) -> None:
+        # With the pauses of a step, so that a graph that is captured here serves for it, too.
+        self._accumulation.add(autograd.backward(loss, pauses=self._adopted.last if self._adopted else ()))
 
     def synchronize(self) -> None:
         """Collective. Make the parameters of all ranks equal to their mean, where partial updates have let them drift.
@@ -191,11 +264,16 @@ class DistOpt:
         """Run backward, hand each gradient to the engine as soon as it is final; whether the means may be applied."""
         layout = step.layout
         if layout is not self._adopted:
+            for param, _ in () if self._adopted is None else self._pairs_of(self._adopted):
+                param.grad = None  # should it be frozen by now, its old bucket can go
             for param, grad in self._pairs_of(layout):
                 param.grad = grad
             self._adopted = layout
         final = step.final
-        for param, _ in autograd.backward(loss, pauses=layout.last):
+        pairs: Iterable[tuple[Tensor, Tensor]] = autograd.backward(loss, pauses=layout.last)
+        if self._accumulation.sums:
+            pairs = self._accumulation.taken(pairs)
+        for param, _ in pairs:
             final(param)
         verdict = step.finish()
         if verdict is not None:
@@ -203,6 +281,8 @@ class DistOpt:
         return self._engine.may_update(verdict)
 
     def _update(self, layout: Layout) -> None:
+        if self.opt.clip_grad_norm is not None:
+            self.opt.clip_gradients([bucket.flat for bucket in layout.buckets])
         update = self.opt.update
         for param, grad in self._pairs_of(layout):
             update(param, grad)
@@ -227,13 +307,17 @@ class DistOpt:
         """Local. Copies of all that a later run needs to go on, this rank's residuals included.
 
         Residuals differ between ranks: every rank saves its own.
+
+        Raises:
+            UsageError: gradients of `no_sync` wait for an update.
         """
+        self._accumulation.check_empty()
         return {f"optimizer/{name}": array for name, array in self.opt.get_states().items()} | self._engine.get_states()
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
         """Local. Go on from what `get_states` gave on the same rank of a job of the same size.
 
-        What `Model.load_states` made of it, tensors, will do, too.
+        What `Model.load_states` made of it, tensors, will do, too. Gradients of `no_sync` are dropped.
 
         Raises:
             StateError: the states are not of a DistOpt, or do not fit; nothing was changed.
@@ -242,6 +326,7 @@ class DistOpt:
         self._engine.check_states(others)
         self.opt.set_states(slots)
         self._engine.set_states(others)
+        self._accumulation.sums.clear()
 
     def check_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
         """Local. Whether `set_states` would accept them.
@@ -266,6 +351,11 @@ class DistOpt:
     def parameters_agree(self) -> bool:
         """Local. Whether all ranks have the same parameters; between partial updates they do not."""
         return not self._engine.drifted
+
+
+def _has(opt: Optimizer | None, name: str) -> bool:
+    """Whether the wrapped optimizer has a public attribute of that name that is no method."""
+    return not name.startswith("_") and hasattr(opt, name) and not isinstance(getattr(opt, name), MethodType)
 
 
 def _divided(states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> tuple[States, States]:

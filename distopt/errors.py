@@ -5,8 +5,10 @@ Every message states the fact, where it happened (rank and host, if more than on
 
 from __future__ import annotations
 
+import functools
+import inspect
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -29,6 +31,8 @@ __all__ = [
     "UsageError",
     "WireMemoryError",
     "absent_name",
+    "check_assignment",
+    "names_of",
 ]
 
 
@@ -162,3 +166,44 @@ def absent_name(
         cure = f"; {otherwise or f'dir({module}) lists what there is'}"
     # Without name and obj, Python appends a second suggestion.
     return AttributeError(f"{module} has no {name}{cure}", name=None, obj=None)
+
+
+@functools.cache
+def names_of(cls: Any) -> frozenset[str]:
+    """Local. What a class and its bases define, or annotate in their bodies."""
+    return frozenset(name for base in cls.__mro__ for name in (*vars(base), *inspect.get_annotations(base)))
+
+
+def check_assignment(owner: Any, name: str, wrapped: Any = None) -> None:
+    """Local. Whether something reads an attribute that is about to be assigned; for `__setattr__`.
+
+    Only objects of distopt's own classes are checked: those that scripts derive have attributes of their own.
+
+    Args:
+        owner: the object.
+        name: the attribute.
+        wrapped: an object within, to which `owner` passes what is assigned to names of its class.
+
+    Raises:
+        UsageError: the assignment would have no effect; the message has the nearest name, or all.
+    """
+    cls: Any = type(owner)
+    if name.startswith("_") or name in vars(owner) or name in names_of(cls) or cls.__module__[:8] != "distopt.":
+        return
+    inner = [] if wrapped is None else _data_of(wrapped)
+    known = sorted({*_data_of(owner), *inner})
+    if name in inner:
+        cure = f"assign to that of the {type(wrapped).__name__} inside"
+    elif near := get_close_matches(name, known, 1):
+        cure = f"did you mean {near[0]}?"
+    else:
+        cure = f"it has {', '.join(known)}"
+    raise UsageError(f"{cls.__name__} has no {name}, so an assignment would have no effect; {cure}")
+
+
+def _data_of(owner: Any) -> list[str]:
+    """The public attributes of an object that are no methods."""
+    cls: Any = type(owner)
+    methods = {name for base in cls.__mro__ for name, value in vars(base).items() if inspect.isfunction(value)}
+    names = {*vars(owner), *names_of(cls)} - methods
+    return [name for name in names if not name.startswith("_")]

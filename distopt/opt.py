@@ -13,7 +13,20 @@ from . import dist_opt, launch
 from .compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
 from .dist_opt import DEFAULT_BUCKET_ELEMENTS
 from .errors import UsageError, absent_name
-from .nn.optim import SGD, AdaGrad, Adam, Constant, DecayScheduler, ExponentialDecay, Optimizer, RMSProp
+from .nn.optim import (
+    SGD,
+    AdaGrad,
+    Adam,
+    AdamW,
+    Constant,
+    CosineDecay,
+    DecayScheduler,
+    ExponentialDecay,
+    LinearWarmUp,
+    Optimizer,
+    RMSProp,
+    StepDecay,
+)
 from .nn.optim_base import check_gradient
 from .nn.raw import RawTensor
 from .nn.tensor import Tensor
@@ -31,12 +44,16 @@ __all__ = [
     "SGD",
     "AdaGrad",
     "Adam",
+    "AdamW",
     "Constant",
+    "CosineDecay",
     "DecayScheduler",
     "DistOpt",
     "ExponentialDecay",
+    "LinearWarmUp",
     "Optimizer",
     "RMSProp",
+    "StepDecay",
 ]
 
 # What scripts call `dist_option`.

@@ -83,6 +83,9 @@ class Kernels(Protocol):
     def decode16(self, wire: Array, x: Array, dtype: str, scale: float) -> None:
         """Cast back into x, times scale."""
 
+    def squared_norm(self, x: Array) -> Any:
+        """The sum of squares in float64, a number or an array of shape (); float64 too."""
+
     def clip_scale(self, x: Array, limit: float) -> Any:
         """The factor that shrinks x to an l2 norm of `limit`; 1 where the norm is less, or not finite."""
 

@@ -66,13 +66,21 @@ def decode16(wire: Array, x: Array, dtype: str, scale: float) -> None:
     _cuda.decode16(_at(wire), _at(x), x.size, dtype, scale, _stream())
 
 
+def squared_norm(x: Array) -> Any:
+    return _norm_and_scale(x, 1.0)[0].reshape(()) if x.dtype == np.float32 else (x * x).sum()
+
+
 def clip_scale(x: Array, limit: float) -> Any:
+    return _norm_and_scale(x, limit)[1]
+
+
+def _norm_and_scale(x: Array, limit: float) -> tuple[Array, Array]:
     parts, norm, scale = (
         cupy.empty(count, dtype)
         for count, dtype in ((_cuda.squared_norm_parts, np.float64), (1, np.float64), (1, np.float32))
     )
     _cuda.squared_norm(_at(x), x.size, _at(parts), _at(norm), _at(scale), limit, _stream())
-    return scale
+    return norm, scale
 
 
 def _find_nonfinite(x: Array, from_bad: Array) -> None:

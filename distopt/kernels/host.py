@@ -61,6 +61,10 @@ def decode16(wire: Array, x: Array, dtype: str, scale: float) -> None:
     _core.decode16(wire, x, dtype, scale)
 
 
+def squared_norm(x: Array) -> Any:
+    return _core.squared_norm(x) if x.dtype == np.float32 else np.dot(x, x)
+
+
 def clip_scale(x: Array, limit: float) -> Any:
     norm = math.sqrt(_core.squared_norm(x))
     # A norm that is NaN or infinite must not scale the element away that an error is about to name.

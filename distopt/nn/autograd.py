@@ -1,11 +1,12 @@
 """Gradients: traversal of the graph behind a loss, in reverse.
 
 While `training` is on, every operation stays attached to the tensor that it computes (`distopt.nn.tensor`). The tensors
-and operations behind a loss are its *graph*; its leaves with `stores_grad` are the parameters. `backward` visits the
-operations in reverse order of execution, so each after all operations that used its result. From each it obtains the
-gradients of the inputs. It accumulates those of intermediate tensors for the operations that computed them, and writes
-those of parameters into their `grad`. A parameter's gradient is *final* once the last operation that uses it has been
-visited. It is yielded at that moment, before the rest of the pass.
+and operations behind a loss are its *graph*; its leaves with `stores_grad` are the parameters, of which those without
+`requires_grad` are frozen: for gradients, they are constants. `backward` visits the operations in reverse order of
+execution, so each after all operations that used its result. From each it obtains the gradients of the inputs. It
+accumulates those of intermediate tensors for the operations that computed them, and writes those of parameters into
+their `grad`. A parameter's gradient is *final* once the last operation that uses it has been visited. It is yielded at
+that moment, before the rest of the pass.
 
 Nothing reads a parameter after its gradient has been yielded, since all operations that use it have been visited, so
 the consumer may update the parameter in place at once. A visited operation releases its inputs and everything it saved.
@@ -120,9 +121,11 @@ def tape(loss: Tensor) -> list[Operation]:
     """
     if loss.creator is None:
         raise UsageError(
-            "no operation was recorded for this tensor; compute the loss from parameters in training mode "
+            "no operation was recorded for this tensor; compute the loss from parameters that train, in training mode "
             "(Model.train() or autograd.training = True)"
         )
+    if True not in loss.creator.needs:
+        raise UsageError("no parameter behind this tensor trains; set requires_grad of one to True")
     found = {loss.creator}
     stack = [loss.creator]
     while stack:

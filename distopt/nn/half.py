@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from .kernels import kernels_of
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["compute", "gradients"]
 
@@ -22,20 +24,20 @@ Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 
 
 def compute(op: Any, arrays: Sequence[Array]) -> Array:
-    """Local. The result of `op`, as float16 unless it is a loss, computed in float32."""
+    """Local. The result of `op`, computed in float32, and in float16 unless the operation has its `own_type`."""
     result = op.forward(*map(_rounded, arrays))
-    if op.is_loss:
+    if op.own_type:
         return result
-    op.saved = _stored(op.saved)
-    return result.astype(np.float16)
+    op.saved = _mapped(op.saved, _stored)
+    return _narrowed(result)
 
 
 def gradients(op: Any, dy: Array, into: Sequence[Array | None]) -> list[Array | None]:
     """Local. As `op.gradients`; those of float16 inputs are float16."""
-    op.saved = _widened(op.saved)
+    op.saved = _mapped(op.saved, _widened)
     computed = op.gradients(_widened(dy), into)
     pairs = zip(computed, op.inputs, strict=True)
-    return [g.astype(np.float16) if g is not None and x.dtype == np.float16 else g for g, x in pairs]
+    return [g if g is None or x.dtype != np.float16 else _narrowed(g) for g, x in pairs]
 
 
 def _rounded(array: Array) -> Array:
@@ -43,17 +45,23 @@ def _rounded(array: Array) -> Array:
     return _widened(_stored(array))
 
 
-def _stored(value: Any) -> Any:
-    """`value`, an array or a nest of tuples with arrays, with float32 arrays of two and more dimensions as float16."""
-    return _mapped(value, lambda a: a.astype(np.float16) if a.dtype == np.float32 and a.ndim > 1 else a)
+def _narrowed(array: Array) -> Array:
+    """A float32 array as float16."""
+    return kernels_of(array).to_half(array) if array.dtype == np.float32 else array
 
 
-def _widened(value: Any) -> Any:
-    """`value` with float16 arrays as float32."""
-    return _mapped(value, lambda a: a.astype(np.float32) if a.dtype == np.float16 else a)
+def _stored(array: Array) -> Array:
+    """A float32 array of two and more dimensions as float16."""
+    return _narrowed(array) if array.ndim > 1 else array
 
 
-def _mapped(value: Any, change: Any) -> Any:
+def _widened(array: Array) -> Array:
+    """A float16 array as float32."""
+    return kernels_of(array).from_half(array) if array.dtype == np.float16 else array
+
+
+def _mapped(value: Any, change: Callable[[Array], Array]) -> Any:
+    """`value`, an array or a nest of tuples with arrays, with all arrays changed."""
     if isinstance(value, tuple):
         items = [_mapped(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)

@@ -193,6 +193,8 @@ def pad(x: Tensor, mode: str, pads: Sequence[int], constant: float = 0.0) -> Ten
 class Cast(Operation):
     """x in the type `to`. There is a gradient between floats."""
 
+    own_type = True
+
     def __init__(self, to: DTypeLike) -> None:
         self.to = np.dtype(to)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from contextlib import suppress
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from ..errors import ShapeError, StateError, UsageError
+from ..errors import ShapeError, StateError, UsageError, check_assignment
 from .tensor import Tensor
 
 if TYPE_CHECKING:
@@ -38,9 +38,21 @@ class Layer:
     _ready: bool = False
 
     def __setattr__(self, key: str, value: object) -> None:
+        if self._ready:
+            self._check_change(key, value)
         object.__setattr__(self, key, value)
         if isinstance(value, Layer) and not value.name:
             value.name = f"{self.name}.{key}" if self.name else key
+
+    def _check_change(self, key: str, value: object) -> None:
+        """Whether assigning an attribute to an initialized layer has the effect that it seems to have."""
+        own = vars(self).get(key)
+        if _is_parameter(own) and not _is_parameter(value):
+            raise UsageError(
+                f"{self._label}.{key} is a parameter, and what took its place would not be trained; change its values "
+                f"by {key}.copy_from_numpy(array) or {key}.copy_data(tensor)"
+            )
+        check_assignment(self, key)
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Call `forward`; on the first call, call `initialize` before it."""
@@ -86,10 +98,31 @@ class Layer:
         listed: set[int] = set()
         for path, layer in self._sublayers():
             for key, value in vars(layer).items():
-                if isinstance(value, Tensor) and value.stores_grad and id(value) not in listed:
+                if _is_parameter(value) and id(value) not in listed:
                     listed.add(id(value))
                     params[path + key] = value
         return params
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a parameter of this layer or its sub-layers trains. Assigning freezes or unfreezes all of them.
+
+        The layer must be initialized, as all are by `Model.compile`; see `Tensor.requires_grad`. Frozen parameters
+        remain in states. In training mode, a frozen layer computes as ever: batch normalization uses the batch and
+        moves its running statistics, as in PyTorch, and dropout drops.
+
+        Raises:
+            UsageError: it has no parameters yet.
+        """
+        return any(param.requires_grad for param in self.get_params().values())
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        params = self.get_params().values()
+        if not params and not self._ready:
+            raise UsageError(f"{self._label} has no parameters yet; compile the model before it is frozen")
+        for param in params:
+            param.requires_grad = value
 
     def get_states(self) -> dict[str, Tensor]:
         """The parameters, and other tensors to save with a model, by path."""
@@ -161,6 +194,10 @@ class Layer:
     def _check_dtype(self, x: Tensor, param: Tensor) -> None:
         if x.array.dtype != param.array.dtype and not (x.array.dtype == "float16" and param.array.dtype == "float32"):
             raise UsageError(f"{self._label} has parameters of {param.dtype}, got an input of {x.dtype}")
+
+
+def _is_parameter(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.stores_grad
 
 
 def count_of(what: str, value: int) -> int:

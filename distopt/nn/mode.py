@@ -32,12 +32,14 @@ class Mode:
 
     Attributes:
         loss_scale: factor of a loss in half precision, a power of two; see `distopt.nn.half`.
+        freezes: how often a parameter has begun or ceased to train; see `Tensor.requires_grad`.
         training: set through `autograd.training` or `Model.train` and `Model.eval`.
         ran: while the forward pass of a step is recorded, the operations that have run, and descriptions of other
             events that a replay would not repeat.
         calls: while a pass is recorded, the calls that computed arrays.
     """
 
+    freezes: int = 0
     training: bool = False
     loss_scale: float = 1024.0
     ran: list[Ran | str] | None = None

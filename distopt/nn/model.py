@@ -111,13 +111,13 @@ class Model(Layer):
             return None
         if not device.graph_enabled() or device.verbosity:
             self._graphs = None
-        elif self._graphs is None or self._graphs.generation != device.graph_generation:
+        elif self._graphs is None or not self._graphs.fits():
             self._graphs = StepGraphs(device)
         return self._graphs
 
     @property
     def graph_replays(self) -> int:
-        """Number of training steps replayed since graphs were last enabled or reset."""
+        """Number of training steps replayed since graphs were last enabled or reset, or a parameter was frozen."""
         return 0 if self._graphs is None else self._graphs.replays
 
     def train_one_batch(self, *inputs: Any, **options: Any) -> Any:

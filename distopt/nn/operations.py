@@ -45,7 +45,7 @@ Gradients: TypeAlias = "Sequence[Array | None]"
 
 def wants_gradient(tensor: Tensor) -> bool:
     """Local. Whether a backward pass needs the gradient of `tensor`, which may else be constant data of a script."""
-    return tensor.stores_grad or tensor.in_graph
+    return (tensor.stores_grad and tensor.requires_grad) or tensor.in_graph
 
 
 class Linear(Weighted):
@@ -185,7 +185,7 @@ class SoftMaxCrossEntropy(Operation):
     The labels are integers [N] or one distribution per row, [N, classes]; they have no gradient.
     """
 
-    native = is_loss = True
+    native = own_type = True
 
     def forward(self, logits: Array, labels: Array) -> Array:
         _check_labels(logits, labels)
@@ -212,7 +212,7 @@ def _check_labels(logits: Array, labels: Array) -> None:
 class MeanSquareError(Operation):
     """Mean over all elements of (x - target)**2, as an array of shape (1,)."""
 
-    is_loss = True
+    own_type = True
 
     def forward(self, x: Array, target: Array) -> Array:
         if x.shape != target.shape:

@@ -1,6 +1,7 @@
 """Optimizers: rules that update a parameter in place from its gradient.
 
-Rules, names and the order of arguments are SINGA's. Every hyperparameter is a number or a schedule.
+Rules, names and the order of arguments are SINGA's; those that it lacks are named after PyTorch's. Every hyperparameter
+is a number or a schedule. `clip_grad_norm` is that of `Optimizer.clip_gradients`.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
+from .hyperparameters import CurrentValue, Hyperparameter, SlotView
 from .kernels import kernels_of
-from .optim_base import CurrentValue, Hyperparameter, Optimizer, SlotView
-from .schedules import Constant, DecayScheduler, ExponentialDecay
+from .optim_base import Optimizer
+from .schedules import Constant, CosineDecay, DecayScheduler, ExponentialDecay, LinearWarmUp, StepDecay
 from .tensor import float32
 
 if TYPE_CHECKING:
@@ -22,11 +24,15 @@ __all__ = [
     "SGD",
     "AdaGrad",
     "Adam",
+    "AdamW",
     "Constant",
+    "CosineDecay",
     "DecayScheduler",
     "ExponentialDecay",
+    "LinearWarmUp",
     "Optimizer",
     "RMSProp",
+    "StepDecay",
 ]
 
 
@@ -40,6 +46,7 @@ class SGD(Optimizer):
         UsageError: a value is negative or not finite, or nesterov without momentum or with dampening.
     """
 
+    nesterov: bool
     moments = SlotView("momentum")
     momentum, mom_value = Hyperparameter(), CurrentValue("momentum")
     dampening, dam_value = Hyperparameter(), CurrentValue("dampening")
@@ -53,8 +60,10 @@ class SGD(Optimizer):
         weight_decay: float | DecayScheduler = 0.0,
         nesterov: bool = False,
         dtype: DTypeLike = float32,
+        *,
+        clip_grad_norm: float | None = None,
     ) -> None:
-        super().__init__(lr, dtype)
+        super().__init__(lr, dtype, clip_grad_norm=clip_grad_norm)
         self.momentum, self.dampening, self.weight_decay = momentum, dampening, weight_decay
         self.nesterov = nesterov
         if nesterov and (self.values["momentum"] == 0 or self.values["dampening"] != 0):
@@ -104,11 +113,16 @@ class Adam(Optimizer):
         epsilon: float | DecayScheduler = 1e-8,
         weight_decay: float | DecayScheduler = 0.0,
         dtype: DTypeLike = float32,
+        *,
+        clip_grad_norm: float | None = None,
     ) -> None:
-        super().__init__(lr, dtype)
+        super().__init__(lr, dtype, clip_grad_norm=clip_grad_norm)
         self.beta_1, self.beta_2, self.epsilon, self.weight_decay = beta_1, beta_2, epsilon, weight_decay
 
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
+        self._adam(param, grad, slots, self.values["weight_decay"])
+
+    def _adam(self, param: Array, grad: Array, slots: dict[str, Array], weight_decay: float) -> None:
         values = self.values
         kernels_of(param).adam_update(
             param,
@@ -120,8 +134,35 @@ class Adam(Optimizer):
             values["beta_1"],
             values["beta_2"],
             values["epsilon"],
-            values["weight_decay"],
+            weight_decay,
         )
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2).
+
+    param *= 1 - lr * weight_decay; then Adam without weight decay. The defaults are PyTorch's.
+
+    Raises:
+        UsageError: as `Adam`.
+    """
+
+    def __init__(
+        self,
+        lr: float | DecayScheduler = 0.001,
+        beta_1: float | DecayScheduler = 0.9,
+        beta_2: float | DecayScheduler = 0.999,
+        epsilon: float | DecayScheduler = 1e-8,
+        weight_decay: float | DecayScheduler = 0.01,
+        dtype: DTypeLike = float32,
+        *,
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(lr, beta_1, beta_2, epsilon, weight_decay, dtype, clip_grad_norm=clip_grad_norm)
+
+    def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
+        param *= 1 - self.values["lr"] * self.values["weight_decay"]
+        self._adam(param, grad, slots, 0.0)
 
 
 class RMSProp(Optimizer):
@@ -147,8 +188,10 @@ class RMSProp(Optimizer):
         epsilon: float | DecayScheduler = 1e-8,
         weight_decay: float | DecayScheduler = 0.0,
         dtype: DTypeLike = float32,
+        *,
+        clip_grad_norm: float | None = None,
     ) -> None:
-        super().__init__(lr, dtype)
+        super().__init__(lr, dtype, clip_grad_norm=clip_grad_norm)
         self.rho, self.epsilon, self.weight_decay = rho, epsilon, weight_decay
 
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
@@ -178,8 +221,10 @@ class AdaGrad(Optimizer):
         epsilon: float | DecayScheduler = 1e-8,
         weight_decay: float | DecayScheduler = 0.0,
         dtype: DTypeLike = float32,
+        *,
+        clip_grad_norm: float | None = None,
     ) -> None:
-        super().__init__(lr, dtype)
+        super().__init__(lr, dtype, clip_grad_norm=clip_grad_norm)
         self.epsilon, self.weight_decay = epsilon, weight_decay
 
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:

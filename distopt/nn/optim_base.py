@@ -1,4 +1,4 @@
-"""The base of optimizers: hyperparameters, states, and the way of a gradient to its rule."""
+"""The base of optimizers: states, and the way of a gradient to its rule."""
 
 from __future__ import annotations
 
@@ -8,82 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import StateError, UsageError
+from ..errors import StateError, UsageError, check_assignment
+from ..kernels import kernels_of
 from . import autograd
+from .accumulation import Accumulation
 from .device import get_default_device
+from .hyperparameters import CurrentValue, Hyperparameter
 from .mode import mode
-from .schedules import Constant, DecayScheduler, checked, number_of
+from .schedules import DecayScheduler, number_of
 from .tensor import Tensor, float32
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import DTypeLike
 
     from .tensor import Array
 
-__all__ = ["CurrentValue", "Hyperparameter", "Optimizer", "SlotView", "check_gradient"]
-
-
-class Hyperparameter:
-    """An attribute of an optimizer: assigned a number or a schedule, and read as a schedule.
-
-    `Optimizer.values` has its value at this step.
-
-    Args:
-        below: what a number must be less than.
-    """
-
-    def __init__(self, below: float = math.inf) -> None:
-        self._below = below
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, optimizer: Optimizer, owner: type | None = None) -> DecayScheduler:
-        return optimizer._schedules[self._name]
-
-    def __set__(self, optimizer: Optimizer, value: Any) -> None:
-        if not isinstance(value, (Real, DecayScheduler)):
-            raise UsageError(f"{self._name} is a number or a DecayScheduler, not {value!r}")
-        schedule = value if isinstance(value, DecayScheduler) else Constant(checked(self._name, value, self._below))
-        optimizer.values[self._name] = number_of(schedule(optimizer._steps))
-        optimizer._schedules[self._name] = schedule
-        for param, slots in optimizer._slots.items():  # a momentum that is assigned later needs one more
-            optimizer._slots[param] = {**optimizer._new_slots(param), **slots}
-
-
-class CurrentValue:
-    """A hyperparameter's value at this step as SINGA's scripts see it; see `Optimizer.as_tensor`.
-
-    Assigning a number or a tensor of one element changes it until the next step.
-
-    Args:
-        of: the hyperparameter's name.
-    """
-
-    def __init__(self, of: str) -> None:
-        self._of = of
-
-    def __get__(self, optimizer: Optimizer, owner: type | None = None) -> Tensor:
-        return optimizer.as_tensor(optimizer.values[self._of])
-
-    def __set__(self, optimizer: Optimizer, value: Any) -> None:
-        optimizer.values[self._of] = number_of(value)
-
-
-class SlotView:
-    """A slot as SINGA's scripts see it; see `Optimizer.tensors_of`.
-
-    Args:
-        slot: its name.
-    """
-
-    def __init__(self, slot: str) -> None:
-        self._slot = slot
-
-    def __get__(self, optimizer: Optimizer, owner: type | None = None) -> dict[str | None, Tensor]:
-        return optimizer.tensors_of(self._slot)
+__all__ = ["Optimizer", "check_gradient"]
 
 
 class Optimizer:
@@ -100,25 +43,45 @@ class Optimizer:
     Args:
         lr: learning rate, a number or a schedule.
         dtype: accepted for SINGA's scripts; slots have the dtype of their parameter.
+        clip_grad_norm: see `clip_gradients`.
 
     Attributes:
-        lr: the schedule; a number that is assigned becomes a constant one.
+        lr: the schedule; a number that is assigned becomes a constant one. As that of every other hyperparameter, an
+            assignment takes effect with the next step.
         lr_value: the learning rate of this step, as a tensor of shape (1,).
         values: all hyperparameters of this step, by name.
+        grad_norm: what `clip_gradients` measured in the last update, None before.
+
+    Raises:
+        UsageError: a value makes no sense.
     """
 
+    dtype: DTypeLike
+    values: dict[str, float]
     lr = Hyperparameter()
     lr_value = CurrentValue("lr")
+    grad_norm: float | None = None
+    _clip_grad_norm: float | None = None
 
-    def __init__(self, lr: float | DecayScheduler, dtype: DTypeLike = float32) -> None:
+    def __init__(
+        self, lr: float | DecayScheduler, dtype: DTypeLike = float32, *, clip_grad_norm: float | None = None
+    ) -> None:
         self.dtype = dtype
+        self.clip_grad_norm = clip_grad_norm
         self._steps = 0
         self._schedules: dict[str, DecayScheduler] = {}
-        self.values: dict[str, float] = {}
+        self.values = {}
         self._device = get_default_device()
         self._slots: dict[Tensor, dict[str, Array]] = {}
         self._unclaimed: dict[str, dict[str, Array]] = {}  # loaded states of parameters not seen yet
+        self._accumulation = Accumulation()
         self.lr = lr
+
+    if not TYPE_CHECKING:  # with it, type checkers accept every name
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            check_assignment(self, name)
+            object.__setattr__(self, name, value)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -136,8 +99,53 @@ class Optimizer:
 
     def call(self, loss: Tensor) -> None:
         """Local. Update every parameter behind `loss`, each as soon as its gradient is final. `step` must follow."""
-        for param, grad in autograd.backward(loss):
+        pairs: Iterable[tuple[Tensor, Tensor]] = autograd.backward(loss)
+        if self._accumulation.active:
+            self._accumulation.add(pairs)
+            return
+        if self._accumulation.sums:
+            pairs = self._accumulation.taken(pairs)
+        if self._clip_grad_norm is not None:
+            pairs = list(pairs)
+            self.clip_gradients([grad.array.reshape(-1) for _, grad in pairs])
+        for param, grad in pairs:
             self.update(param, grad)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Local. In the body of a `with`, a call of the optimizer only adds the gradients of its loss to earlier ones.
+
+        The next call outside adds them to its own and updates. To have the gradient of a mean over n such batches,
+        divide each loss by n. `DistOpt.no_sync` has the same effect on every rank; the name is PyTorch's.
+        """
+        return self._accumulation.collecting()
+
+    @property
+    def clip_grad_norm(self) -> float | None:
+        """The norm to which `clip_gradients` limits a gradient; None for no limit, `math.inf` to measure only."""
+        return self._clip_grad_norm
+
+    @clip_grad_norm.setter
+    def clip_grad_norm(self, value: Any) -> None:
+        number = float(value) if isinstance(value, Real) else math.nan
+        if value is not None and not number > 0:
+            raise UsageError(f"clip_grad_norm {value!r} is neither None nor a number above 0")
+        self._clip_grad_norm = None if value is None else number
+
+    def clip_gradients(self, grads: Sequence[Array]) -> None:
+        """Local. Scale all gradients of a step down, so that their common l2 norm is at most `clip_grad_norm`.
+
+        The factor is that of `torch.nn.utils.clip_grad_norm_`; `grad_norm` is the norm before. Steps from a loss call
+        this before they update; loops that call `update` by hand call it themselves.
+
+        Args:
+            grads: flat arrays, changed in place.
+        """
+        assert self._clip_grad_norm is not None
+        self.grad_norm = math.sqrt(float(sum(kernels_of(grad).squared_norm(grad) for grad in grads)))
+        factor = self._clip_grad_norm / (self.grad_norm + 1e-6)
+        if not factor >= 1:  # it may be NaN
+            for grad in grads:
+                grad *= factor
 
     def update(self, param: Tensor, grad: Tensor) -> None:
         """Local. `apply` to a parameter under its own name.
@@ -146,7 +154,8 @@ class Optimizer:
             UsageError: shapes or dtypes differ.
         """
         training, mode.training = mode.training, False  # if `apply` computes with tensors, that is no forward pass
-        self._device = param.device
+        if self._device is not param.device:
+            self._device = param.device
         try:
             self.apply(param.name or f"{id(param):#x}", param, grad)
         finally:
@@ -174,8 +183,9 @@ class Optimizer:
         )
 
     def step(self) -> None:
-        """Local. Count a finished step, and set the hyperparameters of the next one."""
-        self._go_to(self._steps + 1)
+        """Local. Count a finished step, and set the hyperparameters of the next one; inside `no_sync`, nothing."""
+        if not self._accumulation.active:
+            self._go_to(self._steps + 1)
 
     def _go_to(self, step: int) -> None:
         self.values = {name: number_of(schedule(step)) for name, schedule in self._schedules.items()}
@@ -200,8 +210,9 @@ class Optimizer:
         """Local. Copies of the state that a later run needs to continue: "step_counter", and "PARAMETER:SLOT" per slot.
 
         Raises:
-            UsageError: a parameter has no unique name.
+            UsageError: a parameter has no unique name, or gradients of `no_sync` wait for an update.
         """
+        self._accumulation.check_empty()
         states = {"step_counter": np.array(self._steps)}
         for param, slots in self._slots.items():
             for slot, array in slots.items():
@@ -220,13 +231,14 @@ class Optimizer:
         """Local. Continue from the result of `get_states`; parameters are identified by name.
 
         Tensors, as `Model.load_states` returns them, will do too. Names without a colon, other than "step_counter", are
-        left to subclasses.
+        left to subclasses. Gradients of `no_sync` are dropped.
 
         Raises:
             StateError: the states are not those of this optimizer or do not fit its parameters; nothing was changed.
         """
         loaded = self._loaded(states)
         self._go_to(int(number_of(states["step_counter"])))
+        self._accumulation.sums.clear()
         self._unclaimed = loaded
         known = list(self._slots)
         self._slots.clear()

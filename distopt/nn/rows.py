@@ -82,7 +82,7 @@ class CosSim(Operation):
 class _Loss(Operation):
     """The sum of a term for each element of x, divided by the length of the batch."""
 
-    is_loss = True
+    own_type = True
 
     def terms(self, x: Array, t: Array) -> Array:
         raise NotImplementedError
@@ -129,7 +129,7 @@ class BinaryCrossEntropy(_Loss):
 class RankingLoss(Operation):
     """max(0, margin - positive + negative), summed over the pairs, and divided by the length of the batch."""
 
-    is_loss = True
+    own_type = True
 
     def __init__(self, margin: float) -> None:
         self.margin = margin

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import UsageError
 from .tensor import Tensor, float32
 
-__all__ = ["Constant", "DecayScheduler", "ExponentialDecay", "checked", "number_of"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = [
+    "Constant",
+    "CosineDecay",
+    "DecayScheduler",
+    "ExponentialDecay",
+    "LinearWarmUp",
+    "StepDecay",
+    "checked",
+    "number_of",
+]
 
 
 class DecayScheduler:
@@ -48,7 +60,20 @@ class Constant(DecayScheduler):
     call = __call__
 
 
-class ExponentialDecay(DecayScheduler):
+class _Formula(DecayScheduler):
+    """A schedule of numbers: a subclass defines `at`."""
+
+    def __call__(self, step: Any) -> Any:
+        return _like(step, self.at(number_of(step)))
+
+    call = __call__
+
+    def at(self, step: float) -> float:
+        """The value at `step`."""
+        raise NotImplementedError
+
+
+class ExponentialDecay(_Formula):
     """init_value * decay_rate ** (step / decay_steps).
 
     Args:
@@ -56,22 +81,102 @@ class ExponentialDecay(DecayScheduler):
         decay_steps: number of steps in which it falls by the factor `decay_rate`.
         decay_rate: in (0, 1].
         staircase: change only every `decay_steps` steps.
+
+    Raises:
+        UsageError: a number makes no sense.
     """
 
     def __init__(self, init_value: float, decay_steps: int, decay_rate: float, staircase: bool = False) -> None:
         super().__init__(init_value)
-        if decay_steps <= 0:
-            raise UsageError(f"decay_steps is a number of steps, 1 or more; got {decay_steps}")
-        self.decay_steps = decay_steps
+        self.decay_steps = _positive("decay_steps", decay_steps)
         self.decay_rate = checked("decay_rate", decay_rate)
         self.staircase = staircase
 
-    def __call__(self, step: Any) -> Any:  # noqa: D102
-        at = number_of(step)
-        exponent = at // self.decay_steps if self.staircase else at / self.decay_steps
-        return _like(step, self.init_value * self.decay_rate**exponent)
+    def at(self, step: float) -> float:
+        """The value at `step`."""
+        exponent = step // self.decay_steps if self.staircase else step / self.decay_steps
+        value: float = self.init_value * self.decay_rate**exponent
+        return value
 
-    call = __call__
+
+class StepDecay(_Formula):
+    """init_value, multiplied by `decay_rate` from each of some steps on; for equal intervals see `ExponentialDecay`.
+
+    Args:
+        init_value: the value at step 0.
+        milestones: the steps.
+        decay_rate: the factor.
+
+    Raises:
+        UsageError: a number makes no sense.
+    """
+
+    def __init__(self, init_value: float, milestones: Iterable[int], decay_rate: float = 0.1) -> None:
+        super().__init__(init_value)
+        self.milestones = [_positive("a milestone", step) for step in milestones]
+        self.decay_rate = checked("decay_rate", decay_rate)
+
+    def at(self, step: float) -> float:
+        """The value at `step`."""
+        return self.init_value * self.decay_rate ** sum(step >= milestone for milestone in self.milestones)
+
+
+class CosineDecay(_Formula):
+    """Half a wave of a cosine from init_value to end_value, which it keeps (Loshchilov and Hutter, arXiv 1608.03983).
+
+    Args:
+        init_value: the value at step 0.
+        decay_steps: the step from which on it is `end_value`.
+        end_value: the last value.
+
+    Raises:
+        UsageError: a number makes no sense.
+    """
+
+    def __init__(self, init_value: float, decay_steps: int, end_value: float = 0.0) -> None:
+        super().__init__(init_value)
+        self.decay_steps = _positive("decay_steps", decay_steps)
+        self.end_value = checked("end_value", end_value)
+
+    def at(self, step: float) -> float:
+        """The value at `step`."""
+        share = (1 + math.cos(math.pi * min(step / self.decay_steps, 1))) / 2
+        return self.end_value + (self.init_value - self.end_value) * share
+
+
+class LinearWarmUp(_Formula):
+    """A linear rise to the first value of another schedule, which begins when the rise is over.
+
+    Goyal et al., arXiv 1706.02677, section 2.2.
+
+    Args:
+        schedule: what follows, a number or a schedule.
+        warm_up_steps: the step from which on it follows.
+        start_factor: the share of its first value at step 0; the default is that of PyTorch's LinearLR.
+
+    Raises:
+        UsageError: a number makes no sense.
+    """
+
+    def __init__(self, schedule: float | DecayScheduler, warm_up_steps: int, start_factor: float = 1 / 3) -> None:
+        self.schedule = schedule if isinstance(schedule, DecayScheduler) else Constant(schedule)
+        self.warm_up_steps = _positive("warm_up_steps", warm_up_steps)
+        self.start_factor = checked("start_factor", start_factor)
+        super().__init__(self.at(0))
+
+    def at(self, step: float) -> float:
+        """The value at `step`."""
+        if step >= self.warm_up_steps:
+            return number_of(self.schedule(step - self.warm_up_steps))
+        share = self.start_factor + (1 - self.start_factor) * step / self.warm_up_steps
+        return number_of(self.schedule(0)) * share
+
+
+def _positive(what: str, value: Any) -> float:
+    number = float(value) if isinstance(value, Real) else math.nan
+    if not 0 < number < math.inf:
+        raise UsageError(f"{what} is a number of steps, 1 or more; got {value!r}")
+    return number
 
 
 def checked(what: str, value: Any, below: float = math.inf) -> float:

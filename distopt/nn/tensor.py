@@ -47,9 +47,8 @@ class Tensor(OutsideGraph):
             ones, and bool becomes int32). "float" is float32, "int" int32.
         data: values to copy; overrides `shape`. As in SINGA, a raw tensor (`Tensor.data`) is used without a copy,
             unless it is on another device or of another type.
-        requires_grad: whether `Operation.backward` returns a gradient for it. Which gradients a backward pass computes
-            depends on `stores_grad` alone.
-        stores_grad: whether this is a parameter: `autograd.backward` yields its gradient.
+        requires_grad: see the property.
+        stores_grad: whether this is a parameter: `autograd.backward` yields its gradient, unless it is frozen.
         creator: the operation that computed this tensor.
         name: name of a parameter, unique in its model, such as "conv1.W".
 
@@ -61,7 +60,7 @@ class Tensor(OutsideGraph):
         UsageError: no tensor has that shape, data or dtype.
     """
 
-    __slots__ = ("__weakref__", "creator", "grad", "name", "requires_grad", "stores_grad")
+    __slots__ = ("__weakref__", "_requires_grad", "creator", "grad", "name", "stores_grad")
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class Tensor(OutsideGraph):
             super().__init__(shape, device, float32, data)  # the master weights of half precision
         self.grad: Tensor | None = None
         self.creator = creator
-        self.requires_grad = requires_grad
+        self._requires_grad = requires_grad
         self.stores_grad = stores_grad
         self.name = name
 
@@ -94,12 +93,25 @@ class Tensor(OutsideGraph):
         tensor.device = get_default_device() if device is None else device
         tensor.array = c_contiguous(array)
         tensor.grad = tensor.creator = tensor.name = None
-        tensor.requires_grad, tensor.stores_grad = requires_grad, False
+        tensor._requires_grad, tensor.stores_grad = requires_grad, False
         return tensor
 
     def __repr__(self) -> str:
         label = f"{self.name}, " if self.name else ""
         return f"Tensor({label}{list(self.shape)}, {self.dtype}, {self.device!r})"
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether its gradient is computed, if it is a parameter or `Operation.backward` is called.
+
+        A parameter without is frozen: optimizers leave it alone. It may be assigned between steps, alike on all ranks.
+        """
+        return self._requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        mode.freezes += self.stores_grad and value != self._requires_grad
+        self._requires_grad = value
 
     @property
     def in_graph(self) -> bool:
@@ -191,7 +203,7 @@ class Operation:
         inputs: the arguments, once recorded.
         needs: for each input, whether a backward pass needs its gradient.
         half: whether it runs in half precision, see `distopt.nn.half`.
-        is_loss: whether its result stays float32 in half precision.
+        own_type: whether its result has a type of its own in half precision: float32 for a loss, any for a cast.
         order: increases with every recorded call; descending order is a valid order for the backward pass.
     """
 
@@ -200,7 +212,7 @@ class Operation:
     inputs: tuple[Tensor, ...] | None = None
     needs: tuple[bool, ...] = ()
     half: bool = False
-    is_loss: ClassVar[bool] = False
+    own_type: ClassVar[bool] = False
     order: int
 
     def __call__(self, *inputs: Tensor) -> Tensor:
@@ -212,7 +224,7 @@ class Operation:
         out = Tensor.of(data, device)
         if mode.training:
             self.inputs, self.order, out.creator = inputs, next(_order), self
-            self.needs = tuple([t.stores_grad or t.in_graph for t in inputs])
+            self.needs = tuple([(t.stores_grad and t._requires_grad) or t.in_graph for t in inputs])
         if mode.ran is not None:
             mode.ran.append(Ran(self, inputs, out))
         return out

@@ -64,6 +64,7 @@ class Engine:
             and the other codecs, which cannot carry such a value, raise.
 
     Attributes:
+        version: a number that the front changes when other parameters than before may have gradients.
         steps: number of steps that have begun.
         skipped: those of them without update.
         drifted: whether partial updates have let the ranks' parameters differ.
@@ -75,7 +76,7 @@ class Engine:
         self.check_options(non_finite)
         self.communicator = communicator
         self.non_finite = non_finite
-        self.steps = self.skipped = 0
+        self.version = self.steps = self.skipped = 0
         self.drifted = self.own_slots = False
         self._slots = slots
         self._attached: dict[int, Parameter] = {}  # by id
@@ -84,6 +85,7 @@ class Engine:
         self._partition = 0  # the next one to be averaged
         self._partial: tuple[int, list[str]] | None = None  # size and order of the partitions that have drifted
         self._roll_call: RollCall | None = None  # inside `join`
+        self._past_costs: dict[tuple[str, str], Statistics] = {}  # of layouts that are gone
 
     @staticmethod
     def check_options(non_finite: str) -> None:
@@ -135,11 +137,26 @@ class Engine:
             small_first=self.communicator.overlaps and not partial,
             check_finite=self.non_finite != "ignore",
         )
+        layout.version = self.version
         if partial:
             self._partial = bucket_elements, layout.names
         else:
             self._load(layout, bucket_elements)
         return layout
+
+    def _renew(self, bucket_elements: int, order: Callable[[], Sequence[Parameter]], partial: bool = False) -> None:
+        """Collective. Drop the buckets of that size if other parameters have gradients than when they were made."""
+        layout = self._layouts.get((bucket_elements, partial))
+        if layout is None or layout.version == self.version:
+            return
+        layout.version = self.version
+        params = order()
+        if {id(param) for param in params} == layout.places.keys():
+            return
+        self.synchronize()  # while those that have drifted are known
+        _add_costs(self._past_costs, layout)
+        del self._layouts[bucket_elements, partial]
+        log.info("other parameters train than before: new buckets for %d of them, without residuals", len(params))
 
     # -- steps -------------------------------------------------------------------------------------------------------
     def begin(
@@ -164,6 +181,7 @@ class Engine:
         if clip is not None and not clip > 0:
             raise UsageError(f"a clipping value of {clip} leaves nothing of a gradient; pass a positive one")
         recipe = Recipe(codec, bucket_elements, clip)
+        self._renew(bucket_elements, order)
         weight = 1.0 if self._roll_call is None else self._roll_call.step(recipe)
         return self._open(recipe, order, weight)
 
@@ -189,6 +207,7 @@ class Engine:
             raise UsageError(
                 "partial updates need all ranks at every step; send gradients by a codec inside DistOpt.join"
             )
+        self._renew(partition_elements, order, partial=True)
         layout = self.layout(partition_elements, order, partial=True)
         self.drifted = self.own_slots = True  # even if an exception ends the update half-way
         self.steps += 1
@@ -277,12 +296,9 @@ class Engine:
     # -- statistics and states ---------------------------------------------------------------------------------------
     def stats(self) -> CommunicationStatistics:
         """Local. What communication has cost since the first step; the difference of two is what lies between them."""
-        costs: dict[tuple[str, str], Statistics] = {}
+        costs = {key: cost - Statistics() for key, cost in self._past_costs.items()}
         for layout in self._layouts.values():
-            for bucket in layout.buckets:
-                for kind, cost in bucket.statistics.items():
-                    total = costs.setdefault((bucket.label, kind), Statistics())
-                    total += cost
+            _add_costs(costs, layout)
         return CommunicationStatistics(self.steps, self.skipped, costs)
 
     def get_states(self) -> States:
@@ -354,6 +370,13 @@ def _partitions(states: Mapping[str, np.ndarray[Any, Any]]) -> tuple[int, list[s
     except (KeyError, ValueError, TypeError):
         raise StateError("these are no states of a DistOpt with partial updates: partitions is missing") from None
     return elements, names
+
+
+def _add_costs(costs: dict[tuple[str, str], Statistics], layout: Layout) -> None:
+    for bucket in layout.buckets:
+        for kind, cost in bucket.statistics.items():
+            total = costs.setdefault((bucket.label, kind), Statistics())
+            total += cost
 
 
 def _floats_of(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -76,7 +76,10 @@ class Layout:
         names: of all parameters, in this order.
         places: index of the bucket of each parameter, by its id.
         last: the parameters with which a bucket becomes full, if gradients come in that order.
+        version: the value of `Engine.version` with which it is known to fit.
     """
+
+    version: int = 0
 
     def __init__(
         self,

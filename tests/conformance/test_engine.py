@@ -284,6 +284,53 @@ def test_ranks_that_drifted_are_made_equal_whatever_losses_came_before():
         assert all(np.all(param == 1.5) for param in params)
 
 
+# -- other parameters -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_other_parameters_have_new_buckets(codec):
+    """And the costs of the old ones still count."""
+
+    def body(comm):
+        own, results, layouts = Rank(comm), [], []
+        everyone = own.params
+        for number, some in enumerate([everyone, everyone, everyone[1:], everyone[1:], everyone]):
+            own.params, own.engine.version = some, number  # a version may change without effect
+            step = own.begin(codec)
+            own.write(step, gradients(own.rank, number)[-len(some) :])
+            assert step.finish() is None
+            results.append(own.means(step))
+            layouts.append(step.layout)
+        assert [layouts.index(layout) for layout in layouts] == [0, 0, 2, 2, 4]
+        total = own.engine.stats().total
+        assert total.reductions == sum(len(layout.buckets) for layout in layouts)
+        assert own.engine.stats().total == total, "asking adds nothing"
+        return results
+
+    ranks = on_ranks(3, body)
+    for number, results in enumerate(ranks[0]):
+        assert all(same_bits(rank[number], results) for rank in ranks)
+        if codec in DENSE:
+            assert same_bits(results, mean_of(3, number)[-len(results) :])
+
+
+def test_a_parameter_that_drifted_is_averaged_before_it_is_left_out():
+    def body(comm):
+        own = Rank(comm)
+        for params in (own.params, own.params[1:]):
+            step = own.engine.begin_partial(SMALL, lambda params=params: params)
+            for param in params:
+                param.array += own.rank
+                step.final(param)
+            assert step.finish() is None
+            own.engine.average_partition(step.layout)
+            own.engine.version += 1
+        own.engine.synchronize()
+        return [param.array for param in own.params]
+
+    first, second = on_ranks(2, body)
+    assert all(np.all(param == 1.5) for param in (first[0], second[0]))
+    assert same_bits(first, second)
+
+
 def ranks_of_one():
     (comm,) = on_ranks(1, lambda comm: comm)
     return comm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 
@@ -289,6 +290,48 @@ def joined(optimizer) -> dict[str, np.ndarray]:
     return results
 
 
+def accumulated(optimizer) -> dict[str, np.ndarray]:
+    """Gradients that are only added, and steps that take the sum, clipped: one graph serves for both."""
+    results = {}
+    for name in ("fp32", "top-K", "partial"):
+
+        def train(own, net, name=name):
+            net.strategy = STRATEGIES[name]
+            values = []
+            for n in range(BEFORE + 7):
+                with own.no_sync() if n % 3 < 2 else contextlib.nullcontext():
+                    values.append(net(*batch(n, own))[1].item())
+            return [*values, own.grad_norm]
+
+        found, net = equal_with_and_without(optimizer, train, name, clip_grad_norm=0.3)
+        assert net.graph_replays == 7
+        assert found[f"{name} losses"][-1] > 0.3
+        results |= found
+    return results
+
+
+def frozen(optimizer) -> dict[str, np.ndarray]:
+    """Layers that cease to train, and begin to again: each time, the step is recorded anew."""
+
+    def train(own, net):
+        values = []
+        for n in range(3 * (BEFORE + 2)):
+            if n % (BEFORE + 2) == 0:
+                net.conv.requires_grad = net.linear1.W.requires_grad = n != BEFORE + 2
+                before = [net.conv.W.to_numpy(), net.linear1.W.to_numpy()]
+            values.append(net(*batch(n, own))[1].item())
+            same = [
+                np.array_equal(param.to_numpy(), array)
+                for param, array in zip((net.conv.W, net.linear1.W), before, strict=True)
+            ]
+            assert same == [not net.conv.requires_grad] * 2
+        return values
+
+    results, net = equal_with_and_without(optimizer, train, "frozen")
+    assert net.graph_replays == 2
+    return results
+
+
 def moved(optimizer) -> dict[str, np.ndarray]:
     """Another bucket size, and at last one that changes at every step, which is not captured again and again."""
 
@@ -340,6 +383,8 @@ BODIES = (
     a_life,
     skipped,
     joined,
+    accumulated,
+    frozen,
     memory_goes,
     wrong_label,
     moved,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from distopt import autograd, layer, model, opt, tensor
+from distopt.nn.kernels import cpu as kernels
 from distopt.nn.mode import mode
 from distopt.tensor import Tensor
 
@@ -122,3 +123,26 @@ def test_weights_are_rounded_to_float16_where_they_are_used():
     wide = autograd.softmax_cross_entropy(autograd.matmul(x, w), tensor.from_numpy(np.array([0])))
     assert autograd.matmul(x, w).array[0, 0] == 1
     assert wide.array[0] == 0
+
+
+def test_casts_and_integers_keep_their_type():
+    x = Tensor(data=np.array([[1.5, 7.0]], np.float16))
+    assert autograd.cast(x, tensor.float32).dtype == np.float32
+    assert autograd.cast(x, tensor.int32).dtype == np.int32
+    assert autograd.exp(x).dtype == np.float16
+
+
+def test_conversions_are_those_of_numpy():
+    x = np.concatenate(
+        [
+            np.float32([0, -0.0, np.inf, -np.inf, np.nan, 65504, 65519, 65520, 6e-8, 2.9e-8, 1e30]),
+            np.random.default_rng(0).standard_normal(1001, np.float32),
+        ]
+    )
+    with np.errstate(over="ignore"):
+        expected = x.astype(np.float16)
+    for shape in ((-1,), (2, -1)):
+        got = kernels.to_half(x.reshape(shape))
+        np.testing.assert_array_equal(got.view(np.uint16).reshape(-1)[5:], expected.view(np.uint16)[5:])
+        np.testing.assert_array_equal(got.reshape(-1), expected)
+        np.testing.assert_array_equal(kernels.from_half(got).reshape(-1), expected.astype(np.float32))

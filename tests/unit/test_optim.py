@@ -35,6 +35,13 @@ CONFIGURATIONS = {
         {"lr": 0.02, "beta_1": FALLING, "beta_2": FALLING, "epsilon": FALLING, "weight_decay": FALLING},
         None,
     ),
+    "adamw": (optim.AdamW, {"lr": 0.02}, {}),
+    "adamw all": (
+        optim.AdamW,
+        {"lr": 0.02, "beta_1": 0.7, "beta_2": 0.95, "epsilon": 1e-3, "weight_decay": 0.3},
+        {"betas": (0.7, 0.95), "eps": 1e-3, "weight_decay": 0.3},
+    ),
+    "adamw schedules": (optim.AdamW, {"lr": FALLING, "beta_1": FALLING, "weight_decay": FALLING}, None),
     "rmsprop": (optim.RMSProp, {"lr": 0.02, "rho": 0.8}, None),
     "rmsprop decay": (optim.RMSProp, {"lr": 0.02, "weight_decay": 0.1, "epsilon": 1e-4}, None),
     "rmsprop schedules": (
@@ -51,23 +58,28 @@ CONFIGURATIONS = {
 DEFAULTS = {
     optim.SGD: {"momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False},
     optim.Adam: {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-8, "weight_decay": 0},
+    optim.AdamW: {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-8, "weight_decay": 0.01},
     optim.RMSProp: {"rho": 0.9, "epsilon": 1e-8, "weight_decay": 0},
     optim.AdaGrad: {"epsilon": 1e-8, "weight_decay": 0},
 }
 
 
 def formula(make, options, param, grads):
-    """The parameter after steps by SINGA's formulas, in float64."""
+    """The parameter after steps by the formulas, SINGA's where it has the rule, in float64."""
     first, second = np.zeros_like(param), np.zeros_like(param)
     for step, grad in enumerate(grads):
         at = {key: value(step) if callable(value) else value for key, value in (DEFAULTS[make] | options).items()}
-        g = grad + at["weight_decay"] * param
+        g = grad
+        if make is optim.AdamW:
+            param = param * (1 - at["lr"] * at["weight_decay"])
+        else:
+            g = grad + at["weight_decay"] * param
         if make is optim.SGD and options.get("momentum"):
             first = at["momentum"] * first + (1 - at["dampening"]) * g
             change = g + at["momentum"] * first if at["nesterov"] else first
         elif make is optim.SGD:
             change = g
-        elif make is optim.Adam:
+        elif make in (optim.Adam, optim.AdamW):
             first = at["beta_1"] * first + (1 - at["beta_1"]) * g
             second = at["beta_2"] * second + (1 - at["beta_2"]) * g * g
             mean, square = first / (1 - at["beta_1"] ** (step + 1)), second / (1 - at["beta_2"] ** (step + 1))
@@ -110,7 +122,7 @@ def run(optimizer, targets, steps):
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-8])  # 1e-4: the epsilon of 1e-8 equals the square
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_steps_equal_singa_s_formulas(name, dtype, scale):
+def test_steps_equal_the_formulas(name, dtype, scale):
     make, options, _ = CONFIGURATIONS[name]
     targets, optimizer, steps = params(dtype), make(**options), range(5)
     before = [p.to_numpy() for p in targets]
@@ -274,6 +286,14 @@ def test_a_gradient_of_another_shape_or_type_is_refused(grad, message):
         (optim.SGD, {"momentum": FALLING, "dampening": FALLING, "nesterov": True}),
         (ExponentialDecay, {"init_value": 0.1, "decay_steps": 0, "decay_rate": 0.5}),
         (ExponentialDecay, {"init_value": 0.1, "decay_steps": 1, "decay_rate": -0.5}),
+        (optim.StepDecay, {"init_value": 0.1, "milestones": [3, 0]}),
+        (optim.StepDecay, {"init_value": 0.1, "milestones": ["3"]}),
+        (optim.StepDecay, {"init_value": 0.1, "milestones": [3], "decay_rate": float("nan")}),
+        (optim.CosineDecay, {"init_value": 0.1, "decay_steps": 0}),
+        (optim.CosineDecay, {"init_value": 0.1, "decay_steps": 5, "end_value": -0.1}),
+        (optim.LinearWarmUp, {"schedule": 0.1, "warm_up_steps": 0}),
+        (optim.LinearWarmUp, {"schedule": -0.1, "warm_up_steps": 3}),
+        (optim.LinearWarmUp, {"schedule": 0.1, "warm_up_steps": 3, "start_factor": -1}),
         (optim.Constant, {"init_value": -0.1}),
     ],
 )

@@ -11,6 +11,7 @@ or layout does not fit.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ __all__ = [
     "adagrad_update",
     "adam_update",
     "empty",
+    "from_half",
     "linear",
     "linear_backward",
     "relu",
@@ -42,6 +44,7 @@ __all__ = [
     "softmax",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
+    "to_half",
 ]
 __all__ += cpu_images.__all__
 
@@ -56,6 +59,20 @@ class SavedLoss(NamedTuple):
     probability: Array
     labels: Array | None
     target: Array | None
+
+
+def to_half(x: Array) -> Array:
+    """Return the float32 array x as float16, rounded to nearest; magnitudes above 65,504 become infinite."""
+    y = empty(x.shape, np.float16)
+    _core.encode16(x.reshape(-1), y.view(np.uint16).reshape(-1), "float16", 1.0, math.inf)
+    return y
+
+
+def from_half(x: Array) -> Array:
+    """Return the float16 array x as float32."""
+    y = empty(x.shape, np.float32)
+    _core.decode16(x.view(np.uint16).reshape(-1), y.reshape(-1), "float16", 1.0)
+    return y
 
 
 def linear(x: Array, w: Array, b: Array | None, relu: bool = False) -> tuple[Array, Any]:

@@ -31,6 +31,7 @@ __all__ = [
     "batch_norm2d",
     "batch_norm2d_backward",
     "empty",
+    "from_half",
     "linear",
     "linear_backward",
     "relu",
@@ -42,10 +43,22 @@ __all__ = [
     "softmax",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
+    "to_half",
 ]
 __all__ += gpu_images.__all__
 
 empty = cupy.empty
+
+
+# -- half precision ----------------------------------------------------------------------------------------------------
+def to_half(x: Array) -> Array:
+    """As in `cpu`."""
+    return x.astype(np.float16)
+
+
+def from_half(x: Array) -> Array:
+    """As in `cpu`."""
+    return x.astype(np.float32)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

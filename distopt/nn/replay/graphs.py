@@ -86,15 +86,21 @@ class StepGraphs:
     Attributes:
         replays: number of steps that were replayed.
         watch: while a step runs that is looked at, what stands for the optimizer.
-        generation: `Device.graph_generation` to which the steps belong.
     """
 
     def __init__(self, device: Device) -> None:
         self.replays = 0
         self.watch: Callable[[Any], Any] | None = None
-        self.generation = device.graph_generation
         self._device = device
+        self._generation = self._current()
         self._kinds: dict[Any, _Kind] = {}
+
+    def _current(self) -> tuple[int, int]:
+        return self._device.graph_generation, mode.freezes
+
+    def fits(self) -> bool:
+        """Whether graphs have not been reset, and the same parameters train as ever."""
+        return self._generation == self._current()
 
     def run(
         self,
