@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -316,6 +317,17 @@ def test_the_copy_is_made_before_training_goes_on(tmp_path, monkeypatch):
     on_ranks(1, body)
     shutil.rmtree(tmp_path / step_name(2))
     assert_goes_on(tmp_path, 1, world_size=1)
+
+
+def test_the_script_of_the_docs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs/checkpoint.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    for said in ("", "Going on from runs/a/step-0000000100 (step 100, epoch 10)\n"):
+        made = net()
+        names = {"net": made, "sgd": made.optimizer, "sampler": ShardedSampler(20, 1, 0, 2)}
+        exec(code, {**names, "rng": np.random.default_rng(1), "sums": np.zeros(1)})
+        assert capsys.readouterr().out == said
 
 
 def test_a_step_is_saved_once(tmp_path):
