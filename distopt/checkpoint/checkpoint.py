@@ -185,7 +185,8 @@ class Checkpoint:
     def save(self, epoch: int | None = None) -> None:
         """Local, on all ranks at the same step. Copy all states; a thread writes them.
 
-        If the last save was of the same step and epoch, this does nothing. A failure to write is reported in one line, and the checkpoints before stay. See `close`.
+        If the last save was of the same step and epoch, this does nothing. A failure to write is reported in one line,
+        and the checkpoints before stay. See `close`.
 
         Args:
             epoch: in which the job goes on from here (default: what was said last).
