@@ -86,7 +86,7 @@ class Job:
 
 
 def newest_step(folder: Path) -> int:
-    return max((int(path.name[5:]) for path in folder.glob("step-*")), default=0)
+    return max((int(path.name[5:15]) for path in folder.glob("step-*")), default=0)
 
 
 def everything_in(folder: Path) -> tuple[Manifest, dict[str, np.ndarray], list]:

@@ -353,6 +353,11 @@ class DistOpt:
         return not self._engine.drifted
 
 
+def _has(opt: Optimizer | None, name: str) -> bool:
+    """Whether the wrapped optimizer has a public attribute of that name that is no method."""
+    return not name.startswith("_") and hasattr(opt, name) and not isinstance(getattr(opt, name), MethodType)
+
+
 def _divided(states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> tuple[States, States]:
     """Those of the optimizer and those of the engine, as arrays."""
     arrays = {key: value.to_numpy() if isinstance(value, Tensor) else value for key, value in states.items()}

@@ -97,7 +97,8 @@ class Checkpoint:
         parts_of(objects)
         self._run = ""  # names this run, on all ranks
         self._versions: dict[str, str] = {}
-        self._saves: list[int] = []  # steps at which this run has saved, and the one that it goes on from
+        self._names: list[str] = []  # of the last two checkpoints: saved, tried, or the one that the job goes on from
+        self._saved: tuple[int, int] | None = None  # step and epoch of the last of them
         self._first = True  # whether there is no whole checkpoint before the next
         self._known: set[str] = set()
         self._refused: set[str] = set()
@@ -131,7 +132,7 @@ class Checkpoint:
         self._failure = ""
         if resumed is not None:
             self.steps, self.epoch, self._first = resumed.step, resumed.epoch, False
-            self._saves = [resumed.step]
+            self._names, self._saved = [resumed.folder.name], (resumed.step, resumed.epoch)
             self._refused.update(resumed.refused)
         return resumed
 
@@ -182,9 +183,10 @@ class Checkpoint:
             self.save()
 
     def save(self, epoch: int | None = None) -> None:
-        """Local, on all ranks at the same step. Copy all states; a thread writes them. A step is saved once.
+        """Local, on all ranks at the same step. Copy all states; a thread writes them.
 
-        A failure to write is reported in one line, and the checkpoints before stay. See `close`.
+        If the last save was of the same step and epoch, this does nothing. A failure to write is reported in one line,
+        and the checkpoints before stay. See `close`.
 
         Args:
             epoch: in which the job goes on from here (default: what was said last).
@@ -198,11 +200,12 @@ class Checkpoint:
         if not self._run:
             raise UsageError("Checkpoint.resume has not been called; it prepares the folder, so call it before saving")
         self._wait()
-        if self.steps in self._saves[-1:]:
+        if self._saved == (self.steps, self.epoch):
             return
+        name = name_of(self.steps, *self._names[-1:])
         parts = parts_of(self._objects)
         manifest = Manifest(
-            save=f"{self._run}.{self.steps}",
+            save=f"{self._run} {name}",
             first=self._first,
             step=self.steps,
             epoch=self.epoch,
@@ -215,9 +218,9 @@ class Checkpoint:
             stamp = manifest.stamp(notes)
         except TypeError as error:
             raise UsageError(f"a state can be saved neither as an array nor as JSON: {error}") from None
-        self._saves = [*self._saves[-1:], self.steps]
+        self._names, self._saved = [*self._names[-1:], name], (self.steps, self.epoch)
         self._writer = threading.Thread(
-            target=self._write, args=(self._root, manifest, shared, own, stamp), name="distopt checkpoint"
+            target=self._write, args=(self._root / name, manifest, shared, own, stamp), name="distopt checkpoint"
         )
         self._writer.start()
 
@@ -244,8 +247,7 @@ class Checkpoint:
 
         return copied({key: shared[key] for key in share}), copied(own), notes
 
-    def _write(self, root: Path, manifest: Manifest, shared: Arrays, own: Arrays, stamp: str) -> None:
-        folder = root / name_of(manifest.step)
+    def _write(self, folder: Path, manifest: Manifest, shared: Arrays, own: Arrays, stamp: str) -> None:
         try:
             write_rank(folder, self._rank, manifest, shared, own, stamp)
             self._failure, self._first = "", False
@@ -254,9 +256,9 @@ class Checkpoint:
             self._failure = f"step {manifest.step} could not be saved: {_described(error, folder)}"
             host = self._communicator.topology.host
             log.error("rank %d (%s): %s; training goes on, older checkpoints stay", self._rank, host, self._failure)
-        self._prune(root, before=self._saves[0])
+        self._prune(folder.parent, before=self._names[0])
 
-    def _prune(self, root: Path, before: int) -> None:
+    def _prune(self, root: Path, before: str) -> None:
         if self._rank == 0:
             try:
                 prune(root, self._keep, self._known, self._refused, before)
@@ -282,7 +284,7 @@ class Checkpoint:
         self._run = ""
         reason = first_reason(self._communicator, self._failure)
         if not reason:
-            self._prune(self._root, before=self.steps)
+            self._prune(self._root, before=max(self._names, default=""))
         self._held.close()
         _raise(reason)
 

@@ -42,7 +42,7 @@ __all__ = [
 MANIFEST = "checkpoint.json"
 MARK = {"format": "distopt checkpoint", "version": "1"}
 WRITER = "distopt.checkpoint"
-_NAME = re.compile(r"step-\d{10}")
+_NAME = re.compile(r"step-\d{10}(?:-\d{4})?")
 _FILE = rf"{re.escape(MANIFEST)}|(?:shared|rank)-\d{{5,}}\.safetensors"
 _OURS = re.compile(rf"{_FILE}|{temporary_pattern(_FILE)}")
 
@@ -79,9 +79,12 @@ class Manifest:
         return json.dumps({"save": self.save, "first": self.first, "notes": notes})
 
 
-def name_of(step: int) -> str:
-    """Name of the folder of the checkpoint after so many steps."""
-    return f"step-{step:010d}"
+def name_of(step: int, last: str = "") -> str:
+    """Name of the folder of a checkpoint after so many steps, other than that of the `last` one. Names sort by age."""
+    name = f"step-{step:010d}"
+    if not last.startswith(name):
+        return name
+    return f"{name}-{int(last[len(name) + 1 :] or 0) + 1:04d}"
 
 
 def shared_file(rank: int) -> str:
@@ -245,10 +248,11 @@ def _folders(root: Path) -> list[Path]:
     return sorted(entry for entry in root.iterdir() if _NAME.fullmatch(entry.name) and entry.is_dir())
 
 
-def prune(root: Path, keep: int, known: set[str], refused: set[str], before: int) -> None:
+def prune(root: Path, keep: int, known: set[str], refused: set[str], before: str) -> None:
     """Local. Remove all but the last `keep` whole checkpoints.
 
-    An incomplete one goes if a newer one is whole or if it is older than step `before`: no rank writes to it any more.
+    An incomplete one goes if a newer one is whole, or if it is older than that named `before`: no rank writes to it any
+    more.
 
     Args:
         root: folder of the checkpoints.
@@ -267,7 +271,7 @@ def prune(root: Path, keep: int, known: set[str], refused: set[str], before: int
     whole = [folder for folder in folders if folder.name in known]
     newest = whole[-1].name if whole else ""
     for folder in folders:
-        useless = folder.name not in known and folder.name < max(newest, name_of(before))
+        useless = folder.name not in known and folder.name < max(newest, before)
         if useless or folder in whole[:-keep]:
             remove(folder)
             known.discard(folder.name)

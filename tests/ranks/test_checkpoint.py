@@ -108,7 +108,7 @@ def start(folder: Path, strategy: str, epochs: int) -> Program:
 
 def wait_for_step(step: int, folder: Path, program: Program) -> None:
     """Until the job saves a step beyond this one."""
-    while all(int(path.name[5:]) <= step for path in folder.glob("checkpoints/step-*")):
+    while all(int(path.name[5:15]) <= step for path in folder.glob("checkpoints/step-*")):
         assert program.process.poll() is None, program.end()
         time.sleep(0.001)
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -318,21 +319,41 @@ def test_the_copy_is_made_before_training_goes_on(tmp_path, monkeypatch):
     assert_goes_on(tmp_path, 1, world_size=1)
 
 
-def test_a_step_is_saved_once(tmp_path):
+def test_the_script_of_the_docs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs/checkpoint.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    for said in ("", "Going on from runs/a/step-0000000100-0001 (step 100, epoch 10)\n"):
+        made = net()
+        names = {"net": made, "sgd": made.optimizer, "sampler": ShardedSampler(20, 1, 0, 2)}
+        exec(code, {**names, "rng": np.random.default_rng(1), "sums": np.zeros(1)})
+        assert capsys.readouterr().out == said
+
+
+def test_a_step_is_saved_once_in_an_epoch(tmp_path):
     values = np.zeros(2)
     with Checkpoint(tmp_path, every=1, values=values) as saver:
         saver.resume()
         saver.step(epoch=4)
         values += 1
-        saver.save(epoch=5)
+        saver.save(epoch=4)
     assert load(tmp_path, values=values).epoch == 4
     assert not values.any()
-    with Checkpoint(tmp_path, values=values) as saver:
+    for epoch in (5, 6):  # in which the job has not made a step yet
+        with Checkpoint(tmp_path, values=values) as saver:
+            saver.resume()
+            values += 1
+            saver.save()
+            saver.save(epoch)
+            values += 1
+            saver.save()
+    assert load(tmp_path, values=values).epoch == 6
+    assert (values == 2).all()
+    assert names(tmp_path) == [step_name(1), f"{step_name(1)}-0001", f"{step_name(1)}-0002"]
+    with Checkpoint(tmp_path, every=1, keep=1, values=values) as saver:
         saver.resume()
-        values += 1
-        saver.save()
-    load(tmp_path, values=values)
-    assert not values.any()
+        saver.step()
+    assert names(tmp_path) == [step_name(2)]
 
 
 def test_without_a_folder_nothing_happens(tmp_path, monkeypatch):

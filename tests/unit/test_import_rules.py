@@ -28,6 +28,8 @@ VIOLATIONS = {
     "compress sync": ({"compress.new": "distopt.sync"}, LAYERS, "distopt.compress.new -> distopt.sync"),
     "comm compress": ({"comm.new": "distopt.compress"}, LAYERS, "distopt.comm.new -> distopt.compress"),
     "kernels launch": ({"kernels.new": "distopt.launch"}, LAYERS, "distopt.kernels.new -> distopt.launch"),
+    "checkpoint nn": ({"checkpoint.new": "distopt.nn"}, LAYERS, "distopt.checkpoint.new -> distopt.nn"),
+    "sync checkpoint": ({"sync.new": "distopt.checkpoint"}, LAYERS, "distopt.sync.new -> distopt.checkpoint"),
     "no layer": ({"new": "distopt.errors"}, LAYERS, "not listed as layers:\n\n- distopt.new\n"),
     "cycle": (
         {"data.new": "distopt.data.newer", "data.newer": "distopt.data.new"},
