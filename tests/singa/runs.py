@@ -80,13 +80,6 @@ class Run:
         """The command as one types it."""
         return (f"mpiexec -n {self.mpi_ranks} " if self.mpi_ranks else "") + f"python {self.command}"
 
-    @property
-    def remark(self) -> str:
-        """What the script does, and a reader would take for a fault of distopt's."""
-        if self.breaks:
-            return f"the script ends with this error: {self.breaks}"
-        return "" if self.trains else "the script never calls its optimizer"
-
 
 OPTIONS = ("plain", "half", "partialUpdate", "sparseTopK", "sparseThreshold")
 
@@ -146,7 +139,8 @@ def autograd() -> Iterator[Run]:
         yield Run(where, "cifar10_multiprocess.py 2", ranks=2, data="small", **two)
         yield Run(where, "resnet_dist.py", mpi_ranks=1)
         # Its ranks start from different parameters; SINGA does not notice.
-        yield Run(where, "resnet_dist.py", mpi_ranks=2, ranks=2, breaks="which sends rank 0's to all")
+        breaks = "call DistOpt.attach(params) before the first forward pass, which sends rank 0's to all"
+        yield Run(where, "resnet_dist.py", mpi_ranks=2, ranks=2, breaks=breaks)
         yield Run(where, "xceptionnet.py")
 
 
