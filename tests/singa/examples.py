@@ -1,9 +1,9 @@
 """Runs SINGA's example scripts on distopt, one after the other, and prints a table of what came of each.
 
 The scripts are those of the checkout with their imports renamed and the few edits of runs.py. They run with NumPy 2.3,
-because they print arrays of one element with '%f', which later versions refuse. The exit code is 0 if and only if every
-run is well: it ends with exit code 0, every rank trained, its losses are finite and as many as expected, and the ranks
-end with equal parameters, to the bit, wherever the option promises it.
+because they print arrays of one element with '%f', which later versions refuse. The exit code is 0 if and only if no
+run fails: each ends with exit code 0, all its ranks train, its losses are finite and as many as expected, and the ranks
+end with equal parameters, to the bit, wherever the option promises it; or it ends with the error that runs.py names.
 """
 
 from __future__ import annotations
@@ -57,9 +57,17 @@ class Result:
             f"{self.accuracies[-1]:.3f}" if self.accuracies else "-",
             equal,
             f"{self.seconds:.1f}",
-            self.trouble or " ".join(["well", *([f"({run.remark})"] if run.remark else [])]),
+            self.verdict,
         ]
         return f"| {' | '.join(cells)} |"
+
+    @property
+    def verdict(self) -> str:
+        if self.trouble:
+            return f"FAILED: {self.trouble}"
+        if self.run.breaks:
+            return f"ends by a fault of the script: {self.run.breaks}"
+        return "well" if self.run.trains else "well; the script never calls its optimizer"
 
 
 HEADER = """| command | exit code | first loss | last loss | accuracy | ranks equal | seconds | result |
@@ -154,7 +162,8 @@ def main() -> None:
                 say(report, result.row)
                 wrong += bool(result.trouble)
                 total += 1
-    say(report, f"\n{total - wrong} of {total} runs are well; {(time.perf_counter() - start) / 60:.0f} minutes.")
+    minutes = (time.perf_counter() - start) / 60
+    say(report, f"\n{total} runs in {minutes:.0f} minutes, {wrong} failed.")
     if args.output:
         args.output.write_text(heading() + "\n".join(report) + "\n")
     sys.exit(wrong > 0)

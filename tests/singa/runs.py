@@ -80,13 +80,6 @@ class Run:
         """The command as one types it."""
         return (f"mpiexec -n {self.mpi_ranks} " if self.mpi_ranks else "") + f"python {self.command}"
 
-    @property
-    def remark(self) -> str:
-        """What the script does, and a reader would take for a fault of distopt's."""
-        if self.breaks:
-            return f"the script ends with this error: {self.breaks}"
-        return "" if self.trains else "the script never calls its optimizer"
-
 
 OPTIONS = ("plain", "half", "partialUpdate", "sparseTopK", "sparseThreshold")
 
