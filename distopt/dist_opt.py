@@ -365,11 +365,6 @@ def _divided(states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> tuple[State
     return under("optimizer", arrays), others
 
 
-def _has(opt: Optimizer | None, name: str) -> bool:
-    """Whether the wrapped optimizer has a public attribute of that name that is no method."""
-    return not name.startswith("_") and hasattr(opt, name) and not isinstance(getattr(opt, name), MethodType)
-
-
 def device_of(communicator: Communicator) -> Device:
     """Local. The GPU that the communicator has taken for this rank, else the CPU.
 
