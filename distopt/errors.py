@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -158,14 +159,28 @@ def absent_name(
         reasons: for names that are absent on purpose, why, and what to use instead.
         otherwise: the cure where no name is near (default: to list all names).
     """
-    if reasons and name in reasons:
-        cure = f": {reasons[name]}"
-    elif near := get_close_matches(name, names, 1):
-        cure = f"; did you mean {near[0]}?"
-    else:
-        cure = f"; {otherwise or f'dir({module}) lists what there is'}"
     # Without name and obj, Python appends a second suggestion.
-    return AttributeError(f"{module} has no {name}{cure}", name=None, obj=None)
+    return AttributeError(_Absence(module, name, names, reasons or {}, otherwise), name=None, obj=None)
+
+
+@dataclass(frozen=True)
+class _Absence:
+    """A message that is composed when it is read: `hasattr` never does, and to find the nearest name takes long."""
+
+    module: str
+    name: str
+    names: Iterable[str]
+    reasons: Mapping[str, str]
+    otherwise: str
+
+    def __str__(self) -> str:
+        if self.name in self.reasons:
+            cure = f": {self.reasons[self.name]}"
+        elif near := get_close_matches(self.name, self.names, 1):
+            cure = f"; did you mean {near[0]}?"
+        else:
+            cure = f"; {self.otherwise or f'dir({self.module}) lists what there is'}"
+        return f"{self.module} has no {self.name}{cure}"
 
 
 @functools.cache

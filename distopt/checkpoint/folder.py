@@ -1,7 +1,7 @@
 """Checkpoints as files. See docs/checkpoint.md for the format.
 
-Every rank writes its own files, whole or not at all, and none waits for another. A checkpoint is whole when all files
-that its manifest names are there and of the same save. Which save it was, all files tell.
+Every rank writes its own file, whole or not at all, and none waits for another. A checkpoint is whole when all files
+that its manifest stands for are there and of the same save. Which save it was, all files tell.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ MANIFEST = "checkpoint.json"
 MARK = {"format": "distopt checkpoint", "version": "1"}
 WRITER = "distopt.checkpoint"
 _NAME = re.compile(r"step-\d{10}(?:-\d{4})?")
-_FILE = rf"{re.escape(MANIFEST)}|(?:shared|rank)-\d{{5,}}\.safetensors"
+_SHARED, _OWN = "shared/", "own/"  # prefixes of the names of arrays in files
+_FILE = rf"{re.escape(MANIFEST)}|rank-\d{{5,}}\.safetensors"
 _OURS = re.compile(rf"{_FILE}|{temporary_pattern(_FILE)}")
 
 
@@ -72,7 +73,7 @@ class Manifest:
     @property
     def files(self) -> list[str]:
         """Names of all other files of the checkpoint."""
-        return [file(rank) for rank in range(self.world_size) for file in (shared_file, rank_file)]
+        return [rank_file(rank) for rank in range(self.world_size)]
 
     def stamp(self, notes: dict[str, Any]) -> str:
         """What marks a file as one of this save, and notes, as JSON."""
@@ -87,13 +88,8 @@ def name_of(step: int, last: str = "") -> str:
     return f"{name}-{int(last[len(name) + 1 :] or 0) + 1:04d}"
 
 
-def shared_file(rank: int) -> str:
-    """Name of the file with a rank's share of what is the same on all ranks."""
-    return f"shared-{rank:05d}.safetensors"
-
-
 def rank_file(rank: int) -> str:
-    """Name of the file with what is a rank's own."""
+    """Name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -117,11 +113,11 @@ def share_of(rank: int, world_size: int, sizes: Mapping[str, int]) -> set[str]:
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 def write_rank(folder: Path, rank: int, manifest: Manifest, shared: Arrays, own: Arrays, stamp: str) -> None:
-    """Local. Write the files of one rank; rank 0 writes the manifest too, last.
+    """Local. Write the file of one rank; rank 0 writes the manifest too, last.
 
     Args:
         folder: of this checkpoint.
-        rank: whose files to write.
+        rank: whose file to write.
         manifest: the same on all ranks.
         shared: this rank's share of the arrays that are the same on all ranks.
         own: arrays of this rank.
@@ -133,8 +129,8 @@ def write_rank(folder: Path, rank: int, manifest: Manifest, shared: Arrays, own:
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)
-    save_arrays(folder / rank_file(rank), own, MARK, stamp)
-    save_arrays(folder / shared_file(rank), shared, MARK, manifest.stamp({}))
+    arrays = {prefix + key: array for prefix, group in ((_SHARED, shared), (_OWN, own)) for key, array in group.items()}
+    save_arrays(folder / rank_file(rank), arrays, MARK, stamp)
     if rank == 0:
         content = asdict(manifest)
         with atomic_write(folder / MANIFEST) as file:
@@ -172,24 +168,23 @@ def read_shared(folder: Path, manifest: Manifest, rank: int) -> Arrays:
         StateError: the file is damaged, or of another save.
         OSError: from the file system.
     """
-    return _read(folder / shared_file(rank), manifest)[0]
+    return _read(folder / rank_file(rank), manifest, _SHARED)[0]
 
 
 def read_rank(folder: Path, manifest: Manifest, rank: int) -> tuple[Arrays, dict[str, Any]]:
-    """Local. The arrays and notes of one rank; see `read_shared`."""
-    arrays, stamp = _read(folder / rank_file(rank), manifest)
-    return arrays, stamp["notes"]
+    """Local. The arrays of its own that `rank` has written, and its notes; see `read_shared`."""
+    return _read(folder / rank_file(rank), manifest, _OWN)
 
 
-def _read(path: Path, manifest: Manifest) -> tuple[Arrays, dict[str, Any]]:
+def _read(path: Path, manifest: Manifest, prefix: str) -> tuple[Arrays, dict[str, Any]]:
     try:
-        arrays, notes = load_arrays(path, MARK, WRITER)
+        arrays, notes = load_arrays(path, MARK, WRITER, prefix)
     except FileNotFoundError:
         raise StateError(f"{path} is missing; the job ended before all files were written") from None
     stamp = json.loads(notes)
     if stamp["save"] != manifest.save:
         raise StateError(f"{path} is of another save than {MANIFEST} beside it; the writer was ended in between")
-    return arrays, stamp
+    return {key.removeprefix(prefix): array for key, array in arrays.items()}, stamp["notes"]
 
 
 def _digest(content: dict[str, Any]) -> str:

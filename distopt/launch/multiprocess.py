@@ -8,6 +8,7 @@ import hashlib
 import os
 import socket
 import sys
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import current_process, parent_process
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["MultiprocessJob", "Ticket"]
 
 _TICKET_BYTES = 16
+_SEEN_SECONDS = 2.0  # for which a process stays, to be seen by siblings that are slower to start
 _made: dict[bytes, int] = {}  # by secret: the process that made it
 
 
@@ -47,6 +49,8 @@ def _tell_missing_guard(before: Any, kind: type[BaseException], error: BaseExcep
         before(kind, error, trace)
     elif is_first():
         sys.stderr.write(f"{current_process().name} (pid {os.getpid()}) {UNGUARDED}\n")
+        sys.stderr.flush()
+        time.sleep(_SEEN_SECONDS)
 
 
 @dataclass(frozen=True)

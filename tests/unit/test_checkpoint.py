@@ -21,16 +21,13 @@ from hypothesis import strategies as st
 import distopt
 from distopt import launch, layer, model, opt, tensor
 from distopt.checkpoint import Checkpoint, checkpoint, load
-from distopt.checkpoint.folder import share_of, survey
+from distopt.checkpoint.folder import rank_file, share_of, survey
 from distopt.data import ShardedSampler
 from distopt.errors import CheckpointError, StateError, UsageError
 from tests.conformance.thread_ranks import on_ranks
 
 RANKS = 2
-FILES = [
-    "checkpoint.json",
-    *(f"{kind}-{rank:05d}.safetensors" for kind in ("rank", "shared") for rank in range(RANKS)),
-]
+FILES = ["checkpoint.json", *(rank_file(rank) for rank in range(RANKS))]
 
 
 class Weights:
@@ -144,12 +141,10 @@ def test_files_of_a_checkpoint(saved):
     assert set(manifest["versions"]) == {"distopt", "numpy"}
     from safetensors.numpy import load_file
 
-    shared = load_file(saved / step_name(3) / "shared-00000.safetensors")
-    assert load_file(saved / step_name(3) / "shared-00001.safetensors") == {}
-    own = load_file(saved / step_name(3) / "rank-00001.safetensors")
-    assert {"weights/shared"} == shared.keys()
-    assert {"weights/own", "array/"} == own.keys()
-    np.testing.assert_array_equal(own["weights/own"], [31, 31, 31])
+    first, second = (load_file(saved / step_name(3) / rank_file(rank)) for rank in range(2))
+    assert first.keys() == {"shared/weights/shared", "own/weights/own", "own/array/"}
+    assert second.keys() == {"own/weights/own", "own/array/"}
+    np.testing.assert_array_equal(second["own/weights/own"], [31, 31, 31])
 
 
 def test_ranks_write_about_as_much_as_each_other():
@@ -419,11 +414,16 @@ def json_or_none(content):
         return None
 
 
+def damage(path):
+    """Change the last byte, which is of an array."""
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+
+
 def test_of_damaged_checkpoints_alone_none_is_used_and_nothing_changes(copy):
     for step in (1, 2, 3):
-        with (copy / step_name(step) / FILES[2]).open("r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            file.write(b"\xff")
+        damage(copy / step_name(step) / FILES[2])
     shutil.rmtree(copy / step_name(1))
 
     def body(comm):
@@ -438,8 +438,8 @@ def test_of_damaged_checkpoints_alone_none_is_used_and_nothing_changes(copy):
 
 def test_a_checkpoint_of_another_size_is_refused_whole(copy, caplog):
     """Rank 1 finds the fault: rank 0 must not change anything either."""
-    (copy / step_name(3) / FILES[2]).unlink()
-    (copy / step_name(2) / FILES[2]).unlink()
+    for step in (2, 3):
+        damage(copy / step_name(step) / FILES[2])
     assert_goes_on(copy, 1)
     assert [re.findall(r"rank \d", record.getMessage())[0] for record in caplog.records] == ["rank 1", "rank 1"]
 
@@ -572,7 +572,7 @@ def test_what_is_not_of_a_checkpoint_is_left_alone(copy):
     (copy / step_name(9) / "mine").write_text("mine")
     (copy / step_name(8)).write_text("a file")
     (copy / step_name(2) / "mine").write_text("mine")
-    (copy / step_name(2) / ".shared-00001.safetensors.0123456789abcdef.tmp").write_text("an orphan")
+    (copy / step_name(2) / ".rank-00001.safetensors.0123456789abcdef.tmp").write_text("an orphan")
     run(copy, 3, keep=1)
     assert names(copy) == sorted(
         ["notes.txt", "step-1", step_name(2), step_name(6), step_name(8), step_name(9)], key=str
@@ -593,9 +593,7 @@ def test_what_is_not_of_a_checkpoint_is_left_alone(copy):
 
 def test_a_refused_checkpoint_is_none_of_those_that_are_kept(copy):
     """Its files look whole, and only who reads all of it sees the damage."""
-    with (copy / step_name(3) / FILES[2]).open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"\xff")
+    damage(copy / step_name(3) / FILES[2])
     assert survey(copy / step_name(3)).whole
 
     def body(comm):
@@ -623,7 +621,7 @@ def test_what_a_look_at_the_files_shows(copy, saved):
 
 
 def test_refused_checkpoints_are_replaced(copy):
-    (copy / step_name(3) / FILES[3]).unlink()
+    (copy / step_name(3) / FILES[2]).unlink()
     run(copy, 1)
     assert_goes_on(copy, 3)
 
