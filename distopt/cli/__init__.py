@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import DistoptError, UsageError
 from . import bench, doctor
@@ -28,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # The doctor must run even without NumPy, which the benchmarks need.
         bench.add_parser(commands, whole="bench" in words)
-        args = parser.parse_args(words)
+        args, unknown = parser.parse_known_args(words)
+        if unknown:
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         code: int = args.run(args)
     except SystemExit as left:  # argparse, after --help or an error
         return left.code if isinstance(left.code, int) else 1
@@ -48,7 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports invalid arguments in one line."""
+    """A parser that reports invalid arguments in one line, which names its own --help."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.set_defaults(parser=self)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")

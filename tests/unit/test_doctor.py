@@ -398,9 +398,35 @@ def test_mpiexec_is_tried(answer, monkeypatch, ended, state, text):
     assert finding.cure or state == "ok"
 
 
-def test_without_mpiexec(monkeypatch):
+def test_without_mpiexec(monkeypatch, tmp_path):
+    monkeypatch.setattr(mpi.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(mpi.shutil, "which", lambda name: None)
     assert mpi.launcher().state == "absent"
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        ("/usr/bin/mpiexec", "; the PATH has /usr/bin/mpiexec: write the path, or activate the environment"),
+        (None, "; the PATH has none: write the path, or activate the environment"),
+        ("", ""),
+    ],
+)
+def test_the_mpiexec_beside_this_python_is_tried_first(answer, monkeypatch, tmp_path, first, said):
+    beside = tmp_path / "mpiexec"
+    beside.touch()
+    answer["mpi"] = MPICH
+    tried = []
+    monkeypatch.setattr(mpi.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(mpi.shutil, "which", lambda name: str(beside) if first == "" else first)
+    monkeypatch.setattr(
+        mpi,
+        "run_bounded",
+        lambda command, *rest: tried.append(command[0]) or (HYDRA if len(tried) == 1 else Ended(0, "2\n2\n", "")),
+    )
+    finding = mpi.launcher()
+    assert tried == [str(beside)] * 2
+    assert (finding.state, finding.found) == ("ok", f"{beside} (MPICH) starts 2 ranks that see each other{said}")
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------

@@ -57,12 +57,15 @@ def library() -> Finding:
 
 
 def launcher() -> Finding:
-    """Whether mpiexec starts ranks that see each other; one from a different MPI starts N one-rank jobs."""
+    """Whether mpiexec starts ranks that see each other; one from a different MPI starts N one-rank jobs.
+
+    The mpiexec beside this Python belongs to its MPI library; the first on the PATH may be of the system.
+    """
     beside = Path(sys.executable).with_name("mpiexec")
-    path = shutil.which("mpiexec")
+    first = shutil.which("mpiexec")
+    path = str(beside) if beside.exists() else first
     if path is None:
-        cure = f"use {beside}, or activate the environment" if beside.exists() else _INSTALL
-        return absent("no mpiexec on the PATH", cure)
+        return absent("neither beside this Python nor on the PATH", _INSTALL)
     described = run_bounded([path, "--version"], _LAUNCH_SECONDS)
     vendor = vendor_of(described.stdout + described.stderr)
     found = f"{path} ({vendor or 'of an unknown MPI'})"
@@ -73,12 +76,18 @@ def launcher() -> Finding:
     ended = run_bounded(_command(path, vendor), _LAUNCH_SECONDS, unlaunched_environment())
     details = {"path": path, "vendor": vendor, "library_vendor": mine}
     if ended.returncode == 0 and ended.stdout.split() == ["2", "2"]:
-        return ok(f"{found} starts 2 ranks that see each other", **details)
+        return ok(f"{found} starts 2 ranks that see each other{_unless_first(path, first)}", **details)
     if ended.returncode == 0 and ended.stdout.split() == ["1", "1"]:
-        better = beside if beside.exists() and str(beside) != path else f"the mpiexec of {mine or 'that library'}"
         fact = f"{found} started 2 jobs of one rank instead of one job of 2: mpi4py uses another MPI ({mine})"
-        return failed(fact, f"use {better}", **details)
+        return failed(fact, f"use the mpiexec of {mine or 'that library'}", **details)
     return failed(f"{found} cannot start 2 ranks: {_reason(ended)}", _cure(ended), **details)
+
+
+def _unless_first(path: str, first: str | None) -> str:
+    if first == path:
+        return ""
+    other = "the PATH has none" if first is None else f"the PATH has {first}"
+    return f"; {other}: write the path, or activate the environment"
 
 
 def _command(path: str, vendor: str | None) -> list[str]:
