@@ -23,7 +23,7 @@ def test_wrong_arguments_get_one_line_and_code_2(argv, capsys):
 
 @pytest.mark.parametrize("command", [["doctor"], ["bench", "all-reduce"]])
 def test_an_unknown_option_names_the_help_of_its_command(command, capsys):
-    assert main([*command, "--nope"]) == 2
+    assert cli.main([*command, "--nope"]) == 2
     program = " ".join(["distopt", *command])
     assert capsys.readouterr().err == f"{program}: unrecognized arguments: --nope (see {program} --help)\n"
 
