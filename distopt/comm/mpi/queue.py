@@ -36,6 +36,7 @@ _log = logging.getLogger("distopt")
 
 # Per rank, and of all ranks together: what travels with the fingerprint, in one step instead of two.
 _INLINE_BYTES, _INLINE_BYTES_OF_ALL = 1024, 65536
+_YIELD_SECONDS = 0.01  # of a wait, during which it does not sleep
 _ANSWER_SECONDS = 0.2  # in which ranks that wait hear of each other
 _FAREWELL_SECONDS = 1.0  # that the others have to close their communicators at the end
 
@@ -201,12 +202,12 @@ class MpiQueue:
         told = False  # once: an answer to every answer would never end
         while not work.done():
             waited = time.monotonic() - start
-            if waited < 1e-4:
+            # MPI moves data only while it is called: a sleep in the middle of a transfer leaves the network idle. Where
+            # ranks outnumber cores, yielding gives the core to a rank that has work. A late peer costs no processor.
+            if waited < _YIELD_SECONDS:
                 os.sched_yield()
                 continue
-            # Proportional to the time waited: a late peer costs no processor, a short wait no latency. MPI moves data
-            # only while it is called, hence the cap.
-            time.sleep(min(1e-3, waited / 8))
+            time.sleep(min(1e-3, waited / 100))
             # A rank that hears of another's wait while it waits itself says so: who is silent is the one to blame.
             if (self._notes.read() or waited > tell_at) and not told:
                 told = True
