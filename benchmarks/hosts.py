@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 LINK = "wire"  # name of the interface in both namespaces
+_NOWHERE = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", LINK)
 
 
 class HostsUnavailableError(Exception):
@@ -39,6 +40,13 @@ class Host:
         named = f'hostname {self.name} && exec "$@"'
         return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", named, "sh", *command]
 
+    def cut(self, peer: Host, *, silently: bool) -> None:
+        """Let nothing reach `peer` any more: the interface goes down, or `silently` what it sends is lost."""
+        if silently:  # addressed to a card that nobody has
+            _ip("-n", self.namespace, "neighbor", "replace", peer.address, *_NOWHERE)
+        else:
+            _ip("-n", self.namespace, "link", "set", LINK, "down")
+
     def shape(self, rate: str, burst: str) -> None:
         """Limit what the host sends, by a token bucket; in the words of tc, e.g. "1gbit" and "256kb"."""
         tbf = ["root", "tbf", "rate", rate, "burst", burst, "latency", "100ms"]
@@ -51,6 +59,19 @@ class TwoHosts:
 
     hosts: tuple[Host, Host]
     launcher: Path
+
+    def cut(self, *, silently: bool) -> None:
+        """Separate the hosts, in both directions; see `Host.cut`."""
+        first, second = self.hosts
+        for host, peer in ((first, second), (second, first)):
+            host.cut(peer, silently=silently)
+
+    def mend(self) -> None:
+        """Undo `cut`."""
+        for host in self.hosts:
+            _ip("-n", host.namespace, "neighbor", "flush", "nud", "permanent", "dev", LINK)
+            _ip("-n", host.namespace, "link", "set", LINK, "up")
+        _wait_for_link(self.hosts)
 
     def mpiexec(self, ranks_per_host: int, command: Sequence[str]) -> list[str]:
         """A command that runs `command` on that many ranks of each host, under MPICH and through the cable."""
@@ -97,8 +118,12 @@ def _connect(first: Host, second: Host) -> None:
         _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", LINK)
         for device in ("lo", LINK):
             _ip("-n", host.namespace, "link", "set", device, "up")
-    # The kernel says so a moment later; until then UCX does not find the interface.
-    for host in (first, second):
+    _wait_for_link((first, second))
+
+
+def _wait_for_link(hosts: Sequence[Host]) -> None:
+    """The kernel says a moment later that the link is up; until then UCX does not find the interface."""
+    for host in hosts:
         deadline = time.monotonic() + 5.0
         while " state UP " not in _ip("-n", host.namespace, "-oneline", "link", "show", "dev", LINK):
             if time.monotonic() > deadline:
@@ -114,7 +139,10 @@ def _ip(*words: str) -> str:
 
 
 def _launcher_script(hosts: Sequence[Host]) -> str:
-    """What mpiexec calls in place of ssh: [options] address command."""
+    """What mpiexec calls in place of ssh: [options] address command.
+
+    As with ssh, the command does not end when its caller does, and gets no signal that the caller gets.
+    """
     cases = "\n".join(f"  {host.address}) name={host.name} namespace={host.namespace};;" for host in hosts)
     return f"""#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
@@ -122,7 +150,8 @@ case "$1" in
 {cases}
 esac
 shift
-exec ip netns exec "$namespace" unshare --uts sh -c "hostname $name && exec $*"
+setsid ip netns exec "$namespace" unshare --uts sh -c "hostname $name && exec $*" < /dev/null &
+wait $!
 """
 
 

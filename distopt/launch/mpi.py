@@ -45,6 +45,7 @@ from .rendezvous import HostGroup
 from .siblings import Absence, end_with_parent, ends_of_siblings
 from .threads import cap_threads, cores
 from .topology import Topology
+from .watch import Watch, watch_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -104,6 +105,10 @@ class MpiJob(Job):
         cap_threads(len(local), len(set().union(*(peers[peer].cores for peer in local))))
         if size > 1:
             _guard.watch(self)
+        if comm is None and not self.topology.single_host and _guard.others is None:
+            _guard.others = watch_hosts(self, self._settings.timeout)
+            if _guard.others is not None:
+                _guard.others.end_with_others()
 
     def all_gather(self, payload: bytes) -> list[bytes]:  # noqa: D102
         self._check_open()
@@ -227,13 +232,14 @@ def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
     if of_open_mpi:
         raise LaunchError(_mismatch(info, library, "cannot connect ranks that no mpiexec started"))
     member = Member(info, place, Settings.from_env().timeout)
-    with member.environment(), _bounded_init(info, member.watch):
+    with member.environment(), _bounded_init(info, member):
         MPI.Init_thread()
     member.end_with_others()
+    _guard.others = member
 
 
 @contextlib.contextmanager
-def _bounded_init(info: LauncherInfo, watch: socket.socket | None = None) -> Iterator[None]:
+def _bounded_init(info: LauncherInfo, watch: Watch | None = None) -> Iterator[None]:
     """Limit the time of MPI_Init, which otherwise waits for all ranks forever and cannot be interrupted."""
     seconds = Settings.from_env().timeout
     who = f"rank {info.rank} of {info.size} on {socket.gethostname()} (pid {os.getpid()})"
@@ -304,6 +310,7 @@ class _ExitGuard:
         # Kept even if the script has dropped them, so that their peers are notified at the end.
         self.communicators: list[_Closeable] = []
         self.farewells: list[Callable[[], object]] = []
+        self.others: Watch | None = None  # tells of ranks on other hosts
         self._mpi: Any = None
 
     def arm(self, mpi: ModuleType) -> None:
@@ -351,6 +358,10 @@ class _ExitGuard:
             communicator.close()
         for farewell in self.farewells:
             farewell()
+        if self.others is not None and not self._mpi.Is_finalized():
+            # It waits for the other ranks. Later, no thread is left that hears of their end.
+            self._mpi.Finalize()
+            self.others.leave()
 
     def _says(self, text: str) -> str:
         return f"rank {self._mpi.COMM_WORLD.rank} on {socket.gethostname()} (pid {os.getpid()}) {text}\n"
@@ -360,6 +371,8 @@ class _ExitGuard:
         sys.stderr.flush()
         time.sleep(_FORWARD_SECONDS)
         if not self._mpi.Is_finalized():
+            if self.others is not None:
+                self.others.end_others(code)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide MPICH's own line, which would follow the traceback
             # Open MPI's Abort waits for an answer from mpiexec; if none comes, the signal ends this process.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)

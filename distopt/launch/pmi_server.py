@@ -1,14 +1,18 @@
-"""The key-value server through which MPICH's ranks exchange addresses where no MPI launcher serves them.
+"""The server of a job on several hosts: it tells ranks of others that end too early, and connects those of MPICH.
 
 Rank 0 runs this file as a program; it uses the standard library only, so that it starts at once. It cannot be a thread
 of rank 0, because MPI_Init holds Python's lock. It ends with rank 0.
 
-Every rank opens two connections. One is handed to MPICH and speaks PMI-1: lines of `name=value` words ("PMI: A Scalable
-Parallel Process-Management Interface for Extreme-Scale Systems", Balaji et al., EuroMPI 2010). The other stays with
-Python, and tells of ranks that end too early; each of its messages is a line:
+Every rank opens a connection that stays with Python. Each message is a line; the server's are:
 
 - `go`: all ranks have joined;
 - `end CODE TEXT`: the job has failed. Leave with exit code CODE, and print TEXT unless it is empty.
+
+Those of a rank are `left`: its end is no failure; and `end CODE`: it has failed, and has said so.
+
+Where no MPI launcher serves MPICH's ranks, each hands another connection to MPICH. There it speaks PMI-1: lines of
+`name=value` words ("PMI: A Scalable Parallel Process-Management Interface for Extreme-Scale Systems", Balaji et al.,
+EuroMPI 2010).
 
 Both sides of a connection first prove by HMAC that they know the job's key.
 """
@@ -40,9 +44,12 @@ _LOOK_SECONDS = 0.2
 _FINALIZE_SECONDS = 5.0
 _MAX_STRANGERS = 64
 _MAX_LINE_BYTES = 1 << 16
-# A host that is switched off or unplugged sends no end of its connections: noticed after about 9 s.
-_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
-_USER_TIMEOUT_MS = 9000
+# A host that is switched off or unplugged sends no end of its connections: noticed 5 to 7 s after it.
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 5))
+_USER_TIMEOUT_MS = 7000
+
+_ENDED = "has ended before the others; see its output"
+_UNREACHABLE = "cannot be reached; see whether its host and the network are up"
 
 _ANSWERS = {
     "init": "response_to_init pmi_version=1 pmi_subversion=1 rc=0",
@@ -55,7 +62,7 @@ _ANSWERS = {
 
 
 def keep_alive(link: socket.socket) -> None:
-    """Local. Have the kernel notice within 10 s that the other end's host cannot be reached."""
+    """Local. Have the kernel notice within 7 s that the other end's host cannot be reached."""
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (*_KEEP_ALIVE, (socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS), (socket.TCP_NODELAY, 1)):
         link.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -79,7 +86,7 @@ class _Link:
 
 
 class Server:
-    """Serves one job of `size` ranks until all have finalized MPI, one has ended before, or rank 0 is gone.
+    """Serves one job of `size` ranks until all have left or finalized MPI, one has ended before, or rank 0 is gone.
 
     Args:
         listener: a listening TCP socket.
@@ -161,23 +168,26 @@ class Server:
             self._drop(link)
 
     def _read(self, link: _Link) -> None:
+        how, part = _ENDED, b""
         try:
             part = link.socket.recv(1 << 16)
+        except ConnectionError:  # it ended before it had read everything
+            pass
         except OSError:
-            part = b""
+            how = _UNREACHABLE
         link.received += part
         if not part:
             self._drop(link)
             if link.rank >= 0:
-                self._gone(link.rank)
+                self._gone(link.rank, how)
         elif link.rank < 0:
             if len(link.received) >= HELLO.size:
                 self._admit(link)
-        elif link.purpose == b"m":
+        else:
             while not self._ended and (end := link.received.find(b"\n")) >= 0:
                 line = link.received[:end].decode("utf-8", "replace")
                 del link.received[: end + 1]
-                self._serve(link, line)
+                (self._serve if link.purpose == b"m" else self._hear)(link, line)
             if len(link.received) > _MAX_LINE_BYTES:
                 self._drop(link)
                 self._gone(link.rank)
@@ -224,10 +234,16 @@ class Server:
         with contextlib.suppress(OSError):  # its end is noticed when it is read
             link.socket.sendall(line.encode())
 
-    def _gone(self, rank: int) -> None:
+    def _gone(self, rank: int, how: str = _ENDED) -> None:
         if rank not in self._finalized:
-            name = self._names.get(rank, f"rank {rank}")
-            self._end(1, f"{name} has ended before the others; see its output", but=rank)
+            self._end(1, f"{self._names.get(rank, f'rank {rank}')} {how}", but=rank)
+
+    def _hear(self, link: _Link, line: str) -> None:
+        """A rank has left, or has failed with an exit code."""
+        if line == "left":
+            self._finalized.add(link.rank)
+        elif line.startswith("end "):
+            self._end(_exit_code(line[4:]), "", but=link.rank)
 
     def _end(self, code: int, text: str, but: int = -1) -> None:
         """Tell all ranks but one that the job has failed; the first of them also prints why."""
@@ -255,14 +271,17 @@ class Server:
                     self._tell(other, "cmd=barrier_out rc=0\n")
             return
         elif command == "abort":
-            code = words.get("exitcode", "")
-            self._end(int(code) & 0xFF or 1 if code.isascii() and code.isdigit() else 1, "", but=link.rank)
+            self._end(_exit_code(words.get("exitcode", "")), "", but=link.rank)
             return
         else:
             answer = _ANSWERS.get(command, f"{command} rc=-1").format(size=self._size)
         if command == "finalize":
             self._finalized.add(link.rank)
         self._tell(link, f"cmd={answer}\n")
+
+
+def _exit_code(digits: str) -> int:
+    return int(digits) & 0xFF or 1 if digits.isascii() and digits.isdigit() else 1
 
 
 def _main() -> None:

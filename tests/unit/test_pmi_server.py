@@ -20,8 +20,8 @@ KEY = bytes(range(32))
 class Rank(Member):
     """A rank whose server another thread runs."""
 
-    def _serve(self, timeout):
-        del timeout
+    def _serve(self, info, place, timeout):
+        del info, place, timeout
 
     def say(self, line):
         self._mpi.sendall(line.encode() + b"\n")
@@ -42,9 +42,9 @@ class Rank(Member):
     def told(self):
         return self._read_line()
 
-    def leave(self):
+    def hang_up(self):
         self._mpi.close()
-        self.watch.close()
+        self.close()
 
 
 def member(rank, size=2, key=KEY, timeout=5.0):
@@ -96,21 +96,21 @@ def test_ranks_exchange_values():
         assert ranks[0].ask("cmd=get kvsname=distopt key=none") == "cmd=get_result rc=-1"
         assert ranks[0].ask("cmd=frobnicate") == "cmd=frobnicate rc=-1"
         assert ranks[0].ask("cmd=finalize") == "cmd=finalize_ack rc=0"
-        ranks[0].leave()  # after MPI_Finalize: no failure
+        ranks[0].hang_up()  # after MPI_Finalize: no failure
         assert ranks[1].ask("cmd=get_appnum") == "cmd=appnum appnum=0 rc=0"
         assert ranks[1].ask("cmd=finalize") == "cmd=finalize_ack rc=0"
-        ranks[1].leave()
+        ranks[1].hang_up()
 
 
 def test_lost_rank_is_named_once():
     with served(3):
         ranks = join(3)
-        ranks[1].leave()
+        ranks[1].hang_up()
         name = f"rank 1 on {socket.gethostname()} (pid {os.getpid()})"
         assert ranks[0].told() == f"end 1 {name} has ended before the others; see its output"
         assert ranks[2].told() == "end 1 "
-        ranks[0].leave()
-        ranks[2].leave()
+        ranks[0].hang_up()
+        ranks[2].hang_up()
 
 
 def test_abort_carries_the_exit_code():
@@ -119,7 +119,7 @@ def test_abort_carries_the_exit_code():
         ranks[1].say("cmd=abort exitcode=7")
         assert ranks[0].told() == "end 7 "
         for one in ranks:
-            one.leave()
+            one.hang_up()
 
 
 def test_strangers_do_no_harm():
@@ -131,7 +131,7 @@ def test_strangers_do_no_harm():
         ranks = join()
         assert ranks[0].ask("cmd=get_universe_size") == "cmd=universe_size size=2 rc=0"
         for one in (*ranks, *strangers):
-            one.leave() if isinstance(one, Rank) else one.close()
+            one.hang_up() if isinstance(one, Rank) else one.close()
 
 
 def test_another_job_does_not_get_in(monkeypatch):
@@ -142,7 +142,7 @@ def test_another_job_does_not_get_in(monkeypatch):
             member(1, key=bytes(32), timeout=0.3)
         assert time.monotonic() - began < 5.0
         for one in join():
-            one.leave()
+            one.hang_up()
 
 
 def test_wrong_numbers_are_refused_with_the_reason():
@@ -153,7 +153,7 @@ def test_wrong_numbers_are_refused_with_the_reason():
         with pytest.raises(LaunchError, match=r"rank 2 on .* expects 3 ranks, rank 0 expects 2"):
             member(2, 3)
         for one in ranks:
-            one.leave()
+            one.hang_up()
 
 
 def test_rank_that_never_comes_is_named():
