@@ -111,7 +111,7 @@ class Server:
         self._waiting: set[int] = set()  # in the barrier
         self._finalized: set[int] = set()
         self._ended = False
-
+        self._began = False
     def run(self) -> None:
         """Local. Serve; return at the end of the job, with all connections closed."""
         try:
@@ -227,6 +227,7 @@ class Server:
         links[rank] = link
         self._names[rank] = name
         if purpose == b"w" and len(self._watchers) == self._size:
+            self._began = True
             for watcher in self._watchers.values():
                 self._tell(watcher, "go\n")
 
@@ -250,6 +251,9 @@ class Server:
         if not self._ended:
             self._ended = True
             told = [rank for rank in sorted(self._watchers) if rank != but]
+            if text and self._began:
+                os.write(2, f"{text}\n".encode())
+                text = ""
             for rank in told:
                 self._tell(self._watchers[rank], f"end {code} {text if rank == told[0] else ''}\n")
 

@@ -56,9 +56,12 @@ def start_server(listener: socket.socket, key: bytes, size: int, timeout: float)
     """
     program = [sys.executable, "-I", "-S", str(Path(pmi_server.__file__))]
     numbers = [str(x) for x in (listener.fileno(), size, timeout, os.getpid())]
-    quiet = subprocess.DEVNULL
     server = subprocess.Popen(
-        [*program, *numbers], stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, pass_fds=(listener.fileno(),)
+        [*program, *numbers],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        pass_fds=(listener.fileno(),),
+        start_new_session=True,  # a launcher kills the ranks' process groups; the server still has to say why
     )
     _servers.append(server)
     if server.stdin is not None:
