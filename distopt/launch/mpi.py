@@ -22,7 +22,6 @@ import atexit
 import contextlib
 import json
 import os
-import signal
 import socket
 import sys
 import time
@@ -45,7 +44,7 @@ from .rendezvous import HostGroup
 from .siblings import Absence, end_with_parent, ends_of_siblings
 from .threads import cap_threads, cores
 from .topology import Topology
-from .watch import Watch, watch_hosts
+from .watch import Watch, reserve_descriptor, watch_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -108,7 +107,7 @@ class MpiJob(Job):
         if comm is None and not self.topology.single_host and _guard.others is None:
             _guard.others = watch_hosts(self, self._settings.timeout)
             if _guard.others is not None:
-                _guard.others.end_with_others()
+                _guard.others.end_with_others(_guard.abort)
 
     def all_gather(self, payload: bytes) -> list[bytes]:  # noqa: D102
         self._check_open()
@@ -216,6 +215,7 @@ def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
     if info is None or info.size == 1:
         MPI.Init_thread()
         return
+    reserve_descriptor()
     library = _library(MPI)
     of_open_mpi = "Open MPI" in library
     place = meeting(info)
@@ -342,7 +342,7 @@ class _ExitGuard:
             before(kind, error, trace)
         if not self._left:
             interrupted = issubclass(kind, KeyboardInterrupt)
-            self._abort(130 if interrupted else error.exit_code if isinstance(error, DistoptError) else 1)
+            self.abort(130 if interrupted else error.exit_code if isinstance(error, DistoptError) else 1)
 
     def _exit(self, before: Any, status: object = None, /) -> NoReturn:
         self._exit_code = status & 0xFF if isinstance(status, int) else int(status is not None)
@@ -353,7 +353,7 @@ class _ExitGuard:
         if self._exit_code and not self._left:
             if self._exit_code != UsageError.exit_code:  # a usage error has already been reported
                 sys.stderr.write(self._says(f"left with exit code {self._exit_code}"))
-            self._abort(self._exit_code)
+            self.abort(self._exit_code)
         for communicator in self.communicators:
             communicator.close()
         for farewell in self.farewells:
@@ -366,7 +366,8 @@ class _ExitGuard:
     def _says(self, text: str) -> str:
         return f"rank {self._mpi.COMM_WORLD.rank} on {socket.gethostname()} (pid {os.getpid()}) {text}\n"
 
-    def _abort(self, code: int) -> None:
+    def abort(self, code: int) -> None:
+        """Local. End all ranks of the launcher's job."""
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(_FORWARD_SECONDS)
@@ -374,10 +375,10 @@ class _ExitGuard:
             if self.others is not None:
                 self.others.end_others(code)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide MPICH's own line, which would follow the traceback
-            # Open MPI's Abort waits for an answer from mpiexec; if none comes, the signal ends this process.
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(_ABORT_SECONDS)
+            # Open MPI's Abort waits for an answer from mpiexec, which may not come.
+            last = _core.Watchdog(_ABORT_SECONDS, "", code, [])
             self._mpi.COMM_WORLD.Abort(code)
+            last.stop()
             os._exit(code)  # MPICH's Abort may return; this process must not continue
 
 

@@ -25,7 +25,7 @@ from . import pmi_server
 from .pmi_server import HELLO, NONCE_BYTES, PROOF_BYTES, REASON, keep_alive, proof
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from .job import Job
 
@@ -39,6 +39,7 @@ _JOIN_SECONDS = 5.0  # in a job that can do without
 _FINALIZED_SECONDS = 0.3
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 
+_reserved: list[int] = []  # a descriptor, or none
 _servers: list[subprocess.Popen[bytes]] = []  # kept: Popen complains about a running process that nobody holds
 
 
@@ -67,6 +68,16 @@ def start_server(listener: socket.socket, key: bytes, size: int, timeout: float)
     if server.stdin is not None:
         server.stdin.write(key)
         server.stdin.close()
+
+
+def reserve_descriptor() -> None:
+    """Local. Have `Watch` use a lower descriptor than what is opened from now on: call this before MPI_Init.
+
+    When a process ends, the kernel closes its descriptors in their order. The server must hear of it before other ranks
+    do through MPI, which may crash them at once.
+    """
+    if not _reserved:
+        _reserved.append(os.open(os.devnull, os.O_RDONLY))
 
 
 class Watch:
@@ -104,14 +115,23 @@ class Watch:
         self._speaks = speaks
         self._who = f"rank {rank} of {size} on {socket.gethostname()} (pid {os.getpid()})"
         self._link = self._connect(b"w", until)
+        if _reserved:
+            os.dup2(self._link.fileno(), _reserved[0], inheritable=False)
+            self._link.close()
+            self._link = socket.socket(fileno=_reserved.pop())
         os.register_at_fork(after_in_child=self._link.close)  # else a child would hold it open after this rank's end
 
     def fileno(self) -> int:
         """Local. The connection's descriptor, which becomes readable when the job fails."""
         return self._link.fileno()
 
-    def end_with_others(self) -> None:
-        """Local. From now on, end this process as soon as another rank fails or ends before it has left."""
+    def end_with_others(self, end: Callable[[int], object] = os._exit) -> None:
+        """Local. From now on, end this process as soon as another rank fails or ends before it has left.
+
+        Args:
+            end: called with the exit code; must not return.
+        """
+        self._end = end
         self._link.settimeout(None)
         threading.Thread(target=self._outlive, name="distopt job", daemon=True).start()
 
@@ -207,7 +227,7 @@ class Watch:
             if text:
                 sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
-        os._exit(int(code))
+        self._end(int(code))
 
 
 def watch_hosts(job: Job, timeout: float) -> Watch | None:
