@@ -60,7 +60,7 @@ class Outcome:
 
     Attributes:
         seconds: from the fault to the end of the last process.
-        namings: lines that name the rank, with its host and process.
+        namings: lines that name the rank, with its host and process; after the loss of a link, one beyond it.
         left: files that remain in shared memory and in the folder for temporary files.
         codes: exit codes of the programs that started the ranks.
         output: all that they and the ranks have written.
@@ -188,10 +188,10 @@ def run(net: TwoHosts, trial: Trial) -> Outcome:
         try:
             job.wait_until_trains()
             time.sleep(trial.delay)
-            pid, host = job.ranks[trial.rank]
+            pid, _ = job.ranks[trial.rank]
             if trial.fault in LINKS:
                 net.cut(silently=trial.fault == "packets lost")
-                missed = [rank for rank in job.ranks if job.ranks[rank][1] != host]
+                missed = [rank for rank, (_, place) in job.ranks.items() if place != net.hosts[0].name]
             else:
                 os.kill(pid, SIGNALS[trial.fault])
                 missed = [trial.rank]
