@@ -354,8 +354,8 @@ class _ExitGuard:
             if self._exit_code != UsageError.exit_code:  # a usage error has already been reported
                 sys.stderr.write(self._says(f"left with exit code {self._exit_code}"))
             self.abort(self._exit_code)
-        for communicator in self.communicators:
-            communicator.close()
+        while self.communicators:  # sys.exit, which leads here, outlives them: nothing of theirs may remain
+            self.communicators.pop().close()
         for farewell in self.farewells:
             farewell()
         if self.others is not None and not self._mpi.Is_finalized():
