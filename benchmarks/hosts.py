@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 LINK = "wire"  # name of the interface in both namespaces
+_OPEN_MPI = (
+    "OMPI_ALLOW_RUN_AS_ROOT=1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+    "OMPI_MCA_pml=ob1",
+    "OMPI_MCA_btl=self,sm,tcp",
+    f"OMPI_MCA_btl_tcp_if_include={LINK}",
+)
 _NOWHERE = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", LINK)
 
 
@@ -59,6 +66,7 @@ class TwoHosts:
 
     hosts: tuple[Host, Host]
     launcher: Path
+    is_open_mpi: bool
 
     def cut(self, *, silently: bool) -> None:
         """Separate the hosts, in both directions; see `Host.cut`."""
@@ -74,12 +82,17 @@ class TwoHosts:
         _wait_for_link(self.hosts)
 
     def mpiexec(self, ranks_per_host: int, command: Sequence[str]) -> list[str]:
-        """A command that runs `command` on that many ranks of each host, under MPICH and through the cable."""
+        """A command that runs `command` on that many ranks of each host, through the cable."""
         slots = ",".join(f"{host.address}:{ranks_per_host}" for host in self.hosts)
+        ranks = ["-n", str(2 * ranks_per_host)]
+        if self.is_open_mpi:
+            program = ["env", *_OPEN_MPI, _mpiexec(), "--prtemca", "plm_ssh_agent", str(self.launcher)]
+            program += ["--prtemca", "prte_if_include", LINK, "--host", slots]
+            return self.hosts[0].inside([*program, *ranks, *command])
         program = [_mpiexec(), "-launcher", "ssh", "-launcher-exec", str(self.launcher), "-iface", LINK]
         # The hosts share one kernel, and UCX would find the ways past the wire.
         program += ["-genv", "UCX_TLS", "tcp,self", "-genv", "UCX_NET_DEVICES", LINK]
-        return self.hosts[0].inside([*program, "-hosts", slots, "-n", str(2 * ranks_per_host), *command])
+        return self.hosts[0].inside([*program, "-hosts", slots, *ranks, *command])
 
 
 @contextmanager
@@ -87,15 +100,16 @@ def two_hosts() -> Iterator[TwoHosts]:
     """Make two hosts, and remove them at the end, whatever happens.
 
     Raises:
-        HostsUnavailableError: it needs root, the commands ip and unshare, and the mpiexec of MPICH.
+        HostsUnavailableError: it needs root, the commands ip and unshare, and the mpiexec of MPICH or Open MPI.
     """
     if os.geteuid() != 0:
         raise HostsUnavailableError("network namespaces are root's to make")
     for tool in ("ip", "unshare", _mpiexec()):
         if shutil.which(tool) is None:
             raise HostsUnavailableError(f"there is no command {tool!r}")
-    if "HYDRA" not in subprocess.run([_mpiexec(), "--version"], capture_output=True, text=True, check=False).stdout:
-        raise HostsUnavailableError("only MPICH's mpiexec can be led into another namespace")
+    version = subprocess.run([_mpiexec(), "--version"], capture_output=True, text=True, check=False).stdout
+    if not any(name in version for name in ("HYDRA", "Open MPI")):
+        raise HostsUnavailableError("only the mpiexec of MPICH and Open MPI can be led into another namespace")
     hosts = tuple(Host(f"distopt-{x}", f"10.213.77.{i}", f"distopt-{os.getpid()}-{x}") for i, x in ((1, "a"), (2, "b")))
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -103,7 +117,7 @@ def two_hosts() -> Iterator[TwoHosts]:
             launcher = Path(folder) / "launcher"
             launcher.write_text(_launcher_script(hosts))
             launcher.chmod(0o700)
-            yield TwoHosts(hosts, launcher)
+            yield TwoHosts(hosts, launcher, "Open MPI" in version)
         finally:
             for host in hosts:  # the cable goes with its ends
                 subprocess.run(["ip", "netns", "delete", host.namespace], check=False, stderr=subprocess.DEVNULL)
@@ -150,7 +164,7 @@ case "$1" in
 {cases}
 esac
 shift
-setsid ip netns exec "$namespace" unshare --uts sh -c "hostname $name && exec $*" < /dev/null &
+setsid ip netns exec "$namespace" unshare --uts sh -c "hostname $name && $*" < /dev/null &
 wait $!
 """
 
