@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import DistoptError, UsageError
-from . import bench, doctor, run
+from . import run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,10 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run.add_parser(commands)
-    doctor.add_parser(commands)
     try:
-        # The doctor must run even without NumPy, which the benchmarks need.
-        bench.add_parser(commands, whole="bench" in words)
+        if words[:1] != ["run"]:  # which starts at once, without what the others import
+            from . import bench, doctor
+
+            doctor.add_parser(commands)
+            # The doctor must run even without NumPy, which the benchmarks need.
+            bench.add_parser(commands, whole="bench" in words)
         args = parser.parse_args(words)
         code: int = args.run(args)
     except SystemExit as left:  # argparse, after --help or an error

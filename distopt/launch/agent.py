@@ -38,7 +38,7 @@ __all__ = ["RunOptions", "run"]
 
 _LOOK_SECONDS = 0.2
 _CONNECT_SECONDS = 2.0
-_RETRY_SECONDS = 0.1
+_RETRY_SECONDS = 0.03
 _FOREIGN_SECONDS = 3.0  # for which another program may still hold the endpoint
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM)
