@@ -252,7 +252,7 @@ class _Agent:
                 own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
                 ranks.start(rank, options.program, {**common, **own}, folder)
         except UsageError as error:
-            text = f"{self._me.host}: {error}"
+            text = f"on {self._me.host}, {error}"
             ranks.failures.append(Failure(order["first"], UsageError.exit_code, text, is_final=True))
 
     # -- ranks and signals -----------------------------------------------------------------------------------------

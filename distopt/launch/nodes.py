@@ -171,8 +171,7 @@ class Owner(Gate):
         def tell(message: dict[str, Any]) -> None:
             self._tell(link, json.dumps(message) + "\n")
 
-        address = link.socket.getpeername()[0].removeprefix("::ffff:")
-        node = Node(link.host, link.pid, link.rank, tell, address)
+        node = Node(link.host, link.pid, link.rank, tell, link.address)
         self._by_link[link] = node
         self._nodes.append(node)
 
@@ -193,13 +192,9 @@ class Owner(Gate):
     def _turned_away(self, link: Link) -> None:
         if not self._warned:
             self._warned = True
-            try:
-                address = link.socket.getpeername()[0].removeprefix("::ffff:")
-            except OSError:
-                address = "a host"
             self._warn(
-                f"turned away a connection from {address} that is no node of this job: it has another --rdzv-id or "
-                "DISTOPT_JOB_SECRET, or is no distopt run"
+                f"turned away a connection from {link.address} that is no node of this job: it has another --rdzv-id "
+                "or DISTOPT_JOB_SECRET, or is no distopt run"
             )
 
     # -- decisions -------------------------------------------------------------------------------------------------
@@ -266,7 +261,8 @@ class Owner(Gate):
         if not self._failures:
             self._finish(0, "")
             return
-        first = min(self._failures.values(), key=lambda failure: (failure.is_consequence, not failure.is_final))
+        # Of those that are no consequence: a lost node before ranks, a signal before exit codes, then the earliest.
+        first = min(self._failures.values(), key=lambda one: (one.is_consequence, not one.is_final, one.code <= 128))
         total = sum(node.ranks for node in self._nodes)
         by_signal = [signum for signum in self._signals if first.code == 128 + signum]
         if first.is_consequence and not by_signal:

@@ -79,6 +79,7 @@ class Link:
     """One connection; a stranger's (rank -1) until it has proved that it knows the key."""
 
     socket: socket.socket
+    address: str  # without the prefix of an IPv4 address as one of IPv6
     nonce: bytes = field(default_factory=lambda: os.urandom(NONCE_BYTES))
     since: float = field(default_factory=time.monotonic)
     received: bytearray = field(default_factory=bytearray)
@@ -147,10 +148,10 @@ class Gate:
         if self._listener is None:
             return
         try:
-            connection, _ = self._listener.accept()
+            connection, (address, *_) = self._listener.accept()
         except OSError:  # it has hung up already
             return
-        link = Link(connection)
+        link = Link(connection, address.removeprefix("::ffff:"))
         if len(self._strangers) >= _MAX_STRANGERS:
             self._turn_away(self._strangers[0])
         self._strangers.append(link)

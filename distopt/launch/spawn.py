@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import DistoptError, PeerLostError, RankFailedError, UsageError
 from .ending import ENDED_BY_SIGTERM, caught_signals, describe_exit, die_with
-from .env import launcher
+from .env import RUN, launcher
 from .meeting import meeting
 from .mpi import start_mpi
 from .multiprocess import Ticket
@@ -108,6 +108,13 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
             time.sleep(_GRACE_SECONDS / 10)  # if rank 0 reports the same error, it ends the job first
         _last_words(f"error: {error}")
         sys.exit(_USER_ERROR)
+    except KeyboardInterrupt:
+        info = launcher()
+        if info is None or info.name != RUN:
+            raise
+        sys.stdout.flush()  # the agent says so, once for all ranks
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
     except SystemExit as error:
         sys.exit(error.code)  # MPI jobs detect an exit only through this call
     if signum is not None:
