@@ -10,10 +10,11 @@ import time
 from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
+from .env import RUN
 from .watch import Watch, listen, start_server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from .env import LauncherInfo
     from .meeting import Meeting
@@ -22,6 +23,8 @@ __all__ = ["Member", "ports"]
 
 # Ranks wait this much longer than the server, which can say who is missing.
 _GRACE_SECONDS = 5.0
+# Within which the agents of `distopt run` end all ranks when one has failed.
+_AGENTS_SECONDS = 3.0
 # Below the ports that Linux gives to outgoing connections (32768 and above), above those of services.
 _FIRST_PORT, _N_PORTS, _N_CANDIDATES = 20_000, 12_000, 8
 
@@ -41,13 +44,15 @@ class Member(Watch):
     """
 
     def __init__(self, info: LauncherInfo, place: Meeting, timeout: float) -> None:
+        self._has_agents = info.name == RUN
         until = time.monotonic() + timeout
         address = place.address
         if info.rank == 0:
             self._serve(info, place, timeout)
             address = "localhost"
         places = [(address, port) for port in ports(place.key)]
-        speaks = not info.local_rank
+        # The agents of `distopt run` know which rank was the first, and end the others.
+        speaks = not self._has_agents and not info.local_rank
         super().__init__(info.rank, info.size, place.key, places, until, source=place.source, speaks=speaks)
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
@@ -77,16 +82,22 @@ class Member(Watch):
                 else:
                     os.environ[name] = value
 
+    def end_with_others(self, end: Callable[[int], object] = os._exit) -> None:  # noqa: D102
+        if self._has_agents:
+            super().end_with_others(lambda code: (time.sleep(_AGENTS_SECONDS), end(code)))
+        else:
+            super().end_with_others(end)
+
     def _serve(self, info: LauncherInfo, place: Meeting, timeout: float) -> None:
         for port in ports(place.key):
             with contextlib.suppress(OSError):
-                listener = listen(port, info.size)
+                listener = listen(port, 2 * info.size + 16)
                 break
         else:
             tried = ", ".join(map(str, ports(place.key)))
             raise LaunchError(f"rank 0 of {info.size} cannot listen for the other ranks: the ports {tried} are taken; free one")
         with listener:
-            start_server(listener, place.key, info.size, timeout)
+            start_server(listener, place.key, info.size, timeout, speaks=not self._has_agents)
 
     def _wait_for_all(self) -> None:
         try:

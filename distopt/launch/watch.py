@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from .job import Job
 
-__all__ = ["Watch", "listen", "start_server", "watch_hosts"]
+__all__ = ["Watch", "introduce", "listen", "reserve_descriptor", "start_server", "watch_hosts"]
 
 _log = logging.getLogger("distopt")
 
@@ -43,7 +43,7 @@ _reserved: list[int] = []  # a descriptor, or none
 _servers: list[subprocess.Popen[bytes]] = []  # kept: Popen complains about a running process that nobody holds
 
 
-def start_server(listener: socket.socket, key: bytes, size: int, timeout: float) -> None:
+def start_server(listener: socket.socket, key: bytes, size: int, timeout: float, *, speaks: bool = True) -> None:
     """Local. Start the server of a job of `size` ranks, of which this process is rank 0.
 
     Args:
@@ -51,6 +51,7 @@ def start_server(listener: socket.socket, key: bytes, size: int, timeout: float)
         key: 32 bytes that only the job's ranks know.
         size: number of ranks.
         timeout: seconds within which all ranks must join.
+        speaks: whether it says on stderr why the job has failed.
 
     Raises:
         OSError: no process can be started.
@@ -61,6 +62,7 @@ def start_server(listener: socket.socket, key: bytes, size: int, timeout: float)
         [*program, *numbers],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
+        stderr=None if speaks else subprocess.DEVNULL,
         pass_fds=(listener.fileno(),),
         start_new_session=True,  # a launcher kills the ranks' process groups; the server still has to say why
     )
@@ -155,7 +157,11 @@ class Watch:
                 try:
                     link = socket.create_connection(place, timeout=_CONNECT_SECONDS)
                     keep_alive(link)
-                    self._prove(link, purpose)
+                    reason = introduce(link, self._key, purpose, self._rank, self._size)
+                    if reason:
+                        raise LaunchError(
+                            f"rank 0 refused this rank: {reason}; check the variables that the launcher set"
+                        )
                 except socket.gaierror as error:
                     raise LaunchError(
                         f"{self._who} cannot find the host of rank 0 ({self._source}): {error.strerror}; give an "
@@ -178,20 +184,6 @@ class Watch:
                     "rank 0's output, and whether a firewall separates the hosts"
                 )
             time.sleep(0.05)
-
-    def _prove(self, link: socket.socket, purpose: bytes) -> None:
-        theirs = _receive(link, NONCE_BYTES)
-        own = os.urandom(NONCE_BYTES)
-        host = socket.gethostname().encode()[:64]
-        said = HELLO.pack(own, purpose, self._rank, self._size, host, os.getpid(), b"")[:-PROOF_BYTES]
-        link.sendall(said + proof(self._key, b"join", theirs, said))
-        answer = _receive(link, PROOF_BYTES)
-        if not hmac.compare_digest(answer, proof(self._key, b"accept", own, theirs)):
-            raise ConnectionError("not of this job")
-        (length,) = REASON.unpack(_receive(link, REASON.size))
-        if length:
-            reason = _receive(link, length).decode(errors="replace")
-            raise LaunchError(f"rank 0 refused this rank: {reason}; check the variables that the launcher set")
 
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError):
@@ -240,7 +232,7 @@ def watch_hosts(job: Job, timeout: float) -> Watch | None:
     topology, offer = job.topology, b""
     until = time.monotonic() + _JOIN_SECONDS
     if topology.rank == 0:
-        with contextlib.suppress(OSError), listen(0, topology.world_size) as listener:
+        with contextlib.suppress(OSError), listen(0, 2 * topology.world_size + 16) as listener:
             key = os.urandom(NONCE_BYTES)
             start_server(listener, key, topology.world_size, timeout)
             offer = json.dumps([key.hex(), listener.getsockname()[1], _own_addresses()]).encode()
@@ -288,14 +280,31 @@ def _own_addresses() -> list[str]:
     return [address for address in found if not address.startswith("127.")]
 
 
-def listen(port: int, size: int) -> socket.socket:
-    """Local. A socket on which `size` ranks find their server; port 0 is any free one.
+def listen(port: int, backlog: int) -> socket.socket:
+    """Local. A TCP socket that listens at this port of all addresses of the host; raises OSError if it is taken."""
+    family = socket.AF_INET6 if (dual := socket.has_dualstack_ipv6()) else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=dual)
+
+
+def introduce(link: socket.socket, key: bytes, purpose: bytes, rank: int, size: int) -> str:
+    """Local. Prove to the `Gate` at the other end that this process knows the key, and make it prove the same.
+
+    Returns:
+        Why the gate refuses this process; empty if it does not.
 
     Raises:
-        OSError: the port is taken.
+        ConnectionError, TimeoutError: the other end does not know the key, does not believe this one, or is no gate.
     """
-    family = socket.AF_INET6 if (dual := socket.has_dualstack_ipv6()) else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=2 * size + 16, dualstack_ipv6=dual)
+    theirs = _receive(link, NONCE_BYTES)
+    own = os.urandom(NONCE_BYTES)
+    host = socket.gethostname().encode()[:64]
+    said = HELLO.pack(own, purpose, rank, size, host, os.getpid(), b"")[:-PROOF_BYTES]
+    link.sendall(said + proof(key, b"join", theirs, said))
+    answer = _receive(link, PROOF_BYTES)
+    if not hmac.compare_digest(answer, proof(key, b"accept", own, theirs)):
+        raise ConnectionError("not of this job")
+    (length,) = REASON.unpack(_receive(link, REASON.size))
+    return _receive(link, length).decode(errors="replace")
 
 
 def _receive(link: socket.socket, count: int) -> bytes:

@@ -143,7 +143,14 @@ def _by_hand(net: TwoHosts, command: list[str]) -> list[tuple[list[str], dict[st
     return _numbered(net, command, numbers)
 
 
-LAUNCHERS = {"mpiexec": _by_mpiexec, "srun": _by_srun, "by hand": _by_hand}
+def _by_run(net: TwoHosts, command: list[str]) -> list[tuple[list[str], dict[str, str]]]:
+    endpoint = f"{net.hosts[0].address}:{random.randrange(1 << 14, 1 << 15)}"
+    words = ["--nnodes", "2", "--nproc-per-node", str(RANKS_PER_HOST), "--rdzv-endpoint", endpoint, *command[1:]]
+    wire = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
+    return [(host.inside([command[0], "-m", "distopt", "run", *words]), wire) for host in net.hosts]
+
+
+LAUNCHERS = {"mpiexec": _by_mpiexec, "srun": _by_srun, "by hand": _by_hand, "distopt run": _by_run}
 
 
 # -- one trial -------------------------------------------------------------------------------------------------------
@@ -214,7 +221,9 @@ def run(net: TwoHosts, trial: Trial) -> Outcome:
 
 
 def _name(rank: int, pid: int, host: str) -> str:
-    return rf"rank {rank} on {host} \(pid {pid}\)|rank {rank} \(host {host}, pid {pid}\)"
+    # distopt run names a lost host by its ranks.
+    node = rf"\(ranks {rank} to {rank + RANKS_PER_HOST - 1}\), {host} "
+    return rf"rank {rank} on {host} \(pid {pid}\)|rank {rank} \(host {host}, pid {pid}\)|{node}"
 
 
 # -- many ------------------------------------------------------------------------------------------------------------

@@ -102,15 +102,38 @@ def test_ranks_exchange_values():
         ranks[1].hang_up()
 
 
-def test_lost_rank_is_named_once():
+def test_lost_rank_is_named_once(capfd):
     with served(3):
         ranks = join(3)
         ranks[1].hang_up()
         name = f"rank 1 on {socket.gethostname()} (pid {os.getpid()})"
-        assert ranks[0].told() == f"end 1 {name} has ended before the others; see its output"
-        assert ranks[2].told() == "end 1 "
+        assert ranks[0].told() == ranks[2].told() == "end 1 "
+        assert capfd.readouterr().err == f"{name} has ended before the others; see its output\n"
         ranks[0].hang_up()
         ranks[2].hang_up()
+
+
+def test_rank_that_has_left_is_not_missed():
+    with served():
+        ranks = join()
+        ranks[1].leave()
+        ranks[1].hang_up()
+        time.sleep(0.1)
+        assert ranks[0].ask("cmd=get_universe_size") == "cmd=universe_size size=2 rc=0"
+        ranks[0].leave()
+        with pytest.raises(ConnectionError):  # nobody is left to serve
+            ranks[0].told()
+        ranks[0].hang_up()
+
+
+def test_rank_that_has_told_of_its_failure_ends_the_others_with_its_code(capfd):
+    with served():
+        ranks = join()
+        ranks[1].end_others(7)
+        assert ranks[0].told() == "end 7 "
+        assert capfd.readouterr().err == ""
+        for one in ranks:
+            one.hang_up()
 
 
 def test_abort_carries_the_exit_code():
