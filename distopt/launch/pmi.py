@@ -14,7 +14,7 @@ from .env import RUN
 from .watch import Watch, listen, start_server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from .env import LauncherInfo
     from .meeting import Meeting
@@ -82,11 +82,11 @@ class Member(Watch):
                 else:
                     os.environ[name] = value
 
-    def end_with_others(self, end: Callable[[int], object] = os._exit) -> None:  # noqa: D102
+    def end(self, code: int, _: bool) -> None:
+        """Local. End this process, but not before the agents of `distopt run`, which say why."""
         if self._has_agents:
-            super().end_with_others(lambda code: (time.sleep(_AGENTS_SECONDS), end(code)))
-        else:
-            super().end_with_others(end)
+            time.sleep(_AGENTS_SECONDS)
+        os._exit(code)
 
     def _serve(self, info: LauncherInfo, place: Meeting, timeout: float) -> None:
         for port in ports(place.key):
@@ -95,7 +95,9 @@ class Member(Watch):
                 break
         else:
             tried = ", ".join(map(str, ports(place.key)))
-            raise LaunchError(f"rank 0 of {info.size} cannot listen for the other ranks: the ports {tried} are taken; free one")
+            raise LaunchError(
+                f"rank 0 of {info.size} cannot listen for the other ranks: the ports {tried} are taken; free one"
+            )
         with listener:
             start_server(listener, place.key, info.size, timeout, speaks=not self._has_agents)
 

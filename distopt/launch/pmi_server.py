@@ -6,7 +6,8 @@ of rank 0, because MPI_Init holds Python's lock. It ends with rank 0.
 Every rank opens a connection that stays with Python. Each message is a line; the server's are:
 
 - `go`: all ranks have joined;
-- `end CODE TEXT`: the job has failed. Leave with exit code CODE, and print TEXT unless it is empty.
+- `end CODE TEXT`: the job has failed. Leave with exit code CODE, and print TEXT unless it is empty;
+- `lost CODE TEXT`: so it has, because a host cannot be reached.
 
 Those of a rank are `left`: its end is no failure; and `end CODE`: it has failed, and has said so.
 
@@ -308,13 +309,14 @@ class Server(Gate):
                 self._tell(watcher, "go\n")
 
     def _lost(self, link: Link) -> None:
-        self._gone(link.rank, _UNREACHABLE if link.unreachable else _ENDED)
+        self._gone(link.rank, unreachable=link.unreachable)
 
-    def _gone(self, rank: int, how: str = _ENDED) -> None:
+    def _gone(self, rank: int, *, unreachable: bool = False) -> None:
         if rank not in self._finalized:
-            self._end(1, f"{self._names.get(rank, f'rank {rank}')} {how}", but=rank)
+            kind, how = ("lost", _UNREACHABLE) if unreachable else ("end", _ENDED)
+            self._end(1, f"{self._names.get(rank, f'rank {rank}')} {how}", but=rank, kind=kind)
 
-    def _end(self, code: int, text: str, but: int = -1) -> None:
+    def _end(self, code: int, text: str, but: int = -1, kind: str = "end") -> None:
         """Tell all ranks but one that the job has failed, and say why: the ranks may be killed before they can.
 
         While ranks join, the first of them says why.
@@ -327,7 +329,7 @@ class Server(Gate):
                     os.write(2, f"{text}\n".encode())
                 text = ""
             for rank in told:
-                self._tell(self._watchers[rank], f"end {code} {text if rank == told[0] else ''}\n")
+                self._tell(self._watchers[rank], f"{kind} {code} {text if rank == told[0] else ''}\n")
 
     def _hear(self, link: Link, line: str) -> None:
         """A rank has left, or has failed with an exit code."""

@@ -127,11 +127,11 @@ class Watch:
         """Local. The connection's descriptor, which becomes readable when the job fails."""
         return self._link.fileno()
 
-    def end_with_others(self, end: Callable[[int], object] = os._exit) -> None:
+    def end_with_others(self, end: Callable[[int, bool], object]) -> None:
         """Local. From now on, end this process as soon as another rank fails or ends before it has left.
 
         Args:
-            end: called with the exit code; must not return.
+            end: called with the exit code, and whether a host cannot be reached; must not return.
         """
         self._end = end
         self._link.settimeout(None)
@@ -209,17 +209,17 @@ class Watch:
             MPI = sys.modules["mpi4py.MPI"]
             if MPI.Is_finalized():
                 return
-            lost = "has ended; see its output"
+            kind, how = "end", "has ended; see its output"
             if not isinstance(error, ConnectionError):
-                lost = "cannot be reached; see whether its host and the network are up"
-            line = f"end 1 {f'{self._who} has lost rank 0, which {lost}' if self._speaks else ''}"
-        _, code, text = line.split(" ", 2)
+                kind, how = "lost", "cannot be reached; see whether its host and the network are up"
+            line = f"{kind} 1 {f'{self._who} has lost rank 0, which {how}' if self._speaks else ''}"
+        kind, code, text = line.split(" ", 2)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             if text:
                 sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
-        self._end(int(code))
+        self._end(int(code), kind == "lost")
 
 
 def watch_hosts(job: Job, timeout: float) -> Watch | None:
