@@ -23,7 +23,6 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -56,9 +55,6 @@ __all__ = ["MpiJob", "after_closing", "close_at_exit", "import_mpi", "start_mpi"
 # mpiexec reads the ranks' output through pipes; when told to abort, it drops what it has not read yet.
 _FORWARD_SECONDS = 0.1
 _ABORT_SECONDS = 2
-# What Open MPI starts waits without end for a host that cannot be reached, and ends at this many signals.
-_WAITING_DAEMONS = {"prterun": 3, "prted": 1}
-_SIGNAL_SECONDS = 0.5
 
 
 class _Closeable(Protocol):
@@ -111,7 +107,7 @@ class MpiJob(Job):
         if comm is None and not self.topology.single_host and _guard.others is None:
             _guard.others = watch_hosts(self, self._settings.timeout)
             if _guard.others is not None:
-                _guard.others.end_with_others(partial(_abort_without, self.topology.local_rank == 0))
+                _guard.others.end_with_others(_guard.abort)
 
     def all_gather(self, payload: bytes) -> list[bytes]:  # noqa: D102
         self._check_open()
@@ -302,17 +298,6 @@ def _host_identity() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("net", "pid")]
     return " ".join([socket.gethostname(), boot, *namespaces])
-
-
-def _abort_without(is_first: bool, code: int, host_is_lost: bool) -> None:
-    """End the launcher's job, even if a host cannot be reached; `is_first` on one rank of each host."""
-    parent = os.getppid()
-    n_signals = _WAITING_DAEMONS.get(Path(f"/proc/{parent}/comm").read_text().strip(), 0)
-    if host_is_lost and is_first and n_signals:
-        # Another process, because the first signal ends this one, too.
-        signals = f"sleep {_SIGNAL_SECONDS}; kill {parent}; " * n_signals
-        subprocess.Popen(["sh", "-c", signals], stderr=subprocess.DEVNULL, start_new_session=True)
-    _guard.abort(code)
 
 
 class _ExitGuard:

@@ -82,7 +82,7 @@ class Member(Watch):
                 else:
                     os.environ[name] = value
 
-    def end(self, code: int, _: bool) -> None:
+    def end(self, code: int) -> None:
         """Local. End this process, but not before the agents of `distopt run`, which say why."""
         if self._has_agents:
             time.sleep(_AGENTS_SECONDS)

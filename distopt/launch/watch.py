@@ -39,6 +39,10 @@ _JOIN_SECONDS = 5.0  # in a job that can do without
 _FINALIZED_SECONDS = 0.3
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 
+# Open MPI's mpiexec and daemons, and at how many signals they end in spite of that host.
+_WAITING_DAEMONS = {"prterun": 3, "prted": 1}
+_SIGNAL_SECONDS = 0.5
+
 _reserved: list[int] = []  # a descriptor, or none
 _servers: list[subprocess.Popen[bytes]] = []  # kept: Popen complains about a running process that nobody holds
 
@@ -92,7 +96,7 @@ class Watch:
         places: where the server may be: address and TCP port.
         until: on the clock of `time.monotonic`: when to give up.
         source: where the addresses come from, for messages.
-        speaks: whether this rank says that it has lost rank 0; one per host is enough.
+        speaks: whether this rank says that it has lost rank 0, and ends what waits for it; one per host is enough.
 
     Raises:
         LaunchError: rank 0 cannot be reached, or refused this rank.
@@ -127,11 +131,11 @@ class Watch:
         """Local. The connection's descriptor, which becomes readable when the job fails."""
         return self._link.fileno()
 
-    def end_with_others(self, end: Callable[[int, bool], object]) -> None:
+    def end_with_others(self, end: Callable[[int], object]) -> None:
         """Local. From now on, end this process as soon as another rank fails or ends before it has left.
 
         Args:
-            end: called with the exit code, and whether a host cannot be reached; must not return.
+            end: called with the exit code; must not return.
         """
         self._end = end
         self._link.settimeout(None)
@@ -219,7 +223,9 @@ class Watch:
             if text:
                 sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
-        self._end(int(code), kind == "lost")
+        if kind == "lost" and self._speaks:
+            _end_waiting_daemon()
+        self._end(int(code))
 
 
 def watch_hosts(job: Job, timeout: float) -> Watch | None:
@@ -262,6 +268,16 @@ def watch_hosts(job: Job, timeout: float) -> Watch | None:
             ", ".join(unwatched),
         )
     return None
+
+
+def _end_waiting_daemon() -> None:
+    """Local. End the parent soon, if it is one that waits without end for a host that cannot be reached."""
+    parent = os.getppid()
+    with contextlib.suppress(OSError):  # it has ended
+        n_signals = _WAITING_DAEMONS.get(Path(f"/proc/{parent}/comm").read_text().strip(), 0)
+        if n_signals:  # by another process, because the first ends this one, too
+            signals = f"sleep {_SIGNAL_SECONDS}; kill {parent}; " * n_signals
+            subprocess.Popen(["sh", "-c", signals], stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 def _own_addresses() -> list[str]:
