@@ -8,10 +8,12 @@ the kernel also tells the user of a peer.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
 import re
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,7 @@ from .env import RUN
 from .multiprocess import MultiprocessJob, Ticket
 from .siblings import end_with_parent
 from .threads import cap_threads, cores
+from .watch import Watch, watch_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -97,6 +100,8 @@ class LaunchedJob(MultiprocessJob):
     """
 
     def __init__(self, info: LauncherInfo, place: Meeting) -> None:
+        self._watch: Watch | None = None
+        self._has_agents = info.name == RUN  # which end the other ranks when one fails
         super().__init__(Ticket(place.key[:16]), info.rank, info.size)
 
     def _settle(self) -> None:
@@ -104,3 +109,20 @@ class LaunchedJob(MultiprocessJob):
         # Some launchers pin each rank to its own cores, others give all ranks the same: the union is right for both.
         usable = [json.loads(payload) for payload in self.all_gather(json.dumps(sorted(cores())).encode())]
         cap_threads(self.topology.world_size, len(set().union(*usable)))
+        if self.topology.world_size > 1 and not self._has_agents:
+            self._watch = watch_ranks(self, Settings.from_env().timeout)
+        if self._watch is not None:
+            self._watch.end_with_others(os._exit)
+            atexit.register(_leave, self._watch)
+
+    def close(self) -> None:
+        """Local. Leave the job; idempotent."""
+        super().close()
+        if self._watch is not None:
+            self._watch.leave()
+
+
+def _leave(watch: Watch) -> None:
+    """At the end of the interpreter: an uncaught exception is a failure, of which the others hear."""
+    if getattr(sys, "last_value", None) is None:
+        watch.leave()

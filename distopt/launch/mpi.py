@@ -44,7 +44,7 @@ from .rendezvous import HostGroup
 from .siblings import Absence, end_with_parent, ends_of_siblings
 from .threads import cap_threads, cores
 from .topology import Topology
-from .watch import Watch, reserve_descriptor, watch_hosts
+from .watch import Watch, reserve_descriptor, watch_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -105,7 +105,7 @@ class MpiJob(Job):
         if size > 1:
             _guard.watch(self)
         if comm is None and not self.topology.single_host and _guard.others is None:
-            _guard.others = watch_hosts(self, self._settings.timeout)
+            _guard.others = watch_ranks(self, self._settings.timeout)
             if _guard.others is not None:
                 _guard.others.end_with_others(_guard.abort)
 

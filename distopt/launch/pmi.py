@@ -82,6 +82,10 @@ class Member(Watch):
                 else:
                     os.environ[name] = value
 
+    def leave(self) -> None:
+        """Local. This rank has done its part. MPICH tells the server later, and would not survive its end before."""
+        self._left = True
+
     def end(self, code: int) -> None:
         """Local. End this process, but not before the agents of `distopt run`, which say why."""
         if self._has_agents:

@@ -1,7 +1,7 @@
 """The server of a job on several hosts: it tells ranks of others that end too early, and connects those of MPICH.
 
 Rank 0 runs this file as a program; it uses the standard library only, so that it starts at once. It cannot be a thread
-of rank 0, because MPI_Init holds Python's lock. It ends with rank 0.
+of rank 0, because MPI_Init holds Python's lock. It ends when all ranks have left, or one has failed.
 
 Every rank opens a connection that stays with Python. Each message is a line; the server's are:
 
@@ -42,8 +42,6 @@ REASON = struct.Struct("!H")  # follows the proof: length of the reason for a re
 _HANDSHAKE_SECONDS = 2.0
 _SEND_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
-# MPI_Finalize of the other ranks may end this much later than that of rank 0.
-_FINALIZE_SECONDS = 5.0
 _MAX_STRANGERS = 64
 _MAX_LINE_BYTES = 1 << 16
 # A host that is switched off or unplugged sends no end of its connections: noticed 5 to 7 s after it.
@@ -233,7 +231,7 @@ class Gate:
 
 
 class Server(Gate):
-    """Serves one job of `size` ranks until all have left or finalized MPI, one has ended before, or rank 0 is gone.
+    """Serves one job of `size` ranks until all have left or finalized MPI, or one has ended before.
 
     Args:
         listener: a listening TCP socket.
@@ -268,8 +266,7 @@ class Server(Gate):
 
     def _run(self) -> None:
         join_by = time.monotonic() + self._timeout
-        leave_by = float("inf")
-        while not self._ended and len(self._finalized) < self._size and time.monotonic() < leave_by:
+        while not self._ended and len(self._finalized) < self._size:
             turn(self._selector, _LOOK_SECONDS)
             self._drop_slow_strangers()
             now = time.monotonic()
@@ -281,11 +278,8 @@ class Server(Gate):
                     f"{noun} {', '.join(absent)} of {self._size} did not join within {self._timeout:g} s; see the "
                     "output of those processes, and whether their hosts reach that of rank 0",
                 )
-            if os.getppid() != self._parent and leave_by == float("inf"):
-                if 0 in self._finalized:
-                    leave_by = now + _FINALIZE_SECONDS
-                else:
-                    self._gone(0)
+            if os.getppid() != self._parent:
+                self._gone(0)
 
     def _refusal(self, link: Link, size: int) -> str:
         links = {b"m": self._mpi, b"w": self._watchers}.get(link.purpose)

@@ -1,4 +1,4 @@
-"""Ranks on several hosts end together: each is connected to the server of its job, `distopt.launch.pmi_server`.
+"""Ranks end together: each is connected to the server of its job, `distopt.launch.pmi_server`.
 
 What starts the ranks may be slow to notice that one has ended, or that a host cannot be reached, or never does.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from .job import Job
 
-__all__ = ["Watch", "introduce", "listen", "reserve_descriptor", "start_server", "watch_hosts"]
+__all__ = ["Watch", "introduce", "listen", "reserve_descriptor", "start_server", "watch_ranks"]
 
 _log = logging.getLogger("distopt")
 
@@ -119,6 +119,7 @@ class Watch:
         self._places = places
         self._source = source
         self._speaks = speaks
+        self._left = False
         self._who = f"rank {rank} of {size} on {socket.gethostname()} (pid {os.getpid()})"
         self._link = self._connect(b"w", until)
         if _reserved:
@@ -142,7 +143,8 @@ class Watch:
         threading.Thread(target=self._outlive, name="distopt job", daemon=True).start()
 
     def leave(self) -> None:
-        """Local. This rank has done its part: its end is no failure."""
+        """Local. This rank has done its part: its end is no failure, nor are those of others one for it."""
+        self._left = True
         self._say("left")
 
     def end_others(self, code: int) -> None:
@@ -210,13 +212,15 @@ class Watch:
                 pass
         except OSError as error:  # also when all ranks have left
             time.sleep(_FINALIZED_SECONDS)
-            MPI = sys.modules["mpi4py.MPI"]
-            if MPI.Is_finalized():
+            MPI = sys.modules.get("mpi4py.MPI")
+            if MPI is not None and MPI.Is_finalized():
                 return
             kind, how = "end", "has ended; see its output"
             if not isinstance(error, ConnectionError):
                 kind, how = "lost", "cannot be reached; see whether its host and the network are up"
             line = f"{kind} 1 {f'{self._who} has lost rank 0, which {how}' if self._speaks else ''}"
+        if self._left:
+            return
         kind, code, text = line.split(" ", 2)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -228,11 +232,11 @@ class Watch:
         self._end(int(code))
 
 
-def watch_hosts(job: Job, timeout: float) -> Watch | None:
-    """Collective. Have the ranks of `job`, which MPI has connected, end together; None if TCP does not connect them.
+def watch_ranks(job: Job, timeout: float) -> Watch | None:
+    """Collective. A watch for each rank of `job`; None if TCP does not connect them all.
 
     Args:
-        job: a job of several ranks.
+        job: a job whose ranks can exchange a few bytes.
         timeout: seconds that ranks may be late.
     """
     topology, offer = job.topology, b""
@@ -246,7 +250,8 @@ def watch_hosts(job: Job, timeout: float) -> Watch | None:
     watch = None
     with contextlib.suppress(LaunchError, ValueError):
         secret, port, addresses = json.loads(offer)
-        places = [(address, port) for address in (["localhost"] if topology.rank == 0 else addresses)]
+        local = topology.single_host or topology.rank == 0
+        places = [(address, port) for address in (["localhost"] if local else addresses)]
         watch = Watch(
             topology.rank,
             topology.world_size,
@@ -264,7 +269,7 @@ def watch_hosts(job: Job, timeout: float) -> Watch | None:
         for server in _servers:
             server.kill()
         _log.warning(
-            "rank %s cannot reach rank 0 by TCP; the loss of a host will be noticed after DISTOPT_TIMEOUT",
+            "rank %s cannot reach rank 0 by TCP; the loss of a rank may be noticed only after DISTOPT_TIMEOUT",
             ", ".join(unwatched),
         )
     return None

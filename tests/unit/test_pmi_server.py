@@ -13,8 +13,9 @@ from distopt.launch.env import LauncherInfo
 from distopt.launch.meeting import Meeting
 from distopt.launch.pmi import Member, ports
 from distopt.launch.pmi_server import Server
+from distopt.launch.watch import Watch
 
-KEY = bytes(range(32))
+KEY = os.getpid().to_bytes(32, "big")  # of which the ports follow: other workers have others
 
 
 class Rank(Member):
@@ -116,11 +117,11 @@ def test_lost_rank_is_named_once(capfd):
 def test_rank_that_has_left_is_not_missed():
     with served():
         ranks = join()
-        ranks[1].leave()
+        Watch.leave(ranks[1])
         ranks[1].hang_up()
         time.sleep(0.1)
         assert ranks[0].ask("cmd=get_universe_size") == "cmd=universe_size size=2 rc=0"
-        ranks[0].leave()
+        Watch.leave(ranks[0])
         with pytest.raises(ConnectionError):  # nobody is left to serve
             ranks[0].told()
         ranks[0].hang_up()
