@@ -43,7 +43,10 @@ def program(*words):
         ),
         ("--nproc_per_node=3 --max_restarts 2 train.py", RunOptions(program("train.py"), ranks=3, restarts=2)),
         ("--standalone --nnodes=1:1 -m distopt.cli x", RunOptions(program("-m", "distopt.cli", "x"))),
-        ("--master-port 1234 --log-dir logs train.py", RunOptions(program("train.py"), port=1234, log_dir=Path("logs"))),
+        (
+            "--master-port 1234 --log-dir logs train.py",
+            RunOptions(program("train.py"), port=1234, log_dir=Path("logs")),
+        ),
         (
             "--nnodes 2 --rdzv-endpoint=node0:29411 --rdzv-id j7 --rdzv-backend c10d --rdzv-timeout 9 train.py",
             RunOptions(program("train.py"), nodes=2, host="node0", port=29411, run_id="j7", timeout=9.0),
