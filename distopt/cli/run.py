@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import LaunchError, UsageError
 
 if TYPE_CHECKING:
-    from ..launch.agent import RunOptions
+    from ..launch.nodes import RunOptions
 
 __all__ = ["add_parser", "options_of"]
 
@@ -112,10 +113,12 @@ def options_of(args: argparse.Namespace) -> RunOptions:
     Raises:
         UsageError: options are missing or contradict each other, or there is no such script.
     """
-    from ..launch.agent import RunOptions
+    from ..launch.nodes import RunOptions
 
     if args.node_rank is not None and args.node_rank >= args.nnodes:
         raise UsageError(f"--node-rank {args.node_rank} of --nnodes {args.nnodes}: nodes are numbered from 0")
+    if not re.fullmatch(r"[\w.:@=+-]+", args.rdzv_id):
+        raise UsageError(f"--rdzv-id {args.rdzv_id!r} is not a name of letters, digits and . _ - : @ = +")
     if args.standalone and args.nnodes > 1:
         raise UsageError(f"--standalone is for one node, --nnodes is {args.nnodes}; leave one of them out")
     host, port, static = "127.0.0.1", args.master_port or 0, False

@@ -54,7 +54,8 @@ _ANSWERS = {
     "init": "response_to_init pmi_version=1 pmi_subversion=1 rc=0",
     "get_maxes": "maxes kvsname_max=256 keylen_max=64 vallen_max=1024 rc=0",
     "get_appnum": "appnum appnum=0 rc=0",
-    "get_my_kvsname": "my_kvsname kvsname=distopt rc=0",
+    # MPICH names its files in /dev/shm after it: jobs of one host must differ.
+    "get_my_kvsname": "my_kvsname kvsname=distopt_{job} rc=0",
     "get_universe_size": "universe_size size={size} rc=0",
     "finalize": "finalize_ack rc=0",
 }
@@ -244,6 +245,7 @@ class Server(Gate):
     def __init__(self, listener: socket.socket, key: bytes, size: int, timeout: float, parent: int) -> None:
         super().__init__(key, selectors.DefaultSelector())
         self.listen(listener)
+        self._job = proof(key, b"name")[:8].hex()
         self._size = size
         self._timeout = timeout
         self._parent = parent
@@ -358,7 +360,7 @@ class Server(Gate):
             self._end(_exit_code(words.get("exitcode", "")), "", but=link.rank)
             return
         else:
-            answer = _ANSWERS.get(command, f"{command} rc=-1").format(size=self._size)
+            answer = _ANSWERS.get(command, f"{command} rc=-1").format(size=self._size, job=self._job)
         if command == "finalize":
             self._finalized.add(link.rank)
         self._tell(link, f"cmd={answer}\n")

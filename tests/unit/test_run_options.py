@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distopt import cli
-from distopt.launch.agent import RunOptions
+from distopt.launch.nodes import RunOptions
 
 
 @pytest.fixture
@@ -92,6 +92,7 @@ def test_ranks_per_core(parse):
         ("--nnodes 2 --rdzv-endpoint a --master-addr b train.py", "give one of them"),
         ("--nnodes 2 --master-addr b train.py", "needs --node-rank"),
         ("--nnodes 2 --node-rank 2 --rdzv-endpoint a train.py", "numbered from 0"),
+        ("--rdzv-id a/b train.py", "'a/b' is not a name"),
         ("--rdzv-timeout -1 train.py", "'-1'"),
         ("--rdzv-timeout nan train.py", "'nan' is not a positive number"),
         ("--rdzv-backend etcd train.py", "invalid choice: 'etcd'"),
