@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 LINK = "wire"  # name of the interface in both namespaces
+_OPEN_MPI = (
+    "OMPI_ALLOW_RUN_AS_ROOT=1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+    "OMPI_MCA_pml=ob1",
+    "OMPI_MCA_btl=self,sm,tcp",
+    f"OMPI_MCA_btl_tcp_if_include={LINK}",
+)
+_NOWHERE = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", LINK)
 
 
 class HostsUnavailableError(Exception):
@@ -39,6 +47,13 @@ class Host:
         named = f'hostname {self.name} && exec "$@"'
         return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", named, "sh", *command]
 
+    def cut(self, peer: Host, *, silently: bool) -> None:
+        """Let nothing reach `peer` any more: the interface goes down, or `silently` what it sends is lost."""
+        if silently:  # addressed to a card that nobody has
+            _ip("-n", self.namespace, "neighbor", "replace", peer.address, *_NOWHERE)
+        else:
+            _ip("-n", self.namespace, "link", "set", LINK, "down")
+
     def shape(self, rate: str, burst: str) -> None:
         """Limit what the host sends, by a token bucket; in the words of tc, e.g. "1gbit" and "256kb"."""
         tbf = ["root", "tbf", "rate", rate, "burst", burst, "latency", "100ms"]
@@ -51,38 +66,63 @@ class TwoHosts:
 
     hosts: tuple[Host, Host]
     launcher: Path
+    is_open_mpi: bool
+
+    def cut(self, *, silently: bool) -> None:
+        """Separate the hosts, in both directions; see `Host.cut`."""
+        first, second = self.hosts
+        for host, peer in ((first, second), (second, first)):
+            host.cut(peer, silently=silently)
+
+    def mend(self) -> None:
+        """Undo `cut`."""
+        for host in self.hosts:
+            _ip("-n", host.namespace, "neighbor", "flush", "nud", "permanent", "dev", LINK)
+            _ip("-n", host.namespace, "link", "set", LINK, "up")
+        _wait_for_link(self.hosts)
 
     def mpiexec(self, ranks_per_host: int, command: Sequence[str]) -> list[str]:
-        """A command that runs `command` on that many ranks of each host, under MPICH and through the cable."""
+        """A command that runs `command` on that many ranks of each host, through the cable."""
         slots = ",".join(f"{host.address}:{ranks_per_host}" for host in self.hosts)
+        ranks = ["-n", str(2 * ranks_per_host)]
+        if self.is_open_mpi:
+            program = ["env", *_OPEN_MPI, _mpiexec(), "--prtemca", "plm_ssh_agent", str(self.launcher)]
+            program += ["--prtemca", "prte_if_include", LINK, "--host", slots]
+            return self.hosts[0].inside([*program, *ranks, *command])
         program = [_mpiexec(), "-launcher", "ssh", "-launcher-exec", str(self.launcher), "-iface", LINK]
         # The hosts share one kernel, and UCX would find the ways past the wire.
         program += ["-genv", "UCX_TLS", "tcp,self", "-genv", "UCX_NET_DEVICES", LINK]
-        return self.hosts[0].inside([*program, "-hosts", slots, "-n", str(2 * ranks_per_host), *command])
+        return self.hosts[0].inside([*program, "-hosts", slots, *ranks, *command])
 
 
 @contextmanager
-def two_hosts() -> Iterator[TwoHosts]:
+def two_hosts(mark: str = "") -> Iterator[TwoHosts]:
     """Make two hosts, and remove them at the end, whatever happens.
 
+    Args:
+        mark: tells the hosts from others that this process has at the same time.
+
     Raises:
-        HostsUnavailableError: it needs root, the commands ip and unshare, and the mpiexec of MPICH.
+        HostsUnavailableError: it needs root, the commands ip and unshare, and the mpiexec of MPICH or Open MPI.
     """
     if os.geteuid() != 0:
         raise HostsUnavailableError("network namespaces are root's to make")
     for tool in ("ip", "unshare", _mpiexec()):
         if shutil.which(tool) is None:
             raise HostsUnavailableError(f"there is no command {tool!r}")
-    if "HYDRA" not in subprocess.run([_mpiexec(), "--version"], capture_output=True, text=True, check=False).stdout:
-        raise HostsUnavailableError("only MPICH's mpiexec can be led into another namespace")
-    hosts = tuple(Host(f"distopt-{x}", f"10.213.77.{i}", f"distopt-{os.getpid()}-{x}") for i, x in ((1, "a"), (2, "b")))
+    version = subprocess.run([_mpiexec(), "--version"], capture_output=True, text=True, check=False).stdout
+    if not any(name in version for name in ("HYDRA", "Open MPI")):
+        raise HostsUnavailableError("only the mpiexec of MPICH and Open MPI can be led into another namespace")
+    hosts = tuple(
+        Host(f"distopt-{x}", f"10.213.77.{i}", f"distopt-{os.getpid()}{mark}-{x}") for i, x in ((1, "a"), (2, "b"))
+    )
     with tempfile.TemporaryDirectory() as folder:
         try:
             _connect(*hosts)
             launcher = Path(folder) / "launcher"
             launcher.write_text(_launcher_script(hosts))
             launcher.chmod(0o700)
-            yield TwoHosts(hosts, launcher)
+            yield TwoHosts(hosts, launcher, "Open MPI" in version)
         finally:
             for host in hosts:  # the cable goes with its ends
                 subprocess.run(["ip", "netns", "delete", host.namespace], check=False, stderr=subprocess.DEVNULL)
@@ -97,8 +137,12 @@ def _connect(first: Host, second: Host) -> None:
         _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", LINK)
         for device in ("lo", LINK):
             _ip("-n", host.namespace, "link", "set", device, "up")
-    # The kernel says so a moment later; until then UCX does not find the interface.
-    for host in (first, second):
+    _wait_for_link((first, second))
+
+
+def _wait_for_link(hosts: Sequence[Host]) -> None:
+    """The kernel says a moment later that the link is up; until then UCX does not find the interface."""
+    for host in hosts:
         deadline = time.monotonic() + 5.0
         while " state UP " not in _ip("-n", host.namespace, "-oneline", "link", "show", "dev", LINK):
             if time.monotonic() > deadline:
@@ -114,7 +158,10 @@ def _ip(*words: str) -> str:
 
 
 def _launcher_script(hosts: Sequence[Host]) -> str:
-    """What mpiexec calls in place of ssh: [options] address command."""
+    """What mpiexec calls in place of ssh: [options] address command.
+
+    As with ssh, the command does not end when its caller does, and gets no signal that the caller gets.
+    """
     cases = "\n".join(f"  {host.address}) name={host.name} namespace={host.namespace};;" for host in hosts)
     return f"""#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
@@ -122,7 +169,8 @@ case "$1" in
 {cases}
 esac
 shift
-exec ip netns exec "$namespace" unshare --uts sh -c "hostname $name && exec $*"
+setsid ip netns exec "$namespace" unshare --uts sh -c "hostname $name && $*" < /dev/null &
+wait $!
 """
 
 

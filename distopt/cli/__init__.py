@@ -1,4 +1,4 @@
-"""The `distopt` command: `distopt doctor` and `distopt bench`."""
+"""The `distopt` command: `distopt run`, `distopt doctor` and `distopt bench`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import DistoptError, UsageError
-from . import bench, doctor
+from . import run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,14 +23,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else list(argv)
     parser = _Parser(prog="distopt", description="Data-parallel training in Python.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    doctor.add_parser(commands)
+    run.add_parser(commands)
     try:
-        # The doctor must run even without NumPy, which the benchmarks need.
-        bench.add_parser(commands, whole="bench" in words)
-        args, unknown = parser.parse_known_args(words)
-        if unknown:
-            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        if words[:1] != ["run"]:  # which starts at once, without what the others import
+            from . import bench, doctor
+
+            doctor.add_parser(commands)
+            # The doctor must run even without NumPy, which the benchmarks need.
+            bench.add_parser(commands, whole="bench" in words)
+        args = parser.parse_args(words)
         code: int = args.run(args)
     except SystemExit as left:  # argparse, after --help or an error
         return left.code if isinstance(left.code, int) else 1
@@ -49,12 +52,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports invalid arguments in one line, which names its own --help."""
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.set_defaults(parser=self)
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        from .. import __version__
+
+        sys.stdout.write(f"distopt {__version__}\n")
+        parser.exit()
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports invalid arguments in one line, and names the subcommand to which they were given."""
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
+        known, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, []
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")

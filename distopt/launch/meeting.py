@@ -1,24 +1,29 @@
-"""Jobs whose launcher numbers the ranks and does no more: torchrun, srun, or variables set by hand.
+"""Jobs whose launcher numbers the ranks and does no more: torchrun, srun, `distopt run`, or variables set by hand.
 
-The ranks have no parent that gave them a common secret. They meet by what their launcher tells all of them and no other
-job: for srun, cluster, job and step; otherwise the address and port of torchrun's store. Whoever knows these and
-`DISTOPT_JOB_SECRET` (default: empty) holds the job's key. On one host the kernel also tells the user of a peer.
+The ranks have no parent in common. They meet by what their launcher tells all of them and no other job: for srun,
+cluster, job and step; otherwise the address and port of torchrun's store. Whoever knows these and `DISTOPT_JOB_SECRET`
+holds the job's key; `distopt run` makes a secret for each job, and no other launcher gives the ranks any. On one host
+the kernel also tells the user of a peer.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
 import re
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
 from ..settings import Settings
+from .env import RUN
 from .multiprocess import MultiprocessJob, Ticket
 from .siblings import end_with_parent
 from .threads import cap_threads, cores
+from .watch import Watch, watch_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,7 +64,7 @@ def meeting(info: LauncherInfo, env: Mapping[str, str] | None = None) -> Meeting
         LaunchError: variables that the launcher sets are missing.
     """
     env = os.environ if env is None else env
-    if info.name == "torchrun":
+    if info.name in {"torchrun", RUN}:
         names, place, one_host = _TORCHRUN, "MASTER_ADDR", info.local_size == info.size
     elif info.name == "srun":
         names, place, one_host = _SLURM, "SLURM_STEP_NODELIST", env.get("SLURM_STEP_NUM_NODES") == "1"
@@ -82,7 +87,7 @@ def _first_host(nodes: str) -> str:
 
 
 class LaunchedJob(MultiprocessJob):
-    """One rank of a job that torchrun or srun started on this host alone; no MPI is needed.
+    """One rank of a job that torchrun, srun or `distopt run` started on this host alone; no MPI is needed.
 
     Collective.
 
@@ -95,6 +100,8 @@ class LaunchedJob(MultiprocessJob):
     """
 
     def __init__(self, info: LauncherInfo, place: Meeting) -> None:
+        self._watch: Watch | None = None
+        self._has_agents = info.name == RUN  # which end the other ranks when one fails
         super().__init__(Ticket(place.key[:16]), info.rank, info.size)
 
     def _settle(self) -> None:
@@ -102,3 +109,20 @@ class LaunchedJob(MultiprocessJob):
         # Some launchers pin each rank to its own cores, others give all ranks the same: the union is right for both.
         usable = [json.loads(payload) for payload in self.all_gather(json.dumps(sorted(cores())).encode())]
         cap_threads(self.topology.world_size, len(set().union(*usable)))
+        if self.topology.world_size > 1 and not self._has_agents:
+            self._watch = watch_ranks(self, Settings.from_env().timeout)
+        if self._watch is not None:
+            self._watch.end_with_others(os._exit)
+            atexit.register(_leave, self._watch)
+
+    def close(self) -> None:
+        """Local. Leave the job; idempotent."""
+        super().close()
+        if self._watch is not None:
+            self._watch.leave()
+
+
+def _leave(watch: Watch) -> None:
+    """At the end of the interpreter: an uncaught exception is a failure, of which the others hear."""
+    if getattr(sys, "last_value", None) is None:
+        watch.leave()

@@ -22,7 +22,6 @@ import atexit
 import contextlib
 import json
 import os
-import signal
 import socket
 import sys
 import time
@@ -45,6 +44,7 @@ from .rendezvous import HostGroup
 from .siblings import Absence, end_with_parent, ends_of_siblings
 from .threads import cap_threads, cores
 from .topology import Topology
+from .watch import Watch, reserve_descriptor, watch_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -104,6 +104,10 @@ class MpiJob(Job):
         cap_threads(len(local), len(set().union(*(peers[peer].cores for peer in local))))
         if size > 1:
             _guard.watch(self)
+        if comm is None and not self.topology.single_host and _guard.others is None:
+            _guard.others = watch_ranks(self, self._settings.timeout)
+            if _guard.others is not None:
+                _guard.others.end_with_others(_guard.abort)
 
     def all_gather(self, payload: bytes) -> list[bytes]:  # noqa: D102
         self._check_open()
@@ -211,6 +215,7 @@ def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
     if info is None or info.size == 1:
         MPI.Init_thread()
         return
+    reserve_descriptor()
     library = _library(MPI)
     of_open_mpi = "Open MPI" in library
     place = meeting(info)
@@ -225,15 +230,16 @@ def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
             MPI.Init_thread()
         return
     if of_open_mpi:
-        raise LaunchError(_mismatch(info, library, "cannot connect ranks that no mpiexec started"))
+        raise LaunchError(_mismatch(info, library, "cannot connect ranks that no mpiexec started, as MPICH can"))
     member = Member(info, place, Settings.from_env().timeout)
-    with member.environment(), _bounded_init(info, member.watch):
+    with member.environment(), _bounded_init(info, member):
         MPI.Init_thread()
-    member.end_with_others()
+    member.end_with_others(member.end)
+    _guard.others = member
 
 
 @contextlib.contextmanager
-def _bounded_init(info: LauncherInfo, watch: socket.socket | None = None) -> Iterator[None]:
+def _bounded_init(info: LauncherInfo, watch: Watch | None = None) -> Iterator[None]:
     """Limit the time of MPI_Init, which otherwise waits for all ranks forever and cannot be interrupted."""
     seconds = Settings.from_env().timeout
     who = f"rank {info.rank} of {info.size} on {socket.gethostname()} (pid {os.getpid()})"
@@ -304,6 +310,7 @@ class _ExitGuard:
         # Kept even if the script has dropped them, so that their peers are notified at the end.
         self.communicators: list[_Closeable] = []
         self.farewells: list[Callable[[], object]] = []
+        self.others: Watch | None = None  # tells of ranks on other hosts
         self._mpi: Any = None
 
     def arm(self, mpi: ModuleType) -> None:
@@ -335,7 +342,7 @@ class _ExitGuard:
             before(kind, error, trace)
         if not self._left:
             interrupted = issubclass(kind, KeyboardInterrupt)
-            self._abort(130 if interrupted else error.exit_code if isinstance(error, DistoptError) else 1)
+            self.abort(130 if interrupted else error.exit_code if isinstance(error, DistoptError) else 1)
 
     def _exit(self, before: Any, status: object = None, /) -> NoReturn:
         self._exit_code = status & 0xFF if isinstance(status, int) else int(status is not None)
@@ -346,25 +353,32 @@ class _ExitGuard:
         if self._exit_code and not self._left:
             if self._exit_code != UsageError.exit_code:  # a usage error has already been reported
                 sys.stderr.write(self._says(f"left with exit code {self._exit_code}"))
-            self._abort(self._exit_code)
-        for communicator in self.communicators:
-            communicator.close()
+            self.abort(self._exit_code)
+        while self.communicators:  # sys.exit, which leads here, outlives them: nothing of theirs may remain
+            self.communicators.pop().close()
         for farewell in self.farewells:
             farewell()
+        if self.others is not None and not self._mpi.Is_finalized():
+            # It waits for the other ranks. Later, no thread is left that hears of their end.
+            self._mpi.Finalize()
+            self.others.leave()
 
     def _says(self, text: str) -> str:
         return f"rank {self._mpi.COMM_WORLD.rank} on {socket.gethostname()} (pid {os.getpid()}) {text}\n"
 
-    def _abort(self, code: int) -> None:
+    def abort(self, code: int) -> None:
+        """Local. End all ranks of the launcher's job."""
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(_FORWARD_SECONDS)
         if not self._mpi.Is_finalized():
+            if self.others is not None:
+                self.others.end_others(code)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide MPICH's own line, which would follow the traceback
-            # Open MPI's Abort waits for an answer from mpiexec; if none comes, the signal ends this process.
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(_ABORT_SECONDS)
+            # Open MPI's Abort waits for an answer from mpiexec, which may not come.
+            last = _core.Watchdog(_ABORT_SECONDS, "", code, [])
             self._mpi.COMM_WORLD.Abort(code)
+            last.stop()
             os._exit(code)  # MPICH's Abort may return; this process must not continue
 
 

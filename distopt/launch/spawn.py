@@ -8,13 +8,11 @@ peer ended without a message, and this process may learn of its end later.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -23,7 +21,8 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import DistoptError, PeerLostError, RankFailedError, UsageError
-from .env import launcher
+from .ending import ENDED_BY_SIGTERM, caught_signals, describe_exit, die_with
+from .env import RUN, launcher
 from .meeting import meeting
 from .mpi import start_mpi
 from .multiprocess import Ticket
@@ -32,7 +31,7 @@ from .task import NO_GUARD, UNGUARDED, check_call, check_script, check_sendable,
 from .threads import cores, thread_variables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from multiprocessing.context import SpawnProcess
     from types import FrameType, TracebackType
 
@@ -46,8 +45,6 @@ _BEGUN = b"begun"  # first message of a rank
 _MAX_REPORT_BYTES = 16 << 20
 _USER_ERROR = UsageError.exit_code
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_ENDED_BY_SIGTERM = 128 + signal.SIGTERM
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def spawn(fn: Callable[..., object], world_size: int, args: Sequence[Any] = ()) -> None:
@@ -111,6 +108,13 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
             time.sleep(_GRACE_SECONDS / 10)  # if rank 0 reports the same error, it ends the job first
         _last_words(f"error: {error}")
         sys.exit(_USER_ERROR)
+    except KeyboardInterrupt:
+        info = launcher()
+        if info is None or info.name != RUN:
+            raise
+        sys.stdout.flush()  # the agent says so, once for all ranks
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
     except SystemExit as error:
         sys.exit(error.code)  # MPI jobs detect an exit only through this call
     if signum is not None:
@@ -185,12 +189,12 @@ class _Rank:
                 lost_peer, time_ns, code, text = report
                 self._failure = self._failed(time_ns, code, f"{who} {text}", lost_peer=lost_peer)
             elif exit_code:
-                code, text = (_describe_exit if self._begun else _describe_false_start)(exit_code)
+                code, text = (_describe if self._begun else _describe_false_start)(exit_code)
                 self._failure = self._failed(time.monotonic_ns(), code, f"{who} {text}")
         return self._failure
 
     def _failed(self, time_ns: int, code: int, details: str, *, lost_peer: bool = False) -> _Failure:
-        return _Failure(lost_peer or code == _ENDED_BY_SIGTERM, time_ns, self.rank, code, details)
+        return _Failure(lost_peer or code == ENDED_BY_SIGTERM, time_ns, self.rank, code, details)
 
     def _read_report(self) -> tuple[bool, int, int, str] | None:
         report: tuple[bool, int, int, str] | None = None
@@ -224,7 +228,7 @@ def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int
     if world_size > (limit := _RANKS_PER_CORE * len(cores())):
         raise UsageError(f"world size {world_size} is too large for {len(cores())} cores; pass {limit} at most")
     ranks: list[_Rank] = []
-    with _caught_signals() as (caught, wake):
+    with caught_signals(_SIGNALS) as (caught, wake):
         try:
             _start(ranks, fn, world_size, tuple(args))
             _watch(ranks, wake)
@@ -234,7 +238,7 @@ def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int
             first = min((failure for rank in ranks if (failure := rank.failure())), default=None)
             for rank in ranks:
                 rank.release()
-    if any(failures) and first is not None and not (caught and first.exit_code == _ENDED_BY_SIGTERM):
+    if any(failures) and first is not None and not (caught and first.exit_code == ENDED_BY_SIGTERM):
         raise RankFailedError(first.rank, first.exit_code, first.details)
     return caught[0] if caught else None
 
@@ -276,38 +280,9 @@ def _end(processes: Sequence[SpawnProcess]) -> None:
         process.join()
 
 
-@contextlib.contextmanager
-def _caught_signals() -> Iterator[tuple[list[int], int]]:
-    """Catch SIGINT and SIGTERM: yield a list that receives them, and a descriptor that then becomes readable."""
-    caught: list[int] = []
-    wake, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-
-    def catch(signum: int, _: FrameType | None) -> None:
-        caught.append(signum)
-        with contextlib.suppress(BlockingIOError):
-            os.write(write, b"!")
-
-    # Python runs signal handlers in the main thread only; in other threads, the existing handlers stay.
-    signals = _SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    before = {signum: signal.signal(signum, catch) for signum in signals}
-    try:
-        yield caught, wake
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-        os.close(wake)
-        os.close(write)
-
-
-def _describe_exit(exit_code: int) -> tuple[int, str]:
-    if exit_code > 0:
-        return exit_code, f"left with exit code {exit_code} without a traceback"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = f"signal {-exit_code}"
-    hint = "; SIGKILL is what the kernel sends when memory runs out" if -exit_code == signal.SIGKILL else ""
-    return 128 - exit_code, f"was ended by {name}{hint}"
+def _describe(exit_code: int) -> tuple[int, str]:
+    code, text = describe_exit(exit_code)
+    return code, f"{text} without a traceback" if exit_code > 0 else text
 
 
 def _describe_false_start(exit_code: int) -> tuple[int, str]:
@@ -315,7 +290,7 @@ def _describe_false_start(exit_code: int) -> tuple[int, str]:
         return _USER_ERROR, UNGUARDED
     if exit_code > 0:
         return exit_code, f"could not import the script (exit code {exit_code}); see its output"
-    return _describe_exit(exit_code)
+    return describe_exit(exit_code)
 
 
 # -- child -----------------------------------------------------------------------------------------------------------
@@ -367,7 +342,7 @@ def _child(
 ) -> None:
     reports, sys.excepthook = announced
     reports.send_bytes(_BEGUN)
-    _die_with(parent)
+    die_with(parent)
     _invitation.append((ticket, *args[:2]))
     # The parent handles Ctrl-C. A handler instead of SIG_IGN, which processes started here would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
@@ -405,12 +380,3 @@ def _report(reports: Connection, code: int, text: str, *, lost_peer: bool = Fals
 
 def _leave(signum: int, _: FrameType | None) -> None:
     raise SystemExit(128 + signum)
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, even by SIGKILL."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # the parent ended before prctl took effect
-        os._exit(1)

@@ -74,6 +74,24 @@ def test_srun_on_one_host_and_jobs_that_never_meet():
     ]
 
 
+def test_killed_rank_is_named_at_once_on_one_host_though_the_others_do_not_communicate():
+    programs = [Program([sys.executable, SCRIPT, "SIGKILL"], slurm(rank, 3, "here", 1)) for rank in range(3)]
+    programs[0].read_lines(1)
+    began = time.monotonic()
+    ended = [program.end() for program in programs]
+    assert time.monotonic() - began < 10.0, "they sleep for 60 s"
+    assert [one.code for one in ended] == [1, 1, -9]
+    name = f"rank 2 on {os.uname().nodename} (pid {programs[2].process.pid})"
+    assert [one.stderr for one in ended] == [f"{name} has ended before the others; see its output\n", "", ""]
+
+
+def test_rank_that_has_left_is_not_missed_by_one_that_goes_on():
+    programs = [Program([sys.executable, SCRIPT, "stay"], slurm(rank, 2, "here", 1)) for rank in range(2)]
+    ended = [program.end() for program in programs]
+    assert [(one.code, one.stderr) for one in ended] == [(0, "")] * 2
+    assert ended[1].stdout.endswith("stayed\n")
+
+
 def on_two_hosts(net, how: str, env: dict[str, str] | None = None) -> list[Program]:
     """One rank on each host, as srun would start them."""
     wire = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}

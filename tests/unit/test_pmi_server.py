@@ -12,16 +12,17 @@ from distopt.errors import LaunchError
 from distopt.launch.env import LauncherInfo
 from distopt.launch.meeting import Meeting
 from distopt.launch.pmi import Member, ports
-from distopt.launch.pmi_server import Server
+from distopt.launch.pmi_server import Server, proof
+from distopt.launch.watch import Watch
 
-KEY = bytes(range(32))
+KEY = os.getpid().to_bytes(32, "big")  # of which the ports follow: other workers have others
 
 
 class Rank(Member):
     """A rank whose server another thread runs."""
 
-    def _serve(self, timeout):
-        del timeout
+    def _serve(self, info, place, timeout):
+        del info, place, timeout
 
     def say(self, line):
         self._mpi.sendall(line.encode() + b"\n")
@@ -42,9 +43,9 @@ class Rank(Member):
     def told(self):
         return self._read_line()
 
-    def leave(self):
+    def hang_up(self):
         self._mpi.close()
-        self.watch.close()
+        self.close()
 
 
 def member(rank, size=2, key=KEY, timeout=5.0):
@@ -83,7 +84,9 @@ def test_ranks_exchange_values():
         for rank, one in enumerate(ranks):
             assert one.ask("cmd=init pmi_version=1 pmi_subversion=1").startswith("cmd=response_to_init pmi_version=1")
             assert one.ask("cmd=get_universe_size") == "cmd=universe_size size=2 rc=0"
-            assert one.ask("cmd=get_my_kvsname") == "cmd=my_kvsname kvsname=distopt rc=0"
+            # No other key has this name: MPICH's files of two jobs on one host would be the same.
+            name = proof(KEY, b"name")[:8].hex()
+            assert one.ask("cmd=get_my_kvsname") == f"cmd=my_kvsname kvsname=distopt_{name} rc=0"
             assert one.ask(f"cmd=put kvsname=distopt key=card-{rank} value=a={rank}/b") == "cmd=put_result rc=0"
         ranks[0].say("cmd=barrier_in")
         ranks[0]._mpi.settimeout(0.2)
@@ -96,21 +99,44 @@ def test_ranks_exchange_values():
         assert ranks[0].ask("cmd=get kvsname=distopt key=none") == "cmd=get_result rc=-1"
         assert ranks[0].ask("cmd=frobnicate") == "cmd=frobnicate rc=-1"
         assert ranks[0].ask("cmd=finalize") == "cmd=finalize_ack rc=0"
-        ranks[0].leave()  # after MPI_Finalize: no failure
+        ranks[0].hang_up()  # after MPI_Finalize: no failure
         assert ranks[1].ask("cmd=get_appnum") == "cmd=appnum appnum=0 rc=0"
         assert ranks[1].ask("cmd=finalize") == "cmd=finalize_ack rc=0"
-        ranks[1].leave()
+        ranks[1].hang_up()
 
 
-def test_lost_rank_is_named_once():
+def test_lost_rank_is_named_once(capfd):
     with served(3):
         ranks = join(3)
-        ranks[1].leave()
+        ranks[1].hang_up()
         name = f"rank 1 on {socket.gethostname()} (pid {os.getpid()})"
-        assert ranks[0].told() == f"end 1 {name} has ended before the others; see its output"
-        assert ranks[2].told() == "end 1 "
-        ranks[0].leave()
-        ranks[2].leave()
+        assert ranks[0].told() == ranks[2].told() == "end 1 "
+        assert capfd.readouterr().err == f"{name} has ended before the others; see its output\n"
+        ranks[0].hang_up()
+        ranks[2].hang_up()
+
+
+def test_rank_that_has_left_is_not_missed():
+    with served():
+        ranks = join()
+        Watch.leave(ranks[1])
+        ranks[1].hang_up()
+        time.sleep(0.1)
+        assert ranks[0].ask("cmd=get_universe_size") == "cmd=universe_size size=2 rc=0"
+        Watch.leave(ranks[0])
+        with pytest.raises(ConnectionError):  # nobody is left to serve
+            ranks[0].told()
+        ranks[0].hang_up()
+
+
+def test_rank_that_has_told_of_its_failure_ends_the_others_with_its_code(capfd):
+    with served():
+        ranks = join()
+        ranks[1].end_others(7)
+        assert ranks[0].told() == "end 7 "
+        assert capfd.readouterr().err == ""
+        for one in ranks:
+            one.hang_up()
 
 
 def test_abort_carries_the_exit_code():
@@ -119,7 +145,7 @@ def test_abort_carries_the_exit_code():
         ranks[1].say("cmd=abort exitcode=7")
         assert ranks[0].told() == "end 7 "
         for one in ranks:
-            one.leave()
+            one.hang_up()
 
 
 def test_strangers_do_no_harm():
@@ -131,7 +157,7 @@ def test_strangers_do_no_harm():
         ranks = join()
         assert ranks[0].ask("cmd=get_universe_size") == "cmd=universe_size size=2 rc=0"
         for one in (*ranks, *strangers):
-            one.leave() if isinstance(one, Rank) else one.close()
+            one.hang_up() if isinstance(one, Rank) else one.close()
 
 
 def test_another_job_does_not_get_in(monkeypatch):
@@ -142,7 +168,7 @@ def test_another_job_does_not_get_in(monkeypatch):
             member(1, key=bytes(32), timeout=0.3)
         assert time.monotonic() - began < 5.0
         for one in join():
-            one.leave()
+            one.hang_up()
 
 
 def test_wrong_numbers_are_refused_with_the_reason():
@@ -153,7 +179,7 @@ def test_wrong_numbers_are_refused_with_the_reason():
         with pytest.raises(LaunchError, match=r"rank 2 on .* expects 3 ranks, rank 0 expects 2"):
             member(2, 3)
         for one in ranks:
-            one.leave()
+            one.hang_up()
 
 
 def test_rank_that_never_comes_is_named():

@@ -1,0 +1,338 @@
+"""Ranks end together: each is connected to the server of its job, `distopt.launch.pmi_server`.
+
+What starts the ranks may be slow to notice that one has ended, or that a host cannot be reached, or never does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import json
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import LaunchError
+from . import pmi_server
+from .pmi_server import HELLO, NONCE_BYTES, PROOF_BYTES, REASON, keep_alive, proof
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .job import Job
+
+__all__ = ["Watch", "introduce", "listen", "reserve_descriptor", "start_server", "watch_ranks"]
+
+_log = logging.getLogger("distopt")
+
+_CONNECT_SECONDS = 2.0
+_JOIN_SECONDS = 5.0  # in a job that can do without
+# The end of the connection may be seen this much before MPI_Finalize returns.
+_FINALIZED_SECONDS = 0.3
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
+
+# Open MPI's mpiexec and daemons, and at how many signals they end in spite of that host.
+_WAITING_DAEMONS = {"prterun": 3, "prted": 1}
+_SIGNAL_SECONDS = 0.5
+
+_reserved: list[int] = []  # a descriptor, or none
+_servers: list[subprocess.Popen[bytes]] = []  # kept: Popen complains about a running process that nobody holds
+
+
+def start_server(listener: socket.socket, key: bytes, size: int, timeout: float, *, speaks: bool = True) -> None:
+    """Local. Start the server of a job of `size` ranks, of which this process is rank 0.
+
+    Args:
+        listener: a listening socket; the caller closes it.
+        key: 32 bytes that only the job's ranks know.
+        size: number of ranks.
+        timeout: seconds within which all ranks must join.
+        speaks: whether it says on stderr why the job has failed.
+
+    Raises:
+        OSError: no process can be started.
+    """
+    program = [sys.executable, "-I", "-S", str(Path(pmi_server.__file__))]
+    numbers = [str(x) for x in (listener.fileno(), size, timeout, os.getpid())]
+    server = subprocess.Popen(
+        [*program, *numbers],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=None if speaks else subprocess.DEVNULL,
+        pass_fds=(listener.fileno(),),
+        start_new_session=True,  # a launcher kills the ranks' process groups; the server still has to say why
+    )
+    _servers.append(server)
+    if server.stdin is not None:
+        server.stdin.write(key)
+        server.stdin.close()
+
+
+def reserve_descriptor() -> None:
+    """Local. Have `Watch` use a lower descriptor than what is opened from now on: call this before MPI_Init.
+
+    When a process ends, the kernel closes its descriptors in their order. The server must hear of it before other ranks
+    do through MPI, which may crash them at once.
+    """
+    if not _reserved:
+        _reserved.append(os.open(os.devnull, os.O_RDONLY))
+
+
+class Watch:
+    """A rank's connection to the server of its job.
+
+    Args:
+        rank: number of this process in the job.
+        size: number of ranks.
+        key: 32 bytes that only the job's ranks know.
+        places: where the server may be: address and TCP port.
+        until: on the clock of `time.monotonic`: when to give up.
+        source: where the addresses come from, for messages.
+        speaks: whether this rank says that it has lost rank 0, and ends what waits for it; one per host is enough.
+
+    Raises:
+        LaunchError: rank 0 cannot be reached, or refused this rank.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        key: bytes,
+        places: Sequence[tuple[str, int]],
+        until: float,
+        *,
+        source: str = "",
+        speaks: bool = True,
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._key = key
+        self._places = places
+        self._source = source
+        self._speaks = speaks
+        self._left = False
+        self._who = f"rank {rank} of {size} on {socket.gethostname()} (pid {os.getpid()})"
+        self._link = self._connect(b"w", until)
+        if _reserved:
+            os.dup2(self._link.fileno(), _reserved[0], inheritable=False)
+            self._link.close()
+            self._link = socket.socket(fileno=_reserved.pop())
+        os.register_at_fork(after_in_child=self._link.close)  # else a child would hold it open after this rank's end
+
+    def fileno(self) -> int:
+        """Local. The connection's descriptor, which becomes readable when the job fails."""
+        return self._link.fileno()
+
+    def end_with_others(self, end: Callable[[int], object]) -> None:
+        """Local. From now on, end this process as soon as another rank fails or ends before it has left.
+
+        Args:
+            end: called with the exit code; must not return.
+        """
+        self._end = end
+        self._link.settimeout(None)
+        threading.Thread(target=self._outlive, name="distopt job", daemon=True).start()
+
+    def leave(self) -> None:
+        """Local. This rank has done its part: its end is no failure, nor are those of others one for it."""
+        self._left = True
+        self._say("left")
+
+    def end_others(self, code: int) -> None:
+        """Local. This rank has failed, and has said so: end the others with this exit code."""
+        self._say(f"end {code}")
+
+    def close(self) -> None:
+        """Local. Hang up."""
+        self._link.close()
+
+    # -- connection ------------------------------------------------------------------------------------------------
+    def _connect(self, purpose: bytes, until: float) -> socket.socket:
+        while True:
+            for place in self._places:
+                link = None
+                try:
+                    link = socket.create_connection(place, timeout=_CONNECT_SECONDS)
+                    keep_alive(link)
+                    reason = introduce(link, self._key, purpose, self._rank, self._size)
+                    if reason:
+                        raise LaunchError(
+                            f"rank 0 refused this rank: {reason}; check the variables that the launcher set"
+                        )
+                except socket.gaierror as error:
+                    raise LaunchError(
+                        f"{self._who} cannot find the host of rank 0 ({self._source}): {error.strerror}; give an "
+                        "address that all hosts can reach"
+                    ) from None
+                except (OSError, struct.error):  # nobody listens yet, or something else does
+                    if link is not None:
+                        link.close()
+                except BaseException:
+                    if link is not None:
+                        link.close()
+                    raise
+                else:
+                    return link
+            if time.monotonic() > until:
+                addresses = ", ".join(dict.fromkeys(address for address, _ in self._places))
+                tried = ", ".join(str(port) for port in dict.fromkeys(port for _, port in self._places))
+                raise LaunchError(
+                    f"{self._who} found no rank 0 at {addresses} ({self._source}), TCP ports {tried}; see "
+                    "rank 0's output, and whether a firewall separates the hosts"
+                )
+            time.sleep(0.05)
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(OSError):
+            self._link.sendall(f"{line}\n".encode())
+
+    def _read_line(self) -> str:
+        """The server's next message.
+
+        Raises:
+            OSError: there is none: the server has ended (ConnectionError), or cannot be reached.
+        """
+        line = bytearray()
+        while (byte := _receive(self._link, 1)) != b"\n":
+            line += byte
+        return line.decode(errors="replace")
+
+    def _outlive(self) -> None:
+        try:
+            while (line := self._read_line()) == "go":
+                pass
+        except OSError as error:  # also when all ranks have left
+            time.sleep(_FINALIZED_SECONDS)
+            MPI = sys.modules.get("mpi4py.MPI")
+            if MPI is not None and MPI.Is_finalized():
+                return
+            kind, how = "end", "has ended; see its output"
+            if not isinstance(error, ConnectionError):
+                kind, how = "lost", "cannot be reached; see whether its host and the network are up"
+            line = f"{kind} 1 {f'{self._who} has lost rank 0, which {how}' if self._speaks else ''}"
+        if self._left:
+            return
+        kind, code, text = line.split(" ", 2)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            if text:
+                sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+        if kind == "lost" and self._speaks:
+            _end_waiting_daemon()
+        self._end(int(code))
+
+
+def watch_ranks(job: Job, timeout: float) -> Watch | None:
+    """Collective. A watch for each rank of `job`; None if TCP does not connect them all.
+
+    Args:
+        job: a job whose ranks can exchange a few bytes.
+        timeout: seconds that ranks may be late.
+    """
+    topology, offer = job.topology, b""
+    until = time.monotonic() + _JOIN_SECONDS
+    if topology.rank == 0:
+        with contextlib.suppress(OSError), listen(0, 2 * topology.world_size + 16) as listener:
+            key = os.urandom(NONCE_BYTES)
+            start_server(listener, key, topology.world_size, timeout)
+            offer = json.dumps([key.hex(), listener.getsockname()[1], _own_addresses()]).encode()
+    offer = job.all_gather(offer)[0]
+    watch = None
+    with contextlib.suppress(LaunchError, ValueError):
+        secret, port, addresses = json.loads(offer)
+        local = topology.single_host or topology.rank == 0
+        places = [(address, port) for address in (["localhost"] if local else addresses)]
+        watch = Watch(
+            topology.rank,
+            topology.world_size,
+            bytes.fromhex(secret),
+            places,
+            until,
+            speaks=topology.local_rank == 0,
+        )
+    unwatched = [str(r) for r, connected in enumerate(job.all_gather(b"" if watch is None else b"1")) if not connected]
+    if not unwatched:
+        return watch
+    if watch is not None:
+        watch.close()
+    if topology.rank == 0:
+        for server in _servers:
+            server.kill()
+        _log.warning(
+            "rank %s cannot reach rank 0 by TCP; the loss of a rank may be noticed only after DISTOPT_TIMEOUT",
+            ", ".join(unwatched),
+        )
+    return None
+
+
+def _end_waiting_daemon() -> None:
+    """Local. End the parent soon, if it is one that waits without end for a host that cannot be reached."""
+    parent = os.getppid()
+    with contextlib.suppress(OSError):  # it has ended
+        n_signals = _WAITING_DAEMONS.get(Path(f"/proc/{parent}/comm").read_text().strip(), 0)
+        if n_signals:  # by another process, because the first ends this one, too
+            signals = f"sleep {_SIGNAL_SECONDS}; kill {parent}; " * n_signals
+            subprocess.Popen(["sh", "-c", signals], stderr=subprocess.DEVNULL, start_new_session=True)
+
+
+def _own_addresses() -> list[str]:
+    """Those of this host's network interfaces, in the kernel's order, which is the administrator's."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    with contextlib.suppress(OSError):  # a kernel without IPv6
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, _ = line.split()
+            if scope == "00":  # global
+                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    return [address for address in found if not address.startswith("127.")]
+
+
+def listen(port: int, backlog: int) -> socket.socket:
+    """Local. A TCP socket that listens at this port of all addresses of the host; raises OSError if it is taken."""
+    family = socket.AF_INET6 if (dual := socket.has_dualstack_ipv6()) else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=dual)
+
+
+def introduce(link: socket.socket, key: bytes, purpose: bytes, rank: int, size: int) -> str:
+    """Local. Prove to the `Gate` at the other end that this process knows the key, and make it prove the same.
+
+    Returns:
+        Why the gate refuses this process; empty if it does not.
+
+    Raises:
+        ConnectionError, TimeoutError: the other end does not know the key, does not believe this one, or is no gate.
+    """
+    theirs = _receive(link, NONCE_BYTES)
+    own = os.urandom(NONCE_BYTES)
+    host = socket.gethostname().encode()[:64]
+    said = HELLO.pack(own, purpose, rank, size, host, os.getpid(), b"")[:-PROOF_BYTES]
+    link.sendall(said + proof(key, b"join", theirs, said))
+    answer = _receive(link, PROOF_BYTES)
+    if not hmac.compare_digest(answer, proof(key, b"accept", own, theirs)):
+        raise ConnectionError("not of this job")
+    (length,) = REASON.unpack(_receive(link, REASON.size))
+    return _receive(link, length).decode(errors="replace")
+
+
+def _receive(link: socket.socket, count: int) -> bytes:
+    received = b""
+    while len(received) < count:
+        part = link.recv(count - len(received))
+        if not part:
+            raise ConnectionResetError("the other end closed the connection")
+        received += part
+    return received
