@@ -17,8 +17,9 @@ from distopt.data import ShardedSampler, mnist, normalize, random_shift
 def train_mnist(args) -> None:
     world = distopt.init()
     rank, world_size, host = world.rank, world.world_size, socket.gethostname()
-    gpus = int(os.environ.get("SLURM_GPUS_ON_NODE", 0))
-    print(f"Hello from rank {rank} of {world_size} on {host} where there are {gpus} allocated GPUs per node.", flush=True)
+    gpus = int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
+    there = f"on {host} where there are {gpus} allocated GPUs per node."
+    print(f"Hello from rank {rank} of {world_size} {there}", flush=True)
     train_cnn.report(rank, f"Group initialized? {not world.closed}")
     print(f"host: {host}, rank: {rank}, local_rank: {world.local_rank}", flush=True)
 
@@ -45,7 +46,7 @@ def train_mnist(args) -> None:
         train_cnn.report(rank, f"Going on from {resumed}")
     for epoch in range(checkpoint.epoch, args.epochs):
         train_epoch(args, epoch, cnn, data, sampler, noise, checkpoint, rank)
-        test(cnn, data, world, sgd.device)
+        evaluate(cnn, data, world, sgd.device)
         checkpoint.save(epoch + 1)
     checkpoint.close()
 
@@ -61,10 +62,11 @@ def train_epoch(args, epoch, cnn, data, sampler, noise, checkpoint, rank) -> Non
         checkpoint.step(epoch)
         if rank == 0 and checkpoint.steps % args.log_interval == 0:
             done, total = sampler.consumed, len(data.train_x)
-            print(f"Train Epoch: {epoch + 1} [{done}/{total} ({done / total:.0%})]\tLoss: {loss.item():.6f}", flush=True)
+            progress = f"Train Epoch: {epoch + 1} [{done}/{total} ({done / total:.0%})]"
+            print(f"{progress}\tLoss: {loss.item():.6f}", flush=True)
 
 
-def test(cnn, data, world, device, batch_size: int = 500) -> None:
+def evaluate(cnn, data, world, device, batch_size: int = 500) -> None:
     """Loss and accuracy on the whole test set; each rank takes a strided part."""
     cnn.eval()
     images, labels = data.test_x[world.rank :: world.world_size], data.test_y[world.rank :: world.world_size]

@@ -1,13 +1,13 @@
-"""The `distopt` command: `distopt doctor` and `distopt bench`."""
+"""The `distopt` command: `distopt run`, `distopt doctor` and `distopt bench`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import DistoptError, UsageError
-from . import bench, doctor
+from . import run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,11 +23,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else list(argv)
     parser = _Parser(prog="distopt", description="Data-parallel training in Python.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    doctor.add_parser(commands)
+    run.add_parser(commands)
     try:
-        # The doctor must run even without NumPy, which the benchmarks need.
-        bench.add_parser(commands, whole="bench" in words)
+        if words[:1] != ["run"]:  # which starts at once, without what the others import
+            from . import bench, doctor
+
+            doctor.add_parser(commands)
+            # The doctor must run even without NumPy, which the benchmarks need.
+            bench.add_parser(commands, whole="bench" in words)
         args = parser.parse_args(words)
         code: int = args.run(args)
     except SystemExit as left:  # argparse, after --help or an error
@@ -47,8 +52,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        from .. import __version__
+
+        sys.stdout.write(f"distopt {__version__}\n")
+        parser.exit()
+
+
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports invalid arguments in one line."""
+    """A parser that reports invalid arguments in one line, and names the subcommand to which they were given."""
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
+        known, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, []
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")

@@ -35,8 +35,8 @@ def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size
     """Collective. Join the job that this process belongs to, as one of its ranks.
 
     With a ticket, this is the job of the parent that made the ticket. Without one, it is the job of the `main` or
-    `spawn` that started this process; else that of the launcher: without MPI if torchrun or srun started all ranks on
-    this host, else an MPI job; else a job of one rank.
+    `spawn` that started this process; else that of the launcher: without MPI if torchrun, srun or `distopt run` started
+    all ranks on this host, else an MPI job; else a job of one rank.
 
     Args:
         ticket: made by the parent; needs `local_rank` and `world_size`.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
-import os
 import signal
 import sys
 import time
@@ -14,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import DistoptError, PeerLostError, Preempted, UsageError
+from .ending import die_with
 from .output import mark_output
 from .task import in_one_line
 
@@ -46,7 +45,6 @@ LEFT = b"left"  # because of one, together with all other ranks
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # What schedulers send before they end a job: of their own accord, or because a job script or submitit asks for it.
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _reports: list[Connection] = []
 
@@ -110,7 +108,7 @@ def run_rank(
     reports, sys.excepthook = announced
     reports.send_bytes(BEGUN)
     _reports.append(reports)
-    _die_with(parent)
+    die_with(parent)
     _invitation.append((ticket, *args[:2]))
     # The parent handles Ctrl-C. A handler instead of SIG_IGN, which processes started here would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
@@ -151,12 +149,3 @@ def _report(reports: Connection, code: int, text: str, *, lost_peer: bool = Fals
 
 def _leave(signum: int, _: FrameType | None) -> None:
     raise SystemExit(128 + signum)
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, even by SIGKILL."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # the parent ended before prctl took effect
-        os._exit(1)

@@ -6,13 +6,14 @@ SLURM_PROCID=0 and SLURM_NTASKS=n although it is not one of n ranks.
 
 RANK and WORLD_SIZE are torchrun's only together with TORCHELASTIC_RUN_ID. Scripts also set them by hand, from another
 launcher's variables, and that launcher then counts. Job scripts export a WORLD_SIZE, or a RANK of the node, that no
-process of the job should mistake for its own.
+process of the job should mistake for its own. `distopt run` sets the variables of torchrun, and gives its own name to
+the job in DISTOPT_RUN_ID; a torchrun within would give it another in TORCHELASTIC_RUN_ID.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
@@ -20,7 +21,9 @@ from ..errors import LaunchError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LauncherInfo", "launcher", "unstarted_tasks"]
+__all__ = ["RUN", "LauncherInfo", "launcher", "unstarted_tasks"]
+
+RUN = "distopt run"
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,11 @@ def launcher(env: Mapping[str, str] | None = None) -> LauncherInfo | None:
                 f"two launchers disagree about this process: {first.source} ({first.name}) and {other.source} "
                 f"({other.name}); unset the variables of the one that did not start this job"
             )
-    if first.name == _TORCHRUN.name and "TORCHELASTIC_RUN_ID" not in env:
+    if first.name != _TORCHRUN.name:
+        return first
+    if "TORCHELASTIC_RUN_ID" not in env:
         return next((info for info in (*others, task) if info is not None and _agree(info, first)), first)
-    return first
+    return replace(first, name=RUN) if env.get("DISTOPT_RUN_ID") == env["TORCHELASTIC_RUN_ID"] else first
 
 
 def _agree(one: LauncherInfo, other: LauncherInfo) -> bool:

@@ -1,8 +1,9 @@
-"""Jobs whose launcher numbers the ranks and does no more: torchrun, srun, or variables set by hand.
+"""Jobs whose launcher numbers the ranks and does no more: torchrun, srun, `distopt run`, or variables set by hand.
 
-The ranks have no parent that gave them a common secret. They meet by what their launcher tells all of them and no other
-job: for srun, cluster, job and step; otherwise the address and port of torchrun's store. Whoever knows these and
-`DISTOPT_JOB_SECRET` (default: empty) holds the job's key. On one host the kernel also tells the user of a peer.
+The ranks have no parent in common. They meet by what their launcher tells all of them and no other job: for srun,
+cluster, job and step; otherwise the address and port of torchrun's store. Whoever knows these and `DISTOPT_JOB_SECRET`
+holds the job's key; `distopt run` makes a secret for each job, and no other launcher gives the ranks any. On one host
+the kernel also tells the user of a peer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
 from ..settings import Settings
+from .env import RUN
 from .multiprocess import MultiprocessJob, Ticket
 from .siblings import end_with_parent
 from .threads import cap_threads, cores
@@ -59,7 +61,7 @@ def meeting(info: LauncherInfo, env: Mapping[str, str] | None = None) -> Meeting
         LaunchError: variables that the launcher sets are missing.
     """
     env = os.environ if env is None else env
-    if info.name == "torchrun":
+    if info.name in {"torchrun", RUN}:
         names, place, one_host = _TORCHRUN, "MASTER_ADDR", info.local_size == info.size
     elif info.name == "srun":
         names, place, one_host = _SLURM, "SLURM_STEP_NODELIST", env.get("SLURM_STEP_NUM_NODES") == "1"
@@ -82,7 +84,7 @@ def _first_host(nodes: str) -> str:
 
 
 class LaunchedJob(MultiprocessJob):
-    """One rank of a job that torchrun or srun started on this host alone; no MPI is needed.
+    """One rank of a job that torchrun, srun or `distopt run` started on this host alone; no MPI is needed.
 
     Collective.
 

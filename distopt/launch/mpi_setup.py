@@ -11,8 +11,6 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..errors import LaunchError
 from .rendezvous import pack, unpack
 from .siblings import ended_siblings
@@ -86,9 +84,9 @@ class _Exchange:
             for rank in absent:
                 message = self._comm.Improbe(rank, _TAG, status)
                 if message is not None:
-                    buffer = np.empty(self._checked(status.Get_count(self._mpi.BYTE), rank), np.uint8)
+                    buffer = bytearray(self._checked(status.Get_count(self._mpi.BYTE), rank))
                     message.Recv([buffer, self._mpi.BYTE])
-                    received[rank] = buffer.tobytes()
+                    received[rank] = bytes(buffer)
             absent = [rank for rank in absent if rank not in received]
             wait.step(absent)
         return received

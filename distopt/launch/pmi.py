@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
 from . import pmi_server
+from .env import RUN
 from .pmi_server import HELLO, NONCE_BYTES, PROOF_BYTES, REASON, keep_alive, proof
 
 if TYPE_CHECKING:
@@ -25,13 +26,15 @@ if TYPE_CHECKING:
     from .env import LauncherInfo
     from .meeting import Meeting
 
-__all__ = ["Member", "ports"]
+__all__ = ["Member", "introduce", "listen", "ports"]
 
 _CONNECT_SECONDS = 2.0
 # Ranks wait this much longer than the server, which can say who is missing.
 _GRACE_SECONDS = 5.0
 # The end of the connection may be seen this much before MPI_Finalize returns.
 _FINALIZED_SECONDS = 0.3
+# Within which the agents of `distopt run` end all ranks when one has failed.
+_AGENTS_SECONDS = 3.0
 # Below the ports that Linux gives to outgoing connections (32768 and above), above those of services.
 _FIRST_PORT, _N_PORTS, _N_CANDIDATES = 20_000, 12_000, 8
 
@@ -112,11 +115,9 @@ class Member:
             server.stdin.close()
 
     def _listen(self) -> socket.socket:
-        family = socket.AF_INET6 if (dual := socket.has_dualstack_ipv6()) else socket.AF_INET
         for port in ports(self._place.key):
             with contextlib.suppress(OSError):
-                backlog = 2 * self._info.size + 16
-                return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=dual)
+                return listen(port, 2 * self._info.size + 16)
         tried = ", ".join(map(str, ports(self._place.key)))
         raise LaunchError(f"{self._who} cannot listen for the other ranks: the ports {tried} are taken; free one")
 
@@ -127,7 +128,11 @@ class Member:
                 try:
                     link = socket.create_connection((self._address, port), timeout=_CONNECT_SECONDS)
                     keep_alive(link)
-                    self._prove(link, purpose)
+                    reason = introduce(link, self._place.key, purpose, self._info.rank, self._info.size)
+                    if reason:
+                        raise LaunchError(
+                            f"rank 0 refused this rank: {reason}; check the variables that the launcher set"
+                        )
                 except socket.gaierror as error:
                     raise LaunchError(
                         f"{self._who} cannot find the host of rank 0 ({self._place.source}): {error.strerror}; give an "
@@ -149,20 +154,6 @@ class Member:
                     "rank 0's output, and whether a firewall separates the hosts"
                 )
             time.sleep(0.05)
-
-    def _prove(self, link: socket.socket, purpose: bytes) -> None:
-        theirs = _receive(link, NONCE_BYTES)
-        own = os.urandom(NONCE_BYTES)
-        host = socket.gethostname().encode()[:64]
-        said = HELLO.pack(own, purpose, self._info.rank, self._info.size, host, os.getpid(), b"")[:-PROOF_BYTES]
-        link.sendall(said + proof(self._place.key, b"join", theirs, said))
-        answer = _receive(link, PROOF_BYTES)
-        if not hmac.compare_digest(answer, proof(self._place.key, b"accept", own, theirs)):
-            raise ConnectionError("not of this job")
-        (length,) = REASON.unpack(_receive(link, REASON.size))
-        if length:
-            reason = _receive(link, length).decode(errors="replace")
-            raise LaunchError(f"rank 0 refused this rank: {reason}; check the variables that the launcher set")
 
     def _wait_for_all(self) -> None:
         try:
@@ -200,6 +191,8 @@ class Member:
             if MPI.Is_finalized():
                 return
             line = f"end 1 {self._who} has lost rank 0, which has ended or cannot be reached; see its output"
+        if self._info.name == RUN:  # its agents know which rank was the first, and end the others
+            time.sleep(_AGENTS_SECONDS)
         _, code, text = line.split(" ", 2)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -207,6 +200,33 @@ class Member:
                 sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
         os._exit(int(code))
+
+
+def listen(port: int, backlog: int) -> socket.socket:
+    """Local. A TCP socket that listens at this port of all addresses of the host; raises OSError if it is taken."""
+    family = socket.AF_INET6 if (dual := socket.has_dualstack_ipv6()) else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=dual)
+
+
+def introduce(link: socket.socket, key: bytes, purpose: bytes, rank: int, size: int) -> str:
+    """Local. Prove to the `Gate` at the other end that this process knows the key, and make it prove the same.
+
+    Returns:
+        Why the gate refuses this process; empty if it does not.
+
+    Raises:
+        ConnectionError, TimeoutError: the other end does not know the key, does not believe this one, or is no gate.
+    """
+    theirs = _receive(link, NONCE_BYTES)
+    own = os.urandom(NONCE_BYTES)
+    host = socket.gethostname().encode()[:64]
+    said = HELLO.pack(own, purpose, rank, size, host, os.getpid(), b"")[:-PROOF_BYTES]
+    link.sendall(said + proof(key, b"join", theirs, said))
+    answer = _receive(link, PROOF_BYTES)
+    if not hmac.compare_digest(answer, proof(key, b"accept", own, theirs)):
+        raise ConnectionError("not of this job")
+    (length,) = REASON.unpack(_receive(link, REASON.size))
+    return _receive(link, length).decode(errors="replace")
 
 
 def ports(key: bytes) -> list[int]:

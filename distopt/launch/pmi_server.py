@@ -25,8 +25,9 @@ import struct
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
-__all__ = ["HELLO", "NONCE_BYTES", "PROOF_BYTES", "REASON", "Server", "keep_alive", "proof"]
+__all__ = ["HELLO", "NONCE_BYTES", "PROOF_BYTES", "REASON", "Gate", "Link", "Server", "keep_alive", "proof", "turn"]
 
 NONCE_BYTES = PROOF_BYTES = 32
 # Nonce, purpose, rank, number of ranks, host, process id, proof of the key.
@@ -66,8 +67,15 @@ def proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, role + b"".join(parts), "sha256")
 
 
+def turn(selector: selectors.BaseSelector, seconds: float) -> None:
+    """Local. Wait for events, and call what was registered with each; `seconds` at most."""
+    for key, _ in selector.select(seconds):
+        if selector.get_map().get(key.fd) == key:  # not unregistered by an earlier event of this round
+            key.data()
+
+
 @dataclass(eq=False)
-class _Link:
+class Link:
     """One connection; a stranger's (rank -1) until it has proved that it knows the key."""
 
     socket: socket.socket
@@ -76,9 +84,145 @@ class _Link:
     received: bytearray = field(default_factory=bytearray)
     rank: int = -1
     purpose: bytes = b""
+    host: str = ""
+    pid: int = 0
 
 
-class Server:
+class Gate:
+    """Lets in whoever proves to know a key, and reads their lines.
+
+    Args:
+        key: the key.
+        selector: waits for the connections; each is registered with a function for `turn` to call.
+    """
+
+    def __init__(self, key: bytes, selector: selectors.BaseSelector) -> None:
+        self._key = key
+        self._selector = selector
+        self._listener: socket.socket | None = None
+        self._strangers: list[Link] = []
+        self._links: list[Link] = []
+
+    def listen(self, listener: socket.socket) -> None:
+        """Local. Accept connections from this listening TCP socket, and own it."""
+        listener.setblocking(False)
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def close(self) -> None:
+        """Local. Close the listener and all connections; idempotent."""
+        for link in [*self._strangers, *self._links]:
+            self._drop(link)
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    # For subclasses.
+    def _refusal(self, link: Link, size: int) -> str:
+        """Why somebody who knows the key, and expects `size` ranks or nodes, cannot come in; empty if he can."""
+        raise NotImplementedError
+
+    def _admitted(self, link: Link) -> None:
+        """`link` has come in."""
+        raise NotImplementedError
+
+    def _lost(self, link: Link) -> None:
+        """A connection that had come in has ended, from the other side."""
+        raise NotImplementedError
+
+    def _serve(self, link: Link, line: str) -> None:
+        """A line has come."""
+        raise NotImplementedError
+
+    def _turned_away(self, link: Link) -> None:
+        """Somebody does not know the key."""
+
+    def _drop_slow_strangers(self) -> None:
+        now = time.monotonic()
+        for link in [link for link in self._strangers if now > link.since + _HANDSHAKE_SECONDS]:
+            self._turn_away(link)
+
+    def _accept(self) -> None:
+        if self._listener is None:
+            return
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it has hung up already
+            return
+        link = Link(connection)
+        if len(self._strangers) >= _MAX_STRANGERS:
+            self._turn_away(self._strangers[0])
+        self._strangers.append(link)
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._read, link))
+        try:
+            connection.settimeout(_SEND_SECONDS)
+            keep_alive(connection)
+            connection.sendall(link.nonce)
+        except OSError:
+            self._drop(link)
+
+    def _read(self, link: Link) -> None:
+        try:
+            part = link.socket.recv(1 << 16)
+        except OSError:
+            part = b""
+        link.received += part
+        if link.rank < 0:
+            if not part:
+                self._turn_away(link)
+            elif len(link.received) >= HELLO.size:
+                self._admit(link)
+            return
+        while link.socket.fileno() >= 0 and (end := link.received.find(b"\n")) >= 0:
+            line = link.received[:end].decode("utf-8", "replace")
+            del link.received[: end + 1]
+            self._serve(link, line)
+        if link.socket.fileno() >= 0 and (not part or len(link.received) > _MAX_LINE_BYTES):
+            self._drop(link)
+            self._lost(link)
+
+    def _drop(self, link: Link) -> None:
+        for links in (self._strangers, self._links):
+            if link in links:
+                links.remove(link)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(link.socket)
+        link.socket.close()
+
+    def _turn_away(self, link: Link) -> None:
+        self._turned_away(link)
+        self._drop(link)
+
+    def _admit(self, link: Link) -> None:
+        said = bytes(link.received[: HELLO.size])
+        theirs, purpose, rank, size, host, pid, proved = HELLO.unpack(said)
+        expected = proof(self._key, b"join", link.nonce, said[:-PROOF_BYTES])
+        if not hmac.compare_digest(proved, expected) or len(link.received) != HELLO.size:
+            self._turn_away(link)
+            return
+        link.received.clear()
+        link.purpose, link.host, link.pid = purpose, host.rstrip(bytes(1)).decode("utf-8", "replace"), pid
+        link.rank = rank
+        reason = self._refusal(link, size)
+        text = reason.encode()
+        try:
+            link.socket.sendall(proof(self._key, b"accept", theirs, link.nonce) + REASON.pack(len(text)) + text)
+        except OSError:
+            reason = "it has hung up"
+        if reason:
+            self._drop(link)
+            return
+        self._strangers.remove(link)
+        self._links.append(link)
+        self._admitted(link)
+
+    def _tell(self, link: Link, line: str) -> None:
+        with contextlib.suppress(OSError):  # its end is noticed when it is read
+            link.socket.sendall(line.encode())
+
+
+class Server(Gate):
     """Serves one job of `size` ranks until all have finalized MPI, one has ended before, or rank 0 is gone.
 
     Args:
@@ -90,15 +234,13 @@ class Server:
     """
 
     def __init__(self, listener: socket.socket, key: bytes, size: int, timeout: float, parent: int) -> None:
-        self._listener = listener
-        self._key = key
+        super().__init__(key, selectors.DefaultSelector())
+        self.listen(listener)
         self._size = size
         self._timeout = timeout
         self._parent = parent
-        self._selector = selectors.DefaultSelector()
-        self._strangers: list[_Link] = []
-        self._mpi: dict[int, _Link] = {}
-        self._watchers: dict[int, _Link] = {}
+        self._mpi: dict[int, Link] = {}
+        self._watchers: dict[int, Link] = {}
         self._names: dict[int, str] = {}
         self._values: dict[str, str] = {}
         self._waiting: set[int] = set()  # in the barrier
@@ -110,24 +252,16 @@ class Server:
         try:
             self._run()
         finally:
-            for link in [key.data for key in self._selector.get_map().values() if key.data is not None]:
-                self._drop(link)
+            self.close()
             self._selector.close()
 
     def _run(self) -> None:
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
         join_by = time.monotonic() + self._timeout
         leave_by = float("inf")
         while not self._ended and len(self._finalized) < self._size and time.monotonic() < leave_by:
-            for key, _ in self._selector.select(_LOOK_SECONDS):
-                if key.data is None:
-                    self._accept()
-                elif key.data.socket.fileno() >= 0:  # not dropped by an earlier event of this round
-                    self._read(key.data)
+            turn(self._selector, _LOOK_SECONDS)
+            self._drop_slow_strangers()
             now = time.monotonic()
-            for link in [link for link in self._strangers if now > link.since + _HANDSHAKE_SECONDS]:
-                self._drop(link)
             if now > join_by and len(self._watchers) < self._size:
                 absent = [str(rank) for rank in range(self._size) if rank not in self._watchers]
                 noun = "ranks" if len(absent) > 1 else "rank"
@@ -142,87 +276,28 @@ class Server:
                 else:
                     self._gone(0)
 
-    # -- connections -----------------------------------------------------------------------------------------------
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # it has hung up already
-            return
-        link = _Link(connection)
-        if len(self._strangers) >= _MAX_STRANGERS:
-            self._drop(self._strangers[0])
-        self._strangers.append(link)
-        self._selector.register(connection, selectors.EVENT_READ, link)
-        try:
-            connection.settimeout(_SEND_SECONDS)
-            keep_alive(connection)
-            connection.sendall(link.nonce)
-        except OSError:
-            self._drop(link)
-
-    def _read(self, link: _Link) -> None:
-        try:
-            part = link.socket.recv(1 << 16)
-        except OSError:
-            part = b""
-        link.received += part
-        if not part:
-            self._drop(link)
-            if link.rank >= 0:
-                self._gone(link.rank)
-        elif link.rank < 0:
-            if len(link.received) >= HELLO.size:
-                self._admit(link)
-        elif link.purpose == b"m":
-            while not self._ended and (end := link.received.find(b"\n")) >= 0:
-                line = link.received[:end].decode("utf-8", "replace")
-                del link.received[: end + 1]
-                self._serve(link, line)
-            if len(link.received) > _MAX_LINE_BYTES:
-                self._drop(link)
-                self._gone(link.rank)
-
-    def _drop(self, link: _Link) -> None:
-        if link in self._strangers:
-            self._strangers.remove(link)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(link.socket)
-        link.socket.close()
-
-    def _admit(self, link: _Link) -> None:
-        said = bytes(link.received[: HELLO.size])
-        theirs, purpose, rank, size, host, pid, proved = HELLO.unpack(said)
-        links = {b"m": self._mpi, b"w": self._watchers}.get(purpose)
-        expected = proof(self._key, b"join", link.nonce, said[:-PROOF_BYTES])
-        if not hmac.compare_digest(proved, expected) or links is None or len(link.received) != HELLO.size:
-            self._drop(link)
-            return
-        name = f"rank {rank} on {host.rstrip(bytes(1)).decode('utf-8', 'replace')} (pid {pid})"
-        reason = ""
+    def _refusal(self, link: Link, size: int) -> str:
+        links = {b"m": self._mpi, b"w": self._watchers}.get(link.purpose)
+        name = f"rank {link.rank} on {link.host} (pid {link.pid})"
+        if links is None:
+            return f"{name} wants something else of this server"
         if size != self._size:
-            reason = f"{name} expects {size} ranks, rank 0 expects {self._size}"
-        elif rank >= size or rank in links:
-            reason = f"{name} is not the only one of that rank: {self._names.get(rank, f'there are {size} ranks')}"
-        text = reason.encode()
-        try:
-            link.socket.sendall(proof(self._key, b"accept", theirs, link.nonce) + REASON.pack(len(text)) + text)
-        except OSError:
-            reason = "it has hung up"
-        if reason:
-            self._drop(link)
-            return
-        self._strangers.remove(link)
-        link.received.clear()
-        link.rank, link.purpose = rank, purpose
-        links[rank] = link
-        self._names[rank] = name
-        if purpose == b"w" and len(self._watchers) == self._size:
+            return f"{name} expects {size} ranks, rank 0 expects {self._size}"
+        if link.rank >= size or link.rank in links:
+            other = self._names.get(link.rank, f"there are {size} ranks")
+            return f"{name} is not the only one of that rank: {other}"
+        self._names[link.rank] = name
+        return ""
+
+    def _admitted(self, link: Link) -> None:
+        links = self._mpi if link.purpose == b"m" else self._watchers
+        links[link.rank] = link
+        if links is self._watchers and len(self._watchers) == self._size:
             for watcher in self._watchers.values():
                 self._tell(watcher, "go\n")
 
-    def _tell(self, link: _Link, line: str) -> None:
-        with contextlib.suppress(OSError):  # its end is noticed when it is read
-            link.socket.sendall(line.encode())
+    def _lost(self, link: Link) -> None:
+        self._gone(link.rank)
 
     def _gone(self, rank: int) -> None:
         if rank not in self._finalized:
@@ -238,7 +313,9 @@ class Server:
                 self._tell(self._watchers[rank], f"end {code} {text if rank == told[0] else ''}\n")
 
     # -- PMI-1 -----------------------------------------------------------------------------------------------------
-    def _serve(self, link: _Link, line: str) -> None:
+    def _serve(self, link: Link, line: str) -> None:
+        if self._ended or link.purpose != b"m":
+            return
         words = dict(word.partition("=")[::2] for word in line.split())
         command = words.get("cmd", "")
         if command == "put":

@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DistoptError, Preempted, RankFailedError, UsageError
 from .child import BEGUN, HEEDLESS, LEAVES, LEFT, PREEMPTION_SIGNALS, SIGNALS, Announced, run_rank
+from .ending import ENDED_BY_SIGTERM, caught_signals, describe_exit
 from .env import launcher
 from .meeting import meeting
 from .mpi import start_mpi
@@ -29,9 +29,8 @@ from .task import NO_GUARD, UNGUARDED, check_call, check_script, check_sendable
 from .threads import cores, thread_variables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from multiprocessing.context import SpawnProcess
-    from types import FrameType
 
     from .env import LauncherInfo
 
@@ -41,7 +40,6 @@ _GRACE_SECONDS = 2.0
 _RANKS_PER_CORE = 32  # more are taken for a mistake
 _MAX_REPORT_BYTES = 16 << 20
 _USER_ERROR = UsageError.exit_code
-_ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 _launched: list[tuple[int, int]] = []  # rank and world size, if `main` joined a launcher's job instead of starting one
 
 
@@ -185,12 +183,12 @@ class _Rank:
                 lost_peer, time_ns, code, text = report
                 self._failure = self._failed(time_ns, code, f"{who} {text}", lost_peer=lost_peer)
             elif exit_code and not self.left:
-                code, text = (_describe_exit if self._begun else _describe_false_start)(exit_code)
+                code, text = (_describe if self._begun else _describe_false_start)(exit_code)
                 self._failure = self._failed(time.monotonic_ns(), code, f"{who} {text}")
         return self._failure
 
     def _failed(self, time_ns: int, code: int, details: str, *, lost_peer: bool = False) -> _Failure:
-        return _Failure(lost_peer or code == _ENDED_BY_SIGTERM, time_ns, self.rank, code, details)
+        return _Failure(lost_peer or code == ENDED_BY_SIGTERM, time_ns, self.rank, code, details)
 
     def _read_report(self) -> tuple[bool, int, int, str] | None:
         report: tuple[bool, int, int, str] | None = None
@@ -226,10 +224,10 @@ def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int
     if world_size > (limit := _RANKS_PER_CORE * len(cores())):
         raise UsageError(f"world size {world_size} is too large for {len(cores())} cores; pass {limit} at most")
     ranks: list[_Rank] = []
-    with _caught_signals() as (caught, wake):
+    with caught_signals(_signals_to_catch()) as (caught, wake):
         try:
             _start(ranks, fn, world_size, tuple(args))
-            _watch(ranks, wake)
+            _watch(ranks, caught, wake)
         finally:
             failures = [rank.failure() for rank in ranks]  # of all ranks, before any are ended here
             _end([rank.process for rank in ranks])
@@ -240,7 +238,7 @@ def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int
     if len(left) == len(ranks):
         signum = caught[0] if caught else max(left) - 128
         return signum if any(left) else None  # without an exit code, the job will be started again
-    if any(failures) and first is not None and not (caught and first.exit_code == _ENDED_BY_SIGTERM):
+    if any(failures) and first is not None and not (caught and first.exit_code == ENDED_BY_SIGTERM):
         raise RankFailedError(first.rank, first.exit_code, first.details)
     return caught[0] if caught else None
 
@@ -260,7 +258,11 @@ def _start(ranks: list[_Rank], fn: Callable[..., object], world_size: int, args:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _watch(ranks: list[_Rank], wake: int) -> None:
+def _signals_to_catch() -> set[int]:
+    return {*SIGNALS, *(signum for signum in PREEMPTION_SIGNALS if signal.getsignal(signum) is signal.SIG_DFL)}
+
+
+def _watch(ranks: list[_Rank], caught: list[int], wake: int) -> None:
     """Return when all ranks have ended, one has failed, or a signal has arrived with which ranks must be ended."""
     while True:
         running = [rank for rank in ranks if rank.process.exitcode is None]
@@ -268,11 +270,11 @@ def _watch(ranks: list[_Rank], wake: int) -> None:
             return
         pipes = [rank.reports for rank in running if rank.reports is not None]
         if wake in wait([wake, *pipes, *(rank.process.sentinel for rank in running)]):
-            signum = signal.Signals(os.read(wake, 1)[0])
-            if signum not in PREEMPTION_SIGNALS or not all(rank.leaves for rank in running):
+            os.read(wake, 1)
+            if caught[-1] not in PREEMPTION_SIGNALS or not all(rank.leaves for rank in running):
                 return
             for rank in running:
-                os.kill(rank.process.pid or 0, signum)  # ended or not: it has not been waited for
+                os.kill(rank.process.pid or 0, caught[-1])  # ended or not: it has not been waited for
 
 
 def _end(processes: Sequence[SpawnProcess]) -> None:
@@ -286,40 +288,9 @@ def _end(processes: Sequence[SpawnProcess]) -> None:
         process.join()
 
 
-@contextlib.contextmanager
-def _caught_signals() -> Iterator[tuple[list[int], int]]:
-    """Catch signals: yield a list that receives their numbers, and a descriptor from which they can be read, too."""
-    caught: list[int] = []
-    wake, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-
-    def catch(signum: int, _: FrameType | None) -> None:
-        caught.append(signum)
-        with contextlib.suppress(BlockingIOError):
-            os.write(write, bytes([signum]))
-
-    # Python runs signal handlers in the main thread only; in other threads, the existing handlers stay.
-    signals = {*SIGNALS, *(signum for signum in PREEMPTION_SIGNALS if signal.getsignal(signum) is signal.SIG_DFL)}
-    if threading.current_thread() is not threading.main_thread():
-        signals = set()
-    before = {signum: signal.signal(signum, catch) for signum in signals}
-    try:
-        yield caught, wake
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-        os.close(wake)
-        os.close(write)
-
-
-def _describe_exit(exit_code: int) -> tuple[int, str]:
-    if exit_code > 0:
-        return exit_code, f"left with exit code {exit_code} without a traceback"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = f"signal {-exit_code}"
-    hint = "; SIGKILL is what the kernel sends when memory runs out" if -exit_code == signal.SIGKILL else ""
-    return 128 - exit_code, f"was ended by {name}{hint}"
+def _describe(exit_code: int) -> tuple[int, str]:
+    code, text = describe_exit(exit_code)
+    return code, f"{text} without a traceback" if exit_code > 0 else text
 
 
 def _describe_false_start(exit_code: int) -> tuple[int, str]:
@@ -327,4 +298,4 @@ def _describe_false_start(exit_code: int) -> tuple[int, str]:
         return _USER_ERROR, UNGUARDED
     if exit_code > 0:
         return exit_code, f"could not import the script (exit code {exit_code}); see its output"
-    return _describe_exit(exit_code)
+    return describe_exit(exit_code)

@@ -1,0 +1,79 @@
+"""Start-up of a job of 2 x 2 ranks on two hosts, by `distopt run` and by mpiexec of MPICH, in one run.
+
+    python -m benchmarks.startup [--rounds N]
+
+The hosts are network namespaces. Each job joins, sums one number over the ranks, and ends; the time is that of the
+whole command, from its start to the end of its last process. Rounds take turns; the medians and their ratio are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from benchmarks.hosts import LINK, two_hosts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from benchmarks.hosts import TwoHosts
+
+RANKS_PER_HOST = 2
+JOB = """
+import numpy
+import distopt
+world = distopt.init()
+total = world.all_reduce(numpy.ones(1, numpy.float32))
+assert total == 4, total
+"""
+
+
+def by_mpiexec(net: TwoHosts, script: str) -> list[list[str]]:
+    return [net.mpiexec(RANKS_PER_HOST, [sys.executable, script])]
+
+
+def by_distopt_run(net: TwoHosts, script: str) -> list[list[str]]:
+    run = [sys.executable, "-m", "distopt", "run", "--nnodes", "2", "--nproc-per-node", str(RANKS_PER_HOST)]
+    line = [*run, "--rdzv-endpoint", f"{net.hosts[0].address}:29400", script]
+    return [host.inside(["env", "UCX_TLS=tcp,self", f"UCX_NET_DEVICES={LINK}", *line]) for host in net.hosts]
+
+
+def seconds(commands: list[list[str]]) -> float:
+    began = time.monotonic()
+    started = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
+    codes = [process.wait() for process in started]
+    if any(codes):
+        raise SystemExit(f"exit codes {codes}: see the output")
+    return time.monotonic() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds = parser.parse_args().rounds
+    ways: dict[str, Callable[[TwoHosts, str], list[list[str]]]] = {
+        "mpiexec": by_mpiexec,
+        "distopt run": by_distopt_run,
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    with two_hosts() as net:
+        script = net.launcher.with_name("job.py")
+        script.write_text(JOB)
+        os.environ["PYTHONPATH"] = os.getcwd()  # noqa: PTH109
+        for _ in range(rounds):
+            for name, commands in ways.items():
+                times[name].append(seconds(commands(net, str(script))))
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    for name, median in medians.items():
+        spread = f"{min(times[name]):.2f} to {max(times[name]):.2f}"
+        print(f"{name:12} {median:.2f} s ({spread})")
+    print(f"ratio        {medians['distopt run'] / medians['mpiexec']:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""`distopt run`: start the ranks of a job, on one node or by the same line on each of several; in torchrun's words."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import LaunchError, UsageError
+
+if TYPE_CHECKING:
+    from ..launch.agent import RunOptions
+
+__all__ = ["add_parser", "options_of"]
+
+_ENDPOINT_PORT, _MASTER_PORT = 29400, 29500  # torchrun's
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+_EXAMPLES = """\
+on one node:      distopt run --nproc-per-node 4 train.py --epochs 10
+on each of two:   distopt run --nnodes 2 --nproc-per-node 4 --rdzv-endpoint NODE0:29400 train.py --epochs 10
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the subcommand."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "run",
+        help="start the ranks of a job, on one node or several",
+        description="Start the ranks of a job and end them together. Run the same line on every node.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="distopt run [options] SCRIPT [arguments of the script]",
+        allow_abbrev=False,
+    )
+
+    def add(name: str, **how: Any) -> None:
+        spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
+        parser.add_argument(*spellings, dest=name.replace("-", "_"), **how)
+
+    add("nnodes", type=_nodes, default=1, metavar="N", help="number of nodes (default: 1)")
+    add("nproc-per-node", type=_ranks, default=1, metavar="N", help="ranks on this node, or cpu for one per core")
+    add("node-rank", type=_number, metavar="N", help="number of this node (default: the owner of the endpoint says)")
+    add("rdzv-endpoint", metavar="HOST[:PORT]", help="where the nodes meet; the node that has this address is node 0")
+    add("rdzv-id", default="none", metavar="NAME", help="name of the job, equal on all nodes")
+    add("rdzv-backend", choices=["c10d", "static"], help="static: node 0 owns the endpoint (default: c10d)")
+    add("rdzv-timeout", type=_seconds, default=300.0, metavar="SECONDS", help="for the nodes to come (default: 300)")
+    add("master-addr", metavar="HOST", help="with --master-port: the endpoint of a static rendezvous")
+    add("master-port", type=_port, metavar="PORT", help=f"(default: {_MASTER_PORT}; on one node, any free port)")
+    add("standalone", action="store_true", help="one node; the default")
+    add("max-restarts", type=_number, default=0, metavar="K", help="start all ranks again so many times (default: 0)")
+    add(
+        "log-dir",
+        type=Path,
+        metavar="DIR",
+        help="write output to DIR/JOB/attempt_0/RANK/stdout.log too",
+    )
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as of python -m")
+    parser.add_argument("script", metavar="SCRIPT", help="what each rank runs")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
+    parser.set_defaults(run=_run)
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 7):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if (number := _number(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than 1")
+    return number
+
+
+def _nodes(text: str) -> int:
+    least, _, most = text.partition(":")
+    if most and least != most:
+        raise argparse.ArgumentTypeError(f"{text!r} is a range, but a job keeps its size; give one number")
+    return _positive(least)
+
+
+def _ranks(text: str) -> int:
+    if text in {"auto", "gpu"}:
+        raise argparse.ArgumentTypeError(f"{text!r} is not counted here; give the number")
+    return len(os.sched_getaffinity(0)) if text == "cpu" else _positive(text)
+
+
+def _port(text: str) -> int:
+    if not 0 < (number := _number(text)) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
+    return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return seconds
+
+
+def options_of(args: argparse.Namespace) -> RunOptions:
+    """Local. What the parsed command line means.
+
+    Raises:
+        UsageError: options are missing or contradict each other, or there is no such script.
+    """
+    from ..launch.agent import RunOptions
+
+    if args.node_rank is not None and args.node_rank >= args.nnodes:
+        raise UsageError(f"--node-rank {args.node_rank} of --nnodes {args.nnodes}: nodes are numbered from 0")
+    if args.standalone and args.nnodes > 1:
+        raise UsageError(f"--standalone is for one node, --nnodes is {args.nnodes}; leave one of them out")
+    host, port, static = "127.0.0.1", args.master_port or 0, False
+    if args.nnodes > 1:
+        if args.rdzv_endpoint and args.master_addr:
+            raise UsageError("--rdzv-endpoint and --master-addr both say where the nodes meet; give one of them")
+        static = args.rdzv_backend == "static" or (args.rdzv_backend is None and bool(args.master_addr))
+        if static and args.node_rank is None:
+            raise UsageError("a static rendezvous needs --node-rank on every node; or give --rdzv-endpoint alone")
+        if args.rdzv_endpoint:
+            host, port = _endpoint(args.rdzv_endpoint, _MASTER_PORT if static else _ENDPOINT_PORT)
+        elif args.master_addr:
+            host, port = args.master_addr, args.master_port or _MASTER_PORT
+        else:
+            raise UsageError(f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT: an address of one of the nodes")
+    _check_script(args.script, module=args.module)
+    return RunOptions(
+        program=(sys.executable, *(["-m"] if args.module else []), args.script, *args.arguments),
+        ranks=args.nproc_per_node,
+        nodes=args.nnodes,
+        node_rank=args.node_rank,
+        host=host,
+        port=port,
+        static=static,
+        run_id=args.rdzv_id,
+        restarts=args.max_restarts,
+        log_dir=args.log_dir,
+        timeout=args.rdzv_timeout,
+    )
+
+
+def _endpoint(text: str, default: int) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):  # an IPv6 address without a port
+        host, port = text, str(default)
+    try:
+        return host.removeprefix("[").removesuffix("]"), _port(port)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--rdzv-endpoint {text}: {error}; give HOST:PORT") from None
+
+
+def _check_script(script: str, *, module: bool) -> None:
+    """All ranks would say the same, and those of other nodes would wait for them."""
+    if not module and not Path(script).exists():
+        raise UsageError(f"there is no script {script}")
+    if module and PathFinder.find_spec(script.partition(".")[0], [str(Path.cwd()), *sys.path]) is None:
+        raise UsageError(f"there is no module {script}")
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        options = options_of(args)
+        _check_tasks(options)
+        from ..launch.agent import run
+
+        return run(options)
+    except (LaunchError, UsageError) as error:
+        sys.stderr.write(f"distopt run: {error}\n")
+        return UsageError.exit_code
+
+
+def _check_tasks(options: RunOptions) -> None:
+    """Under a launcher of several tasks, each of them would start a job of its own."""
+    from ..launch.env import launcher
+
+    info = launcher({name: value for name, value in os.environ.items() if name not in _TORCHRUN_VARIABLES})
+    if info is not None and info.size not in {1, options.nodes}:
+        raise UsageError(
+            f"{info.name} has started {info.size} of distopt run ({info.source}), and each would be a node of a job of "
+            f"its own or one too many for --nnodes {options.nodes}; give --nnodes {info.size} and --rdzv-endpoint, or "
+            "start one"
+        )

@@ -1,0 +1,379 @@
+"""`distopt run` on one node: starts this node's ranks, and ends them with those of the other nodes.
+
+An agent has one thread and waits for signals, for output and ends of its ranks, and for what the owner of the endpoint
+says (`distopt.launch.nodes`). On one node, it is its own owner, and listens nowhere. It imports no
+NumPy, to start fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import LaunchError, UsageError
+from ..settings import Settings
+from .ending import caught_signals
+from .nodes import NO_RANK, Node, Owner
+from .output import write_all
+from .pmi import introduce, listen
+from .pmi_server import keep_alive, proof, turn
+from .ranks import Failure, LocalRanks
+from .threads import thread_variables
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["RunOptions", "run"]
+
+_LOOK_SECONDS = 0.2
+_CONNECT_SECONDS = 2.0
+_RETRY_SECONDS = 0.03
+_FOREIGN_SECONDS = 3.0  # for which another program may still hold the endpoint
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+_KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
+# Those of a launcher that has started the agent would contradict the ranks' own.
+_FOREIGN_VARIABLES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the command line says.
+
+    Attributes:
+        program: the words that start a rank.
+        ranks: number of ranks on this node.
+        nodes: number of nodes.
+        node_rank: number of this node, or None if the owner of the endpoint gives it.
+        host: host of the endpoint; unused on one node.
+        port: port of the endpoint; on one node, that of PyTorch's store, or 0 for a free one.
+        static: whether node 0 owns the endpoint, instead of the node that has its address.
+        run_id: name of the job.
+        restarts: how many times to start all ranks again after a failure.
+        log_dir: folder for the output of the ranks.
+        timeout: seconds within which all nodes must come.
+    """
+
+    program: tuple[str, ...]
+    ranks: int = 1
+    nodes: int = 1
+    node_rank: int | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    static: bool = False
+    run_id: str = "none"
+    restarts: int = 0
+    log_dir: Path | None = None
+    timeout: float = 300.0
+
+    @property
+    def endpoint(self) -> str:
+        """For messages."""
+        return f"{self.host}:{self.port}"
+
+
+def run(options: RunOptions) -> int:
+    """Collective over the nodes. Run this node's part of the job to its end; return the exit code.
+
+    The code is that of the first rank that failed, 128 + n if signal n ended it or the job. Why the job has failed is
+    printed in one line.
+
+    Raises:
+        LaunchError: the nodes do not find each other.
+    """
+    with contextlib.ExitStack() as stack:
+        caught, wake = stack.enter_context(caught_signals((*_PASSED_ON, signal.SIGCHLD)))
+        selector = stack.enter_context(selectors.DefaultSelector())
+        agent = _Agent(options, caught, selector)
+        stack.callback(agent.close)
+        selector.register(wake, selectors.EVENT_READ, lambda: os.read(wake, 4096))
+        return agent.run()
+
+
+class _Agent:
+    def __init__(self, options: RunOptions, caught: list[int], selector: selectors.BaseSelector) -> None:
+        self._options = options
+        self._caught = caught  # signals that have not been acted on
+        self._selector = selector
+        self._key = hashlib.sha256(
+            f"distopt run {json.dumps(options.run_id)} {Settings.from_env().job_secret}".encode()
+        ).digest()
+        self._signals: list[int] = []
+        self._owner: Owner | _Remote | None = None
+        self._inbox: deque[dict[str, Any]] = deque()
+        self._me = Node(socket.gethostname(), os.getpid(), _wanted(options), self._inbox.append, options.host)
+        self._ranks: LocalRanks | None = None
+        self._told = 0  # failures that the owner knows
+        self._ended = False  # and it knows that all ranks have ended
+        self._kill_at = float("inf")
+        self._code: int | None = None
+
+    def run(self) -> int:
+        self._meet()
+        while self._code is None:
+            turn(self._selector, 0.0 if self._inbox else _LOOK_SECONDS)
+            self._handle_signals()
+            if self._owner is not None:
+                self._owner.look()
+            while self._inbox and self._code is None:
+                self._obey(self._inbox.popleft())
+            self._look_at_ranks()
+        return self._code
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+        if self._owner is not None:
+            self._owner.close()
+
+    # -- meeting ---------------------------------------------------------------------------------------------------
+    def _meet(self) -> None:
+        options = self._options
+        listener = None
+        if options.nodes > 1 and _owns(options):
+            with contextlib.suppress(OSError):  # on this host, another agent may own it; or something else
+                listener = listen(options.port, options.nodes + 16)
+        if options.nodes == 1 or listener is not None:
+            self._own(listener)
+        elif (link := self._connect()) is not None:
+            owner = f"the node that owns {options.endpoint}"
+            self._owner = _Remote(link, owner, self._selector, self._inbox)
+        if self._owner is not None:
+            self._say("hello", ranks=options.ranks)
+
+    def _own(self, listener: socket.socket | None) -> None:
+        options = self._options
+        self._owner = Owner(
+            self._me,
+            options.nodes,
+            options.restarts,
+            options.run_id,
+            options.timeout,
+            self._key,
+            self._selector,
+            _print,
+        )
+        if listener is not None:
+            self._owner.listen(listener)
+
+    def _connect(self) -> socket.socket | None:
+        """The connection to the owner; None if a signal came first."""
+        options, began = self._options, time.monotonic()
+        foreign_since = None
+        while True:
+            link = None
+            try:
+                link = socket.create_connection((options.host, options.port), timeout=_CONNECT_SECONDS)
+                keep_alive(link)
+                reason = introduce(link, self._key, b"a", self._me.wanted, options.nodes)
+            except socket.gaierror as error:
+                raise LaunchError(
+                    f"the host of the endpoint {options.endpoint} cannot be found: {error.strerror}; give a name or an "
+                    "address that all nodes can reach"
+                ) from None
+            except (OSError, struct.error) as error:
+                fact = getattr(error, "strerror", None) or "no answer"
+                now = time.monotonic()
+                if link is None:
+                    foreign_since = None
+                else:
+                    link.close()
+                    foreign_since = foreign_since or now
+                    if now > foreign_since + _FOREIGN_SECONDS:
+                        raise LaunchError(
+                            f"what listens at {options.endpoint} is no node of this job: it has another --rdzv-id or "
+                            "DISTOPT_JOB_SECRET, or is no distopt run; give all nodes the same, or another port"
+                        ) from None
+                if now > began + options.timeout:
+                    raise LaunchError(
+                        f"no distopt run answers at {options.endpoint} within {options.timeout:g} s ({fact}); run the "
+                        "same line on the node that has this address, and see whether a firewall separates them"
+                    ) from None
+            else:
+                if reason:
+                    link.close()
+                    raise LaunchError(f"{options.endpoint} refuses this node: {reason}")
+                return link
+            self._handle_signals()
+            if self._code is not None:
+                return None
+            time.sleep(_RETRY_SECONDS)
+
+    # -- the owner's words -----------------------------------------------------------------------------------------
+    def _say(self, say: str, **content: Any) -> None:
+        port = self._options.port if self._options.nodes == 1 else 0
+        message = {"say": say, "port": port or _free_port(), **content}
+        if isinstance(self._owner, Owner):
+            self._owner.hear(self._me, message)
+        elif self._owner is not None:
+            self._owner.say(message)
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        do = message["do"]
+        if text := message.get("text"):
+            _print(text)
+        if do == "start":
+            self._start(message)
+        elif do == "end" and self._ranks is not None:
+            self._ranks.signal(signal.SIGTERM)
+            self._kill_at = min(self._kill_at, time.monotonic() + message["patience"])
+        elif do == "finish":
+            self._code = int(message["code"])
+
+    def _start(self, order: dict[str, Any]) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+        if isinstance(self._owner, _Remote):
+            self._owner.name = f"the node that owns {self._options.endpoint}, {order['owner']},"
+        self._ranks = ranks = LocalRanks(self._selector)
+        self._told, self._ended, self._kill_at = 0, False, float("inf")
+        if ending := [signum for signum in self._signals if signum in _ENDING]:  # while all ranks had ended
+            ranks.failures.append(Failure(order["first"], 128 + ending[0], "", is_consequence=True))
+            return
+        options = self._options
+        common = _variables(order, options, self._key)
+        try:
+            for local_rank in range(options.ranks):
+                rank = order["first"] + local_rank
+                folder = None
+                if options.log_dir is not None:
+                    folder = options.log_dir / order["job"] / f"attempt_{order['attempt']}" / str(rank)
+                own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+                ranks.start(rank, options.program, {**common, **own}, folder)
+        except UsageError as error:
+            text = f"{self._me.host}: {error}"
+            ranks.failures.append(Failure(order["first"], UsageError.exit_code, text, is_final=True))
+
+    # -- ranks and signals -----------------------------------------------------------------------------------------
+    def _look_at_ranks(self) -> None:
+        ranks = self._ranks
+        if ranks is None or self._code is not None or self._ended:
+            return
+        if time.monotonic() >= self._kill_at:
+            ranks.kill()
+        ranks.look()
+        if not ranks.running:
+            self._ended = True
+            if ranks.failures:
+                ranks.kill()  # what they have started
+        if self._ended or len(ranks.failures) > self._told:
+            self._told = len(ranks.failures)
+            failures = [asdict(failure) for failure in ranks.failures]
+            self._say("ended" if self._ended else "failed", failures=failures, signals=self._signals)
+
+    def _handle_signals(self) -> None:
+        while self._caught:
+            signum = self._caught.pop(0)
+            if signum == signal.SIGCHLD:
+                continue
+            if self._ranks is None:
+                if signum in _ENDING:
+                    _print(f"{signal.Signals(signum).name}: no rank has been started")
+                    self._code = 128 + signum
+                continue
+            self._signals.append(signum)
+            interrupts = self._signals.count(signal.SIGINT) if signum == signal.SIGINT else 0
+            if interrupts > _KILLING:
+                self._code = 128 + signum
+            elif interrupts == _KILLING:
+                self._ranks.kill()
+                self._say("kill", failures=[], signals=self._signals)
+            else:
+                self._ranks.signal(signum)
+
+
+class _Remote:
+    """The owner, at the other end of a connection."""
+
+    def __init__(
+        self, link: socket.socket, name: str, selector: selectors.BaseSelector, inbox: deque[dict[str, Any]]
+    ) -> None:
+        self.name = name
+        self._link = link
+        self._selector = selector
+        self._inbox = inbox
+        self._received = b""
+        self._selector.register(link, selectors.EVENT_READ, self._read)
+
+    def say(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # its end is noticed when it is read
+            self._link.sendall(json.dumps(message).encode() + b"\n")
+
+    def look(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._link.fileno() >= 0:
+            self._selector.unregister(self._link)
+            self._link.close()
+
+    def _read(self) -> None:
+        try:
+            part = self._link.recv(1 << 16)
+        except OSError:
+            part = b""
+        *lines, self._received = (self._received + part).split(b"\n")
+        self._inbox.extend(json.loads(line) for line in lines)
+        if not part:
+            self.close()
+            text = f"{self.name} has ended or cannot be reached; see its output"
+            self._inbox.append({"do": "finish", "code": 1, "text": text})
+
+
+def _wanted(options: RunOptions) -> int:
+    return NO_RANK if options.node_rank is None else options.node_rank
+
+
+def _owns(options: RunOptions) -> bool:
+    """Whether this host has the address of the endpoint."""
+    if options.static and options.node_rank is not None:
+        return options.node_rank == 0
+    with contextlib.suppress(OSError):  # an unknown host is reported by who connects to it
+        for family, kind, protocol, _, address in socket.getaddrinfo(options.host, None, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+    return False
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[str, str]:
+    """The environment of the ranks, as torchrun makes it, and what tells the launcher from torchrun."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_VARIABLES)}
+    return {
+        "PYTHONUNBUFFERED": "1",  # a killed rank would lose what it had not written yet
+        **env,
+        **thread_variables(options.ranks, env),
+        "WORLD_SIZE": str(order["size"]),
+        "LOCAL_WORLD_SIZE": str(options.ranks),
+        "GROUP_RANK": str(order["node"]),
+        "GROUP_WORLD_SIZE": str(options.nodes),
+        "MASTER_ADDR": order["address"],
+        "MASTER_PORT": str(order["port"]),
+        "TORCHELASTIC_RUN_ID": order["job"],
+        "TORCHELASTIC_RESTART_COUNT": str(order["attempt"]),
+        "TORCHELASTIC_MAX_RESTARTS": str(options.restarts),
+        "DISTOPT_RUN_ID": order["job"],
+        # Never sent. It is as secret as what the nodes had in common before; on one node, nobody else can know it.
+        "DISTOPT_JOB_SECRET": proof(key, b"ranks", bytes.fromhex(order["salt"])).hex(),
+    }
+
+
+def _print(text: str) -> None:
+    sys.stdout.flush()
+    write_all(2, f"distopt run: {text}\n".encode())

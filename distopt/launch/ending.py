@@ -1,0 +1,67 @@
+"""How processes of a job end, and how whoever started them notices: what `spawn` and `distopt run` have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import FrameType
+
+__all__ = ["ENDED_BY_SIGTERM", "caught_signals", "describe_exit", "die_with"]
+
+ENDED_BY_SIGTERM = 128 + signal.SIGTERM
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def describe_exit(exit_code: int) -> tuple[int, str]:
+    """Local. The exit code that a shell would see, and a clause that says how the process ended.
+
+    Args:
+        exit_code: as of `multiprocessing` and `subprocess`: -n if signal n ended the process.
+    """
+    if exit_code >= 0:
+        return exit_code, f"left with exit code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    hint = "; SIGKILL is what the kernel sends when memory runs out" if -exit_code == signal.SIGKILL else ""
+    return 128 - exit_code, f"was ended by {name}{hint}"
+
+
+@contextlib.contextmanager
+def caught_signals(signals: Iterable[int]) -> Iterator[tuple[list[int], int]]:
+    """Local. Catch signals: yield a list that receives them, and a descriptor that then becomes readable."""
+    caught: list[int] = []
+    wake, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def catch(signum: int, _: FrameType | None) -> None:
+        caught.append(signum)
+        with contextlib.suppress(BlockingIOError):
+            os.write(write, b"!")
+
+    # Python runs signal handlers in the main thread only; in other threads, the existing handlers stay.
+    chosen = tuple(signals) if threading.current_thread() is threading.main_thread() else ()
+    before = {signum: signal.signal(signum, catch) for signum in chosen}
+    try:
+        yield caught, wake
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        os.close(wake)
+        os.close(write)
+
+
+def die_with(parent: int) -> None:
+    """Local. Have the kernel kill this process when its parent ends, even by SIGKILL."""
+    if _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # the parent ended before prctl took effect
+        os._exit(1)

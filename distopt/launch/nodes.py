@@ -1,0 +1,287 @@
+"""How the agents of several nodes act as one: they meet at an endpoint, whose owner decides for all.
+
+An agent runs on each node; `distopt.launch.agent` is what it does there. The owner of the endpoint listens, numbers
+the nodes, and tells all agents when to start their ranks, when to end them, and how the job has ended. An agent tells
+the owner when a rank of its own fails, and when all have ended. The connections are those of `pmi_server.Gate`: each
+side proves by HMAC that it knows the job's name and secret. After that, each line is an object in JSON.
+
+What the owner says has the key "do", and what an agent says the key "say".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .pmi_server import Gate, Link
+from .ranks import Failure
+
+if TYPE_CHECKING:
+    import selectors
+    from collections.abc import Callable
+
+__all__ = ["NO_RANK", "Node", "Owner"]
+
+NO_RANK = 0xFFFFFFFF  # of a node that leaves its number to the owner
+_FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
+_SIGNAL_SECONDS = 30.0  # after a signal from outside, on which the ranks may save their states
+_ANSWER_SECONDS = 5.0  # for an agent to say that its ranks have been killed
+_WAITING_SECONDS = 10.0  # before the owner says for how many nodes it waits
+_ENDING = {int(signal.SIGINT), int(signal.SIGTERM)}
+
+
+@dataclass(eq=False)
+class Node:
+    """An agent, as the owner sees it.
+
+    Attributes:
+        host: name of its host.
+        pid: its process.
+        wanted: the number that its command line gives it, or `NO_RANK`.
+        ranks: how many ranks it starts.
+        port: a free TCP port of its host.
+        tell: sends it a message.
+        address: how the other nodes reach it.
+    """
+
+    host: str
+    pid: int
+    wanted: int
+    tell: Callable[[dict[str, Any]], None]
+    address: str
+    ranks: int = 0
+    port: int = 0
+    number: int = -1
+    ended: bool = False
+    signals: list[int] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.host} (pid {self.pid})"
+
+
+class Owner(Gate):
+    """The decisions for all nodes; part of one of the agents.
+
+    Args:
+        own: the node of this agent.
+        size: number of nodes.
+        restarts: how many times to start all ranks again after a failure.
+        run_id: the job's name, for messages.
+        timeout: seconds within which all nodes must come.
+        key: what all nodes know.
+        selector: waits for the connections.
+        warn: prints a line.
+    """
+
+    def __init__(
+        self,
+        own: Node,
+        size: int,
+        restarts: int,
+        run_id: str,
+        timeout: float,
+        key: bytes,
+        selector: selectors.BaseSelector,
+        warn: Callable[[str], None],
+    ) -> None:
+        super().__init__(key, selector)
+        self._own = own
+        self._size = size
+        self._restarts = restarts
+        self._run_id = run_id
+        self._timeout = timeout
+        self._warn = warn
+        self._nodes = [own]
+        self._by_link: dict[Link, Node] = {}
+        self._job = f"{run_id}_{os.urandom(4).hex()}"
+        self._salt = os.urandom(16).hex()
+        self._attempt = -1  # none has been started
+        self._failures: dict[int, Failure] = {}  # by rank, in the order in which they were heard of
+        self._signals: list[int] = []
+        self._killed = False
+        self._end_by = float("inf")
+        self._finished = False
+        self._warned = False
+        now = time.monotonic()
+        self._come_by, self._say_at = now + timeout, now + _WAITING_SECONDS
+
+    # -- what agents say -------------------------------------------------------------------------------------------
+    def hear(self, node: Node, message: dict[str, Any]) -> None:
+        """Local. Act on what an agent says."""
+        say = message["say"]
+        if say == "hello":
+            node.ranks, node.port = int(message["ranks"]), int(message["port"])
+            if len(self._nodes) == self._size and all(each.ranks for each in self._nodes):
+                self._number()
+                self._start("")
+            return
+        node.signals = [int(signum) for signum in message["signals"]]
+        for one in message["failures"]:
+            failure = Failure(**one)
+            self._failures[failure.rank] = failure
+        if say == "kill":
+            self._killed = True
+        if say == "ended":
+            node.ended, node.port = True, int(message["port"])
+        if self._failures or say == "kill":
+            self._end()
+        if all(each.ended for each in self._nodes):
+            self._decide()
+
+    def look(self) -> None:
+        """Local. Act on the passing of time."""
+        self._drop_slow_strangers()
+        now = time.monotonic()
+        if self._attempt < 0:
+            came = f"{len(self._nodes)} of {self._size} nodes have come: {self._names()}"
+            if now > self._come_by:
+                self._finish(
+                    2,
+                    f"{came}; within {self._timeout:g} s no other has. Run the same line on every node, and see "
+                    "whether a firewall separates them",
+                )
+            elif now > self._say_at:
+                self._say_at = float("inf")
+                self._warn(f"waiting for the other nodes: {came}")
+        elif now > self._end_by:
+            for node in [node for node in self._nodes if not node.ended]:
+                self._gone(node)
+
+    # -- the gate --------------------------------------------------------------------------------------------------
+    def _refusal(self, link: Link, size: int) -> str:
+        who = f"{link.host} (pid {link.pid})"
+        if self._attempt >= 0 or len(self._nodes) == self._size:
+            return f"the job {self._run_id!r} there has its {self._size} nodes already: {self._names()}"
+        reason = ""
+        if size != self._size:
+            reason = f"{who} was started with --nnodes {size}, {self._own.name} with --nnodes {self._size}"
+        elif link.rank != NO_RANK and link.rank in [node.wanted for node in self._nodes]:
+            reason = f"{who} was started with --node-rank {link.rank}, and so was another node"
+        if reason:
+            self._finish(2, f"{reason}; correct the line on one of them")
+        return reason
+
+    def _admitted(self, link: Link) -> None:
+        def tell(message: dict[str, Any]) -> None:
+            self._tell(link, json.dumps(message) + "\n")
+
+        address = link.socket.getpeername()[0].removeprefix("::ffff:")
+        node = Node(link.host, link.pid, link.rank, tell, address)
+        self._by_link[link] = node
+        self._nodes.append(node)
+
+    def _serve(self, link: Link, line: str) -> None:
+        try:
+            self.hear(self._by_link[link], json.loads(line))
+        except (ValueError, KeyError, TypeError):
+            self._drop(link)
+            self._lost(link)
+
+    def _lost(self, link: Link) -> None:
+        node = self._by_link.pop(link)
+        if self._attempt < 0:  # it may come again
+            self._nodes.remove(node)
+        else:
+            self._gone(node)
+
+    def _turned_away(self, link: Link) -> None:
+        if not self._warned:
+            self._warned = True
+            try:
+                address = link.socket.getpeername()[0].removeprefix("::ffff:")
+            except OSError:
+                address = "a host"
+            self._warn(
+                f"turned away a connection from {address} that is no node of this job: it has another --rdzv-id or "
+                "DISTOPT_JOB_SECRET, or is no distopt run"
+            )
+
+    # -- decisions -------------------------------------------------------------------------------------------------
+    def _names(self) -> str:
+        return ", ".join(node.name for node in self._nodes)
+
+    def _number(self) -> None:
+        """Numbers that the command lines give count; others follow the owner in the order of their names."""
+        free = [number for number in range(self._size) if number not in [node.wanted for node in self._nodes]]
+        for node in sorted(self._nodes, key=lambda node: (node is not self._own, node.host, node.pid)):
+            node.number = free.pop(0) if node.wanted == NO_RANK else node.wanted
+        self._nodes.sort(key=lambda node: node.number)
+
+    def _start(self, text: str) -> None:
+        self._attempt += 1
+        self._failures.clear()
+        self._end_by = float("inf")
+        first, total = 0, sum(node.ranks for node in self._nodes)
+        common = {
+            "do": "start",
+            "text": text,
+            "attempt": self._attempt,
+            "size": total,
+            "job": self._job,
+            "owner": self._own.name,
+            "salt": self._salt,
+            "address": self._nodes[0].address,
+            "port": self._nodes[0].port,
+        }
+        for node in self._nodes:
+            node.ended = False
+        for node in list(self._nodes):
+            node.tell({**common, "first": first, "node": node.number})
+            first += node.ranks
+
+    def _end(self) -> None:
+        patience = _FAILURE_SECONDS
+        self._signals = [signum for node in self._nodes for signum in node.signals]
+        if self._killed or any(failure.is_final for failure in self._failures.values()):
+            patience = 0.0
+        elif self._signals:
+            patience = _SIGNAL_SECONDS
+        by = time.monotonic() + patience + _ANSWER_SECONDS
+        if by < self._end_by:
+            self._end_by = by
+            for node in self._nodes:
+                node.tell({"do": "end", "patience": patience})
+
+    def _gone(self, node: Node) -> None:
+        if not node.ended and not self._finished:
+            node.ended = True
+            rank = sum(other.ranks for other in self._nodes[: node.number])
+            last = rank + node.ranks - 1
+            ranks = f"rank {rank}" if rank == last else f"ranks {rank} to {last}"
+            text = f"node {node.number} ({ranks}), {node.name}, has ended or cannot be reached; see its output"
+            self._failures.setdefault(rank, Failure(rank, 1, text, is_final=True))
+            self._end()
+            if all(each.ended for each in self._nodes):
+                self._decide()
+
+    def _decide(self) -> None:
+        """All ranks have ended."""
+        self._signals = [signum for node in self._nodes for signum in node.signals]
+        if not self._failures:
+            self._finish(0, "")
+            return
+        first = min(self._failures.values(), key=lambda failure: (failure.is_consequence, not failure.is_final))
+        total = sum(node.ranks for node in self._nodes)
+        by_signal = [signum for signum in self._signals if first.code == 128 + signum]
+        if first.is_consequence and not by_signal:
+            by_signal = [signum for signum in self._signals if signum in _ENDING]
+        if by_signal:
+            ended = "the rank has" if total == 1 else f"all {total} ranks have"
+            self._finish(128 + by_signal[0], f"{signal.Signals(by_signal[0]).name}: {ended} ended")
+        elif first.is_final or self._attempt >= self._restarts or _ENDING & set(self._signals):
+            self._finish(first.code, first.text)
+        else:
+            again = f"starting all ranks again ({self._attempt + 1} of {self._restarts})"
+            self._start(f"{first.text}; {again}")
+
+    def _finish(self, code: int, text: str) -> None:
+        if not self._finished:
+            self._finished = True
+            for node in list(self._nodes):
+                node.tell({"do": "finish", "code": code, "text": text})
