@@ -89,7 +89,7 @@ def step_decay(args, steps_per_epoch: int) -> opt.StepDecay:
     return opt.StepDecay(args.learning_rate, [epoch * steps_per_epoch for epoch in epochs], args.gamma)
 
 
-def parse_args():
+def parse_args(argv=None):
     parser = train_cnn.OneLineParser(description=__doc__)
     parser.add_argument("-e", "--epochs", type=int, default=14)
     parser.add_argument("-b", "--batch-size", type=int, default=64, help="samples per rank and step")
@@ -100,7 +100,7 @@ def parse_args():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", metavar="DIR", help="save here, and go on from what was saved here last")
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="(default: 100)")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
