@@ -68,7 +68,8 @@ class Preemption:
     def leave(self, number: int, place: str) -> Preempted:
         """Collective. Ask for the job to be started again, where there is someone to ask.
 
-        Signals stay without effect: those that now come are of the launcher, which ends what is ending already.
+        From then on signals have no effect, not even while the interpreter ends. Those that come now are of Slurm or
+        of a launcher, which end what is ending already, and could do so in the middle of MPI_Finalize.
 
         Args:
             number: the signal.
@@ -86,6 +87,8 @@ class Preemption:
         if rank == 0:
             cure = reason or "it will be started again"
             log.warning("%s: the job leaves after %s; %s", signal.Signals(number).name, place, cure)
+        for other in PREEMPTION_SIGNALS:
+            signal.signal(other, signal.SIG_IGN)
         return Preempted(128 + number if reason else 0)
 
     def _asked(self, number: int) -> bool:

@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--tasks-per-node", type=int, default=8)
     parser.add_argument("--minutes", type=int, default=30, help="time limit")
     parser.add_argument("--partition")
+    parser.add_argument("--wait", action="store_true", help="until the job has ended")
     parser.add_argument("--folder", default="submitit", help="for logs, on a file system that all nodes see")
     parser.add_argument("options", nargs="*", help="options of examples/mnist_slurm.py, after --")
     args = parser.parse_args()
@@ -59,7 +60,8 @@ def main() -> None:
     )
     job = executor.submit(Training(args.options))
     print(f"job {job.job_id}; rank 0 writes to {job.paths.stdout}", flush=True)
-    job.results()  # waits for all ranks; raises if one has failed
+    if args.wait:
+        job.results()  # raises if a rank has failed
 
 
 if __name__ == "__main__":

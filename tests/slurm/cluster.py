@@ -32,8 +32,9 @@ NODES = ("node1", "node2")
 _ADDRESSES = {"head": "10.214.33.254", "node1": "10.214.33.1", "node2": "10.214.33.2"}
 _START_SECONDS = 30.0
 
-# Preemption: jobs of `urgent` end those of `main`, which get SIGTERM and then `GraceTime` seconds. A daemon keeps what
-# must not be shared with the other node in `private`, which is another folder on each host.
+# A job that is queued again waits until the credentials of its first run have expired, by default 120 s. Jobs of
+# `urgent` end those of `main`, which get SIGTERM and then `GraceTime` seconds. A daemon keeps what must not be shared
+# with the other node in `private`, which is another folder on each host.
 _CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost=head({head})
@@ -43,7 +44,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={here}/munge/socket
+AuthInfo=socket={here}/munge/socket,cred_expire=5
 StateSaveLocation={here}/state
 SlurmdSpoolDir={here}/private/spool
 SlurmctldPidFile={here}/private/slurmctld.pid
@@ -184,11 +185,10 @@ class Cluster:
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in reversed(self._daemons):
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+            daemon.kill()
+            daemon.wait()
         _stop_network()
 
 

@@ -79,7 +79,7 @@ WAYS = (
     Way(
         "submitit",
         2,
-        "PYTHON examples/slurm/submit.py --nodes 2 --tasks-per-node PER_NODE --folder HERE/submitit -- OPTIONS",
+        "PYTHON examples/slurm/submit.py --wait --nodes 2 --tasks-per-node PER_NODE --folder HERE/submitit -- OPTIONS",
     ),
 )
 
