@@ -25,6 +25,7 @@ __all__ = [
     "MismatchError",
     "MissingDependencyError",
     "PeerLostError",
+    "Preempted",
     "RankFailedError",
     "ShapeError",
     "StalledError",
@@ -87,6 +88,14 @@ class RankFailedError(LaunchError):
 
     def __str__(self) -> str:
         return self.details
+
+
+class Preempted(SystemExit):
+    """All ranks leave at the same step, because a signal has announced the end of the job. No error of the job.
+
+    Attributes:
+        code: exit code: 0 if the job will be started again, else 128 + n for signal n, as shells count.
+    """
 
 
 class CommunicatorError(DistoptError, RuntimeError):

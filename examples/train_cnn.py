@@ -57,7 +57,14 @@ def run(sgd, args) -> None:
 
     sums = device.xp.zeros(2)  # loss, correct predictions; read once per epoch, because reading waits for the GPU
     checkpoint = Checkpoint(
-        args.checkpoint, every=args.checkpoint_every, model=cnn, optimizer=sgd, sampler=sampler, noise=noise, sums=sums
+        args.checkpoint,
+        every=args.checkpoint_every,
+        preemptible=True,
+        model=cnn,
+        optimizer=sgd,
+        sampler=sampler,
+        noise=noise,
+        sums=sums,
     )
     if resumed := checkpoint.resume(reset=args.reset):
         report(rank, f"Going on from {resumed}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from ..errors import Preempted
 from .checkpoint import Checkpoint
 from .load import Resumed, load
 
-__all__ = ["Checkpoint", "Resumed", "load"]
+__all__ = ["Checkpoint", "Preempted", "Resumed", "load"]

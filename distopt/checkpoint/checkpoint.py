@@ -7,16 +7,18 @@ import errno
 import logging
 import os
 import secrets
+import signal
 import threading
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import CheckpointError, UsageError
 from ..files import file_lock
 from .folder import Manifest, list_checkpoints, name_of, prune, remove, share_of, write_rank
 from .load import communicator_of, first_reason, load
 from .parts import copy_of, parts_of
+from .preemption import Preemption
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,6 +66,8 @@ class Checkpoint:
             saved and all methods do nothing, so a script needs no `if`.
         every: `step` saves after each multiple of so many steps; 0 leaves it to calls of `save`.
         keep: how many whole checkpoints to keep.
+        preemptible: between `resume` and `close`, SIGTERM, SIGUSR1 and SIGUSR2 make `step` save, and end the job by
+            raising `Preempted`. In a Slurm job, it asks Slurm to queue the job again. See docs/checkpoint.md.
         communicator: of the ranks (default: that of the first object that has one, else that of `distopt.init`, else a
             job of one rank).
         objects: see above.
@@ -82,6 +86,7 @@ class Checkpoint:
         *,
         every: int = 0,
         keep: int = 3,
+        preemptible: bool = False,
         communicator: Communicator | None = None,
         **objects: Any,
     ) -> None:
@@ -90,7 +95,8 @@ class Checkpoint:
             raise UsageError(f"every={every} and keep={keep} are numbers of at least 0 and 1")
         self.steps = self.epoch = 0
         self._root = None if folder is None else Path(folder)
-        self._every, self._keep = every, keep
+        self._every, self._keep, self._preemptible = every, keep, preemptible
+        self._preemption: Preemption | None = None  # while signals are put off
         self._communicator = communicator_of(objects) if communicator is None else communicator
         self._rank = self._communicator.topology.rank
         self._objects = objects
@@ -119,14 +125,17 @@ class Checkpoint:
         Raises:
             CheckpointError: the folder cannot be written, another job writes to it, or a rank sees another one.
             StateError: there are checkpoints, but none can be used.
+            UsageError: signals are to be handled, and this is not the main thread.
         """
         if self._root is None:
             return None
+        if self._preemptible and self._preemption is None:
+            self._preemption = Preemption(self._communicator)
         try:
             self._claim(self._root, reset)
             resumed = load(self._root, self._communicator, **self._objects)
         except BaseException:
-            self._held.close()
+            self._abandon()
             raise
         self._versions = {name: version(name) for name in ("distopt", "numpy")}
         self._failure = ""
@@ -174,11 +183,19 @@ class Checkpoint:
     def step(self, epoch: int | None = None) -> None:
         """Local, on all ranks. Count a finished training step, and save if it is time to.
 
+        With `preemptible`, collective about once a second. If a signal has reached any rank, all save after the same
+        step, wait until it is written, and leave.
+
         Args:
             epoch: to which the step belongs (default: what was said last).
+
+        Raises:
+            Preempted: to end this process, as all others.
         """
         self.steps += 1
         self.epoch = self.epoch if epoch is None else epoch
+        if self._preemption is not None and (signum := self._preemption.due()):
+            self._leave(self._preemption, signum)
         if self._every and self.steps % self._every == 0:
             self.save()
 
@@ -272,8 +289,20 @@ class Checkpoint:
             self._writer = None
 
     # -- the end -----------------------------------------------------------------------------------------------------
+    def _leave(self, preemption: Preemption, signum: int) -> NoReturn:
+        self.save()
+        self._preemption = None  # signals remain put off
+        saved = "saved"
+        try:
+            self.close()
+        except CheckpointError:  # reported; the job goes on from an older checkpoint
+            saved = "not saved"
+        raise preemption.leave(signum, f"step {self.steps}, {saved} in {self._root}")
+
     def close(self) -> None:
         """Collective. Wait until all ranks have written, and give the folder free.
+
+        A signal that came too late for a step takes its usual effect then.
 
         Raises:
             CheckpointError: the last save has failed on some rank.
@@ -285,8 +314,16 @@ class Checkpoint:
         reason = first_reason(self._communicator, self._failure)
         if not reason:
             self._prune(self._root, before=max(self._names, default=""))
-        self._held.close()
+        late = self._abandon()
         _raise(reason)
+        if late:
+            signal.raise_signal(late)
+
+    def _abandon(self) -> int:
+        """Give free what was held: the folder, and signals. The last one that came, or 0."""
+        self._held.close()
+        preemption, self._preemption = self._preemption, None
+        return preemption.stop() if preemption is not None else 0
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -296,7 +333,7 @@ class Checkpoint:
             self.close()
         else:  # other ranks may have left
             self._wait()
-            self._held.close()
+            self._abandon()
 
 
 def _described(error: Exception, path: Path) -> str:

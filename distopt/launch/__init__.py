@@ -9,12 +9,13 @@ from functools import cache
 from importlib.util import find_spec
 
 from ..errors import LaunchError
+from .child import invitation
 from .env import LauncherInfo, launcher, unstarted_tasks
 from .job import Job
 from .meeting import LaunchedJob, meeting
 from .mpi import MpiJob
 from .multiprocess import MultiprocessJob, Ticket
-from .spawn import invitation, main, spawn, started_as_rank
+from .spawn import main, spawn, started_as_rank
 
 __all__ = [
     "Job",

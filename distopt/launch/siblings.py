@@ -27,6 +27,7 @@ __all__ = ["Absence", "children", "end_with_parent", "ended_siblings", "ends_of_
 
 _log = logging.getLogger("distopt")
 
+_LEAVE_SECONDS = 10.0
 _seen: set[int] = set()  # siblings seen running at any time since this process started
 
 
@@ -145,6 +146,8 @@ def _outlive(sentinel: int) -> None:
     wait([sentinel])
     _log.error("the process that started this one (pid %d) has ended before it", os.getpid())
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_LEAVE_SECONDS)  # a handler may put the signal off, and needs the main thread, which may wait for a peer
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def children(pid: int) -> list[int]:

@@ -14,37 +14,33 @@ import os
 import signal
 import sys
 import time
-import traceback
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from ..errors import DistoptError, PeerLostError, RankFailedError, UsageError
-from .ending import ENDED_BY_SIGTERM, caught_signals, describe_exit, die_with
+from ..errors import DistoptError, Preempted, RankFailedError, UsageError
+from .child import BEGUN, HEEDLESS, LEAVES, LEFT, PREEMPTION_SIGNALS, SIGNALS, Announced, run_rank
+from .ending import ENDED_BY_SIGTERM, caught_signals, describe_exit
 from .env import RUN, launcher
 from .meeting import meeting
 from .mpi import start_mpi
 from .multiprocess import Ticket
-from .output import mark_output
-from .task import NO_GUARD, UNGUARDED, check_call, check_script, check_sendable, in_one_line
+from .task import NO_GUARD, UNGUARDED, check_call, check_script, check_sendable
 from .threads import cores, thread_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.context import SpawnProcess
-    from types import FrameType, TracebackType
 
     from .env import LauncherInfo
 
-__all__ = ["invitation", "main", "spawn", "started_as_rank"]
+__all__ = ["main", "spawn", "started_as_rank"]
 
 _GRACE_SECONDS = 2.0
 _RANKS_PER_CORE = 32  # more are taken for a mistake
-_BEGUN = b"begun"  # first message of a rank
 _MAX_REPORT_BYTES = 16 << 20
 _USER_ERROR = UsageError.exit_code
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_launched: list[tuple[int, int]] = []  # rank and world size, if `main` joined a launcher's job instead of starting one
 
 
 def spawn(fn: Callable[..., object], world_size: int, args: Sequence[Any] = ()) -> None:
@@ -55,7 +51,8 @@ def spawn(fn: Callable[..., object], world_size: int, args: Sequence[Any] = ()) 
     level, and `args` picklable. The children write to this process's stdout and stderr, end with this process however
     it ends, and share the cores: their BLAS threads are capped unless the user has set a number. Output lines of ranks
     above 0 begin with "[rank 1] " and so on. On SIGINT or SIGTERM, all ranks are ended, and then the signal takes its
-    previous effect (KeyboardInterrupt, end of the process).
+    previous effect (KeyboardInterrupt, end of the process). So it is with SIGUSR1 and SIGUSR2, if the script has no
+    handler for them. Ranks that leave by themselves, see `Checkpoint(preemptible=True)`, are waited for.
 
     Raises:
         UsageError: `world_size` is not a positive int, or is more than 32 times the number of cores; `fn` cannot be
@@ -79,7 +76,8 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
     no others and calls `fn(rank, world_size, *args)`.
 
     The exit code is that of the first rank that failed, whose traceback is the last output on stderr. A usage error
-    prints one line and gives exit code 2. SIGINT and SIGTERM also print one line, and give exit codes 130 and 143.
+    prints one line and gives exit code 2. SIGINT and SIGTERM also print one line, and give exit codes 130 and 143. So
+    do SIGUSR1 and SIGUSR2. After a signal that has had the job queued again, the exit code is 0.
 
     Raises:
         SystemExit: a rank failed, or a signal arrived.
@@ -108,6 +106,8 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
             time.sleep(_GRACE_SECONDS / 10)  # if rank 0 reports the same error, it ends the job first
         _last_words(f"error: {error}")
         sys.exit(_USER_ERROR)
+    except Preempted:
+        raise  # as all ranks do; not through sys.exit, with which one rank ends the others
     except KeyboardInterrupt:
         info = launcher()
         if info is None or info.name != RUN:
@@ -162,13 +162,14 @@ class _Rank:
         context = multiprocessing.get_context("spawn")
         self.rank = rank
         self._begun = False  # has imported the script and the function
+        self.leaves = self.left = False  # see `child.LEAVES` and `child.LEFT`
         self._failure: _Failure | None = None
         reports, child_end = context.Pipe(duplex=False)
         self.reports: Connection | None = reports
         try:
             self.process: SpawnProcess = context.Process(
-                target=_child,
-                args=(_Announced(child_end), fn, (rank, world_size, *args), ticket, os.getpid()),
+                target=run_rank,
+                args=(Announced(child_end), fn, (rank, world_size, *args), ticket, os.getpid()),
                 name=f"rank {rank}",
             )
             self.process.start()
@@ -188,7 +189,7 @@ class _Rank:
             if report is not None:
                 lost_peer, time_ns, code, text = report
                 self._failure = self._failed(time_ns, code, f"{who} {text}", lost_peer=lost_peer)
-            elif exit_code:
+            elif exit_code and not self.left:
                 code, text = (_describe if self._begun else _describe_false_start)(exit_code)
                 self._failure = self._failed(time.monotonic_ns(), code, f"{who} {text}")
         return self._failure
@@ -201,8 +202,9 @@ class _Rank:
         while self.reports is not None and self.reports.poll():
             with contextlib.suppress(EOFError, OSError):
                 message = self.reports.recv_bytes(_MAX_REPORT_BYTES)
-                if message == _BEGUN:
+                if message in (BEGUN, LEAVES, HEEDLESS, LEFT):
                     self._begun = True
+                    self.leaves, self.left = message != HEEDLESS and (self.leaves or message == LEAVES), message == LEFT
                     continue
                 lost_peer, time_ns, code, text = json.loads(message)
                 report = bool(lost_peer), int(time_ns), int(code), str(text)
@@ -219,7 +221,8 @@ class _Rank:
 def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int | None:
     """Start, watch and end the ranks; return the signal that ended the job, if any.
 
-    A terminal sends signals to parent and children alike: ranks that a signal ended have not failed.
+    A terminal sends signals to parent and children alike: ranks that a signal ended have not failed. Nor have those
+    that left because of one, which may have been sent to them alone.
     """
     check_script()
     check_call(fn, ("rank", "world_size"), args)
@@ -228,16 +231,20 @@ def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int
     if world_size > (limit := _RANKS_PER_CORE * len(cores())):
         raise UsageError(f"world size {world_size} is too large for {len(cores())} cores; pass {limit} at most")
     ranks: list[_Rank] = []
-    with caught_signals(_SIGNALS) as (caught, wake):
+    with caught_signals(_signals_to_catch()) as (caught, wake):
         try:
             _start(ranks, fn, world_size, tuple(args))
-            _watch(ranks, wake)
+            _watch(ranks, caught, wake)
         finally:
             failures = [rank.failure() for rank in ranks]  # of all ranks, before any are ended here
             _end([rank.process for rank in ranks])
             first = min((failure for rank in ranks if (failure := rank.failure())), default=None)
+            left = [rank.process.exitcode or 0 for rank in ranks if rank.left]
             for rank in ranks:
                 rank.release()
+    if len(left) == len(ranks):
+        signum = caught[0] if caught else max(left) - 128
+        return signum if any(left) else None  # without an exit code, the job will be started again
     if any(failures) and first is not None and not (caught and first.exit_code == ENDED_BY_SIGTERM):
         raise RankFailedError(first.rank, first.exit_code, first.details)
     return caught[0] if caught else None
@@ -248,7 +255,7 @@ def _start(ranks: list[_Rank], fn: Callable[..., object], world_size: int, args:
     ticket = Ticket()
     # A new process inherits blocked signals, and unblocks them when its handlers are installed. Otherwise Ctrl-C, which
     # a terminal sends to parent and children alike, could print a traceback per child from the middle of its imports.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     os.environ.update(variables)
     try:
         ranks.extend(_Rank(fn, rank, world_size, args, ticket) for rank in range(world_size))
@@ -258,15 +265,23 @@ def _start(ranks: list[_Rank], fn: Callable[..., object], world_size: int, args:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _watch(ranks: list[_Rank], wake: int) -> None:
-    """Return when all ranks have ended, one has failed, or a signal has arrived."""
+def _signals_to_catch() -> set[int]:
+    return {*SIGNALS, *(signum for signum in PREEMPTION_SIGNALS if signal.getsignal(signum) is signal.SIG_DFL)}
+
+
+def _watch(ranks: list[_Rank], caught: list[int], wake: int) -> None:
+    """Return when all ranks have ended, one has failed, or a signal has arrived with which ranks must be ended."""
     while True:
         running = [rank for rank in ranks if rank.process.exitcode is None]
         if not running or any(rank.failure() for rank in ranks):
             return
         pipes = [rank.reports for rank in running if rank.reports is not None]
         if wake in wait([wake, *pipes, *(rank.process.sentinel for rank in running)]):
-            return
+            os.read(wake, 1)
+            if caught[-1] not in PREEMPTION_SIGNALS or not all(rank.leaves for rank in running):
+                return
+            for rank in running:
+                os.kill(rank.process.pid or 0, caught[-1])  # ended or not: it has not been waited for
 
 
 def _end(processes: Sequence[SpawnProcess]) -> None:
@@ -291,92 +306,3 @@ def _describe_false_start(exit_code: int) -> tuple[int, str]:
     if exit_code > 0:
         return exit_code, f"could not import the script (exit code {exit_code}); see its output"
     return describe_exit(exit_code)
-
-
-# -- child -----------------------------------------------------------------------------------------------------------
-_invitation: list[tuple[Ticket, int, int]] = []
-_launched: list[tuple[int, int]] = []  # rank and world size, if `main` joined a launcher's job instead of starting one
-
-
-def invitation() -> tuple[Ticket, int, int] | None:
-    """Local. Ticket, rank and world size of the job whose `main` or `spawn` started this process, if one did."""
-    return _invitation[0] if _invitation else None
-
-
-class _Announced:
-    """The pipe to the parent. When a child has unpickled it, errors of unpickling what follows are reported there.
-
-    Left to itself, multiprocessing would print a traceback per child.
-    """
-
-    def __init__(self, reports: Connection) -> None:
-        self._reports = reports
-
-    def __reduce__(self) -> tuple[Callable[[Connection], tuple[Connection, Any]], tuple[Connection]]:
-        return _announce, (self._reports,)
-
-
-def _announce(reports: Connection) -> tuple[Connection, Any]:
-    """The pipe, and the excepthook that `_child` must restore."""
-    before = sys.excepthook
-    sys.excepthook = partial(_report_unloadable, reports)
-    return reports, before
-
-
-def _report_unloadable(
-    reports: Connection, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    for _ in range(3):  # frames of multiprocessing
-        trace = trace.tb_next if trace else None
-    if trace:  # code of the user's, which unpickling has called
-        _report(reports, 1, "failed:\n" + "".join(traceback.format_exception(kind, error, trace)))
-    cure = "pass args that pickle can restore"
-    if isinstance(error, (AttributeError, ImportError)):
-        cure = "define the function and the classes of args at the top level of a module or of the script, not under "
-        cure += "its guard, at a prompt or in a notebook"
-    _report(reports, _USER_ERROR, f"failed: cannot load the function or args ({in_one_line(error)}); {cure}")
-
-
-def _child(
-    announced: tuple[Connection, Any], fn: Callable[..., object], args: tuple[Any, ...], ticket: Ticket, parent: int
-) -> None:
-    reports, sys.excepthook = announced
-    reports.send_bytes(_BEGUN)
-    die_with(parent)
-    _invitation.append((ticket, *args[:2]))
-    # The parent handles Ctrl-C. A handler instead of SIG_IGN, which processes started here would inherit.
-    signal.signal(signal.SIGINT, lambda *_: None)
-    signal.signal(signal.SIGTERM, _leave)
-    mark_output(args[0])
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        fn(*args)
-    except SystemExit as error:
-        if error.code is None or error.code == 0:
-            return
-        code = error.code if isinstance(error.code, int) else 1
-        text = f"left with exit code {code}" if isinstance(error.code, int) else f"left: {error.code}"
-        _report(reports, code, text)
-    except BaseException as error:
-        frames = error.__traceback__.tb_next if error.__traceback__ else None  # without this function's own frame
-        code = error.exit_code if isinstance(error, DistoptError) else 1
-        if code == _USER_ERROR:
-            _report(reports, code, f"failed: {error}")
-        text = "".join(traceback.format_exception(type(error), error, frames))
-        _report(reports, code, f"failed:\n{text}", lost_peer=isinstance(error, PeerLostError))
-    finally:
-        # Already exiting; a second SystemExit would interrupt the cleanup.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _report(reports: Connection, code: int, text: str, *, lost_peer: bool = False) -> NoReturn:
-    now = time.monotonic_ns()  # the same clock in all processes of a host
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with contextlib.suppress(OSError):
-        reports.send_bytes(json.dumps([lost_peer, now, code, text]).encode())
-    raise SystemExit(code & 0xFF or 1)
-
-
-def _leave(signum: int, _: FrameType | None) -> None:
-    raise SystemExit(128 + signum)

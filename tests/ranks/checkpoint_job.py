@@ -127,7 +127,7 @@ class Job:
 
 def main(rank: int, world_size: int, ticket, folder: str, strategy: str, epochs: int, results: str) -> None:
     communicator = opt.DistOpt(opt.SGD(), ticket, rank, world_size).communicator
-    job = Job(communicator, strategy, folder)
+    job = Job(communicator, strategy, folder, preemptible=True)
     if resumed := job.checkpoint.resume():
         print(f"going on from step {resumed.step}", flush=True)
     for epoch in range(job.checkpoint.epoch, epochs):

@@ -1,0 +1,110 @@
+"""Leaving on a signal: all ranks at the same step, whenever and wherever the signal has arrived.
+
+A signal reaches the ranks at different moments, or one of them only. To leave at one step, they must exchange what they
+have seen. They do so about once a second, and not at every step: each exchange also tells how long the steps took, from
+which all ranks conclude alike how many steps later the next one is.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import struct
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from ..errors import Preempted, UsageError
+from ..launch.child import PREEMPTION_SIGNALS, invitation, leaves_by_itself
+from ..launch.requeue import requeue, slurm_job
+
+if TYPE_CHECKING:
+    from ..comm import Communicator
+
+__all__ = ["Preemption"]
+
+_INTERVAL_SECONDS = 1.0  # between two exchanges
+_MESSAGE = struct.Struct("<id")  # signal or 0, seconds since the exchange before
+
+log = logging.getLogger("distopt")
+
+
+class Preemption:
+    """Local. Puts off `PREEMPTION_SIGNALS` until all ranks can leave.
+
+    Hazard: MPI must have been initialized, for MPICH replaces the handler of SIGUSR1.
+
+    Raises:
+        UsageError: this is not the main thread.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("preemptible=True needs signals, which only the main thread gets; call resume there")
+        self._communicator = communicator
+        self._caught = 0
+        self._steps, self._every = 0, 1  # since the last exchange, and at which the next one is
+        self._since = time.monotonic()
+        self._before = {number: signal.signal(number, self._catch) for number in PREEMPTION_SIGNALS}
+        leaves_by_itself(True)
+
+    def _catch(self, number: int, _: object) -> None:
+        self._caught = number
+
+    def due(self) -> int:
+        """Collective, about once a second. Count a step; the signal because of which all ranks must leave, or 0."""
+        self._steps += 1
+        if self._steps < self._every:
+            return 0
+        now = time.monotonic()
+        message = _MESSAGE.pack(self._caught, now - self._since)
+        gathered = [_MESSAGE.unpack(other) for other in self._communicator.all_gather_bytes(message)]
+        seconds = max(seconds for _, seconds in gathered)
+        # The slowest rank counts. At most twice as many as before: first steps, or a few, may be untypically fast.
+        self._every = max(1, min(2 * self._every, int(self._every * _INTERVAL_SECONDS / max(seconds, 1e-9))))
+        self._steps, self._since = 0, now
+        return int(max(number for number, _ in gathered))
+
+    def leave(self, number: int, place: str) -> Preempted:
+        """Collective. Ask for the job to be started again, where there is someone to ask.
+
+        From then on signals have no effect, not even while the interpreter ends. Those that come now are of Slurm or
+        of a launcher, which end what is ending already, and could do so in the middle of MPI_Finalize.
+
+        Args:
+            number: the signal.
+            place: where the job goes on from, for the message.
+
+        Returns:
+            What ends this process when it is raised.
+        """
+        asked, reason = self._asked(number), ""
+        rank, job = self._communicator.topology.rank, slurm_job()
+        if not asked:
+            if rank == 0:
+                reason = requeue(job) if job else "start it again to go on from there"
+            reason = self._communicator.all_gather_bytes(reason.encode())[0].decode()
+        if rank == 0:
+            cure = reason or "it will be started again"
+            log.warning("%s: the job leaves after %s; %s", signal.Signals(number).name, place, cure)
+        for other in PREEMPTION_SIGNALS:
+            signal.signal(other, signal.SIG_IGN)
+        return Preempted(128 + number if reason else 0)
+
+    def _asked(self, number: int) -> bool:
+        """Collective. Call the handler that the script had set, or its launcher, such as submitit's, which requeues."""
+        before: Any = self._before[signal.Signals(number)]
+        asked = b""
+        if callable(before) and invitation() is None:  # else it is that of `spawn`, which does not requeue
+            try:
+                before(number, None)
+            except SystemExit:
+                asked = b"1"
+        return any(self._communicator.all_gather_bytes(asked))
+
+    def stop(self) -> int:
+        """Local. Signals take their earlier effect again. One that came too late for a step is returned, or 0."""
+        leaves_by_itself(False)
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+        return self._caught

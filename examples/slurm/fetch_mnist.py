@@ -1,0 +1,15 @@
+"""Fetch MNIST where there is a network, on the front end: python examples/slurm/fetch_mnist.py
+
+It goes to ~/.cache/distopt/mnist, where jobs look for it: the home folder must be the same on the compute nodes.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from distopt.data import mnist
+
+digits = mnist.load()
+if digits.kind == "generated":
+    sys.exit(1)  # a warning has said why
+print(f"{len(digits.train_x)} images to train on and {len(digits.test_x)} to test: {digits.source}")

@@ -1,0 +1,127 @@
+"""Jobs that a signal ends: all ranks leave after the same step, whichever of them it reached, and the job goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.processes import Ended, Program, mpiexec_command
+from tests.ranks.test_checkpoint import assert_same_bits
+
+EPOCHS = 60  # 12 steps each; the job leaves after four times as many as it had made, at the latest
+
+
+def start(folder: Path, launcher: list[str], env: dict[str, str] | None = None) -> Program:
+    folder.mkdir(exist_ok=True)
+    command = ["-m", "tests.ranks.checkpoint_job", "2", str(folder / "checkpoints"), "sparseTopK"]
+    return Program([*launcher, sys.executable, *command, str(EPOCHS), str(folder)], env)
+
+
+def preempted(folder: Path, launcher: list[str], who: str, signum: int, env: dict[str, str] | None = None) -> Ended:
+    """Start the job, wait for its first epoch, send the signal to `who`, and see it end."""
+    program = start(folder, launcher, env)
+    program.read_lines(1)
+    if who == "launcher":
+        pid = program.process.pid
+    else:
+        ranks = [pid for pid, command in program.pids().items() if re.search(who, command)]
+        pid = max(ranks)
+    os.kill(pid, signum)
+    return program.end()
+
+
+def results(folder: Path) -> list[dict[str, np.ndarray]]:
+    return [dict(np.load(folder / f"{rank}.npz")) for rank in (0, 1)]
+
+
+def step_of(ended: Ended, signum: signal.Signals) -> int:
+    (line,) = re.findall(rf"^{signum.name}: the job leaves after step (\d+), saved in .*$", ended.stderr, re.MULTILINE)
+    return int(line)
+
+
+def test_spawned_ranks_leave_together_and_end_like_an_undisturbed_job(tmp_path):
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    assert start(whole, []).end().code == 0
+    for who, signum in (("launcher", signal.SIGTERM), ("spawn_main", signal.SIGUSR1)):
+        ended = preempted(again, [], who, signum)
+        assert ended.code == 128 + signum, ended
+        step = step_of(ended, signum)
+        assert (again / "checkpoints" / f"step-{step:010d}" / "rank-00001.safetensors").exists()
+        assert ended.stderr.endswith(f"{signum.name}: all 2 ranks have been ended\n")
+        assert "Traceback" not in ended.stderr
+    ended = start(again, []).end()
+    assert ended.code == 0, ended
+    assert f"going on from step {step}\n" in ended.stdout
+    for one, other in zip(results(whole), results(again), strict=True):
+        assert_same_bits(one, other, "preempted twice")
+
+
+def test_mpiexec_passes_the_signal_on_and_gives_its_code(tmp_path):
+    launcher = mpiexec_command(2)
+    ended = preempted(tmp_path, launcher, "launcher", signal.SIGUSR1)
+    assert ended.code == 128 + signal.SIGUSR1, ended
+    step = step_of(ended, signal.SIGUSR1)
+    program = start(tmp_path, launcher)
+    assert f"going on from step {step}" in program.read_lines(2)
+    program.kill()
+    program.end()
+
+
+SCONTROL = """#!/bin/sh
+echo "$@" >> {calls}
+case $1 in
+  show) echo "JobId=17 JobName=x JobState={state} Reason=None";;
+  requeue) {requeue};;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "requeue", "code", "said"),
+    [
+        ("RUNNING", "exit 0", 0, "it will be started again"),
+        ("RUNNING", "echo not so >&2; exit 1", 138, "Slurm does not queue job 17_3 again: not so"),
+        ("CANCELLED", "exit 0", 138, "Slurm ends job 17_3 itself (CANCELLED)"),
+    ],
+    ids=["running", "refused", "cancelled"],
+)
+def test_slurm_is_asked_once_to_queue_a_running_job_again(tmp_path, state, requeue, code, said):
+    calls, scontrol = tmp_path / "calls", tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(SCONTROL.format(calls=calls, state=state, requeue=requeue))
+    scontrol.chmod(0o755)
+    env = {
+        "PATH": f"{scontrol.parent}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "20",
+        "SLURM_ARRAY_JOB_ID": "17",
+        "SLURM_ARRAY_TASK_ID": "3",
+    }
+    ended = preempted(tmp_path, [], "launcher", signal.SIGUSR1, env)
+    assert ended.code == code, ended
+    assert re.search(rf"; {re.escape(said)}$", ended.stderr, re.MULTILINE), ended.stderr
+    asked = calls.read_text().splitlines()
+    assert asked == ["show job --oneliner 17_3", *(["requeue 17_3"] if state == "RUNNING" else [])]
+    assert "Traceback" not in ended.stderr
+
+
+def test_ranks_that_do_not_leave_are_ended_after_two_seconds(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time\nfrom distopt import launch\n"
+        "def train(rank, n):\n    print('ready', flush=True)\n    time.sleep(60)\n"
+        "if __name__ == '__main__':\n    launch.main(train, 2)\n"
+    )
+    program = Program([sys.executable, str(script)])
+    program.read_lines(2)
+    began = time.monotonic()
+    os.kill(program.process.pid, signal.SIGUSR1)
+    ended = program.end()
+    assert time.monotonic() - began < 10
+    assert (ended.code, ended.stderr) == (138, "SIGUSR1: all 2 ranks have been ended\n")

@@ -1,0 +1,181 @@
+"""All that must hold on a real Slurm, and the tables of docs/slurm-results.md."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from distopt.settings import Settings
+from tests.processes import ROOT
+
+from .cluster import Cluster, SlurmUnavailableError, slurm
+from .signals import CASES, WHOLE_RUN, Ending, try_case, undisturbed
+from .ways import WAYS, Outcome, digits_of, least_wire_bytes, small_mnist, try_way
+
+__all__ = ["main"]
+
+RESULTS = ROOT / "docs" / "slurm-results.md"
+LEAST_CORRECT = 9897  # of 10,000, after 14 epochs
+MOST_WIRE = 1.1  # times what must go over the wire
+MOST_OFF_WIRE_BYTES = 1 << 20  # of one node that trains alone: Slurm's own messages
+DOUBT = "**does not hold**"
+_INTRODUCTION = """\
+# Results on a real Slurm
+
+Written by `make slurm` ({version}, {date}). One machine plays the front end and two nodes: network namespaces with host
+names of their own, joined by a bridge; MPICH with `UCX_TLS=tcp,self`, so that what the nodes exchange goes over it. See
+[Slurm](slurm.md).
+"""
+
+
+@dataclass
+class Table:
+    """Rows, printed as they come, and whether all of them hold."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[str] = field(default_factory=list)
+    holds: bool = True
+
+    def __post_init__(self) -> None:
+        print(f"\n{self.title}\n\n{self._head()}", flush=True)
+
+    def _head(self) -> str:
+        return f"| {' | '.join(self.columns)} |\n|{' --- |' * len(self.columns)}"
+
+    def add(self, *cells: object, holds: bool, output: str) -> None:
+        self.rows.append(f"| {' | '.join(map(str, cells))} |")
+        print(self.rows[-1], flush=True)
+        if not holds:
+            self.holds = False
+            print(output, file=sys.stderr, flush=True)
+
+    def __str__(self) -> str:
+        return "\n".join([self.title, "", self._head(), *self.rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a part, for continuous integration")
+    quick = parser.parse_args().quick
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the cluster is stopped on the way out
+    try:
+        with slurm() as cluster:
+            holds = run(cluster, quick)
+    except SlurmUnavailableError as error:
+        print(f"tests of Slurm are skipped: {error}")
+        return
+    sys.exit(not holds)
+
+
+def run(cluster: Cluster, quick: bool) -> bool:
+    """Make all tables; whether everything holds."""
+    source = Settings.from_env().data_dir
+    data = small_mnist(source, cluster.here / "data")
+    tables = [ways(cluster, data, ranks, quick) for ranks in ((2,) if quick else (2, 4))]
+    tables.append(endings(cluster, data, quick))
+    if not quick:
+        tables.append(whole_runs(cluster, source))
+        version = cluster.run(["sinfo", "--version"]).stdout.strip()
+        introduction = _INTRODUCTION.format(version=version, date=time.strftime("%Y-%m-%d"))
+        RESULTS.write_text("\n".join([introduction, *(f"{table}\n" for table in tables)]))
+    return all(table.holds for table in tables)
+
+
+def ways(cluster: Cluster, data: Path, ranks: int, quick: bool) -> Table:
+    """Every way gives the same digits, and sends over the wire little more than it must."""
+    must = least_wire_bytes(ranks)
+    table = Table(
+        f"## {ranks} ranks: the same digits however they are started\n\nAt least {must / 1e6:.1f} MB must leave each "
+        "of two nodes: a gradient per step.",
+        (
+            "started by",
+            "nodes",
+            "last line",
+            "lines",
+            "same digits",
+            "MB on the wire",
+            "of what must be",
+            "seconds",
+        ),
+    )
+    expected: dict[int, list[str]] = {}
+    for way in WAYS:
+        if quick and not way.quick:
+            continue
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            outcome = Outcome("no end", 1, 0.0, 0)
+            outcome = try_way(cluster, way, data, ranks)
+        digits = digits_of(outcome.output)
+        # Two ranks' sums are those of any two. Of four, two nodes add in another order than one.
+        first = expected.setdefault(way.nodes if ranks > 2 else 0, digits)
+        ratio = outcome.wire_bytes / must
+        on_wire = 1 <= ratio <= MOST_WIRE if way.nodes > 1 else outcome.wire_bytes < MOST_OFF_WIRE_BYTES
+        same = bool(digits) and digits == first
+        share = f"{ratio:.3f}" if way.nodes > 1 else "-"
+        table.add(
+            way.name,
+            way.nodes,
+            digits[-1] if digits else DOUBT,
+            len(digits),
+            "yes" if same else DOUBT,
+            f"{outcome.wire_bytes / 1e6:.1f}",
+            share if on_wire else f"{share} {DOUBT}",
+            f"{outcome.seconds:.1f}",
+            holds=outcome.code == 0 and same and on_wire,
+            output=outcome.output,
+        )
+    return table
+
+
+_ENDING_COLUMNS = ("what happens", "state in the end", "queued again", "went on after step", "same digits", "seconds")
+
+
+def endings(cluster: Cluster, data: Path, quick: bool) -> Table:
+    """Jobs that are disturbed in their second epoch."""
+    table = Table(
+        "## Signals and preemption\n\n2 ranks on two nodes, disturbed in the second of 8 epochs. The seconds are those "
+        "until the ranks had left. The digits are all lines of losses and accuracies, those of both runs together.",
+        _ENDING_COLUMNS,
+    )
+    whole = undisturbed(cluster, data)
+    for case in CASES:
+        if not quick or case.quick:
+            add_ending(table, case.name, try_case(cluster, case, data), whole, case.comes_back)
+    return table
+
+
+def add_ending(table: Table, name: str, ending: Ending, whole: list[str], comes_back: bool) -> None:
+    """Add a row: a job that comes back completes, with the lines of an undisturbed one; another stays away."""
+    same = bool(whole) and digits_of(ending.output) == whole
+    if comes_back:
+        holds = same and ending.state == "COMPLETED" and ending.restarts == 1 and ending.resumed_at > 0
+    else:
+        holds = ending.state == "CANCELLED" and ending.restarts == 0
+    said = ("yes" if same else DOUBT) if comes_back else "-"
+    went_on = ending.resumed_at or "-"
+    state = ending.state if holds else f"{ending.state} {DOUBT}"
+    table.add(name, state, ending.restarts, went_on, said, f"{ending.seconds:.1f}", holds=holds, output=ending.output)
+
+
+def whole_runs(cluster: Cluster, source: str | None) -> Table:
+    """14 epochs of MNIST, undisturbed and preempted."""
+    table = Table("## 14 epochs of MNIST, 2 ranks on two nodes", _ENDING_COLUMNS)
+    data = Path(source) if source else Path.home() / ".cache" / "distopt" / "mnist"
+    began = time.monotonic()
+    whole = undisturbed(cluster, data, WHOLE_RUN)
+    found = re.findall(r"Accuracy: (\d+)/10000", "\n".join(whole))
+    correct = int(found[-1]) if found else 0
+    good = correct >= LEAST_CORRECT
+    said = f"{correct}/10000 {'' if good else DOUBT}".strip()
+    table.add("nothing", said, 0, "-", "-", f"{time.monotonic() - began:.0f}", holds=good, output="\n".join(whole))
+    case = CASES[0]
+    add_ending(table, case.name, try_case(cluster, case, data, WHOLE_RUN, "Train Epoch: 3 [320"), whole, True)
+    return table

@@ -1,0 +1,162 @@
+"""Every way to start ranks under Slurm trains to the same digits, and what two nodes exchange goes over the wire."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from distopt.data import idx, mnist
+from tests.processes import ROOT
+
+from .cluster import LINK
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+__all__ = ["WAYS", "Outcome", "Way", "digits_of", "environment", "least_wire_bytes", "ours", "small_mnist", "try_way"]
+
+SCRIPT = "examples/mnist_slurm.py"
+BIN = Path(sys.executable).parent
+GRADIENT_BYTES = 4 * 431_080  # of the CNN
+TRAIN, TEST, BATCH, EPOCHS = 3000, 1000, 32, 2
+OPTIONS = f"--epochs {EPOCHS} --batch-size {BATCH}"
+SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to start ranks.
+
+    Attributes:
+        name: what it is called in the table.
+        nodes: of the cluster.
+        command: typed on the front end; for the names in it see `ours`.
+        quick: whether continuous integration has the time for it.
+    """
+
+    name: str
+    nodes: int
+    command: str
+    quick: bool = False
+
+
+_ON_TWO = "--nodes=2 --ntasks-per-node=PER_NODE"
+_ONE_AGENT_EACH = "srun --nodes=2 --ntasks-per-node=1 --cpus-per-task=PER_NODE"
+_SUBMIT = "sbatch --wait --output=HERE/%j.out"
+
+WAYS = (
+    Way("sbatch, one node", 1, f"{_SUBMIT} --ntasks-per-node=RANKS examples/slurm/one_node.sbatch OPTIONS", True),
+    Way("srun, one node", 1, "srun --nodes=1 --ntasks=RANKS PYTHON SCRIPT OPTIONS"),
+    Way("sbatch", 2, f"{_SUBMIT} --ntasks-per-node=PER_NODE examples/slurm/two_nodes.sbatch OPTIONS", True),
+    Way("srun", 2, f"srun {_ON_TWO} PYTHON SCRIPT OPTIONS"),
+    Way("srun --mpi=pmi2", 2, f"srun --mpi=pmi2 {_ON_TWO} PYTHON SCRIPT OPTIONS", True),
+    Way("srun --mpi=pmix", 2, f"srun --mpi=pmix {_ON_TWO} PYTHON SCRIPT OPTIONS", True),
+    Way(
+        "torchrun",
+        2,
+        f"{_ONE_AGENT_EACH} sh -c 'exec BIN/torchrun --nnodes 2 --nproc-per-node PER_NODE --node-rank $SLURM_NODEID "
+        "--master-addr node1 --master-port 29511 SCRIPT OPTIONS'",
+    ),
+    Way(
+        "distopt run",
+        2,
+        f"{_ONE_AGENT_EACH} BIN/distopt run --nnodes 2 --nproc-per-node PER_NODE --rdzv-endpoint node1:29512 "
+        "SCRIPT OPTIONS",
+        True,
+    ),
+    Way(
+        "mpiexec in sbatch",
+        2,
+        f"{_SUBMIT} {_ON_TWO} --wrap 'exec BIN/mpiexec -n RANKS -ppn PER_NODE PYTHON SCRIPT OPTIONS'",
+    ),
+    Way(
+        "submitit",
+        2,
+        "PYTHON examples/slurm/submit.py --wait --nodes 2 --tasks-per-node PER_NODE --folder HERE/submitit -- OPTIONS",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a way came to.
+
+    Attributes:
+        output: of the job.
+        code: exit code of the command.
+        seconds: from the command to its end.
+        wire_bytes: what the node sent that sent less; Slurm's own messages included.
+    """
+
+    output: str
+    code: int
+    seconds: float
+    wire_bytes: int
+
+
+def small_mnist(source: str | None, folder: Path) -> Path:
+    """The first digits of MNIST as files, so that a job takes seconds."""
+    digits = mnist.load(source)
+    folder.mkdir()
+    for name, images, labels, count in (
+        ("train", digits.train_x, digits.train_y, TRAIN),
+        ("t10k", digits.test_x, digits.test_y, TEST),
+    ):
+        (folder / f"{name}-images-idx3-ubyte").write_bytes(idx.encode(images[:count, 0]))
+        (folder / f"{name}-labels-idx1-ubyte").write_bytes(idx.encode(labels[:count].astype(np.uint8)))
+    return folder
+
+
+def environment(data: Path) -> dict[str, str]:
+    """Of all jobs. The two nodes share a kernel, and MPI would find the ways past the wire."""
+    return {
+        "DISTOPT_DATA_DIR": str(data),
+        "UCX_TLS": "tcp,self",
+        "UCX_NET_DEVICES": LINK,
+        "PATH": f"{BIN}:/usr/sbin:/usr/bin:/sbin:/bin",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def ours(command: str, here: Path, ranks: int, nodes: int, options: str) -> list[str]:
+    """The words of a command in which names stand for this machine's paths, and for numbers of ranks."""
+    names = {
+        "PYTHON": sys.executable,
+        "SCRIPT": SCRIPT,
+        "OPTIONS": f"{options} --checkpoint {here}/checkpoint",
+        "BIN": BIN,
+        "HERE": here,
+        "RANKS": ranks,
+        "PER_NODE": ranks // nodes,
+    }
+    return shlex.split(re.sub(rf"\b({'|'.join(names)})\b", lambda name: str(names[name[0]]), command))
+
+
+def digits_of(output: str) -> list[str]:
+    """The lines of losses and of accuracy."""
+    return re.findall(r"^(?:Train Epoch|Test set): .*$", output, re.MULTILINE)
+
+
+def least_wire_bytes(ranks: int) -> int:
+    """What a node must send to another: of every step, as much as one gradient."""
+    return EPOCHS * (TRAIN // (BATCH * ranks)) * GRADIENT_BYTES
+
+
+def try_way(cluster: Cluster, way: Way, data: Path, ranks: int) -> Outcome:
+    """Run it."""
+    here = cluster.here / "jobs" / f"{re.sub(r'[^a-z0-9]+', '-', way.name)}-{ranks}"
+    here.mkdir(parents=True)
+    before, began = cluster.bytes_sent(), time.monotonic()
+    done = cluster.run(ours(way.command, here, ranks, way.nodes, OPTIONS), env=environment(data), timeout=SECONDS)
+    seconds, after = time.monotonic() - began, cluster.bytes_sent()
+    logs = sorted([*here.glob("*.out"), *here.glob("submitit/*_log.out"), *here.glob("submitit/*_log.err")])
+    output = done.stdout + "".join(log.read_text() for log in logs)
+    return Outcome(output, done.returncode, seconds, min(after[node] - before[node] for node in before))

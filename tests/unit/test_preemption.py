@@ -1,0 +1,149 @@
+"""Agreement on the step at which all ranks leave, and what becomes of signals."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from distopt.checkpoint import Checkpoint, Preempted, preemption
+from distopt.checkpoint.preemption import Preemption
+from distopt.comm.single import SingleCommunicator
+from distopt.errors import UsageError
+from distopt.launch.topology import Topology
+
+
+class Clock:
+    """Time in which a step takes what the test says."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr(preemption.time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def handlers():
+    before = {number: signal.getsignal(number) for number in preemption.PREEMPTION_SIGNALS}
+    yield before
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class TwoRanks(SingleCommunicator):
+    """The other rank sends what the test says."""
+
+    def __init__(self):
+        super().__init__(Topology.of_one_host(0, 1, "here"))
+        self.other = (0, 0.0)
+        self.exchanges = 0
+
+    def all_gather_bytes(self, payload):
+        self.exchanges += 1
+        if len(payload) == preemption._MESSAGE.size:
+            return [payload, preemption._MESSAGE.pack(*self.other)]
+        return [payload, b""]
+
+
+@pytest.mark.parametrize(("mine", "theirs", "expected"), [(0.001, 0.004, 250), (0.3, 0.1, 3), (5.0, 0.01, 1)])
+def test_ranks_exchange_once_a_second_of_the_slowest(monkeypatch, handlers, mine, theirs, expected):
+    clock, ranks = Clock(monkeypatch), TwoRanks()
+    leaving = Preemption(ranks)
+    distances, steps = [], 0
+    for _ in range(4 * 250 + 300):
+        clock.now += mine
+        steps += 1
+        ranks.other = (0, theirs * steps)
+        before = ranks.exchanges
+        assert leaving.due() == 0
+        if ranks.exchanges > before:
+            distances.append(steps)
+            steps = 0
+    assert distances[0] == 1
+    assert all(b <= 2 * a for a, b in pairwise(distances))
+    assert distances[-1] == pytest.approx(expected, abs=1)
+
+
+def test_signal_of_another_rank_counts(monkeypatch, handlers):
+    Clock(monkeypatch)
+    ranks = TwoRanks()
+    leaving = Preemption(ranks)
+    ranks.other = (signal.SIGUSR1, 0.0)
+    assert leaving.due() == signal.SIGUSR1
+
+
+def checkpoint(folder) -> Checkpoint:
+    return Checkpoint(folder, preemptible=True, sums=np.zeros(3))
+
+
+def test_step_saves_and_leaves(tmp_path, handlers, monkeypatch, caplog):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    saving = checkpoint(tmp_path)
+    saving.resume()
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(Preempted) as left:
+        saving.step(3)
+    assert left.value.code == 128 + signal.SIGTERM
+    assert caplog.messages == [
+        f"SIGTERM: the job leaves after step 1, saved in {tmp_path}; start it again to go on from there"
+    ]
+    signal.raise_signal(signal.SIGTERM)  # has no effect any more
+    other = checkpoint(tmp_path)
+    assert (other.resume().step, other.epoch) == (1, 3)
+
+
+def test_handler_of_the_launcher_that_requeues_is_called_after_the_save(tmp_path, handlers, monkeypatch, caplog):
+    """As submitit's: it asks Slurm itself, and then ends its process."""
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    found = []
+
+    def of_launcher(number, _):
+        found.append((number, [path.name for path in tmp_path.glob("step-*")]))
+        raise SystemExit(-1)
+
+    signal.signal(signal.SIGUSR2, of_launcher)
+    saving = checkpoint(tmp_path)
+    saving.resume()
+    signal.raise_signal(signal.SIGUSR2)
+    assert not found
+    with pytest.raises(Preempted) as left:
+        saving.step()
+    assert left.value.code == 0
+    assert found == [(signal.SIGUSR2, ["step-0000000001"])]
+    assert caplog.messages[-1].endswith("; it will be started again")
+
+
+def test_signals_have_their_earlier_effect_after_close(tmp_path, handlers):
+    caught = []
+    signal.signal(signal.SIGUSR1, lambda number, _: caught.append(number))
+    with checkpoint(tmp_path) as saving:
+        saving.resume()
+        saving.step()
+        signal.raise_signal(signal.SIGUSR1)  # too late for a step
+        assert not caught
+    assert caught == [signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGTERM) == handlers[signal.SIGTERM]
+
+
+def test_nothing_is_caught_without_a_folder_or_the_option(tmp_path, handlers):
+    for saving in (checkpoint(None), Checkpoint(tmp_path, sums=np.zeros(3))):
+        saving.resume()
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
+        saving.close()
+
+
+def test_another_thread_is_refused(tmp_path):
+    errors = []
+
+    def resume():
+        with pytest.raises(UsageError, match="only the main thread gets; call resume there") as error:
+            checkpoint(tmp_path / "new").resume()
+        errors.append(error)
+
+    thread = threading.Thread(target=resume)
+    thread.start()
+    thread.join()
+    assert errors
+    assert not (tmp_path / "new").exists()
