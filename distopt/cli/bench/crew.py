@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import DistoptError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["Crew", "CrewError", "mpi_command", "rank_command"]
 
@@ -70,6 +70,7 @@ class Crew:
         world_size: number of ranks.
         launcher: command to put in front of it (see `mpi_command`); if empty, the ranks are started one by one.
         env: environment variables to add for the ranks.
+        place: makes the command of one of several ranks, by number, that which starts it where it is to run.
 
     Attributes:
         folder: temporary folder of this crew.
@@ -82,13 +83,21 @@ class Crew:
         world_size: int,
         launcher: Sequence[str] = (),
         env: dict[str, str] | None = None,
+        place: Callable[[int, list[str]], list[str]] | None = None,
     ) -> None:
         self._world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="distopt-bench-")
         self.folder = Path(self._folder.name)
         self._address = str(self.folder / "socket")
-        numbers = [-1] if launcher else range(world_size)
-        self._commands = [[*launcher, *rank, module, self._address, str(number), str(world_size)] for number in numbers]
+
+        def words(number: int) -> list[str]:
+            return [*rank, module, self._address, str(number), str(world_size)]
+
+        if launcher:
+            self._commands = [[*launcher, *words(-1)]]
+        else:
+            numbers = range(world_size)
+            self._commands = [place(number, words(number)) if place else words(number) for number in numbers]
         # One thread per rank, so that all candidates have the same resources.
         self._env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **(env or {})}
         self._processes: list[subprocess.Popen[bytes]] = []

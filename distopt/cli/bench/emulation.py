@@ -1,6 +1,6 @@
 """Two hosts on one machine: network namespaces joined by a cable, each with a host name of its own.
 
-For tests and benchmarks of programs that run on several hosts. Needs root and iproute2.
+For benchmarks and tests of programs that run on several hosts. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -16,13 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...errors import DistoptError
+from .site import Site
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+__all__ = ["LINK", "RATES", "EmulatedSite", "Host", "HostsUnavailableError", "TwoHosts", "two_hosts"]
+
 LINK = "wire"  # name of the interface in both namespaces
+# Rates of `Host.shape`, as tc writes them, and how much its token bucket lets pass unshaped after a pause: no more than
+# the rate needs.
+RATES = {"10gbit": "2mb", "1gbit": "256kb", "100mbit": "16kb"}
 
 
-class HostsUnavailableError(Exception):
+class HostsUnavailableError(DistoptError):
     """This machine or this user cannot make the hosts; says why."""
 
 
@@ -39,9 +47,9 @@ class Host:
         named = f'hostname {self.name} && exec "$@"'
         return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", named, "sh", *command]
 
-    def shape(self, rate: str, burst: str) -> None:
-        """Limit what the host sends, by a token bucket; in the words of tc, e.g. "1gbit" and "256kb"."""
-        tbf = ["root", "tbf", "rate", rate, "burst", burst, "latency", "100ms"]
+    def shape(self, rate: str) -> None:
+        """Limit what the host sends, by a token bucket, to one of `RATES`."""
+        tbf = ["root", "tbf", "rate", rate, "burst", RATES[rate], "latency", "100ms"]
         subprocess.run(["tc", "-n", self.namespace, "qdisc", "replace", "dev", LINK, *tbf], check=True)
 
 
@@ -52,13 +60,57 @@ class TwoHosts:
     hosts: tuple[Host, Host]
     launcher: Path
 
-    def mpiexec(self, ranks_per_host: int, command: Sequence[str]) -> list[str]:
-        """A command that runs `command` on that many ranks of each host, under MPICH and through the cable."""
-        slots = ",".join(f"{host.address}:{ranks_per_host}" for host in self.hosts)
-        program = [_mpiexec(), "-launcher", "ssh", "-launcher-exec", str(self.launcher), "-iface", LINK]
+    def mpiexec(self, ranks_per_host: int, command: Sequence[str], program: str = "") -> list[str]:
+        """A command that runs `command` on that many ranks of each host, through the cable.
+
+        Args:
+            ranks_per_host: number of ranks on each host.
+            command: what each of them runs.
+            program: an mpiexec of MPICH (default: that beside this Python).
+        """
+        words = ["-launcher", "ssh", "-launcher-exec", str(self.launcher), "-iface", LINK]
         # The hosts share one kernel, and UCX would find the ways past the wire.
-        program += ["-genv", "UCX_TLS", "tcp,self", "-genv", "UCX_NET_DEVICES", LINK]
-        return self.hosts[0].inside([*program, "-hosts", slots, "-n", str(2 * ranks_per_host), *command])
+        words += ["-genv", "UCX_TLS", "tcp,self", "-genv", "UCX_NET_DEVICES", LINK]
+        words += ["-hosts", self._slots(ranks_per_host), "-n", str(2 * ranks_per_host)]
+        return self.hosts[0].inside([program or _mpiexec(), *words, *command])
+
+    def open_mpiexec(self, ranks_per_host: int, command: Sequence[str], program: str) -> list[str]:
+        """The same for the mpiexec of Open MPI."""
+        words = ["--prtemca", "plm_ssh_agent", str(self.launcher), "--prtemca", "prte_if_include", LINK]
+        # Each host believes that all cores are its own.
+        words += ["--mca", "mpi_yield_when_idle", "1"]
+        words += ["--mca", "pml", "ob1", "--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", LINK]
+        words += ["--host", self._slots(ranks_per_host), "--map-by", f"ppr:{ranks_per_host}:node:oversubscribe"]
+        return self.hosts[0].inside([program, *words, *command])
+
+    def _slots(self, ranks_per_host: int) -> str:
+        return ",".join(f"{host.address}:{ranks_per_host}" for host in self.hosts)
+
+
+class EmulatedSite(Site):
+    """The ranks run on two emulated hosts, an equal number on each.
+
+    Args:
+        net: the hosts.
+        ranks_per_host: number of ranks on each of them.
+    """
+
+    def __init__(self, net: TwoHosts, ranks_per_host: int) -> None:
+        super().__init__(2 * ranks_per_host)
+        self.described = f", {ranks_per_host} on each of two emulated hosts,"
+        self._net = net
+        self._ranks_per_host = ranks_per_host
+
+    @property
+    def variables(self) -> dict[str, str]:  # noqa: D102
+        return {"GLOO_SOCKET_IFNAME": LINK}
+
+    def by_mpi(self, mpiexec: str, *, open_mpi: bool) -> list[str]:  # noqa: D102
+        start = self._net.open_mpiexec if open_mpi else self._net.mpiexec
+        return start(self._ranks_per_host, [], mpiexec)
+
+    def by_hand(self, rank: int, command: Sequence[str]) -> list[str]:  # noqa: D102
+        return self._net.hosts[rank // self._ranks_per_host].inside(command)
 
 
 @contextmanager
@@ -69,13 +121,16 @@ def two_hosts() -> Iterator[TwoHosts]:
         HostsUnavailableError: it needs root, the commands ip and unshare, and the mpiexec of MPICH.
     """
     if os.geteuid() != 0:
-        raise HostsUnavailableError("network namespaces are root's to make")
+        raise HostsUnavailableError("network namespaces are root's to make; run this as root")
     for tool in ("ip", "unshare", _mpiexec()):
         if shutil.which(tool) is None:
             raise HostsUnavailableError(f"there is no command {tool!r}")
     if "HYDRA" not in subprocess.run([_mpiexec(), "--version"], capture_output=True, text=True, check=False).stdout:
         raise HostsUnavailableError("only MPICH's mpiexec can be led into another namespace")
-    hosts = tuple(Host(f"distopt-{x}", f"10.213.77.{i}", f"distopt-{os.getpid()}-{x}") for i, x in ((1, "a"), (2, "b")))
+    first, second = (
+        Host(f"distopt-{x}", f"10.213.77.{i}", f"distopt-{os.getpid()}-{x}") for i, x in ((1, "a"), (2, "b"))
+    )
+    hosts = first, second
     with tempfile.TemporaryDirectory() as folder:
         try:
             _connect(*hosts)
@@ -122,7 +177,7 @@ case "$1" in
 {cases}
 esac
 shift
-exec ip netns exec "$namespace" unshare --uts sh -c "hostname $name && exec $*"
+exec ip netns exec "$namespace" unshare --uts sh -c "hostname $name && $*"
 """
 
 
