@@ -18,9 +18,9 @@ from distopt.cli.bench.crew import Crew, CrewError, mpi_command, rank_command
 from distopt.cli.bench.environments import Environment
 from distopt.cli.bench.lineup import Candidate, Lineup, distopt_crew, mpi_crew, torch_crew
 from distopt.cli.bench.ranks.pattern import PERIOD, Pattern, max_calls
-from distopt.cli.bench.site import Site
+from distopt.cli.bench.site import ListedSite, Site
 from distopt.cli.bench.table import HEADER, Row, heading
-from distopt.errors import MissingDependencyError
+from distopt.errors import MissingDependencyError, UsageError
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -73,6 +73,9 @@ def test_size_range(first, last, factor, item, sizes):
         "--emulate 2x2 --backend mpi,shm",
         "--emulate 2x2 --rate 1mile",
         "--rate 1gbit",
+        "--hosts /nowhere",
+        "--hosts /dev/null",
+        "--hosts /etc/hostname --emulate 2x1",
     ],
 )
 def test_wrong_arguments_get_one_line_and_code_2(words, capsys):
@@ -364,6 +367,39 @@ def test_between_two_emulated_hosts(rate, capsys):
     assert {(row[0], row[4]) for row in rows} == {
         (n, who) for n in ("4096", "65536") for who in ("mpi", "hierarchical")
     }
+
+
+def test_the_hosts_of_a_file(tmp_path, capsys):
+    pytest.importorskip("mpi4py")
+    file = tmp_path / "hosts"
+    file.write_text("# these\nlocalhost:2\n")
+    code, out = bench(f"--hosts {file} -b 4K -e 4K -n 2 --backend mpi", capsys)
+    assert code == 0, out
+    assert "# 2 ranks (2 on localhost) on " in out
+
+
+def test_hosts_files(tmp_path):
+    def read(text):
+        file = tmp_path / "hosts"
+        file.write_text(text)
+        site = ListedSite(file)
+        return site.world_size, site.described, site.meeting()["meeting"].rpartition(":")[0]
+
+    assert read("a:3\nb\n") == (4, " (3 on a, 1 on b)", "tcp://a")
+    assert read("# x\n\nnode1 slots=2 # y\nnode2 slots = 8\n") == (10, " (2 on node1, 8 on node2)", "tcp://node1")
+    with pytest.raises(UsageError, match=r"'a b' is neither HOST:RANKS nor HOST slots=RANKS"):
+        read("a b\n")
+    with pytest.raises(UsageError, match="lists 1 ranks; at least 2"):
+        read("a\n")
+
+
+def test_strangers_are_no_ranks():
+    join = "import socket, sys; t, _, p = sys.argv[2].rpartition('@'); h, _, p = p.rpartition(':'); p = int(p)\n"
+    join += "s = socket.create_connection((h, p)); s.sendall(b'x' * 32); assert s.recv(1) == b''\n"
+    join += "s = socket.create_connection((h, p)); s.sendall(t.encode()); s.recv(99)\n"
+    join += "s.sendall(b'{\"rank\": 0}\\n'); s.recv(1)"
+    with Crew("none", [sys.executable, "-c", join], 1, by_tcp=True) as crew:
+        assert crew.ask({}) == [{"rank": 0}]
 
 
 def own_mpiexec():

@@ -20,7 +20,7 @@ from .emulation import RATES, EmulatedSite, two_hosts
 from .lineup import BETWEEN_HOSTS, Lineup, distopt_crew, mpi_crew, torch_crew
 from .plot import plot_bandwidths, require_matplotlib
 from .ranks.pattern import max_calls
-from .site import Site
+from .site import ListedSite, Site
 from .table import HEADER, Row, heading, machine
 from .units import announce, at_least, byte_size, names_of, size_range, write_json
 
@@ -51,6 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--emulate", type=_hosts, metavar="2xN", help="two hosts of N ranks each, in network namespaces; as root"
     )
+    parser.add_argument("--hosts", type=Path, metavar="FILE", help="the hosts of a hosts file, as mpiexec takes it")
     parser.add_argument("--rate", choices=RATES, help="of the emulated link (default: what the machine gives)")
     parser.add_argument("-b", type=byte_size, default=byte_size("1K"), metavar="SIZE", help="first size (1K)")
     parser.add_argument("-e", type=byte_size, default=byte_size("128M"), metavar="SIZE", help="last size (128M)")
@@ -90,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
     facts = machine()
     with ExitStack() as stack:
         site = _site(args, stack)
+        args.np = site.world_size
         lineup = stack.enter_context(Lineup())
         _fill(lineup, args, site, sizes[-1])
         _print_head(args, lineup, site, facts)
@@ -109,24 +111,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _site(args: argparse.Namespace, stack: ExitStack) -> Site:
-    """Where the ranks run; completes `args`.
+    """Where the ranks run; completes `args.backend`.
 
     Raises:
         UsageError: options contradict each other.
         HostsUnavailableError: hosts cannot be emulated here.
     """
-    if args.emulate is None:
-        if args.rate is not None:
-            raise UsageError("--rate is that of the link between emulated hosts; add --emulate 2x1")
-        args.np = args.np or 2
-        args.backend = args.backend or ["shm"]
-        return Site(args.np)
-    if args.np is not None:
-        raise UsageError(f"--emulate 2x{args.emulate} says how many ranks there are; leave --np out")
-    args.np = 2 * args.emulate
-    args.backend = args.backend or ["mpi"]
-    if local := [name for name in args.backend if name not in BETWEEN_HOSTS]:
+    given = {"--np": args.np, "--emulate": args.emulate, "--hosts": args.hosts}
+    places = [option for option, value in given.items() if value is not None]
+    if len(places) > 1:
+        raise UsageError(f"{' and '.join(places)} contradict each other; give one of them")
+    if args.rate is not None and args.emulate is None:
+        raise UsageError("--rate is that of the link between emulated hosts; add --emulate 2x1")
+    far = args.emulate is not None or args.hosts is not None
+    args.backend = args.backend or ["mpi" if far else "shm"]
+    if far and (local := [name for name in args.backend if name not in BETWEEN_HOSTS]):
         raise UsageError(f"--backend {local[0]} does not reach another host; choose {' or '.join(BETWEEN_HOSTS)}")
+    if args.hosts is not None:
+        return ListedSite(args.hosts)
+    if args.emulate is None:
+        return Site(args.np or 2)
     net = stack.enter_context(two_hosts())
     for host in net.hosts if args.rate else ():
         host.shape(args.rate)
@@ -141,7 +145,7 @@ def _fill(lineup: Lineup, args: argparse.Namespace, site: Site, capacity_bytes: 
             lineup.add(peer, partial(torch_crew, "all_reduce", site, announce))
         else:
             lineup.add(peer, partial(mpi_crew, "all_reduce", site, peer, announce))
-    if args.emulate is not None:
+    if type(site) is not Site:  # it takes shared memory
         return
     fd = os.memfd_create("distopt-bench")
     lineup.resources.callback(os.close, fd)

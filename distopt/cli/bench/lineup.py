@@ -98,7 +98,7 @@ def distopt_crew(module: str, site: Site, backend: str) -> tuple[Crew, Setup]:
     """
     launcher = _own_launcher(site) if backend in BETWEEN_HOSTS else []
     setup = {"library": "distopt", "backend": backend, "secret": secrets.token_hex(16)}
-    return Crew(module, rank_command(), site.world_size, launcher, _variables(site)), setup
+    return Crew(module, rank_command(), site.world_size, launcher, _variables(site), by_tcp=site.by_tcp), setup
 
 
 def mpi_crew(module: str, site: Site, name: str, announce: Callable[[str], None]) -> tuple[Crew, Setup]:
@@ -111,7 +111,8 @@ def mpi_crew(module: str, site: Site, name: str, announce: Callable[[str], None]
     environment.prepare(announce)
     launcher = site.by_mpi(environment.program("mpiexec"), open_mpi=name == "openmpi")
     rank = rank_command(environment.program("python"))
-    return Crew(module, rank, site.world_size, launcher, _variables(site)), {"library": "mpi"}
+    crew = Crew(module, rank, site.world_size, launcher, _variables(site), by_tcp=site.by_tcp)
+    return crew, {"library": "mpi"}
 
 
 def torch_crew(
@@ -126,7 +127,9 @@ def torch_crew(
     environment.prepare(announce)
     rank = rank_command(environment.program("python"))
     added = {**_variables(site), **(variables or {})}
-    return Crew(module, rank, site.world_size, env=added, place=site.by_hand), {"library": "torch"}
+    launcher = [] if site.hand_started else _own_launcher(site)
+    crew = Crew(module, rank, site.world_size, launcher, added, site.by_hand, by_tcp=site.by_tcp)
+    return crew, {"library": "torch", **site.meeting()}
 
 
 def _own_launcher(site: Site) -> list[str]:

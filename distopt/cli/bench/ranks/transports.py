@@ -130,7 +130,9 @@ class Gloo(Transport):
         from torch import distributed
 
         torch.set_num_threads(1)
-        store = f"file://{setup['folder']}/store"
+        if rank < 0:  # mpiexec has started it
+            rank = next(int(os.environ[name]) for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)
+        store = setup.get("meeting") or f"file://{setup['folder']}/store"
         distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
         self._torch, self._distributed = torch, distributed
         self.rank = rank
