@@ -19,11 +19,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from hosts import LINK, TwoHosts, two_hosts
+
+from distopt.cli.bench.emulation import LINK, TwoHosts, two_hosts
 
 ROOT = Path(__file__).parents[1]
-# Rate and burst of tbf. The burst passes unshaped whenever the link was idle: no larger than the rate needs.
-RATES = {"1 Gbit/s": ("1gbit", "256kb"), "100 Mbit/s": ("100mbit", "16kb")}
+RATES = {"1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
 WARM_UP_STEPS = 5
 PARTIAL = "partial update"
 # Arguments of distopt.compress.create.
@@ -193,9 +193,9 @@ def measure_all(args: argparse.Namespace) -> tuple[dict[str, dict], dict[str, fl
     with tempfile.TemporaryDirectory() as name, two_hosts() as net:
         result = Path(name) / "result.json"
         command = [sys.executable, __file__, "--steps", str(args.steps), "--result", str(result)]
-        for label, (rate, burst) in RATES.items():
+        for label, rate in RATES.items():
             for host in net.hosts:
-                host.shape(rate, burst)
+                host.shape(rate)
             rates[label] = link_rate(net)
             records[label] = {}
             start_distopt(net, command)

@@ -16,12 +16,12 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from benchmarks.hosts import LINK, two_hosts
+from distopt.cli.bench.emulation import LINK, two_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.hosts import TwoHosts
+    from distopt.cli.bench.emulation import TwoHosts
 
 RANKS_PER_HOST = 2
 JOB = """

@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.hosts import LINK, TwoHosts, two_hosts
+from distopt.cli.bench.emulation import LINK, TwoHosts, two_hosts
 from tests.processes import Program, is_open_mpi
 
 from .cases import own_memory

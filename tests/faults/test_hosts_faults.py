@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.hosts import HostsUnavailableError, two_hosts
+from distopt.cli.bench.emulation import HostsUnavailableError, two_hosts
 
 from .hosts import Trial, run
 

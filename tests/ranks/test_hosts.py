@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from benchmarks.hosts import HostsUnavailableError, two_hosts
+from distopt.cli.bench.emulation import HostsUnavailableError, two_hosts
 from tests.processes import ROOT, Program
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "hosts_script.py")

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from benchmarks.hosts import LINK, HostsUnavailableError, two_hosts
+from distopt.cli.bench.emulation import LINK, HostsUnavailableError, two_hosts
 from tests.processes import ROOT, Ended, Program, is_open_mpi, patience
 
 RUN = [sys.executable, "-m", "distopt", "run", "--nproc-per-node"]

@@ -18,8 +18,9 @@ from distopt.cli.bench.crew import Crew, CrewError, mpi_command, rank_command
 from distopt.cli.bench.environments import Environment
 from distopt.cli.bench.lineup import Candidate, Lineup, distopt_crew, mpi_crew, torch_crew
 from distopt.cli.bench.ranks.pattern import PERIOD, Pattern, max_calls
+from distopt.cli.bench.site import ListedSite, Site
 from distopt.cli.bench.table import HEADER, Row, heading
-from distopt.errors import MissingDependencyError
+from distopt.errors import MissingDependencyError, UsageError
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -66,6 +67,15 @@ def test_size_range(first, last, factor, item, sizes):
         "--backend single",
         "--peers openmpi,nccl",
         "--speed 9",
+        "--emulate 3x2",
+        "--emulate 2x0",
+        "--emulate 2x2 --np 4",
+        "--emulate 2x2 --backend mpi,shm",
+        "--emulate 2x2 --rate 1mile",
+        "--rate 1gbit",
+        "--hosts /nowhere",
+        "--hosts /dev/null",
+        "--hosts /etc/hostname --emulate 2x1",
     ],
 )
 def test_wrong_arguments_get_one_line_and_code_2(words, capsys):
@@ -288,8 +298,8 @@ def test_a_failed_environment_is_no_environment(shell):
 def test_a_peer_that_cannot_be_had_is_named_with_the_reason(shell):
     shell.fail = "install"
     with Lineup() as taking_part:
-        taking_part.add("mpich", lambda: mpi_crew("all_reduce", 2, "mpich", print))
-        taking_part.add("gloo", lambda: torch_crew("all_reduce", 2, print))
+        taking_part.add("mpich", lambda: mpi_crew("all_reduce", Site(2), "mpich", print))
+        taking_part.add("gloo", lambda: torch_crew("all_reduce", Site(2), print))
     assert taking_part.candidates == []
     assert taking_part.missing.keys() == {"mpich", "gloo"}
     assert all("No matching distribution" in reason for reason in taking_part.missing.values())
@@ -345,6 +355,53 @@ def test_mpi_beside_shared_memory(capsys):
     }
 
 
+@pytest.mark.parametrize("rate", ["", "--rate 1gbit"])
+def test_between_two_emulated_hosts(rate, capsys):
+    pytest.importorskip("mpi4py")
+    code, out = bench(f"--emulate 2x2 {rate} -b 4K -e 64K -f 16 -n 2 --backend mpi,hierarchical", capsys)
+    if code == 1 and not out:
+        pytest.skip("this machine or this user cannot emulate hosts")
+    assert code == 0, out
+    assert "# 4 ranks, 2 on each of two emulated hosts" in out
+    rows = [line.split() for line in out.splitlines() if not line.startswith("#")]
+    assert {(row[0], row[4]) for row in rows} == {
+        (n, who) for n in ("4096", "65536") for who in ("mpi", "hierarchical")
+    }
+
+
+def test_the_hosts_of_a_file(tmp_path, capsys):
+    pytest.importorskip("mpi4py")
+    file = tmp_path / "hosts"
+    file.write_text("# these\nlocalhost:2\n")
+    code, out = bench(f"--hosts {file} -b 4K -e 4K -n 2 --backend mpi", capsys)
+    assert code == 0, out
+    assert "# 2 ranks (2 on localhost) on " in out
+
+
+def test_hosts_files(tmp_path):
+    def read(text):
+        file = tmp_path / "hosts"
+        file.write_text(text)
+        site = ListedSite(file)
+        return site.world_size, site.described, site.meeting()["meeting"].rpartition(":")[0]
+
+    assert read("a:3\nb\n") == (4, " (3 on a, 1 on b)", "tcp://a")
+    assert read("# x\n\nnode1 slots=2 # y\nnode2 slots = 8\n") == (10, " (2 on node1, 8 on node2)", "tcp://node1")
+    with pytest.raises(UsageError, match=r"'a b' is neither HOST:RANKS nor HOST slots=RANKS"):
+        read("a b\n")
+    with pytest.raises(UsageError, match="lists 1 ranks; at least 2"):
+        read("a\n")
+
+
+def test_strangers_are_no_ranks():
+    join = "import socket, sys; t, _, p = sys.argv[2].rpartition('@'); h, _, p = p.rpartition(':'); p = int(p)\n"
+    join += "s = socket.create_connection((h, p)); s.sendall(b'x' * 32); assert s.recv(1) == b''\n"
+    join += "s = socket.create_connection((h, p)); s.sendall(t.encode()); s.recv(99)\n"
+    join += "s.sendall(b'{\"rank\": 0}\\n'); s.recv(1)"
+    with Crew("none", [sys.executable, "-c", join], 1, by_tcp=True) as crew:
+        assert crew.ask({}) == [{"rank": 0}]
+
+
 def own_mpiexec():
     pytest.importorskip("mpi4py")
     path = Path(sys.executable).with_name("mpiexec")
@@ -358,7 +415,7 @@ def test_the_ranks_of_peers(library):
     launcher = own_mpiexec() if library == "mpi" else []
     if library == "torch":
         pytest.importorskip("torch")
-    with Crew("all_reduce", rank_command(), 2, launcher, lineup._root_variables()) as crew:
+    with Crew("all_reduce", rank_command(), 2, launcher, lineup._variables(Site(2))) as crew:
         hello = crew.ask({"library": library, "folder": str(crew.folder)})
         assert [answer["rank"] for answer in hello] == [0, 1]
         request = {"count": 1000, "capacity": 2000, "dtype": "int32", "calls": 3, "samples": 2, "warm_up": 1}
@@ -428,7 +485,7 @@ def test_the_slowest_rank_counts():
 
 def test_waiting_ranks_do_not_use_the_processor():
     with Lineup() as taking_part:
-        taking_part.add("shm", lambda: distopt_crew("all_reduce", 2, "shm"))
+        taking_part.add("shm", lambda: distopt_crew("all_reduce", Site(2), "shm"))
         (candidate,) = taking_part.candidates
         request = {"buffers": "wire", "count": 256, "capacity": 256, "dtype": "float32", "calls": 1}
         all_reduce._ask(candidate, {**request, "samples": 1, "warm_up": 0})

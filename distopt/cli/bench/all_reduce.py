@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from argparse import ArgumentTypeError
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +16,11 @@ from ...comm import BACKENDS
 from ...comm.base import DTYPES
 from ...errors import UsageError
 from .crew import Crew, rank_command
-from .lineup import Lineup, distopt_crew, mpi_crew, torch_crew
+from .emulation import RATES, EmulatedSite, two_hosts
+from .lineup import BETWEEN_HOSTS, Lineup, distopt_crew, mpi_crew, torch_crew
 from .plot import plot_bandwidths, require_matplotlib
 from .ranks.pattern import max_calls
+from .site import ListedSite, Site
 from .table import HEADER, Row, heading, machine
 from .units import announce, at_least, byte_size, names_of, size_range, write_json
 
@@ -39,10 +43,16 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser = commands.add_parser(
         "all-reduce",
         help="compare all-reduce with other libraries, over a range of sizes",
-        description="Measure all-reduce (sum) on the CPUs of this machine. Every result is checked. Peers take turns "
-        "with distopt's communicators; each runs in a virtual environment of its own, made on first use.",
+        description="Measure all-reduce (sum) on the CPUs of this machine, or between hosts that it emulates. Every "
+        "result is checked. Peers take turns with distopt's communicators; each runs in a virtual environment of its "
+        "own, made on first use.",
     )
-    parser.add_argument("--np", type=at_least(2), default=2, metavar="N", help="ranks (default: 2)")
+    parser.add_argument("--np", type=at_least(2), metavar="N", help="ranks on this machine (default: 2)")
+    parser.add_argument(
+        "--emulate", type=_hosts, metavar="2xN", help="two hosts of N ranks each, in network namespaces; as root"
+    )
+    parser.add_argument("--hosts", type=Path, metavar="FILE", help="the hosts of a hosts file, as mpiexec takes it")
+    parser.add_argument("--rate", choices=RATES, help="of the emulated link (default: what the machine gives)")
     parser.add_argument("-b", type=byte_size, default=byte_size("1K"), metavar="SIZE", help="first size (1K)")
     parser.add_argument("-e", type=byte_size, default=byte_size("128M"), metavar="SIZE", help="last size (128M)")
     parser.add_argument("-f", type=at_least(2), default=4, metavar="FACTOR", help="ratio of successive sizes (4)")
@@ -50,13 +60,24 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("-w", type=at_least(0), default=2, metavar="N", help="untimed batches in each turn (2)")
     parser.add_argument("--turns", type=at_least(1), default=4, metavar="N", help="turns of each candidate (4)")
     parser.add_argument(
-        "--backend", type=names_of(_BACKENDS), default=["shm"], metavar="NAMES", help=f"of {','.join(_BACKENDS)} (shm)"
+        "--backend",
+        type=names_of(_BACKENDS),
+        metavar="NAMES",
+        help=f"of {','.join(_BACKENDS)} (shm; between hosts mpi)",
     )
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", metavar="TYPE", help="(float32)")
     parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot bandwidth against size to FILE")
     parser.set_defaults(run=run)
+
+
+def _hosts(text: str) -> int:
+    """Ranks on each of two hosts."""
+    hosts, _, ranks = text.partition("x")
+    if hosts != "2" or not (ranks.isascii() and ranks.isdigit() and int(ranks) > 0):
+        raise ArgumentTypeError(f"{text!r} is not two hosts; write 2x1, 2x2 or so")
+    return int(ranks)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,9 +89,12 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         require_matplotlib()
     facts = machine()
-    with Lineup() as lineup:
-        _fill(lineup, args, sizes[-1])
-        _print_head(args, lineup, facts)
+    with ExitStack() as stack:
+        site = _site(args, stack)
+        args.np = site.world_size
+        lineup = stack.enter_context(Lineup())
+        _fill(lineup, args, site, sizes[-1])
+        _print_head(args, lineup, site, facts)
         rows: list[Row] = []
         for size in sizes:
             measured = _measure(args, lineup, size // item_bytes, sizes[-1] // item_bytes, size)
@@ -86,14 +110,43 @@ def run(args: argparse.Namespace) -> int:
     return 1 if lineup.missing or any(row.wrong for row in rows) else 0
 
 
-def _fill(lineup: Lineup, args: argparse.Namespace, capacity_bytes: int) -> None:
+def _site(args: argparse.Namespace, stack: ExitStack) -> Site:
+    """Where the ranks run; completes `args.backend`.
+
+    Raises:
+        UsageError: options contradict each other.
+        HostsUnavailableError: hosts cannot be emulated here.
+    """
+    given = {"--np": args.np, "--emulate": args.emulate, "--hosts": args.hosts}
+    places = [option for option, value in given.items() if value is not None]
+    if len(places) > 1:
+        raise UsageError(f"{' and '.join(places)} contradict each other; give one of them")
+    if args.rate is not None and args.emulate is None:
+        raise UsageError("--rate is that of the link between emulated hosts; add --emulate 2x1")
+    far = args.emulate is not None or args.hosts is not None
+    args.backend = args.backend or ["mpi" if far else "shm"]
+    if far and (local := [name for name in args.backend if name not in BETWEEN_HOSTS]):
+        raise UsageError(f"--backend {local[0]} does not reach another host; choose {' or '.join(BETWEEN_HOSTS)}")
+    if args.hosts is not None:
+        return ListedSite(args.hosts)
+    if args.emulate is None:
+        return Site(args.np or 2)
+    net = stack.enter_context(two_hosts())
+    for host in net.hosts if args.rate else ():
+        host.shape(args.rate)
+    return EmulatedSite(net, args.emulate)
+
+
+def _fill(lineup: Lineup, args: argparse.Namespace, site: Site, capacity_bytes: int) -> None:
     for backend in args.backend:
-        lineup.add(backend, partial(distopt_crew, "all_reduce", args.np, backend))
+        lineup.add(backend, partial(distopt_crew, "all_reduce", site, backend))
     for peer in args.peers:
         if peer == "gloo":
-            lineup.add(peer, partial(torch_crew, "all_reduce", args.np, announce))
+            lineup.add(peer, partial(torch_crew, "all_reduce", site, announce))
         else:
-            lineup.add(peer, partial(mpi_crew, "all_reduce", args.np, peer, announce))
+            lineup.add(peer, partial(mpi_crew, "all_reduce", site, peer, announce))
+    if type(site) is not Site:  # it takes shared memory
+        return
     fd = os.memfd_create("distopt-bench")
     lineup.resources.callback(os.close, fd)
     os.truncate(fd, _PAGE * (1 + args.np * (1 + capacity_bytes // _PAGE)))
@@ -104,12 +157,13 @@ def _floor_crew(world_size: int, memory: str) -> tuple[Crew, Setup]:
     return Crew("all_reduce", rank_command(), world_size), {"library": "floor", "memory": memory}
 
 
-def _print_head(args: argparse.Namespace, lineup: Lineup, facts: dict[str, Any]) -> None:
-    print(f"# {args.np} ranks on {heading(facts)}")
+def _print_head(args: argparse.Namespace, lineup: Lineup, site: Site, facts: dict[str, Any]) -> None:
+    print(f"# {args.np} ranks{site.described} on {heading(facts)}")
     for candidate in lineup.candidates:
         print(f"# {candidate.name:<9} {candidate.hello['about']}")
     print(
-        "# buffers: wire = the communicator's own memory; ordinary = any array, in place; in place, separate: as in MPI"
+        "# buffers: wire = the communicator's own memory; ordinary = any array, in place; in place, separate: as in "
+        "MPI_Allreduce; Iallreduce: in place"
     )
     print(
         f"# time: median of {args.n} batches, each the slowest rank's; x: relative to the first line of the same size"

@@ -7,8 +7,10 @@ ranks of the others sleep in `recv` and use no core.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -22,13 +24,14 @@ from typing import TYPE_CHECKING, Any
 from ...errors import DistoptError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["Crew", "CrewError", "mpi_command", "rank_command"]
 
 _START_SECONDS = 60.0
 _REQUEST_SECONDS = 600.0
 _END_SECONDS = 5.0
+_TOKEN_SECONDS = 2.0
 _POLL_SECONDS = 0.2
 _STDERR_LINES = 3
 
@@ -70,6 +73,8 @@ class Crew:
         world_size: number of ranks.
         launcher: command to put in front of it (see `mpi_command`); if empty, the ranks are started one by one.
         env: environment variables to add for the ranks.
+        place: makes the command of one of several ranks, by number, that which starts it where it is to run.
+        by_tcp: whether ranks run on other hosts, which must be able to resolve this one's name.
 
     Attributes:
         folder: temporary folder of this crew.
@@ -82,13 +87,29 @@ class Crew:
         world_size: int,
         launcher: Sequence[str] = (),
         env: dict[str, str] | None = None,
+        place: Callable[[int, list[str]], list[str]] | None = None,
+        *,
+        by_tcp: bool = False,
     ) -> None:
         self._world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="distopt-bench-")
         self.folder = Path(self._folder.name)
-        self._address = str(self.folder / "socket")
-        numbers = [-1] if launcher else range(world_size)
-        self._commands = [[*launcher, *rank, module, self._address, str(number), str(world_size)] for number in numbers]
+        self._token = secrets.token_hex(16) if by_tcp else ""
+        self._listener = socket.create_server(("", 0)) if by_tcp else socket.socket(socket.AF_UNIX)
+        if by_tcp:
+            self._address = f"{self._token}@{socket.gethostname()}:{self._listener.getsockname()[1]}"
+        else:
+            self._address = str(self.folder / "socket")
+            self._listener.bind(self._address)
+
+        def words(number: int) -> list[str]:
+            return [*rank, module, self._address, str(number), str(world_size)]
+
+        if launcher:
+            self._commands = [[*launcher, *words(-1)]]
+        else:
+            numbers = range(world_size)
+            self._commands = [place(number, words(number)) if place else words(number) for number in numbers]
         # One thread per rank, so that all candidates have the same resources.
         self._env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **(env or {})}
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -101,8 +122,7 @@ class Crew:
             CrewError: not all ranks started.
         """
         try:
-            with socket.socket(socket.AF_UNIX) as listener, (self.folder / "stderr").open("wb") as stderr:
-                listener.bind(self._address)
+            with self._listener as listener, (self.folder / "stderr").open("wb") as stderr:
                 listener.listen(self._world_size)
                 for command in self._commands:
                     self._processes.append(self._start(command, stderr.fileno()))
@@ -165,11 +185,25 @@ class Crew:
             selector.register(listener, selectors.EVENT_READ)
             while len(self._lines) < self._world_size:
                 if selector.select(_POLL_SECONDS):
-                    self._lines.append(_Line(listener.accept()[0]))
+                    connection, _ = listener.accept()
+                    if self._is_ours(connection):
+                        self._lines.append(_Line(connection))
                 elif any(process.poll() is not None for process in self._processes):
                     raise CrewError(self._reason("a rank ended before it was ready"))
                 elif time.monotonic() > deadline:
                     raise CrewError(self._reason(f"only {len(self._lines)} ranks came up"))
+
+    def _is_ours(self, connection: socket.socket) -> bool:
+        connection.settimeout(_TOKEN_SECONDS)
+        token = b""
+        with contextlib.suppress(OSError):
+            while len(token) < len(self._token) and (part := connection.recv(len(self._token) - len(token))):
+                token += part
+        if not hmac.compare_digest(token, self._token.encode()):
+            connection.close()
+            return False
+        connection.settimeout(None)
+        return True
 
     def _reason(self, fact: str) -> str:
         lines = (self.folder / "stderr").read_text(errors="replace").split("\n")

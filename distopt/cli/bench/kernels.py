@@ -11,6 +11,7 @@ from ... import _core
 from ...errors import UsageError
 from .crew import Crew, rank_command
 from .lineup import Lineup, torch_crew
+from .site import Site
 from .table import heading, machine
 from .units import announce, at_least, names_of, positive, write_json
 
@@ -94,7 +95,7 @@ def lines(samples: Samples) -> list[str]:
 def _crew(name: str, options: dict[str, Any]) -> tuple[Crew, Setup]:
     if name == _OWN:
         return Crew("kernels", rank_command(), 1), {"library": _OWN, **options}
-    crew, setup = torch_crew("kernels", 1, announce)
+    crew, setup = torch_crew("kernels", Site(1), announce)
     return crew, {**setup, **options}
 
 

@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...errors import DistoptError, MissingDependencyError
-from .crew import Crew, CrewError, mpi_command, rank_command
+from .crew import Crew, CrewError, rank_command
 from .environments import ENVIRONMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Candidate", "Lineup", "Setup", "distopt_crew", "mpi_crew", "torch_crew"]
+    from .site import Site
+
+__all__ = ["BETWEEN_HOSTS", "Candidate", "Lineup", "Setup", "distopt_crew", "mpi_crew", "torch_crew"]
 
 # The first message to the ranks of a crew.
 Setup: TypeAlias = dict[str, Any]
 
-_OVER_MPI = ("mpi", "hierarchical")
+BETWEEN_HOSTS = ("mpi", "hierarchical")
 _OPEN_MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -88,18 +90,18 @@ class Lineup:
             self.drop(candidate, str(error))
 
 
-def distopt_crew(module: str, world_size: int, backend: str) -> tuple[Crew, Setup]:
+def distopt_crew(module: str, site: Site, backend: str) -> tuple[Crew, Setup]:
     """Ranks of distopt: children of this process, or started by mpiexec if the backend needs MPI.
 
     Raises:
         MissingDependencyError: there is no mpiexec.
     """
-    launcher = _own_launcher(world_size) if backend in _OVER_MPI else []
+    launcher = _own_launcher(site) if backend in BETWEEN_HOSTS else []
     setup = {"library": "distopt", "backend": backend, "secret": secrets.token_hex(16)}
-    return Crew(module, rank_command(), world_size, launcher, _root_variables()), setup
+    return Crew(module, rank_command(), site.world_size, launcher, _variables(site), by_tcp=site.by_tcp), setup
 
 
-def mpi_crew(module: str, world_size: int, name: str, announce: Callable[[str], None]) -> tuple[Crew, Setup]:
+def mpi_crew(module: str, site: Site, name: str, announce: Callable[[str], None]) -> tuple[Crew, Setup]:
     """Ranks of the MPI `name`, in its own virtual environment.
 
     Raises:
@@ -107,13 +109,14 @@ def mpi_crew(module: str, world_size: int, name: str, announce: Callable[[str], 
     """
     environment = ENVIRONMENTS[name]
     environment.prepare(announce)
-    launcher = mpi_command(environment.program("mpiexec"), world_size, open_mpi=name == "openmpi")
+    launcher = site.by_mpi(environment.program("mpiexec"), open_mpi=name == "openmpi")
     rank = rank_command(environment.program("python"))
-    return Crew(module, rank, world_size, launcher, _root_variables()), {"library": "mpi"}
+    crew = Crew(module, rank, site.world_size, launcher, _variables(site), by_tcp=site.by_tcp)
+    return crew, {"library": "mpi"}
 
 
 def torch_crew(
-    module: str, world_size: int, announce: Callable[[str], None], variables: dict[str, str] | None = None
+    module: str, site: Site, announce: Callable[[str], None], variables: dict[str, str] | None = None
 ) -> tuple[Crew, Setup]:
     """Ranks of PyTorch, in its own virtual environment, with `variables` added to their environment variables.
 
@@ -123,10 +126,13 @@ def torch_crew(
     environment = ENVIRONMENTS["torch"]
     environment.prepare(announce)
     rank = rank_command(environment.program("python"))
-    return Crew(module, rank, world_size, env=variables), {"library": "torch"}
+    added = {**_variables(site), **(variables or {})}
+    launcher = [] if site.hand_started else _own_launcher(site)
+    crew = Crew(module, rank, site.world_size, launcher, added, site.by_hand, by_tcp=site.by_tcp)
+    return crew, {"library": "torch", **site.meeting()}
 
 
-def _own_launcher(world_size: int) -> list[str]:
+def _own_launcher(site: Site) -> list[str]:
     """The mpiexec most likely to belong to this environment's mpi4py."""
     beside = Path(sys.executable).with_name("mpiexec")
     path = str(beside) if beside.exists() else shutil.which("mpiexec")
@@ -136,9 +142,9 @@ def _own_launcher(world_size: int) -> list[str]:
         described = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False)
     except subprocess.TimeoutExpired as error:
         raise CrewError(str(error)) from error
-    return mpi_command(path, world_size, open_mpi="Open MPI" in described.stdout)
+    return site.by_mpi(path, open_mpi="Open MPI" in described.stdout)
 
 
-def _root_variables() -> dict[str, str]:
+def _variables(site: Site) -> dict[str, str]:
     # Open MPI refuses to run as root, the usual user in a container, unless two variables are set.
-    return _OPEN_MPI_AS_ROOT if os.geteuid() == 0 else {}
+    return {**site.variables, **(_OPEN_MPI_AS_ROOT if os.geteuid() == 0 else {})}

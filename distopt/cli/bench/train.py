@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .lineup import Lineup, distopt_crew, torch_crew
 from .ranks.train import PHASES
+from .site import Site
 from .table import heading, machine
 from .units import announce, at_least, names_of, write_json
 
@@ -169,12 +170,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _crew(who: str, world_size: int, args: argparse.Namespace) -> tuple[Crew, Setup]:
     if who == _APART:
-        crew, setup = distopt_crew("train", world_size, "single")
+        crew, setup = distopt_crew("train", Site(world_size), "single")
         setup["apart"] = True
     elif who == "distopt":
-        crew, setup = distopt_crew("train", world_size, args.backend if world_size > 1 else "single")
+        crew, setup = distopt_crew("train", Site(world_size), args.backend if world_size > 1 else "single")
     else:
-        crew, setup = torch_crew("train", world_size, announce, _KEEP_MEMORY if _PEERS[who]["tuned"] else None)
+        crew, setup = torch_crew("train", Site(world_size), announce, _KEEP_MEMORY if _PEERS[who]["tuned"] else None)
         setup.update(_PEERS[who])
     return crew, {**setup, "batch_size": args.batch_size}
 

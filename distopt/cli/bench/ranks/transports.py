@@ -90,9 +90,9 @@ class Distopt(Transport):
 
 
 class Mpi(Transport):
-    """MPI_Allreduce through mpi4py."""
+    """MPI_Allreduce and MPI_Iallreduce through mpi4py."""
 
-    buffers = ("in place", "separate")
+    buffers = ("in place", "separate", "Iallreduce")
 
     def __init__(self, rank: int, world_size: int, setup: dict[str, Any]) -> None:
         from mpi4py import MPI
@@ -113,6 +113,8 @@ class Mpi(Transport):
         comm, in_place = self._comm, self._mpi.IN_PLACE
         if buffers == "in place":
             return Call(lambda: comm.Allreduce(in_place, array), array, array)
+        if buffers == "Iallreduce":
+            return Call(lambda: comm.Iallreduce(in_place, array).Wait(), array, array)
         result = np.empty(count, dtype)
         return Call(lambda: comm.Allreduce(array, result), array, result)
 
@@ -128,7 +130,9 @@ class Gloo(Transport):
         from torch import distributed
 
         torch.set_num_threads(1)
-        store = f"file://{setup['folder']}/store"
+        if rank < 0:  # mpiexec has started it
+            rank = next(int(os.environ[name]) for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)
+        store = setup.get("meeting") or f"file://{setup['folder']}/store"
         distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
         self._torch, self._distributed = torch, distributed
         self.rank = rank

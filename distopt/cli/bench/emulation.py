@@ -1,6 +1,6 @@
 """Two hosts on one machine: network namespaces joined by a cable, each with a host name of its own.
 
-For tests and benchmarks of programs that run on several hosts. Needs root and iproute2.
+For benchmarks and tests of programs that run on several hosts. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -16,21 +16,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...errors import DistoptError
+from .site import Site
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+__all__ = ["LINK", "RATES", "EmulatedSite", "Host", "HostsUnavailableError", "TwoHosts", "two_hosts"]
+
 LINK = "wire"  # name of the interface in both namespaces
+# Rates of `Host.shape`, as tc writes them, and how much its token bucket lets pass unshaped after a pause: no more than
+# the rate needs.
+RATES = {"10gbit": "2mb", "1gbit": "256kb", "100mbit": "16kb"}
+# Ranks yield, for each host takes all cores for its own.
 _OPEN_MPI = (
     "OMPI_ALLOW_RUN_AS_ROOT=1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
     "OMPI_MCA_pml=ob1",
     "OMPI_MCA_btl=self,sm,tcp",
+    "OMPI_MCA_mpi_yield_when_idle=1",
     f"OMPI_MCA_btl_tcp_if_include={LINK}",
 )
 _NOWHERE = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", LINK)
 
 
-class HostsUnavailableError(Exception):
+class HostsUnavailableError(DistoptError):
     """This machine or this user cannot make the hosts; says why."""
 
 
@@ -54,9 +64,9 @@ class Host:
         else:
             _ip("-n", self.namespace, "link", "set", LINK, "down")
 
-    def shape(self, rate: str, burst: str) -> None:
-        """Limit what the host sends, by a token bucket; in the words of tc, e.g. "1gbit" and "256kb"."""
-        tbf = ["root", "tbf", "rate", rate, "burst", burst, "latency", "100ms"]
+    def shape(self, rate: str) -> None:
+        """Limit what the host sends, by a token bucket, to one of `RATES`."""
+        tbf = ["root", "tbf", "rate", rate, "burst", RATES[rate], "latency", "100ms"]
         subprocess.run(["tc", "-n", self.namespace, "qdisc", "replace", "dev", LINK, *tbf], check=True)
 
 
@@ -81,18 +91,53 @@ class TwoHosts:
             _ip("-n", host.namespace, "link", "set", LINK, "up")
         _wait_for_link(self.hosts)
 
-    def mpiexec(self, ranks_per_host: int, command: Sequence[str]) -> list[str]:
-        """A command that runs `command` on that many ranks of each host, through the cable."""
+    def mpiexec(
+        self, ranks_per_host: int, command: Sequence[str], program: str = "", *, open_mpi: bool | None = None
+    ) -> list[str]:
+        """A command that runs `command` on that many ranks of each host, through the cable.
+
+        Args:
+            ranks_per_host: number of ranks on each host.
+            command: what each of them runs.
+            program: the mpiexec (default: that beside this Python).
+            open_mpi: whether it is Open MPI's, not MPICH's (default: as that beside this Python).
+        """
+        program = program or _mpiexec()
         slots = ",".join(f"{host.address}:{ranks_per_host}" for host in self.hosts)
-        ranks = ["-n", str(2 * ranks_per_host)]
-        if self.is_open_mpi:
-            program = ["env", *_OPEN_MPI, _mpiexec(), "--prtemca", "plm_ssh_agent", str(self.launcher)]
-            program += ["--prtemca", "prte_if_include", LINK, "--host", slots]
-            return self.hosts[0].inside([*program, *ranks, *command])
-        program = [_mpiexec(), "-launcher", "ssh", "-launcher-exec", str(self.launcher), "-iface", LINK]
-        # The hosts share one kernel, and UCX would find the ways past the wire.
-        program += ["-genv", "UCX_TLS", "tcp,self", "-genv", "UCX_NET_DEVICES", LINK]
-        return self.hosts[0].inside([*program, "-hosts", slots, *ranks, *command])
+        if self.is_open_mpi if open_mpi is None else open_mpi:
+            words = ["env", *_OPEN_MPI, program, "--prtemca", "plm_ssh_agent", str(self.launcher)]
+            words += ["--prtemca", "prte_if_include", LINK, "--host", slots]
+            words += ["--map-by", f"ppr:{ranks_per_host}:node:oversubscribe"]
+        else:
+            words = [program, "-launcher", "ssh", "-launcher-exec", str(self.launcher), "-iface", LINK]
+            # The hosts share one kernel, and UCX would find the ways past the wire.
+            words += ["-genv", "UCX_TLS", "tcp,self", "-genv", "UCX_NET_DEVICES", LINK, "-hosts", slots]
+        return self.hosts[0].inside([*words, "-n", str(2 * ranks_per_host), *command])
+
+
+class EmulatedSite(Site):
+    """The ranks run on two emulated hosts, an equal number on each.
+
+    Args:
+        net: the hosts.
+        ranks_per_host: number of ranks on each of them.
+    """
+
+    def __init__(self, net: TwoHosts, ranks_per_host: int) -> None:
+        super().__init__(2 * ranks_per_host)
+        self.described = f", {ranks_per_host} on each of two emulated hosts,"
+        self._net = net
+        self._ranks_per_host = ranks_per_host
+
+    @property
+    def variables(self) -> dict[str, str]:  # noqa: D102
+        return {"GLOO_SOCKET_IFNAME": LINK}
+
+    def by_mpi(self, mpiexec: str, *, open_mpi: bool) -> list[str]:  # noqa: D102
+        return self._net.mpiexec(self._ranks_per_host, [], mpiexec, open_mpi=open_mpi)
+
+    def by_hand(self, rank: int, command: Sequence[str]) -> list[str]:  # noqa: D102
+        return self._net.hosts[rank // self._ranks_per_host].inside(command)
 
 
 @contextmanager
@@ -106,16 +151,16 @@ def two_hosts(mark: str = "") -> Iterator[TwoHosts]:
         HostsUnavailableError: it needs root, the commands ip and unshare, and the mpiexec of MPICH or Open MPI.
     """
     if os.geteuid() != 0:
-        raise HostsUnavailableError("network namespaces are root's to make")
+        raise HostsUnavailableError("network namespaces are root's to make; run this as root")
     for tool in ("ip", "unshare", _mpiexec()):
         if shutil.which(tool) is None:
             raise HostsUnavailableError(f"there is no command {tool!r}")
     version = subprocess.run([_mpiexec(), "--version"], capture_output=True, text=True, check=False).stdout
     if not any(name in version for name in ("HYDRA", "Open MPI")):
         raise HostsUnavailableError("only the mpiexec of MPICH and Open MPI can be led into another namespace")
-    hosts = tuple(
-        Host(f"distopt-{x}", f"10.213.77.{i}", f"distopt-{os.getpid()}{mark}-{x}") for i, x in ((1, "a"), (2, "b"))
-    )
+    name = f"distopt-{os.getpid()}{mark}"
+    first, second = (Host(f"distopt-{x}", f"10.213.77.{i}", f"{name}-{x}") for i, x in enumerate("ab", 1))
+    hosts = first, second
     with tempfile.TemporaryDirectory() as folder:
         try:
             _connect(*hosts)
