@@ -62,8 +62,11 @@ class TwoHosts:
 
 
 @contextmanager
-def two_hosts() -> Iterator[TwoHosts]:
+def two_hosts(mark: str = "") -> Iterator[TwoHosts]:
     """Make two hosts, and remove them at the end, whatever happens.
+
+    Args:
+        mark: tells the hosts from others that this process has at the same time.
 
     Raises:
         HostsUnavailableError: it needs root, the commands ip and unshare, and the mpiexec of MPICH.
@@ -75,7 +78,9 @@ def two_hosts() -> Iterator[TwoHosts]:
             raise HostsUnavailableError(f"there is no command {tool!r}")
     if "HYDRA" not in subprocess.run([_mpiexec(), "--version"], capture_output=True, text=True, check=False).stdout:
         raise HostsUnavailableError("only MPICH's mpiexec can be led into another namespace")
-    hosts = tuple(Host(f"distopt-{x}", f"10.213.77.{i}", f"distopt-{os.getpid()}-{x}") for i, x in ((1, "a"), (2, "b")))
+    hosts = tuple(
+        Host(f"distopt-{x}", f"10.213.77.{i}", f"distopt-{os.getpid()}{mark}-{x}") for i, x in ((1, "a"), (2, "b"))
+    )
     with tempfile.TemporaryDirectory() as folder:
         try:
             _connect(*hosts)

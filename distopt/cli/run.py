@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import LaunchError, UsageError
 
 if TYPE_CHECKING:
-    from ..launch.agent import RunOptions
+    from ..launch.nodes import RunOptions
 
 __all__ = ["add_parser", "options_of"]
 
@@ -111,10 +113,12 @@ def options_of(args: argparse.Namespace) -> RunOptions:
     Raises:
         UsageError: options are missing or contradict each other, or there is no such script.
     """
-    from ..launch.agent import RunOptions
+    from ..launch.nodes import RunOptions
 
     if args.node_rank is not None and args.node_rank >= args.nnodes:
         raise UsageError(f"--node-rank {args.node_rank} of --nnodes {args.nnodes}: nodes are numbered from 0")
+    if not re.fullmatch(r"[\w.:@=+-]+", args.rdzv_id):
+        raise UsageError(f"--rdzv-id {args.rdzv_id!r} is not a name of letters, digits and . _ - : @ = +")
     if args.standalone and args.nnodes > 1:
         raise UsageError(f"--standalone is for one node, --nnodes is {args.nnodes}; leave one of them out")
     host, port, static = "127.0.0.1", args.master_port or 0, False
@@ -160,7 +164,8 @@ def _check_script(script: str, *, module: bool) -> None:
     """All ranks would say the same, and those of other nodes would wait for them."""
     if not module and not Path(script).exists():
         raise UsageError(f"there is no script {script}")
-    if module and PathFinder.find_spec(script.partition(".")[0], [str(Path.cwd()), *sys.path]) is None:
+    package = script.partition(".")[0]  # finding what is inside would import it
+    if module and find_spec(package) is None and PathFinder.find_spec(package, [str(Path.cwd())]) is None:
         raise UsageError(f"there is no module {script}")
 
 
@@ -183,7 +188,6 @@ def _check_tasks(options: RunOptions) -> None:
     info = launcher({name: value for name, value in os.environ.items() if name not in _TORCHRUN_VARIABLES})
     if info is not None and info.size not in {1, options.nodes}:
         raise UsageError(
-            f"{info.name} has started {info.size} of distopt run ({info.source}), and each would be a node of a job of "
-            f"its own or one too many for --nnodes {options.nodes}; give --nnodes {info.size} and --rdzv-endpoint, or "
-            "start one"
+            f"{info.name} has started {info.size} copies of distopt run ({info.source}), which is right only with "
+            f"--nnodes {info.size} and --rdzv-endpoint HOST:PORT, not with --nnodes {options.nodes}; or start one copy"
         )

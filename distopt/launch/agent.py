@@ -1,8 +1,7 @@
 """`distopt run` on one node: starts this node's ranks, and ends them with those of the other nodes.
 
 An agent has one thread and waits for signals, for output and ends of its ranks, and for what the owner of the endpoint
-says (`distopt.launch.nodes`). On one node, it is its own owner, and listens nowhere. It imports no
-NumPy, to start fast.
+says (`distopt.launch.nodes`). On one node, it is its own owner, and listens nowhere. It starts fast: without NumPy.
 """
 
 from __future__ import annotations
@@ -18,23 +17,20 @@ import struct
 import sys
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
 from ..errors import LaunchError, UsageError
 from ..settings import Settings
 from .ending import caught_signals
-from .nodes import NO_RANK, Node, Owner
+from .nodes import NO_RANK, Node, Owner, RunOptions
 from .output import write_all
 from .pmi import introduce, listen
 from .pmi_server import keep_alive, proof, turn
 from .ranks import Failure, LocalRanks
 from .threads import thread_variables
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-__all__ = ["RunOptions", "run"]
+__all__ = ["run"]
 
 _LOOK_SECONDS = 0.2
 _CONNECT_SECONDS = 2.0
@@ -45,42 +41,6 @@ _ENDING = (signal.SIGINT, signal.SIGTERM)
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
 # Those of a launcher that has started the agent would contradict the ranks' own.
 _FOREIGN_VARIABLES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_")
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """What the command line says.
-
-    Attributes:
-        program: the words that start a rank.
-        ranks: number of ranks on this node.
-        nodes: number of nodes.
-        node_rank: number of this node, or None if the owner of the endpoint gives it.
-        host: host of the endpoint; unused on one node.
-        port: port of the endpoint; on one node, that of PyTorch's store, or 0 for a free one.
-        static: whether node 0 owns the endpoint, instead of the node that has its address.
-        run_id: name of the job.
-        restarts: how many times to start all ranks again after a failure.
-        log_dir: folder for the output of the ranks.
-        timeout: seconds within which all nodes must come.
-    """
-
-    program: tuple[str, ...]
-    ranks: int = 1
-    nodes: int = 1
-    node_rank: int | None = None
-    host: str = "127.0.0.1"
-    port: int = 0
-    static: bool = False
-    run_id: str = "none"
-    restarts: int = 0
-    log_dir: Path | None = None
-    timeout: float = 300.0
-
-    @property
-    def endpoint(self) -> str:
-        """For messages."""
-        return f"{self.host}:{self.port}"
 
 
 def run(options: RunOptions) -> int:
@@ -153,17 +113,7 @@ class _Agent:
             self._say("hello", ranks=options.ranks)
 
     def _own(self, listener: socket.socket | None) -> None:
-        options = self._options
-        self._owner = Owner(
-            self._me,
-            options.nodes,
-            options.restarts,
-            options.run_id,
-            options.timeout,
-            self._key,
-            self._selector,
-            _print,
-        )
+        self._owner = Owner(self._me, self._options, self._key, self._selector, _print)
         if listener is not None:
             self._owner.listen(listener)
 
@@ -252,7 +202,7 @@ class _Agent:
                 own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
                 ranks.start(rank, options.program, {**common, **own}, folder)
         except UsageError as error:
-            text = f"{self._me.host}: {error}"
+            text = f"on {self._me.host}, {error}"
             ranks.failures.append(Failure(order["first"], UsageError.exit_code, text, is_final=True))
 
     # -- ranks and signals -----------------------------------------------------------------------------------------
@@ -260,9 +210,9 @@ class _Agent:
         ranks = self._ranks
         if ranks is None or self._code is not None or self._ended:
             return
-        if time.monotonic() >= self._kill_at:
-            ranks.kill()
         ranks.look()
+        if ranks.running and time.monotonic() >= self._kill_at:
+            ranks.kill()
         if not ranks.running:
             self._ended = True
             if ranks.failures:
@@ -287,6 +237,7 @@ class _Agent:
             if interrupts > _KILLING:
                 self._code = 128 + signum
             elif interrupts == _KILLING:
+                self._ranks.look()
                 self._ranks.kill()
                 self._say("kill", failures=[], signals=self._signals)
             else:

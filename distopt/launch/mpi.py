@@ -225,7 +225,7 @@ def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
             MPI.Init_thread()
         return
     if of_open_mpi:
-        raise LaunchError(_mismatch(info, library, "cannot connect ranks that no mpiexec started"))
+        raise LaunchError(_mismatch(info, library, "cannot connect ranks that no mpiexec started, as MPICH can"))
     member = Member(info, place, Settings.from_env().timeout)
     with member.environment(), _bounded_init(info, member.watch):
         MPI.Init_thread()

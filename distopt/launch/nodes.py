@@ -23,8 +23,9 @@ from .ranks import Failure
 if TYPE_CHECKING:
     import selectors
     from collections.abc import Callable
+    from pathlib import Path
 
-__all__ = ["NO_RANK", "Node", "Owner"]
+__all__ = ["NO_RANK", "Node", "Owner", "RunOptions"]
 
 NO_RANK = 0xFFFFFFFF  # of a node that leaves its number to the owner
 _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
@@ -32,6 +33,42 @@ _SIGNAL_SECONDS = 30.0  # after a signal from outside, on which the ranks may sa
 _ANSWER_SECONDS = 5.0  # for an agent to say that its ranks have been killed
 _WAITING_SECONDS = 10.0  # before the owner says for how many nodes it waits
 _ENDING = {int(signal.SIGINT), int(signal.SIGTERM)}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the command line says.
+
+    Attributes:
+        program: the words that start a rank.
+        ranks: number of ranks on this node.
+        nodes: number of nodes.
+        node_rank: number of this node, or None if the owner of the endpoint gives it.
+        host: host of the endpoint; unused on one node.
+        port: port of the endpoint; on one node, that of PyTorch's store, or 0 for a free one.
+        static: whether node 0 owns the endpoint, instead of the node that has its address.
+        run_id: name of the job.
+        restarts: how many times to start all ranks again after a failure.
+        log_dir: folder for the output of the ranks.
+        timeout: seconds within which all nodes must come.
+    """
+
+    program: tuple[str, ...]
+    ranks: int = 1
+    nodes: int = 1
+    node_rank: int | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    static: bool = False
+    run_id: str = "none"
+    restarts: int = 0
+    log_dir: Path | None = None
+    timeout: float = 300.0
+
+    @property
+    def endpoint(self) -> str:
+        """For messages."""
+        return f"{self.host}:{self.port}"
 
 
 @dataclass(eq=False)
@@ -46,6 +83,9 @@ class Node:
         port: a free TCP port of its host.
         tell: sends it a message.
         address: how the other nodes reach it.
+        number: its number among the nodes.
+        ended: whether all its ranks have ended, or the agent itself.
+        signals: those that it has passed on to its ranks.
     """
 
     host: str
@@ -70,10 +110,7 @@ class Owner(Gate):
 
     Args:
         own: the node of this agent.
-        size: number of nodes.
-        restarts: how many times to start all ranks again after a failure.
-        run_id: the job's name, for messages.
-        timeout: seconds within which all nodes must come.
+        options: its command line.
         key: what all nodes know.
         selector: waits for the connections.
         warn: prints a line.
@@ -82,34 +119,28 @@ class Owner(Gate):
     def __init__(
         self,
         own: Node,
-        size: int,
-        restarts: int,
-        run_id: str,
-        timeout: float,
+        options: RunOptions,
         key: bytes,
         selector: selectors.BaseSelector,
         warn: Callable[[str], None],
     ) -> None:
         super().__init__(key, selector)
         self._own = own
-        self._size = size
-        self._restarts = restarts
-        self._run_id = run_id
-        self._timeout = timeout
+        self._size = options.nodes
+        self._options = options
         self._warn = warn
         self._nodes = [own]
         self._by_link: dict[Link, Node] = {}
-        self._job = f"{run_id}_{os.urandom(4).hex()}"
+        self._job = f"{options.run_id}_{os.urandom(4).hex()}"
         self._salt = os.urandom(16).hex()
         self._attempt = -1  # none has been started
         self._failures: dict[int, Failure] = {}  # by rank, in the order in which they were heard of
-        self._signals: list[int] = []
         self._killed = False
         self._end_by = float("inf")
         self._finished = False
         self._warned = False
         now = time.monotonic()
-        self._come_by, self._say_at = now + timeout, now + _WAITING_SECONDS
+        self._come_by, self._say_at = now + options.timeout, now + _WAITING_SECONDS
 
     # -- what agents say -------------------------------------------------------------------------------------------
     def hear(self, node: Node, message: dict[str, Any]) -> None:
@@ -143,8 +174,8 @@ class Owner(Gate):
             if now > self._come_by:
                 self._finish(
                     2,
-                    f"{came}; within {self._timeout:g} s no other has. Run the same line on every node, and see "
-                    "whether a firewall separates them",
+                    f"{came}; within {self._options.timeout:g} s no other has. Run the same line on every node, with "
+                    "the same endpoint, and see whether a firewall separates them",
                 )
             elif now > self._say_at:
                 self._say_at = float("inf")
@@ -157,7 +188,7 @@ class Owner(Gate):
     def _refusal(self, link: Link, size: int) -> str:
         who = f"{link.host} (pid {link.pid})"
         if self._attempt >= 0 or len(self._nodes) == self._size:
-            return f"the job {self._run_id!r} there has its {self._size} nodes already: {self._names()}"
+            return f"the job {self._options.run_id!r} there has its {self._size} nodes already: {self._names()}"
         reason = ""
         if size != self._size:
             reason = f"{who} was started with --nnodes {size}, {self._own.name} with --nnodes {self._size}"
@@ -171,7 +202,7 @@ class Owner(Gate):
         def tell(message: dict[str, Any]) -> None:
             self._tell(link, json.dumps(message) + "\n")
 
-        address = link.socket.getpeername()[0].removeprefix("::ffff:")
+        address = self._own.address if link.host == self._own.host else link.address
         node = Node(link.host, link.pid, link.rank, tell, address)
         self._by_link[link] = node
         self._nodes.append(node)
@@ -193,14 +224,15 @@ class Owner(Gate):
     def _turned_away(self, link: Link) -> None:
         if not self._warned:
             self._warned = True
-            try:
-                address = link.socket.getpeername()[0].removeprefix("::ffff:")
-            except OSError:
-                address = "a host"
             self._warn(
-                f"turned away a connection from {address} that is no node of this job: it has another --rdzv-id or "
-                "DISTOPT_JOB_SECRET, or is no distopt run"
+                f"turned away a connection from {link.address} that is no node of this job: it has another --rdzv-id "
+                "or DISTOPT_JOB_SECRET, or is no distopt run"
             )
+
+    @property
+    def _signals(self) -> list[int]:
+        """Those that agents have passed on."""
+        return [signum for node in self._nodes for signum in node.signals]
 
     # -- decisions -------------------------------------------------------------------------------------------------
     def _names(self) -> str:
@@ -237,10 +269,9 @@ class Owner(Gate):
 
     def _end(self) -> None:
         patience = _FAILURE_SECONDS
-        self._signals = [signum for node in self._nodes for signum in node.signals]
         if self._killed or any(failure.is_final for failure in self._failures.values()):
             patience = 0.0
-        elif self._signals:
+        elif any(signum in _ENDING or self._ended_by(signum) for signum in self._signals):
             patience = _SIGNAL_SECONDS
         by = time.monotonic() + patience + _ANSWER_SECONDS
         if by < self._end_by:
@@ -248,25 +279,29 @@ class Owner(Gate):
             for node in self._nodes:
                 node.tell({"do": "end", "patience": patience})
 
+    def _ended_by(self, signum: int) -> bool:
+        return any(failure.code == 128 + signum for failure in self._failures.values())
+
     def _gone(self, node: Node) -> None:
-        if not node.ended and not self._finished:
-            node.ended = True
-            rank = sum(other.ranks for other in self._nodes[: node.number])
-            last = rank + node.ranks - 1
-            ranks = f"rank {rank}" if rank == last else f"ranks {rank} to {last}"
-            text = f"node {node.number} ({ranks}), {node.name}, has ended or cannot be reached; see its output"
-            self._failures.setdefault(rank, Failure(rank, 1, text, is_final=True))
-            self._end()
-            if all(each.ended for each in self._nodes):
-                self._decide()
+        if self._finished:
+            return
+        node.ended = True
+        rank = sum(other.ranks for other in self._nodes[: node.number])
+        last = rank + node.ranks - 1
+        ranks = f"rank {rank}" if rank == last else f"ranks {rank} to {last}"
+        text = f"node {node.number} ({ranks}), {node.name}, has ended or cannot be reached; see its output"
+        self._failures[rank] = Failure(rank, 1, text, is_final=True)
+        self._end()
+        if all(each.ended for each in self._nodes):
+            self._decide()
 
     def _decide(self) -> None:
         """All ranks have ended."""
-        self._signals = [signum for node in self._nodes for signum in node.signals]
         if not self._failures:
             self._finish(0, "")
             return
-        first = min(self._failures.values(), key=lambda failure: (failure.is_consequence, not failure.is_final))
+        # Of those that are no consequence: a lost node before ranks, a signal before exit codes, then the earliest.
+        first = min(self._failures.values(), key=lambda one: (one.is_consequence, not one.is_final, one.code <= 128))
         total = sum(node.ranks for node in self._nodes)
         by_signal = [signum for signum in self._signals if first.code == 128 + signum]
         if first.is_consequence and not by_signal:
@@ -274,10 +309,10 @@ class Owner(Gate):
         if by_signal:
             ended = "the rank has" if total == 1 else f"all {total} ranks have"
             self._finish(128 + by_signal[0], f"{signal.Signals(by_signal[0]).name}: {ended} ended")
-        elif first.is_final or self._attempt >= self._restarts or _ENDING & set(self._signals):
+        elif first.is_final or self._attempt >= self._options.restarts or _ENDING & set(self._signals):
             self._finish(first.code, first.text)
         else:
-            again = f"starting all ranks again ({self._attempt + 1} of {self._restarts})"
+            again = f"starting all ranks again ({self._attempt + 1} of {self._options.restarts})"
             self._start(f"{first.text}; {again}")
 
     def _finish(self, code: int, text: str) -> None:

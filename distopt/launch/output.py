@@ -113,6 +113,7 @@ class Relay:
                 self._copy.write(b"".join(lines))
             except OSError as error:
                 fact = f"distopt run: cannot write {self._copy.name} ({error.strerror}); what follows is shown only\n"
+                self._copy.close()
                 self._copy = None
                 write_all(2, fact.encode())
 

@@ -41,15 +41,16 @@ _LOOK_SECONDS = 0.2
 _FINALIZE_SECONDS = 5.0
 _MAX_STRANGERS = 64
 _MAX_LINE_BYTES = 1 << 16
-# A host that is switched off or unplugged sends no end of its connections: noticed after about 9 s.
-_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
-_USER_TIMEOUT_MS = 9000
+# A host that is switched off or unplugged sends no end of its connections: noticed after about 7 s.
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 2))
+_USER_TIMEOUT_MS = 7000
 
 _ANSWERS = {
     "init": "response_to_init pmi_version=1 pmi_subversion=1 rc=0",
     "get_maxes": "maxes kvsname_max=256 keylen_max=64 vallen_max=1024 rc=0",
     "get_appnum": "appnum appnum=0 rc=0",
-    "get_my_kvsname": "my_kvsname kvsname=distopt rc=0",
+    # MPICH names its files in /dev/shm after it: jobs of one host must differ.
+    "get_my_kvsname": "my_kvsname kvsname=distopt_{job} rc=0",
     "get_universe_size": "universe_size size={size} rc=0",
     "finalize": "finalize_ack rc=0",
 }
@@ -79,6 +80,7 @@ class Link:
     """One connection; a stranger's (rank -1) until it has proved that it knows the key."""
 
     socket: socket.socket
+    address: str  # without the prefix of an IPv4 address as one of IPv6
     nonce: bytes = field(default_factory=lambda: os.urandom(NONCE_BYTES))
     since: float = field(default_factory=time.monotonic)
     received: bytearray = field(default_factory=bytearray)
@@ -147,10 +149,10 @@ class Gate:
         if self._listener is None:
             return
         try:
-            connection, _ = self._listener.accept()
+            connection, (address, *_) = self._listener.accept()
         except OSError:  # it has hung up already
             return
-        link = Link(connection)
+        link = Link(connection, address.removeprefix("::ffff:"))
         if len(self._strangers) >= _MAX_STRANGERS:
             self._turn_away(self._strangers[0])
         self._strangers.append(link)
@@ -236,6 +238,7 @@ class Server(Gate):
     def __init__(self, listener: socket.socket, key: bytes, size: int, timeout: float, parent: int) -> None:
         super().__init__(key, selectors.DefaultSelector())
         self.listen(listener)
+        self._job = proof(key, b"name")[:8].hex()
         self._size = size
         self._timeout = timeout
         self._parent = parent
@@ -336,7 +339,7 @@ class Server(Gate):
             self._end(int(code) & 0xFF or 1 if code.isascii() and code.isdigit() else 1, "", but=link.rank)
             return
         else:
-            answer = _ANSWERS.get(command, f"{command} rc=-1").format(size=self._size)
+            answer = _ANSWERS.get(command, f"{command} rc=-1").format(size=self._size, job=self._job)
         if command == "finalize":
             self._finalized.add(link.rank)
         self._tell(link, f"cmd={answer}\n")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import DistoptError, Preempted, RankFailedError, UsageError
 from .child import BEGUN, HEEDLESS, LEAVES, LEFT, PREEMPTION_SIGNALS, SIGNALS, Announced, run_rank
 from .ending import ENDED_BY_SIGTERM, caught_signals, describe_exit
-from .env import launcher
+from .env import RUN, launcher
 from .meeting import meeting
 from .mpi import start_mpi
 from .multiprocess import Ticket
@@ -107,6 +107,13 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
         sys.exit(_USER_ERROR)
     except Preempted:
         raise  # as all ranks do; not through sys.exit, with which one rank ends the others
+    except KeyboardInterrupt:
+        info = launcher()
+        if info is None or info.name != RUN:
+            raise
+        sys.stdout.flush()  # the agent says so, once for all ranks
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
     except SystemExit as error:
         sys.exit(error.code)  # MPI jobs detect an exit only through this call
     if signum is not None:

@@ -27,9 +27,11 @@ def main(how: str) -> None:
     sys.stdout.write(f"rank {rank} of {size}, {place}: {type(job).__name__} {world.name} mpi={mpi}\n")
     sys.stdout.flush()
     last = rank == size - 1
-    if how == "SIGKILL":
+    if how == "SIGKILL" or (how == "SIGKILL once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
         if last:
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    elif how == "stay":
         time.sleep(60)
     elif how == "raise":
         if last:

@@ -12,7 +12,7 @@ from distopt.errors import LaunchError
 from distopt.launch.env import LauncherInfo
 from distopt.launch.meeting import Meeting
 from distopt.launch.pmi import Member, ports
-from distopt.launch.pmi_server import Server
+from distopt.launch.pmi_server import Server, proof
 
 KEY = bytes(range(32))
 
@@ -83,7 +83,9 @@ def test_ranks_exchange_values():
         for rank, one in enumerate(ranks):
             assert one.ask("cmd=init pmi_version=1 pmi_subversion=1").startswith("cmd=response_to_init pmi_version=1")
             assert one.ask("cmd=get_universe_size") == "cmd=universe_size size=2 rc=0"
-            assert one.ask("cmd=get_my_kvsname") == "cmd=my_kvsname kvsname=distopt rc=0"
+            # No other key has this name: MPICH's files of two jobs on one host would be the same.
+            name = proof(KEY, b"name")[:8].hex()
+            assert one.ask("cmd=get_my_kvsname") == f"cmd=my_kvsname kvsname=distopt_{name} rc=0"
             assert one.ask(f"cmd=put kvsname=distopt key=card-{rank} value=a={rank}/b") == "cmd=put_result rc=0"
         ranks[0].say("cmd=barrier_in")
         ranks[0]._mpi.settimeout(0.2)

@@ -1,0 +1,205 @@
+"""`distopt run` on one host: its ranks, their output, how they end together, and how they start again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from tests.processes import ROOT, Program
+
+RUN = [sys.executable, "-m", "distopt", "run"]
+SCRIPT = str(ROOT / "tests" / "ranks" / "run_script.py")
+LAUNCHED = str(ROOT / "tests" / "ranks" / "launched_script.py")
+MAIN = str(ROOT / "tests" / "ranks" / "launched_main.py")
+HOST = os.uname().nodename
+
+
+def start(n: int, *words: str, options: tuple[str, ...] = (), env: dict[str, str] | None = None) -> Program:
+    return Program([*RUN, "--nproc-per-node", str(n), *options, *words], env)
+
+
+def last_line(text: str) -> str:
+    return text.splitlines()[-1]
+
+
+def test_variables_and_a_secret_of_each_job():
+    ended = [start(3, SCRIPT, "variables").end() for _ in range(2)]
+    assert [one.code for one in ended] == [0, 0], ended
+    lines = sorted(re.sub(r"^\[rank \d\] ", "", line) for line in ended[0].stdout.splitlines())
+    assert [json.loads(line) for line in lines] == [[q, 3, str(q), "3", "0", "1", "127.0.0.1"] for q in range(3)]
+    secrets = [{line.split()[-1] for line in one.stderr.splitlines()} for one in ended]
+    assert [len(each) for each in secrets] == [1, 1]
+    assert secrets[0] != secrets[1]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_ranks_meet_without_mpi(n):
+    ended = start(n, LAUNCHED, "ok").end(100.0)
+    assert ended.code == 0, ended.stderr
+    backend = "single" if n == 1 else "shm"
+    marks = ["", *(f"[rank {rank}] " for rank in range(1, n))]
+    expected = [
+        f"{marks[rank]}rank {rank} of {n}, {rank} of {n} on {HOST}: LaunchedJob {backend} mpi=False"
+        for rank in range(n)
+    ]
+    assert sorted(ended.stdout.splitlines()) == sorted(expected)
+
+
+def test_jobs_at_the_same_time_never_meet():
+    programs = [start(n, LAUNCHED, "ok") for n in (2, 3)]
+    for n, program in zip((2, 3), programs, strict=True):
+        ended = program.end()
+        assert ended.code == 0, ended
+        assert len(re.findall(rf"rank \d of {n}, ", ended.stdout)) == n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_main_joins_or_refuses_and_never_nests(n):
+    ended = start(2, MAIN, str(n)).end()
+    if n == 2:
+        assert sorted(ended.stdout.splitlines()) == ["[rank 1] rank 1 of 2: sum 3", "rank 0 of 2: sum 3"]
+    else:
+        assert ended.code == 2
+        assert ended.stderr.startswith("error: distopt run has started 2 ranks (RANK=0 WORLD_SIZE=2")
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is absent")
+def test_scripts_of_pytorch_run_as_they_are():
+    ended = start(2, SCRIPT, "torch").end(100.0)
+    assert sorted(ended.stdout.splitlines()) == [f"{mark}sum 3 of 2, elastic True" for mark in ("[rank 1] ", "")]
+
+
+def test_output_is_in_whole_marked_lines_and_in_files(tmp_path):
+    ended = start(3, SCRIPT, "lines", options=("--log-dir", str(tmp_path), "--rdzv-id", "j")).end()
+    assert ended.code == 0
+    (job,) = tmp_path.iterdir()
+    assert re.fullmatch("j_[0-9a-f]{8}", job.name)
+    for name, shown in (("stdout", ended.stdout), ("stderr", ended.stderr)):
+        assert len(shown.splitlines()) == 3 * 60
+        for rank in range(3):
+            mark = f"[rank {rank}] " if rank else ""
+            lines = [f"{rank}:{i} {chr(97 + rank) * (i * 37 % 211)}" for i in range(60)]
+            assert [line for line in shown.splitlines() if line.startswith(f"{mark}{rank}:")] == [
+                mark + line for line in lines
+            ]
+            assert (job / "attempt_0" / str(rank) / f"{name}.log").read_text().splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    ("script", "how", "code", "text"),
+    [
+        (SCRIPT, "exit 7", 7, "left with exit code 7"),
+        (LAUNCHED, "SIGKILL", 137, "was ended by SIGKILL; SIGKILL is what the kernel sends when memory runs out"),
+        (LAUNCHED, "raise", 1, "left with exit code 1: ValueError: the cause"),
+        (SCRIPT, "child", 137, "was ended by SIGKILL; SIGKILL is what the kernel sends when memory runs out"),
+    ],
+)
+def test_one_death_ends_all_and_is_told_in_one_line(script, how, code, text):
+    ended = start(3, script, how).end()
+    assert ended.code == code
+    told = [line for line in ended.stderr.splitlines() if line.startswith("distopt run: ")]
+    assert len(told) == 1
+    assert re.fullmatch(rf"distopt run: rank 2 on {re.escape(HOST)} \(pid \d+\) {re.escape(text)}", told[0])
+
+
+def test_deaf_ranks_are_killed_soon():
+    program = start(2, SCRIPT, "deaf")
+    line, _ = program.read_lines(2)
+    pid = int(line.split()[-2])
+    began = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    assert program.end().code == 137
+    assert time.monotonic() - began < 4.0
+
+
+def test_ranks_end_with_a_killed_agent():
+    program = start(2, SCRIPT, "deaf")
+    program.read_lines(2)
+    program.process.kill()
+    assert program.end().code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_signals_end_ranks_that_do_not_handle_them(signum):
+    program = start(2, SCRIPT, "stay", options=("--max-restarts", "3"))
+    program.read_lines(2)
+    program.process.send_signal(signum)
+    ended = program.end()
+    assert ended.code == 128 + signum
+    assert last_line(ended.stderr) == f"distopt run: {signum.name}: all 2 ranks have ended"
+    assert "attempt" not in ended.stderr
+
+
+def test_interrupt_of_main_is_one_line():
+    program = start(2, LAUNCHED, "stay")
+    program.read_lines(2)
+    program.process.send_signal(signal.SIGINT)
+    ended = program.end()
+    assert (ended.code, ended.stderr) == (130, "distopt run: SIGINT: all 2 ranks have ended\n")
+
+
+def test_signals_reach_ranks_that_save_their_states(tmp_path):
+    program = start(2, SCRIPT, "save", str(tmp_path))
+    program.read_lines(2)
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):
+        program.process.send_signal(signum)
+        said = sorted(program.read_lines(2))
+        assert said == [f"[rank 1] got {signum.name}", f"got {signum.name}"]
+    program.process.send_signal(signal.SIGTERM)
+    ended = program.end()
+    assert ended.code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_second_interrupt_kills():
+    program = start(2, SCRIPT, "deaf")
+    program.read_lines(2)
+    program.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert program.process.poll() is None
+    program.process.send_signal(signal.SIGINT)
+    ended = program.end()
+    assert (ended.code, last_line(ended.stderr)) == (130, "distopt run: SIGINT: all 2 ranks have ended")
+
+
+@pytest.mark.parametrize(("restarts", "code"), [(1, 139), (2, 0), (3, 0)])
+def test_restarts(restarts, code):
+    ended = start(2, SCRIPT, "fail twice", options=("--max-restarts", str(restarts))).end()
+    assert ended.code == code
+    attempts = sorted({line.split()[-1] for line in ended.stdout.splitlines()})
+    assert attempts == ["0", "1", "2"][: restarts + 1]
+    again = re.findall(r"was ended by SIGSEGV; starting all ranks again \((\d) of (\d)\)", ended.stderr)
+    assert again == [(str(i + 1), str(restarts)) for i in range(min(restarts, 2))]
+
+
+def test_restarted_ranks_go_on_from_their_checkpoint(tmp_path):
+    results = {}
+    for name in ("undisturbed", "killed"):
+        folder, results[name] = tmp_path / name, tmp_path / f"{name} results"
+        results[name].mkdir()
+        job = ("tests.ranks.checkpoint_job", "2", str(folder), "plain", "3", str(results[name]))
+        program = start(2, *job, options=("--max-restarts", "1", "-m"))
+        if name == "killed":
+            program.read_lines(1)
+            os.kill(max(pid for pid, command in program.pids().items() if " -m tests.ranks" in command), signal.SIGKILL)
+        ended = program.end(100.0)
+        assert ended.code == 0, ended
+        assert ("starting all ranks again (1 of 1)" in ended.stderr) == (name == "killed")
+    assert "going on from step" in ended.stdout
+    for rank in range(2):
+        one, other = (np.load(folder / f"{rank}.npz") for folder in results.values())
+        assert one.files == other.files
+        assert [name for name in one.files if not np.array_equal(one[name], other[name], equal_nan=True)] == []
+
+
+def test_version_of_either_program():
+    ended = Program([sys.executable, "-m", "distopt", "--version"]).end()
+    assert re.fullmatch(r"distopt \d+\.\d+\.\d+\S*\n", ended.stdout)

@@ -1,0 +1,245 @@
+"""`distopt run` on two hosts that are network namespaces, and what can go wrong where its nodes meet."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+
+import pytest
+
+from benchmarks.hosts import LINK, HostsUnavailableError, two_hosts
+from tests.processes import ROOT, Ended, Program, is_open_mpi, patience
+
+RUN = [sys.executable, "-m", "distopt", "run", "--nproc-per-node"]
+SCRIPT = str(ROOT / "tests" / "ranks" / "run_script.py")
+LAUNCHED = str(ROOT / "tests" / "ranks" / "launched_script.py")
+HERE = os.uname().nodename
+
+
+@pytest.fixture(scope="module")
+def net():
+    if find_spec("mpi4py") is None or is_open_mpi():
+        pytest.skip("MPICH is absent: pip install 'distopt[mpi]'")
+    try:
+        with two_hosts() as made:
+            yield made
+    except HostsUnavailableError as error:
+        pytest.skip(f"no second host: {error}")
+
+
+def on_two_hosts(net, *words: str, ranks: tuple[int, int] = (2, 2), options: tuple[str, ...] = ()) -> list[Program]:
+    """The same line on both hosts, in either order."""
+    wire = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
+    meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29400", *options]
+    return [Program(host.inside([*RUN, str(n), *meet, *words]), wire) for host, n in zip(net.hosts, ranks, strict=True)]
+
+
+def ends(programs: list[Program]) -> list[Ended]:
+    return [program.end() for program in programs]
+
+
+def told(ended: Ended) -> list[str]:
+    return [line for line in ended.stderr.splitlines() if line.startswith("distopt run: ")]
+
+
+def agent_of(program: Program) -> int:
+    return next(
+        pid for pid, command in program.pids().items() if " -m distopt run " in command and "sh -c" not in command
+    )
+
+
+def test_ranks_of_two_hosts_meet_through_mpich(net):
+    ended = ends(on_two_hosts(net, LAUNCHED, "ok", ranks=(2, 1)))
+    assert [one.code for one in ended] == [0, 0], ended
+    first, second = net.hosts
+    assert sorted(ended[0].stdout.splitlines()) == [
+        f"[rank 1] rank 1 of 3, 1 of 2 on {first.name}: MpiJob mpi mpi=True",
+        f"rank 0 of 3, 0 of 2 on {first.name}: MpiJob mpi mpi=True",
+    ]
+    assert ended[1].stdout == f"[rank 2] rank 2 of 3, 0 of 1 on {second.name}: MpiJob mpi mpi=True\n"
+
+
+def test_ranks_meet_again_after_a_restart(net):
+    ended = ends(on_two_hosts(net, LAUNCHED, "SIGKILL once", ranks=(1, 1), options=("--max-restarts", "1")))
+    assert [one.code for one in ended] == [0, 0], ended
+    for one, mark, rank in zip(ended, ("", "[rank 1] "), (0, 1), strict=True):
+        assert len(re.findall(rf"^{re.escape(mark)}rank {rank} of 2, 0 of 1", one.stdout, re.MULTILINE)) == 2
+        assert "was ended by SIGKILL" in told(one)[0]
+        assert told(one)[0].endswith("starting all ranks again (1 of 1)")
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "text"), [("SIGKILL", 137, "was ended by SIGKILL; "), ("raise", 1, "code 1: ValueError: the cause")]
+)
+def test_a_death_ends_the_other_host_and_is_named_there(net, how, code, text):
+    programs = on_two_hosts(net, LAUNCHED, how)
+    programs[0].read_lines(2)
+    began = time.monotonic()
+    ended = ends(programs)
+    assert time.monotonic() - began < patience(5.0)
+    assert [one.code for one in ended] == [code, code]
+    lines = [told(one) for one in ended]
+    assert lines[0] == lines[1]
+    assert len(lines[0]) == 1
+    assert re.match(rf"distopt run: rank 3 on {net.hosts[1].name} \(pid \d+\) .*{re.escape(text)}", lines[0][0])
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_agent_takes_all_with_it(net, lost):
+    programs = on_two_hosts(net, SCRIPT, "deaf")
+    for program in programs:
+        program.read_lines(2)
+    pid = agent_of(programs[lost])
+    os.kill(pid, signal.SIGKILL)
+    ended = ends(programs)
+    assert [one.code for one in ended] == ([-9, 1] if lost == 0 else [1, -9])
+    name = f"{net.hosts[lost].name} (pid {pid}), has ended or cannot be reached; see its output"
+    expected = (
+        f"the node that owns {net.hosts[0].address}:29400, {name}" if lost == 0 else f"node 1 (ranks 2 to 3), {name}"
+    )
+    assert told(ended[1 - lost]) == [f"distopt run: {expected}"]
+
+
+def test_a_cut_link_ends_both_hosts_within_10_seconds(net):
+    del net  # it shall stay whole; if there is one, there can be two
+    with two_hosts("cut") as other:
+        programs = on_two_hosts(other, LAUNCHED, "stay")
+        for program in programs:
+            program.read_lines(2)
+        subprocess.run(["ip", "-n", other.hosts[1].namespace, "link", "set", LINK, "down"], check=True)
+        began = time.monotonic()
+        ended = ends(programs)
+    assert time.monotonic() - began < 10.0 + patience(1.0)
+    assert [one.code for one in ended] == [1, 1]
+    lines = [told(one) for one in ended]
+    assert [len(each) for each in lines] == [1, 1]
+    assert re.match(r"distopt run: node 1 \(ranks 2 to 3\), distopt-b \(pid \d+\), has ended or cannot", lines[0][0])
+    assert re.match(r"distopt run: the node that owns .*, distopt-a \(pid \d+\), has ended or cannot", lines[1][0])
+
+
+def test_a_signal_to_one_host_ends_both(net):
+    programs = on_two_hosts(net, SCRIPT, "stay")
+    for program in programs:
+        program.read_lines(2)
+    os.kill(agent_of(programs[1]), signal.SIGINT)
+    ended = ends(programs)
+    assert [(one.code, told(one)) for one in ended] == [(130, ["distopt run: SIGINT: all 4 ranks have ended"])] * 2
+
+
+# -- where nodes meet, on one host ----------------------------------------------------------------------------------
+@pytest.fixture
+def port():
+    with socket.create_server(("", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def node(port: int, *words: str, nodes: int = 2, env: dict[str, str] | None = None) -> Program:
+    endpoint = f"127.0.0.1:{port}"
+    return Program([*RUN, "1", "--nnodes", str(nodes), "--rdzv-endpoint", endpoint, *words], env)
+
+
+def wait_for(port: int) -> None:
+    """Until somebody listens there."""
+    deadline = time.monotonic() + patience(10.0)
+    with socket.socket() as probe:
+        while probe.connect_ex(("127.0.0.1", port)) != 0:
+            assert time.monotonic() < deadline, "nobody listens"
+            time.sleep(0.02)
+
+
+TURNED_AWAY = (
+    "distopt run: turned away a connection from 127.0.0.1 that is no node of this job: it has another --rdzv-id or "
+    "DISTOPT_JOB_SECRET, or is no distopt run"
+)
+
+
+def test_garbage_and_strangers_are_turned_away_and_the_job_runs(port):
+    owner = node(port, SCRIPT, "variables", env={"DISTOPT_JOB_SECRET": "s"})
+    wait_for(port)
+    with socket.create_connection(("127.0.0.1", port)) as garbage:
+        garbage.sendall(b"GET / HTTP/1.0\r\n\r\n" + bytes(range(256)))
+    strangers = [node(port, SCRIPT, "variables"), node(port, "--rdzv-id", "x", SCRIPT, "variables")]
+    for ended in ends(strangers):
+        assert ended.code == 2
+        assert re.fullmatch(
+            rf"distopt run: what listens at 127.0.0.1:{port} is no node of this job: .* or another port\n", ended.stderr
+        )
+    ended = ends([owner, node(port, SCRIPT, "variables", env={"DISTOPT_JOB_SECRET": "s"})])
+    assert [one.code for one in ended] == [0, 0], ended
+    assert told(ended[0]) == [TURNED_AWAY]  # once
+
+
+def test_a_node_that_never_comes_is_waited_for_in_vain(port):
+    ended = node(port, "--rdzv-timeout", "1", SCRIPT, "stay").end()
+    assert ended.code == 2
+    assert re.fullmatch(
+        rf"distopt run: 1 of 2 nodes have come: {re.escape(HERE)} \(pid \d+\); within 1 s no other has. .*\n",
+        ended.stderr,
+    )
+
+
+def test_an_owner_that_never_comes_is_waited_for_in_vain(port):
+    static = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    ended = Program([*RUN, "1", *static, "--rdzv-timeout", "1", SCRIPT, "stay"]).end()
+    assert ended.code == 2
+    assert re.fullmatch(
+        rf"distopt run: no distopt run answers at 127.0.0.1:{port} within 1 s \(Connection refused\); .*\n",
+        ended.stderr,
+    )
+
+
+def test_an_unknown_host_is_told_at_once():
+    ended = Program([*RUN, "1", "--nnodes", "2", "--rdzv-endpoint", "nowhere.invalid", SCRIPT, "stay"]).end()
+    assert ended.code == 2
+    assert re.fullmatch(
+        r"distopt run: the host of the endpoint nowhere.invalid:29400 cannot be found: .*\n", ended.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (["--nnodes", "2"], ["--nnodes", "3"], "was started with --nnodes 3, "),
+        (["--node-rank", "1"], ["--node-rank", "1"], "was started with --node-rank 1, and so was another node"),
+    ],
+)
+def test_lines_that_contradict_each_other_end_both(port, first, second, text):
+    owner = node(port, *first, SCRIPT, "stay")
+    wait_for(port)
+    ended = ends([owner, node(port, *second, SCRIPT, "stay")])
+    assert [one.code for one in ended] == [2, 2]
+    assert all(text in told(one)[-1] for one in ended)
+
+
+def test_a_second_job_on_the_endpoint_is_refused_and_the_first_runs_on(port):
+    first = [node(port, SCRIPT, "stay") for _ in range(2)]
+    for program in first:
+        program.read_lines(1)
+    ended = ends([node(port, SCRIPT, "stay"), node(port, SCRIPT, "stay")])
+    assert [one.code for one in ended] == [2, 2]
+    text = rf"distopt run: 127.0.0.1:{port} refuses this node: the job 'none' there has its 2 nodes already: .*\n"
+    assert all(re.fullmatch(text, one.stderr) for one in ended)
+    assert [program.process.poll() for program in first] == [None, None]
+    first[0].process.terminate()
+    assert [one.code for one in ends(first)] == [143, 143]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_waiting(port, signum):
+    program = node(port, SCRIPT, "stay")
+    wait_for(port)
+    program.process.send_signal(signum)
+    ended = program.end()
+    assert (ended.code, told(ended)[-1]) == (128 + signum, f"distopt run: {signum.name}: no rank has been started")
+
+
+def test_numbers_of_the_command_line_count(port):
+    programs = [node(port, "--node-rank", str(number), SCRIPT, "variables") for number in (1, 0)]
+    for number, ended in zip((1, 0), ends(programs), strict=True):
+        assert ended.stdout == f'{"[rank 1] " if number else ""}[{number}, 2, "0", "1", "{number}", "2", "127.0.0.1"]\n'

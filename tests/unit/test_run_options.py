@@ -1,0 +1,116 @@
+"""The command line of `distopt run`: torchrun's words, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from distopt import cli
+from distopt.launch.nodes import RunOptions
+
+
+@pytest.fixture
+def parse(monkeypatch, tmp_path):
+    """The options that a command line gives to the agent."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "PMI_", "OMPI_"))]:
+        monkeypatch.delenv(name)
+    seen = []
+    monkeypatch.setattr("distopt.launch.agent.run", lambda options: seen.append(options) or 0)
+
+    def parse(line):
+        assert cli.main(["run", *line.split()]) == 0
+        return seen[-1]
+
+    return parse
+
+
+def program(*words):
+    return (sys.executable, *words)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("train.py", RunOptions(program("train.py"))),
+        (
+            "--nproc-per-node 2 train.py --epochs 1 -m --nnodes 3",
+            RunOptions(program("train.py", "--epochs", "1", "-m", "--nnodes", "3"), ranks=2),
+        ),
+        ("--nproc_per_node=3 --max_restarts 2 train.py", RunOptions(program("train.py"), ranks=3, restarts=2)),
+        ("--standalone --nnodes=1:1 -m distopt.cli x", RunOptions(program("-m", "distopt.cli", "x"))),
+        (
+            "--master-port 1234 --log-dir logs train.py",
+            RunOptions(program("train.py"), port=1234, log_dir=Path("logs")),
+        ),
+        (
+            "--nnodes 2 --rdzv-endpoint=node0:29411 --rdzv-id j7 --rdzv-backend c10d --rdzv-timeout 9 train.py",
+            RunOptions(program("train.py"), nodes=2, host="node0", port=29411, run_id="j7", timeout=9.0),
+        ),
+        (
+            "--nnodes 2 --rdzv_endpoint [fe80::1] --node_rank 1 train.py",
+            RunOptions(program("train.py"), nodes=2, host="fe80::1", port=29400, node_rank=1),
+        ),
+        (
+            "--nnodes 2 --node-rank 0 --master-addr node0 train.py",
+            RunOptions(program("train.py"), nodes=2, host="node0", port=29500, node_rank=0, static=True),
+        ),
+        (
+            "--nnodes 2 --node-rank 1 --rdzv-backend static --rdzv-endpoint node0 train.py",
+            RunOptions(program("train.py"), nodes=2, host="node0", port=29500, node_rank=1, static=True),
+        ),
+    ],
+)
+def test_options(parse, line, expected):
+    assert parse(line) == expected
+
+
+def test_ranks_per_core(parse):
+    assert parse("--nproc-per-node cpu train.py").ranks == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("", "required: SCRIPT"),
+        ("nowhere.py", "no script nowhere.py"),
+        ("-m nowhere.at.all", "no module nowhere.at.all"),
+        ("--tee 3 train.py", "unrecognized arguments: --tee"),
+        ("--nproc train.py", "unrecognized arguments: --nproc"),
+        ("--nproc-per-node 0 train.py", "'0' is less than 1"),
+        ("--nproc-per-node gpu train.py", "'gpu' is not counted here"),
+        ("--nproc-per-node 1_0 train.py", "'1_0' is not a number"),
+        ("--nnodes 1:4 train.py", "'1:4' is a range"),
+        ("--nnodes 2 train.py", "--nnodes 2 needs --rdzv-endpoint"),
+        ("--nnodes 2 --standalone --rdzv-endpoint a train.py", "--standalone is for one node"),
+        ("--nnodes 2 --rdzv-endpoint a:b train.py", "'b' is not a number"),
+        ("--nnodes 2 --rdzv-endpoint a:70000 train.py", "'70000' is not a port"),
+        ("--nnodes 2 --rdzv-endpoint a --master-addr b train.py", "give one of them"),
+        ("--nnodes 2 --master-addr b train.py", "needs --node-rank"),
+        ("--nnodes 2 --node-rank 2 --rdzv-endpoint a train.py", "numbered from 0"),
+        ("--rdzv-id a/b train.py", "'a/b' is not a name"),
+        ("--rdzv-timeout -1 train.py", "'-1'"),
+        ("--rdzv-timeout nan train.py", "'nan' is not a positive number"),
+        ("--rdzv-backend etcd train.py", "invalid choice: 'etcd'"),
+    ],
+)
+def test_wrong_lines_get_one_line_and_code_2(parse, capsys, line, text):
+    assert cli.main(["run", *line.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("distopt run: ")
+    assert text in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("nodes", "code"), [(1, 2), (2, 0), (3, 2)])
+def test_copies_that_a_launcher_starts_are_the_nodes_of_one_job(parse, monkeypatch, capsys, nodes, code):
+    task = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0", "WORLD_SIZE": "7"}
+    for name, value in task.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["run", "--nnodes", str(nodes), "--rdzv-endpoint", "node0", "train.py"]) == code
+    assert ("srun has started 2 copies of distopt run" in capsys.readouterr().err) == (code == 2)
