@@ -8,7 +8,7 @@ TEST_EXTRAS ?= mpi,plot,test
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml CMakeLists.txt $(NATIVE)
 
-.PHONY: mnist mpi test test-gpu singa sanitize lint examples format clean
+.PHONY: mnist mpi test test-gpu slurm slurm-quick singa sanitize lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -24,6 +24,13 @@ test: $(VENV)/.test
 CUDA ?= 13
 test-gpu: $(VENV)/.test-gpu
 	$(BIN)/python -m pytest tests/gpu -rs
+
+# Real jobs on a real Slurm of two nodes, both on this machine; see docs/slurm.md. Needs root; installs Debian's packages.
+# The first writes docs/slurm-results.md, in 15 minutes; the second is for continuous integration, in one.
+slurm: $(VENV)/.slurm
+	$(BIN)/python tests/slurm/run
+slurm-quick: $(VENV)/.mpi
+	$(BIN)/python tests/slurm/run --quick
 
 # SINGA's unit tests and example scripts from a checkout of github.com/apache/singa, with their imports renamed; see
 # docs/singa.md. Half an hour, and no part of continuous integration. The tests run with the installed NumPy and with 2.3.
@@ -73,6 +80,10 @@ $(VENV)/.base: $(VENV)/bin/python $(SOURCES)
 $(VENV)/.mpi: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet --editable ".[mpi]"
 	touch $@ $(VENV)/.base
+
+$(VENV)/.slurm: $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --editable ".[$(TEST_EXTRAS),torch,submitit]"
+	touch $@ $(VENV)/.base $(VENV)/.mpi $(VENV)/.test
 
 $(VENV)/.test: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet --editable ".[$(TEST_EXTRAS)]"

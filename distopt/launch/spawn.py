@@ -8,10 +8,12 @@ peer ended without a message, and this process may learn of its end later.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -101,10 +103,7 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
     except DistoptError as error:
         if error.exit_code != _USER_ERROR:
             raise
-        info = launcher()
-        if info is not None and info.rank > 0:
-            time.sleep(_GRACE_SECONDS / 10)  # if rank 0 reports the same error, it ends the job first
-        _last_words(f"error: {error}")
+        _last_words_once(f"error: {error}", launcher())
         sys.exit(_USER_ERROR)
     except Preempted:
         raise  # as all ranks do; not through sys.exit, with which one rank ends the others
@@ -135,6 +134,23 @@ def _as_rank(info: LauncherInfo, world_size: int, args: Sequence[Any]) -> tuple[
 def started_as_rank(rank: int | None, world_size: int | None) -> bool:
     """Local. Whether `main` runs its function in this process as that rank of a launcher's job."""
     return (rank, world_size) in _launched
+
+
+def _last_words_once(text: str, info: LauncherInfo | None) -> None:
+    """Print it, unless another rank of this host has just printed the same."""
+    if info is None or info.size == 1:
+        _last_words(text)
+        return
+    if info.rank > 0:
+        time.sleep(_GRACE_SECONDS / 10)  # if rank 0 reports the same error, it goes first, and may end the job
+    name = hashlib.sha256(f"distopt {os.getuid()} {os.getppid()} {text}".encode()).hexdigest()[:32]
+    with socket.socket(socket.AF_UNIX) as said:  # an abstract name, which one process at a time can have
+        try:
+            said.bind(f"\0distopt-{name}")
+        except OSError:
+            return
+        _last_words(text)
+        time.sleep(_GRACE_SECONDS / 2)  # for ranks that are slower
 
 
 def _last_words(text: str) -> None:

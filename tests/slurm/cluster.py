@@ -193,7 +193,7 @@ class Cluster:
 
 
 def _namespace(host: str) -> str:
-    return f"distopt-slurm-{host}"
+    return f"distopt-slurm-{os.getpid()}-{host}"
 
 
 def _ip(*words: str, host: str = "") -> None:
@@ -214,8 +214,11 @@ def _start_network() -> None:
 
 
 def _stop_network() -> None:
-    for host in _ADDRESSES:
-        subprocess.run(["ip", "netns", "delete", _namespace(host)], stderr=subprocess.DEVNULL, check=False)
+    """Remove the namespaces of this process, and those of processes that were killed."""
+    for namespace in Path("/run/netns").glob("distopt-slurm-*-*"):
+        pid = namespace.name.split("-")[2]
+        if pid == str(os.getpid()) or not Path("/proc", pid).exists():
+            _ip("netns", "delete", namespace.name)
 
 
 def _wait_until(done, complaint: str, here: Path) -> None:
@@ -250,7 +253,7 @@ def slurm() -> Iterator[Cluster]:
         SlurmUnavailableError: it cannot be started.
     """
     _check_machine()
-    _stop_network()  # of a run that was killed
+    _stop_network()
     with tempfile.TemporaryDirectory(prefix="distopt-slurm-") as folder:
         cluster = Cluster(Path(folder))
         try:

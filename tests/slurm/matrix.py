@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distopt.settings import Settings
-from tests.processes import ROOT
 
 from .cluster import Cluster, SlurmUnavailableError, slurm
 from .signals import CASES, WHOLE_RUN, Ending, try_case, undisturbed
-from .ways import WAYS, Outcome, digits_of, least_wire_bytes, small_mnist, try_way
+from .ways import ROOT, WAYS, Outcome, digits_of, least_wire_bytes, small_mnist, try_way
 
 __all__ = ["main"]
 
@@ -177,5 +176,5 @@ def whole_runs(cluster: Cluster, source: str | None) -> Table:
     said = f"{correct}/10000 {'' if good else DOUBT}".strip()
     table.add("nothing", said, 0, "-", "-", f"{time.monotonic() - began:.0f}", holds=good, output="\n".join(whole))
     case = CASES[0]
-    add_ending(table, case.name, try_case(cluster, case, data, WHOLE_RUN, "Train Epoch: 3 [320"), whole, True)
+    add_ending(table, case.name, try_case(cluster, case, data, WHOLE_RUN, r"Train Epoch: 3 \[3\d{4}/"), whole, True)
     return table

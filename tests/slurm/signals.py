@@ -100,7 +100,7 @@ def undisturbed(cluster: Cluster, data: Path, options: str = OPTIONS) -> list[st
 
 
 def try_case(cluster: Cluster, case: Case, data: Path, options: str = OPTIONS, at: str = "Train Epoch: 2") -> Ending:
-    """Submit the job, disturb it when its output has `at`, and wait for its end."""
+    """Submit the job, disturb it when its output matches `at`, and wait for its end."""
     here = cluster.here / "jobs" / f"{re.sub(r'[^a-z0-9]+', '-', case.name.lower())}-{len(options)}"
     here.mkdir(parents=True)
     env = environment(data)
@@ -113,7 +113,7 @@ def try_case(cluster: Cluster, case: Case, data: Path, options: str = OPTIONS, a
         return "".join(log.read_text() for log in sorted([*here.glob("*.out"), *here.glob("submitit/*_log.*")]))
 
     deadline = time.monotonic() + SECONDS
-    while at not in output() and time.monotonic() < deadline:
+    while not re.search(at, output()) and time.monotonic() < deadline:
         time.sleep(0.05)
     began = time.monotonic()
     cluster.run(ours(case.disturb.replace("JOB", job[0]), here, 2, 2, OPTIONS))

@@ -13,15 +13,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distopt.data import idx, mnist
-from tests.processes import ROOT
 
 from .cluster import LINK
 
 if TYPE_CHECKING:
     from .cluster import Cluster
 
-__all__ = ["WAYS", "Outcome", "Way", "digits_of", "environment", "least_wire_bytes", "ours", "small_mnist", "try_way"]
+__all__ = [
+    "ROOT",
+    "WAYS",
+    "Outcome",
+    "Way",
+    "digits_of",
+    "environment",
+    "least_wire_bytes",
+    "ours",
+    "small_mnist",
+    "try_way",
+]
 
+ROOT = Path(__file__).parents[2]
 SCRIPT = "examples/mnist_slurm.py"
 BIN = Path(sys.executable).parent
 GRADIENT_BYTES = 4 * 431_080  # of the CNN

@@ -64,6 +64,13 @@ def test_first_node_of_slurms_list(nodes, first):
     assert of(SRUN | {"SLURM_STEP_NODELIST": nodes}).address == first
 
 
+def test_attempts_of_distopt_run_never_meet():
+    env = TORCHRUN | {"TORCHELASTIC_RUN_ID": "none_1a", "DISTOPT_RUN_ID": "none_1a"}
+    other = {"TORCHELASTIC_RUN_ID": "none_2b", "DISTOPT_RUN_ID": "none_2b"}
+    changes = [{"TORCHELASTIC_RESTART_COUNT": "1"}, {"DISTOPT_JOB_SECRET": "s"}, other, {"DISTOPT_RUN_ID": "x"}]
+    assert len({of(env | change).key for change in [{}, *changes]}) == 5
+
+
 def test_one_host_is_known():
     assert of(SRUN | {"SLURM_STEP_NUM_NODES": "1"}).one_host
     assert of(TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}).one_host
@@ -98,6 +105,16 @@ def test_mpiexec_connects_its_ranks_itself():
             SRUN
             | {"PMI_RANK": "3", "PMI_SIZE": "8", "PMI_JOBID": "71.0"}
             | {"RANK": "5", "WORLD_SIZE": "16", "TORCHELASTIC_RUN_ID": "x"},
+            "torchrun",
+            5,
+        ),
+        (
+            SRUN | {"RANK": "5", "WORLD_SIZE": "16", "TORCHELASTIC_RUN_ID": "x", "DISTOPT_RUN_ID": "x"},
+            "distopt run",
+            5,
+        ),
+        (  # torchrun within distopt run
+            {"RANK": "5", "WORLD_SIZE": "16", "TORCHELASTIC_RUN_ID": "y", "DISTOPT_RUN_ID": "x"},
             "torchrun",
             5,
         ),
