@@ -44,7 +44,7 @@ from .rendezvous import HostGroup
 from .siblings import Absence, end_with_parent, ends_of_siblings
 from .threads import cap_threads, cores
 from .topology import Topology
-from .watch import Watch, reserve_descriptor, watch_ranks
+from .watch import Watch, watch_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -215,7 +215,6 @@ def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
     if info is None or info.size == 1:
         MPI.Init_thread()
         return
-    reserve_descriptor()
     library = _library(MPI)
     of_open_mpi = "Open MPI" in library
     place = meeting(info)

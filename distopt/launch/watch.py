@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from .job import Job
 
-__all__ = ["Watch", "introduce", "listen", "reserve_descriptor", "start_server", "watch_ranks"]
+__all__ = ["Watch", "introduce", "listen", "start_server", "watch_ranks"]
 
 _log = logging.getLogger("distopt")
 
@@ -43,7 +43,10 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 _WAITING_DAEMONS = {"prterun": 3, "prted": 1}
 _SIGNAL_SECONDS = 0.5
 
-_reserved: list[int] = []  # a descriptor, or none
+# Of a process that ends, Linux closes the highest descriptors first. The server must hear of its end before other ranks
+# do through MPI, which may crash them at once.
+_HIGH = 512
+
 _servers: list[subprocess.Popen[bytes]] = []  # kept: Popen complains about a running process that nobody holds
 
 
@@ -74,16 +77,6 @@ def start_server(listener: socket.socket, key: bytes, size: int, timeout: float,
     if server.stdin is not None:
         server.stdin.write(key)
         server.stdin.close()
-
-
-def reserve_descriptor() -> None:
-    """Local. Have `Watch` use a lower descriptor than what is opened from now on: call this before MPI_Init.
-
-    When a process ends, the kernel closes its descriptors in their order. The server must hear of it before other ranks
-    do through MPI, which may crash them at once.
-    """
-    if not _reserved:
-        _reserved.append(os.open(os.devnull, os.O_RDONLY))
 
 
 class Watch:
@@ -122,10 +115,10 @@ class Watch:
         self._left = False
         self._who = f"rank {rank} of {size} on {socket.gethostname()} (pid {os.getpid()})"
         self._link = self._connect(b"w", until)
-        if _reserved:
-            os.dup2(self._link.fileno(), _reserved[0], inheritable=False)
+        with contextlib.suppress(OSError):  # the limit is lower
+            descriptor = fcntl.fcntl(self._link, fcntl.F_DUPFD_CLOEXEC, _HIGH)
             self._link.close()
-            self._link = socket.socket(fileno=_reserved.pop())
+            self._link = socket.socket(fileno=descriptor)
         os.register_at_fork(after_in_child=self._link.close)  # else a child would hold it open after this rank's end
 
     def fileno(self) -> int:
