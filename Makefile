@@ -65,6 +65,7 @@ format: $(VENV)/.lint
 examples: $(VENV)/.mpi
 	$(BIN)/python examples/mnist_multiprocess.py 2 --max-epoch 1
 	$(BIN)/mpiexec --hostfile examples/hosts $(BIN)/python examples/mnist_dist.py --max-epoch 1
+	$(BIN)/distopt run --nproc-per-node 2 examples/mnist_dist.py --max-epoch 1
 	$(BIN)/python examples/mnist_dist.py --max-epoch 1
 
 # Python files are used in place (editable install); a change in csrc/ or the build files builds the extension anew.
