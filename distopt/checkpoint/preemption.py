@@ -78,6 +78,8 @@ class Preemption:
         Returns:
             What ends this process when it is raised.
         """
+        for other in PREEMPTION_SIGNALS:
+            signal.signal(other, signal.SIG_IGN)  # in scontrol, too, which Slurm ends together with the job
         asked, reason = self._asked(number), ""
         rank, job = self._communicator.topology.rank, slurm_job()
         if not asked:
@@ -87,8 +89,6 @@ class Preemption:
         if rank == 0:
             cure = reason or "it will be started again"
             log.warning("%s: the job leaves after %s; %s", signal.Signals(number).name, place, cure)
-        for other in PREEMPTION_SIGNALS:
-            signal.signal(other, signal.SIG_IGN)
         return Preempted(128 + number if reason else 0)
 
     def _asked(self, number: int) -> bool:

@@ -41,7 +41,8 @@ def requeue(job: str) -> str:
             return f"Slurm ends job {job} itself ({state[1] if state else 'unknown state'})"
         _scontrol("requeue", job)
     except subprocess.CalledProcessError as error:
-        return f"Slurm does not queue job {job} again: {' '.join(error.stderr.splitlines()[-1:])}"
+        said = " ".join(error.stderr.splitlines()[-1:]) or f"exit code {error.returncode}"
+        return f"Slurm does not queue job {job} again: {said}"
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"Slurm cannot be asked to queue job {job} again: {error}"
     return ""

@@ -143,7 +143,8 @@ def _last_words_once(text: str, info: LauncherInfo | None) -> None:
         return
     if info.rank > 0:
         time.sleep(_GRACE_SECONDS / 10)  # if rank 0 reports the same error, it goes first, and may end the job
-    name = hashlib.sha256(f"distopt {os.getuid()} {os.getppid()} {text}".encode()).hexdigest()[:32]
+    same = text.replace(info.source, "")  # the rank's own numbers
+    name = hashlib.sha256(f"distopt {os.getuid()} {os.getppid()} {same}".encode()).hexdigest()[:32]
     with socket.socket(socket.AF_UNIX) as said:  # an abstract name, which one process at a time can have
         try:
             said.bind(f"\0distopt-{name}")

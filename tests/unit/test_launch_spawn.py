@@ -6,12 +6,15 @@ import pickle
 import signal
 import sys
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from distopt import launch
 from distopt.errors import LaunchError, RankFailedError, UsageError
+from distopt.launch import LauncherInfo
 from distopt.launch.output import _MarkedStream
+from distopt.launch.spawn import _last_words_once
 from tests.processes import ROOT, Program
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "spawn_script.py")
@@ -203,3 +206,14 @@ def test_processes_that_a_script_starts_itself_find_each_other(method, tmp_path)
         process.join()
     assert [process.exitcode for process in processes] == [0, 0]
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_error_of_all_ranks_of_a_host_is_printed_once(capsys):
+    ranks = [LauncherInfo("srun", rank, 3, rank, 3, f"SLURM_PROCID={rank}") for rank in range(3)]
+    threads = [Thread(target=_last_words_once, args=(f"error: {info.source} is wrong", info)) for info in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    _last_words_once("error: of rank 2 alone", ranks[2])
+    assert capsys.readouterr().err == "error: SLURM_PROCID=0 is wrong\nerror: of rank 2 alone\n"
