@@ -86,10 +86,10 @@ def test_killed_rank_is_named_at_once_on_one_host_though_the_others_do_not_commu
 
 
 def test_rank_that_has_left_is_not_missed_by_one_that_goes_on():
-    programs = [Program([sys.executable, SCRIPT, "stay"], slurm(rank, 2, "here", 1)) for rank in range(2)]
+    programs = [Program([sys.executable, SCRIPT, "outlive"], slurm(rank, 2, "here", 1)) for rank in range(2)]
     ended = [program.end() for program in programs]
     assert [(one.code, one.stderr) for one in ended] == [(0, "")] * 2
-    assert ended[1].stdout.endswith("stayed\n")
+    assert ended[1].stdout.endswith("done\n")
 
 
 def on_two_hosts(net, how: str, env: dict[str, str] | None = None) -> list[Program]:
