@@ -233,7 +233,7 @@ def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
     member = Member(info, place, Settings.from_env().timeout)
     with member.environment(), _bounded_init(info, member):
         MPI.Init_thread()
-    member.end_with_others(member.end)
+    member.end_with_others()
     _guard.others = member
 
 
