@@ -112,7 +112,7 @@ class LaunchedJob(MultiprocessJob):
         if self.topology.world_size > 1 and not self._has_agents:
             self._watch = watch_ranks(self, Settings.from_env().timeout)
         if self._watch is not None:
-            self._watch.end_with_others(os._exit)
+            self._watch.end_with_others()
             atexit.register(_leave, self._watch)
 
     def close(self) -> None:

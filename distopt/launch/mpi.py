@@ -9,7 +9,7 @@ one rank:
 
 This applies from MPI_Init on, which `launch.main` calls before the script's function, and `launch.join` at the latest.
 MPI may not notice a process that exits before that. Ranks of the same host usually notice it; others end after
-`DISTOPT_TIMEOUT`.
+`DISTOPT_TIMEOUT`. From `MpiJob` on, ranks on several hosts watch each other: `distopt.launch.watch`.
 
 Hazard: the value of an uncaught `raise SystemExit(n)` cannot be observed in Python. A rank that exits this way outside
 `launch.main` closes its communicators; peers that wait for it raise, and the job ends with their exit code. Use
@@ -233,7 +233,7 @@ def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
     member = Member(info, place, Settings.from_env().timeout)
     with member.environment(), _bounded_init(info, member):
         MPI.Init_thread()
-    member.end_with_others(member.end)
+    member.end_with_others()
     _guard.others = member
 
 

@@ -54,6 +54,7 @@ class Member(Watch):
         # The agents of `distopt run` know which rank was the first, and end the others.
         speaks = not self._has_agents and not info.local_rank
         super().__init__(info.rank, info.size, place.key, places, until, source=place.source, speaks=speaks)
+        self._patience = _AGENTS_SECONDS if self._has_agents else 0.0
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
             self._mpi = stack.enter_context(self._connect(b"m", until))
@@ -85,12 +86,6 @@ class Member(Watch):
     def leave(self) -> None:
         """Local. This rank has done its part. MPICH tells the server later, and would not survive its end before."""
         self._left = True
-
-    def end(self, code: int) -> None:
-        """Local. End this process, but not before the agents of `distopt run`, which say why."""
-        if self._has_agents:
-            time.sleep(_AGENTS_SECONDS)
-        os._exit(code)
 
     def _serve(self, info: LauncherInfo, place: Meeting, timeout: float) -> None:
         for port in ports(place.key):

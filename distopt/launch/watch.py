@@ -113,6 +113,7 @@ class Watch:
         self._source = source
         self._speaks = speaks
         self._left = False
+        self._patience = 0.0  # seconds for which this process lives on when another rank has failed
         self._who = f"rank {rank} of {size} on {socket.gethostname()} (pid {os.getpid()})"
         self._link = self._connect(b"w", until)
         with contextlib.suppress(OSError):  # the limit is lower
@@ -125,13 +126,13 @@ class Watch:
         """Local. The connection's descriptor, which becomes readable when the job fails."""
         return self._link.fileno()
 
-    def end_with_others(self, end: Callable[[int], object]) -> None:
+    def end_with_others(self, abort: Callable[[int], object] = os._exit) -> None:
         """Local. From now on, end this process as soon as another rank fails or ends before it has left.
 
         Args:
-            end: called with the exit code; must not return.
+            abort: called with the exit code if a host cannot be reached, so that its launcher does not wait for it.
         """
-        self._end = end
+        self._abort = abort
         self._link.settimeout(None)
         threading.Thread(target=self._outlive, name="distopt job", daemon=True).start()
 
@@ -220,9 +221,12 @@ class Watch:
             if text:
                 sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
-        if kind == "lost" and self._speaks:
-            _end_waiting_daemon()
-        self._end(int(code))
+        time.sleep(self._patience)
+        if kind == "lost":
+            if self._speaks:
+                _end_waiting_daemon()
+            self._abort(int(code))
+        os._exit(int(code))  # not by MPI_Abort: of several at a time, Open MPI may never end
 
 
 def watch_ranks(job: Job, timeout: float) -> Watch | None:

@@ -39,9 +39,9 @@ def main(how: str) -> None:
         world.all_reduce(wire).wait()
     world.close()
     job.close()
-    if how == "outlast" and last:
+    if how == "outlive" and last:
         time.sleep(1.0)
-        sys.stdout.write("outlasted\n")
+        sys.stdout.write("done\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distopt.cli.bench.emulation import LINK, HostsUnavailableError, two_hosts
+from benchmarks.hosts import LINK, HostsUnavailableError, two_hosts
 from tests.processes import ROOT, Program, is_open_mpi
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "launched_script.py")
@@ -86,10 +86,10 @@ def test_killed_rank_is_named_at_once_on_one_host_though_the_others_do_not_commu
 
 
 def test_rank_that_has_left_is_not_missed_by_one_that_goes_on():
-    programs = [Program([sys.executable, SCRIPT, "outlast"], slurm(rank, 2, "here", 1)) for rank in range(2)]
+    programs = [Program([sys.executable, SCRIPT, "outlive"], slurm(rank, 2, "here", 1)) for rank in range(2)]
     ended = [program.end() for program in programs]
     assert [(one.code, one.stderr) for one in ended] == [(0, "")] * 2
-    assert ended[1].stdout.endswith("outlasted\n")
+    assert ended[1].stdout.endswith("done\n")
 
 
 def on_two_hosts(net, how: str, env: dict[str, str] | None = None) -> list[Program]:
@@ -171,9 +171,7 @@ def test_main_under_a_launcher_joins_or_refuses_and_never_nests(n):
         assert [one.stdout for one in ended] == [f"rank {rank} of 2: sum 3\n" for rank in range(2)], ended
     else:
         assert [one.code for one in ended] == [2, 2]
-        said = {one.stderr for one in ended} - {""}  # of one that starts much later, too
-        assert len({line.replace("SLURM_PROCID=1", "SLURM_PROCID=0") for line in said}) == 1, ended
-        assert all(re.fullmatch(r"error: srun has started 2 ranks .*\n", line) for line in said), ended
+        assert all(re.fullmatch(r"error: srun has started 2 ranks .*\n", one.stderr) for one in ended), ended
 
 
 def test_script_alone_in_a_job_of_several_tasks_is_warned_once():

@@ -34,6 +34,7 @@ def told(stdout: str) -> list[tuple[str, str]]:
 def test_backend_suits_the_hosts_and_has_the_same_bits_everywhere(hosts, backend):
     ended = mpiexec(len(hosts), SCRIPT, "check", hosts)
     assert ended.code == 0, ended.stderr
+    assert "leaked" not in ended.stderr, "nanobind says so of objects that outlive the interpreter"
     ranks = told(ended.stdout)
     assert [name for name, _ in ranks] == [backend] * len(hosts)
     assert len({digest for _, digest in ranks}) == 1
