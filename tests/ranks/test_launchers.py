@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import LINK, HostsUnavailableError, two_hosts
+from distopt.cli.bench.emulation import LINK, HostsUnavailableError, two_hosts
 from tests.processes import ROOT, Program, is_open_mpi
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "launched_script.py")
