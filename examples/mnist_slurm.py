@@ -59,11 +59,11 @@ def train_epoch(args, epoch, cnn, data, sampler, noise, checkpoint, rank) -> Non
         random_shift(data.train_x[chosen], images, noise, 2)
         x, y = (tensor.from_numpy(array, cnn.optimizer.device) for array in (images, data.train_y[chosen]))
         _, loss = cnn(x, y)
-        checkpoint.step(epoch)
-        if rank == 0 and checkpoint.steps % args.log_interval == 0:
+        if rank == 0 and (checkpoint.steps + 1) % args.log_interval == 0:
             done, total = sampler.consumed, len(data.train_x)
             progress = f"Train Epoch: {epoch + 1} [{done}/{total} ({done / total:.0%})]"
             print(f"{progress}\tLoss: {loss.item():.6f}", flush=True)
+        checkpoint.step(epoch)  # where the job may end
 
 
 def evaluate(cnn, data, world, device, batch_size: int = 500) -> None:
