@@ -26,7 +26,8 @@ def library() -> str:
 @pytest.mark.parametrize("n", [2, 4])
 def test_the_suite_passes_under_mpiexec(n):
     suite = str(ROOT / "tests" / "ranks" / "test_mpi.py")
-    ended = mpiexec(n, "-m", "pytest", "-q", "-x", "--color=no", "-p", "no:cacheprovider", f"--rootdir={ROOT}", suite)
+    words = ["-m", "pytest", "-q", "-x", "--color=no", "-p", "no:cacheprovider", f"--rootdir={ROOT}", suite]
+    ended = mpiexec(n, *words, timeout=250.0)
     assert ended.code == 0, ended.stdout + ended.stderr
     assert ended.stdout.count(" passed in ") == n
 
