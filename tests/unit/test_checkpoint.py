@@ -317,11 +317,13 @@ def test_the_copy_is_made_before_training_goes_on(tmp_path, monkeypatch):
 def test_the_script_of_the_docs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[2] / "docs/checkpoint.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    code, preemptible = re.findall(r"```python\n(.*?)```", text, re.S)
     for said in ("", "Going on from runs/a/step-0000000100-0001 (step 100, epoch 10)\n"):
         made = net()
         names = {"net": made, "sgd": made.optimizer, "sampler": ShardedSampler(20, 1, 0, 2)}
-        exec(code, {**names, "rng": np.random.default_rng(1), "sums": np.zeros(1)})
+        names |= {"rng": np.random.default_rng(1), "sums": np.zeros(1)}
+        exec(code, names)
+        exec(preemptible, names)
         assert capsys.readouterr().out == said
 
 

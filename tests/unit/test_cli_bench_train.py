@@ -103,7 +103,7 @@ def test_default_and_tuned_peers(tmp_path, capsys):
 @pytest.mark.parametrize("who", PEERS)
 def test_only_tuned_peers_keep_freed_memory(who, monkeypatch):
     monkeypatch.setattr(Environment, "prepare", lambda *_: None)
-    monkeypatch.setattr(lineup, "Crew", lambda *_, env, place: env)
+    monkeypatch.setattr(lineup, "Crew", lambda *_, env, **__: env)
     env, _ = train._crew(who, 1, argparse.Namespace(batch_size=4))
     if who == "torch-ddp":
         assert not any(name.startswith("MALLOC") for name in env)

@@ -128,7 +128,7 @@ def torch_crew(
     rank = rank_command(environment.program("python"))
     added = {**_variables(site), **(variables or {})}
     launcher = [] if site.hand_started else _own_launcher(site)
-    crew = Crew(module, rank, site.world_size, launcher, added, site.by_hand, by_tcp=site.by_tcp)
+    crew = Crew(module, rank, site.world_size, launcher, env=added, place=site.by_hand, by_tcp=site.by_tcp)
     return crew, {"library": "torch", **site.meeting()}
 
 
