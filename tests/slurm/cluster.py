@@ -31,6 +31,8 @@ LINK = "eth0"  # a node's interface to the others
 NODES = ("node1", "node2")
 _ADDRESSES = {"head": "10.214.33.254", "node1": "10.214.33.1", "node2": "10.214.33.2"}
 _START_SECONDS = 30.0
+_INSTALL_SECONDS = 180.0
+_HASTE = ("--option", "Acquire::Retries=1", "--option", "Acquire::http::Timeout=20")  # where there is no network
 
 # A job that is queued again waits until the credentials of its first run have expired, by default 120 s. Jobs of
 # `urgent` end those of `main`, which get SIGTERM and then `GraceTime` seconds. A daemon keeps what must not be shared
@@ -234,11 +236,17 @@ def _check_machine() -> None:
     if os.geteuid() != 0:
         raise SlurmUnavailableError("network namespaces need root")
     if not all(map(shutil.which, PROGRAMS)):
-        quiet = {"env": {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, "capture_output": True, "text": True}
         for words in (["update"], ["install", "--yes", "--no-install-recommends", *PACKAGES]):
             try:
-                done = subprocess.run(["apt-get", "--quiet", *words], check=False, **quiet)  # type: ignore[call-overload]
-            except OSError as error:
+                done = subprocess.run(
+                    ["apt-get", "--quiet", *_HASTE, *words],
+                    env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+                    capture_output=True,
+                    text=True,
+                    timeout=_INSTALL_SECONDS,
+                    check=False,
+                )
+            except (OSError, subprocess.TimeoutExpired) as error:
                 raise SlurmUnavailableError(f"Slurm is not installed, and apt-get cannot be run: {error}") from None
             if done.returncode:
                 said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
