@@ -7,19 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from distopt.cli.bench.emulation import HostsUnavailableError, two_hosts
-
 from .hosts import Trial, run
-
-
-@pytest.fixture(scope="module")
-def net():
-    pytest.importorskip("mpi4py", reason="mpi4py is absent: pip install 'distopt[mpi]'", exc_type=ImportError)
-    try:
-        with two_hosts() as made:
-            yield made
-    except HostsUnavailableError as error:
-        pytest.skip(f"no second host: {error}")
 
 
 @pytest.mark.parametrize(

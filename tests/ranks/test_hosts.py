@@ -4,22 +4,9 @@ import re
 import sys
 import time
 
-import pytest
-
-from distopt.cli.bench.emulation import HostsUnavailableError, two_hosts
 from tests.processes import ROOT, Program
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "hosts_script.py")
-
-
-@pytest.fixture(scope="module")
-def net():
-    pytest.importorskip("mpi4py", reason="mpi4py is absent: pip install 'distopt[mpi]'", exc_type=ImportError)
-    try:
-        with two_hosts() as made:
-            yield made
-    except HostsUnavailableError as error:
-        pytest.skip(f"no second host: {error}")
 
 
 def test_sum_is_that_of_the_flat_communicator_and_has_the_same_bits_everywhere(net):

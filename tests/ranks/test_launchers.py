@@ -7,13 +7,12 @@ import re
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from distopt.cli.bench.emulation import LINK, HostsUnavailableError, two_hosts
-from tests.processes import ROOT, Program, is_open_mpi
+from distopt.cli.bench.emulation import LINK
+from tests.processes import ROOT, Program
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "launched_script.py")
 MAIN = str(ROOT / "tests" / "ranks" / "launched_main.py")
@@ -23,14 +22,10 @@ needs_torchrun = pytest.mark.skipif(not Path(TORCHRUN).exists(), reason="torchru
 
 
 @pytest.fixture(scope="module")
-def net():
-    if find_spec("mpi4py") is None or is_open_mpi():
+def net(net):
+    if net.is_open_mpi:
         pytest.skip("MPICH is absent: pip install 'distopt[mpi]'")
-    try:
-        with two_hosts() as made:
-            yield made
-    except HostsUnavailableError as error:
-        pytest.skip(f"no second host: {error}")
+    return net
 
 
 def slurm(rank: int, size: int, nodes: str, n_nodes: int, job: int = os.getpid()) -> dict[str, str]:

@@ -9,12 +9,11 @@ import socket
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 
 import pytest
 
-from distopt.cli.bench.emulation import LINK, HostsUnavailableError, two_hosts
-from tests.processes import ROOT, Ended, Program, is_open_mpi, patience
+from distopt.cli.bench.emulation import LINK, two_hosts
+from tests.processes import ROOT, Ended, Program, patience
 
 RUN = [sys.executable, "-m", "distopt", "run", "--nproc-per-node"]
 SCRIPT = str(ROOT / "tests" / "ranks" / "run_script.py")
@@ -23,14 +22,10 @@ HERE = os.uname().nodename
 
 
 @pytest.fixture(scope="module")
-def net():
-    if find_spec("mpi4py") is None or is_open_mpi():
+def net(net):
+    if net.is_open_mpi:
         pytest.skip("MPICH is absent: pip install 'distopt[mpi]'")
-    try:
-        with two_hosts() as made:
-            yield made
-    except HostsUnavailableError as error:
-        pytest.skip(f"no second host: {error}")
+    return net
 
 
 def on_two_hosts(net, *words: str, ranks: tuple[int, int] = (2, 2), options: tuple[str, ...] = ()) -> list[Program]:
