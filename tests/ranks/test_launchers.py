@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -85,6 +86,16 @@ def test_rank_that_has_left_is_not_missed_by_one_that_goes_on():
     ended = [program.end() for program in programs]
     assert [(one.code, one.stderr) for one in ended] == [(0, "")] * 2
     assert ended[1].stdout.endswith("done\n")
+
+
+def test_ranks_that_tcp_does_not_connect_are_warned_and_train(net):
+    """A namespace of its own has no interface that is up, not even the loopback."""
+    variables = [[f"{name}={value}" for name, value in slurm(rank, 2, "here", 1).items()] for rank in range(2)]
+    ranks = [shlex.join(["env", *own, sys.executable, SCRIPT, "ok"]) for own in variables]
+    ended = Program(["unshare", "--net", "sh", "-c", f"{ranks[0]} & {ranks[1]} && wait $!"]).end()
+    assert ended.code == 0, ended
+    assert len(said(ended.stdout)) == 2
+    assert re.fullmatch(r"rank 0, 1 cannot reach rank 0 by TCP; the loss of a rank may .*\n", ended.stderr), ended
 
 
 def on_two_hosts(net, how: str, env: dict[str, str] | None = None) -> list[Program]:
