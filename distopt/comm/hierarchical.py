@@ -17,23 +17,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import UsageError
 from ..launch.topology import Topology
-from .base import Works
 from .mpi.communicator import MpiCommunicator
-from .mpi.steps import LocalRequest, MpiGroup
 from .shm import ShmCommunicator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ..launch.mpi import MpiJob
-    from .base import Array, ReduceOp, Work
+    from .base import Array
 
 __all__ = ["HierarchicalCommunicator"]
 
 # Below, the three stages cost more time than the bytes that they save.
 _FLAT_BYTES = 32 << 10
-# Larger arrays go in parts of this size, so that one is on the network while another is in shared memory.
-_PART_BYTES = 8 << 20
 
 
 class HierarchicalCommunicator(MpiCommunicator):
@@ -65,8 +59,16 @@ class HierarchicalCommunicator(MpiCommunicator):
         names = Topology.of_one_host(local.local_rank, local.local_size, local.host)
         self._scatter = ShmCommunicator(group, names, ranks=ranks)
         self._collect = ShmCommunicator(group, names, ranks=ranks, wire_of=self._scatter)
-        host = hosts.index(ranks[0])
-        self._between = MpiGroup(host, len(hosts), *(job.comm.Split(local.local_rank, host) for _ in range(2)))
+        members = [[rank for rank, first in enumerate(firsts) if first == host] for host in hosts]
+        self._core.use_hierarchy(
+            self._scatter.core,
+            self._collect.core,
+            local.local_rank,
+            local.local_size,
+            between=[ranks_of_host[local.local_rank] for ranks_of_host in members],
+            host=hosts.index(ranks[0]),
+            above_bytes=_FLAT_BYTES,
+        )
 
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
         # It waits without calling MPI, so no operation may be under way that needs this rank.
@@ -75,33 +77,6 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     def close(self) -> None:
         """Local. Leave; ranks that wait for an operation which this one has not finished get an error. Idempotent."""
-        if self._queue.close():
-            self._everyone.free()
-            self._between.free()
+        super().close()
         self._collect.close()
         self._scatter.close()
-
-    def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        if array.nbytes <= _FLAT_BYTES:
-            return super()._all_reduce(array, dtype, op, label)
-        flat, n = array.reshape(-1), self.topology.local_size
-        even = flat.size // n * n
-        step = _PART_BYTES // array.itemsize // n * n
-        works: list[Work] = []
-        for start in range(0, even, step):
-            part = flat[start : min(start + step, even)]
-            stages = self._stages(part, dtype, op, label)
-            works.append(self._queue.begin("all_reduce", [part], stages, dtype, label, count=part.size, op=op))
-        if even < flat.size:
-            works.append(super()._all_reduce(flat[even:], dtype, op, label))
-        return Works(works)
-
-    def _stages(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Iterator[Any]:
-        share = array.size // self.topology.local_size
-        start = self.topology.local_rank * share
-        mine = array[start : start + share]
-        divisor = self.topology.world_size if op == "mean" and dtype in ("float32", "float64") else 1
-        stage_op: ReduceOp = "sum" if divisor != 1 else op
-        yield LocalRequest(self._scatter.reduce_scatter(array, mine, stage_op, wire=dtype, label=label))
-        yield from self._reduce_in_slices(self._between, mine, dtype, stage_op, divisor)
-        yield LocalRequest(self._collect.all_gather(mine, array, wire=dtype, label=label))

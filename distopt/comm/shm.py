@@ -37,6 +37,9 @@ class ShmCommunicator(Communicator):
 
     Arrays from `empty` are reduced where they lie; others go through chunks in shared memory. `max` and `min` of
     floats give NaN if any rank has NaN.
+
+    Attributes:
+        core: the communicator of csrc/shm.
     """
 
     name = "shm"
@@ -69,13 +72,13 @@ class ShmCommunicator(Communicator):
             for q, host, pid in zip(ranks or range(group.size), topology.hosts, group.pids, strict=True)
         ]
         fd = group.share_fd(lambda: _core.create_segment(group.size, chunk_bytes))
-        self._core = _core.ShmCommunicator(
+        self.core = _core.ShmCommunicator(
             fd, group.rank, names, settings.timeout, settings.stall_warning, _log.warning
         )
         if wire_of is not None:
-            self._core.use_wire_memory_of(wire_of._core)
+            self.core.use_wire_memory_of(wire_of.core)
         group.all_gather(b"")  # nobody may miss a peer before that peer has shown that it lives
-        self._core.count_cores()
+        self.core.count_cores()
 
     @classmethod
     def create(cls, job: Job) -> ShmCommunicator:
@@ -98,40 +101,40 @@ class ShmCommunicator(Communicator):
         find_nonfinite: bool = False,
     ) -> Work:
         """Collective. See `Communicator.all_reduce`, which makes the errors."""
-        work = self._core.all_reduce_plain(array, op, wire, label, find_nonfinite)
+        work = self.core.all_reduce_plain(array, op, wire, label, find_nonfinite)
         return work or super().all_reduce(array, op, wire=wire, label=label, find_nonfinite=find_nonfinite)
 
     def barrier(self) -> None:  # noqa: D102
-        self._core.barrier()
+        self.core.barrier()
 
     def progress(self) -> None:  # noqa: D102
-        self._core.progress()
+        self.core.progress()
 
     def close(self) -> None:
         """Local. Leave; peers that still wait for this rank get a CommunicatorClosedError. Idempotent."""
-        self._core.close()
+        self.core.close()
 
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
-        array = self._core.empty(count, DTYPES[dtype], _available_bytes() if self.topology.rank == 0 else 0)
+        array = self.core.empty(count, DTYPES[dtype], _available_bytes() if self.topology.rank == 0 else 0)
         return array if count else np.empty(0, array.dtype)
 
     def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        return self._core.all_reduce(array, DTYPES[dtype], OPS[op], label, False)
+        return self.core.all_reduce(array, DTYPES[dtype], OPS[op], label, False)
 
     def _all_reduce_and_look(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        return self._core.all_reduce(array, DTYPES[dtype], OPS[op], label, True)
+        return self.core.all_reduce(array, DTYPES[dtype], OPS[op], label, True)
 
     def _reduce_scatter(self, array: Array, out: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        return self._core.reduce_scatter(array, out, DTYPES[dtype], OPS[op], label)
+        return self.core.reduce_scatter(array, out, DTYPES[dtype], OPS[op], label)
 
     def _all_gather(self, array: Array, out: Array, dtype: str, label: str) -> Work:
-        return self._core.all_gather(array, out, DTYPES[dtype], label)
+        return self.core.all_gather(array, out, DTYPES[dtype], label)
 
     def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork:
-        return self._core.all_gather_ragged(array, DTYPES[dtype], label)
+        return self.core.all_gather_ragged(array, DTYPES[dtype], label)
 
     def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:
-        return self._core.broadcast(array, root, DTYPES[dtype], label)
+        return self.core.broadcast(array, root, DTYPES[dtype], label)
 
 
 def _available_bytes() -> int:

@@ -1,0 +1,195 @@
+// What the bindings of communicators share: arrays that an operation holds, and requests made from them.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "host/request.h"
+
+namespace distopt {
+
+namespace nb = nanobind;
+
+// Contiguous arrays by the buffer protocol: a fraction of the time that DLPack takes, and held until released.
+class Buffers {
+ public:
+  Buffers() = default;
+  Buffers(Buffers&& other) noexcept : count_(std::exchange(other.count_, 0)) {
+    std::copy_n(other.views_, count_, views_);
+  }
+  ~Buffers() {
+    if (count_ == 0 || !Py_IsInitialized()) return;  // at the end of the process the arrays are gone already
+    nb::gil_scoped_acquire gil;                      // the last to let go may be a thread that waits without it
+    for (int i = 0; i < count_; ++i) PyBuffer_Release(&views_[i]);
+  }
+  Buffers(const Buffers&) = delete;
+  Buffers& operator=(const Buffers&) = delete;
+
+  // nullptr, with a Python error set, if the array has no such buffer.
+  const Py_buffer* try_add(nb::handle array, int flags) {
+    Py_buffer& view = views_[count_];
+    if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_C_CONTIGUOUS | flags) != 0) return nullptr;
+    ++count_;
+    return &view;
+  }
+  const Py_buffer& add(nb::handle array, int flags) {
+    const Py_buffer* view = try_add(array, flags);
+    if (view == nullptr) throw nb::python_error();
+    return *view;
+  }
+
+ private:
+  Py_buffer views_[2];
+  int count_ = 0;
+};
+
+// An operation and, in the same allocation, what keeps its arrays alive.
+template <typename Operation>
+class Held : public Operation {
+ public:
+  Held(Request request, Buffers buffers) : Operation(std::move(request)), buffers_(std::move(buffers)) {}
+
+ private:
+  Buffers buffers_;
+};
+
+inline Request make_request(OpKind kind, int dtype, const char* label) {
+  Request request;
+  request.kind = kind;
+  request.dtype = static_cast<DType>(dtype);
+  request.label = label;
+  return request;
+}
+
+// `array` is the input; `out` the output, or None where the operation works in place.
+inline void take_arrays(Request& request, Buffers& buffers, nb::handle array, nb::handle out) {
+  const Py_buffer& input = buffers.add(array, out.is_none() ? PyBUF_WRITABLE : 0);
+  const Py_buffer& output = out.is_none() ? input : buffers.add(out, PyBUF_WRITABLE);
+  const Py_buffer& part = request.kind == OpKind::reduce_scatter ? output : input;
+  request.input = static_cast<const char*>(input.buf);
+  request.output = static_cast<char*>(output.buf);
+  request.count = static_cast<std::size_t>(part.len) / item_bytes(request.dtype);
+}
+
+inline bool equals(nb::handle text, const char* name) {
+  return PyUnicode_Check(text.ptr()) && PyUnicode_CompareWithASCIIString(text.ptr(), name) == 0;
+}
+
+// The element type of a buffer, if its format tells, `wire` (a name or None) agrees, and it is aligned. A format of the
+// other byte order has two characters.
+inline std::optional<DType> plain_dtype(const Py_buffer& view, nb::handle wire) {
+  struct Plain {
+    char format;
+    Py_ssize_t bytes;
+    DType dtype;
+    const char* name;
+  };
+  constexpr Plain types[] = {{'f', 4, DType::float32, "float32"}, {'d', 8, DType::float64, "float64"},
+                             {'e', 2, DType::float16, "float16"}, {'i', 4, DType::int32, "int32"},
+                             {'l', 8, DType::int64, "int64"},     {'q', 8, DType::int64, "int64"}};
+  if (view.format == nullptr || view.format[0] == 0 || view.format[1] != 0) return {};
+  for (const Plain& type : types)
+    if (view.format[0] == type.format && view.itemsize == type.bytes && (wire.is_none() || equals(wire, type.name)) &&
+        reinterpret_cast<std::uintptr_t>(view.buf) % static_cast<std::uintptr_t>(type.bytes) == 0)
+      return type.dtype;
+  return {};
+}
+
+inline std::optional<RedOp> plain_op(nb::handle op, DType dtype) {
+  const bool integer = dtype == DType::int32 || dtype == DType::int64;
+  if (equals(op, "sum")) return RedOp::sum;
+  if (equals(op, "mean") && !integer) return RedOp::mean;
+  if (equals(op, "max")) return RedOp::max;
+  if (equals(op, "min")) return RedOp::min;
+  return {};
+}
+
+// An all_reduce of an array whose buffer says all; none if it does not or if an argument is wrong.
+inline std::optional<Request> plain_all_reduce(Buffers& buffers, nb::handle array, nb::handle op, nb::handle wire,
+                                               nb::handle label) {
+  const Py_buffer* view = buffers.try_add(array, PyBUF_WRITABLE | PyBUF_FORMAT);
+  Py_ssize_t length = 0;
+  const char* text = view == nullptr ? nullptr : PyUnicode_AsUTF8AndSize(label.ptr(), &length);
+  if (text == nullptr) {
+    PyErr_Clear();
+    return {};
+  }
+  const std::optional<DType> dtype = plain_dtype(*view, wire);
+  const std::optional<RedOp> reduction = dtype ? plain_op(op, *dtype) : std::nullopt;
+  if (!reduction) return {};
+  Request request;
+  request.kind = OpKind::all_reduce;
+  request.dtype = *dtype;
+  request.op = *reduction;
+  request.count = static_cast<std::size_t>(view->len) / item_bytes(*dtype);
+  request.input = request.output = static_cast<char*>(view->buf);
+  request.label.assign(text, static_cast<std::size_t>(length));
+  return request;
+}
+
+inline nb::dlpack::dtype storage_of(DType dtype) {
+  switch (dtype) {
+    case DType::float64:
+      return nb::dtype<double>();
+    case DType::float16:
+      return {static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
+    case DType::bfloat16:
+      return nb::dtype<std::uint16_t>();
+    case DType::int32:
+      return nb::dtype<std::int32_t>();
+    case DType::int64:
+      return nb::dtype<std::int64_t>();
+    default:
+      return nb::dtype<float>();
+  }
+}
+
+// A flat NumPy array on memory that `owner` keeps alive.
+inline nb::object flat_array(std::shared_ptr<char> memory, std::size_t count, DType dtype) {
+  void* data = memory.get();
+  auto* owner = new std::shared_ptr<char>(std::move(memory));
+  nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<char>*>(p); });
+  return nb::cast(nb::ndarray<nb::numpy>(data, {count}, capsule, {}, storage_of(dtype)));
+}
+
+// Ragged results: memory that arrives in, the caller's once taken.
+template <typename Operation>
+class Receiving : public Operation {
+ public:
+  using Operation::Operation;
+  // To be called once, when it has finished: every rank's elements.
+  std::vector<std::shared_ptr<char>> take() { return std::move(memory_); }
+
+ private:
+  std::vector<char*> allocate(const std::vector<std::uint64_t>& counts) override {
+    std::vector<char*> outputs;
+    for (std::uint64_t count : counts) {
+      // At least one byte, so that no array is at the null address.
+      memory_.emplace_back(new char[count * item_bytes(this->request().dtype) + 1], std::default_delete<char[]>());
+      outputs.push_back(memory_.back().get());
+    }
+    return outputs;
+  }
+
+  std::vector<std::shared_ptr<char>> memory_;
+};
+
+// Those, as arrays.
+template <typename Operation>
+nb::list take_parts(Receiving<Operation>& operation) {
+  std::vector<std::shared_ptr<char>> memory = operation.take();
+  nb::list parts;
+  for (std::size_t q = 0; q < memory.size(); ++q)
+    parts.append(flat_array(std::move(memory[q]), operation.counts()[q], operation.request().dtype));
+  return parts;
+}
+
+}  // namespace distopt

@@ -1,0 +1,193 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind/buffers.h"
+#include "bind/errors.h"
+#include "bind/rooms.h"
+#include "mpi/communicator.h"
+
+namespace distopt {
+namespace {
+
+using mpi::Communicator;
+using mpi::HierarchicalOperation;
+using mpi::Hierarchy;
+using mpi::Operation;
+using Started = std::shared_ptr<Operation>;
+
+using Plain = Held<Operation>;
+using Ragged = Receiving<Plain>;
+
+class TwoLevels final : public HierarchicalOperation {
+ public:
+  TwoLevels(Request request, std::shared_ptr<Hierarchy> hierarchy, Buffers buffers)
+      : HierarchicalOperation(std::move(request), std::move(hierarchy)), buffers_(std::move(buffers)) {}
+
+ private:
+  Buffers buffers_;
+};
+
+class PartsOperation : public Operation {
+ public:
+  PartsOperation(Request request, std::vector<mpi::Piece> parts, std::vector<Buffers> buffers)
+      : Operation(std::move(request), std::move(parts)), buffers_(std::move(buffers)) {}
+
+ private:
+  std::vector<Buffers> buffers_;
+};
+
+using Exchange = Receiving<PartsOperation>;
+
+template <typename Kind>
+std::shared_ptr<Kind> start(Communicator& communicator, std::shared_ptr<Kind> operation) {
+  nb::gil_scoped_release release;
+  communicator.start(operation);
+  return operation;
+}
+
+Started start(Communicator& communicator, Request request, Buffers buffers) {
+  if (std::shared_ptr<Hierarchy> levels = communicator.hierarchy_for(request))
+    return start<Operation>(
+        communicator, std::make_shared<TwoLevels>(std::move(request), std::move(levels), std::move(buffers)));
+  return start<Operation>(communicator, std::make_shared<Plain>(std::move(request), std::move(buffers)));
+}
+
+Started start(Communicator& communicator, Request request, nb::handle array, nb::handle out) {
+  Buffers buffers;
+  take_arrays(request, buffers, array, out);
+  return start(communicator, std::move(request), std::move(buffers));
+}
+
+Started all_reduce(Communicator& communicator, nb::handle array, int dtype, int op, const char* label) {
+  Request request = make_request(OpKind::all_reduce, dtype, label);
+  request.op = static_cast<RedOp>(op);
+  return start(communicator, std::move(request), array, nb::none());
+}
+
+Started all_reduce_plain(Communicator& communicator, nb::handle array, nb::handle op, nb::handle wire,
+                         nb::handle label) {
+  Buffers buffers;
+  std::optional<Request> request = plain_all_reduce(buffers, array, op, wire, label);
+  return request ? start(communicator, std::move(*request), std::move(buffers)) : nullptr;
+}
+
+Started reduce_scatter(Communicator& communicator, nb::handle array, nb::handle out, int dtype, int op,
+                       const char* label) {
+  Request request = make_request(OpKind::reduce_scatter, dtype, label);
+  request.op = static_cast<RedOp>(op);
+  return start(communicator, std::move(request), array, out);
+}
+
+Started all_gather(Communicator& communicator, nb::handle array, nb::handle out, int dtype, const char* label) {
+  return start(communicator, make_request(OpKind::all_gather, dtype, label), array, out);
+}
+
+Started broadcast(Communicator& communicator, nb::handle array, int root, int dtype, const char* label) {
+  Request request = make_request(OpKind::broadcast, dtype, label);
+  request.root = root;
+  return start(communicator, std::move(request), array, nb::none());
+}
+
+Started barrier(Communicator& communicator) { return start(communicator, Request{}, Buffers()); }
+
+std::shared_ptr<Ragged> all_gather_ragged(Communicator& communicator, nb::handle array, int dtype, const char* label) {
+  Request request = make_request(OpKind::all_gather_ragged, dtype, label);
+  Buffers buffers;
+  const Py_buffer& input = buffers.add(array, 0);
+  request.input = static_cast<const char*>(input.buf);
+  request.count = static_cast<std::size_t>(input.len) / item_bytes(request.dtype);
+  return start(communicator, std::make_shared<Ragged>(std::move(request), std::move(buffers)));
+}
+
+std::shared_ptr<Exchange> all_to_all_ragged(Communicator& communicator, const std::vector<nb::object>& arrays,
+                                            int dtype, const char* label) {
+  Request request = make_request(OpKind::all_to_all_ragged, dtype, label);
+  std::vector<mpi::Piece> parts;
+  std::vector<Buffers> held;
+  for (const nb::object& array : arrays) {
+    const Py_buffer& view = held.emplace_back().add(array, 0);
+    parts.push_back({static_cast<char*>(view.buf), static_cast<std::size_t>(view.len)});
+    request.count += parts.back().bytes / item_bytes(request.dtype);
+  }
+  return start(communicator, std::make_shared<Exchange>(std::move(request), std::move(parts), std::move(held)));
+}
+
+// Addresses of MPI handles, as numbers.
+using Address = std::uintptr_t;
+
+std::shared_ptr<Communicator> create(std::string module, Address communicator, Address byte, std::size_t handle_bytes,
+                                     std::size_t status_bytes, int rank, std::vector<std::string> names) {
+  const auto at = [](Address address) { return reinterpret_cast<const void*>(address); };
+  return std::make_shared<Communicator>(
+      mpi::Library{std::move(module), at(communicator), at(byte), handle_bytes, status_bytes}, rank, std::move(names));
+}
+
+void use_hierarchy(Communicator& communicator, std::shared_ptr<ShmCommunicator> scatter,
+                   std::shared_ptr<ShmCommunicator> collect, int local_rank, int local_size, std::vector<int> between,
+                   std::size_t host, std::size_t above_bytes) {
+  auto levels = std::make_shared<Hierarchy>();
+  levels->scatter = std::move(scatter);
+  levels->collect = std::move(collect);
+  levels->local_rank = local_rank;
+  levels->local_size = local_size;
+  levels->between = std::move(between);
+  levels->host = host;
+  communicator.use_hierarchy(std::move(levels), above_bytes);
+}
+
+void fail(Communicator& communicator, const std::string& kind, const std::string& text) {
+  communicator.fail(kind_of(kind), text);
+  communicator.progress();  // which throws it
+}
+
+}  // namespace
+
+void bind_mpi(nb::module_& m) {
+  using Operation = mpi::Operation;  // there is one of shared memory, too
+  nb::class_<Operation>(m, "MpiOperation", "A collective over MPI.")
+      .def_prop_ro("finished", &Operation::finished)
+      .def_prop_ro("sequence", &Operation::sequence)
+      .def("__str__", &Operation::description);
+  nb::class_<Ragged, Operation>(m, "MpiGather", "An all_gather_ragged.")
+      .def("take_parts", &take_parts<Plain>, "To be called once, when it has finished.");
+  nb::class_<Exchange, Operation>(m, "MpiExchange", "An all_to_all_ragged.")
+      .def("take_parts", &take_parts<PartsOperation>, "To be called once, when it has finished.");
+
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Communicator>(m, "MpiCommunicator", "Collectives over the ranks of several hosts; arguments are trusted.")
+      .def(nb::new_(&create), nb::arg("module"), nb::arg("communicator"), nb::arg("byte"), nb::arg("handle_bytes"),
+           nb::arg("status_bytes"), nb::arg("rank"), nb::arg("names"))
+      .def("use_hierarchy", &use_hierarchy, nb::arg("scatter"), nb::arg("collect"), nb::arg("local_rank"),
+           nb::arg("local_size"), nb::arg("between"), nb::arg("host"), nb::arg("above_bytes"))
+      .def("all_reduce", &all_reduce)
+      .def("all_reduce_plain", &all_reduce_plain, nb::arg("array"), nb::arg("op"), nb::arg("wire").none(),
+           nb::arg("label"),
+           "all_reduce of an array whose buffer says all; None, without having started anything, of another one or if "
+           "an argument is wrong.")
+      .def("reduce_scatter", &reduce_scatter)
+      .def("all_gather", &all_gather)
+      .def("all_gather_ragged", &all_gather_ragged)
+      .def("all_to_all_ragged", &all_to_all_ragged)
+      .def("broadcast", &broadcast)
+      .def("barrier", &barrier)
+      .def("progress", &Communicator::progress, Unlocked())
+      .def("test", &Communicator::test, Unlocked())
+      .def("wait", &Communicator::wait, Unlocked(), nb::arg("operation"), nb::arg("seconds"),
+           "Wait that long at most; whether the operation has ended.")
+      .def("fail", &fail, nb::arg("kind"), nb::arg("text"), "Raise an error, now and in all later calls.")
+      .def("close", &Communicator::close)
+      .def_prop_ro("oldest", &Communicator::oldest, "The oldest operation that has not ended, or None.")
+      .def_prop_ro("started", &Communicator::started, "Number of operations.")
+      .def_prop_ro("last_agreed", &Communicator::last_agreed, "The last operation that all ranks have begun, in words.")
+      .def_prop_ro("scratch_count", &Communicator::scratch_count, "Number of unused buffers (tests).");
+}
+
+}  // namespace distopt

@@ -1,0 +1,86 @@
+#include "mpi/agreement.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/errors.h"
+
+namespace distopt::mpi {
+namespace {
+
+// Per rank, and of all ranks together. Larger data are cheaper where they cross the network once.
+constexpr std::size_t most_payload = 64 << 10, most_payload_of_all = 128 << 10;
+
+}  // namespace
+
+std::size_t Agreement::capacity(int world_size) {
+  const auto size = static_cast<std::size_t>(world_size);
+  // all_to_all_ragged sends the counts of all its parts.
+  return std::max(std::min(most_payload, most_payload_of_all / size), size * sizeof(std::uint64_t));
+}
+
+std::size_t Agreement::block_bytes(std::size_t payload_bytes) {
+  return (sizeof(Said) + payload_bytes + alignof(Said) - 1) / alignof(Said) * alignof(Said);
+}
+
+void Agreement::begin(const Request& request, std::uint64_t sequence, const char* payload, std::size_t payload_bytes) {
+  const int size = world_.size();
+  memory_ = world_.pool.take(static_cast<std::size_t>(size) * block_bytes(capacity(size)));
+  said_.assign(static_cast<std::size_t>(size), nullptr);
+  auto* mine = new (memory_.data()) Said{};
+  fill(mine->descriptor, mine->label, request);
+  mine->descriptor.sequence.store(sequence, std::memory_order_relaxed);
+  mine->descriptor.location = static_cast<std::uint64_t>(world_.rank);
+  mine->payload_bytes = payload_bytes;
+  if (payload_bytes != 0) std::memcpy(memory_.data() + sizeof(Said), payload, payload_bytes);
+  said_[world_.rank] = mine;
+  ends_.push_back(block_bytes(payload_bytes));
+  if (size > 1) exchange();
+}
+
+// Starts a round: everything that the partner lacks goes there, and the same number of blocks comes.
+void Agreement::exchange() {
+  const int size = world_.size(), rank = world_.rank, blocks = blocks_of_round();
+  const bool doubling = (size & (size - 1)) == 0;
+  const int to = doubling ? rank ^ distance_ : (rank + size - distance_) % size;
+  const int from = doubling ? to : (rank + distance_) % size;
+  const std::size_t room = static_cast<std::size_t>(blocks) * block_bytes(capacity(size));
+  world_.transport.receive(memory_.data() + ends_.back(), room, from, tag_, received_);
+  world_.transport.send(memory_.data(), ends_[static_cast<std::size_t>(blocks - 1)], to, tag_, sent_);
+}
+
+bool Agreement::advance() {
+  while (!complete_) {
+    if (!sent_ || !received_) return false;
+    if (distance_ < world_.size()) take_in();
+    if (distance_ < world_.size()) {
+      exchange();
+    } else {
+      compare();
+      complete_ = true;
+    }
+  }
+  return true;
+}
+
+void Agreement::take_in() {
+  for (int blocks = blocks_of_round(); blocks > 0; --blocks) {
+    const auto* said = reinterpret_cast<const Said*>(memory_.data() + ends_.back());
+    said_[said->descriptor.location] = said;
+    ends_.push_back(ends_.back() + block_bytes(said->payload_bytes));
+  }
+  distance_ *= 2;
+}
+
+void Agreement::compare() const {
+  const auto text_of = [](const Said& said) {
+    return describe(said.descriptor, said.descriptor.sequence.load(std::memory_order_relaxed), said.label);
+  };
+  const Said& mine = *said_[world_.rank];
+  for (int rank = 0; rank < world_.size(); ++rank)
+    if (const Said& theirs = *said_[rank]; !alike(mine.descriptor, theirs.descriptor))
+      throw ShmError(ErrorKind::mismatch, mismatch_between(world_.names[rank], text_of(theirs),
+                                                           world_.names[world_.rank], text_of(mine)));
+}
+
+}  // namespace distopt::mpi

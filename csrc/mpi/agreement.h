@@ -1,0 +1,74 @@
+// What every rank says of an operation, gathered by all, so that ranks which call different collectives find out. Small
+// data travel with it.
+//
+// Gathered in ceil(log2(world size)) rounds: by recursive doubling where the world size is a power of two, else by the
+// algorithm of Bruck et al., "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing Systems",
+// IEEE Transactions on Parallel and Distributed Systems 8(11), 1997, section 3.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "host/describe.h"
+#include "mpi/memory.h"
+#include "mpi/transport.h"
+
+namespace distopt::mpi {
+
+// What all operations of a communicator share.
+struct World {
+  Transport& transport;
+  Pool& pool;
+  int rank;
+  const std::vector<std::string>& names;  // of each rank, in messages
+
+  int size() const { return static_cast<int>(names.size()); }
+};
+
+class Agreement {
+ public:
+  // Bytes of data that may travel with what a rank says.
+  static std::size_t capacity(int world_size);
+
+  Agreement(World& world, int tag) : world_(world), tag_(tag) {}
+  ~Agreement() { world_.pool.give(std::move(memory_)); }
+  Agreement(const Agreement&) = delete;
+  Agreement& operator=(const Agreement&) = delete;
+
+  // Tells the others; `payload` is copied.
+  void begin(const Request& request, std::uint64_t sequence, const char* payload, std::size_t payload_bytes);
+  // Does what can be done without waiting; whether all ranks have been heard and agree. Throws ShmError (mismatch) that
+  // names the first which does not.
+  bool advance();
+  bool complete() const { return complete_; }
+
+  // Of any rank, when complete.
+  std::uint64_t count_of(int rank) const { return said_[rank]->descriptor.count; }
+  const char* payload_of(int rank) const { return reinterpret_cast<const char*>(said_[rank] + 1); }
+
+ private:
+  // Followed by the payload, padded so that what comes next is aligned.
+  struct Said {
+    Descriptor descriptor;  // `location` is the rank
+    char label[label_bytes];
+    std::uint64_t payload_bytes;
+  };
+
+  static std::size_t block_bytes(std::size_t payload_bytes);
+  int blocks_of_round() const { return std::min(distance_, world_.size() - distance_); }
+  void exchange();
+  void take_in();
+  void compare() const;
+
+  World& world_;
+  int tag_;
+  Memory memory_;  // blocks in the order of their arrival, this rank's first
+  std::vector<const Said*> said_;
+  std::vector<std::size_t> ends_;  // of the blocks
+  int distance_ = 1;               // between partners; doubles in each round
+  bool sent_ = true, received_ = true;
+  bool complete_ = false;
+};
+
+}  // namespace distopt::mpi

@@ -1,0 +1,135 @@
+#include "mpi/communicator.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+namespace distopt::mpi {
+
+// Two threads in one communicator would make the order of operations a matter of luck.
+class Communicator::Guard {
+ public:
+  explicit Guard(Communicator& owner) : owner_(owner) {
+    if (owner.busy_.exchange(true, std::memory_order_acquire))
+      throw ShmError(ErrorKind::usage,
+                     "two threads use one communicator at the same time; call collectives from one thread");
+  }
+  ~Guard() { owner_.busy_.store(false, std::memory_order_release); }
+  Guard(const Guard&) = delete;
+  Guard& operator=(const Guard&) = delete;
+
+ private:
+  Communicator& owner_;
+};
+
+Communicator::Communicator(const Library& library, int rank, std::vector<std::string> names)
+    : names_(std::move(names)), transport_(make_transport(library)), world_{*transport_, pool_, rank, names_} {}
+
+void Communicator::use_hierarchy(std::shared_ptr<Hierarchy> hierarchy, std::size_t above_bytes) {
+  hierarchy_ = std::move(hierarchy);
+  hierarchy_above_bytes_ = above_bytes;
+}
+
+std::shared_ptr<Hierarchy> Communicator::hierarchy_for(const Request& request) const {
+  const bool large = request.count * item_bytes(request.dtype) > hierarchy_above_bytes_;
+  return request.kind == OpKind::all_reduce && large ? hierarchy_ : nullptr;
+}
+
+void Communicator::start(std::shared_ptr<Operation> operation) {
+  const Guard guard(*this);
+  require_usable();
+  const std::uint64_t tags = operation->tags();
+  if (next_tag_ % tag_count + tags > tag_count) next_tag_ += tag_count - next_tag_ % tag_count;
+  operation->enqueue(world_, started_++, next_tag_);
+  next_tag_ += tags;
+  queue_.push_back(std::move(operation));
+  advance();
+}
+
+void Communicator::progress() {
+  const Guard guard(*this);
+  require_usable();
+  advance();
+}
+
+bool Communicator::test(const Operation& operation) {
+  if (operation.finished()) return true;
+  progress();
+  return operation.finished();
+}
+
+bool Communicator::wait(const Operation& operation, double seconds) {
+  using Clock = std::chrono::steady_clock;
+  if (operation.finished()) return true;
+  const Guard guard(*this);
+  require_usable();
+  const Clock::time_point end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  for (;;) {
+    advance();
+    if (operation.finished()) return true;
+    if (Clock::now() > end) return false;
+    // Where ranks outnumber cores, this gives the core to one that has work.
+    ::sched_yield();
+  }
+}
+
+void Communicator::advance() {
+  try {
+    transport_->poll();
+    for (const auto& operation : queue_) advance(*operation);
+  } catch (const ShmError& error) {
+    if (!failure_) failure_ = error;
+    throw;
+  }
+  while (!queue_.empty() && queue_.front()->finished()) queue_.pop_front();
+}
+
+void Communicator::advance(Operation& operation) {
+  if (operation.finished()) return;
+  if (!operation.has_begun()) {
+    if (!may_begin(operation)) return;
+    operation.begin();
+  }
+  if (operation.advance()) last_finished_ = {operation.request(), operation.sequence()};
+}
+
+bool Communicator::may_begin(const Operation& operation) const {
+  // Half of the tags: those of an operation must not come round to one that is under way.
+  if (operation.first_tag() - queue_.front()->first_tag() > tag_count / 2) return false;
+  // A later operation is to see what an earlier one wrote.
+  for (const auto& earlier : queue_) {
+    if (earlier.get() == &operation) break;
+    if (!earlier->finished() && operation.overlaps(*earlier)) return false;
+  }
+  return true;
+}
+
+std::string Communicator::last_agreed() const {
+  for (auto operation = queue_.rbegin(); operation != queue_.rend(); ++operation)
+    if ((*operation)->finished() || (*operation)->agreed()) return (*operation)->description();
+  return last_finished_ ? describe(last_finished_->first, last_finished_->second) : "";
+}
+
+void Communicator::require_usable() const {
+  if (failure_) throw *failure_;
+  if (closed_)
+    throw ShmError(ErrorKind::closed,
+                   names_[world_.rank] + " used its communicator after close(); create a new one");
+}
+
+void Communicator::fail(ErrorKind kind, const std::string& text) {
+  if (!failure_) failure_ = ShmError(kind, text);
+}
+
+bool Communicator::close() {
+  if (closed_) return false;
+  closed_ = true;
+  const bool idle = queue_.empty() && !failure_;
+  static auto& kept = *new std::vector<std::shared_ptr<Communicator>>;  // MPI may still write to their memory
+  if (!idle) kept.push_back(shared_from_this());
+  return idle;
+}
+
+}  // namespace distopt::mpi

@@ -1,0 +1,76 @@
+// Collectives over MPI, for ranks on several hosts. MPI moves bytes only: the sums are ours, in rank order, because the
+// order of MPI_Allreduce is the library's own choice.
+//
+// Starting an operation only posts messages. MPI moves bytes when it is called: whoever calls later (another start,
+// progress, a wait) moves all outstanding operations forward, in any order of theirs.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
+#include "mpi/hierarchy.h"
+#include "mpi/operation.h"
+
+namespace distopt::mpi {
+
+class Communicator : public std::enable_shared_from_this<Communicator> {
+ public:
+  // `names` says for every rank how messages call it, e.g. "rank 3 on host a (pid 77)".
+  Communicator(const Library& library, int rank, std::vector<std::string> names);
+
+  // All ranks of the job, before their first operation: all_reduce of more than `above_bytes` goes in two levels.
+  void use_hierarchy(std::shared_ptr<Hierarchy> hierarchy, std::size_t above_bytes);
+  // That of the request, if it goes in two levels.
+  std::shared_ptr<Hierarchy> hierarchy_for(const Request& request) const;
+
+  // Starts an operation. All of these throw ShmError, the recorded one after the first failure.
+  void start(std::shared_ptr<Operation> operation);
+  void progress();
+  bool test(const Operation& operation);
+  // Waits that long at most, giving way to other processes; whether the operation has ended.
+  bool wait(const Operation& operation, double seconds);
+
+  // Records the failure of this rank, with which all later calls end.
+  void fail(ErrorKind kind, const std::string& text);
+  // Local. Later calls fail. Whether this was the first call, nothing is outstanding and nothing has failed: else it
+  // lives as long as the process.
+  bool close();
+
+  int world_size() const { return static_cast<int>(names_.size()); }
+  // The oldest operation that has not ended.
+  std::shared_ptr<Operation> oldest() const { return queue_.empty() ? nullptr : queue_.front(); }
+  std::uint64_t started() const { return started_; }
+  // The last operation that all ranks have begun, in words.
+  std::string last_agreed() const;
+  std::size_t scratch_count() const { return pool_.size(); }
+
+ private:
+  class Guard;
+
+  void require_usable() const;
+  void advance();
+  void advance(Operation& operation);
+  bool may_begin(const Operation& operation) const;
+
+  const std::vector<std::string> names_;
+  std::unique_ptr<Transport> transport_;
+  Pool pool_;
+  World world_;
+  std::deque<std::shared_ptr<Operation>> queue_;
+  std::shared_ptr<Hierarchy> hierarchy_;
+  std::size_t hierarchy_above_bytes_ = 0;
+  std::uint64_t started_ = 0;
+  std::uint64_t next_tag_ = 0;
+  std::optional<std::pair<Request, std::uint64_t>> last_finished_;
+  std::optional<ShmError> failure_;
+  bool closed_ = false;
+  std::atomic<bool> busy_{false};
+};
+
+}  // namespace distopt::mpi

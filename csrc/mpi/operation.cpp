@@ -1,0 +1,238 @@
+#include "mpi/operation.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include "shm/reduce.h"
+
+namespace distopt::mpi {
+namespace {
+
+// Of two ranks, both send all that they have up to this size: one message time instead of two, for as many bytes.
+constexpr std::size_t whole_bytes = 1 << 20;
+
+bool overlap(const char* a, std::size_t a_bytes, const char* b, std::size_t b_bytes) {
+  return a_bytes != 0 && b_bytes != 0 && a < b + b_bytes && b < a + a_bytes;
+}
+
+std::vector<int> everyone(int size) {
+  std::vector<int> ranks(static_cast<std::size_t>(size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+// One of `size` slices of an array, about equal.
+Piece slice_of(char* data, std::uint64_t count, std::size_t item, std::size_t size, std::size_t place) {
+  const std::size_t begin = count * place / size, end = count * (place + 1) / size;
+  return {data + begin * item, (end - begin) * item};
+}
+
+}  // namespace
+
+Plan plan_all_reduce(char* data, std::uint64_t count, DType dtype, RedOp op, std::size_t size, std::size_t place) {
+  Plan plan(size, place);
+  const std::size_t bytes = count * item_bytes(dtype);
+  const bool whole = size == 2 && bytes <= whole_bytes;
+  plan.result = whole ? Piece{data, bytes} : slice_of(data, count, item_bytes(dtype), size, place);
+  plan.reduction = Reduction{dtype, op, plan.result.data, 1, whole};
+  for (std::size_t i = 0; i < size; ++i) {
+    if (i == place) continue;
+    plan.from[i] = {nullptr, plan.result.bytes};
+    plan.to[i] = whole ? plan.result : slice_of(data, count, item_bytes(dtype), size, i);
+    if (whole) continue;
+    plan.shared_with[i] = true;
+    plan.collected[i] = plan.to[i];
+  }
+  return plan;
+}
+
+void Operation::enqueue(World& world, std::uint64_t sequence, std::uint64_t first_tag) {
+  world_ = &world;
+  sequence_ = sequence;
+  first_tag_ = first_tag;
+}
+
+void Operation::begin() {
+  const auto size = static_cast<std::size_t>(world_->size());
+  const char* payload = nullptr;
+  std::size_t bytes = 0;
+  if (request_.kind == OpKind::all_to_all_ragged) {
+    for (const Piece& part : parts_) counts_.push_back(part.bytes / item_bytes(request_.dtype));
+    payload = reinterpret_cast<const char*>(counts_.data());
+    bytes = size * sizeof(std::uint64_t);
+  } else if (travels_inline() && (request_.kind != OpKind::broadcast || request_.root == world_->rank)) {
+    payload = request_.input;
+    bytes = input_bytes();
+  }
+  announce(payload, bytes);
+  const bool ragged = request_.kind == OpKind::all_gather_ragged || request_.kind == OpKind::all_to_all_ragged;
+  if (ragged || travels_inline()) return;
+  start_flow(plan());
+}
+
+void Operation::announce(const char* payload, std::size_t bytes) {
+  begun_ = true;
+  agreement_ = std::make_unique<Agreement>(*world_, tag());
+  agreement_->begin(request_, sequence_, payload, bytes);
+}
+
+void Operation::start_flow(Plan plan) {
+  flow_ = std::make_unique<Flow>(*world_, everyone(world_->size()), tag() + 1);
+  flow_->begin(std::move(plan));
+}
+
+bool Operation::advance() {
+  if (finished_) return true;
+  if (!agree()) return false;
+  if (!admitted_) {
+    admitted_ = true;
+    if (request_.kind == OpKind::all_gather_ragged || request_.kind == OpKind::all_to_all_ragged) make_room();
+    if (flow_) flow_->admit();
+    else take_inline();
+  }
+  if (flow_ && !flow_->advance()) return false;
+  finish();
+  return true;
+}
+
+void Operation::finish() {
+  finished_ = true;
+  agreement_.reset();
+  flow_.reset();
+}
+
+bool Operation::overlaps(const Operation& other) const {
+  const auto touches = [&](const char* data, std::size_t bytes) {
+    return overlap(data, bytes, other.request_.input, other.input_bytes()) ||
+           overlap(data, bytes, other.request_.output, other.output_bytes()) ||
+           std::any_of(other.parts_.begin(), other.parts_.end(),
+                       [&](const Piece& part) { return overlap(data, bytes, part.data, part.bytes); });
+  };
+  return touches(request_.input, input_bytes()) || touches(request_.output, output_bytes()) ||
+         std::any_of(parts_.begin(), parts_.end(), [&](const Piece& part) { return touches(part.data, part.bytes); });
+}
+
+std::size_t Operation::input_bytes() const {
+  const std::size_t part = request_.count * item_bytes(request_.dtype);
+  if (request_.kind == OpKind::all_to_all_ragged) return 0;  // its parts are elsewhere
+  return request_.kind == OpKind::reduce_scatter ? part * static_cast<std::size_t>(world_->size()) : part;
+}
+
+std::size_t Operation::output_bytes() const {
+  const std::size_t part = request_.count * item_bytes(request_.dtype);
+  if (request_.output == nullptr) return 0;
+  return request_.kind == OpKind::all_gather ? part * static_cast<std::size_t>(world_->size()) : part;
+}
+
+bool Operation::travels_inline() const { return input_bytes() <= Agreement::capacity(world_->size()); }
+
+Plan Operation::plan() const {
+  const auto size = static_cast<std::size_t>(world_->size()), rank = static_cast<std::size_t>(world_->rank);
+  const std::size_t item = item_bytes(request_.dtype), part = request_.count * item;
+  // Nothing is written through the input.
+  char* const input = const_cast<char*>(request_.input);
+  Plan plan(size, rank);
+  switch (request_.kind) {
+    case OpKind::all_reduce:
+      return plan_all_reduce(request_.output, request_.count, request_.dtype, request_.op, size, rank);
+    case OpKind::reduce_scatter:
+      plan.result = {request_.output, part};
+      plan.reduction = Reduction{request_.dtype, request_.op, input + rank * part};
+      for (std::size_t i = 0; i < size; ++i) {
+        if (i == rank) continue;
+        plan.to[i] = {input + i * part, part};
+        plan.from[i] = {nullptr, part};
+      }
+      break;
+    case OpKind::all_gather:
+      if (input != request_.output + rank * part) std::memmove(request_.output + rank * part, input, part);
+      plan.result = {request_.output + rank * part, part};
+      for (std::size_t i = 0; i < size; ++i) {
+        if (i == rank) continue;
+        plan.shared_with[i] = true;
+        plan.collected[i] = {request_.output + i * part, part};
+      }
+      break;
+    case OpKind::broadcast: {  // van de Geijn's: the root deals out slices, which all but the root gather
+      const auto root = static_cast<std::size_t>(request_.root);
+      plan.result = slice_of(request_.output, request_.count, item, size, rank);
+      if (rank != root) plan.from[root] = plan.result;
+      for (std::size_t i = 0; i < size; ++i) {
+        if (i == rank) continue;
+        const Piece slice = slice_of(request_.output, request_.count, item, size, i);
+        if (rank == root) plan.to[i] = slice;
+        if (rank != root) plan.collected[i] = slice;
+        plan.shared_with[i] = i != root;
+      }
+      break;
+    }
+    default:
+      break;
+  }
+  return plan;
+}
+
+void Operation::take_inline() {
+  const auto size = static_cast<std::size_t>(world_->size());
+  const std::size_t part = request_.count * item_bytes(request_.dtype);
+  switch (request_.kind) {
+    case OpKind::all_reduce:
+      reduce_payloads(request_.output, request_.count);
+      break;
+    case OpKind::reduce_scatter:
+      reduce_payloads(request_.output, request_.count, part * static_cast<std::size_t>(world_->rank));
+      break;
+    case OpKind::all_gather:
+      for (std::size_t i = 0; i < size; ++i)
+        std::memcpy(request_.output + i * part, agreement_->payload_of(static_cast<int>(i)), part);
+      break;
+    case OpKind::broadcast:
+      if (request_.root != world_->rank) std::memcpy(request_.output, agreement_->payload_of(request_.root), part);
+      break;
+    default:
+      break;
+  }
+}
+
+void Operation::reduce_payloads(char* out, std::uint64_t count, std::size_t offset) const {
+  std::vector<const void*> ins;
+  for (int rank = 0; rank < world_->size(); ++rank) ins.push_back(agreement_->payload_of(rank) + offset);
+  void* const outs[] = {out};
+  reduce_kernels().reduce(outs, 1, ins.data(), world_->size(), count, request_.dtype, request_.op);
+}
+
+// Ragged operations: the counts are known now.
+void Operation::make_room() {
+  const auto size = static_cast<std::size_t>(world_->size()), rank = static_cast<std::size_t>(world_->rank);
+  const std::size_t item = item_bytes(request_.dtype);
+  const bool gathers = request_.kind == OpKind::all_gather_ragged;
+  counts_.clear();
+  for (int q = 0; q < world_->size(); ++q) {
+    std::uint64_t count = agreement_->count_of(q);
+    if (!gathers) std::memcpy(&count, agreement_->payload_of(q) + rank * sizeof count, sizeof count);
+    counts_.push_back(count);
+  }
+  const std::vector<char*> outputs = allocate(counts_);
+  const auto bytes_from = [&](std::size_t q) { return counts_[q] * item; };
+  const std::size_t longest = *std::max_element(counts_.begin(), counts_.end()) * item;
+  if (gathers && longest <= Agreement::capacity(world_->size())) {
+    for (std::size_t q = 0; q < size; ++q)
+      std::memcpy(outputs[q], agreement_->payload_of(static_cast<int>(q)), bytes_from(q));
+    return;
+  }
+  Plan plan(size, rank);
+  for (std::size_t q = 0; q < size; ++q) {
+    const Piece own = gathers ? Piece{const_cast<char*>(request_.input), input_bytes()} : parts_[q];
+    if (q == rank) {
+      if (own.bytes != 0) std::memcpy(outputs[q], own.data, own.bytes);
+      continue;
+    }
+    plan.to[q] = own;
+    plan.from[q] = {outputs[q], bytes_from(q)};
+  }
+  start_flow(std::move(plan));
+}
+
+}  // namespace distopt::mpi

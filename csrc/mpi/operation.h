@@ -1,0 +1,82 @@
+// One collective over MPI as a state machine that each rank moves forward when it has the time.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "host/request.h"
+#include "mpi/agreement.h"
+#include "mpi/flow.h"
+
+namespace distopt::mpi {
+
+class Operation {
+ public:
+  // Whoever derives from it may keep the arrays alive.
+  // `parts`: what all_to_all_ragged sends to each rank.
+  explicit Operation(Request request, std::vector<Piece> parts = {})
+      : request_(std::move(request)), parts_(std::move(parts)) {}
+  virtual ~Operation() = default;
+  Operation(const Operation&) = delete;
+  Operation& operator=(const Operation&) = delete;
+
+  // Gives it its place in the order of operations, and the first of its tags.
+  void enqueue(World& world, std::uint64_t sequence, std::uint64_t first_tag);
+  // To be called when no earlier operation uses its arrays.
+  virtual void begin();
+  // Does what can be done without waiting; whether the operation has ended. Throws ShmError.
+  virtual bool advance();
+  // How many tags it uses: one for the agreement, two for each flow.
+  virtual std::uint64_t tags() const { return 3; }
+  // Counted from the communicator's first operation.
+  std::uint64_t first_tag() const { return first_tag_; }
+
+  const Request& request() const { return request_; }
+  std::uint64_t sequence() const { return sequence_; }
+  bool has_begun() const { return begun_; }
+  // Whether all ranks are known to have begun it.
+  bool agreed() const { return agreement_ && agreement_->complete(); }
+  bool finished() const { return finished_; }
+  std::string description() const { return describe(request_, sequence_); }
+  bool overlaps(const Operation& other) const;
+
+  // all_gather_ragged and all_to_all_ragged, when finished: elements that came from each rank.
+  const std::vector<std::uint64_t>& counts() const { return counts_; }
+
+ protected:
+  // Ragged: where each rank's elements shall go. Called once, when their counts are known.
+  virtual std::vector<char*> allocate(const std::vector<std::uint64_t>&) { return {}; }
+
+  World& world() const { return *world_; }
+  int tag() const { return static_cast<int>(first_tag_ % tag_count); }
+  void announce(const char* payload, std::size_t bytes);
+  bool agree() { return agreement_->advance(); }
+  // `out` = the reduction, in rank order, of what the ranks sent inline, from this offset on.
+  void reduce_payloads(char* out, std::uint64_t count, std::size_t offset = 0) const;
+  void finish();
+
+ private:
+  std::size_t input_bytes() const;
+  std::size_t output_bytes() const;
+  bool travels_inline() const;
+  void start_flow(Plan plan);
+  Plan plan() const;
+  void take_inline();
+  void make_room();
+
+  Request request_;
+  std::vector<Piece> parts_;
+  World* world_ = nullptr;
+  std::uint64_t sequence_ = 0;
+  std::uint64_t first_tag_ = 0;
+  bool begun_ = false, admitted_ = false, finished_ = false;
+  std::unique_ptr<Agreement> agreement_;
+  std::unique_ptr<Flow> flow_;
+  std::vector<std::uint64_t> counts_;
+};
+
+// The plan of an all_reduce of this rank, which has the place `place` in a group of `size`.
+Plan plan_all_reduce(char* data, std::uint64_t count, DType dtype, RedOp op, std::size_t size, std::size_t place);
+
+}  // namespace distopt::mpi

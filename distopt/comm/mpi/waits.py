@@ -1,0 +1,119 @@
+"""Long waits of one communicator over MPI: they sleep, find out who is missing, and end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from ...launch.mpi import after_closing
+from ...settings import Settings
+from .notes import MpiNotes
+from .peers import LocalPeers
+
+if TYPE_CHECKING:
+    from ... import _core
+    from ...launch.mpi import MpiJob
+
+__all__ = ["Waits"]
+
+_log = logging.getLogger("distopt")
+
+_ANSWER_SECONDS = 0.2  # in which ranks that wait hear of each other
+_FAREWELL_SECONDS = 1.0  # that the others have to close their communicators at the end
+
+_closed: list[MpiNotes] = []
+
+
+class Waits:
+    """One rank's waits.
+
+    Attributes:
+        names: of every rank, for messages.
+    """
+
+    def __init__(self, mpi: Any, job: MpiJob) -> None:
+        """Collective. `mpi` is the module `mpi4py.MPI`."""
+        self._mpi = mpi
+        self._rank = job.topology.rank
+        self._settings = Settings.from_env()
+        # First, because it does not wait without end for a rank that will not come, as Dup does.
+        pids = [int.from_bytes(pid, "little") for pid in job.all_gather(os.getpid().to_bytes(4, "little"))]
+        self.names = [
+            f"rank {rank} on {host} (pid {pid})"
+            for rank, (host, pid) in enumerate(zip(job.topology.hosts, pids, strict=True))
+        ]
+        self._peers = LocalPeers({r: pids[r] for r in job.local_ranks if r != self._rank})
+        self._notes = MpiNotes(mpi, job.comm.Dup())
+
+    def wait_for(self, core: _core.MpiCommunicator, operation: _core.MpiOperation, timeout: float | None) -> None:
+        """Wait for `operation`, at most `timeout` seconds (default: `Settings.timeout`); see `Work.wait`."""
+        timeout = self._settings.timeout if timeout is None else timeout
+        start = time.monotonic()
+        tell_at = min(self._settings.stall_warning, timeout / 2)
+        warn_at = tell_at + min(_ANSWER_SECONDS, timeout / 4)
+        told = False  # once: an answer to every answer would never end
+        while not core.test(operation):
+            waited = time.monotonic() - start
+            # MPI moves data only while it is called: a sleep in the middle of a transfer leaves the network idle. A
+            # late peer costs no processor.
+            time.sleep(min(1e-3, waited / 100))
+            # A rank that hears of another's wait while it waits itself says so: who is silent is the one to blame.
+            if (self._notes.read() or waited > tell_at) and not told:
+                told = True
+                self._notes.tell_waiting(self._oldest(core))
+            self._check_peers(core, operation)
+            if waited > warn_at:
+                warn_at = float("inf")
+                _log.warning("%s", self._waiting_for(core, operation, waited))
+            if waited > timeout:
+                text = self._waiting_for(core, operation, waited)
+                core.fail("StalledError", f"{text}; find out what holds them, or raise DISTOPT_TIMEOUT")
+
+    def close(self, core: _core.MpiCommunicator) -> None:
+        """Local. Tell the others that this rank leaves."""
+        self._peers.close()
+        self._notes.tell_closed(self._oldest(core))
+        _closed.append(self._notes)
+        if len(_closed) == 1:
+            after_closing(_read_farewells)
+
+    def _oldest(self, core: _core.MpiCommunicator) -> int:
+        """Number of the first operation that this rank has not finished."""
+        return core.started if core.oldest is None else core.oldest.sequence
+
+    def _waiting_for(self, core: _core.MpiCommunicator, operation: _core.MpiOperation, seconds: float) -> str:
+        oldest = self._oldest(core)
+        absent = [
+            name
+            for rank, name in enumerate(self.names)
+            if rank != self._rank and self._notes.waiting.get(rank, -1) < oldest
+        ]
+        last = f"the last operation that all have started is {core.last_agreed}"
+        return (
+            f"{self.names[self._rank]} has waited {seconds:.1f} s in {operation} for "
+            f"{', '.join(absent) or 'slow transfers'}; {last if core.last_agreed else 'none was started'}"
+        )
+
+    def _check_peers(self, core: _core.MpiCommunicator, operation: _core.MpiOperation) -> None:
+        me = self.names[self._rank]
+        for rank, finished in self._notes.closed.items():
+            if operation.sequence >= finished:
+                core.fail(
+                    "CommunicatorClosedError",
+                    f"{me} waits in {operation}, but {self.names[rank]} has closed the communicator; every rank must "
+                    "call the same collectives before it ends",
+                )
+        lost = self._peers.lost()
+        if lost is not None:
+            core.fail("PeerLostError", f"{self.names[lost]} ended while {me} waits in {operation}; see its output")
+
+
+def _read_farewells() -> None:
+    """Take in what peers sent when they closed: UCX warns of messages that nobody has received."""
+    deadline = time.monotonic() + _FAREWELL_SECONDS
+    for notes in _closed:
+        while not notes.all_closed() and time.monotonic() < deadline:
+            notes.read()
+            time.sleep(1e-4)
