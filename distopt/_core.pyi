@@ -122,6 +122,7 @@ class MpiExchange(MpiOperation):
 
 class MpiCommunicator:
     oldest: MpiOperation | None
+    quiet_seconds: float
     started: int
     last_agreed: str
     scratch_count: int
@@ -134,15 +135,17 @@ class MpiCommunicator:
         status_bytes: int,
         rank: int,
         names: Sequence[str],
+        inline_bytes: int,
+        chunk_bytes: int,
     ) -> None: ...
     def use_hierarchy(
         self,
-        scatter: ShmCommunicator,
-        collect: ShmCommunicator,
-        local_rank: int,
-        local_size: int,
+        local: Sequence[int],
+        local_place: int,
         between: Sequence[int],
         host: int,
+        scatter: ShmCommunicator | None,
+        collect: ShmCommunicator | None,
         above_bytes: int,
     ) -> None: ...
     def all_reduce(self, array: _Array, dtype: int, op: int, label: str, /) -> MpiOperation: ...
@@ -155,7 +158,8 @@ class MpiCommunicator:
     def barrier(self) -> MpiOperation: ...
     def progress(self) -> None: ...
     def test(self, operation: MpiOperation) -> bool: ...
-    def wait(self, operation: MpiOperation, seconds: float) -> bool: ...
+    def wait(self, operation: MpiOperation, quiet_seconds: float) -> bool: ...
+    def wait_on(self, operation: MpiOperation, quiet_seconds: float) -> bool: ...
     def fail(self, kind: str, text: str) -> NoReturn: ...
     def close(self) -> bool: ...
 

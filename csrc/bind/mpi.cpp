@@ -124,22 +124,22 @@ std::shared_ptr<Exchange> all_to_all_ragged(Communicator& communicator, const st
 using Address = std::uintptr_t;
 
 std::shared_ptr<Communicator> create(std::string module, Address communicator, Address byte, std::size_t handle_bytes,
-                                     std::size_t status_bytes, int rank, std::vector<std::string> names) {
+                                     std::size_t status_bytes, int rank, std::vector<std::string> names,
+                                     std::size_t inline_bytes, std::size_t chunk_bytes) {
   const auto at = [](Address address) { return reinterpret_cast<const void*>(address); };
   return std::make_shared<Communicator>(
-      mpi::Library{std::move(module), at(communicator), at(byte), handle_bytes, status_bytes}, rank, std::move(names));
+      mpi::Library{std::move(module), at(communicator), at(byte), handle_bytes, status_bytes}, rank, std::move(names), inline_bytes,
+      chunk_bytes);
 }
 
-void use_hierarchy(Communicator& communicator, std::shared_ptr<ShmCommunicator> scatter,
-                   std::shared_ptr<ShmCommunicator> collect, int local_rank, int local_size, std::vector<int> between,
-                   std::size_t host, std::size_t above_bytes) {
+void use_hierarchy(Communicator& communicator, std::vector<int> local, std::size_t local_place,
+                   std::vector<int> between, std::size_t host, std::shared_ptr<ShmCommunicator> scatter,
+                   std::shared_ptr<ShmCommunicator> collect, std::size_t above_bytes) {
   auto levels = std::make_shared<Hierarchy>();
+  levels->local = {std::move(local), local_place};
+  levels->between = {std::move(between), host};
   levels->scatter = std::move(scatter);
   levels->collect = std::move(collect);
-  levels->local_rank = local_rank;
-  levels->local_size = local_size;
-  levels->between = std::move(between);
-  levels->host = host;
   communicator.use_hierarchy(std::move(levels), above_bytes);
 }
 
@@ -164,9 +164,11 @@ void bind_mpi(nb::module_& m) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Communicator>(m, "MpiCommunicator", "Collectives over the ranks of several hosts; arguments are trusted.")
       .def(nb::new_(&create), nb::arg("module"), nb::arg("communicator"), nb::arg("byte"), nb::arg("handle_bytes"),
-           nb::arg("status_bytes"), nb::arg("rank"), nb::arg("names"))
-      .def("use_hierarchy", &use_hierarchy, nb::arg("scatter"), nb::arg("collect"), nb::arg("local_rank"),
-           nb::arg("local_size"), nb::arg("between"), nb::arg("host"), nb::arg("above_bytes"))
+           nb::arg("status_bytes"), nb::arg("rank"), nb::arg("names"),
+           nb::arg("inline_bytes"), nb::arg("chunk_bytes"))
+      .def("use_hierarchy", &use_hierarchy, nb::arg("local"), nb::arg("local_place"), nb::arg("between"),
+           nb::arg("host"), nb::arg("scatter").none(), nb::arg("collect").none(), nb::arg("above_bytes"),
+           "See Hierarchy in csrc/mpi/hierarchy.h; without shared memory the ranks of a host send each other messages.")
       .def("all_reduce", &all_reduce)
       .def("all_reduce_plain", &all_reduce_plain, nb::arg("array"), nb::arg("op"), nb::arg("wire").none(),
            nb::arg("label"),
@@ -180,8 +182,12 @@ void bind_mpi(nb::module_& m) {
       .def("barrier", &barrier)
       .def("progress", &Communicator::progress, Unlocked())
       .def("test", &Communicator::test, Unlocked())
-      .def("wait", &Communicator::wait, Unlocked(), nb::arg("operation"), nb::arg("seconds"),
-           "Wait that long at most; whether the operation has ended.")
+      .def("wait", &Communicator::wait, Unlocked(), nb::arg("operation"), nb::arg("quiet_seconds"),
+           "Wait until the operation has ended, nothing has moved for that long, or 0.1 s have passed; whether it has "
+           "ended.")
+      .def("wait_on", &Communicator::wait_on, Unlocked(), nb::arg("operation"), nb::arg("quiet_seconds"),
+           "Continue such a wait.")
+      .def_prop_ro("quiet_seconds", &Communicator::quiet_seconds, "For how long nothing has moved.")
       .def("fail", &fail, nb::arg("kind"), nb::arg("text"), "Raise an error, now and in all later calls.")
       .def("close", &Communicator::close)
       .def_prop_ro("oldest", &Communicator::oldest, "The oldest operation that has not ended, or None.")

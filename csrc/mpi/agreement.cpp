@@ -6,26 +6,20 @@
 #include "base/errors.h"
 
 namespace distopt::mpi {
-namespace {
-
-// Per rank, and of all ranks together. Larger data are cheaper where they cross the network once.
-constexpr std::size_t most_payload = 64 << 10, most_payload_of_all = 128 << 10;
-
-}  // namespace
-
-std::size_t Agreement::capacity(int world_size) {
-  const auto size = static_cast<std::size_t>(world_size);
-  // all_to_all_ragged sends the counts of all its parts.
-  return std::max(std::min(most_payload, most_payload_of_all / size), size * sizeof(std::uint64_t));
-}
 
 std::size_t Agreement::block_bytes(std::size_t payload_bytes) {
   return (sizeof(Said) + payload_bytes + alignof(Said) - 1) / alignof(Said) * alignof(Said);
 }
 
+std::size_t Agreement::room_for(int blocks) const {
+  // all_to_all_ragged sends the counts of all its parts.
+  const std::size_t counts = static_cast<std::size_t>(world_.size()) * sizeof(std::uint64_t);
+  return static_cast<std::size_t>(blocks) * block_bytes(std::max(world_.inline_bytes, counts));
+}
+
 void Agreement::begin(const Request& request, std::uint64_t sequence, const char* payload, std::size_t payload_bytes) {
   const int size = world_.size();
-  memory_ = world_.pool.take(static_cast<std::size_t>(size) * block_bytes(capacity(size)));
+  memory_ = world_.pool.take(room_for(size));
   said_.assign(static_cast<std::size_t>(size), nullptr);
   auto* mine = new (memory_.data()) Said{};
   fill(mine->descriptor, mine->label, request);
@@ -44,8 +38,7 @@ void Agreement::exchange() {
   const bool doubling = (size & (size - 1)) == 0;
   const int to = doubling ? rank ^ distance_ : (rank + size - distance_) % size;
   const int from = doubling ? to : (rank + distance_) % size;
-  const std::size_t room = static_cast<std::size_t>(blocks) * block_bytes(capacity(size));
-  world_.transport.receive(memory_.data() + ends_.back(), room, from, tag_, received_);
+  world_.transport.receive(memory_.data() + ends_.back(), room_for(blocks), from, tag_, received_);
   world_.transport.send(memory_.data(), ends_[static_cast<std::size_t>(blocks - 1)], to, tag_, sent_);
 }
 

@@ -16,21 +16,30 @@
 
 namespace distopt::mpi {
 
+// Ranks that exchange data, in the order of the sum.
+struct Group {
+  std::vector<int> ranks;
+  std::size_t place = 0;  // of this rank among them
+
+  std::size_t size() const { return ranks.size(); }
+};
+
 // What all operations of a communicator share.
 struct World {
   Transport& transport;
   Pool& pool;
   int rank;
   const std::vector<std::string>& names;  // of each rank, in messages
+  std::size_t inline_bytes;               // of data that may travel with what a rank says
+  std::size_t chunk_bytes;                // of a message that carries data
+
+  Group everyone;
 
   int size() const { return static_cast<int>(names.size()); }
 };
 
 class Agreement {
  public:
-  // Bytes of data that may travel with what a rank says.
-  static std::size_t capacity(int world_size);
-
   Agreement(World& world, int tag) : world_(world), tag_(tag) {}
   ~Agreement() { world_.pool.give(std::move(memory_)); }
   Agreement(const Agreement&) = delete;
@@ -56,6 +65,7 @@ class Agreement {
   };
 
   static std::size_t block_bytes(std::size_t payload_bytes);
+  std::size_t room_for(int blocks) const;
   int blocks_of_round() const { return std::min(distance_, world_.size() - distance_); }
   void exchange();
   void take_in();

@@ -3,10 +3,27 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <chrono>
+#include <numeric>
 #include <utility>
 
 namespace distopt::mpi {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// So that Python sees signals.
+constexpr double longest_wait_seconds = 0.1;
+
+double seconds_between(Clock::time_point a, Clock::time_point b) { return std::chrono::duration<double>(b - a).count(); }
+
+Group everyone(int rank, std::size_t size) {
+  Group group{std::vector<int>(size), static_cast<std::size_t>(rank)};
+  std::iota(group.ranks.begin(), group.ranks.end(), 0);
+  return group;
+}
+
+}  // namespace
 
 // Two threads in one communicator would make the order of operations a matter of luck.
 class Communicator::Guard {
@@ -24,8 +41,11 @@ class Communicator::Guard {
   Communicator& owner_;
 };
 
-Communicator::Communicator(const Library& library, int rank, std::vector<std::string> names)
-    : names_(std::move(names)), transport_(make_transport(library)), world_{*transport_, pool_, rank, names_} {}
+Communicator::Communicator(const Library& library, int rank, std::vector<std::string> names, std::size_t inline_bytes,
+                           std::size_t chunk_bytes)
+    : names_(std::move(names)),
+      transport_(make_transport(library)),
+      world_{*transport_, pool_, rank, names_, inline_bytes, chunk_bytes, everyone(rank, names_.size())} {}
 
 void Communicator::use_hierarchy(std::shared_ptr<Hierarchy> hierarchy, std::size_t above_bytes) {
   hierarchy_ = std::move(hierarchy);
@@ -60,24 +80,32 @@ bool Communicator::test(const Operation& operation) {
   return operation.finished();
 }
 
-bool Communicator::wait(const Operation& operation, double seconds) {
-  using Clock = std::chrono::steady_clock;
+bool Communicator::wait(const Operation& operation, double quiet_seconds) {
+  if (operation.finished()) return true;
+  moved_ = Clock::now();
+  return wait_on(operation, quiet_seconds);
+}
+
+bool Communicator::wait_on(const Operation& operation, double quiet_seconds) {
   if (operation.finished()) return true;
   const Guard guard(*this);
   require_usable();
-  const Clock::time_point end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  const Clock::time_point began = Clock::now();
   for (;;) {
     advance();
     if (operation.finished()) return true;
-    if (Clock::now() > end) return false;
+    const Clock::time_point now = Clock::now();
+    if (seconds_between(moved_, now) > quiet_seconds || seconds_between(began, now) > longest_wait_seconds) return false;
     // Where ranks outnumber cores, this gives the core to one that has work.
     ::sched_yield();
   }
 }
 
+double Communicator::quiet_seconds() const { return seconds_between(moved_, Clock::now()); }
+
 void Communicator::advance() {
   try {
-    transport_->poll();
+    if (transport_->poll()) moved_ = Clock::now();
     for (const auto& operation : queue_) advance(*operation);
   } catch (const ShmError& error) {
     if (!failure_) failure_ = error;

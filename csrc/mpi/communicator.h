@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -22,7 +23,9 @@ namespace distopt::mpi {
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   // `names` says for every rank how messages call it, e.g. "rank 3 on host a (pid 77)".
-  Communicator(const Library& library, int rank, std::vector<std::string> names);
+  // `inline_bytes` and `chunk_bytes`: see World.
+  Communicator(const Library& library, int rank, std::vector<std::string> names, std::size_t inline_bytes,
+               std::size_t chunk_bytes);
 
   // All ranks of the job, before their first operation: all_reduce of more than `above_bytes` goes in two levels.
   void use_hierarchy(std::shared_ptr<Hierarchy> hierarchy, std::size_t above_bytes);
@@ -33,8 +36,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void start(std::shared_ptr<Operation> operation);
   void progress();
   bool test(const Operation& operation);
-  // Waits that long at most, giving way to other processes; whether the operation has ended.
-  bool wait(const Operation& operation, double seconds);
+  // Waits until the operation has ended, nothing has moved for that long, or Python should look for signals; whether the
+  // operation has ended. Gives way to other processes.
+  bool wait(const Operation& operation, double quiet_seconds);
+  // The same, as the continuation of a wait.
+  bool wait_on(const Operation& operation, double quiet_seconds);
+  // For how long nothing has moved.
+  double quiet_seconds() const;
 
   // Records the failure of this rank, with which all later calls end.
   void fail(ErrorKind kind, const std::string& text);
@@ -67,6 +75,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::size_t hierarchy_above_bytes_ = 0;
   std::uint64_t started_ = 0;
   std::uint64_t next_tag_ = 0;
+  std::chrono::steady_clock::time_point moved_{};  // when something did, or a wait began
   std::optional<std::pair<Request, std::uint64_t>> last_finished_;
   std::optional<ShmError> failure_;
   bool closed_ = false;

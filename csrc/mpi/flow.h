@@ -5,6 +5,7 @@
 // place of his trees). A chunk enters phase two when it has left phase one. Either phase may be empty.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
 #include <optional>
@@ -30,10 +31,9 @@ struct Reduction {
 
 // What a rank has to do; by place in the group, with nothing in its own place.
 struct Plan {
-  Plan(std::size_t size, std::size_t place)
-      : place(place), to(size), from(size), shared_with(size, false), collected(size) {}
+  explicit Plan(const Group& group)
+      : to(group.size()), from(group.size()), shared_with(group.size(), false), collected(group.size()) {}
 
-  std::size_t place;  // of this rank
 
   // Phase one. Without a reduction, pieces arrive where `from` says; with one, only their size counts.
   std::vector<Piece> to, from;
@@ -46,9 +46,9 @@ struct Plan {
 
 class Flow {
  public:
-  // `ranks` are those of the group in the order of the sum; `tag` and the next are the flow's own.
-  Flow(World& world, std::vector<int> ranks, int tag);
-  ~Flow();
+  // `tag` and the next are the flow's own. The group outlives it.
+  Flow(World& world, const Group& group, int tag) : world_(world), group_(group), tag_(tag), plan_(group) {}
+  ~Flow() { world_.pool.give(std::move(scratch_)); }
   Flow(const Flow&) = delete;
   Flow& operator=(const Flow&) = delete;
 
@@ -60,30 +60,36 @@ class Flow {
   bool advance();
 
  private:
+  // Chunks on their way between two ranks, so that MPI has little to look through.
+  static constexpr std::size_t in_flight = 8;
+
   // A piece on its way to or from one rank.
   struct Lane {
     Piece piece;
     std::size_t chunks = 0, started = 0, ended = 0;
     std::unique_ptr<bool[]> done;
 
-    bool complete() const { return ended == chunks; }
-    void look() {
+    bool may_start(std::size_t limit) const { return started < std::min({limit, chunks, ended + in_flight}); }
+    // Sees what has ended; whether all has.
+    bool look() {
       while (ended < started && done[ended]) ++ended;
+      return ended == chunks;
     }
   };
 
-  static std::vector<Lane> lanes_of(const std::vector<Piece>& pieces);
-  void send(Lane& lane, std::size_t place, int tag);
+  std::size_t chunks_of(std::size_t bytes) const;
+  Piece chunk_of(const Piece& piece, std::size_t chunk) const;
+  std::vector<Lane> lanes_of(const std::vector<Piece>& pieces) const;
+  void send_what_may_go();
+  bool send(Lane& lane, std::size_t place, int tag, std::size_t limit);
+  void receive_what_may_come();
   void receive(Lane& lane, std::size_t place, int tag, char* into);
-  void receive_first();
-  void work_off();
   bool has_arrived(std::size_t chunk) const;
   void reduce(std::size_t chunk);
-  void receive_second();
   char* scratch_of(std::size_t place, std::size_t chunk) const;
 
   World& world_;
-  std::vector<int> ranks_;
+  const Group& group_;
   int tag_;
   bool admitted_ = false;
   std::vector<Lane> to_, from_, shared_, collected_;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "mpi/plans.h"
+
 namespace distopt::mpi {
 namespace {
 
@@ -11,93 +13,106 @@ constexpr std::size_t part_bytes = 8 << 20;
 
 }  // namespace
 
+class HierarchicalOperation::SharedStage final : public Stage {
+ public:
+  SharedStage(ShmCommunicator& communicator, Request request)
+      : communicator_(communicator), operation_(std::make_shared<distopt::Operation>(std::move(request))) {
+    communicator_.start(operation_);
+  }
+  bool advance(bool) override { return communicator_.test(*operation_); }
+
+ private:
+  ShmCommunicator& communicator_;
+  std::shared_ptr<distopt::Operation> operation_;
+};
+
+class HierarchicalOperation::FlowStage final : public Stage {
+ public:
+  FlowStage(World& world, const Group& group, int tag, Plan plan) : flow_(world, group, tag) {
+    flow_.begin(std::move(plan));
+  }
+  bool advance(bool agreed) override {
+    if (!agreed) return false;
+    if (!std::exchange(admitted_, true)) flow_.admit();
+    return flow_.advance();
+  }
+
+ private:
+  Flow flow_;
+  bool admitted_ = false;
+};
+
 HierarchicalOperation::HierarchicalOperation(Request request, std::shared_ptr<Hierarchy> hierarchy)
     : Operation(std::move(request)), hierarchy_(std::move(hierarchy)) {
   const Request& mine = this->request();
   const std::size_t item = item_bytes(mine.dtype);
-  const auto ranks = static_cast<std::uint64_t>(hierarchy_->local_size);
+  const std::uint64_t ranks = hierarchy_->local.size();
   const std::uint64_t even = mine.count / ranks * ranks, most = part_bytes / item / ranks * ranks;
   for (std::uint64_t begin = 0; begin < even; begin += most)
-    parts_.push_back({mine.output + begin * item, std::min(most, even - begin) / ranks, hierarchy_->parts++, {}, {}, {}});
+    parts_.push_back({mine.output + begin * item, std::min(most, even - begin) / ranks, hierarchy_->parts++});
   rest_ = mine.output + even * item;
   rest_count_ = mine.count - even;
   divides_once_ = mine.op == RedOp::mean && (mine.dtype == DType::float32 || mine.dtype == DType::float64);
   stage_op_ = divides_once_ ? RedOp::sum : mine.op;
 }
 
-// Inline goes what cannot be cut into equal slices.
-void HierarchicalOperation::begin() { announce(rest_, rest_count_ * item_bytes(request().dtype)); }
+void HierarchicalOperation::begin() {
+  for (std::size_t i = 0; i < parts_.size(); ++i) parts_[i].tag = tag() + 1 + static_cast<int>(tags_of_part * i);
+  // The rest travels inline.
+  announce(rest_, rest_count_ * item_bytes(request().dtype));
+}
 
 bool HierarchicalOperation::advance() {
   if (finished()) return true;
-  const bool agreed = agree();
-  bool ended = agreed;
-  for (std::size_t i = 0; i < parts_.size(); ++i)
-    ended = advance(parts_[i], tag() + 1 + 2 * static_cast<int>(i)) && ended;
+  bool ended = agree();
+  for (Part& part : parts_) ended = advance(part) && ended;
   if (!ended) return false;
   reduce_payloads(rest_, rest_count_);
   finish();
   return true;
 }
 
-bool HierarchicalOperation::advance(Part& part, int tag) {
-  if (!part.collect) {
-    if (!part.flow) {
-      if (!scatter(part)) return false;
-      begin_flow(part, tag);
+bool HierarchicalOperation::advance(Part& part) {
+  while (part.stage < 3) {
+    if (!part.running) {
+      if (!may_start(part)) return false;
+      part.running = make_stage(part);
     }
-    if (!part.admitted) {
-      if (!agreed()) return false;
-      part.admitted = true;
-      part.flow->admit();
-    }
-    if (!part.flow->advance()) return false;
+    if (!part.running->advance(agreed())) return false;
+    part.running.reset();
+    ++part.stage;
   }
-  return collect(part);
+  return true;
 }
 
-char* HierarchicalOperation::slice_of(const Part& part) const {
-  return part.data + static_cast<std::uint64_t>(hierarchy_->local_rank) * part.share * item_bytes(request().dtype);
+bool HierarchicalOperation::may_start(const Part& part) {
+  if (part.stage == 1) return true;
+  std::uint64_t& started = part.stage == 0 ? hierarchy_->scattered : hierarchy_->collected;
+  if (started != part.number) return false;
+  ++started;
+  return true;
 }
 
-bool HierarchicalOperation::scatter(Part& part) {
-  if (!part.scatter) {
-    if (part.number != hierarchy_->scatters) return false;
-    ++hierarchy_->scatters;
-    Request stage = request();
-    stage.kind = OpKind::reduce_scatter;
-    stage.op = stage_op_;
-    stage.count = part.share;
-    stage.input = part.data;
-    stage.output = slice_of(part);
-    part.scatter = std::make_shared<distopt::Operation>(std::move(stage));
-    hierarchy_->scatter->start(part.scatter);
-  }
-  return hierarchy_->scatter->test(*part.scatter);
-}
-
-void HierarchicalOperation::begin_flow(Part& part, int tag) const {
+std::unique_ptr<HierarchicalOperation::Stage> HierarchicalOperation::make_stage(const Part& part) const {
   const Hierarchy& levels = *hierarchy_;
-  Plan plan =
-      plan_all_reduce(slice_of(part), part.share, request().dtype, stage_op_, levels.between.size(), levels.host);
-  if (divides_once_) plan.reduction->divisor = world().size();
-  part.flow = std::make_unique<Flow>(world(), levels.between, tag);
-  part.flow->begin(std::move(plan));
-}
-
-bool HierarchicalOperation::collect(Part& part) {
-  if (!part.collect) {
-    if (part.number != hierarchy_->collects) return false;
-    ++hierarchy_->collects;
-    Request stage = request();
-    stage.kind = OpKind::all_gather;
-    stage.count = part.share;
-    stage.input = slice_of(part);
-    stage.output = part.data;
-    part.collect = std::make_shared<distopt::Operation>(std::move(stage));
-    hierarchy_->collect->start(part.collect);
+  char* const slice = part.data + levels.local.place * part.share * item_bytes(request().dtype);
+  Request stage = request();
+  stage.op = stage_op_;
+  stage.count = part.share;
+  if (part.stage == 1) {
+    stage.output = slice;
+    Plan plan = plan_all_reduce(stage, levels.between, world().chunk_bytes);
+    if (divides_once_) plan.reduction->divisor = world().size();
+    return std::make_unique<FlowStage>(world(), levels.between, part.tag, std::move(plan));
   }
-  return hierarchy_->collect->test(*part.collect);
+  const bool first = part.stage == 0;
+  stage.kind = first ? OpKind::reduce_scatter : OpKind::all_gather;
+  stage.input = first ? part.data : slice;
+  stage.output = first ? slice : part.data;
+  if (levels.scatter)
+    return std::make_unique<SharedStage>(first ? *levels.scatter : *levels.collect, std::move(stage));
+  Plan plan = first ? plan_reduce_scatter(stage, levels.local) : plan_all_gather(stage, levels.local);
+  return std::make_unique<FlowStage>(world(), levels.local, part.tag + (first ? 2 : 4), std::move(plan));
 }
 
 }  // namespace distopt::mpi

@@ -3,7 +3,6 @@
 // the network is what one rank per host would send, and all ranks of a host send it together.
 #pragma once
 
-#include <deque>
 #include <memory>
 #include <vector>
 
@@ -14,43 +13,48 @@ namespace distopt::mpi {
 
 // The two levels, as one rank sees them.
 struct Hierarchy {
-  // Shared memory, for the first and for the last stage: of two operations in different stages either may come first.
+  Group local;    // the ranks of this host
+  Group between;  // those of the same local rank on all hosts, host by host
+  // Shared memory for the first and for the last stage: of two operations in different stages either may come first.
+  // Without it, the ranks of a host send each other messages.
   std::shared_ptr<ShmCommunicator> scatter, collect;
-  int local_rank = 0, local_size = 1;
-  std::vector<int> between;  // this rank and those of the same local rank on other hosts, host by host
-  std::size_t host = 0;      // its place among them
-
-  // Stages started so far: all ranks of a host must start them in the same order.
-  std::uint64_t scatters = 0, collects = 0;
-  // Parts given out so far.
-  std::uint64_t parts = 0;
+  // All ranks must start their parts in the same order: given out so far, and started in the first and the last stage.
+  std::uint64_t parts = 0, scattered = 0, collected = 0;
 };
 
 class HierarchicalOperation : public Operation {
  public:
-  // An all_reduce of more elements than a host has ranks.
   HierarchicalOperation(Request request, std::shared_ptr<Hierarchy> hierarchy);
 
   void begin() override;
   bool advance() override;
-  std::uint64_t tags() const override { return 1 + 2 * parts_.size(); }
+  std::uint64_t tags() const override { return 1 + tags_of_part * parts_.size(); }
 
  private:
-  // One that is on the network while another is in shared memory.
+  class Stage {
+   public:
+    virtual ~Stage() = default;
+    // Does what can be done without waiting; whether the stage has ended. `agreed`: all ranks are known to take part.
+    virtual bool advance(bool agreed) = 0;
+  };
+  class SharedStage;
+  class FlowStage;
+
+  // One that is on the network while another is inside the host.
   struct Part {
     char* data;
-    std::uint64_t share;   // elements of each rank's slice
-    std::uint64_t number;  // in the order of the communicator's parts
-    std::shared_ptr<distopt::Operation> scatter, collect;
-    std::unique_ptr<Flow> flow;
-    bool admitted = false;
+    std::uint64_t share;                 // elements of each rank's slice
+    std::uint64_t number;                // in the order of the communicator's parts
+    int tag = 0;                         // the first of its tags
+    int stage = 0;                       // 0, 1, 2, or 3 at the end
+    std::unique_ptr<Stage> running{};
   };
 
-  char* slice_of(const Part& part) const;
-  bool advance(Part& part, int tag);
-  bool scatter(Part& part);
-  void begin_flow(Part& part, int tag) const;
-  bool collect(Part& part);
+  static constexpr std::uint64_t tags_of_part = 6;  // three flows
+
+  bool advance(Part& part);
+  bool may_start(const Part& part);
+  std::unique_ptr<Stage> make_stage(const Part& part) const;
 
   std::shared_ptr<Hierarchy> hierarchy_;
   std::vector<Part> parts_;

@@ -2,51 +2,19 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <utility>
 
+#include "mpi/plans.h"
 #include "shm/reduce.h"
 
 namespace distopt::mpi {
 namespace {
 
-// Of two ranks, both send all that they have up to this size: one message time instead of two, for as many bytes.
-constexpr std::size_t whole_bytes = 1 << 20;
-
 bool overlap(const char* a, std::size_t a_bytes, const char* b, std::size_t b_bytes) {
   return a_bytes != 0 && b_bytes != 0 && a < b + b_bytes && b < a + a_bytes;
 }
 
-std::vector<int> everyone(int size) {
-  std::vector<int> ranks(static_cast<std::size_t>(size));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
-}
-
-// One of `size` slices of an array, about equal.
-Piece slice_of(char* data, std::uint64_t count, std::size_t item, std::size_t size, std::size_t place) {
-  const std::size_t begin = count * place / size, end = count * (place + 1) / size;
-  return {data + begin * item, (end - begin) * item};
-}
-
 }  // namespace
-
-Plan plan_all_reduce(char* data, std::uint64_t count, DType dtype, RedOp op, std::size_t size, std::size_t place) {
-  Plan plan(size, place);
-  const std::size_t bytes = count * item_bytes(dtype);
-  const bool whole = size == 2 && bytes <= whole_bytes;
-  plan.result = whole ? Piece{data, bytes} : slice_of(data, count, item_bytes(dtype), size, place);
-  plan.reduction = Reduction{dtype, op, plan.result.data, 1, whole};
-  for (std::size_t i = 0; i < size; ++i) {
-    if (i == place) continue;
-    plan.from[i] = {nullptr, plan.result.bytes};
-    plan.to[i] = whole ? plan.result : slice_of(data, count, item_bytes(dtype), size, i);
-    if (whole) continue;
-    plan.shared_with[i] = true;
-    plan.collected[i] = plan.to[i];
-  }
-  return plan;
-}
 
 void Operation::enqueue(World& world, std::uint64_t sequence, std::uint64_t first_tag) {
   world_ = &world;
@@ -79,7 +47,7 @@ void Operation::announce(const char* payload, std::size_t bytes) {
 }
 
 void Operation::start_flow(Plan plan) {
-  flow_ = std::make_unique<Flow>(*world_, everyone(world_->size()), tag() + 1);
+  flow_ = std::make_unique<Flow>(*world_, world_->everyone, tag() + 1);
   flow_->begin(std::move(plan));
 }
 
@@ -126,52 +94,22 @@ std::size_t Operation::output_bytes() const {
   return request_.kind == OpKind::all_gather ? part * static_cast<std::size_t>(world_->size()) : part;
 }
 
-bool Operation::travels_inline() const { return input_bytes() <= Agreement::capacity(world_->size()); }
+bool Operation::travels_inline() const { return input_bytes() <= world_->inline_bytes; }
 
 Plan Operation::plan() const {
-  const auto size = static_cast<std::size_t>(world_->size()), rank = static_cast<std::size_t>(world_->rank);
-  const std::size_t item = item_bytes(request_.dtype), part = request_.count * item;
-  // Nothing is written through the input.
-  char* const input = const_cast<char*>(request_.input);
-  Plan plan(size, rank);
+  const Group& everyone = world_->everyone;
   switch (request_.kind) {
     case OpKind::all_reduce:
-      return plan_all_reduce(request_.output, request_.count, request_.dtype, request_.op, size, rank);
+      return plan_all_reduce(request_, everyone, world_->chunk_bytes);
     case OpKind::reduce_scatter:
-      plan.result = {request_.output, part};
-      plan.reduction = Reduction{request_.dtype, request_.op, input + rank * part};
-      for (std::size_t i = 0; i < size; ++i) {
-        if (i == rank) continue;
-        plan.to[i] = {input + i * part, part};
-        plan.from[i] = {nullptr, part};
-      }
-      break;
+      return plan_reduce_scatter(request_, everyone);
     case OpKind::all_gather:
-      if (input != request_.output + rank * part) std::memmove(request_.output + rank * part, input, part);
-      plan.result = {request_.output + rank * part, part};
-      for (std::size_t i = 0; i < size; ++i) {
-        if (i == rank) continue;
-        plan.shared_with[i] = true;
-        plan.collected[i] = {request_.output + i * part, part};
-      }
-      break;
-    case OpKind::broadcast: {  // van de Geijn's: the root deals out slices, which all but the root gather
-      const auto root = static_cast<std::size_t>(request_.root);
-      plan.result = slice_of(request_.output, request_.count, item, size, rank);
-      if (rank != root) plan.from[root] = plan.result;
-      for (std::size_t i = 0; i < size; ++i) {
-        if (i == rank) continue;
-        const Piece slice = slice_of(request_.output, request_.count, item, size, i);
-        if (rank == root) plan.to[i] = slice;
-        if (rank != root) plan.collected[i] = slice;
-        plan.shared_with[i] = i != root;
-      }
-      break;
-    }
+      return plan_all_gather(request_, everyone);
+    case OpKind::broadcast:
+      return plan_broadcast(request_, everyone);
     default:
-      break;
+      return Plan(everyone);
   }
-  return plan;
 }
 
 void Operation::take_inline() {
@@ -217,12 +155,12 @@ void Operation::make_room() {
   const std::vector<char*> outputs = allocate(counts_);
   const auto bytes_from = [&](std::size_t q) { return counts_[q] * item; };
   const std::size_t longest = *std::max_element(counts_.begin(), counts_.end()) * item;
-  if (gathers && longest <= Agreement::capacity(world_->size())) {
+  if (gathers && longest <= world_->inline_bytes) {
     for (std::size_t q = 0; q < size; ++q)
       std::memcpy(outputs[q], agreement_->payload_of(static_cast<int>(q)), bytes_from(q));
     return;
   }
-  Plan plan(size, rank);
+  Plan plan(world_->everyone);
   for (std::size_t q = 0; q < size; ++q) {
     const Piece own = gathers ? Piece{const_cast<char*>(request_.input), input_bytes()} : parts_[q];
     if (q == rank) {

@@ -76,7 +76,4 @@ class Operation {
   std::vector<std::uint64_t> counts_;
 };
 
-// The plan of an all_reduce of this rank, which has the place `place` in a group of `size`.
-Plan plan_all_reduce(char* data, std::uint64_t count, DType dtype, RedOp op, std::size_t size, std::size_t place);
-
 }  // namespace distopt::mpi

@@ -42,13 +42,13 @@ class TransportOf final : public Transport {
     keep(request, done);
   }
 
-  void poll() override {
-    if (requests_.empty()) return;
+  bool poll() override {
+    if (requests_.empty()) return false;
     int ended = 0;
     ended_.resize(requests_.size());
     statuses_.resize(requests_.size() * status_bytes_);
     check(testsome_(static_cast<int>(requests_.size()), requests_.data(), &ended, ended_.data(), statuses_.data()));
-    if (ended <= 0) return;
+    if (ended <= 0) return false;
     for (int i = 0; i < ended; ++i) {
       bool*& done = done_[static_cast<std::size_t>(ended_[i])];
       *done = true;
@@ -62,6 +62,7 @@ class TransportOf final : public Transport {
     }
     requests_.resize(left);
     done_.resize(left);
+    return true;
   }
 
  private:

@@ -28,8 +28,8 @@ class Transport {
   virtual void send(const char* data, std::size_t bytes, int to, int tag, bool& done) = 0;
   // `bytes` is what there is room for.
   virtual void receive(char* data, std::size_t bytes, int from, int tag, bool& done) = 0;
-  // Lets MPI move bytes, which it does at no other time, and sees what has ended.
-  virtual void poll() = 0;
+  // Lets MPI move bytes, which it does at no other time; whether anything has ended.
+  virtual bool poll() = 0;
 };
 
 // Throws ShmError where the library cannot be used.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import UsageError
 from ..launch.topology import Topology
-from .mpi.communicator import MpiCommunicator
+from .mpi.communicator import MpiCommunicator, ranks_by_host
 from .shm import ShmCommunicator
 
 if TYPE_CHECKING:
@@ -44,31 +44,20 @@ class HierarchicalCommunicator(MpiCommunicator):
         Raises:
             UsageError: the hosts have different numbers of ranks.
         """
-        local = job.topology
-        group = job.host_group()
-        ranks = [int(rank) for rank in group.all_gather(b"%d" % local.rank)]
-        firsts = [int(first) for first in job.all_gather(b"%d" % ranks[0])]  # the first rank of everyone's host
-        hosts = sorted(set(firsts))
-        if len({firsts.count(host) for host in hosts}) > 1:
-            counts = ", ".join(f"{firsts.count(first)} on {local.hosts[first]}" for first in hosts)
+        hosts = ranks_by_host(job)
+        if len(set(map(len, hosts))) > 1:
+            counts = ", ".join(f"{len(ranks)} on {job.topology.hosts[ranks[0]]}" for ranks in hosts)
             raise UsageError(
                 f"the hierarchical communicator needs as many ranks on every host, not {counts}; choose mpi"
             )
         super().__init__(job)
-        # One for each stage, since of two operations in different stages either may come first.
+
+    def _use_hierarchy(self, job: MpiJob, hosts: list[list[int]]) -> None:
+        group, local = job.host_group(), job.topology
         names = Topology.of_one_host(local.local_rank, local.local_size, local.host)
-        self._scatter = ShmCommunicator(group, names, ranks=ranks)
-        self._collect = ShmCommunicator(group, names, ranks=ranks, wire_of=self._scatter)
-        members = [[rank for rank, first in enumerate(firsts) if first == host] for host in hosts]
-        self._core.use_hierarchy(
-            self._scatter.core,
-            self._collect.core,
-            local.local_rank,
-            local.local_size,
-            between=[ranks_of_host[local.local_rank] for ranks_of_host in members],
-            host=hosts.index(ranks[0]),
-            above_bytes=_FLAT_BYTES,
-        )
+        self._scatter = ShmCommunicator(group, names, ranks=job.local_ranks)
+        self._collect = ShmCommunicator(group, names, ranks=job.local_ranks, wire_of=self._scatter)
+        self._join(job, hosts, _FLAT_BYTES, self._scatter.core, self._collect.core)
 
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
         # It waits without calling MPI, so no operation may be under way that needs this rank.

@@ -15,18 +15,28 @@ from ... import _core
 from ...errors import UsageError, WireMemoryError
 from ...launch.mpi import MpiJob, close_at_exit, import_mpi
 from ..base import DTYPES, OPS, Array, Communicator, RaggedWork, ReduceOp, Work, storage_of
-from .waits import Waits
+from .waits import YIELD_SECONDS, Waits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ...launch.job import Job
 
-__all__ = ["MpiCommunicator", "MpiWork"]
+__all__ = ["MpiCommunicator", "MpiWork", "ranks_by_host"]
 
 _ALIGNMENT = 64
-# Of a wait, during which it yields instead of sleeping: MPI moves bytes only while it is called.
-_YIELD_SECONDS = 0.01
+# Per rank, and of all ranks together. Every rank gets all of it, so that larger data cross the network too often.
+_INLINE_BYTES, _INLINE_BYTES_OF_ALL = 64 << 10, 128 << 10
+# Smaller ones need more turns of the processor, where ranks outnumber cores.
+CHUNK_BYTES = 2 << 20
+# Above, ranks of one host first reduce among themselves, so that less crosses the network.
+_FLAT_BYTES = 128 << 10
+
+
+def ranks_by_host(job: MpiJob) -> list[list[int]]:
+    """Collective. The ranks of every host, in the order of their first ranks."""
+    firsts = [int(first) for first in job.all_gather(b"%d" % job.local_ranks[0])]
+    return [[rank for rank, first in enumerate(firsts) if first == host] for host in sorted(set(firsts))]
 
 
 class MpiWork(Work):
@@ -45,7 +55,7 @@ class MpiWork(Work):
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the end; see `Work.wait`."""
-        seconds = _YIELD_SECONDS if timeout is None else min(timeout, _YIELD_SECONDS)
+        seconds = YIELD_SECONDS if timeout is None else min(timeout, YIELD_SECONDS)
         if not self._core.wait(self._operation, seconds):
             self._waits.wait_for(self._core, self._operation, timeout)
 
@@ -82,8 +92,17 @@ class MpiCommunicator(Communicator):
             raise UsageError(f"backend {cls.name!r} cannot serve a {type(job).__name__}; start the script with mpiexec")
         return cls(job)
 
-    def __init__(self, job: MpiJob) -> None:
-        """Collective."""
+    def __init__(self, job: MpiJob, *, inline_bytes: int | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
+        """Collective.
+
+        Args:
+            job: that of mpiexec.
+            inline_bytes: size of the data that travel with the announcement of an operation (default: 64 KiB, less where
+                there are many ranks).
+            chunk_bytes: size of the messages in which larger ones travel.
+        """
+        if inline_bytes is None:
+            inline_bytes = min(_INLINE_BYTES, _INLINE_BYTES_OF_ALL // job.topology.world_size)
         self.topology = job.topology
         self._mpi = mpi = import_mpi()
         self._waits = Waits(mpi, job)
@@ -96,9 +115,36 @@ class MpiCommunicator(Communicator):
             mpi._sizeof(mpi.Status),
             job.topology.rank,
             self._waits.names,
+            inline_bytes,
+            chunk_bytes,
         )
         self._closed = False
+        self._use_hierarchy(job, ranks_by_host(job))
         close_at_exit(self)
+
+    def _use_hierarchy(self, job: MpiJob, hosts: list[list[int]]) -> None:
+        """Collective. Have large arrays reduced inside every host first, where hosts have equal numbers of ranks."""
+        if len(hosts) > 1 and len(set(map(len, hosts))) == 1 and len(hosts[0]) > 1:
+            self._join(job, hosts, _FLAT_BYTES)
+
+    def _join(
+        self,
+        job: MpiJob,
+        hosts: list[list[int]],
+        above_bytes: int,
+        scatter: _core.ShmCommunicator | None = None,
+        collect: _core.ShmCommunicator | None = None,
+    ) -> None:
+        local = job.topology.local_rank
+        self._core.use_hierarchy(
+            job.local_ranks,
+            local,
+            between=[ranks[local] for ranks in hosts],
+            host=hosts.index(list(job.local_ranks)),
+            scatter=scatter,
+            collect=collect,
+            above_bytes=above_bytes,
+        )
 
     def all_reduce(  # noqa: D102
         self,

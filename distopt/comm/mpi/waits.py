@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from ... import _core
     from ...launch.mpi import MpiJob
 
-__all__ = ["Waits"]
+__all__ = ["YIELD_SECONDS", "Waits"]
 
 _log = logging.getLogger("distopt")
 
+# A wait in which nothing moves yields the processor before it sleeps: MPI moves bytes only while it is called, so a sleep
+# in the middle of a transfer leaves the network idle.
+YIELD_SECONDS = 0.01
+_LONGEST_SLEEP_SECONDS = 1e-3
 _ANSWER_SECONDS = 0.2  # in which ranks that wait hear of each other
 _FAREWELL_SECONDS = 1.0  # that the others have to close their communicators at the end
 
@@ -54,11 +58,10 @@ class Waits:
         tell_at = min(self._settings.stall_warning, timeout / 2)
         warn_at = tell_at + min(_ANSWER_SECONDS, timeout / 4)
         told = False  # once: an answer to every answer would never end
-        while not core.test(operation):
+        while not core.wait_on(operation, YIELD_SECONDS):
+            # A late peer costs no processor. The sleep grows with the time in which nothing has moved.
+            time.sleep(min(_LONGEST_SLEEP_SECONDS, core.quiet_seconds / 100))
             waited = time.monotonic() - start
-            # MPI moves data only while it is called: a sleep in the middle of a transfer leaves the network idle. A
-            # late peer costs no processor.
-            time.sleep(min(1e-3, waited / 100))
             # A rank that hears of another's wait while it waits itself says so: who is silent is the one to blame.
             if (self._notes.read() or waited > tell_at) and not told:
                 told = True
