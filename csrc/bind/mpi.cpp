@@ -55,8 +55,8 @@ std::shared_ptr<Kind> start(Communicator& communicator, std::shared_ptr<Kind> op
 
 Started start(Communicator& communicator, Request request, Buffers buffers) {
   if (std::shared_ptr<Hierarchy> levels = communicator.hierarchy_for(request))
-    return start<Operation>(
-        communicator, std::make_shared<TwoLevels>(std::move(request), std::move(levels), std::move(buffers)));
+    return start<Operation>(communicator,
+                            std::make_shared<TwoLevels>(std::move(request), std::move(levels), std::move(buffers)));
   return start<Operation>(communicator, std::make_shared<Plain>(std::move(request), std::move(buffers)));
 }
 
@@ -128,8 +128,8 @@ std::shared_ptr<Communicator> create(std::string module, Address communicator, A
                                      std::size_t inline_bytes, std::size_t chunk_bytes) {
   const auto at = [](Address address) { return reinterpret_cast<const void*>(address); };
   return std::make_shared<Communicator>(
-      mpi::Library{std::move(module), at(communicator), at(byte), handle_bytes, status_bytes}, rank, std::move(names), inline_bytes,
-      chunk_bytes);
+      mpi::Library{std::move(module), at(communicator), at(byte), handle_bytes, status_bytes}, rank, std::move(names),
+      inline_bytes, chunk_bytes);
 }
 
 void use_hierarchy(Communicator& communicator, std::vector<int> local, std::size_t local_place,
@@ -164,8 +164,7 @@ void bind_mpi(nb::module_& m) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Communicator>(m, "MpiCommunicator", "Collectives over the ranks of several hosts; arguments are trusted.")
       .def(nb::new_(&create), nb::arg("module"), nb::arg("communicator"), nb::arg("byte"), nb::arg("handle_bytes"),
-           nb::arg("status_bytes"), nb::arg("rank"), nb::arg("names"),
-           nb::arg("inline_bytes"), nb::arg("chunk_bytes"))
+           nb::arg("status_bytes"), nb::arg("rank"), nb::arg("names"), nb::arg("inline_bytes"), nb::arg("chunk_bytes"))
       .def("use_hierarchy", &use_hierarchy, nb::arg("local"), nb::arg("local_place"), nb::arg("between"),
            nb::arg("host"), nb::arg("scatter").none(), nb::arg("collect").none(), nb::arg("above_bytes"),
            "See Hierarchy in csrc/mpi/hierarchy.h; without shared memory the ranks of a host send each other messages.")

@@ -15,7 +15,9 @@ using Clock = std::chrono::steady_clock;
 // So that Python sees signals.
 constexpr double longest_wait_seconds = 0.1;
 
-double seconds_between(Clock::time_point a, Clock::time_point b) { return std::chrono::duration<double>(b - a).count(); }
+double seconds_between(Clock::time_point a, Clock::time_point b) {
+  return std::chrono::duration<double>(b - a).count();
+}
 
 Group everyone(int rank, std::size_t size) {
   Group group{std::vector<int>(size), static_cast<std::size_t>(rank)};
@@ -95,7 +97,8 @@ bool Communicator::wait_on(const Operation& operation, double quiet_seconds) {
     advance();
     if (operation.finished()) return true;
     const Clock::time_point now = Clock::now();
-    if (seconds_between(moved_, now) > quiet_seconds || seconds_between(began, now) > longest_wait_seconds) return false;
+    if (seconds_between(moved_, now) > quiet_seconds || seconds_between(began, now) > longest_wait_seconds)
+      return false;
     // Where ranks outnumber cores, this gives the core to one that has work.
     ::sched_yield();
   }
@@ -143,8 +146,7 @@ std::string Communicator::last_agreed() const {
 void Communicator::require_usable() const {
   if (failure_) throw *failure_;
   if (closed_)
-    throw ShmError(ErrorKind::closed,
-                   names_[world_.rank] + " used its communicator after close(); create a new one");
+    throw ShmError(ErrorKind::closed, names_[world_.rank] + " used its communicator after close(); create a new one");
 }
 
 void Communicator::fail(ErrorKind kind, const std::string& text) {

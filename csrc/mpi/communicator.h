@@ -36,8 +36,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void start(std::shared_ptr<Operation> operation);
   void progress();
   bool test(const Operation& operation);
-  // Waits until the operation has ended, nothing has moved for that long, or Python should look for signals; whether the
-  // operation has ended. Gives way to other processes.
+  // Waits until the operation has ended, nothing has moved for that long, or Python should look for signals; whether
+  // the operation has ended. Gives way to other processes.
   bool wait(const Operation& operation, double quiet_seconds);
   // The same, as the continuation of a wait.
   bool wait_on(const Operation& operation, double quiet_seconds);

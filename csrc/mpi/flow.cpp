@@ -96,7 +96,8 @@ void Flow::receive_what_may_come() {
   for (std::size_t i = 0; i < group_.size(); ++i) {
     Lane &first = from_[i], &second = collected_[i];
     while (first.may_start(plan_.reduction ? ready_ + slots_ : first.chunks))
-      receive(first, i, tag_, plan_.reduction ? scratch_of(i, first.started) : chunk_of(first.piece, first.started).data);
+      receive(first, i, tag_,
+              plan_.reduction ? scratch_of(i, first.started) : chunk_of(first.piece, first.started).data);
     // What phase one sends may lie where this is to arrive.
     while (second.may_start(to_[i].chunks == 0 ? second.chunks : to_[i].ended))
       receive(second, i, tag_ + 1, chunk_of(second.piece, second.started).data);

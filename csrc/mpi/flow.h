@@ -34,7 +34,6 @@ struct Plan {
   explicit Plan(const Group& group)
       : to(group.size()), from(group.size()), shared_with(group.size(), false), collected(group.size()) {}
 
-
   // Phase one. Without a reduction, pieces arrive where `from` says; with one, only their size counts.
   std::vector<Piece> to, from;
   std::optional<Reduction> reduction;

@@ -109,8 +109,7 @@ std::unique_ptr<HierarchicalOperation::Stage> HierarchicalOperation::make_stage(
   stage.kind = first ? OpKind::reduce_scatter : OpKind::all_gather;
   stage.input = first ? part.data : slice;
   stage.output = first ? slice : part.data;
-  if (levels.scatter)
-    return std::make_unique<SharedStage>(first ? *levels.scatter : *levels.collect, std::move(stage));
+  if (levels.scatter) return std::make_unique<SharedStage>(first ? *levels.scatter : *levels.collect, std::move(stage));
   Plan plan = first ? plan_reduce_scatter(stage, levels.local) : plan_all_gather(stage, levels.local);
   return std::make_unique<FlowStage>(world(), levels.local, part.tag + (first ? 2 : 4), std::move(plan));
 }

@@ -43,10 +43,10 @@ class HierarchicalOperation : public Operation {
   // One that is on the network while another is inside the host.
   struct Part {
     char* data;
-    std::uint64_t share;                 // elements of each rank's slice
-    std::uint64_t number;                // in the order of the communicator's parts
-    int tag = 0;                         // the first of its tags
-    int stage = 0;                       // 0, 1, 2, or 3 at the end
+    std::uint64_t share;   // elements of each rank's slice
+    std::uint64_t number;  // in the order of the communicator's parts
+    int tag = 0;           // the first of its tags
+    int stage = 0;         // 0, 1, 2, or 3 at the end
     std::unique_ptr<Stage> running{};
   };
 

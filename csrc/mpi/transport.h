@@ -9,7 +9,7 @@ namespace distopt::mpi {
 
 // What mpi4py says of its library. Handles differ from library to library: MPICH's are ints, Open MPI's are pointers.
 struct Library {
-  std::string module;  // path of the extension module mpi4py.MPI, which is linked with the library
+  std::string module;                  // path of the extension module mpi4py.MPI, which is linked with the library
   const void* communicator = nullptr;  // address of the handle of a communicator that carries nothing else
   const void* byte = nullptr;          // address of the handle of MPI_BYTE
   std::size_t handle_bytes = 0;

@@ -72,9 +72,7 @@ class ShmCommunicator(Communicator):
             for q, host, pid in zip(ranks or range(group.size), topology.hosts, group.pids, strict=True)
         ]
         fd = group.share_fd(lambda: _core.create_segment(group.size, chunk_bytes))
-        self.core = _core.ShmCommunicator(
-            fd, group.rank, names, settings.timeout, settings.stall_warning, _log.warning
-        )
+        self.core = _core.ShmCommunicator(fd, group.rank, names, settings.timeout, settings.stall_warning, _log.warning)
         if wire_of is not None:
             self.core.use_wire_memory_of(wire_of.core)
         group.all_gather(b"")  # nobody may miss a peer before that peer has shown that it lives

@@ -27,6 +27,8 @@ def main(how: str) -> None:
     sys.stdout.write(f"rank {rank} of {size}, {place}: {type(job).__name__} {world.name} mpi={mpi}\n")
     sys.stdout.flush()
     last = rank == size - 1
+    if how == "SIGKILL once":
+        world.barrier()  # all have written their lines
     if how == "SIGKILL" or (how == "SIGKILL once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
         if last:
             os.kill(os.getpid(), signal.SIGKILL)

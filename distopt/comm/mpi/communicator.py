@@ -97,8 +97,8 @@ class MpiCommunicator(Communicator):
 
         Args:
             job: that of mpiexec.
-            inline_bytes: size of the data that travel with the announcement of an operation (default: 64 KiB, less where
-                there are many ranks).
+            inline_bytes: size of the data that travel with what a rank says of an operation (default: 64 KiB, less
+                where there are many ranks).
             chunk_bytes: size of the messages in which larger ones travel.
         """
         if inline_bytes is None:
@@ -108,7 +108,7 @@ class MpiCommunicator(Communicator):
         self._waits = Waits(mpi, job)
         self._comm = job.comm.Dup()
         self._core = _core.MpiCommunicator(
-            mpi.__file__,
+            str(mpi.__file__),
             mpi._addressof(self._comm),
             mpi._addressof(mpi.BYTE),
             mpi._sizeof(mpi.Comm),

@@ -20,8 +20,8 @@ __all__ = ["YIELD_SECONDS", "Waits"]
 
 _log = logging.getLogger("distopt")
 
-# A wait in which nothing moves yields the processor before it sleeps: MPI moves bytes only while it is called, so a sleep
-# in the middle of a transfer leaves the network idle.
+# A wait in which nothing moves yields the processor before it sleeps: MPI moves bytes only while it is called, so a
+# sleep in the middle of a transfer leaves the network idle.
 YIELD_SECONDS = 0.01
 _LONGEST_SLEEP_SECONDS = 1e-3
 _ANSWER_SECONDS = 0.2  # in which ranks that wait hear of each other
