@@ -5,6 +5,7 @@
 | `DISTOPT_TIMEOUT` | 120 | seconds after which a collective with an absent peer raises |
 | `DISTOPT_STALL_WARNING` | 10 | seconds after which such a collective warns |
 | `DISTOPT_BACKEND` | auto | communicator: auto, or a name of `distopt.comm.BACKENDS` |
+| `DISTOPT_SUM_ORDER` | auto | `rank`: every sum in rank order, even where another order is faster; or `auto` |
 | `DISTOPT_DEVICE` | auto | `cpu`, or `cuda` to make a missing GPU an error, or `auto` |
 | `DISTOPT_CONVOLUTION` | auto | on a GPU: `lowering`, or `cudnn` to make a missing cuDNN an error, or `auto` |
 | `DISTOPT_NCCL_LIBRARY` | | path of the libnccl.so.2 to load instead of the installed wheel's |
@@ -34,6 +35,7 @@ class Settings:
     timeout: float = 120.0
     stall_warning: float = 10.0
     backend: str = "auto"
+    sum_order: str = "auto"
     device: str = "auto"
     convolution: str = "auto"
     data_dir: str | None = None
@@ -53,6 +55,7 @@ class Settings:
             timeout=_seconds(env, "DISTOPT_TIMEOUT", cls.timeout),
             stall_warning=_seconds(env, "DISTOPT_STALL_WARNING", cls.stall_warning),
             backend=env.get("DISTOPT_BACKEND", cls.backend),
+            sum_order=_choice(env, "DISTOPT_SUM_ORDER", ("auto", "rank")),
             device=_choice(env, "DISTOPT_DEVICE", ("auto", "cpu", "cuda")),
             convolution=_choice(env, "DISTOPT_CONVOLUTION", ("auto", "cudnn", "lowering")),
             data_dir=env.get("DISTOPT_DATA_DIR") or None,

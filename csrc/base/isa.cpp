@@ -3,7 +3,12 @@
 #include <atomic>
 #include <stdexcept>
 
+#include "base/tick.h"
+
 namespace distopt {
+
+void (*tick_listener)() = nullptr;
+
 namespace {
 
 Isa detect() {

@@ -1,5 +1,6 @@
 #include "cpu/conv.h"
 
+#include "base/tick.h"
 #include "cpu/conv/direct.h"
 #include "cpu/conv/lowering.h"
 #include "cpu/conv/winograd.h"
@@ -100,6 +101,7 @@ void backward_weight_pooled(const ConvShape& s, const DirectConv<T>& direct, con
   direct.begin(work);
   if (db) clear(db, s.m);
   for (Index n = 0; n < s.n; ++n, x += s.c * s.h * s.w) {
+    tick();
     const T* const slope = before_relu(size, dy, y, n, masked);
     direct.backward(pooling.shape, slope, pooling.taken + n * size, x, work);
     for (Index m = 0; db && m < s.m; ++m) db[m] += sum_of(slope + m * pooled, pooled);
@@ -112,7 +114,10 @@ void backward(const ConvShape& s, const T* dy, const T* y, const T* x, const T* 
               const Pooling* pooling, T* work) {
   if (const DirectConv<T> direct(s); dw && !dx && direct.pays_backward(pooling))
     return backward_weight_pooled(s, direct, dy, y, x, dw, db, *pooling, work);
-  const auto gradient = [&](Index n) { return slope_of(s, dy, y, pooling, n, work + panels_size<T>(s)); };
+  const auto gradient = [&](Index n) {
+    tick();
+    return slope_of(s, dy, y, pooling, n, work + panels_size<T>(s));
+  };
   with_algorithm<T>(s, [&](auto& algorithm) { algorithm.backward(gradient, x, weight, dw, db, dx, work); });
 }
 

@@ -1,9 +1,13 @@
 #include "mpi/communicator.h"
 
+#include "base/tick.h"
+
 #include <sched.h>
 
 #include <algorithm>
+#include <mutex>
 #include <numeric>
+#include <cstdlib>
 #include <utility>
 
 namespace distopt::mpi {
@@ -12,6 +16,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// Between two turns of the network while a kernel computes.
+const double tick_seconds = getenv("DX_TICK") ? atof(getenv("DX_TICK")) : 50e-6;
 // So that Python sees signals.
 constexpr double longest_wait_seconds = 0.1;
 
@@ -23,6 +29,17 @@ Group everyone(int rank, std::size_t size) {
   Group group{std::vector<int>(size), static_cast<std::size_t>(rank)};
   std::iota(group.ranks.begin(), group.ranks.end(), 0);
   return group;
+}
+
+// The communicators that tick() moves.
+struct Listening {
+  std::mutex mutex;
+  std::vector<Communicator*> communicators;
+};
+
+Listening& listening() {
+  static Listening all;
+  return all;
 }
 
 }  // namespace
@@ -47,7 +64,42 @@ Communicator::Communicator(const Library& library, int rank, std::vector<std::st
                            std::size_t chunk_bytes)
     : names_(std::move(names)),
       transport_(make_transport(library)),
-      world_{*transport_, pool_, rank, names_, inline_bytes, chunk_bytes, everyone(rank, names_.size())} {}
+      world_{*transport_, pool_, rank, names_, inline_bytes, chunk_bytes, everyone(rank, names_.size())} {
+  Listening& all = listening();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.communicators.push_back(this);
+  __atomic_store_n(&tick_listener, &Communicator::move_all, __ATOMIC_RELEASE);
+}
+
+Communicator::~Communicator() { stop_listening(); }
+
+void Communicator::stop_listening() {
+  Listening& all = listening();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  auto& open = all.communicators;
+  open.erase(std::remove(open.begin(), open.end(), this), open.end());
+  if (open.empty()) __atomic_store_n(&tick_listener, nullptr, __ATOMIC_RELEASE);
+}
+
+void Communicator::move_all() {
+  thread_local Clock::time_point last{};
+  const Clock::time_point now = Clock::now();
+  if (seconds_between(last, now) < tick_seconds) return;
+  last = now;
+  Listening& all = listening();
+  const std::unique_lock<std::mutex> lock(all.mutex, std::try_to_lock);
+  if (!lock.owns_lock()) return;
+  for (Communicator* communicator : all.communicators) communicator->move_if_idle();
+}
+
+void Communicator::move_if_idle() {
+  if (busy_.exchange(true, std::memory_order_acquire)) return;
+  try {
+    if (!queue_.empty() && !failure_) advance();
+  } catch (const ShmError&) {  // recorded; the next call throws it
+  }
+  busy_.store(false, std::memory_order_release);
+}
 
 void Communicator::use_hierarchy(std::shared_ptr<Hierarchy> hierarchy, std::size_t above_bytes) {
   hierarchy_ = std::move(hierarchy);
@@ -155,6 +207,7 @@ void Communicator::fail(ErrorKind kind, const std::string& text) {
 
 bool Communicator::close() {
   if (closed_) return false;
+  stop_listening();
   closed_ = true;
   const bool idle = queue_.empty() && !failure_;
   static auto& kept = *new std::vector<std::shared_ptr<Communicator>>;  // MPI may still write to their memory

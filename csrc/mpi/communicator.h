@@ -26,6 +26,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // `inline_bytes` and `chunk_bytes`: see World.
   Communicator(const Library& library, int rank, std::vector<std::string> names, std::size_t inline_bytes,
                std::size_t chunk_bytes);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
 
   // All ranks of the job, before their first operation: all_reduce of more than `above_bytes` goes in two levels.
   void use_hierarchy(std::shared_ptr<Hierarchy> hierarchy, std::size_t above_bytes);
@@ -60,6 +63,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
  private:
   class Guard;
+
+  void stop_listening();
+  // What tick() calls.
+  static void move_all();
+  void move_if_idle();
 
   void require_usable() const;
   void advance();

@@ -65,7 +65,17 @@ void HierarchicalOperation::begin() {
 bool HierarchicalOperation::advance() {
   if (finished()) return true;
   bool ended = agree();
-  for (Part& part : parts_) ended = advance(part) && ended;
+  if (mismatch_) {
+    if (agreed()) throw *mismatch_;
+    return false;
+  }
+  try {
+    for (Part& part : parts_) ended = advance(part) && ended;
+  } catch (const ShmError& error) {
+    if (error.kind() != ErrorKind::mismatch || agreed()) throw;
+    mismatch_ = error;
+    return false;
+  }
   if (!ended) return false;
   reduce_payloads(rest_, rest_count_);
   finish();

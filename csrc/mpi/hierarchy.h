@@ -4,8 +4,10 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
+#include "base/errors.h"
 #include "mpi/operation.h"
 #include "shm/communicator.h"
 
@@ -64,6 +66,8 @@ class HierarchicalOperation : public Operation {
   // that no sum of a host overflows.
   bool divides_once_;
   RedOp stage_op_;
+  // Found by a stage: the agreement is about to say it in the caller's terms.
+  std::optional<ShmError> mismatch_;
 };
 
 }  // namespace distopt::mpi

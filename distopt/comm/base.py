@@ -3,8 +3,9 @@
 All collectives work on contiguous arrays in place or into an array that the caller gives, return a `Work`, and are
 *collective*: every rank of the job must call the same ones in the same order with equal types and counts. A rank that
 does not is found and named (`MismatchError`), never waited for without end. Sums run in rank order on every element, so
-the same call gives the same bits on all ranks and on every run; `comm/hierarchical.py` has an order of its own, and so
-has NCCL. Counts are elements.
+the same call gives the same bits on all ranks and on every run of the same layout. Two exceptions keep that promise in
+another order: where hosts have several ranks each, large arrays are summed host by host (`by_host_above_bytes`;
+`$DISTOPT_SUM_ORDER=rank` forbids it), and NCCL has an order of its own. Counts are elements.
 
 Threads: any thread may call, but one at a time per communicator and its works, `done` and `wait` included, and in the
 same order on all ranks. The shared memory communicator refuses a second thread (`UsageError`); the others do not check.
@@ -70,6 +71,9 @@ class Communicator(ABC):
     sends_parts: ClassVar[bool] = False
     # Whether sums run in rank order on every element; if not, in an order of the library's, the same on all ranks.
     ordered_sums: ClassVar[bool] = True
+    # Arrays above this size are summed over the ranks of every host in rank order, then over the hosts in the order of
+    # their first ranks; a rest that cannot be dealt out equally to the ranks of a host, in rank order. None: no array.
+    by_host_above_bytes: int | None = None
     # Whether `all_reduce` takes `find_nonfinite`.
     finds_nonfinite: ClassVar[bool] = False
     # Whether bytes move while this rank computes, so that starting early pays.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 
 from .. import _core
-from ..errors import WireMemoryError
+from ..errors import UsageError, WireMemoryError
 from ..launch.gpu import GpuStack, Place, choose_devices, exchange_places, gpu_stack
 from ..settings import Settings
 from .base import DTYPES, OPS, Array, Communicator, DoneWork, RaggedWork, ReduceOp, Work, storage_of
@@ -109,6 +109,8 @@ class NcclCommunicator(Communicator):
     def __init__(self, job: Job, stack: GpuStack, places: Sequence[Place], settings: Settings | None = None) -> None:
         """Collective. Take the GPU that falls to this rank, and connect it with the others'."""
         settings = settings or Settings.from_env()
+        if settings.sum_order == "rank":
+            raise UsageError("NCCL sums in an order of its own; unset DISTOPT_SUM_ORDER or choose another backend")
         topology, cupy = job.topology, stack.cupy
         self.topology = topology
         self.xp = cupy

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import LaunchError
+from ..settings import Settings
 from .gpu import dotted_version, gpu_stack
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def environment(backend: str) -> dict[str, str]:
         own = "not installed"
     found = {
         "communicator": backend,
+        "DISTOPT_SUM_ORDER": Settings.from_env().sum_order,
         "distopt": own,
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "NumPy": np.__version__,

@@ -67,7 +67,7 @@ def result(comm: Communicator, count: int, dtype: str, op: ReduceOp = "sum", sal
 
 def documented(comm: Communicator, flat: Array, by_host: Array) -> Array:
     """That of two results which `comm.all_reduce` must give: large arrays may be reduced host by host, less a rest."""
-    if comm.name != "hierarchical" or flat.nbytes <= 32 << 10:
+    if comm.by_host_above_bytes is None or flat.nbytes <= comm.by_host_above_bytes:
         return flat
     even = flat.size // comm.topology.local_size * comm.topology.local_size
     return np.concatenate([by_host[:even], flat[even:]])

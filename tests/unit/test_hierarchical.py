@@ -16,9 +16,10 @@ CHECKS = (
 
 
 @pytest.mark.parametrize("hosts", ["blocks", "round_robin"])
-def test_conformance(hosts):
-    job = f"tests.conformance.fake_hosts:{hosts}"
-    ended = mpiexec(4, "-m", "tests.conformance.run", "--backend", "hierarchical", "--job", job, "-k", CHECKS)
+@pytest.mark.parametrize(("backend", "order"), [("hierarchical", "auto"), ("hierarchical", "rank"), ("mpi", "auto")])
+def test_conformance(hosts, backend, order):
+    words = ("--backend", backend, "--job", f"tests.conformance.fake_hosts:{hosts}", "-k", CHECKS)
+    ended = mpiexec(4, "-m", "tests.conformance.run", *words, env={"DISTOPT_SUM_ORDER": order})
     assert ended.code == 0, ended.stdout + ended.stderr
     assert ended.stdout.count(" checks passed") == 4
 
@@ -50,7 +51,7 @@ def test_hosts_with_different_numbers_of_ranks_are_refused():
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("mismatch", r"MismatchError rank \d on host-[ab] .* called all_reduce #\d+ of 100000 float32"),
+        ("mismatch", r"MismatchError rank \d on host-[ab] .* in all_reduce #\d+ of 100,000 float32"),
         (
             "close",
             r"CommunicatorClosedError rank \d on host-[ab] .* but rank 3 on host-b .* has closed the communicator",

@@ -14,6 +14,7 @@ import numpy as np
 from ... import _core
 from ...errors import UsageError, WireMemoryError
 from ...launch.mpi import MpiJob, close_at_exit, import_mpi
+from ...settings import Settings
 from ..base import DTYPES, OPS, Array, Communicator, RaggedWork, ReduceOp, Work, storage_of
 from .waits import YIELD_SECONDS, Waits
 
@@ -135,6 +136,9 @@ class MpiCommunicator(Communicator):
         scatter: _core.ShmCommunicator | None = None,
         collect: _core.ShmCommunicator | None = None,
     ) -> None:
+        if Settings.from_env().sum_order == "rank":
+            return
+        self.by_host_above_bytes = above_bytes
         local = job.topology.local_rank
         self._core.use_hierarchy(
             job.local_ranks,
