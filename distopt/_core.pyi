@@ -113,6 +113,7 @@ class ShmCommunicator:
 class MpiOperation:
     finished: bool
     sequence: int
+    unheard: list[int]
 
 class MpiGather(MpiOperation):
     def take_parts(self) -> list[_Array]: ...

@@ -155,6 +155,7 @@ void bind_mpi(nb::module_& m) {
   nb::class_<Operation>(m, "MpiOperation", "A collective over MPI.")
       .def_prop_ro("finished", &Operation::finished)
       .def_prop_ro("sequence", &Operation::sequence)
+      .def_prop_ro("unheard", &Operation::unheard, "Ranks that are not known to have begun it.")
       .def("__str__", &Operation::description);
   nb::class_<Ragged, Operation>(m, "MpiGather", "An all_gather_ragged.")
       .def("take_parts", &take_parts<Plain>, "To be called once, when it has finished.");

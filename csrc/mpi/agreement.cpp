@@ -65,6 +65,13 @@ void Agreement::take_in() {
   distance_ *= 2;
 }
 
+std::vector<int> Agreement::unheard() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < world_.size(); ++rank)
+    if (said_[rank] == nullptr) ranks.push_back(rank);
+  return ranks;
+}
+
 void Agreement::compare() const {
   const auto text_of = [](const Said& said) {
     return describe(said.descriptor, said.descriptor.sequence.load(std::memory_order_relaxed), said.label);

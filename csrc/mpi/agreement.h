@@ -51,6 +51,8 @@ class Agreement {
   // names the first which does not.
   bool advance();
   bool complete() const { return complete_; }
+  // Ranks of which nothing has been heard, by whatever way.
+  std::vector<int> unheard() const;
 
   // Of any rank, when complete.
   std::uint64_t count_of(int rank) const { return said_[rank]->descriptor.count; }

@@ -37,6 +37,8 @@ class Operation {
   bool has_begun() const { return begun_; }
   // Whether all ranks are known to have begun it.
   bool agreed() const { return agreement_ && agreement_->complete(); }
+  // Ranks that are not known to have begun it.
+  std::vector<int> unheard() const { return agreement_ ? agreement_->unheard() : std::vector<int>(); }
   bool finished() const { return finished_; }
   std::string description() const { return describe(request_, sequence_); }
   bool overlaps(const Operation& other) const;

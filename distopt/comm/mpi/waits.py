@@ -87,12 +87,11 @@ class Waits:
         return core.started if core.oldest is None else core.oldest.sequence
 
     def _waiting_for(self, core: _core.MpiCommunicator, operation: _core.MpiOperation, seconds: float) -> str:
-        oldest = self._oldest(core)
-        absent = [
-            name
-            for rank, name in enumerate(self.names)
-            if rank != self._rank and self._notes.waiting.get(rank, -1) < oldest
-        ]
+        number = self._oldest(core)
+        others = [rank for rank in range(len(self.names)) if rank != self._rank]
+        # Where all have begun, one may have stopped since. Whoever waits itself has not.
+        suspects = (core.oldest and core.oldest.unheard) or others
+        absent = [self.names[rank] for rank in suspects if self._notes.waiting.get(rank, -1) < number]
         last = f"the last operation that all have started is {core.last_agreed}"
         return (
             f"{self.names[self._rank]} has waited {seconds:.1f} s in {operation} for "
