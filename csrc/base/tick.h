@@ -1,5 +1,5 @@
-// What goes on beside a computation: long kernels call tick() between pieces of their work, and whoever has to be called
-// for bytes to move listens. A thread of its own would take the core from the kernel.
+// What goes on beside a computation: long kernels call tick() between pieces of their work, and whoever has to be
+// called for bytes to move listens. A thread of its own would take the core from the kernel.
 #pragma once
 
 namespace distopt {

@@ -63,6 +63,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
  private:
   class Guard;
+  enum class Use { none, call, tick };
 
   void stop_listening();
   // What tick() calls.
@@ -71,6 +72,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   void require_usable() const;
   void advance();
+  void move();
   void advance(Operation& operation);
   bool may_begin(const Operation& operation) const;
 
@@ -87,7 +89,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::optional<std::pair<Request, std::uint64_t>> last_finished_;
   std::optional<ShmError> failure_;
   bool closed_ = false;
-  std::atomic<bool> busy_{false};
+  std::atomic<Use> use_{Use::none};
 };
 
 }  // namespace distopt::mpi

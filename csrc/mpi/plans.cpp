@@ -1,9 +1,13 @@
 #include "mpi/plans.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace distopt::mpi {
 namespace {
+
+// Of two ranks, both send all that they have up to this size: one message time instead of two, for as many bytes.
+constexpr std::size_t whole_bytes = 256 << 10;
 
 // One of `size` slices of the array, about equal.
 Piece slice_of(const Request& request, std::size_t size, std::size_t place) {
@@ -18,8 +22,7 @@ Plan plan_all_reduce(const Request& request, const Group& group, std::size_t chu
   const std::size_t size = group.size(), place = group.place;
   const Piece all{request.output, request.count * item_bytes(request.dtype)};
   Plan plan(group);
-  // Of two ranks, both send all that they have, up to a chunk: one message time instead of two, for as many bytes.
-  const bool whole = size == 2 && all.bytes <= chunk_bytes;
+  const bool whole = size == 2 && all.bytes <= std::min(whole_bytes, chunk_bytes);
   plan.result = whole ? all : slice_of(request, size, place);
   plan.reduction = Reduction{request.dtype, request.op, plan.result.data, 1, whole};
   for (std::size_t i = 0; i < size; ++i) {

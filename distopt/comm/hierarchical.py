@@ -1,6 +1,6 @@
 """Collectives over several hosts with several ranks each: shared memory inside a host, MPI between hosts.
 
-An all_reduce of more than 32 KiB runs in three stages: every rank reduces its slice over the ranks of its host, then
+An all_reduce of more than 16 KiB runs in three stages: every rank reduces its slice over the ranks of its host, then
 over the ranks that carry the same slice on the other hosts, then the slices are gathered inside the host. So what
 crosses the network is what one rank per host would send, and all ranks of a host send it together. Everything else is
 what `MpiCommunicator` does: it is rare in training, or small.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["HierarchicalCommunicator"]
 
 # Below, the three stages cost more time than the bytes that they save.
-_FLAT_BYTES = 32 << 10
+_FLAT_BYTES = 16 << 10
 
 
 class HierarchicalCommunicator(MpiCommunicator):

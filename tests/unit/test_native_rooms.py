@@ -13,10 +13,11 @@ ALLOWED = {
     "base": set(),
     "host": {"base"},
     "shm": {"base", "host"},
+    "mpi": {"base", "host", "shm"},
     "nccl": {"base", "host", "cuda/check.h"},
     "cpu": {"base"},
     "cuda": {"base"},
-    "bind": {"base", "host", "shm", "nccl", "cpu", "cuda"},
+    "bind": {"base", "host", "shm", "mpi", "nccl", "cpu", "cuda"},
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.M)
 

@@ -29,9 +29,9 @@ _ALIGNMENT = 64
 # Per rank, and of all ranks together. Every rank gets all of it, so that larger data cross the network too often.
 _INLINE_BYTES, _INLINE_BYTES_OF_ALL = 64 << 10, 128 << 10
 # Smaller ones need more turns of the processor, where ranks outnumber cores.
-CHUNK_BYTES = 2 << 20
+CHUNK_BYTES = 1 << 20
 # Above, ranks of one host first reduce among themselves, so that less crosses the network.
-_FLAT_BYTES = 128 << 10
+_FLAT_BYTES = 32 << 10
 
 
 def ranks_by_host(job: MpiJob) -> list[list[int]]:
