@@ -8,7 +8,7 @@ TEST_EXTRAS ?= mpi,plot,test
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml CMakeLists.txt $(NATIVE)
 
-.PHONY: mnist mpi test test-gpu slurm slurm-quick singa sanitize lint examples format clean
+.PHONY: mnist mpi test test-gpu model slurm slurm-quick singa sanitize lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -24,6 +24,11 @@ test: $(VENV)/.test
 CUDA ?= 13
 test-gpu: $(VENV)/.test-gpu
 	$(BIN)/python -m pytest tests/gpu -rs
+
+# Every order of steps of the shared-memory protocol, with death at every step; see tests/model/README.md. Three minutes,
+# 5 GB. The tests do the smaller part of it.
+model:
+	$(PYTHON) -m tests.model.checker
 
 # Real jobs on a real Slurm of two nodes, both on this machine; see docs/slurm.md. Needs root; installs Debian's packages.
 # The first writes docs/slurm-results.md, in 15 minutes; the second is for continuous integration, in one.

@@ -8,7 +8,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
+#include <cstring>
 #include <ctime>
+#include <thread>
 #include <utility>
 
 namespace distopt {
@@ -24,6 +26,8 @@ constexpr std::chrono::microseconds patient_spin{200};
 constexpr std::chrono::microseconds short_spin{5};
 constexpr unsigned spin_cycle = 1024;
 constexpr unsigned patient_spins = 64;
+// For a failure that another rank is writing down: a second.
+constexpr int most_naps = 1000;
 
 std::uint32_t* futex_of(std::atomic<std::uint64_t>& word) { return reinterpret_cast<std::uint32_t*>(&word); }
 
@@ -38,9 +42,11 @@ void relax() {
 }  // namespace
 
 Peers::Peers(Segment& segment, std::vector<std::string> names)
-    : segment_(segment), rank_(segment.rank()), size_(segment.world_size()), names_(std::move(names)), scratch_(size_) {
-  count_cores();
-}
+    : segment_(segment),
+      rank_(segment.rank()),
+      size_(segment.world_size()),
+      names_(std::move(names)),
+      scratch_(size_) {}
 
 void Peers::count_cores() {
   int cores = 0;
@@ -114,6 +120,37 @@ bool Peers::all_finished(std::uint64_t sequence) {
                        segment_.slot(q).counters[static_cast<int>(Signal::finished)].load(std::memory_order_acquire));
   finished_seen_ = least;
   return sequence <= finished_seen_;
+}
+
+ShmError Peers::fail(ErrorKind kind, const std::string& text) {
+  FailureRecord& record = segment_.header().failure;
+  std::uint32_t none = 0;
+  if (record.state.compare_exchange_strong(none, 1 + static_cast<std::uint32_t>(rank_))) {
+    record.kind = static_cast<std::int32_t>(kind);
+    const std::size_t length = std::min(text.size(), sizeof(record.text) - 1);
+    std::memcpy(record.text, text.data(), length);
+    record.text[length] = '\0';
+    record.state.store(record_valid, std::memory_order_release);
+  }
+  return failure();
+}
+
+ShmError Peers::failure() const {
+  const FailureRecord& record = segment_.header().failure;
+  const auto state = [&record] { return record.state.load(std::memory_order_acquire); };
+  const std::uint32_t first_seen = state();
+  if (first_seen != record_valid) {
+    // The writer takes less than a microsecond, unless it loses its core; but it may have been killed or stopped.
+    const int writer = static_cast<int>(first_seen) - 1;
+    for (int naps = 0; naps < most_naps && state() != record_valid && segment_.holds_lock(writer); ++naps)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    // Asked once more: it may have written all of it and ended between the two questions.
+    if (state() != record_valid)
+      return ShmError(ErrorKind::peer_lost, names_[writer] +
+                                                " failed, but ended or was stopped before it could say why; see that "
+                                                "rank's output for the cause, then restart the job");
+  }
+  return ShmError(static_cast<ErrorKind>(record.kind), record.text);
 }
 
 bool Peers::glance(const Blocker& blocker, int& polls) {
