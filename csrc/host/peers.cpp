@@ -13,6 +13,46 @@
 #include <thread>
 #include <utility>
 
+// What orders the accesses to shared memory, also on processors that reorder them as ARM does. GenMC checks the rows
+// marked *, see tests/model/genmc; a release keeps in place the reads before it as well as the writes.
+//
+// word              written                        read                           why that is enough
+// ----------------  -----------------------------  -----------------------------  ------------------------------------
+// counters *        by its rank, in publish:       by peers, in reached and       Who sees a count sees all data that
+//                   store release                  all_finished: load acquire     was written before it, and comes
+//                                                                                 after all reads of what it frees:
+//                                                                                 staging, wire memory, ring entries.
+// counters          -                              by its rank: relaxed           A rank sees its own stores.
+// sequence *        by its rank, in publish_post:  by peers, in reached: load     As above, for descriptor, label and
+//                   store release                  acquire                        payload. They are written again only
+//                                                                                 once all have been seen to finish.
+// sequence, NCCL    Board::post: 0 relaxed, fence  Board::read: load acquire,     A sequence lock: the fences keep the
+//                   seq_cst, fields, release       fields, fence seq_cst, load    0 before the new fields, and the
+//                                                  relaxed                        second look behind the old ones.
+// nonfinite,        by its rank, before it         by peers, once all have        Through `reduced`. They are written
+// allocation_errno  publishes `reduced`: plain,    published `reduced`: plain,    again only once all have posted a
+//                   relaxed                        relaxed                        later operation.
+// sleepers *        by peers, in sleep: add        by its rank, in wake: load     Store buffering: each side writes,
+//                   relaxed, then fence seq_cst,   relaxed, after the store of    then reads the other's word. Two full
+//                   then the load of the word      the word and a fence seq_cst   fences (DMB ISH); release and acquire
+//                                                                                 would let both read the old value.
+// the futex         -                              by the kernel, in FUTEX_WAIT   Compares under the lock that
+//                                                                                 FUTEX_WAKE takes. The count goes down
+//                                                                                 only after its answer.
+// closed            by its rank, in close: store   by peers: load acquire         Who sees it sees the last counters.
+//                   release
+// lock of the file  by the kernel, when the rank   by the kernel, in F_GETLK      Both hold a lock of the kernel. Who
+//                   ends or closes                                                finds it free sees all that the rank
+//                                                                                 stored, and so reads counter, closed
+//                                                                                 and state again after it.
+// failure.state *   fail: exchange seq_cst, store  failed, failure: load acquire  The exchange chooses one writer and
+//                   release                                                       needs no order; `record_valid` makes
+//                                                                                 kind and text visible.
+// header, cores     before the ranks meet: plain   after: plain                   The sockets of the meeting.
+//
+// Copies need no fence of their own: our kernels have no non-temporal stores, and glibc's memcpy, which has them on
+// x86, ends with SFENCE. One read is kept apart by nothing: last_operation, for a message, may read the entry of a peer
+// that goes on at that moment by almost a whole ring. Its text is bounded, and then wrong.
 namespace distopt {
 namespace {
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / "build" / "model"
-# Of these three ranks have more states than fit into a few GB.
-LARGE = {"mixed": 0}
+# Of these three ranks have more states than memory or patience allows, unless nothing goes wrong.
+LARGE = {"mixed": 0, "pairs": 0}
 
 
 def build() -> Path:

@@ -69,10 +69,8 @@ void Protocol::end_wait(State& s, int r) const {
   };
   me.at = mine.kind == Kind::empty ? At::takes : At::calls;
   if (mine.kind == Kind::empty) return;
-  const bool root = mine.kind == Kind::broadcast && mine.root == r;
-  const Contents& held = contents_[me.awaited - 1];
   if (!used_later(mine.out)) {
-    expect_array(s, r, mine.out, root ? held.in : held.out, "a result is wrong");
+    expect_array(s, r, mine.out, contents_[me.awaited - 1].out, "a result is wrong");
     fill(me, mine.out, scribbled);
   }
   if (!used_later(mine.in)) fill(me, mine.in, scribbled);

@@ -24,7 +24,7 @@ class Explorer {
 
   explicit Explorer(const Model& model) : model_(model), slots_(1u << 16, none) {}
 
-  // Prints the counts, or what is wrong with the shortest way to it. Whether all is well.
+  // Whether all is well; if not, prints what is wrong after the shortest way to it.
   bool run() {
     visit(model_.initial(), 0);
     for (Index at = 0; at < states_.size(); ++at) {
@@ -44,9 +44,11 @@ class Explorer {
     }
     first_edge_.push_back(edges_.size());
     if (const Index stuck = first_stuck(); stuck != none) return report("no way on to an end", stuck);
-    std::printf("%zu states, %zu steps\n", states_.size(), edges_.size());
     return true;
   }
+
+  std::size_t states() const { return states_.size(); }
+  std::size_t steps() const { return edges_.size(); }
 
  private:
   using Index = std::uint32_t;

@@ -52,7 +52,27 @@ const char* const mutations[] = {"none",
                                  "record_valid_early",
                                  "two_buffers"};
 
-std::vector<Program> programs() {
+// Every operation with every other one after it, on the same arrays in each way: two in place, one that reads what the
+// other writes, writes what it reads ...
+std::vector<Program> pairs() {
+  std::vector<Program> result;
+  const auto each = [](auto body) {
+    for (Kind kind : {all_reduce, reduce_scatter, all_gather, broadcast})
+      for (Mode mode : {inlined, direct, staged}) body(on(0, kind, mode, mode == staged ? 2 : 1));
+  };
+  each([&](const Op& a) {
+    each([&](Op b) {
+      const bool in_place = b.in == b.out;
+      b.fill = false;
+      for (b.in = 0; b.in < 3; ++b.in)
+        for (b.out = 0; b.out < 3; ++b.out)
+          if (in_place == (b.in == b.out)) result.push_back({"pairs", {a, b}, {"SS12", "SS21", "SS12"}});
+    });
+  });
+  return result;
+}
+
+std::vector<Program> chosen_programs() {
   const std::vector<std::string> at_once{"SS12", "SS21", "SS12"};
   const std::vector<std::string> eager{"SSS1S234", "S1SSS432", "SS1S2S34"};
   return {
@@ -85,22 +105,37 @@ std::vector<Program> programs() {
   };
 }
 
+std::vector<Program> programs() {
+  std::vector<Program> all = chosen_programs();
+  for (Program& pair : pairs()) all.push_back(std::move(pair));
+  return all;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::string first = argc > 1 ? argv[1] : "";
-  if (first == "programs")
-    for (const Program& program : programs()) std::printf("%s\n", program.name.c_str());
-  if (first == "mutations")
-    for (const char* mutation : mutations) std::printf("%s\n", mutation);
-  if (argc < 4) return 0;
-  const std::string mutated = argc > 4 ? argv[4] : "none";
-  const auto* const found = std::find(std::begin(mutations), std::end(mutations), mutated);
-  for (const Program& program : programs()) {
-    if (program.name != argv[3] || found == std::end(mutations)) continue;
-    const Protocol model(std::atoi(argv[1]), program, std::atoi(argv[2]), static_cast<Mutation>(found - mutations));
-    return Explorer<Protocol>(model).run() ? 0 : 1;
+  const std::string what = argc > 1 ? argv[1] : "";
+  if (what == "programs") {
+    for (const Program& program : chosen_programs()) std::printf("%s\n", program.name.c_str());
+    std::printf("pairs\n");
+    return 0;
   }
-  std::fprintf(stderr, "no such program or mutation\n");
-  return 2;
+  if (what == "mutations") {
+    for (const char* mutation : mutations) std::printf("%s\n", mutation);
+    return 0;
+  }
+  const std::string mutated = argc > 4 ? argv[4] : "none";
+  const auto* const mutation = std::find(std::begin(mutations), std::end(mutations), mutated);
+  std::size_t states = 0;
+  std::size_t steps = 0;
+  for (const Program& program : programs()) {
+    if (argc < 4 || program.name != argv[3] || mutation == std::end(mutations)) continue;
+    const Protocol model(std::atoi(argv[1]), program, std::atoi(argv[2]), static_cast<Mutation>(mutation - mutations));
+    Explorer<Protocol> explorer(model);
+    if (!explorer.run()) return 1;
+    states += explorer.states();
+    steps += explorer.steps();
+  }
+  std::printf("%zu states, %zu steps\n", states, steps);
+  return states == 0 ? 2 : 0;
 }

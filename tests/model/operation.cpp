@@ -64,8 +64,10 @@ const char* Protocol::advance(State& s, int r) const {
   return "finds that all have done their share";
 }
 
-// The work is done; of an operation that looks for NaN, not what the others have found.
+// The work is done; of an operation that looks for NaN, not what the others have found. What the root of a broadcast
+// has sent is the result from now on, on all ranks.
 void Protocol::ends(State& s, int r, const Op& mine) const {
+  if (mine.kind == Kind::broadcast) fill(s.rank[r], mine.out, contents_[s.rank[r].counters[finished]].out);
   if (mine.kind == Kind::all_reduce && mine.mode != Mode::inlined)
     s.rank[r].at = At::finds;
   else
