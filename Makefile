@@ -26,7 +26,7 @@ test-gpu: $(VENV)/.test-gpu
 	$(BIN)/python -m pytest tests/gpu -rs
 
 # The shared-memory protocol, see tests/model/README.md. `model`: every order of steps, with death at every step, of two
-# and three ranks; three minutes and 3 GB, of which `make test` does the smaller part. `litmus`: every execution that the
+# and three ranks; two minutes and 3 GB, of which `make test` does the smaller part. `litmus`: every execution that the
 # memory models of C++ and of ARM allow; needs GenMC on the PATH.
 model:
 	$(PYTHON) -m tests.model.checker

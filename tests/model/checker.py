@@ -10,8 +10,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / "build" / "model"
-# Of these three ranks have more states than memory or patience allows, unless nothing goes wrong.
-LARGE = {"mixed": 0, "pairs": 0}
+# Ranks and faults of what `make model` goes through. Three ranks have fifty times the states of two.
+LARGE = {"mixed": [(2, 2), (3, 0)], "pairs": [(2, 2)]}
+USUAL = [(2, 2), (3, 1)]
 
 
 def build() -> Path:
@@ -43,10 +44,10 @@ def listed(what: str) -> list[str]:
 def main() -> None:
     print(f"{'program':20} {'ranks':>5} {'faults':>6}  result")
     for program in listed("programs"):
-        for ranks, faults in (2, 2), (3, LARGE.get(program, 1)):
+        for ranks, faults in LARGE.get(program, USUAL):
             began = time.monotonic()
             well, printed = check(ranks, faults, program)
-            print(f"{program:20} {ranks:5} {faults:6}  {printed.strip()}, {time.monotonic() - began:.1f} s", flush=True)
+            print(f"{program:20} {ranks:5} {faults:6}  {printed.strip()}, {time.monotonic() - began:.0f} s", flush=True)
             if not well:
                 raise SystemExit(1)
 

@@ -52,7 +52,6 @@ def test_every_operation_after_every_other_one():
     ("program", "faults"),
     [
         ("gather_then_reduce", 1),
-        ("scatter_then_reduce", 1),
         ("reduce_then_gather", 1),
         ("mismatch", 1),
         ("staged_gather", 1),
