@@ -8,7 +8,7 @@ TEST_EXTRAS ?= mpi,plot,test
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml CMakeLists.txt $(NATIVE)
 
-.PHONY: mnist mpi test test-gpu slurm slurm-quick singa sanitize lint examples format clean
+.PHONY: mnist mpi test test-gpu model litmus slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -24,6 +24,14 @@ test: $(VENV)/.test
 CUDA ?= 13
 test-gpu: $(VENV)/.test-gpu
 	$(BIN)/python -m pytest tests/gpu -rs
+
+# The shared-memory protocol, see tests/model/README.md. `model`: every order of steps, with death at every step, of two
+# and three ranks; two minutes and 3 GB, of which `make test` does the smaller part. `litmus`: every execution that the
+# memory models of C++ and of ARM allow; needs GenMC on the PATH.
+model:
+	$(PYTHON) -m tests.model.checker
+litmus:
+	$(PYTHON) -m tests.model.litmus
 
 # Real jobs on a real Slurm of two nodes, both on this machine; see docs/slurm.md. Needs root; installs Debian's packages.
 # The first writes docs/slurm-results.md, in 15 minutes; the second is for continuous integration, in one.
@@ -48,6 +56,20 @@ sanitize:
 	$(MAKE) VENV=.venv-sanitize .venv-sanitize/.test
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
 	.venv-sanitize/bin/python -m pytest $(SANITIZED)
+
+# The shared-memory communicator under ThreadSanitizer, with its ranks as threads; then with weaker orders, where it must
+# find races. Half a minute.
+THREADS := build/threads
+THREADS_SOURCES := $(wildcard tests/model/threads/*.cpp) csrc/base/isa.cpp $(wildcard csrc/host/*.cpp csrc/shm/*.cpp)
+THREADS_FLAGS := -std=c++17 -O1 -g -fsanitize=thread -Wno-tsan -Icsrc -DDISTOPT_ISA=portable -pthread \
+	-Wl,--wrap=mmap,--wrap=munmap,--wrap=fcntl
+sanitize-threads:
+	mkdir -p $(THREADS)
+	$(CXX) $(THREADS_FLAGS) $(THREADS_SOURCES) -o $(THREADS)/ranks
+	$(THREADS)/ranks 20
+	$(CXX) $(THREADS_FLAGS) -include tests/model/threads/weaker.h $(THREADS_SOURCES) -o $(THREADS)/weaker
+	! $(THREADS)/weaker 1 2> $(THREADS)/races.txt
+	grep -q "ThreadSanitizer: data race" $(THREADS)/races.txt
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@
 namespace distopt {
 
 constexpr std::uint64_t segment_magic = 0x74706f7473696400;
-constexpr std::uint32_t segment_version = 3;
+constexpr std::uint32_t segment_version = 4;
 // Two lines, because x86 prefetches lines in pairs.
 constexpr std::size_t line_bytes = 128;
 // Operations that a rank may have posted before its slowest peer has finished the first of them.
@@ -25,6 +25,7 @@ constexpr std::size_t inline_bytes = 4096;
 // Chunks in flight per rank. The pipeline copies chunk k in, reduces k-1 and copies k-2 out; the fourth lets a rank
 // run one chunk ahead of the slowest peer.
 constexpr std::uint64_t staging_buffers = 4;
+static_assert(staging_buffers >= 3, "with two, each rank waits to copy in until the others have copied out");
 constexpr std::size_t label_bytes = 32;
 
 // What a rank says when it starts an operation. `sequence` is written last and makes the rest valid.
@@ -62,7 +63,8 @@ struct alignas(line_bytes) Slot {
   alignas(line_bytes) RingEntry ring[ring_size];
 };
 
-// The first failure of the job. `state` goes 0 -> 1 (being written) -> 2 (valid).
+// The first failure of the job. `state` goes 0 -> 1 + rank (which writes it) -> record_valid.
+constexpr std::uint32_t record_valid = UINT32_MAX;
 struct FailureRecord {
   std::atomic<std::uint32_t> state;
   std::int32_t kind;

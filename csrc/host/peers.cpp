@@ -8,9 +8,51 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
+#include <cstring>
 #include <ctime>
+#include <thread>
 #include <utility>
 
+// What orders the accesses to shared memory, also on processors that reorder them as ARM does. GenMC checks the rows
+// marked *, see tests/model/genmc; a release keeps in place the reads before it as well as the writes.
+//
+// word              written                        read                           why that is enough
+// ----------------  -----------------------------  -----------------------------  ------------------------------------
+// counters *        by its rank, in publish:       by peers, in reached and       Who sees a count sees all data that
+//                   store release                  all_finished: load acquire     was written before it, and comes
+//                                                                                 after all reads of what it frees:
+//                                                                                 staging, wire memory, ring entries.
+// counters          -                              by its rank: relaxed           A rank sees its own stores.
+// sequence *        by its rank, in publish_post:  by peers, in reached: load     As above, for descriptor, label and
+//                   store release                  acquire                        payload. They are written again only
+//                                                                                 once all have been seen to finish.
+// sequence, NCCL    Board::post: 0 relaxed, fence  Board::read: load acquire,     A sequence lock: the fences keep the
+//                   seq_cst, fields, release       fields, fence seq_cst, load    0 before the new fields, and the
+//                                                  relaxed                        second look behind the old ones.
+// nonfinite,        by its rank, before it         by peers, once all have        Through `reduced`. They are written
+// allocation_errno  publishes `reduced`: plain,    published `reduced`: plain,    again only once all have posted a
+//                   relaxed                        relaxed                        later operation.
+// sleepers *        by peers, in sleep: add        by its rank, in wake: load     Store buffering: each side writes,
+//                   relaxed, then fence seq_cst,   relaxed, after the store of    then reads the other's word. Two full
+//                   then the load of the word      the word and a fence seq_cst   fences (DMB ISH); release and acquire
+//                                                                                 would let both read the old value.
+// the futex         -                              by the kernel, in FUTEX_WAIT   Compares under the lock that
+//                                                                                 FUTEX_WAKE takes. The count goes down
+//                                                                                 only after its answer.
+// closed            by its rank, in close: store   by peers: load acquire         Who sees it sees the last counters.
+//                   release
+// lock of the file  by the kernel, when the rank   by the kernel, in F_GETLK      Both hold a lock of the kernel. Who
+//                   ends or closes                                                finds it free sees all that the rank
+//                                                                                 stored, and so reads counter, closed
+//                                                                                 and state again after it.
+// failure.state *   fail: exchange seq_cst, store  failed, failure: load acquire  The exchange chooses one writer and
+//                   release                                                       needs no order; `record_valid` makes
+//                                                                                 kind and text visible.
+// header, cores     before the ranks meet: plain   after: plain                   The sockets of the meeting.
+//
+// Copies need no fence of their own: our kernels have no non-temporal stores, and glibc's memcpy, which has them on
+// x86, ends with SFENCE. One read is kept apart by nothing: last_operation, for a message, may read the entry of a peer
+// that goes on at that moment by almost a whole ring. Its text is bounded, and then wrong.
 namespace distopt {
 namespace {
 
@@ -24,6 +66,8 @@ constexpr std::chrono::microseconds patient_spin{200};
 constexpr std::chrono::microseconds short_spin{5};
 constexpr unsigned spin_cycle = 1024;
 constexpr unsigned patient_spins = 64;
+// For a failure that another rank is writing down: a second.
+constexpr int most_naps = 1000;
 
 std::uint32_t* futex_of(std::atomic<std::uint64_t>& word) { return reinterpret_cast<std::uint32_t*>(&word); }
 
@@ -38,9 +82,11 @@ void relax() {
 }  // namespace
 
 Peers::Peers(Segment& segment, std::vector<std::string> names)
-    : segment_(segment), rank_(segment.rank()), size_(segment.world_size()), names_(std::move(names)), scratch_(size_) {
-  count_cores();
-}
+    : segment_(segment),
+      rank_(segment.rank()),
+      size_(segment.world_size()),
+      names_(std::move(names)),
+      scratch_(size_) {}
 
 void Peers::count_cores() {
   int cores = 0;
@@ -114,6 +160,37 @@ bool Peers::all_finished(std::uint64_t sequence) {
                        segment_.slot(q).counters[static_cast<int>(Signal::finished)].load(std::memory_order_acquire));
   finished_seen_ = least;
   return sequence <= finished_seen_;
+}
+
+ShmError Peers::fail(ErrorKind kind, const std::string& text) {
+  FailureRecord& record = segment_.header().failure;
+  std::uint32_t none = 0;
+  if (record.state.compare_exchange_strong(none, 1 + static_cast<std::uint32_t>(rank_))) {
+    record.kind = static_cast<std::int32_t>(kind);
+    const std::size_t length = std::min(text.size(), sizeof(record.text) - 1);
+    std::memcpy(record.text, text.data(), length);
+    record.text[length] = '\0';
+    record.state.store(record_valid, std::memory_order_release);
+  }
+  return failure();
+}
+
+ShmError Peers::failure() const {
+  const FailureRecord& record = segment_.header().failure;
+  const auto state = [&record] { return record.state.load(std::memory_order_acquire); };
+  const std::uint32_t first_seen = state();
+  if (first_seen != record_valid) {
+    // The writer takes less than a microsecond, unless it loses its core; but it may have been killed or stopped.
+    const int writer = static_cast<int>(first_seen) - 1;
+    for (int naps = 0; naps < most_naps && state() != record_valid && segment_.holds_lock(writer); ++naps)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    // Asked once more: it may have written all of it and ended between the two questions.
+    if (state() != record_valid)
+      return ShmError(ErrorKind::peer_lost, names_[writer] +
+                                                " failed, but ended or was stopped before it could say why; see that "
+                                                "rank's output for the cause, then restart the job");
+  }
+  return ShmError(static_cast<ErrorKind>(record.kind), record.text);
 }
 
 bool Peers::glance(const Blocker& blocker, int& polls) {

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/errors.h"
 #include "host/segment.h"
 
 namespace distopt {
@@ -39,6 +40,13 @@ class Peers {
   std::vector<int> absent(const Blocker& blocker) const;
   // Whether every peer has finished that operation.
   bool all_finished(std::uint64_t sequence);
+  // Records a failure; the first of all ranks is kept and returned, as what others see later only follows from it.
+  ShmError fail(ErrorKind kind, const std::string& text);
+  // Whether any rank has recorded one, or is about to.
+  bool failed() const { return segment_.header().failure.state.load(std::memory_order_acquire) != 0; }
+  // What has been recorded; once failed().
+  ShmError failure() const;
+
   // One element for each rank, for the use of whoever needs it next.
   std::vector<const void*>& scratch() { return scratch_; }
 
@@ -51,8 +59,8 @@ class Peers {
   // Whether it was woken by a change.
   bool sleep(const Blocker& blocker, std::chrono::nanoseconds slice) const;
 
-  // To be called once every rank has joined. Finds out whether ranks have to share cores, in which case polling takes
-  // the core from the rank polled for.
+  // To be called once every rank has joined, and before the first wait. Finds out whether ranks have to share cores, in
+  // which case polling takes the core from the rank polled for.
   void count_cores();
 
  private:
@@ -63,7 +71,7 @@ class Peers {
   int rank_;
   int size_;
   std::vector<std::string> names_;
-  bool cores_shared_;
+  bool cores_shared_ = false;
   unsigned failed_spins_ = 0;        // since one succeeded
   std::uint64_t finished_seen_ = 0;  // operations that all peers had finished when last looked at
   std::vector<const void*> scratch_;

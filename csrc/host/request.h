@@ -31,7 +31,7 @@ struct Request {
   char* output = nullptr;
   std::string label;
   bool looks = false;    // for NaN and infinity: all_reduce, sum or mean of float32 or float64
-  bool refused = false;  // of `empty`: see Descriptor
+  bool refused = false;  // of `empty`: see Descriptor; on every rank once the operation has ended
 };
 
 }  // namespace distopt

@@ -6,7 +6,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <new>
@@ -136,28 +135,6 @@ Segment::Segment(int fd, int rank, int world_size) : fd_(fd), rank_(rank), world
 Segment::~Segment() { close(); }
 
 // Closing any descriptor of the file drops the lock of this process (POSIX), so this is the only one.
-ShmError Segment::fail(ErrorKind kind, const std::string& text) {
-  FailureRecord& record = header().failure;
-  std::uint32_t none = 0;
-  if (record.state.compare_exchange_strong(none, 1)) {
-    record.kind = static_cast<std::int32_t>(kind);
-    const std::size_t length = std::min(text.size(), sizeof(record.text) - 1);
-    std::memcpy(record.text, text.data(), length);
-    record.text[length] = '\0';
-    record.state.store(2, std::memory_order_release);
-  }
-  return failure();
-}
-
-ShmError Segment::failure() const {
-  const FailureRecord& record = header().failure;
-  // The writer may have been killed half way.
-  for (int i = 0; i < 1000 && record.state.load(std::memory_order_acquire) == 1; ++i) ::sched_yield();
-  if (record.state.load(std::memory_order_acquire) != 2)
-    return ShmError(ErrorKind::peer_lost, "a rank failed and ended before it could say why; see the ranks' output");
-  return ShmError(static_cast<ErrorKind>(record.kind), record.text);
-}
-
 void Segment::close() {
   if (fd_ >= 0) ::close(fd_);
   fd_ = -1;

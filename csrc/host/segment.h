@@ -5,7 +5,6 @@
 #include <memory>
 #include <vector>
 
-#include "base/errors.h"
 #include "host/layout.h"
 
 namespace distopt {
@@ -41,12 +40,6 @@ class Segment {
   // Whether the process of that rank lives and has not left. Asked of the kernel, which drops the lock at the end of
   // the process, before the parent has collected it and across process namespaces.
   bool holds_lock(int rank) const;
-  // Records a failure; the first of all ranks is kept and returned, as what others see later only follows from it.
-  ShmError fail(ErrorKind kind, const std::string& text);
-  // Whether any rank has recorded one.
-  bool failed() const { return header().failure.state.load(std::memory_order_acquire) != 0; }
-  ShmError failure() const;
-
   // Gives up the lock, so that peers see this rank as gone, and the wire memory that no array uses any more.
   void close();
 

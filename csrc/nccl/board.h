@@ -31,10 +31,10 @@ class Board {
   // "rank 1 (host a, pid 7): the last operation it started is all_reduce #3 of 5 float32, sum"
   std::string tell(int rank) const { return peers_.name(rank) + ": " + last_operation(peers_, rank); }
 
-  // See Segment.
-  ShmError fail(ErrorKind kind, const std::string& text) { return segment_.fail(kind, text); }
-  bool failed() const { return segment_.failed(); }
-  ShmError failure() const { return segment_.failure(); }
+  // See Peers.
+  ShmError fail(ErrorKind kind, const std::string& text) { return peers_.fail(kind, text); }
+  bool failed() const { return peers_.failed(); }
+  ShmError failure() const { return peers_.failure(); }
 
   // Says that this rank takes no part any more.
   void close();

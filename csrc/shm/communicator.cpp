@@ -94,10 +94,10 @@ void ShmCommunicator::require_open() const {
 }
 
 void ShmCommunicator::raise_recorded_failure() const {
-  if (segment_.failed()) throw segment_.failure();
+  if (peers_.failed()) throw peers_.failure();
 }
 
-void ShmCommunicator::fail(ErrorKind kind, const std::string& text) { throw segment_.fail(kind, text); }
+void ShmCommunicator::fail(ErrorKind kind, const std::string& text) { throw peers_.fail(kind, text); }
 
 // A collective that needs both sides at every step cannot be left half done.
 template <typename Body>
@@ -222,15 +222,18 @@ bool ShmCommunicator::may_post(const Operation& operation) {
   // The ring entry is free when every rank, this one too, has finished the operation that used it before.
   if (operation.sequence() - queue_.front()->sequence() >= ring_size) return false;
   if (operation.sequence() > ring_size && !peers_.all_finished(operation.sequence() - ring_size)) return false;
-  // Posting says "my arguments are ready", which they are not while an earlier operation still writes to them.
+  // Posting says "my arguments are ready", which they are not while an earlier operation still writes to them, and that
+  // peers may write the result, which they may not while an earlier one still reads what was there.
   const int n = peers_.size();
   const Request& later = operation.request();
   for (const auto& earlier : queue_) {
     if (earlier.get() == &operation) break;
+    const char* read = earlier->request().input;
     const char* written = earlier->request().output;
     const std::size_t written_bytes = earlier->output_bytes(n);
     if (overlap(later.input, operation.input_bytes(n), written, written_bytes) ||
-        overlap(later.output, operation.output_bytes(n), written, written_bytes))
+        overlap(later.output, operation.output_bytes(n), written, written_bytes) ||
+        overlap(later.output, operation.output_bytes(n), read, earlier->input_bytes(n)))
       return false;
   }
   return true;
@@ -311,7 +314,7 @@ std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, s
     wait_until([&] { return operation->finished(); }, limits_.timeout_seconds);
     const std::string what =
         std::to_string(bytes >> 20) + " MiB of wire memory for each of " + std::to_string(peers_.size()) + " ranks";
-    if (peers_.entry(0, operation->sequence()).descriptor.refused)
+    if (operation->request().refused)
       fail(ErrorKind::memory, what + " do not fit in the memory that " + peers_.name(0) +
                                   " finds available; use fewer ranks or a smaller model");
     for (int q = 0; q < peers_.size(); ++q)

@@ -57,6 +57,8 @@ bool Operation::advance(Peers& peers, Blocker& blocker) {
       for (int q = 0; q < peers.size(); ++q) counts_.push_back(peers.entry(q, sequence_).descriptor.count);
       outputs_ = allocate(counts_);
     }
+    // What rank 0 says, kept for the caller: after the end its entry may be used again.
+    if (request_.kind == OpKind::empty) request_.refused = peers.entry(0, sequence_).descriptor.refused;
     mode_ = choose_mode(peers);
     if (mode_ == Mode::staged) prepare_staging(peers);
   }
@@ -159,7 +161,7 @@ void Operation::run_direct(Peers& peers) {
   const std::size_t bytes = part_bytes();
   auto source = [&](int q) { return peers.segment().address(peers.entry(q, sequence_).descriptor.location); };
   if (request_.kind == OpKind::empty) {
-    if (!peers.entry(0, sequence_).descriptor.refused)
+    if (!request_.refused)
       peers.segment().slot(rank).allocation_errno.store(
           static_cast<std::uint32_t>(peers.segment().allocate_region(bytes)), std::memory_order_relaxed);
   } else if (request_.kind == OpKind::all_reduce) {
