@@ -101,7 +101,7 @@ void Communicator::move_if_idle() {
   if (!use_.compare_exchange_strong(found, Use::tick, std::memory_order_acquire)) return;
   try {
     // What has ended stays in the queue: to let go of its arrays takes Python's lock.
-    if (!queue_.empty() && !failure_) move();
+    if (!queue_.empty() && !failure_ && fork_count() == fork_count_) move();
   } catch (const ShmError&) {  // recorded; the next call throws it
   }
   use_.store(Use::none, std::memory_order_release);
@@ -199,6 +199,11 @@ bool Communicator::may_begin(const Operation& operation) const {
   return true;
 }
 
+std::shared_ptr<Operation> Communicator::oldest() const {
+  const auto found = std::find_if(queue_.begin(), queue_.end(), [](const auto& one) { return !one->finished(); });
+  return found == queue_.end() ? nullptr : *found;
+}
+
 std::string Communicator::last_agreed() const {
   for (auto operation = queue_.rbegin(); operation != queue_.rend(); ++operation)
     if ((*operation)->finished() || (*operation)->agreed()) return (*operation)->description();
@@ -206,6 +211,9 @@ std::string Communicator::last_agreed() const {
 }
 
 void Communicator::require_usable() const {
+  if (fork_count() != fork_count_)
+    throw ShmError(ErrorKind::usage, "this process was forked from " + names_[world_.rank] +
+                                         " and is no rank of the job; use the communicator in the parent only");
   if (failure_) throw *failure_;
   if (closed_)
     throw ShmError(ErrorKind::closed, names_[world_.rank] + " used its communicator after close(); create a new one");
@@ -219,7 +227,7 @@ bool Communicator::close() {
   if (closed_) return false;
   stop_listening();
   closed_ = true;
-  const bool idle = queue_.empty() && !failure_;
+  const bool idle = !oldest() && !failure_;
   static auto& kept = *new std::vector<std::shared_ptr<Communicator>>;  // MPI may still write to their memory
   if (!idle) kept.push_back(shared_from_this());
   return idle;

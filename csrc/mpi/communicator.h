@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/errors.h"
+#include "base/fork.h"
 #include "mpi/hierarchy.h"
 #include "mpi/operation.h"
 
@@ -55,7 +56,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   int world_size() const { return static_cast<int>(names_.size()); }
   // The oldest operation that has not ended.
-  std::shared_ptr<Operation> oldest() const { return queue_.empty() ? nullptr : queue_.front(); }
+  std::shared_ptr<Operation> oldest() const;
   std::uint64_t started() const { return started_; }
   // The last operation that all ranks have begun, in words.
   std::string last_agreed() const;
@@ -89,6 +90,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::optional<std::pair<Request, std::uint64_t>> last_finished_;
   std::optional<ShmError> failure_;
   bool closed_ = false;
+  const unsigned fork_count_ = fork_count();  // where it was made
   std::atomic<Use> use_{Use::none};
 };
 

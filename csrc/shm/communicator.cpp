@@ -1,12 +1,12 @@
 #include "shm/communicator.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <new>
 #include <utility>
+
+#include "base/fork.h"
 
 namespace distopt {
 namespace {
@@ -16,16 +16,6 @@ constexpr double slice_seconds = 0.05;
 // Some microseconds, in which the calling thread keeps Python's lock from the others: longer than ranks that work in
 // step wait for each other in a small collective.
 constexpr int brief_polls = 128;
-
-std::atomic<unsigned> fork_count{0};
-
-// Number of forks between the first process with a communicator and this one.
-unsigned current_fork_count() {
-  static const int registered =
-      ::pthread_atfork(nullptr, nullptr, [] { fork_count.fetch_add(1, std::memory_order_relaxed); });
-  (void)registered;
-  return fork_count.load(std::memory_order_relaxed);
-}
 
 double seconds_since(std::chrono::steady_clock::time_point began) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
@@ -65,7 +55,7 @@ ShmCommunicator::ShmCommunicator(int fd, int rank, std::vector<std::string> name
       peers_(segment_, std::move(names)),
       limits_(limits),
       hooks_(std::move(hooks)),
-      fork_generation_(current_fork_count()) {}
+      fork_generation_(fork_count()) {}
 
 ShmCommunicator::~ShmCommunicator() { close(); }
 
@@ -80,12 +70,12 @@ void ShmCommunicator::close() {
   closed_ = true;
   queue_.clear();
   // In a forked child this is the parent's memory: only the parent may say that the rank has left.
-  if (current_fork_count() == fork_generation_) segment_.slot(peers_.rank()).closed.store(1, std::memory_order_release);
+  if (fork_count() == fork_generation_) segment_.slot(peers_.rank()).closed.store(1, std::memory_order_release);
   segment_.close();
 }
 
 void ShmCommunicator::require_open() const {
-  if (current_fork_count() != fork_generation_)
+  if (fork_count() != fork_generation_)
     throw ShmError(ErrorKind::usage, "this process was forked from " + peers_.name(peers_.rank()) +
                                          " and is no rank of the job; use the communicator in the parent only");
   if (closed_)
