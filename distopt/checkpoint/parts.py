@@ -149,6 +149,10 @@ class Random(Part):
         given, own = state.notes.get("", {}).get("bit_generator"), self._generator.bit_generator.state["bit_generator"]
         if given != own:
             raise StateError(f"the random generator is a {own}, that of the states a {given}")
+        try:
+            type(self._generator.bit_generator)().state = state.notes[""]
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
+            raise StateError(f"the state of the random generator cannot be used ({error})") from None
 
     def put(self, state: State) -> None:
         self._generator.bit_generator.state = state.notes[""]
