@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import DistoptError, PeerLostError, Preempted, UsageError
-from .ending import die_with
+from .ending import die_with, shortened
 from .output import mark_output
 from .task import in_one_line
 
@@ -143,7 +143,7 @@ def _report(reports: Connection, code: int, text: str, *, lost_peer: bool = Fals
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.suppress(OSError):
-        reports.send_bytes(json.dumps([lost_peer, now, code, text]).encode())
+        reports.send_bytes(json.dumps([lost_peer, now, code, shortened(text)]).encode())
     raise SystemExit(code & 0xFF or 1)
 
 
