@@ -3,9 +3,11 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <new>
+#include <optional>
 #include <utility>
 
 namespace distopt {
@@ -27,9 +29,30 @@ unsigned current_fork_count() {
   return fork_count.load(std::memory_order_relaxed);
 }
 
-double seconds_since(std::chrono::steady_clock::time_point began) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-}
+// Seconds of a wait in which this process could run. Where far more time has passed between two looks than a slice
+// lasts, the process was suspended: with the job, as by Ctrl-Z or with its container. That time does not count, nor
+// does the next, in which the peers go on one after the other.
+class Stopwatch {
+ public:
+  double seconds() {
+    const auto now = Clock::now();
+    const double passed = std::chrono::duration<double>(now - last_look_).count();
+    last_look_ = now;
+    if (passed > suspended_seconds)
+      excused_until_ = now + std::chrono::duration_cast<Clock::duration>(excused);
+    else if (now > excused_until_)
+      seconds_ += passed;
+    return seconds_;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr double suspended_seconds = 1;
+  static constexpr std::chrono::seconds excused{1};
+  Clock::time_point last_look_ = Clock::now();
+  Clock::time_point excused_until_{};
+  double seconds_ = 0;
+};
 
 std::string seconds_text(double seconds) {
   char text[32];
@@ -120,22 +143,22 @@ auto ShmCommunicator::or_fail(const char* what, Body body) {
 
 template <typename Condition>
 void ShmCommunicator::wait_until(Condition condition, double timeout_seconds) {
-  Clock::time_point began{};
+  std::optional<Stopwatch> watch;
   bool warned = false;
   for (;;) {
     advance();
     if (condition()) return;
     raise_recorded_failure();
     if (peers_.spin(blocker_)) continue;
-    if (began == Clock::time_point{}) began = Clock::now();
-    const double left = timeout_seconds - seconds_since(began);
+    if (!watch) watch.emplace();
+    const double left = timeout_seconds - watch->seconds();
     const std::chrono::duration<double> nap(std::min(slice_seconds, std::max(left, 1e-6)));
     if (peers_.sleep(blocker_, std::chrono::duration_cast<std::chrono::nanoseconds>(nap))) continue;
     call_hook(hooks_.check_signals);
     require_open();
     advance();
     if (condition()) return;
-    check_peers(began, timeout_seconds, warned);
+    check_peers(watch->seconds(), timeout_seconds, warned);
   }
 }
 
@@ -152,7 +175,7 @@ void ShmCommunicator::call_hook(Hook hook) {
 
 // The order matters: a peer that left after its last counter is read as absent only if the counter, read again, is
 // still short.
-void ShmCommunicator::check_peers(Clock::time_point began, double timeout_seconds, bool& warned) {
+void ShmCommunicator::check_peers(double waited, double timeout_seconds, bool& warned) {
   raise_recorded_failure();
   for (int q : peers_.absent(blocker_)) {
     const bool closed = segment_.slot(q).closed.load(std::memory_order_acquire) != 0;
@@ -163,7 +186,6 @@ void ShmCommunicator::check_peers(Clock::time_point began, double timeout_second
          peers_.name(q) + (closed_first ? " closed its communicator" : " ended") + " while " + waiting_for({q}) +
              "; see that rank's output for the cause, then restart the job");
   }
-  const double waited = seconds_since(began);
   const std::vector<int> absent = peers_.absent(blocker_);
   if (absent.empty()) return;
   if (waited >= timeout_seconds)
