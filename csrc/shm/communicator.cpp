@@ -10,6 +10,8 @@
 #include <optional>
 #include <utility>
 
+#include "base/stopwatch.h"
+
 namespace distopt {
 namespace {
 
@@ -28,31 +30,6 @@ unsigned current_fork_count() {
   (void)registered;
   return fork_count.load(std::memory_order_relaxed);
 }
-
-// Seconds of a wait in which this process could run. Where far more time has passed between two looks than a slice
-// lasts, the process was suspended: with the job, as by Ctrl-Z or with its container. That time does not count, nor
-// does the next, in which the peers go on one after the other.
-class Stopwatch {
- public:
-  double seconds() {
-    const auto now = Clock::now();
-    const double passed = std::chrono::duration<double>(now - last_look_).count();
-    last_look_ = now;
-    if (passed > suspended_seconds)
-      excused_until_ = now + std::chrono::duration_cast<Clock::duration>(excused);
-    else if (now > excused_until_)
-      seconds_ += passed;
-    return seconds_;
-  }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  static constexpr double suspended_seconds = 1;
-  static constexpr std::chrono::seconds excused{1};
-  Clock::time_point last_look_ = Clock::now();
-  Clock::time_point excused_until_{};
-  double seconds_ = 0;
-};
 
 std::string seconds_text(double seconds) {
   char text[32];

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sys
 import time
@@ -47,6 +48,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 _reports: list[Connection] = []
+_pid = os.getpid()  # of the rank
 
 
 def leaves_by_itself(does: bool) -> None:
@@ -140,6 +142,9 @@ def run_rank(
 
 def _report(reports: Connection, code: int, text: str, *, lost_peer: bool = False) -> NoReturn:
     now = time.monotonic_ns()  # the same clock in all processes of a host
+    if os.getpid() != _pid:  # forked from the rank, whose end this is not
+        sys.stderr.write(f"process {os.getpid()}, which rank {_invitation[0][1]} has forked, {text.rstrip()}\n")
+        raise SystemExit(code & 0xFF or 1)
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.suppress(OSError):

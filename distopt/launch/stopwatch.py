@@ -1,4 +1,4 @@
-"""How long a wait has lasted, of which a suspension of the whole job is no part."""
+"""How long a wait has lasted, of which a suspension of the job is no part. `csrc/base/stopwatch.h` is the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Stopwatch:
 
     Ask at least every `SLICE_SECONDS` or so. Where far more time has passed between two looks, the process was
     suspended: with the job, as by Ctrl-Z or with its container. That time does not count, nor does the next second, in
-    which the other processes go on one after the other. `csrc/shm/communicator.cpp` does the same.
+    which the other processes go on one after the other.
     """
 
     def __init__(self) -> None:

@@ -111,7 +111,7 @@ def has_ended(pid: int) -> bool:
 
 @pytest.mark.parametrize(("how", "code"), [("return", 0), ("sys.exit", 3), ("raise", 1)])
 def test_forked_child_does_not_act_for_its_rank(how, code):
-    ended = mpiexec(2, str(ROOT / "tests" / "ranks" / "fork_script.py"), how)
+    ended = mpiexec(2, str(ROOT / "tests" / "ranks" / "fork_script.py"), "0", how)
     assert ended.code == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == ["rank 0 has ended well", "rank 1 has ended well"]
     assert f"the child ended with {code}\n" in ended.stderr

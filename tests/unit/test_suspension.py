@@ -52,6 +52,29 @@ def test_rank_that_alone_is_suspended_is_named():
     assert f"pid {late})" in ended.stderr
 
 
+WATCHED = """
+import sys, time
+from distopt import _core
+watchdog = _core.Watchdog(float(sys.argv[1]), "late", 7, [])
+print("watched", flush=True)
+for _ in range(30):
+    time.sleep(0.03)
+watchdog.stop()
+"""
+
+
+@pytest.mark.parametrize(("seconds", "code"), [("2.5", 0), ("0.6", 7)])
+def test_watchdog_does_not_bark_at_a_suspension(seconds, code):
+    program = Program([sys.executable, "-c", WATCHED, seconds])
+    assert program.read_lines(1) == ["watched"]
+    time.sleep(0.2)
+    program.process.send_signal(signal.SIGSTOP)
+    time.sleep(3.5 if code == 0 else 0.1)
+    program.process.send_signal(signal.SIGCONT)
+    ended = program.end()
+    assert (ended.code, ended.stderr) == (code, "late" if code else "")
+
+
 class Clock:
     now = 100.0
 
