@@ -8,7 +8,7 @@ import pytest
 from distopt import layer, model, opt, tensor
 from distopt.checkpoint import parts
 from distopt.data import ShardedSampler
-from distopt.errors import StateError
+from distopt.errors import StateError, UsageError
 from distopt.nn.tensor import Tensor
 
 BAD = [
@@ -136,3 +136,13 @@ def test_a_random_generator_checks_its_whole_state(bad):
         part.check(parts.State({}, {"": {**before, "state": bad}}))
     assert generator.bit_generator.state == before
     part.check(parts.State({}, {"": before}))
+
+
+def test_arrays_that_cannot_be_overwritten():
+    frozen = np.arange(3.0)
+    frozen.flags.writeable = False
+    (part,) = parts.parts_of({"x": {"free": np.arange(3.0), "frozen": frozen}}).values()
+    with pytest.raises(StateError, match="an array is read-only"):
+        part.check(parts.State({"free": np.ones(3), "frozen": np.ones(3)}, {}))
+    with pytest.raises(UsageError, match="x is a float64, which cannot be saved"):
+        parts.parts_of({"x": np.float64(3)})
