@@ -5,6 +5,7 @@ Every message states the fact, where it happened (rank and host, if more than on
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ __all__ = [
     "WireMemoryError",
     "absent_name",
     "check_assignment",
+    "check_count",
     "names_of",
 ]
 
@@ -190,6 +192,20 @@ class _Absence:
         else:
             cure = f"; {self.otherwise or f'dir({self.module}) lists what there is'}"
         return f"{self.module} has no {self.name}{cure}"
+
+
+def check_count(name: str, value: Any) -> int:
+    """Local. The counter `name` of saved states, a number or an array or tensor of one element, as an int.
+
+    Raises:
+        StateError: it is no whole number, negative, or above 2**53, up to which floats count.
+    """
+    number = value
+    with contextlib.suppress(AttributeError, ValueError):  # ValueError: several elements
+        number = value.item()
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number <= 2**53 or number % 1:
+        raise StateError(f"the states' {name} is {value!r}; expected a whole number from 0; pass what get_states gave")
+    return int(number)
 
 
 @functools.cache

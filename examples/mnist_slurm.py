@@ -80,7 +80,7 @@ def evaluate(cnn, data, world, device, batch_size: int = 500) -> None:
     loss, correct = world.all_reduce(sums)
     total = len(data.test_x)
     score = f"Average loss: {loss / total:.4f}, Accuracy: {correct:.0f}/{total} ({correct / total:.0%})"
-    train_cnn.report(world.rank, f"\nTest set: {score}\n")
+    train_cnn.report(world.rank, f"\nTest set: {score}{data.caveat}\n")
 
 
 def step_decay(args, steps_per_epoch: int) -> opt.StepDecay:

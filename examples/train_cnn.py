@@ -89,7 +89,8 @@ def run(sgd, args) -> None:
         totals = device.host(sums)
         communicator.all_reduce(totals).wait()
         seconds = time.perf_counter() - start
-        report(rank, f"Training loss = {totals[0]:.6f}, training accuracy = {totals[1] / sampler.consumed:.6f}")
+        accuracy = totals[1] / sampler.consumed
+        report(rank, f"Training loss = {totals[0]:.6f}, training accuracy = {accuracy:.6f}{data.caveat}")
         sums[:] = 0
 
         sgd.synchronize()  # after partial updates, the parameters differ between ranks
@@ -97,7 +98,7 @@ def run(sgd, args) -> None:
         elapsed = time.perf_counter() - start
         report(
             rank,
-            f"Evaluation accuracy = {accuracy:.6f}, Elapsed Time = {elapsed:.3f}s, "
+            f"Evaluation accuracy = {accuracy:.6f}{data.caveat}, Elapsed Time = {elapsed:.3f}s, "
             f"{(sampler.consumed - before) / seconds:.0f} images/s",
         )
         if world_size > 1:

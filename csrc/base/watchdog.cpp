@@ -7,40 +7,37 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
+#include <cmath>
 #include <csignal>
 #include <cstddef>
 #include <cstdint>
 #include <system_error>
 #include <utility>
 
+#include "base/stopwatch.h"
+
 namespace distopt {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 // Whoever supervises the processes may act on the same sign, and say it better.
-constexpr std::chrono::milliseconds patience{500};
-
-int milliseconds_until(Clock::time_point time) {
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(time - Clock::now()).count();
-  return static_cast<int>(std::clamp<std::int64_t>(left, 0, 60'000));
-}
+constexpr double patience_seconds = 0.5;
+constexpr double slice_seconds = 0.1;  // of a wait, as `Stopwatch` wants it
 
 void watch(int stop, double seconds, std::string text, int exit_code, const std::vector<Watchdog::Sign>& signs) {
-  auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  Stopwatch stopwatch;
   std::vector<pollfd> fds{{stop, POLLIN, 0}};
   for (const auto& sign : signs) fds.push_back({sign.first, POLLIN, 0});
   for (;;) {
-    const int ready = ::poll(fds.data(), fds.size(), milliseconds_until(end));
+    const double slice = std::clamp(seconds - stopwatch.seconds(), 0.0, slice_seconds);
+    const int ready = ::poll(fds.data(), fds.size(), static_cast<int>(std::ceil(1e3 * slice)));
     if (ready > 0 && fds[0].revents != 0) return;
     for (std::size_t i = 1; ready > 0 && i < fds.size(); ++i) {
       if (fds[i].revents == 0) continue;
       text = signs[i - 1].second;
-      end = std::min(end, Clock::now() + patience);
+      seconds = std::min(seconds, stopwatch.seconds() + patience_seconds);
       fds.resize(1);  // the first is enough
     }
-    if (Clock::now() < end) continue;
+    if (stopwatch.seconds() < seconds) continue;
     const auto written = ::write(STDERR_FILENO, text.data(), text.size());
     (void)written;  // nobody is left to be told
     ::_exit(exit_code);

@@ -1,12 +1,15 @@
 #include "shm/communicator.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <new>
+#include <optional>
 #include <utility>
 
 #include "base/fork.h"
+#include "base/stopwatch.h"
 
 namespace distopt {
 namespace {
@@ -16,10 +19,6 @@ constexpr double slice_seconds = 0.05;
 // Some microseconds, in which the calling thread keeps Python's lock from the others: longer than ranks that work in
 // step wait for each other in a small collective.
 constexpr int brief_polls = 128;
-
-double seconds_since(std::chrono::steady_clock::time_point began) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-}
 
 std::string seconds_text(double seconds) {
   char text[32];
@@ -110,22 +109,22 @@ auto ShmCommunicator::or_fail(const char* what, Body body) {
 
 template <typename Condition>
 void ShmCommunicator::wait_until(Condition condition, double timeout_seconds) {
-  Clock::time_point began{};
+  std::optional<Stopwatch> watch;
   bool warned = false;
   for (;;) {
     advance();
     if (condition()) return;
     raise_recorded_failure();
     if (peers_.spin(blocker_)) continue;
-    if (began == Clock::time_point{}) began = Clock::now();
-    const double left = timeout_seconds - seconds_since(began);
+    if (!watch) watch.emplace();
+    const double left = timeout_seconds - watch->seconds();
     const std::chrono::duration<double> nap(std::min(slice_seconds, std::max(left, 1e-6)));
     if (peers_.sleep(blocker_, std::chrono::duration_cast<std::chrono::nanoseconds>(nap))) continue;
     call_hook(hooks_.check_signals);
     require_open();
     advance();
     if (condition()) return;
-    check_peers(began, timeout_seconds, warned);
+    check_peers(watch->seconds(), timeout_seconds, warned);
   }
 }
 
@@ -142,7 +141,7 @@ void ShmCommunicator::call_hook(Hook hook) {
 
 // The order matters: a peer that left after its last counter is read as absent only if the counter, read again, is
 // still short.
-void ShmCommunicator::check_peers(Clock::time_point began, double timeout_seconds, bool& warned) {
+void ShmCommunicator::check_peers(double waited, double timeout_seconds, bool& warned) {
   raise_recorded_failure();
   for (int q : peers_.absent(blocker_)) {
     const bool closed = segment_.slot(q).closed.load(std::memory_order_acquire) != 0;
@@ -153,7 +152,6 @@ void ShmCommunicator::check_peers(Clock::time_point began, double timeout_second
          peers_.name(q) + (closed_first ? " closed its communicator" : " ended") + " while " + waiting_for({q}) +
              "; see that rank's output for the cause, then restart the job");
   }
-  const double waited = seconds_since(began);
   const std::vector<int> absent = peers_.absent(blocker_);
   if (absent.empty()) return;
   if (waited >= timeout_seconds)

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -64,7 +63,6 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
 
  private:
   class Guard;
-  using Clock = std::chrono::steady_clock;
 
   void require_open() const;
   void raise_recorded_failure() const;
@@ -77,7 +75,7 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   void advance();
   template <typename Condition>
   void wait_until(Condition condition, double timeout_seconds);
-  void check_peers(Clock::time_point began, double timeout_seconds, bool& warned);
+  void check_peers(double waited, double timeout_seconds, bool& warned);
   std::string waiting_for(const std::vector<int>& ranks) const;
   template <typename Hook>
   void call_hook(Hook hook);

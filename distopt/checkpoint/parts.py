@@ -149,6 +149,10 @@ class Random(Part):
         given, own = state.notes.get("", {}).get("bit_generator"), self._generator.bit_generator.state["bit_generator"]
         if given != own:
             raise StateError(f"the random generator is a {own}, that of the states a {given}")
+        try:
+            type(self._generator.bit_generator)().state = state.notes[""]
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
+            raise StateError(f"the state of the random generator cannot be used ({error})") from None
 
     def put(self, state: State) -> None:
         self._generator.bit_generator.state = state.notes[""]
@@ -198,8 +202,10 @@ def _part_of(name: str, thing: Any) -> Part:
         return Random(thing)
     if hasattr(thing, "get_states") and hasattr(thing, "set_states"):
         return Stateful(thing)
-    arrays = {key: _array_of(value) for key, value in (thing if isinstance(thing, Mapping) else {"": thing}).items()}
-    if not arrays or any(array is None for array in arrays.values()):
+    values = thing if isinstance(thing, Mapping) else {"": thing}
+    arrays = {key: _array_of(value) for key, value in values.items()}
+    # NumPy's scalars have no memory that could be overwritten.
+    if not arrays or any(arrays[key] is None or isinstance(values[key], np.generic) for key in arrays):
         raise UsageError(
             f"{name} is a {type(thing).__name__}, which cannot be saved; pass an object with get_states and "
             "set_states, a tensor or array, a dictionary of them, or a NumPy random generator"
@@ -228,3 +234,5 @@ def _check_like(array: Any, given: np.ndarray[Any, Any]) -> None:
         raise StateError(
             f"an array is {array.dtype} of shape {array.shape}, that of the states {given.dtype} of shape {given.shape}"
         )
+    if not getattr(array.flags, "writeable", True):
+        raise StateError("an array is read-only; pass one that can be overwritten")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,8 +138,11 @@ class ShmCommunicator(Communicator):
 
 def _available_bytes() -> int:
     """What the host can still give. The kernel would rather kill a process than refuse to back shared memory."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) << 10
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) << 10
+    except (OSError, ValueError, KeyError, IndexError):  # a sandbox; then all memory of the host
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:  # the limit of the container, where there is one
         group = Path("/sys/fs/cgroup")
         limit = int((group / "memory.max").read_text())

@@ -29,6 +29,7 @@ TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">
 CODES = {np.dtype(name).newbyteorder("=").name: code for code, name in TYPES.items()}
 MAX_DIMENSIONS = 32  # the limit of NumPy 1
 MAX_EXPANSION = 1032  # maximum ratio of deflate (zlib technical details, "Maximum Compression Factor")
+MAX_UNPACKED_BYTES = 1 << 30  # of a gzipped file, whose own size says nothing; MNIST's largest has 47 MB
 CURE = "replace the file by a fresh copy"
 
 
@@ -36,7 +37,8 @@ def read(path: str | os.PathLike[str]) -> NDArray[Any]:
     """Local. The array in an IDX file, in native byte order; gzip is recognised by content, not by name.
 
     Raises:
-        DataError: the file is missing, unreadable, truncated, corrupt, too long, or of another format.
+        DataError: the file is missing, unreadable, truncated, corrupt, too long, or of another format; or it is gzipped
+            and unpacks to more than 1 GiB, of which nothing is unpacked.
     """
     try:
         with Path(path).open("rb") as file:
@@ -52,7 +54,7 @@ def decode(file: io.BufferedIOBase, size_bytes: int, name: str) -> NDArray[Any]:
     limit_bytes = size_bytes * MAX_EXPANSION if packed else size_bytes
     stream = gzip.GzipFile(fileobj=file) if packed else file
     try:
-        array = _parse(stream, limit_bytes, name)
+        array = _parse(stream, limit_bytes, name, packed=packed)
         if stream.read(1):  # at the end of a gzip stream, this also checks the CRC
             raise DataError(f"{name}: more bytes than the {array.shape} elements that its header states; {CURE}")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -88,7 +90,7 @@ def header(array: NDArray[Any]) -> bytes:
     return struct.pack(f">HBB{array.ndim}I", 0, code, array.ndim, *array.shape)
 
 
-def _parse(stream: io.BufferedIOBase, limit_bytes: int, name: str) -> NDArray[Any]:
+def _parse(stream: io.BufferedIOBase, limit_bytes: int, name: str, *, packed: bool) -> NDArray[Any]:
     zero, code, ndim = struct.unpack(">HBB", _fill(np.empty(4, np.uint8), stream, name).data)
     if zero or code not in TYPES or not 1 <= ndim <= MAX_DIMENSIONS:
         raise DataError(
@@ -103,6 +105,11 @@ def _parse(stream: io.BufferedIOBase, limit_bytes: int, name: str) -> NDArray[An
         raise DataError(
             f"{name}: the header states {shape} elements of {dtype.name}, {wanted_bytes} bytes; "
             f"the file holds at most {limit_bytes}; {CURE}"
+        )
+    if packed and wanted_bytes > MAX_UNPACKED_BYTES:
+        raise DataError(
+            f"{name}: unpacks to {wanted_bytes} bytes; gzipped files are read up to {MAX_UNPACKED_BYTES} bytes; unpack "
+            "it with gunzip if its contents are right"
         )
     data = _fill(np.empty(wanted_bytes, np.uint8), stream, name)
     return data.view(dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)

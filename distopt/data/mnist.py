@@ -76,6 +76,11 @@ class Digits:
     source: str
     fingerprint: str
 
+    @property
+    def caveat(self) -> str:
+        """What must stand next to an accuracy: " (generated digits, not MNIST)", or nothing if files were given."""
+        return " (generated digits, not MNIST)" if self.kind == "generated" else ""
+
 
 def load(
     data_dir: str | os.PathLike[str] | None = None,

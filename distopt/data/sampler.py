@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ..errors import StateError, UsageError
+from ..errors import StateError, UsageError, check_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -161,21 +161,25 @@ class ShardedSampler:
             StateError: see `check_states`; nothing was changed.
         """
         self.check_states(states)
-        self.epoch = states["epoch"]
-        self.consumed = self._first = states["consumed"]
+        self.epoch = check_count("epoch", states["epoch"])
+        self.consumed = self._first = check_count("consumed", states["consumed"])
 
     def check_states(self, states: Mapping[str, Any]) -> None:
         """Local. Whether `set_states` would accept them.
 
         Raises:
-            StateError: they are of another data set, seed or order.
+            StateError: they are of another data set, seed or order, or say what no sampler says.
         """
         own = self.get_states()
         if states.keys() != own.keys():
             raise StateError(f"these are no states of a sampler: {sorted(states)} in place of {sorted(own)}")
         for key in ("size", "seed", "shuffle"):
-            if states[key] != own[key]:
+            if not np.array_equal(states[key], own[key]):
                 raise StateError(f"the sampler's {key} is {own[key]}, that of the states {states[key]}")
+        check_count("epoch", states["epoch"])
+        # The last samples of an epoch may be repeated, so that all ranks have as many: fewer than there are ranks.
+        if check_count("consumed", states["consumed"]) >= 2 * self.size:
+            raise StateError(f"the states have consumed {states['consumed']} of {self.size} samples")
 
 
 def data_partition(x: ArrayT, y: ArrayT, rank: int, world_size: int) -> tuple[ArrayT, ArrayT]:

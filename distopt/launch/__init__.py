@@ -15,6 +15,7 @@ from .job import Job
 from .meeting import LaunchedJob, meeting
 from .mpi import MpiJob
 from .multiprocess import MultiprocessJob, Ticket
+from .output import open_standard_streams
 from .spawn import main, spawn, started_as_rank
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
     "main",
     "spawn",
 ]
+
+open_standard_streams()  # before this package opens anything
 
 
 def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size: int | None = None) -> Job:

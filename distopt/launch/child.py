@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sys
 import time
@@ -12,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import DistoptError, PeerLostError, Preempted, UsageError
-from .ending import die_with
+from .ending import die_with, shortened
 from .output import mark_output
 from .task import in_one_line
 
@@ -47,6 +48,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 _reports: list[Connection] = []
+_pid = os.getpid()  # of the rank
 
 
 def leaves_by_itself(does: bool) -> None:
@@ -140,10 +142,13 @@ def run_rank(
 
 def _report(reports: Connection, code: int, text: str, *, lost_peer: bool = False) -> NoReturn:
     now = time.monotonic_ns()  # the same clock in all processes of a host
+    if os.getpid() != _pid:  # forked from the rank, whose end this is not
+        sys.stderr.write(f"process {os.getpid()}, which rank {_invitation[0][1]} has forked, {text.rstrip()}\n")
+        raise SystemExit(code & 0xFF or 1)
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.suppress(OSError):
-        reports.send_bytes(json.dumps([lost_peer, now, code, text]).encode())
+        reports.send_bytes(json.dumps([lost_peer, now, code, shortened(text)]).encode())
     raise SystemExit(code & 0xFF or 1)
 
 

@@ -9,13 +9,16 @@ import signal
 import threading
 from typing import TYPE_CHECKING
 
+from ..errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import FrameType
 
-__all__ = ["ENDED_BY_SIGTERM", "caught_signals", "describe_exit", "die_with"]
+__all__ = ["ENDED_BY_SIGTERM", "caught_signals", "describe_exit", "die_with", "shortened", "waitable_children"]
 
 ENDED_BY_SIGTERM = 128 + signal.SIGTERM
+_MAX_TEXT = 1 << 16  # characters; what launchers forward at once
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -59,9 +62,45 @@ def caught_signals(signals: Iterable[int]) -> Iterator[tuple[list[int], int]]:
         os.close(write)
 
 
+@contextlib.contextmanager
+def waitable_children() -> Iterator[None]:
+    """Local. Have children keep their exit codes until they are asked for, also if SIGCHLD is ignored.
+
+    A process inherits that from the one that started it. The kernel then forgets children at their ends, and
+    multiprocessing takes them for running forever.
+
+    Raises:
+        UsageError: it is ignored, and this is not the main thread, which alone can change that.
+    """
+    if signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
+        yield
+        return
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    except ValueError:
+        raise UsageError("SIGCHLD is ignored, so no end of a rank is seen; start ranks in the main thread") from None
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
 def die_with(parent: int) -> None:
     """Local. Have the kernel kill this process when its parent ends, even by SIGKILL."""
     if _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # the parent ended before prctl took effect
         os._exit(1)
+
+
+def shortened(text: str) -> str:
+    """Local. A text of 65,536 characters at most: of a longer one, such as an exception that shows an array, both ends.
+
+    A launcher may not survive much more on stderr: Open MPI's mpiexec needs minutes for 50 MB, and the job does not end
+    before.
+    """
+    left_out = len(text) - _MAX_TEXT
+    if left_out <= 0:
+        return text
+    half = _MAX_TEXT // 2 - 40
+    return f"{text[:half]}\n... {left_out + 80:,} characters are left out ...\n{text[-half:]}"

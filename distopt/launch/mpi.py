@@ -11,6 +11,9 @@ This applies from MPI_Init on, which `launch.main` calls before the script's fun
 MPI may not notice a process that exits before that. Ranks of the same host usually notice it; others end after
 `DISTOPT_TIMEOUT`. From `MpiJob` on, ranks on several hosts watch each other: `distopt.launch.watch`.
 
+A forked child does not act for its rank, whatever its end. In a script that imports mpi4py.MPI before distopt, mpi4py
+itself calls MPI_Finalize at the end of every forked child, which breaks the job: end such children by `os._exit`.
+
 Hazard: the value of an uncaught `raise SystemExit(n)` cannot be observed in Python. A rank that exits this way outside
 `launch.main` closes its communicators; peers that wait for it raise, and the job ends with their exit code. Use
 `sys.exit(n)` instead. A script that catches its own `sys.exit` and continues should close the job at its end.
@@ -18,49 +21,36 @@ Hazard: the value of an uncaught `raise SystemExit(n)` cannot be observed in Pyt
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
 import socket
 import sys
-import time
-import traceback
 from dataclasses import astuple, dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..errors import DistoptError, LaunchError, MissingDependencyError, UsageError
+from ..errors import LaunchError, MissingDependencyError
 from ..settings import Settings
 from .env import LauncherInfo, launcher
+from .exit_guard import after_closing, close_at_exit, finalize_at_exit, guard
 from .job import Job
 from .meeting import meeting
 from .mpi_setup import all_gather_bytes
 from .multiprocess import Ticket
 from .pmi import Member
 from .rendezvous import HostGroup
-from .siblings import Absence, end_with_parent, ends_of_siblings
+from .siblings import Absence, ends_of_siblings
 from .threads import cap_threads, cores
 from .topology import Topology
 from .watch import Watch, watch_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import ModuleType, TracebackType
+    from collections.abc import Iterator
+    from types import ModuleType
 
 __all__ = ["MpiJob", "after_closing", "close_at_exit", "import_mpi", "start_mpi"]
-
-# mpiexec reads the ranks' output through pipes; when told to abort, it drops what it has not read yet.
-_FORWARD_SECONDS = 0.1
-_ABORT_SECONDS = 2
-
-
-class _Closeable(Protocol):
-    @property
-    def closed(self) -> bool: ...
-    def close(self) -> None: ...
 
 
 class MpiJob(Job):
@@ -103,11 +93,11 @@ class MpiJob(Job):
         # Some launchers pin each rank to its own cores, others give all ranks the same: the union is right for both.
         cap_threads(len(local), len(set().union(*(peers[peer].cores for peer in local))))
         if size > 1:
-            _guard.watch(self)
-        if comm is None and not self.topology.single_host and _guard.others is None:
-            _guard.others = watch_ranks(self, self._settings.timeout)
-            if _guard.others is not None:
-                _guard.others.end_with_others(_guard.abort)
+            guard.watch(self)
+        if comm is None and not self.topology.single_host and guard.others is None:
+            guard.others = watch_ranks(self, self._settings.timeout)
+            if guard.others is not None:
+                guard.others.end_with_others(guard.abort)
 
     def all_gather(self, payload: bytes) -> list[bytes]:  # noqa: D102
         self._check_open()
@@ -126,7 +116,7 @@ class MpiJob(Job):
 
     def close(self) -> None:
         """Local. Leave the job; idempotent. MPI itself remains initialized until the interpreter ends."""
-        _guard.forget(self)
+        guard.forget(self)
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -184,7 +174,7 @@ def start_mpi() -> ModuleType:
     MPI = import_mpi()
     if MPI.COMM_WORLD.size > 1:
         _release_names()
-        _guard.arm(MPI)
+        guard.arm(MPI)
     return MPI
 
 
@@ -200,7 +190,8 @@ def import_mpi() -> ModuleType:
         import mpi4py
 
         if "mpi4py.MPI" not in sys.modules:
-            mpi4py.rc(initialize=False, finalize=True)  # a library that the launcher does not fit aborts in MPI_Init
+            # A library that the launcher does not fit aborts in MPI_Init; see `finalize_at_exit`.
+            mpi4py.rc(initialize=False, finalize=False)
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without libmpi
         started = f" although {info.name} started this process ({info.source})" if info else ""
@@ -208,6 +199,7 @@ def import_mpi() -> ModuleType:
     module: ModuleType = MPI
     if not module.Is_initialized():
         _initialize(module, info)
+        finalize_at_exit(module)
     return module
 
 
@@ -234,7 +226,7 @@ def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
     with member.environment(), _bounded_init(info, member):
         MPI.Init_thread()
     member.end_with_others()
-    _guard.others = member
+    guard.others = member
 
 
 @contextlib.contextmanager
@@ -297,98 +289,3 @@ def _host_identity() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("net", "pid")]
     return " ".join([socket.gethostname(), boot, *namespaces])
-
-
-class _ExitGuard:
-    """Ends the whole job when this rank leaves it by an exception or by `sys.exit(n)`."""
-
-    def __init__(self) -> None:
-        self._jobs: set[int] = set()
-        self._left = False  # all jobs were closed
-        self._exit_code = 0
-        # Kept even if the script has dropped them, so that their peers are notified at the end.
-        self.communicators: list[_Closeable] = []
-        self.farewells: list[Callable[[], object]] = []
-        self.others: Watch | None = None  # tells of ranks on other hosts
-        self._mpi: Any = None
-
-    def arm(self, mpi: ModuleType) -> None:
-        if self._mpi is None:
-            self._mpi = mpi
-            sys.excepthook = partial(self._uncaught, sys.excepthook)
-            sys.exit = partial(self._exit, sys.exit)
-            atexit.register(self._at_exit)
-            end_with_parent(launched=True)
-
-    def watch(self, job: MpiJob) -> None:
-        self._jobs.add(id(job))
-        self._left = False
-
-    def forget(self, job: MpiJob) -> None:
-        if id(job) in self._jobs:
-            self._jobs.remove(id(job))
-            self._left = not self._jobs
-
-    def _uncaught(
-        self, before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        who = "" if self._left else self._says("failed:")
-        if before is sys.__excepthook__:
-            # In a single write: mpiexec may end this process between two writes because another rank failed.
-            sys.stderr.write("".join([who, *traceback.format_exception(kind, error, trace)]))
-        else:
-            sys.stderr.write(who)
-            before(kind, error, trace)
-        if not self._left:
-            interrupted = issubclass(kind, KeyboardInterrupt)
-            self.abort(130 if interrupted else error.exit_code if isinstance(error, DistoptError) else 1)
-
-    def _exit(self, before: Any, status: object = None, /) -> NoReturn:
-        self._exit_code = status & 0xFF if isinstance(status, int) else int(status is not None)
-        before(status)
-        raise AssertionError("sys.exit returned")
-
-    def _at_exit(self) -> None:
-        if self._exit_code and not self._left:
-            if self._exit_code != UsageError.exit_code:  # a usage error has already been reported
-                sys.stderr.write(self._says(f"left with exit code {self._exit_code}"))
-            self.abort(self._exit_code)
-        while self.communicators:  # sys.exit, which leads here, outlives them: nothing of theirs may remain
-            self.communicators.pop().close()
-        for farewell in self.farewells:
-            farewell()
-        if self.others is not None and not self._mpi.Is_finalized():
-            # It waits for the other ranks. Later, no thread is left that hears of their end.
-            self._mpi.Finalize()
-            self.others.leave()
-
-    def _says(self, text: str) -> str:
-        return f"rank {self._mpi.COMM_WORLD.rank} on {socket.gethostname()} (pid {os.getpid()}) {text}\n"
-
-    def abort(self, code: int) -> None:
-        """Local. End all ranks of the launcher's job."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        time.sleep(_FORWARD_SECONDS)
-        if not self._mpi.Is_finalized():
-            if self.others is not None:
-                self.others.end_others(code)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide MPICH's own line, which would follow the traceback
-            # Open MPI's Abort waits for an answer from mpiexec, which may not come.
-            last = _core.Watchdog(_ABORT_SECONDS, "", code, [])
-            self._mpi.COMM_WORLD.Abort(code)
-            last.stop()
-            os._exit(code)  # MPICH's Abort may return; this process must not continue
-
-
-def close_at_exit(communicator: _Closeable) -> None:
-    """Local. Close `communicator` when the interpreter ends, so that peers still waiting for it get an error."""
-    _guard.communicators = [*(other for other in _guard.communicators if not other.closed), communicator]
-
-
-def after_closing(farewell: Callable[[], object]) -> None:
-    """Local. Call `farewell` when the interpreter ends, after communicators are closed and before MPI is finalized."""
-    _guard.farewells.append(farewell)
-
-
-_guard = _ExitGuard()

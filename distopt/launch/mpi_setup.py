@@ -12,8 +12,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import LaunchError
-from .rendezvous import pack, unpack
+from .messages import pack, unpack
 from .siblings import ended_siblings
+from .stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,7 +106,7 @@ class _Wait:
     def __init__(self, comm: Any, settings: Settings, seconds: float) -> None:
         self._comm = comm
         self._seconds = seconds
-        self._start = time.monotonic()
+        self._watch = Stopwatch()
         self._warn_at = min(settings.stall_warning, seconds / 2)
         self._look_at = 0.0
         self._ended: list[int] = []
@@ -113,7 +114,7 @@ class _Wait:
     def step(self, absent: Sequence[int]) -> None:
         if not absent:
             return
-        waited = time.monotonic() - self._start
+        waited = self._watch.seconds()
         if waited > self._warn_at:
             self._warn_at = float("inf")
             _log.warning("%s", self._text(absent, waited))

@@ -7,9 +7,10 @@ import io
 import os
 import select
 import sys
+from pathlib import Path
 from typing import Any, BinaryIO, TextIO, cast
 
-__all__ = ["Relay", "mark_output", "write_all"]
+__all__ = ["Relay", "mark_output", "open_standard_streams", "write_all"]
 
 _RELAY_BYTES = 1 << 16
 _RELAY_READS = 64
@@ -34,6 +35,21 @@ class _MarkedStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def open_standard_streams() -> None:
+    """Local. Open those of stdin, stdout and stderr on /dev/null that whoever started this process has closed.
+
+    Otherwise sockets and shared memory would get their numbers, and the ranks' output would be written there.
+    """
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:  # noqa: PERF203 - closed; so this opens the number itself, those below it being open
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - as long as the process
 
 
 def mark_output(rank: int) -> None:

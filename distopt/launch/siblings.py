@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
+from .stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
@@ -40,7 +41,7 @@ class Absence:
     """
 
     def __init__(self, stall_warning: float = 10.0, *, all_started: bool = False) -> None:
-        self._start = time.monotonic()
+        self._watch = Stopwatch()
         self._warn_after = stall_warning
         self._all_started = all_started
         self._too_few_since: float | None = None
@@ -57,10 +58,10 @@ class Absence:
         Raises:
             LaunchError: siblings have ended, and fewer are left than ranks are missing.
         """
-        now = time.monotonic()
-        if now - self._start > self._warn_after:
+        now = self._watch.seconds()
+        if now > self._warn_after:
             self._warn_after = float("inf")
-            _log.warning("%s for %.1f s now", who, now - self._start)
+            _log.warning("%s for %.1f s now", who, now)
         running, ended = _survey()
         lost = sorted(pid for pid in ended if pid not in present)
         left = len([pid for pid in running if pid not in present])

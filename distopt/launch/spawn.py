@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DistoptError, Preempted, RankFailedError, UsageError
 from .child import BEGUN, HEEDLESS, LEAVES, LEFT, PREEMPTION_SIGNALS, SIGNALS, Announced, run_rank
-from .ending import ENDED_BY_SIGTERM, caught_signals, describe_exit
+from .ending import ENDED_BY_SIGTERM, caught_signals, describe_exit, waitable_children
 from .env import RUN, launcher
 from .meeting import meeting
 from .mpi import start_mpi
@@ -248,7 +248,7 @@ def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int
     if world_size > (limit := _RANKS_PER_CORE * len(cores())):
         raise UsageError(f"world size {world_size} is too large for {len(cores())} cores; pass {limit} at most")
     ranks: list[_Rank] = []
-    with caught_signals(_signals_to_catch()) as (caught, wake):
+    with waitable_children(), caught_signals(_signals_to_catch()) as (caught, wake):
         try:
             _start(ranks, fn, world_size, tuple(args))
             _watch(ranks, caught, wake)

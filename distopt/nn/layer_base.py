@@ -259,7 +259,8 @@ def _check_states(have: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
     for name in given.keys() - have.keys():
         raise StateError(f"the model has no {name}; the states are of another model")
     for name, tensor in have.items():
-        shape, dtype = tuple(given[name].shape), given[name].dtype
+        value = given[name]
+        shape, dtype = tuple(getattr(value, "shape", ())), getattr(value, "dtype", type(value).__name__)
         if shape != tensor.shape or dtype != tensor.dtype:
             raise StateError(
                 f"{name} is {tensor.dtype} of shape {tensor.shape}, the states have {dtype} of shape {shape}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import StateError, UsageError, check_assignment
+from ..errors import StateError, UsageError, check_assignment, check_count
 from ..kernels import kernels_of
 from . import autograd
 from .accumulation import Accumulation
@@ -237,7 +237,7 @@ class Optimizer:
             StateError: the states are not those of this optimizer or do not fit its parameters; nothing was changed.
         """
         loaded = self._loaded(states)
-        self._go_to(int(number_of(states["step_counter"])))
+        self._go_to(check_count("step_counter", states["step_counter"]))
         self._accumulation.sums.clear()
         self._unclaimed = loaded
         known = list(self._slots)
@@ -258,12 +258,17 @@ class Optimizer:
         """Copies of the slots by parameter and name, once they have been checked."""
         if "step_counter" not in states:
             raise StateError("these are no states of an optimizer: step_counter is missing")
-        number_of(states["step_counter"])
+        check_count("step_counter", states["step_counter"])
         loaded: dict[str, dict[str, Array]] = {}
-        for key, array in states.items():
+        for key, value in states.items():
             name, colon, slot = key.rpartition(":")
-            if colon:
-                loaded.setdefault(name, {})[slot] = array.to_numpy() if isinstance(array, Tensor) else array.copy()
+            if not colon:
+                continue
+            array = value.to_numpy() if isinstance(value, Tensor) else value
+            dtype = getattr(array, "dtype", None)
+            if dtype is None or dtype.kind != "f":
+                raise StateError(f"state {key} is {dtype or type(value).__name__}; expected an array of floats")
+            loaded.setdefault(name, {})[slot] = array.copy()
         for name, slots in loaded.items():
             if set(slots) != set(self.slots):
                 raise StateError(

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 
 from distopt import launch
 from distopt.comm import create
@@ -24,6 +25,11 @@ if how != "success" and job.topology.rank == job.topology.world_size - 1:
         sys.exit()
     if how == "SIGKILL":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "SIGHUP":
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(5)
+    if how == "huge":
+        raise ValueError("0123456789" * 5_000_000 + " the end of the text")
     if how == "wait":
         signal.pause()
 communicator.barrier()

@@ -65,6 +65,18 @@ def test_one_process_without_a_launcher(digits):
     assert EPOCH.search(ended.stdout)
 
 
+@pytest.mark.parametrize("script", ["mnist_dist.py", "mnist_slurm.py"])
+def test_an_accuracy_on_generated_digits_says_so(script, tmp_path):
+    (tmp_path / "home").write_text("no folder, and so no cache")
+    env = {"HOME": str(tmp_path / "home"), "DISTOPT_DATA_DIR": ""}
+    epochs = "-e" if "slurm" in script else "-m"
+    ended = python(str(ROOT / "examples" / script), epochs, "1", "-b", "6000", env=env)
+    assert ended.code == 0, ended.stderr
+    lines = [line for line in ended.stdout.splitlines() if "ccuracy" in line]
+    assert lines
+    assert all("(generated digits, not MNIST)" in line for line in lines)
+
+
 def assert_one_line(ended: Ended, *parts: str) -> None:
     said = [line for line in ended.stderr.splitlines() if "error:" in line or "failed:" in line]
     assert ended.code == 2, ended

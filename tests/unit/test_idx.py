@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import resource
 import struct
 
 import numpy as np
@@ -146,3 +147,14 @@ def test_any_bytes_after_a_gzip_magic_give_an_array_or_a_data_error(data):
     for start in (b"\x1f\x8b", b"\x1f\x8b\x08\x00" + bytes(6)):
         with pytest.raises(DataError):
             decode(start + data)
+
+
+def test_a_gzip_bomb_is_refused_before_it_is_unpacked():
+    """Its header is honest: so many zeros do come out of 1 MB."""
+    wanted = idx.MAX_UNPACKED_BYTES + (1 << 20)
+    zeros = gzip.compress(bytes(1 << 20))  # one member of many
+    data = gzip.compress(struct.pack(">HBBI", 0, 8, 1, wanted)) + zeros * (wanted >> 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=rf"unpacks to {wanted} bytes; gzipped files are read up to 1073741824 bytes"):
+        decode(data)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB

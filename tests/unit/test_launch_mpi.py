@@ -109,6 +109,36 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+@pytest.mark.parametrize(("how", "code"), [("return", 0), ("sys.exit", 3), ("raise", 1)])
+def test_forked_child_does_not_act_for_its_rank(how, code):
+    ended = mpiexec(2, str(ROOT / "tests" / "ranks" / "fork_script.py"), "0", how)
+    assert ended.code == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["rank 0 has ended well", "rank 1 has ended well"]
+    assert f"the child ended with {code}\n" in ended.stderr
+    assert ("ValueError: of the child" in ended.stderr) == (how == "raise")
+
+
+def test_rank_that_gets_sighup_ends_with_its_job():
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which the ranks inherit
+    try:
+        ended = mpiexec(2, SCRIPT, "SIGHUP")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ended.code != 0
+    assert "UCX" not in ended.stdout + ended.stderr
+
+
+def test_huge_exception_is_cut_and_ends_the_job():
+    began = time.monotonic()
+    ended = mpiexec(2, SCRIPT, "huge", timeout=30.0)
+    assert ended.code == 1
+    assert time.monotonic() - began < patience(15.0)
+    assert re.search(r"rank 1 on \S+ \(pid \d+\) failed:\nTraceback", ended.stderr)
+    assert "characters are left out" in ended.stderr
+    assert "the end of the text" in ended.stderr
+    assert len(ended.stderr) < 200_000
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_to_mpiexec_ends_all(signum):
     program = start_mpiexec(2, SCRIPT, "wait")

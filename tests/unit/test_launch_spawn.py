@@ -217,3 +217,12 @@ def test_an_error_of_all_ranks_of_a_host_is_printed_once(capsys):
         thread.join()
     _last_words_once("error: of rank 2 alone", ranks[2])
     assert capsys.readouterr().err == "error: SLURM_PROCID=0 is wrong\nerror: of rank 2 alone\n"
+
+
+@pytest.mark.parametrize(("how", "code"), [("return", 0), ("sys.exit", 3), ("raise", 1)])
+def test_forked_child_does_not_act_for_its_rank(how, code):
+    ended = Program([sys.executable, str(ROOT / "tests" / "ranks" / "fork_script.py"), "2", how]).end()
+    assert ended.code == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["[rank 1] rank 1 has ended well", "rank 0 has ended well"]
+    assert f"the child ended with {code}\n" in ended.stderr
+    assert ("ValueError: of the child" in ended.stderr) == (how == "raise")

@@ -106,6 +106,7 @@ def test_argument_comes_before_variable_before_cache(tmp_path, monkeypatch, cach
     put(cache)
     named, variable = put(tmp_path / "named"), put(tmp_path / "variable")
     assert mnist.load().source == f"MNIST in {cache}"
+    assert not mnist.load().caveat
     monkeypatch.setenv("DISTOPT_DATA_DIR", str(variable))
     assert mnist.load().source == f"MNIST in {variable}"
     assert mnist.load(named).source == f"MNIST in {named}"
@@ -237,6 +238,7 @@ def test_offline_machine_gets_generated_digits_with_one_notice(network, caplog):
     first = mnist.load()
     assert first.kind == "generated"
     assert first.source == "generated digits"
+    assert first.caveat == " (generated digits, not MNIST)"
     assert [first.train_x.shape, first.test_x.shape] == [(6, 1, 28, 28), (5, 1, 28, 28)]
     assert first.train_y.dtype == np.int32
     assert (first.train_x[:5] != first.test_x).any()

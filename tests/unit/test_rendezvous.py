@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from distopt.errors import LaunchError
-from distopt.launch import rendezvous, siblings
+from distopt.launch import joining, siblings
 from distopt.launch.rendezvous import HostGroup
 from tests.conformance.ranks import LocalJob, run_ranks, run_ranks_ok
 
@@ -97,10 +98,10 @@ def test_rank_0_may_come_last(ticket: bytes) -> None:
 
 
 def test_the_ticket_cannot_be_read_off_the_socket(ticket: bytes) -> None:
-    address = rendezvous._address(ticket)
+    address = joining._address(ticket)
     assert address.startswith("\0distopt-")
     assert ticket.hex() not in address
-    assert rendezvous._address(secrets.token_bytes(16)) != address
+    assert joining._address(secrets.token_bytes(16)) != address
 
 
 # -- failure ---------------------------------------------------------------------------------------
@@ -146,8 +147,8 @@ def test_bad_arguments(rank: int, size: int, length: int) -> None:
 def test_a_stranger_without_the_ticket_is_not_let_in(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """It can reach the socket, but its proof is wrong; the ranks of the job are not disturbed."""
     wrong = secrets.token_bytes(16)
-    address = rendezvous._address(ticket)
-    monkeypatch.setattr(rendezvous, "_address", lambda _: address)
+    address = joining._address(ticket)
+    monkeypatch.setattr(joining, "_address", lambda _: address)
     stranger, *groups = in_threads(
         lambda: HostGroup(wrong, 1, 2, 0.5),
         lambda: HostGroup(ticket, 0, 2, 5),
@@ -159,7 +160,7 @@ def test_a_stranger_without_the_ticket_is_not_let_in(ticket: bytes, monkeypatch:
 
 def test_an_impostor_cannot_play_rank_0(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = secrets.token_bytes(16)
-    address = rendezvous._address(ticket)
+    address = joining._address(ticket)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
@@ -169,7 +170,7 @@ def test_an_impostor_cannot_play_rank_0(ticket: bytes, monkeypatch: pytest.Monke
             with link:
                 link.sendall(bytes(32))
                 link.recv(1000)
-                link.sendall(rendezvous._proof(wrong, b"accept"))
+                link.sendall(joining._proof(wrong, b"accept"))
 
         result, _ = in_threads(lambda: HostGroup(ticket, 1, 2, 2), impostor)
     assert "does not hold its ticket" in str(result)
@@ -177,12 +178,12 @@ def test_an_impostor_cannot_play_rank_0(ticket: bytes, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("noise", [b"", b"x", bytes(1000)])
 def test_noise_is_ignored(ticket: bytes, noise: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(joining, "_HANDSHAKE_SECONDS", 0.2)
 
     def disturb() -> None:
         time.sleep(0.2)
         with socket.socket(socket.AF_UNIX) as link:
-            link.connect(rendezvous._address(ticket))
+            link.connect(joining._address(ticket))
             link.sendall(noise)
             time.sleep(0.4)
 
@@ -192,11 +193,61 @@ def test_noise_is_ignored(ticket: bytes, noise: bytes, monkeypatch: pytest.Monke
     assert all(isinstance(group, HostGroup) for group in groups[:2]), groups
 
 
+def test_silent_clients_hold_nobody_up(ticket: bytes) -> None:
+    """Each of them is waited for in its own time, while ranks join; so are those that say something now and then."""
+    stop = threading.Event()
+
+    def disturb() -> None:
+        links = [socket.socket(socket.AF_UNIX) for _ in range(5)]
+        try:
+            for i, link in enumerate(links):
+                while link.connect_ex(joining._address(ticket)):
+                    time.sleep(0.01)
+                link.sendall(b"x" * i)
+            started.set()
+            while not stop.wait(0.05):
+                for link in links[2:]:
+                    with contextlib.suppress(OSError):
+                        link.send(b"x")
+        finally:
+            for link in links:
+                link.close()
+
+    def rank_1() -> HostGroup:
+        started.wait(10)
+        began = time.monotonic()
+        group = HostGroup(ticket, 1, 2, 20)
+        took.append(time.monotonic() - began)
+        stop.set()
+        return group
+
+    started, took = threading.Event(), list[float]()
+    groups = in_threads(lambda: HostGroup(ticket, 0, 2, 20), rank_1, disturb)
+    assert all(isinstance(group, HostGroup) for group in groups[:2]), groups
+    assert took[0] < 1.0  # half the limit of a single handshake
+
+
+def test_a_silent_client_is_dismissed_in_its_own_time(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "_HANDSHAKE_SECONDS", 0.3)
+
+    def silent() -> bytes:
+        time.sleep(0.1)
+        with socket.socket(socket.AF_UNIX) as link:
+            link.connect(joining._address(ticket))
+            link.settimeout(5)
+            assert len(link.recv(32)) == 32
+            return link.recv(1)  # the other end has closed it
+
+    error, got = in_threads(lambda: HostGroup(ticket, 0, 2, 1.5), silent)
+    assert got == b""
+    assert "rank 1 of 2 did not join rank 0 on this host within 1.5 s" in str(error)
+
+
 def test_another_user_is_not_let_in(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     user = os.geteuid()
     main = threading.main_thread().ident
     listener_sees = {"rank 0": user + 1}
-    monkeypatch.setattr(rendezvous.os, "geteuid", lambda: listener_sees.get(threading.current_thread().name, user))
+    monkeypatch.setattr(joining.os, "geteuid", lambda: listener_sees.get(threading.current_thread().name, user))
 
     def rank_0() -> HostGroup:
         threading.current_thread().name = "rank 0"
@@ -210,14 +261,14 @@ def test_another_user_is_not_let_in(ticket: bytes, monkeypatch: pytest.MonkeyPat
 
 # -- processes that end ----------------------------------------------------------------------------
 def test_a_rank_that_ends_while_joining_is_noticed(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    admitted, admit = threading.Event(), rendezvous._Listener._admit
+    admitted, admit = threading.Event(), joining.Listener._admit
 
-    def admit_and_tell(listener: rendezvous._Listener, link: socket.socket) -> int:
-        rank = admit(listener, link)
+    def admit_and_tell(listener: joining.Listener, stranger: joining._Stranger) -> int:
+        rank = admit(listener, stranger)
         admitted.set()
         return rank
 
-    monkeypatch.setattr(rendezvous._Listener, "_admit", admit_and_tell)
+    monkeypatch.setattr(joining.Listener, "_admit", admit_and_tell)
     code = f"from distopt.launch.rendezvous import HostGroup; HostGroup(bytes.fromhex('{ticket.hex()}'), 1, 3, 20)"
     child = os.posix_spawn(sys.executable, [sys.executable, "-c", code], dict(os.environ))
 
@@ -263,4 +314,4 @@ def test_nothing_is_left_of_the_socket(ticket: bytes) -> None:
     assert all(isinstance(group, HostGroup) for group in groups)
     with pytest.raises(LaunchError):
         HostGroup(ticket, 0, 2, 0.1)
-    assert rendezvous._address(ticket)[1:] not in Path("/proc/net/unix").read_text()
+    assert joining._address(ticket)[1:] not in Path("/proc/net/unix").read_text()

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ...launch.mpi import after_closing
+from ...launch.stopwatch import Stopwatch
 from ...settings import Settings
 from .notes import MpiNotes
 from .peers import LocalPeers
@@ -54,14 +55,14 @@ class Waits:
     def wait_for(self, core: _core.MpiCommunicator, operation: _core.MpiOperation, timeout: float | None) -> None:
         """Wait for `operation`, at most `timeout` seconds (default: `Settings.timeout`); see `Work.wait`."""
         timeout = self._settings.timeout if timeout is None else timeout
-        start = time.monotonic()
+        watch = Stopwatch()
         tell_at = min(self._settings.stall_warning, timeout / 2)
         warn_at = tell_at + min(_ANSWER_SECONDS, timeout / 4)
         told = False  # once: an answer to every answer would never end
         while not core.wait_on(operation, YIELD_SECONDS):
             # A late peer costs no processor. The sleep grows with the time in which nothing has moved.
             time.sleep(min(_LONGEST_SLEEP_SECONDS, core.quiet_seconds / 100))
-            waited = time.monotonic() - start
+            waited = watch.seconds()
             # A rank that hears of another's wait while it waits itself says so: who is silent is the one to blame.
             if (self._notes.read() or waited > tell_at) and not told:
                 told = True

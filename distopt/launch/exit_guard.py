@@ -1,0 +1,175 @@
+"""What a rank under an MPI launcher does at its end, so that no other rank waits for it forever.
+
+Only the process that joined the job acts for its rank. A child forked from it may raise, exit or end as it likes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from .. import _core
+from ..errors import DistoptError, UsageError
+from .ending import shortened
+from .siblings import end_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType, TracebackType
+
+    from .watch import Watch
+
+__all__ = ["after_closing", "close_at_exit", "finalize_at_exit", "guard"]
+
+# mpiexec reads the ranks' output through pipes; when told to abort, it drops what it has not read yet.
+_FORWARD_SECONDS = 0.1
+_ABORT_SECONDS = 2
+
+
+class _Closeable(Protocol):
+    @property
+    def closed(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+class ExitGuard:
+    """Ends the whole job when this rank leaves it by an exception or by `sys.exit(n)`.
+
+    Attributes:
+        communicators: to be closed at the end. Kept even if the script has dropped them, so that peers are notified.
+        farewells: to be called afterwards.
+        others: tells of ranks on other hosts, if anything does.
+    """
+
+    def __init__(self) -> None:
+        self.communicators: list[_Closeable] = []
+        self.farewells: list[Callable[[], object]] = []
+        self.others: Watch | None = None
+        self._jobs: set[int] = set()
+        self._left = False  # all jobs were closed
+        self._exit_code = 0
+        self._mpi: Any = None
+        self._pid = 0
+
+    def arm(self, mpi: ModuleType) -> None:
+        """Local. From now on, leaving early ends the job."""
+        if self._mpi is None:
+            self._mpi, self._pid = mpi, os.getpid()
+            sys.excepthook = partial(self._uncaught, sys.excepthook)
+            sys.exit = partial(self._exit, sys.exit)
+            atexit.register(self._at_exit)
+            with contextlib.suppress(ValueError, TypeError):  # not the main thread; a handler that is not Python's
+                # UCX, which MPICH uses, takes SIGHUP to turn its debugging output on.
+                signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGHUP))
+            end_with_parent(launched=True)
+
+    def watch(self, job: object) -> None:
+        """Local. A job has been joined."""
+        self._jobs.add(id(job))
+        self._left = False
+
+    def forget(self, job: object) -> None:
+        """Local. A job has been closed. If it was the last, this process leaves no peer behind."""
+        if id(job) in self._jobs:
+            self._jobs.remove(id(job))
+            self._left = not self._jobs
+
+    @property
+    def _is_rank(self) -> bool:
+        return os.getpid() == self._pid
+
+    def _uncaught(
+        self, before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if self._left or not self._is_rank:
+            before(kind, error, trace)
+            return
+        who = self._says("failed:")
+        if before is sys.__excepthook__:
+            # In a single write: mpiexec may end this process between two writes because another rank failed.
+            _say(shortened("".join([who, *traceback.format_exception(kind, error, trace)])))
+        else:
+            _say(who)
+            before(kind, error, trace)
+        interrupted = issubclass(kind, KeyboardInterrupt)
+        self.abort(130 if interrupted else error.exit_code if isinstance(error, DistoptError) else 1)
+
+    def _exit(self, before: Any, status: object = None, /) -> NoReturn:
+        if self._is_rank:
+            self._exit_code = status & 0xFF if isinstance(status, int) else int(status is not None)
+        before(status)
+        raise AssertionError("sys.exit returned")
+
+    def _at_exit(self) -> None:
+        if not self._is_rank:
+            return
+        if self._exit_code and not self._left:
+            if self._exit_code != UsageError.exit_code:  # a usage error has already been reported
+                _say(self._says(f"left with exit code {self._exit_code}"))
+            self.abort(self._exit_code)
+        while self.communicators:  # sys.exit, which leads here, outlives them: nothing of theirs may remain
+            self.communicators.pop().close()
+        for farewell in self.farewells:
+            farewell()
+        if self.others is not None and not self._mpi.Is_finalized():
+            # It waits for the other ranks. Later, no thread is left that hears of their end.
+            self._mpi.Finalize()
+            self.others.leave()
+
+    def _says(self, text: str) -> str:
+        return f"rank {self._mpi.COMM_WORLD.rank} on {socket.gethostname()} (pid {os.getpid()}) {text}\n"
+
+    def abort(self, code: int) -> None:
+        """Local. End all ranks of the launcher's job."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more; the script has closed it
+                stream.flush()
+        time.sleep(_FORWARD_SECONDS)
+        if not self._mpi.Is_finalized():
+            if self.others is not None:
+                self.others.end_others(code)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide MPICH's own line, which would follow the traceback
+            # Open MPI's Abort waits for an answer from mpiexec, which may not come.
+            last = _core.Watchdog(_ABORT_SECONDS, "", code, [])
+            self._mpi.COMM_WORLD.Abort(code)
+            last.stop()
+            os._exit(code)  # MPICH's Abort may return; this process must not continue
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more; the script has closed it
+        sys.stderr.write(text)
+
+
+def finalize_at_exit(mpi: Any) -> None:
+    """Local. Call MPI_Finalize when the interpreter of this process ends.
+
+    mpi4py would also call it in a forked child, where it breaks the connections of the rank.
+    """
+    atexit.register(_finalize, mpi, os.getpid())
+
+
+def _finalize(mpi: Any, pid: int) -> None:
+    if os.getpid() == pid and not mpi.Is_finalized():
+        mpi.Finalize()
+
+
+def close_at_exit(communicator: _Closeable) -> None:
+    """Local. Close `communicator` when the interpreter ends, so that peers still waiting for it get an error."""
+    guard.communicators = [*(other for other in guard.communicators if not other.closed), communicator]
+
+
+def after_closing(farewell: Callable[[], object]) -> None:
+    """Local. Call `farewell` when the interpreter ends, after communicators are closed and before MPI is finalized."""
+    guard.farewells.append(farewell)
+
+
+guard = ExitGuard()

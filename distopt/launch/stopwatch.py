@@ -1,0 +1,36 @@
+"""How long a wait has lasted, of which a suspension of the job is no part. `csrc/base/stopwatch.h` is the same."""
+
+from __future__ import annotations
+
+import time
+
+__all__ = ["SLICE_SECONDS", "Stopwatch"]
+
+SLICE_SECONDS = 0.1  # that a wait may sleep at once
+
+_SUSPENDED_SECONDS = 1.0
+_EXCUSED_SECONDS = 1.0
+
+
+class Stopwatch:
+    """Seconds since it was made in which this process could run.
+
+    Ask at least every `SLICE_SECONDS` or so. Where far more time has passed between two looks, the process was
+    suspended: with the job, as by Ctrl-Z or with its container. That time does not count, nor does the next second, in
+    which the other processes go on one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._last_look = time.monotonic()
+        self._excused_until = 0.0
+        self._seconds = 0.0
+
+    def seconds(self) -> float:
+        """Local. What has counted until now."""
+        now = time.monotonic()
+        passed, self._last_look = now - self._last_look, now
+        if passed > _SUSPENDED_SECONDS:
+            self._excused_until = now + _EXCUSED_SECONDS
+        elif now > self._excused_until:
+            self._seconds += passed
+        return self._seconds

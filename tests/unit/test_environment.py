@@ -1,0 +1,120 @@
+"""What a process inherits: closed streams, ignored signals, a /proc without what others have there."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from distopt.comm import shm
+from distopt.errors import UsageError
+from distopt.launch.ending import shortened, waitable_children
+from tests.processes import ROOT, Ended, Program, mpiexec_command
+
+SCRIPT = str(ROOT / "tests" / "ranks" / "environment_script.py")
+STARTS = ["launch.main", "distopt run", "mpiexec"]
+
+
+IGNORES_SIGCHLD = """
+import os, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def run(start: str, folder: Path, *words: str, through: str = "", closed: str = "") -> Ended:
+    """Run the script on two ranks from a shell. `closed`: redirections of launch.main, the agent, or each MPI rank.
+
+    `through`: a program in Python, to which the command line is passed.
+    """
+    ranks = "2" if start == "launch.main" else "0"
+    program = [sys.executable, *(("-m", "distopt", "run", "--nproc-per-node", "2") if start == "distopt run" else ())]
+    starter = [sys.executable, "-c", through] if through else []
+    line = f"exec {shlex.join([*starter, *program, SCRIPT, ranks, str(folder), *words])} {closed}"
+    launcher = mpiexec_command(2) if start == "mpiexec" else []
+    return Program([*launcher, "sh", "-c", line]).end(30.0)
+
+
+def assert_trained(folder: Path) -> None:
+    said = {path.name: path.read_text() for path in folder.iterdir()}
+    assert said == dict.fromkeys("01", "[1.0, 3.0, 5.0, 7.0, 9.0]")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("start", STARTS)
+def test_streams_that_are_closed_from_the_start(start, closed, tmp_path):
+    ended = run(start, tmp_path, closed=closed)
+    assert ended.code == 0, ended.stderr
+    assert_trained(tmp_path)
+    assert (">&-" not in closed.split()) == ("a line of rank 0" in ended.stdout)
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_failure_whose_streams_are_closed_has_its_exit_code(start, tmp_path):
+    assert run(start, tmp_path, "fail", closed=">&- 2>&-").code == 1
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_sigchld_that_is_ignored(start, tmp_path):
+    ended = run(start, tmp_path, through=IGNORES_SIGCHLD)
+    assert ended.code == 0, ended.stderr
+    assert_trained(tmp_path)
+
+
+def test_sigchld_stays_as_it_was_and_cannot_be_changed_by_a_thread():
+    refused = []
+
+    def elsewhere() -> None:
+        with pytest.raises(UsageError, match="SIGCHLD is ignored") as caught, waitable_children():
+            pass
+        refused.append(caught.value)
+
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with waitable_children():
+            assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert refused
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    with waitable_children():
+        assert signal.getsignal(signal.SIGCHLD) is before
+
+
+@pytest.mark.parametrize("content", [None, "", "MemTotal: 5 kB\nMemFree: 3 kB\n", "nonsense", "MemAvailable:\n"])
+def test_memory_where_proc_meminfo_says_nothing(content, monkeypatch, tmp_path):
+    class Elsewhere:
+        def __init__(self, path: str) -> None:
+            self.path = tmp_path / path[1:]
+
+        def __truediv__(self, name: str) -> Path:
+            return self.path / name
+
+        def read_text(self) -> str:
+            return self.path.read_text()
+
+    (tmp_path / "proc").mkdir()
+    if content is not None:
+        (tmp_path / "proc" / "meminfo").write_text(content)
+    monkeypatch.setattr(shm, "Path", Elsewhere)
+    assert shm._available_bytes() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_long_texts_keep_both_ends():
+    assert shortened("x" * 65536) == "x" * 65536
+    for size in (65537, 10**6):
+        text = shortened("begin" + "x" * (size - 8) + "end")
+        assert len(text) <= 65536
+        assert text.startswith("beginx")
+        assert text.endswith("xend")
+        kept = text.count("x") + 8
+        assert f"\n... {size - kept:,} characters are left out ...\n" in text
