@@ -359,9 +359,10 @@ class Engine:
         Raises:
             StateError: they are not of an engine, or do not fit.
         """
-        counts = states.get("steps", np.empty(0))
-        if counts.shape != (5,) or counts.dtype.kind != "i":
-            raise StateError("these are no states of a DistOpt: steps is missing")
+        arrays = all(hasattr(value, "dtype") for value in states.values())
+        counts = states.get("steps", np.empty(0)) if arrays else np.empty(0)
+        if counts.shape != (5,) or counts.dtype.kind != "i" or (counts < 0).any() or (counts > 2**53).any():
+            raise StateError("these are no states of a DistOpt: steps is missing or negative, or a value is no array")
         if counts[3]:
             _partitions(states)
         for key in states.keys() - _OWN:
