@@ -91,7 +91,7 @@ class DistOpt(dist_opt.DistOpt):
             options["job"] = launch.join(*asked)
         super().__init__(SGD() if opt is None else opt, **options)
         self._pending: list[Work] = []
-        self._fusion = Fusion(self.communicator, buffSize)
+        self._fusion = Fusion(self.communicator, buffSize, self._label)
         self._raw_params: dict[tuple[int, int, str], Tensor] = {}
 
     # -- tensors, raw tensors and arrays, by hand ----------------------------------------------------------------------
@@ -138,7 +138,7 @@ class DistOpt(dist_opt.DistOpt):
         Raises:
             UsageError: it is something else, of another type than can be sent, strided or read-only.
         """
-        self._pending.append(self.communicator.all_reduce(self._array(tensor)))
+        self._pending.append(self.communicator.all_reduce(self._array(tensor), label=self._label("by hand")))
 
     def all_reduce_half(self, tensor: Tensor | Array) -> None:
         """Collective. As `all_reduce`, with 16-bit values on the wire; float32 only."""
@@ -195,9 +195,13 @@ class DistOpt(dist_opt.DistOpt):
             GradientError: a value was NaN or infinite on some rank.
         """
         pending, self._pending = self._pending, []
-        for work in pending:
-            work.wait()
-        self._fusion.wait()
+        with self._engine.drift:
+            for work in pending:
+                work.wait()
+            self._fusion.wait()
+
+    def _label(self, text: str) -> str:
+        return self._ready_engine().label(text)
 
     def _fuse(self, tensors: Sequence[Tensor | Array], codec: Codec, send: bool) -> None:
         self._fusion.stage(self._arrays(tensors), codec)

@@ -49,6 +49,9 @@ class NoSlots:
     def set_states(self, states):
         assert not states
 
+    def constants(self):
+        return {}
+
 
 class Rank:
     """One rank's parameters, and its engine."""
@@ -226,6 +229,9 @@ class Momentum:
 
     def set_states(self, states):
         self.states = dict(states)
+
+    def constants(self):
+        return {}
 
 
 def test_partial_updates_average_one_partition_after_the_other():
