@@ -57,16 +57,17 @@ class Drift:
         self._wait = 0  # steps until the next comparison
 
     # -- constants ---------------------------------------------------------------------------------------------------
-    def look(self, constants: Mapping[str, Any], updates: int) -> None:
+    def look(self, constants: Mapping[str, Any], updates: int, *, by_hand: bool = False) -> None:
         """Local. Note which constants are others than expected, for the next label.
 
         Args:
             constants: by name.
             updates: number of updates so far, with which `STEPS` is expected to have grown.
+            by_hand: whether there may have been others, so that `STEPS` may have any value.
         """
         agreed = self._agreed
         if agreed:
-            agreed[STEPS] += updates - self._updates
+            agreed[STEPS] = constants[STEPS] if by_hand else agreed[STEPS] + updates - self._updates
         self._updates = updates
         if constants == agreed:
             return
@@ -80,11 +81,13 @@ class Drift:
         self._agreed, self._updates, self._news = dict(constants), updates, ("", "")
 
     def label(self, text: str) -> str:
-        """Local. The label of a collective that all ranks call next: `text`, with the news."""
+        """Local. The label of a collective that all ranks call next: `text`, which has the prefix, with the news."""
         short, exact = self._news
-        if short:
-            self._news = "", ""
-        return f"{short}{text}{exact}"
+        if not short:
+            return text
+        self._news = "", ""
+        # Messages show the beginning of a label.
+        return f"{self.prefix}{short}{text.removeprefix(self.prefix)}{exact}"
 
     def __enter__(self) -> None:
         pass

@@ -98,8 +98,8 @@ class Engine:
             raise UsageError(f"check_every={check_every!r} is no number of steps; pass 1 or more, or 0 for no check")
 
     def label(self, text: str) -> str:
-        """Local. The label of a collective that the front starts by itself; as those of steps, with news of constants."""
-        self.drift.look(self.slots.constants(), self.steps - self.skipped)
+        """Local. The label of a collective that the front starts by itself: `text`, with news as in steps."""
+        self.drift.look(self.slots.constants(), self.steps - self.skipped, by_hand=True)
         return self.drift.label(f"{self.drift.prefix}{text}")
 
     def attach(self, params: Sequence[Parameter]) -> None:
