@@ -37,7 +37,8 @@ def digests(arrays: Sequence[Array]) -> np.ndarray[Any, np.dtype[np.uint64]]:
     xp = array_module(arrays[0])
     weights = xp.asarray(_WEIGHTS)
     found = xp.concatenate([_digest(xp, array, weights) for array in arrays])
-    return kernels_of(found).to_host(found)
+    on_host: np.ndarray[Any, np.dtype[np.uint64]] = kernels_of(found).to_host(found)
+    return on_host
 
 
 def _digest(xp: Any, array: Array, weights: Array) -> Array:

@@ -382,4 +382,3 @@ def _partitions(states: Mapping[str, np.ndarray[Any, Any]]) -> tuple[int, list[s
     except (KeyError, ValueError, TypeError):
         raise StateError("these are no states of a DistOpt with partial updates: partitions is missing") from None
     return elements, names
-

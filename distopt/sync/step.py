@@ -28,9 +28,7 @@ class _Counter:
         layout: the buckets of this step.
     """
 
-    def __init__(
-        self, layout: Layout, communicator: Communicator, number: int, label: Callable[[str], str]
-    ) -> None:
+    def __init__(self, layout: Layout, communicator: Communicator, number: int, label: Callable[[str], str]) -> None:
         """Local.
 
         Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,9 @@ import pytest
 from distopt import autograd, launch, opt, singa_wrap, tensor
 from distopt.compress import ErrorFeedback, Fp16, Fp32, TopK
 from distopt.errors import MismatchError, UsageError
+from tests.emulation import activate
+from tests.emulation import build as emulator
+from tests.processes import ROOT, mpiexec
 from tests.ranks.small_net import SMALL, batch, build, step_of
 
 STRATEGIES = {"fp32": Fp32(), "fp16": Fp16(), "top-K": ErrorFeedback(TopK(0.1)), "partial": "partialUpdate"}
@@ -48,7 +52,7 @@ class Trainer:
         return loss
 
     def train(self, number: int) -> None:
-        self.net(*batch(number, self.optimizer.global_rank), *[] if self.graph else [self.step])
+        self.net(*batch(number, self.optimizer.global_rank, self.optimizer.device), *[] if self.graph else [self.step])
 
     @property
     def weights(self):
@@ -182,7 +186,7 @@ def flip(array, bit):
 SPOILED = {
     "a low bit": lambda param: flip(param.array, 8),
     "sign": lambda param: flip(param.array, 31),
-    "all signs": lambda param: np.negative(param.array, out=param.array),
+    "all signs": lambda param: operator.imul(param.array, -1),
     "order": lambda param: np.copyto(param.array, param.array[::-1].copy()),
     "another array": lambda param: setattr(param, "array", param.array * np.float32(0.5)),
     "other raw data": lambda param: setattr(param, "data", np.zeros_like(param.array)),
@@ -339,3 +343,49 @@ def test_two_optimizers_in_another_order_on_one_rank_are_named(swapped, when, wa
     if when == "later" or (way == "by hand" and when == "first step"):
         told = ["DistOpt 2: "]
     assert_named(swapped[f"{when}/{way}"], *told)
+
+
+# -- other communicators -----------------------------------------------------------------------------------------------
+SCRIPT = str(ROOT / "tests" / "ranks" / "drift_script.py")
+MPI = {
+    ("other_rule", "lr", "fp32"): OTHER_RULES["lr"][1],
+    ("change", "lr", "fp32"): "'now lr = 0.01; ",
+    ("change", "momentum", "partial"): "'now momentum = 0.75; ",
+    ("spoil", "all signs", "top-K"): "before step 6, parameter linear",
+    ("two", "later", "fp16"): "'DistOpt 2: bucket ",
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("case", MPI)
+def test_over_mpi(case, world_size):
+    ended = mpiexec(world_size, SCRIPT, *case, env={"DISTOPT_BACKEND": "mpi"})
+    assert ended.code != 0
+    assert "MismatchError" in ended.stderr
+    assert f"rank {world_size - 1} " in ended.stderr
+    assert MPI[case] in ended.stderr
+
+
+def on_emulated_gpu(create, odd, function, *case):
+    activate()
+    globals()[function](create, odd, *case)
+
+
+GPU = {"change/lr/fp32": "now lr = 0.01; ", "spoil/all signs/fp32": "before step 6, parameter linear"}
+
+
+@two_and_three
+def on_gpus(request, tmp_path_factory):
+    emulator.build()
+    ends = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DISTOPT_DEVICE", "cuda")
+        for case in GPU:
+            ends |= run(tmp_path_factory, request.param, on_emulated_gpu, *([part] for part in case.split("/")))
+    return ends
+
+
+@pytest.mark.timeout(600)  # the first test of a session compiles the emulator
+@pytest.mark.parametrize("case", GPU)
+def test_on_emulated_gpus(on_gpus, case):
+    assert_named(on_gpus[case], GPU[case])
