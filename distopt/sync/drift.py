@@ -97,8 +97,8 @@ class Drift:
     ) -> None:
         if isinstance(error, MismatchError) and re.search(r"\Wnow \w+ = ", str(error)):
             raise MismatchError(
-                f"{error}. What follows 'now' is a constant of the optimizer that a rank has changed since its last "
-                "step: make the same assignments on all ranks, between the same steps"
+                f"{error}. If they differ in what follows 'now': a rank has changed this constant of its optimizer "
+                "since its last step; make the same assignments on all ranks, between the same steps"
             ) from None
 
     # -- parameters --------------------------------------------------------------------------------------------------
