@@ -122,8 +122,9 @@ class Drift:
         """
         topology = self._communicator.topology
         mine = digests([param.array for param in params]).view(np.int64)
-        everyone = np.empty((topology.world_size, mine.size), np.int64)
-        self._communicator.all_gather(mine, everyone, label=f"{self.prefix}digests of parameters").wait()
+        gathered = np.empty(topology.world_size * mine.size, np.int64)
+        self._communicator.all_gather(mine, gathered, label=f"{self.prefix}digests of parameters").wait()
+        everyone = gathered.reshape(topology.world_size, mine.size)
         if (everyone == mine).all():
             return
         differing = np.flatnonzero((everyone != everyone[0]).any(axis=0))
