@@ -64,7 +64,7 @@ def _difference(first: Mapping[str, Any], other: Mapping[str, Any], who: str, ra
         pairs = zip([*first["params"], None], [*other["params"], None], strict=False)
         a, b = next((a, b) for a, b in pairs if a != b)
         return (
-            f"{who} trains another model than {rank_0}: where rank 0 has {_describe(a)}, it has {_describe(b)}; build "
+            f"{who} trains another model than rank 0: where rank 0 has {_describe(a)}, it has {_describe(b)}; build "
             "the same model on every rank"
         )
     names = first["constants"] | other["constants"]
