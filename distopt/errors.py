@@ -117,7 +117,7 @@ class StalledError(CommunicatorError, TimeoutError):
 
 
 class MismatchError(CommunicatorError):
-    """Ranks called different collectives, or the same one with different types or counts."""
+    """Ranks called different collectives, or the same one with different types or counts, or train differently."""
 
 
 class WireMemoryError(CommunicatorError, MemoryError):

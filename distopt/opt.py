@@ -91,7 +91,7 @@ class DistOpt(dist_opt.DistOpt):
             options["job"] = launch.join(*asked)
         super().__init__(SGD() if opt is None else opt, **options)
         self._pending: list[Work] = []
-        self._fusion = Fusion(self.communicator, buffSize)
+        self._fusion = Fusion(self.communicator, buffSize, self._engine.label)
         self._raw_params: dict[tuple[int, int, str], Tensor] = {}
 
     # -- tensors, raw tensors and arrays, by hand ----------------------------------------------------------------------
@@ -138,7 +138,9 @@ class DistOpt(dist_opt.DistOpt):
         Raises:
             UsageError: it is something else, of another type than can be sent, strided or read-only.
         """
-        self._pending.append(self.communicator.all_reduce(self._array(tensor)))
+        array = self._array(tensor)
+        with self._engine.drift:
+            self._pending.append(self.communicator.all_reduce(array, label=self._engine.label("by hand")))
 
     def all_reduce_half(self, tensor: Tensor | Array) -> None:
         """Collective. As `all_reduce`, with 16-bit values on the wire; float32 only."""
@@ -186,7 +188,8 @@ class DistOpt(dist_opt.DistOpt):
         `accumulation` has as many elements as all of them.
         """
         residual = None if accumulation is None else self._array(accumulation).reshape(-1)
-        self._fusion.send(self._arrays(tensor), _sparse_codec(spars, topK, residual is not None), residual)
+        with self._engine.drift:
+            self._fusion.send(self._arrays(tensor), _sparse_codec(spars, topK, residual is not None), residual)
 
     def wait(self) -> None:
         """Collective. Finish the sums that the methods above have started.
@@ -195,14 +198,16 @@ class DistOpt(dist_opt.DistOpt):
             GradientError: a value was NaN or infinite on some rank.
         """
         pending, self._pending = self._pending, []
-        for work in pending:
-            work.wait()
-        self._fusion.wait()
+        with self._engine.drift:
+            for work in pending:
+                work.wait()
+            self._fusion.wait()
 
     def _fuse(self, tensors: Sequence[Tensor | Array], codec: Codec, send: bool) -> None:
-        self._fusion.stage(self._arrays(tensors), codec)
-        if send:
-            self._fusion.send_staged()
+        with self._engine.drift:
+            self._fusion.stage(self._arrays(tensors), codec)
+            if send:
+                self._fusion.send_staged()
 
     def _arrays(self, tensors: Sequence[Tensor | Array]) -> list[Array]:
         if not isinstance(tensors, (list, tuple)):

@@ -26,6 +26,7 @@ class Wire:
         world_size: number of ranks.
         hosts: host name of every rank.
         finds_nonfinite: whether `all_reduce` looks for NaN and infinity while it adds.
+        label: of the collectives that follow, alike on all ranks; communicators compare it.
     """
 
     def __init__(self, comm: Communicator, label: str, cost: Statistics) -> None:
@@ -35,7 +36,7 @@ class Wire:
         self.finds_nonfinite = comm.finds_nonfinite
         self.sends_parts = comm.sends_parts
         self._comm = comm
-        self._label = label
+        self.label = label
 
     def empty(self, count: int, dtype: str, xp: Any) -> Array:
         """Collective. Wire memory; see `Communicator.empty`."""
@@ -44,21 +45,21 @@ class Wire:
     def all_reduce(self, array: Array, op: ReduceOp, *, wire: str | None = None, find_nonfinite: bool = False) -> Work:
         """Collective. See `Communicator.all_reduce`."""
         began = perf_counter()
-        work = self._comm.all_reduce(array, op, wire=wire, label=self._label, find_nonfinite=find_nonfinite)
+        work = self._comm.all_reduce(array, op, wire=wire, label=self.label, find_nonfinite=find_nonfinite)
         self._book(dense_wire_bytes(array.nbytes, self.world_size), began)
         return work
 
     def all_gather(self, array: Array, out: Array) -> Work:
         """Collective. See `Communicator.all_gather`."""
         began = perf_counter()
-        work = self._comm.all_gather(array, out, label=self._label)
+        work = self._comm.all_gather(array, out, label=self.label)
         self._book(array.nbytes * (self.world_size - 1), began)
         return work
 
     def all_gather_ragged(self, array: Array) -> RaggedWork:
         """Collective. See `Communicator.all_gather_ragged`."""
         began = perf_counter()
-        work = self._comm.all_gather_ragged(array, label=self._label)
+        work = self._comm.all_gather_ragged(array, label=self.label)
         self._book(array.nbytes * (self.world_size - 1), began)
         return work
 
@@ -67,7 +68,7 @@ class Wire:
     ) -> Generator[Work, None, None]:
         """Collective. See `comm.sparse.sparse_all_reduce`."""
         self.cost.wire_bytes += yield from sparse_all_reduce(
-            self._comm, indices, values, dense, counts=counts, scale=scale, label=self._label
+            self._comm, indices, values, dense, counts=counts, scale=scale, label=self.label
         )
 
     def _book(self, n_bytes: int, began: float) -> None:

@@ -6,7 +6,7 @@ is a number or a schedule. `clip_grad_norm` is that of `Optimizer.clip_gradients
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from .hyperparameters import CurrentValue, Hyperparameter, SlotView
@@ -74,6 +74,10 @@ class SGD(Optimizer):
         """A buffer, unless the momentum is always 0."""
         never = isinstance(self.momentum, Constant) and self.momentum.init_value == 0
         return () if never else ("momentum",)
+
+    def constants(self) -> dict[str, Any]:
+        """Local. See `Optimizer.constants`."""
+        return super().constants() | {"nesterov": self.nesterov}
 
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
         values = self.values

@@ -182,6 +182,19 @@ class Optimizer:
             f"{type(self).__name__} has no rule; define apply(self, param_name, param_value, param_grad)"
         )
 
+    def constants(self) -> dict[str, Any]:
+        """Local. What decides about the next update besides parameters, gradients and slots, by name.
+
+        `DistOpt` compares it over the ranks, in every step: numbers, truth values and texts, the same on all ranks. A
+        subclass with more constants adds them to those of this method.
+        """
+        return {
+            "optimizer": type(self).__name__,
+            **self.values,
+            "clip_grad_norm": self._clip_grad_norm,
+            "step_counter": self._steps,
+        }
+
     def step(self) -> None:
         """Local. Count a finished step, and set the hyperparameters of the next one; inside `no_sync`, nothing."""
         if not self._accumulation.active:

@@ -59,11 +59,21 @@ class Bucket:
         communicator: Communicator,
         *,
         check_finite: bool = True,
+        prefix: str = "",
     ) -> None:
-        """Collective: allocates wire memory. `names` are those of `params`, unique in the model."""
+        """Collective: allocates wire memory.
+
+        Args:
+            index: see above.
+            params: see above.
+            names: those of `params`, unique in the model.
+            communicator: what the bytes go through.
+            check_finite: whether NaN and infinity are looked for.
+            prefix: of the label.
+        """
         self.index = index
         self.params = tuple(params)
-        self.label = f"bucket {index}: {names[0]}"
+        self.label = f"{prefix}bucket {index}: {names[0]}"
         self.statistics: dict[str, Statistics] = {}
         self._communicator = communicator
         self._check_finite = check_finite
@@ -110,13 +120,13 @@ class Bucket:
         """Local. Book that the gradients of a step are not sent."""
         self.statistics.setdefault(PARAMETERS, Statistics()).dense_bytes += self._dense_bytes
 
-    def average_params(self) -> None:
-        """Collective. Replace the parameters by their means over the ranks."""
+    def average_params(self, label: str | None = None) -> None:
+        """Collective. Replace the parameters by their means over the ranks; `label` replaces that of the bucket."""
         # The gradients in the bucket have been used; their place in wire memory carries the parameters.
         for param, grad in zip(self.params, self.grads, strict=True):
             grad[...] = param.array
         began = perf_counter()
-        self._communicator.all_reduce(self.flat, "mean", label=self.label).wait()
+        self._communicator.all_reduce(self.flat, "mean", label=label or self.label).wait()
         cost = Statistics(reductions=1, wire_bytes=self._dense_bytes, comm_seconds=perf_counter() - began)
         total = self.statistics.setdefault(PARAMETERS, Statistics())
         total += cost

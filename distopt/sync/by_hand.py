@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..kernels import array_module
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ..comm.base import Array, Communicator
     from ..compress import Codec, Reducer, Reduction
@@ -35,17 +35,19 @@ class Fusion:
     A message travels in wire memory of its own, which later messages of the same codec and size use again.
     """
 
-    def __init__(self, communicator: Communicator, capacity: int) -> None:
+    def __init__(self, communicator: Communicator, capacity: int, label: Callable[[str], str] = str) -> None:
         """Local; wire memory comes with the messages.
 
         Args:
             communicator: what the messages go through.
             capacity: elements of a message, from which on it is sent. A larger array is a message of its own.
+            label: makes the label of each message, see `Engine.label`.
         """
         if capacity < 1:
             raise UsageError(f"a fusion buffer of {capacity} elements holds nothing; pass 1 or more")
         self._communicator = communicator
         self._capacity = capacity
+        self._label = label
         self._staged: dict[tuple[str, str], tuple[Codec, list[Array]]] = {}
         self._sent: list[_Message] = []
         self._free: dict[tuple[str, str, int], list[Reducer]] = {}
@@ -103,6 +105,7 @@ class Fusion:
             part[...] = array.reshape(-1)
         if residual is not None:
             reducer.load_state_dict({f"residual/{reducer.label}": residual})
+        reducer.wire.label = self._label("fused")
         self._sent.append(_Message(reducer, arrays, residual, codec.start(reducer)))
 
     def wait(self) -> None:

@@ -12,15 +12,17 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from ..compress import Statistics
 from ..errors import StateError, UsageError
-from .agreement import check_same_model, ranks_with_other_values
+from .agreement import check_alike, make_equal, send_first
 from .bucket import under
+from .drift import Drift
 from .layout import Layout
+from .slots import average
 from .stats import CommunicationStatistics
 from .step import PartialStep, Step
 from .uneven import Recipe, RollCall
@@ -31,11 +33,11 @@ if TYPE_CHECKING:
     from ..comm import Communicator
     from ..compress import BadGradient, Codec
     from .bucket import Parameter
+    from .slots import Slots, States
 
-__all__ = ["DEFAULT_BUCKET_ELEMENTS", "Engine", "NonFinite", "Slots", "States"]
+__all__ = ["DEFAULT_BUCKET_ELEMENTS", "Engine", "NonFinite"]
 
 NonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
-States: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
 
 DEFAULT_BUCKET_ELEMENTS = 2097152  # SINGA's default
 _OWN = {"steps", "partitions"}  # states that are not of a layout
@@ -43,27 +45,20 @@ _OWN = {"steps", "partitions"}  # states that are not of a layout
 log = logging.getLogger("distopt")
 
 
-class Slots(Protocol):
-    """The states of an optimizer, such as momentum, by name."""
-
-    def get_states(self) -> States:
-        """Copies of them."""
-
-    def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Take them over."""
-
-
 class Engine:
     """Averages gradients over the ranks of a communicator.
 
     Args:
         communicator: how bytes move.
-        slots: the optimizer's states. They are averaged where partial updates have let them differ between ranks.
+        slots: the optimizer. Its states are averaged where partial updates have let them differ between ranks.
         non_finite: what to do about a gradient that is NaN or infinite on any rank: "raise" a GradientError on all
             ranks; "skip" the update of this step on all ranks, with a warning; "ignore" it: fp32 then does not look,
             and the other codecs, which cannot carry such a value, raise.
+        check_every: compare the parameters of all ranks in the first step and then in one of so many; 0: never.
 
     Attributes:
+        slots: see above; the front may change it between steps, alike on all ranks.
+        drift: finds ranks that go another way than the others.
         version: a number that the front changes when other parameters than before may have gradients.
         steps: number of steps that have begun.
         skipped: those of them without update.
@@ -71,14 +66,17 @@ class Engine:
         own_slots: whether they have let the optimizer's states differ.
     """
 
-    def __init__(self, communicator: Communicator, slots: Slots, non_finite: NonFinite = "raise") -> None:
+    def __init__(
+        self, communicator: Communicator, slots: Slots, non_finite: NonFinite = "raise", check_every: int = 0
+    ) -> None:
         """Local."""
-        self.check_options(non_finite)
+        self.check_options(non_finite, check_every)
         self.communicator = communicator
         self.non_finite = non_finite
         self.version = self.steps = self.skipped = 0
         self.drifted = self.own_slots = False
-        self._slots = slots
+        self.slots = slots
+        self.drift = Drift(communicator, check_every)
         self._attached: dict[int, Parameter] = {}  # by id
         self._layouts: dict[tuple[int, bool], Layout] = {}  # by bucket size, and whether for partial updates
         self._unclaimed: States = {}  # loaded, of bucket sizes that have not been used yet
@@ -88,14 +86,21 @@ class Engine:
         self._past_costs: dict[tuple[str, str], Statistics] = {}  # of layouts that are gone
 
     @staticmethod
-    def check_options(non_finite: str) -> None:
+    def check_options(non_finite: str, check_every: Any = 0) -> None:
         """Local. Check the arguments of the constructor before there is a communicator.
 
         Raises:
-            UsageError: there is no such value of `non_finite`.
+            UsageError: there is no such value of `non_finite`, or `check_every` is no number of steps.
         """
         if non_finite not in get_args(NonFinite):
             raise UsageError(f"non_finite={non_finite!r} is not one of {', '.join(get_args(NonFinite))}")
+        if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
+            raise UsageError(f"check_every={check_every!r} is no number of steps; pass 1 or more, or 0 for no check")
+
+    def label(self, text: str) -> str:
+        """Local. The label of a collective that the front starts by itself: `text`, with news as in steps."""
+        self.drift.look(self.slots.constants(), self.steps - self.skipped, by_hand=True)
+        return self.drift.label(f"{self.drift.prefix}{text}")
 
     def attach(self, params: Sequence[Parameter]) -> None:
         """Collective. Check that all ranks train the same model, and give all of them the parameters of rank 0.
@@ -103,27 +108,9 @@ class Engine:
         Raises:
             MismatchError: names, shapes or types differ; the message names the ranks and the first difference.
         """
-        check_same_model(self.communicator, params)
-        self._send_first(params)
+        check_alike(self.communicator, self.drift.number, params)
+        send_first(self.communicator, params)
         self._attached = {id(p): p for p in params}
-
-    def _send_first(self, params: Sequence[Parameter]) -> None:
-        """Collective. Give all ranks the parameters of rank 0."""
-        works = [self.communicator.broadcast(p.array, label=str(p.name)) for p in params]
-        for work in works:
-            work.wait()
-
-    def _make_equal(self, params: Sequence[Parameter]) -> None:
-        """Collective. As `_send_first`, with a warning, if parameters that were never attached differ."""
-        ranks = ranks_with_other_values(self.communicator, params)
-        if ranks:
-            self._send_first(params)
-            if self.communicator.topology.rank == 0:
-                log.warning(
-                    "the parameters of ranks %s differed from those of rank 0 before the first step, and are replaced "
-                    "by them; DistOpt.attach(params) before the first forward pass does so in time",
-                    ranks,
-                )
 
     def layout(self, bucket_elements: int, order: Callable[[], Sequence[Parameter]], partial: bool = False) -> Layout:
         """Collective on first use of a bucket size. The buckets of that size.
@@ -134,7 +121,7 @@ class Engine:
             partial: for partial updates, whose partitions are the buckets.
 
         Raises:
-            MismatchError: the ranks have different models.
+            MismatchError: the ranks have different models or rules.
         """
         key = bucket_elements, partial
         layout = self._layouts.get(key)
@@ -143,15 +130,19 @@ class Engine:
         return layout
 
     def _new_layout(self, bucket_elements: int, order: Sequence[Parameter], partial: bool) -> Layout:
-        check_same_model(self.communicator, order)
+        constants = self.slots.constants()
+        rule = constants | {"check_every": self.drift.every}
+        check_alike(self.communicator, self.drift.number, order, self._attached, rule)
+        self.drift.agree(constants, self.steps - self.skipped)
         if not self.drifted:
-            self._make_equal([p for p in order if id(p) not in self._attached])
+            make_equal(self.communicator, [p for p in order if id(p) not in self._attached])
         layout = Layout(
             order,
             bucket_elements,
             self.communicator,
             small_first=self.communicator.overlaps and not partial,
             check_finite=self.non_finite != "ignore",
+            prefix=self.drift.prefix,
         )
         layout.version = self.version
         if partial:
@@ -204,8 +195,12 @@ class Engine:
     def _open(self, recipe: Recipe, order: Callable[[], Sequence[Parameter]], weight: float) -> Step:
         layout = self.layout(recipe.bucket_elements, order)
         self._leave_partial()
+        self.drift.look(self.slots.constants(), self.steps - self.skipped)
+        if self.drift.is_due():
+            trained = {id(param): param for bucket in layout.buckets for param in bucket.params}
+            self.drift.compare([*(self._attached | trained).values()], self.steps)
         self.steps += 1
-        return Step(layout, self.communicator, self.steps - 1, recipe, weight)
+        return Step(layout, self.communicator, self.steps - 1, recipe, self.drift.label, weight)
 
     def begin_partial(self, partition_elements: int, order: Callable[[], Sequence[Parameter]]) -> PartialStep:
         """Collective. Open a step whose gradients stay with this rank.
@@ -225,9 +220,11 @@ class Engine:
             )
         self._renew(partition_elements, order, partial=True)
         layout = self.layout(partition_elements, order, partial=True)
+        self.drift.look(self.slots.constants(), self.steps - self.skipped)
         self.drifted = self.own_slots = True  # even if an exception ends the update half-way
         self.steps += 1
-        return PartialStep(layout, self.communicator, self.steps - 1, look=self.non_finite != "ignore")
+        look = self.non_finite != "ignore"
+        return PartialStep(layout, self.communicator, self.steps - 1, self.drift.label, look)
 
     def may_update(self, verdict: BadGradient | None) -> bool:
         """Local. Whether the gradients of this step may be applied, given what `finish` returned; alike on all ranks.
@@ -247,7 +244,8 @@ class Engine:
     # -- partial updates ---------------------------------------------------------------------------------------------
     def average_partition(self, layout: Layout) -> None:
         """Collective. After a partial update: average one partition of the parameters; steps visit them in a cycle."""
-        layout.buckets[self._partition % len(layout.buckets)].average_params()
+        bucket = layout.buckets[self._partition % len(layout.buckets)]
+        bucket.average_params(self.drift.label(bucket.label))
         self._partition += 1
 
     def synchronize(self) -> None:
@@ -278,10 +276,7 @@ class Engine:
         """Collective. Make the ranks equal after partial updates: equal gradients then keep them so."""
         self.synchronize()
         if self.own_slots:
-            states = self._slots.get_states()
-            for name, array in _floats_of(states):
-                self.communicator.all_reduce(array, "mean", label=name).wait()
-            self._slots.set_states(states)
+            average(self.communicator, self.slots)
             self.own_slots = False
 
     # -- uneven data -------------------------------------------------------------------------------------------------
@@ -303,9 +298,10 @@ class Engine:
         try:
             yield
             while weight := roll_call.without_data():
-                step = self._open(roll_call.last, list, weight)
-                if self.may_update(step.finish(unused="zero")):
-                    update(step.layout)
+                with self.drift:
+                    step = self._open(roll_call.last, list, weight)
+                    if self.may_update(step.finish(unused="zero")):
+                        update(step.layout)
         finally:
             self._roll_call = None
 
@@ -387,13 +383,3 @@ def _partitions(states: Mapping[str, np.ndarray[Any, Any]]) -> tuple[int, list[s
     except (KeyError, ValueError, TypeError):
         raise StateError("these are no states of a DistOpt with partial updates: partitions is missing") from None
     return elements, names
-
-
-def _floats_of(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The arrays of floats in an optimizer's states. Those of users may have dicts of tensors in them, as in SINGA."""
-    for name, value in states.items():
-        array = getattr(value, "array", value)
-        if isinstance(value, dict):
-            yield from _floats_of(value)
-        elif not isinstance(array, np.generic) and getattr(array, "dtype", np.dtype(int)).kind == "f":
-            yield name, array

@@ -90,6 +90,7 @@ class Layout:
         *,
         small_first: bool = False,
         check_finite: bool = True,
+        prefix: str = "",
     ) -> None:
         """Collective: allocates wire memory.
 
@@ -99,12 +100,15 @@ class Layout:
             communicator: what the buckets are reduced by.
             small_first: whether the first bucket is one of `FIRST_BUCKET_BYTES`.
             check_finite: whether NaN and infinity are looked for.
+            prefix: of the buckets' labels.
         """
         first = FIRST_BUCKET_BYTES // order[0].array.itemsize if small_first and order else None
         groups = plan(order, bucket_elements, first)
         self._names = unique_names(order)
         self.buckets = [
-            Bucket(i, group, [self._names[id(p)] for p in group], communicator, check_finite=check_finite)
+            Bucket(
+                i, group, [self._names[id(p)] for p in group], communicator, check_finite=check_finite, prefix=prefix
+            )
             for i, group in enumerate(groups)
         ]
         self.names = [self._names[id(p)] for p in order]

@@ -10,6 +10,8 @@ from ..compress import BadGradient, finish_all
 from ..errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..comm import Communicator
     from ..compress import Reduction
     from .bucket import Bucket, Parameter
@@ -26,11 +28,19 @@ class _Counter:
         layout: the buckets of this step.
     """
 
-    def __init__(self, layout: Layout, communicator: Communicator, number: int) -> None:
-        """`number` is that of the step, for messages."""
+    def __init__(self, layout: Layout, communicator: Communicator, number: int, label: Callable[[str], str]) -> None:
+        """Local.
+
+        Args:
+            layout: see above.
+            communicator: of the ranks.
+            number: that of the step, for messages.
+            label: makes the label of the first collective, see `Drift.label`.
+        """
         self.layout = layout
         self._communicator = communicator
         self._number = number
+        self._label = label
         self._awaited = layout.places.copy()  # index of the bucket by id of the parameter
         self._missing = [len(bucket.params) for bucket in layout.buckets]
         self._started: list[Reduction] = []
@@ -88,10 +98,16 @@ class Step(_Counter):
     """A step in which gradients are averaged over the ranks."""
 
     def __init__(
-        self, layout: Layout, communicator: Communicator, number: int, recipe: Recipe, weight: float = 1.0
+        self,
+        layout: Layout,
+        communicator: Communicator,
+        number: int,
+        recipe: Recipe,
+        label: Callable[[str], str],
+        weight: float = 1.0,
     ) -> None:
         """Local. `weight` is a factor on the means."""
-        super().__init__(layout, communicator, number)
+        super().__init__(layout, communicator, number, label)
         self._codec, _, self._clip = recipe
         self._weight = weight
 
@@ -122,15 +138,20 @@ class Step(_Counter):
             bucket = self.layout.buckets[len(self._started)]
             if self._clip is not None:
                 bucket.flat.clip(-self._clip, self._clip, out=bucket.flat)
-            self._started.append(self._codec.start(bucket.reducer(self._codec)))
+            reducer = bucket.reducer(self._codec)
+            if not self._started:
+                reducer.wire.label = self._label(bucket.label)
+            self._started.append(self._codec.start(reducer))
 
 
 class PartialStep(_Counter):
     """A step in which every rank uses its own gradients."""
 
-    def __init__(self, layout: Layout, communicator: Communicator, number: int, look: bool) -> None:
+    def __init__(
+        self, layout: Layout, communicator: Communicator, number: int, label: Callable[[str], str], look: bool
+    ) -> None:
         """Local. `look`: whether NaN and infinity are looked for."""
-        super().__init__(layout, communicator, number)
+        super().__init__(layout, communicator, number, label)
         self._look = look
 
     def finish(self, unused: Literal["raise", "zero"] = "raise") -> BadGradient | None:
@@ -143,7 +164,7 @@ class PartialStep(_Counter):
         found = ((bucket.index, bucket.first_nonfinite()) for bucket in self.layout.buckets)
         own = next(((index, element) for index, element in found if element is not None), (-1, -1))
         everyone = np.empty(2 * self._communicator.topology.world_size, np.int64)
-        self._communicator.all_gather(np.array(own, np.int64), everyone, label="non-finite").wait()
+        self._communicator.all_gather(np.array(own, np.int64), everyone, label=self._label("non-finite")).wait()
         for rank, (index, element) in enumerate(everyone.reshape(-1, 2).tolist()):
             if index >= 0:
                 return self._named(self.layout.buckets[index], rank, element)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
-from distopt.errors import GradientError, StateError, UsageError
+from distopt.errors import GradientError, MismatchError, StateError, UsageError
 from distopt.sync.bucket import ALIGNMENT_BYTES
 from distopt.sync.engine import Engine
 from distopt.sync.layout import FIRST_BUCKET_BYTES, Layout, plan
@@ -49,15 +49,18 @@ class NoSlots:
     def set_states(self, states):
         assert not states
 
+    def constants(self):
+        return {}
+
 
 class Rank:
     """One rank's parameters, and its engine."""
 
-    def __init__(self, comm, *, slots=None, non_finite="raise", bucket_elements=SMALL, spread=0):
+    def __init__(self, comm, *, slots=None, non_finite="raise", bucket_elements=SMALL, spread=0, check_every=0):
         self.comm = comm
         self.rank = comm.topology.rank
         self.params = [Parameter(name, np.full(shape, 1 + spread * self.rank, F32)) for name, shape in SHAPES.items()]
-        self.engine = Engine(comm, slots or NoSlots(), non_finite)
+        self.engine = Engine(comm, slots or NoSlots(), non_finite, check_every)
         self.bucket_elements = bucket_elements
 
     def begin(self, codec, clip=None):
@@ -226,6 +229,9 @@ class Momentum:
 
     def set_states(self, states):
         self.states = dict(states)
+
+    def constants(self):
+        return {}
 
 
 def test_partial_updates_average_one_partition_after_the_other():
@@ -524,6 +530,31 @@ def test_ranks_that_start_from_other_parameters_are_made_equal(caplog):
 
 
 # -- layouts ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("odd", "where"),
+    [
+        ({0}, r"rank 0 \(host\d?\) than on rank 1 \("),
+        ({1}, r"rank 1 \(host\d?\) than on rank 0 \("),
+        ({1, 3}, r"rank 1 \(host\d?\), 3 \(host\d?\) than on rank 0 \("),
+        ({2, 3, 4}, r"rank 0 \(host\d?\), 1 \(host\d?\) than on rank 2 \("),
+    ],
+)
+def test_the_ranks_with_other_parameters_are_those_in_the_minority(odd, where):
+    def body(comm):
+        own = Rank(comm, check_every=3)
+        for number in range(3):
+            own.run(Fp32(), gradients(own.rank, number))
+            if own.rank in odd and number == 1:
+                own.params[2].array[-1] *= -1
+                own.params[4].array += 1
+        with pytest.raises(
+            MismatchError, match=r"before step 3, parameter fc.W \(and 1 more\) has other values on " + where
+        ):
+            own.begin(Fp32())
+
+    on_ranks(5, body)
+
+
 def test_gradients_are_aligned_and_padding_stays_zero():
     def body(comm):
         own = Rank(comm, bucket_elements=10**6)

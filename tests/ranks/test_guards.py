@@ -71,6 +71,23 @@ def test_a_nan_is_named_by_parameter_step_and_rank_on_all_ranks(tmp_path, world_
     on_ranks(tmp_path, world_size, raising)
 
 
+def forgetting(optimizer, forgets: bool) -> dict[str, np.ndarray]:
+    net = build(optimizer)
+    for number in range(4):
+        if forgets and number > 1:
+            for param in net.get_params().values():
+                param.grad = None
+        train(optimizer, net, range(number, number + 1), CODECS["fp32"])
+    return {"parameters": parameters(net)}
+
+
+def test_a_gradient_that_a_script_has_set_to_none_is_averaged_all_the_same(tmp_path):
+    (tmp_path / "forgets").mkdir()
+    usual = on_ranks(tmp_path, 2, forgetting, False)
+    ranks = on_ranks(tmp_path / "forgets", 2, forgetting, True)
+    assert_equal_bits([*usual, *ranks], "parameters")
+
+
 def skipping(optimizer) -> dict[str, np.ndarray]:
     results = {}
     for name, strategy in {**CODECS, "partial": "partialUpdate"}.items():

@@ -123,6 +123,26 @@ def end_early(rank: int, world_size: int, ticket) -> None:
         net(*inputs(rank, step), lambda optimizer, loss: optimizer(loss))
 
 
+def changed_while_one_waits(rank: int, world_size: int, ticket) -> None:
+    optimizer = opt.DistOpt(opt.SGD(lr=opt.CosineDecay(0.1, 9)), ticket, rank, world_size, check_every=1)
+    net = new_net(optimizer)
+    with optimizer.join():
+        for step in range(2 if rank == 1 else 5):
+            if step == 3:
+                optimizer.lr = 0.01
+            net(*inputs(rank, step), functools.partial(reduce_with, Fp32()))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_learning_rate_that_a_rank_without_data_cannot_follow_is_named(world_size):
+    with pytest.raises(RankFailedError) as caught:
+        launch.spawn(changed_while_one_waits, world_size, (singa_wrap.NcclIdHolder(),))
+    assert "MismatchError" in str(caught.value)
+    assert "rank 1 (" in str(caught.value)
+    assert "now lr = 0.01; " in str(caught.value)
+    assert "now lr = 0.075" in str(caught.value), "that of the schedule"
+
+
 def test_without_join_the_rank_that_ended_is_named():
     with pytest.raises(RankFailedError, match=r"(?s)rank 0 .*rank 1 \(host .* (ended|closed its communicator)"):
         launch.spawn(end_early, 2, (singa_wrap.NcclIdHolder(),))
