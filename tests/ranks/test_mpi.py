@@ -1,5 +1,8 @@
 """MpiJob and MpiCommunicator on the ranks that there are: one inside pytest, more under mpiexec."""
 
+import contextlib
+import os
+import threading
 import time
 
 import numpy as np
@@ -7,7 +10,7 @@ import pytest
 
 pytest.importorskip("mpi4py", reason="mpi4py is absent: pip install 'distopt[mpi]'", exc_type=ImportError)
 
-from distopt import launch
+from distopt import _core, launch
 from distopt.comm import create
 from distopt.comm.mpi.communicator import MpiCommunicator
 from distopt.errors import CommunicatorClosedError, LaunchError, MismatchError, StalledError, UsageError
@@ -218,6 +221,47 @@ def test_wire_memory(comm, dtype):
         comm.empty(1, "complex64")
 
 
+def test_forked_child_is_no_rank(comm):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            comm.all_reduce(np.zeros(1))
+        except UsageError as error:
+            os._exit(7 if "was forked from rank" in str(error) else 8)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    comm.barrier()
+
+
+def test_two_threads_are_refused(comm):
+    size = comm.topology.world_size
+    if size == 1:
+        pytest.skip("needs an operation that does not end; runs under mpiexec")
+    told = []
+
+    def other():
+        while not told:
+            try:
+                comm.progress()
+            except UsageError as error:
+                told.append(str(error))
+
+    comm.barrier()
+    thread = threading.Thread(target=other)
+    if comm.topology.rank == 0:
+        work = comm.all_reduce(np.zeros(3))
+        thread.start()
+        while not told:  # a wait holds the communicator nearly all the time
+            with contextlib.suppress(UsageError):
+                comm._core.wait(work._operation, 0.05)
+        thread.join()
+    else:
+        time.sleep(0.3)
+        work = comm.all_reduce(np.zeros(3))
+    work.wait()
+    assert not told or "two threads" in told[0]
+
+
 def test_closed_communicator_says_so(job):
     communicator = MpiCommunicator.create(job)
     communicator.close()
@@ -253,6 +297,20 @@ def test_mismatch_names_both_sides(peers, kind):
     with pytest.raises(MismatchError) as again:
         peers.all_reduce(np.zeros(4))
     assert str(again.value) == str(caught.value)
+
+
+def test_kernels_let_bytes_move(peers):
+    rank, size = peers.topology.rank, peers.topology.world_size
+    x, w = np.ones((8, 4, 20, 20), np.float32), np.ones((4, 4, 5, 5), np.float32)
+    dy, dw = np.ones((8, 4, 16, 16), np.float32), np.empty_like(w)
+    for _ in range(2):
+        array = np.full(700_001, rank + 1.0, np.float32)
+        work = peers.all_reduce(array)
+        deadline = time.monotonic() + 10
+        while not work._operation.finished and time.monotonic() < deadline:
+            _core.conv2d_backward(dy, None, x, w, dw, None, None, (1, 1))
+        assert work._operation.finished
+        assert set(array.tolist()) == {size * (size + 1) / 2}
 
 
 def test_absent_rank_is_named(peers, job):
