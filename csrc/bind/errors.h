@@ -25,7 +25,7 @@ inline ErrorKind kind_of(const std::string& name) {
 inline void raise_as_python(const std::exception_ptr& pointer, void*) {
   try {
     std::rethrow_exception(pointer);
-  } catch (const ShmError& error) {
+  } catch (const CommunicatorError& error) {
     namespace nb = nanobind;
     const nb::object type = nb::module_::import_("distopt.errors").attr(error_names[static_cast<int>(error.kind())]);
     PyErr_SetString(type.ptr(), error.what());

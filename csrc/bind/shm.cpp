@@ -120,7 +120,7 @@ ShmRaggedWork all_gather_ragged(ShmCommunicator& communicator, nb::handle array,
 
 nb::object parts_of(ShmRaggedWork& work) {
   if (!work.operation->finished())
-    throw ShmError(ErrorKind::usage, "the parts have not arrived; call wait() before parts is read");
+    throw CommunicatorError(ErrorKind::usage, "the parts have not arrived; call wait() before parts is read");
   if (work.parts.is_none()) {
     work.parts = take_parts(*work.ragged);
   }

@@ -162,7 +162,7 @@ bool Peers::all_finished(std::uint64_t sequence) {
   return sequence <= finished_seen_;
 }
 
-ShmError Peers::fail(ErrorKind kind, const std::string& text) {
+CommunicatorError Peers::fail(ErrorKind kind, const std::string& text) {
   FailureRecord& record = segment_.header().failure;
   std::uint32_t none = 0;
   if (record.state.compare_exchange_strong(none, 1 + static_cast<std::uint32_t>(rank_))) {
@@ -175,7 +175,7 @@ ShmError Peers::fail(ErrorKind kind, const std::string& text) {
   return failure();
 }
 
-ShmError Peers::failure() const {
+CommunicatorError Peers::failure() const {
   const FailureRecord& record = segment_.header().failure;
   const auto state = [&record] { return record.state.load(std::memory_order_acquire); };
   const std::uint32_t first_seen = state();
@@ -186,11 +186,12 @@ ShmError Peers::failure() const {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     // Asked once more: it may have written all of it and ended between the two questions.
     if (state() != record_valid)
-      return ShmError(ErrorKind::peer_lost, names_[writer] +
-                                                " failed, but ended or was stopped before it could say why; see that "
-                                                "rank's output for the cause, then restart the job");
+      return CommunicatorError(ErrorKind::peer_lost,
+                               names_[writer] +
+                                   " failed, but ended or was stopped before it could say why; see that "
+                                   "rank's output for the cause, then restart the job");
   }
-  return ShmError(static_cast<ErrorKind>(record.kind), record.text);
+  return CommunicatorError(static_cast<ErrorKind>(record.kind), record.text);
 }
 
 bool Peers::glance(const Blocker& blocker, int& polls) {

@@ -41,11 +41,11 @@ class Peers {
   // Whether every peer has finished that operation.
   bool all_finished(std::uint64_t sequence);
   // Records a failure; the first of all ranks is kept and returned, as what others see later only follows from it.
-  ShmError fail(ErrorKind kind, const std::string& text);
+  CommunicatorError fail(ErrorKind kind, const std::string& text);
   // Whether any rank has recorded one, or is about to.
   bool failed() const { return segment_.header().failure.state.load(std::memory_order_acquire) != 0; }
   // What has been recorded; once failed().
-  ShmError failure() const;
+  CommunicatorError failure() const;
 
   // One element for each rank, for the use of whoever needs it next.
   std::vector<const void*>& scratch() { return scratch_; }

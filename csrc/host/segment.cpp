@@ -61,8 +61,9 @@ std::shared_ptr<char> map(int fd, std::uint64_t offset, std::size_t bytes) {
   void* memory =
       ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, static_cast<off_t>(offset));
   if (memory == MAP_FAILED)
-    throw ShmError(ErrorKind::memory, "mapping " + std::to_string(bytes) + " bytes of shared memory failed (" +
-                                          std::strerror(errno) + "); free memory or raise the limit (ulimit -v)");
+    throw CommunicatorError(ErrorKind::memory, "mapping " + std::to_string(bytes) + " bytes of shared memory failed (" +
+                                                   std::strerror(errno) +
+                                                   "); free memory or raise the limit (ulimit -v)");
   return {static_cast<char*>(memory), [bytes](char* p) { ::munmap(p, bytes); }};
 }
 
@@ -70,20 +71,23 @@ std::shared_ptr<char> map(int fd, std::uint64_t offset, std::size_t bytes) {
 
 int create_segment(int world_size, std::size_t chunk_bytes, bool named_fallback) {
   if (chunk_bytes == 0 || chunk_bytes % page_bytes != 0 || chunk_bytes / 64 < static_cast<std::size_t>(world_size))
-    throw ShmError(ErrorKind::usage, "staging chunks of " + std::to_string(chunk_bytes) + " bytes do not suit " +
-                                         std::to_string(world_size) + " ranks; use a multiple of 4096");
+    throw CommunicatorError(ErrorKind::usage, "staging chunks of " + std::to_string(chunk_bytes) +
+                                                  " bytes do not suit " + std::to_string(world_size) +
+                                                  " ranks; use a multiple of 4096");
   int fd = -1;
   if (!named_fallback) fd = ::memfd_create("distopt", MFD_CLOEXEC);
   if (fd < 0) fd = ::open("/dev/shm", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
   if (fd < 0)
-    throw ShmError(ErrorKind::memory, std::string("neither memfd_create nor /dev/shm gives shared memory (") +
-                                          std::strerror(errno) + "); allow one of them, or use the MPI communicator");
+    throw CommunicatorError(ErrorKind::memory, std::string("neither memfd_create nor /dev/shm gives shared memory (") +
+                                                   std::strerror(errno) +
+                                                   "); allow one of them, or use the MPI communicator");
   File file(fd);
   ::fchmod(fd, 0600);  // a memfd is open to all who can reach it through /proc
   const std::size_t bytes = control_bytes(world_size, chunk_bytes);
   if (int error = allocate(fd, 0, bytes))
-    throw ShmError(ErrorKind::memory, std::to_string(bytes) + " bytes of shared memory for the ranks of this host: " +
-                                          std::strerror(error) + "; free memory or enlarge /dev/shm");
+    throw CommunicatorError(ErrorKind::memory, std::to_string(bytes) +
+                                                   " bytes of shared memory for the ranks of this host: " +
+                                                   std::strerror(error) + "; free memory or enlarge /dev/shm");
   std::shared_ptr<char> memory = map(fd, 0, sizeof(Header));
   auto* header = reinterpret_cast<Header*>(memory.get());
   header->magic = segment_magic;
@@ -98,20 +102,21 @@ Segment::Segment(int fd, int rank, int world_size) : fd_(fd), rank_(rank), world
   File file(fd);
   struct stat status = {};
   if (::fstat(fd, &status) != 0 || status.st_size < static_cast<off_t>(sizeof(Header)))
-    throw ShmError(ErrorKind::launch, "the shared file is too small to be a segment of distopt");
+    throw CommunicatorError(ErrorKind::launch, "the shared file is too small to be a segment of distopt");
   std::shared_ptr<char> first = map(fd, 0, sizeof(Header));
   const auto* header = reinterpret_cast<const Header*>(first.get());
   if (header->magic != segment_magic || header->version != segment_version)
-    throw ShmError(ErrorKind::launch,
-                   "rank 0 runs another version of distopt; install the same one in every environment of the job");
+    throw CommunicatorError(
+        ErrorKind::launch,
+        "rank 0 runs another version of distopt; install the same one in every environment of the job");
   if (header->world_size != static_cast<std::uint32_t>(world_size) || rank < 0 || rank >= world_size)
-    throw ShmError(ErrorKind::launch, "rank " + std::to_string(rank) + " of " + std::to_string(world_size) +
-                                          " does not fit a segment of " + std::to_string(header->world_size) +
-                                          " ranks; check the rank variables that the launcher set");
+    throw CommunicatorError(ErrorKind::launch, "rank " + std::to_string(rank) + " of " + std::to_string(world_size) +
+                                                   " does not fit a segment of " + std::to_string(header->world_size) +
+                                                   " ranks; check the rank variables that the launcher set");
   chunk_bytes_ = header->chunk_bytes;
   end_ = control_bytes(world_size, chunk_bytes_);
   if (header->total_bytes != end_ || static_cast<std::uint64_t>(status.st_size) < end_)
-    throw ShmError(ErrorKind::launch, "the shared file is truncated; restart the job");
+    throw CommunicatorError(ErrorKind::launch, "the shared file is truncated; restart the job");
   control_ = map(fd, 0, end_);
   slots_ = reinterpret_cast<Slot*>(control_.get() + slots_offset());
   staging_ = control_.get() + staging_offset(world_size);
@@ -127,8 +132,8 @@ Segment::Segment(int fd, int rank, int world_size) : fd_(fd), rank_(rank), world
   lock.l_start = rank;
   lock.l_len = 1;
   if (::fcntl(fd, F_SETLK, &lock) != 0)
-    throw ShmError(ErrorKind::launch, "another process is rank " + std::to_string(rank) +
-                                          " of this job already; give every process its own rank");
+    throw CommunicatorError(ErrorKind::launch, "another process is rank " + std::to_string(rank) +
+                                                   " of this job already; give every process its own rank");
   file.release();
 }
 
@@ -182,7 +187,8 @@ char* Segment::address(std::uint64_t location) const {
   for (const Block& block : *located_)
     if (location >= block.offset && location - block.offset < block.stride * static_cast<std::size_t>(world_size_))
       return block.memory.get() + (location - block.offset);
-  throw ShmError(ErrorKind::launch, "a peer refers to wire memory that this rank does not have; restart the job");
+  throw CommunicatorError(ErrorKind::launch,
+                          "a peer refers to wire memory that this rank does not have; restart the job");
 }
 
 }  // namespace distopt

@@ -10,7 +10,7 @@
 namespace distopt {
 
 // Makes the file of a job of `world_size` ranks and returns its descriptor. `named_fallback` takes an unlinked file in
-// /dev/shm instead of a memfd, as is done where memfd_create is forbidden. Throws ShmError.
+// /dev/shm instead of a memfd, as is done where memfd_create is forbidden. Throws CommunicatorError.
 int create_segment(int world_size, std::size_t chunk_bytes, bool named_fallback);
 
 // A block of wire memory: one region of equal size for every rank.
@@ -22,7 +22,7 @@ struct Block {
 
 class Segment {
  public:
-  // Takes over `fd`. Throws ShmError if the file was not made by this version for this world size.
+  // Takes over `fd`. Throws CommunicatorError if the file was not made by this version for this world size.
   Segment(int fd, int rank, int world_size);
   ~Segment();
   Segment(const Segment&) = delete;

@@ -79,8 +79,8 @@ void Agreement::compare() const {
   const Said& mine = *said_[world_.rank];
   for (int rank = 0; rank < world_.size(); ++rank)
     if (const Said& theirs = *said_[rank]; !alike(mine.descriptor, theirs.descriptor))
-      throw ShmError(ErrorKind::mismatch,
-                     mismatch_between(world_.names[rank], text_of(theirs), world_.names[world_.rank], text_of(mine)));
+      throw CommunicatorError(ErrorKind::mismatch, mismatch_between(world_.names[rank], text_of(theirs),
+                                                                    world_.names[world_.rank], text_of(mine)));
 }
 
 }  // namespace distopt::mpi

@@ -6,37 +6,15 @@
 // IEEE Transactions on Parallel and Distributed Systems 8(11), 1997, section 3.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 #include "host/describe.h"
-#include "mpi/memory.h"
-#include "mpi/transport.h"
+#include "mpi/world.h"
 
 namespace distopt::mpi {
-
-// Ranks that exchange data, in the order of the sum.
-struct Group {
-  std::vector<int> ranks;
-  std::size_t place = 0;  // of this rank among them
-
-  std::size_t size() const { return ranks.size(); }
-};
-
-// What all operations of a communicator share.
-struct World {
-  Transport& transport;
-  Pool& pool;
-  int rank;
-  const std::vector<std::string>& names;  // of each rank, in messages
-  std::size_t inline_bytes;               // of data that may travel with what a rank says
-  std::size_t chunk_bytes;                // of a message that carries data
-
-  Group everyone;
-
-  int size() const { return static_cast<int>(names.size()); }
-};
 
 class Agreement {
  public:
@@ -47,8 +25,8 @@ class Agreement {
 
   // Tells the others; `payload` is copied.
   void begin(const Request& request, std::uint64_t sequence, const char* payload, std::size_t payload_bytes);
-  // Does what can be done without waiting; whether all ranks have been heard and agree. Throws ShmError (mismatch) that
-  // names the first which does not.
+  // Does what can be done without waiting; whether all ranks have been heard and agree. Throws CommunicatorError
+  // (mismatch) that names the first which does not.
   bool advance();
   bool complete() const { return complete_; }
   // Ranks of which nothing has been heard, by whatever way.

@@ -51,8 +51,8 @@ class Communicator::Guard {
     for (Use found = Use::none; !owner.use_.compare_exchange_weak(found, Use::call, std::memory_order_acquire);
          found = Use::none) {
       if (found == Use::call)
-        throw ShmError(ErrorKind::usage,
-                       "two threads use one communicator at the same time; call collectives from one thread");
+        throw CommunicatorError(ErrorKind::usage,
+                                "two threads use one communicator at the same time; call collectives from one thread");
       ::sched_yield();  // a kernel in another thread moves it, which ends soon
     }
   }
@@ -102,7 +102,7 @@ void Communicator::move_if_idle() {
   try {
     // What has ended stays in the queue: to let go of its arrays takes Python's lock.
     if (!queue_.empty() && !failure_ && fork_count() == fork_count_) move();
-  } catch (const ShmError&) {  // recorded; the next call throws it
+  } catch (const CommunicatorError&) {  // recorded; the next call throws it
   }
   use_.store(Use::none, std::memory_order_release);
 }
@@ -173,7 +173,7 @@ void Communicator::move() {
   try {
     if (transport_->poll()) moved_ = Clock::now();
     for (const auto& operation : queue_) advance(*operation);
-  } catch (const ShmError& error) {
+  } catch (const CommunicatorError& error) {
     if (!failure_) failure_ = error;
     throw;
   }
@@ -212,15 +212,17 @@ std::string Communicator::last_agreed() const {
 
 void Communicator::require_usable() const {
   if (fork_count() != fork_count_)
-    throw ShmError(ErrorKind::usage, "this process was forked from " + names_[world_.rank] +
-                                         " and is no rank of the job; use the communicator in the parent only");
+    throw CommunicatorError(ErrorKind::usage,
+                            "this process was forked from " + names_[world_.rank] +
+                                " and is no rank of the job; use the communicator in the parent only");
   if (failure_) throw *failure_;
   if (closed_)
-    throw ShmError(ErrorKind::closed, names_[world_.rank] + " used its communicator after close(); create a new one");
+    throw CommunicatorError(ErrorKind::closed,
+                            names_[world_.rank] + " used its communicator after close(); create a new one");
 }
 
 void Communicator::fail(ErrorKind kind, const std::string& text) {
-  if (!failure_) failure_ = ShmError(kind, text);
+  if (!failure_) failure_ = CommunicatorError(kind, text);
 }
 
 bool Communicator::close() {

@@ -36,7 +36,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // That of the request, if it goes in two levels.
   std::shared_ptr<Hierarchy> hierarchy_for(const Request& request) const;
 
-  // Starts an operation. All of these throw ShmError, the recorded one after the first failure.
+  // Starts an operation. All of these throw CommunicatorError, the recorded one after the first failure.
   void start(std::shared_ptr<Operation> operation);
   void progress();
   bool test(const Operation& operation);
@@ -88,7 +88,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::uint64_t next_tag_ = 0;
   std::chrono::steady_clock::time_point moved_{};  // when something did, or a wait began
   std::optional<std::pair<Request, std::uint64_t>> last_finished_;
-  std::optional<ShmError> failure_;
+  std::optional<CommunicatorError> failure_;
   bool closed_ = false;
   const unsigned fork_count_ = fork_count();  // where it was made
   std::atomic<Use> use_{Use::none};

@@ -71,7 +71,7 @@ bool HierarchicalOperation::advance() {
   }
   try {
     for (Part& part : parts_) ended = advance(part) && ended;
-  } catch (const ShmError& error) {
+  } catch (const CommunicatorError& error) {
     if (error.kind() != ErrorKind::mismatch || agreed()) throw;
     mismatch_ = error;
     return false;

@@ -67,7 +67,7 @@ class HierarchicalOperation : public Operation {
   bool divides_once_;
   RedOp stage_op_;
   // Found by a stage: the agreement is about to say it in the caller's terms.
-  std::optional<ShmError> mismatch_;
+  std::optional<CommunicatorError> mismatch_;
 };
 
 }  // namespace distopt::mpi

@@ -1,6 +1,7 @@
 // One collective over MPI as a state machine that each rank moves forward when it has the time.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -25,7 +26,7 @@ class Operation {
   void enqueue(World& world, std::uint64_t sequence, std::uint64_t first_tag);
   // To be called when no earlier operation uses its arrays.
   virtual void begin();
-  // Does what can be done without waiting; whether the operation has ended. Throws ShmError.
+  // Does what can be done without waiting; whether the operation has ended. Throws CommunicatorError.
   virtual bool advance();
   // How many tags it uses: one for the agreement, two for each flow.
   virtual std::uint64_t tags() const { return 3; }
@@ -72,7 +73,8 @@ class Operation {
   World* world_ = nullptr;
   std::uint64_t sequence_ = 0;
   std::uint64_t first_tag_ = 0;
-  bool begun_ = false, admitted_ = false, finished_ = false;
+  bool begun_ = false, admitted_ = false;
+  std::atomic<bool> finished_{false};  // a thread may look while a kernel in another one moves the operation
   std::unique_ptr<Agreement> agreement_;
   std::unique_ptr<Flow> flow_;
   std::vector<std::uint64_t> counts_;

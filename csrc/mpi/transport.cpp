@@ -12,7 +12,7 @@
 namespace distopt::mpi {
 namespace {
 
-[[noreturn]] void fail(const std::string& text) { throw ShmError(ErrorKind::other, text); }
+[[noreturn]] void fail(const std::string& text) { throw CommunicatorError(ErrorKind::other, text); }
 
 template <typename Handle>
 class TransportOf final : public Transport {

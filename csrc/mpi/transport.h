@@ -24,7 +24,7 @@ class Transport {
   virtual ~Transport() = default;
 
   // Both only start; `done` becomes true in a later poll. Data and `done` must stay where they are until then. Between
-  // two ranks, messages of one tag arrive in the order of sending. Throws ShmError.
+  // two ranks, messages of one tag arrive in the order of sending. Throws CommunicatorError.
   virtual void send(const char* data, std::size_t bytes, int to, int tag, bool& done) = 0;
   // `bytes` is what there is room for.
   virtual void receive(char* data, std::size_t bytes, int from, int tag, bool& done) = 0;
@@ -32,7 +32,7 @@ class Transport {
   virtual bool poll() = 0;
 };
 
-// Throws ShmError where the library cannot be used.
+// Throws CommunicatorError where the library cannot be used.
 std::unique_ptr<Transport> make_transport(const Library& library);
 
 }  // namespace distopt::mpi

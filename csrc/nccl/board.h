@@ -32,9 +32,9 @@ class Board {
   std::string tell(int rank) const { return peers_.name(rank) + ": " + last_operation(peers_, rank); }
 
   // See Peers.
-  ShmError fail(ErrorKind kind, const std::string& text) { return peers_.fail(kind, text); }
+  CommunicatorError fail(ErrorKind kind, const std::string& text) { return peers_.fail(kind, text); }
   bool failed() const { return peers_.failed(); }
-  ShmError failure() const { return peers_.failure(); }
+  CommunicatorError failure() const { return peers_.failure(); }
 
   // Says that this rank takes no part any more.
   void close();

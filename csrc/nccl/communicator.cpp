@@ -152,7 +152,7 @@ void NcclCommunicator::call(Lock& lock, const char* what, const std::function<Re
       interruption = std::current_exception();
     }
     lock.lock();
-    if (failure_) throw ShmError(*failure_);
+    if (failure_) throw CommunicatorError(*failure_);
     if (interruption) {
       // What is half made can neither be taken up again nor be left alone.
       fail(ErrorKind::closed, board_->me() + " left " + what + " because of an exception; restart the job");
@@ -161,7 +161,7 @@ void NcclCommunicator::call(Lock& lock, const char* what, const std::function<Re
     if (look) {
       looked = Clock::now();
       check_host(sequence_, what);
-      if (failure_) throw ShmError(*failure_);
+      if (failure_) throw CommunicatorError(*failure_);
       if (waited > limits_.timeout)
         fail_and_throw(ErrorKind::stalled, "no answer" + stalled(limits_.timeout, what, sequence_));
     }
@@ -174,13 +174,13 @@ bool NcclCommunicator::done(const NcclOperation& operation) {
   const bool reached = operation.finished->reached();
   const Lock lock(mutex_);
   // An abort lets the operation "finish": the failure is recorded before it.
-  if (failure_) throw ShmError(*failure_);
+  if (failure_) throw CommunicatorError(*failure_);
   return reached;
 }
 
 void NcclCommunicator::join(const NcclOperation& operation, cudaStream_t stream) {
   const Lock lock(mutex_);
-  if (failure_) throw ShmError(*failure_);
+  if (failure_) throw CommunicatorError(*failure_);
   operation.finished->hold_up(stream);
 }
 
@@ -191,7 +191,7 @@ void NcclCommunicator::wait(const NcclOperation& operation, double timeout_secon
     const double waited = seconds_since(began);
     if (waited > timeout_seconds) {
       const Lock lock(mutex_);
-      if (failure_) throw ShmError(*failure_);
+      if (failure_) throw CommunicatorError(*failure_);
       fail_and_throw(ErrorKind::stalled, "no result" + stalled(timeout_seconds, operation.text, operation.sequence));
     }
     pause(waited);

@@ -56,7 +56,7 @@ class NcclCommunicator {
  public:
   using Work = std::shared_ptr<NcclOperation>;
 
-  // Collective. Waits until all ranks have come; the device must be the current one. Throws ShmError.
+  // Collective. Waits until all ranks have come; the device must be the current one. Throws CommunicatorError.
   NcclCommunicator(const nccl::Api& api, const nccl::UniqueId& id, int rank, int world_size,
                    std::shared_ptr<Board> board, NcclLimits limits, NcclHooks hooks);
   ~NcclCommunicator();
@@ -73,11 +73,11 @@ class NcclCommunicator {
   Work exchange_parts(const Request& request, const std::vector<NcclPart>& sent, const std::vector<NcclPart>& received,
                       cudaStream_t caller);
 
-  // Local. Whether the result is there. Throws ShmError if the communicator has failed.
+  // Local. Whether the result is there. Throws CommunicatorError if the communicator has failed.
   bool done(const NcclOperation& operation);
-  // Local. What `stream` does from now on sees the result. Throws ShmError if the communicator has failed.
+  // Local. What `stream` does from now on sees the result. Throws CommunicatorError if the communicator has failed.
   void join(const NcclOperation& operation, cudaStream_t stream);
-  // Waits on the host. Throws ShmError.
+  // Waits on the host. Throws CommunicatorError.
   void wait(const NcclOperation& operation, double timeout_seconds);
 
   // Memory that NCCL has registered, or null where it cannot. To be freed by release() or close().
@@ -130,7 +130,7 @@ class NcclCommunicator {
   nccl::Comm* comm_ = nullptr;
   std::uint64_t sequence_ = 0;
   std::deque<Work> outstanding_;
-  std::optional<ShmError> failure_;
+  std::optional<CommunicatorError> failure_;
   bool closed_ = false, stop_ = false;
   std::vector<std::pair<void*, void*>> memory_;  // address, registration or null
 

@@ -33,8 +33,9 @@ bool run_bounded(double seconds, std::function<void()> body) {
 // -- failure and end --------------------------------------------------------------------------------------------------
 
 void NcclCommunicator::require_usable() const {
-  if (failure_) throw ShmError(*failure_);
-  if (closed_) throw ShmError(ErrorKind::closed, board_->me() + " has closed this communicator; use it before close()");
+  if (failure_) throw CommunicatorError(*failure_);
+  if (closed_)
+    throw CommunicatorError(ErrorKind::closed, board_->me() + " has closed this communicator; use it before close()");
 }
 
 std::string NcclCommunicator::nccl_error(const char* what, Result result) const {
@@ -92,7 +93,7 @@ void NcclCommunicator::fail(ErrorKind kind, const std::string& text) {
 
 void NcclCommunicator::fail_and_throw(ErrorKind kind, const std::string& text) {
   fail(kind, text);
-  throw ShmError(*failure_);
+  throw CommunicatorError(*failure_);
 }
 
 void NcclCommunicator::abort(const std::string& text) {

@@ -38,8 +38,8 @@ class ShmCommunicator::Guard {
   explicit Guard(ShmCommunicator& owner) : owner_(owner) {
     owner.require_open();
     if (owner.busy_.exchange(true, std::memory_order_acquire))
-      throw ShmError(ErrorKind::usage,
-                     "two threads use one communicator at the same time; call collectives from one thread");
+      throw CommunicatorError(ErrorKind::usage,
+                              "two threads use one communicator at the same time; call collectives from one thread");
   }
   ~Guard() { owner_.busy_.store(false, std::memory_order_release); }
   Guard(const Guard&) = delete;
@@ -65,7 +65,8 @@ void ShmCommunicator::count_cores() { peers_.count_cores(); }
 void ShmCommunicator::close() {
   if (closed_) return;
   if (busy_.load(std::memory_order_acquire))
-    throw ShmError(ErrorKind::usage, "another thread waits in this communicator; close it when that wait has ended");
+    throw CommunicatorError(ErrorKind::usage,
+                            "another thread waits in this communicator; close it when that wait has ended");
   closed_ = true;
   queue_.clear();
   // In a forked child this is the parent's memory: only the parent may say that the rank has left.
@@ -75,11 +76,12 @@ void ShmCommunicator::close() {
 
 void ShmCommunicator::require_open() const {
   if (fork_count() != fork_generation_)
-    throw ShmError(ErrorKind::usage, "this process was forked from " + peers_.name(peers_.rank()) +
-                                         " and is no rank of the job; use the communicator in the parent only");
+    throw CommunicatorError(ErrorKind::usage,
+                            "this process was forked from " + peers_.name(peers_.rank()) +
+                                " and is no rank of the job; use the communicator in the parent only");
   if (closed_)
-    throw ShmError(ErrorKind::closed,
-                   peers_.name(peers_.rank()) + " has closed this communicator; use it before close()");
+    throw CommunicatorError(ErrorKind::closed,
+                            peers_.name(peers_.rank()) + " has closed this communicator; use it before close()");
 }
 
 void ShmCommunicator::raise_recorded_failure() const {
@@ -93,13 +95,13 @@ template <typename Body>
 auto ShmCommunicator::or_fail(const char* what, Body body) {
   try {
     return body();
-  } catch (const ShmError&) {
+  } catch (const CommunicatorError&) {
     throw;  // recorded already
   } catch (...) {
     try {
       fail(ErrorKind::closed,
            peers_.name(peers_.rank()) + " left " + what + " because of an exception; restart the job");
-    } catch (const ShmError&) {  // the exception itself tells this rank more
+    } catch (const CommunicatorError&) {  // the exception itself tells this rank more
     }
     throw;
   }
@@ -202,8 +204,9 @@ void ShmCommunicator::check_aliasing(const Operation& operation) const {
                                                                : request.input == request.output + own;
   if (!in_place && overlap(request.input, operation.input_bytes(peers_.size()), request.output,
                            operation.output_bytes(peers_.size())))
-    throw ShmError(ErrorKind::usage,
-                   "input and output overlap; pass separate arrays, or as the part this rank's own part of the whole");
+    throw CommunicatorError(
+        ErrorKind::usage,
+        "input and output overlap; pass separate arrays, or as the part this rank's own part of the whole");
 }
 
 bool ShmCommunicator::may_post(const Operation& operation) {
@@ -241,7 +244,7 @@ void ShmCommunicator::advance() {
     }
     try {
       if (!front.advance(peers_, blocker_)) return;
-    } catch (const ShmError& error) {
+    } catch (const CommunicatorError& error) {
       fail(error.kind(), error.what());
     } catch (const std::bad_alloc&) {
       const RingEntry& own = peers_.entry(peers_.rank(), front.sequence());
@@ -313,7 +316,7 @@ std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, s
     Block block;
     try {
       block = segment_.map_block(bytes);
-    } catch (const ShmError& error) {
+    } catch (const CommunicatorError& error) {
       fail(error.kind(), peers_.name(peers_.rank()) + ": " + error.what());
     }
     char* own = block.memory.get() + block.stride * static_cast<std::size_t>(peers_.rank());

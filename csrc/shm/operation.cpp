@@ -98,8 +98,9 @@ void Operation::check_peer(const Peers& peers, int peer) const {
   const Descriptor& a = own.descriptor;
   const Descriptor& b = other.descriptor;
   if (alike(a, b)) return;
-  throw ShmError(ErrorKind::mismatch, mismatch_between(peers.name(peer), describe(b, sequence_, other.label),
-                                                       peers.name(peers.rank()), describe(a, sequence_, own.label)));
+  throw CommunicatorError(ErrorKind::mismatch,
+                          mismatch_between(peers.name(peer), describe(b, sequence_, other.label),
+                                           peers.name(peers.rank()), describe(a, sequence_, own.label)));
 }
 
 Operation::Mode Operation::choose_mode(Peers& peers) const {

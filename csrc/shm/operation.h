@@ -22,7 +22,7 @@ class Operation {
   // Tells the peers that this rank has come so far and that its arguments are ready.
   void post(Peers& peers);
   // Does everything that can be done without waiting; whether the operation has ended. If not, `blocker` says why.
-  // Throws ShmError (mismatch) when a peer has posted something else under the same number.
+  // Throws CommunicatorError (mismatch) when a peer has posted something else under the same number.
   bool advance(Peers& peers, Blocker& blocker);
 
   const Request& request() const { return request_; }

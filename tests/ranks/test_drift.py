@@ -349,10 +349,10 @@ def test_two_optimizers_in_another_order_on_one_rank_are_named(swapped, when, wa
 SCRIPT = str(ROOT / "tests" / "ranks" / "drift_script.py")
 MPI = {
     ("other_rule", "lr", "fp32"): OTHER_RULES["lr"][1],
-    ("change", "lr", "fp32"): "'now lr = 0.01; ",
-    ("change", "momentum", "partial"): "'now momentum = 0.75; ",
+    ("change", "lr", "fp32"): "(now lr = 0.01; ",
+    ("change", "momentum", "partial"): "(now momentum = 0.75; ",
     ("spoil", "all signs", "top-K"): "before step 6, parameter linear",
-    ("two", "later", "fp16"): "'DistOpt 2: bucket ",
+    ("two", "later", "fp16"): "(DistOpt 2: bucket ",
 }
 
 

@@ -109,7 +109,7 @@ def mnist_example(optimizer, *options: str) -> dict[str, np.ndarray]:
 
     rng = np.random.default_rng(5)
     images, labels = rng.integers(0, 256, (24, 1, 28, 28), np.uint8), rng.integers(0, 10, 24, np.int32)
-    data = SimpleNamespace(train_x=images, train_y=labels, test_x=images[:10], test_y=labels[:10])
+    data = SimpleNamespace(train_x=images, train_y=labels, test_x=images[:10], test_y=labels[:10], caveat="")
     nets = []
 
     class Remembered(train_cnn.CNN):

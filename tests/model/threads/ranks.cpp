@@ -206,7 +206,7 @@ void one_leaves(int size, unsigned seed) {
       rank.allocate_wire();
       rank.run(r == 0 ? 20 : 40, seed);
       require(r == 0, "rank " + std::to_string(r) + " went on without rank 0");
-    } catch (const ShmError& error) {
+    } catch (const CommunicatorError& error) {
       require(error.kind() == ErrorKind::closed, error.what());
       require(std::string(error.what()).find("rank 0 closed its communicator") == 0, error.what());
     }
@@ -221,7 +221,7 @@ void mismatch(int size, unsigned seed) {
     try {
       rank.allocate_wire();
       rank.run(40, seed + (r == 0 ? 1 : 0));
-    } catch (const ShmError& error) {
+    } catch (const CommunicatorError& error) {
       require(error.kind() == ErrorKind::mismatch, error.what());
       texts[static_cast<std::size_t>(r)] = error.what();
     }

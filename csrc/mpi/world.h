@@ -1,0 +1,34 @@
+// What all operations of a communicator share.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "mpi/memory.h"
+#include "mpi/transport.h"
+
+namespace distopt::mpi {
+
+// Ranks that exchange data, in the order of the sum.
+struct Group {
+  std::vector<int> ranks;
+  std::size_t place = 0;  // of this rank among them
+
+  std::size_t size() const { return ranks.size(); }
+};
+
+struct World {
+  Transport& transport;
+  Pool& pool;
+  int rank;
+  const std::vector<std::string>& names;  // of each rank, in messages
+  std::size_t inline_bytes;               // of data that may travel with what a rank says
+  std::size_t chunk_bytes;                // of a message that carries data
+
+  Group everyone;
+
+  int size() const { return static_cast<int>(names.size()); }
+};
+
+}  // namespace distopt::mpi
