@@ -26,8 +26,8 @@ from distopt.nn import device
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import train_cnn
+from pages import put
 
-BEGIN, END = "<!-- table of benchmarks/gpu.py: begin -->", "<!-- table of benchmarks/gpu.py: end -->"
 ELEMENTS = 100_000_000
 SELECTED_FROM = 25_600_000
 BATCH = 64
@@ -272,9 +272,7 @@ def main() -> None:
             file.unlink(missing_ok=True)
     print("\n".join(lines))
     if args.write:
-        path = Path(args.write)
-        before, _, rest = path.read_text().partition(BEGIN)
-        path.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{rest.partition(END)[2]}")
+        put(Path(args.write), "gpu.py", "\n".join(lines))
 
 
 if __name__ == "__main__":

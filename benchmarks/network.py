@@ -19,10 +19,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from pages import ROOT, add_root_to_path, put
 
 from distopt.cli.bench.emulation import LINK, TwoHosts, two_hosts
+from distopt.cli.bench.table import machine
 
-ROOT = Path(__file__).parents[1]
 RATES = {"1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
 WARM_UP_STEPS = 5
 PARTIAL = "partial update"
@@ -188,7 +189,7 @@ def start_torch(net: TwoHosts, command: list[str]) -> None:
 
 def measure_all(args: argparse.Namespace) -> tuple[dict[str, dict], dict[str, float]]:
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    add_root_to_path()
     records, rates = {}, {}
     with tempfile.TemporaryDirectory() as name, two_hosts() as net:
         result = Path(name) / "result.json"
@@ -223,24 +224,18 @@ def table(records: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "an unknown processor")
-
-
 def write(records: dict[str, dict], rates: dict[str, float], args: argparse.Namespace) -> None:
     sections = "\n\n".join(
-        f"## {label}\n\nOne TCP connection carries {rates[label]:.0f} Mbit/s.\n\n{table(record)}"
+        f"### {label}\n\nOne TCP connection carries {rates[label]:.0f} Mbit/s.\n\n{table(record)}"
         for label, record in records.items()
     )
-    args.output.write_text(f"""# Two hosts on a slow network
-
-The reference CNN (431,080 parameters), batch size 64 per rank, with one single-threaded rank on each of two hosts. The
+    facts = machine()
+    text = f"""The reference CNN (431,080 parameters), batch size 64 per rank, with one single-threaded rank on each of two hosts. The
 hosts are network namespaces of one machine, joined by a veth pair that `tc` limits to the stated rate. distopt
-communicates through MPICH and PyTorch through Gloo, both over TCP. The machine has {os.cpu_count()} cores of
-{processor()}. {args.steps} timed steps of each row follow
+communicates through MPICH and PyTorch through Gloo, both over TCP. The machine has {facts["cores"]} cores of
+{facts["processor"]}. {args.steps} timed steps of each row follow
 {WARM_UP_STEPS} warm-up steps.
-To repeat the run and rewrite this page:
+To repeat the run and rewrite this section:
 
 ```sh
 sudo python benchmarks/network.py --steps {args.steps}
@@ -251,13 +246,14 @@ headers and acknowledgements. The sparse codecs and PowerSGD use error feedback.
 partitions per step; the partitions differ in size.
 
 {sections}
-""")
+"""
+    put(args.output, "network.py", text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="timed steps of each row")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "network.md")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "network.md", help="page with the marks")
     parser.add_argument("--as-rank", choices=("distopt", "torch"), help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -266,7 +262,6 @@ def main() -> None:
         return
     if os.geteuid() != 0:
         parser.error("only root can create network namespaces; run it with sudo")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     write(*measure_all(args), args)
 
 

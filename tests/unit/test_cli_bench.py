@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,9 @@ from distopt.cli.bench import all_reduce, environments, lineup, units
 from distopt.cli.bench.crew import Crew, CrewError, mpi_command, rank_command
 from distopt.cli.bench.environments import Environment
 from distopt.cli.bench.lineup import Candidate, Lineup, distopt_crew, mpi_crew, torch_crew
+from distopt.cli.bench.ranks.all_reduce import measure
 from distopt.cli.bench.ranks.pattern import PERIOD, Pattern, max_calls
+from distopt.cli.bench.ranks.transports import COLLECTIVES, Call, Transport
 from distopt.cli.bench.site import ListedSite, Site
 from distopt.cli.bench.table import HEADER, Row, heading
 from distopt.errors import MissingDependencyError, UsageError
@@ -54,6 +57,12 @@ def test_size_range(first, last, factor, item, sizes):
     assert units.size_range(first, last, factor, item) == sizes
 
 
+def test_sizes_by_name_are_whole_sorted_and_different():
+    assert units.whole_sizes(units.byte_sizes("1K,17,3,19,64"), 8) == [16, 64, 1024]
+    with pytest.raises(argparse.ArgumentTypeError, match="'' is not a size"):
+        units.byte_sizes("1K,")
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -65,6 +74,10 @@ def test_size_range(first, last, factor, item, sizes):
         "-n 0",
         "--dtype float8",
         "--backend single",
+        "--collective gossip",
+        "--collective all_gather --np 3 -b 8 -e 8",
+        "--sizes 3",
+        "--sizes 4K,many",
         "--peers openmpi,nccl",
         "--speed 9",
         "--emulate 3x2",
@@ -146,6 +159,23 @@ def test_wrong_elements_are_counted(dtype, world_size):
         assert patterns[0].wrong(total, 1) == 5
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_the_data_of_one_rank_and_the_parts_of_a_sum(dtype):
+    count = PERIOD + 11
+    patterns = [Pattern(dtype, rank, 3) for rank in range(3)]
+    arrays = [np.zeros(count, "uint16" if dtype == "bfloat16" else dtype) for _ in range(3)]
+    for pattern, array in zip(patterns, arrays, strict=True):
+        pattern.fill(array)
+    assert [patterns[0].strange(array, rank) for rank, array in enumerate(arrays)] == [0, 0, 0]
+    assert patterns[2].strange(arrays[0], 1) > count / 2
+    total = all_reduce_slowly(arrays, dtype)
+    parts = np.split(total, 4)
+    assert [patterns[0].wrong(part, 1, first=part.size * i) for i, part in enumerate(parts)] == [0] * 4
+    assert patterns[0].wrong(parts[1], 1) > count / 8
+    arrays[1][[3, PERIOD]] = 0
+    assert patterns[0].strange(arrays[1], 1) == 2
+
+
 # -- the table ---------------------------------------------------------------------------------------------------------
 ROW = Row("shm", "wire", 4 << 20, 1 << 20, "float32", 4, [3e-3, 1e-3, 2e-3], 1, 0)
 
@@ -154,6 +184,21 @@ def test_a_row_has_the_numbers_of_nccl_tests():
     assert ROW.time == 2e-3
     assert ROW.algorithm_bandwidth == pytest.approx((4 << 20) / 2e-3)
     assert ROW.bus_bandwidth == pytest.approx(ROW.algorithm_bandwidth * 1.5)
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor", "word"),
+    [
+        ("all_reduce", 1.5, "sum"),
+        ("all_gather", 0.75, "none"),
+        ("reduce_scatter", 0.75, "sum"),
+        ("broadcast", 1, "none"),
+    ],
+)
+def test_the_bandwidth_of_the_bus_by_collective(collective, factor, word):
+    row = replace(ROW, collective=collective)
+    assert row.bus_bandwidth == pytest.approx(row.algorithm_bandwidth * factor)
+    assert row.as_json()["redop"] == row.line(row).split()[3] == word
 
 
 def test_lines_stand_below_their_header():
@@ -343,6 +388,52 @@ def test_other_types_at_three_ranks(dtype, capsys):
     assert code == 0, out
 
 
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "broadcast"])
+def test_other_collectives(collective, tmp_path, capsys):
+    pytest.importorskip("mpi4py")
+    path = tmp_path / "out.json"
+    words = f"--np 3 --collective {collective} --sizes 20000,100 -n 4 --turns 2 --backend shm,mpi --json {path}"
+    code, out = bench(words, capsys)
+    assert code == 0, out
+    report = json.loads(path.read_text())
+    split = collective != "broadcast"
+    assert report["collective"] == collective
+    assert [(row["size_bytes"], row["who"], row["buffers"]) for row in report["rows"]] == [
+        (size, who, buffers)
+        for size in ((96, 19_992) if split else (100, 20_000))
+        for who in ("shm", "mpi")
+        for buffers in ("wire", "ordinary")
+    ]
+    assert " over " in report["candidates"]["mpi"]
+
+
+class Lazy(Transport):
+    """Moves nothing, and counts as one of two ranks."""
+
+    rank = 1
+
+    def call(self, collective, buffers, count, capacity, dtype):
+        self.roots = []
+        array = np.zeros(count // (2 if collective == "all_gather" else 1), dtype)
+        size = {"all_gather": count, "reduce_scatter": count // 2}.get(collective)
+        return Call(self.roots.append, array, array if size is None else np.zeros(size, dtype))
+
+    def sync(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("collective", "wrong"), [("all_reduce", 300), ("all_gather", 300), ("reduce_scatter", 150), ("broadcast", 200)]
+)
+def test_a_collective_that_moves_nothing_is_wrong(collective, wrong):
+    request = {"collective": collective, "buffers": "", "count": 100, "capacity": 100, "dtype": "int32"}
+    lazy = Lazy()
+    answer = measure(lazy, 2, {**request, "calls": 2, "samples": 2, "warm_up": 1})
+    # Of three broadcasts, the one from rank 1 leaves that rank's own data as they are; some elements are equal.
+    assert 0.9 * wrong < answer["wrong"] <= wrong
+    assert lazy.roots == [0, 1, 1, 0, 0, 1]
+
+
 def test_mpi_beside_shared_memory(capsys):
     pytest.importorskip("mpi4py")
     code, out = bench("-b 4K -e 4K -n 2 --backend shm,mpi,hierarchical", capsys)
@@ -419,8 +510,10 @@ def test_the_ranks_of_peers(library):
         hello = crew.ask({"library": library, "folder": str(crew.folder)})
         assert [answer["rank"] for answer in hello] == [0, 1]
         request = {"count": 1000, "capacity": 2000, "dtype": "int32", "calls": 3, "samples": 2, "warm_up": 1}
-        for buffers in hello[0]["buffers"]:
-            for answer in crew.ask({**request, "buffers": buffers}):
+        kinds = [(collective, buffers) for collective in COLLECTIVES for buffers in hello[0]["buffers"][collective]]
+        assert len(kinds) == (9 if library == "mpi" else 4)
+        for collective, buffers in kinds:
+            for answer in crew.ask({**request, "collective": collective, "buffers": buffers}):
                 assert answer["wrong"] == 0
                 assert len(answer["seconds"]) == 2
 
@@ -487,7 +580,8 @@ def test_waiting_ranks_do_not_use_the_processor():
     with Lineup() as taking_part:
         taking_part.add("shm", lambda: distopt_crew("all_reduce", Site(2), "shm"))
         (candidate,) = taking_part.candidates
-        request = {"buffers": "wire", "count": 256, "capacity": 256, "dtype": "float32", "calls": 1}
+        request = {"collective": "all_reduce", "buffers": "wire", "count": 256, "capacity": 256, "dtype": "float32"}
+        request["calls"] = 1
         all_reduce._ask(candidate, {**request, "samples": 1, "warm_up": 0})
         while any(state_and_ticks(process.pid)[0] != "S" for process in candidate.crew._processes):
             time.sleep(0.01)

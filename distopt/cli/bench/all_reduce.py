@@ -1,4 +1,4 @@
-"""`distopt bench all-reduce`: compare communicators with other libraries, in one run."""
+"""`distopt bench all-reduce`: compare communicators with other libraries, in one run. Other collectives: an option."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from .emulation import RATES, EmulatedSite, two_hosts
 from .lineup import BETWEEN_HOSTS, Lineup, distopt_crew, mpi_crew, torch_crew
 from .plot import plot_bandwidths, require_matplotlib
 from .ranks.pattern import max_calls
+from .ranks.transports import COLLECTIVES
 from .site import ListedSite, Site
 from .table import HEADER, Row, heading, machine
-from .units import announce, at_least, byte_size, names_of, size_range, write_json
+from .units import announce, at_least, byte_size, byte_sizes, names_of, size_range, whole_sizes, write_json
 
 if TYPE_CHECKING:
     import argparse
@@ -35,6 +36,8 @@ __all__ = ["add_parser"]
 _BATCH_SECONDS = 1e-3
 _PEERS = ("openmpi", "mpich", "gloo")
 _PAGE = 4096
+# Whose bytes a size counts, as in nccl-tests.
+_WHOLE = {"all_reduce": "array", "all_gather": "output", "reduce_scatter": "input", "broadcast": "array"}
 _BACKENDS = [name for name in BACKENDS if name != "single"]
 
 
@@ -42,10 +45,17 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "all-reduce",
-        help="compare all-reduce with other libraries, over a range of sizes",
-        description="Measure all-reduce (sum) on the CPUs of this machine, or between hosts that it emulates. Every "
-        "result is checked. Peers take turns with distopt's communicators; each runs in a virtual environment of its "
-        "own, made on first use.",
+        help="compare all-reduce and other collectives with other libraries, over a range of sizes",
+        description="Measure all-reduce (sum) or another collective on the CPUs of this machine, or between hosts. "
+        "Every result is checked. Peers take turns with distopt's communicators; each runs in a virtual environment of "
+        "its own, made on first use.",
+    )
+    parser.add_argument(
+        "--collective",
+        choices=COLLECTIVES,
+        default="all_reduce",
+        metavar="NAME",
+        help=f"{', '.join(COLLECTIVES)} (all_reduce)",
     )
     parser.add_argument("--np", type=at_least(2), metavar="N", help="ranks on this machine (default: 2)")
     parser.add_argument(
@@ -56,6 +66,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("-b", type=byte_size, default=byte_size("1K"), metavar="SIZE", help="first size (1K)")
     parser.add_argument("-e", type=byte_size, default=byte_size("128M"), metavar="SIZE", help="last size (128M)")
     parser.add_argument("-f", type=at_least(2), default=4, metavar="FACTOR", help="ratio of successive sizes (4)")
+    parser.add_argument("--sizes", type=byte_sizes, metavar="SIZES", help="as 4K,1M; instead of -b, -e and -f")
     parser.add_argument("-n", type=at_least(1), default=20, metavar="N", help="timed batches per size (20)")
     parser.add_argument("-w", type=at_least(0), default=2, metavar="N", help="untimed batches in each turn (2)")
     parser.add_argument("--turns", type=at_least(1), default=4, metavar="N", help="turns of each candidate (4)")
@@ -83,15 +94,13 @@ def _hosts(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Measure and print; return 0 if every candidate was measured and every result was correct."""
     item_bytes = 2 if "16" in args.dtype else np.dtype(args.dtype).itemsize
-    sizes = size_range(args.b, args.e, args.f, item_bytes)
-    if not sizes:
-        raise UsageError(f"there is no size from -b {args.b} to -e {args.e} bytes that holds whole {args.dtype}")
     if args.plot:
         require_matplotlib()
     facts = machine()
     with ExitStack() as stack:
         site = _site(args, stack)
         args.np = site.world_size
+        sizes = _sizes(args, item_bytes)
         lineup = stack.enter_context(Lineup())
         _fill(lineup, args, site, sizes[-1])
         _print_head(args, lineup, site, facts)
@@ -108,6 +117,22 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         plot_bandwidths(rows, args.plot)
     return 1 if lineup.missing or any(row.wrong for row in rows) else 0
+
+
+def _sizes(args: argparse.Namespace, item_bytes: int) -> list[int]:
+    """Sizes in bytes, of as many elements for every rank where ranks have parts.
+
+    Raises:
+        UsageError: there are none.
+    """
+    split = args.collective in ("all_gather", "reduce_scatter")
+    unit = item_bytes * args.np if split else item_bytes
+    sizes = whole_sizes(args.sizes, unit) if args.sizes else size_range(args.b, args.e, args.f, unit)
+    if not sizes:
+        where = "in --sizes" if args.sizes else f"from -b {args.b} to -e {args.e} bytes"
+        parts = f" for each of {args.np} ranks" if split else ""
+        raise UsageError(f"there is no size {where} that holds whole {args.dtype}{parts}")
+    return sizes
 
 
 def _site(args: argparse.Namespace, stack: ExitStack) -> Site:
@@ -145,7 +170,7 @@ def _fill(lineup: Lineup, args: argparse.Namespace, site: Site, capacity_bytes: 
             lineup.add(peer, partial(torch_crew, "all_reduce", site, announce))
         else:
             lineup.add(peer, partial(mpi_crew, "all_reduce", site, peer, announce))
-    if type(site) is not Site:  # it takes shared memory
+    if type(site) is not Site or args.collective != "all_reduce":  # it takes shared memory, and only adds
         return
     fd = os.memfd_create("distopt-bench")
     lineup.resources.callback(os.close, fd)
@@ -160,10 +185,11 @@ def _floor_crew(world_size: int, memory: str) -> tuple[Crew, Setup]:
 def _print_head(args: argparse.Namespace, lineup: Lineup, site: Site, facts: dict[str, Any]) -> None:
     print(f"# {args.np} ranks{site.described} on {heading(facts)}")
     for candidate in lineup.candidates:
-        print(f"# {candidate.name:<9} {candidate.hello['about']}")
+        print(f"# {candidate.name:<12} {candidate.hello['about']}")
+    print(f"# {args.collective}; size: that of the whole {_WHOLE[args.collective]} of one rank")
     print(
-        "# buffers: wire = the communicator's own memory; ordinary = any array, in place; in place, separate: as in "
-        "MPI_Allreduce; Iallreduce: in place"
+        "# buffers: wire = the communicator's own memory; ordinary = any array; in place, separate: as in MPI; "
+        "immediate = MPI's nonblocking call"
     )
     print(
         f"# time: median of {args.n} batches, each the slowest rank's; x: relative to the first line of the same size"
@@ -173,8 +199,18 @@ def _print_head(args: argparse.Namespace, lineup: Lineup, site: Site, facts: dic
 
 def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int, size: int) -> list[Row]:
     """Measure all candidates at one size, in turns."""
-    request = {"count": count, "capacity": capacity, "dtype": args.dtype, "warm_up": args.w}
-    entries = [(candidate, buffers) for candidate in lineup.candidates for buffers in candidate.hello["buffers"]]
+    request = {
+        "collective": args.collective,
+        "count": count,
+        "capacity": capacity,
+        "dtype": args.dtype,
+        "warm_up": args.w,
+    }
+    entries = [
+        (candidate, buffers)
+        for candidate in lineup.candidates
+        for buffers in candidate.hello["buffers"][args.collective]
+    ]
     calls: dict[tuple[str, str], int] = {}
     seconds: dict[tuple[str, str], list[float]] = {}
     wrong: dict[tuple[str, str], int] = {}
@@ -193,8 +229,8 @@ def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int
                 seconds.setdefault(key, []).extend(turn_seconds)
                 wrong[key] = wrong.get(key, 0) + turn_wrong
     return [
-        Row(name, buffers, size, count, args.dtype, args.np, values, calls[name, buffers], wrong[name, buffers])
-        for (name, buffers), values in seconds.items()
+        Row(*key, size, count, args.dtype, args.np, values, calls[key], wrong[key], args.collective)
+        for key, values in seconds.items()
     ]
 
 
@@ -215,6 +251,7 @@ def _ask(candidate: Candidate, request: dict[str, Any]) -> tuple[list[float], in
 def _as_json(args: argparse.Namespace, lineup: Lineup, facts: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
     return {
         "benchmark": "all-reduce",
+        "collective": args.collective,
         "machine": facts,
         "world_size": args.np,
         "dtype": args.dtype,

@@ -52,9 +52,9 @@ def plot_bandwidths(rows: list[Row], path: Path) -> None:
         )
     axes.set(
         yscale="log",
-        xlabel="bytes per rank",
+        xlabel="bytes",
         ylabel="algorithm bandwidth (GB/s)",
-        title=f"all-reduce, {rows[0].world_size} ranks, {rows[0].dtype}",
+        title=f"{rows[0].collective}, {rows[0].world_size} ranks, {rows[0].dtype}",
     )
     axes.set_xscale("log", base=2)
     axes.grid(visible=True, alpha=0.3)

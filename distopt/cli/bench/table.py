@@ -28,13 +28,15 @@ class Row:
     Attributes:
         who: the candidate.
         buffers: kind of memory.
-        size_bytes: size of one rank's array.
+        size_bytes: size of the whole array, as nccl-tests count it: what every rank has in the end, in a
+            reduce_scatter what every rank had at first.
         count: its number of elements.
         dtype: its type.
         world_size: number of ranks.
         seconds: seconds per call of the slowest rank, one entry per timed batch.
         calls: consecutive calls in a batch.
         wrong: wrong elements over all batches and ranks.
+        collective: what was measured.
     """
 
     who: str
@@ -46,6 +48,12 @@ class Row:
     seconds: list[float]
     calls: int
     wrong: int
+    collective: str = "all_reduce"
+
+    @property
+    def reduction(self) -> str:
+        """What is done to the elements of the ranks."""
+        return "sum" if "reduce" in self.collective else "none"
 
     @property
     def time(self) -> float:
@@ -59,14 +67,21 @@ class Row:
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes per second that each rank must send (and receive) in an all-reduce, whatever the algorithm."""
-        return self.algorithm_bandwidth * 2 * (self.world_size - 1) / self.world_size
+        """Bytes per second that each rank must send or receive, whatever the algorithm.
+
+        The factors are those of nccl-tests (doc/PERFORMANCE.md there).
+        """
+        if self.collective == "broadcast":
+            return self.algorithm_bandwidth
+        rounds = 2 if self.collective == "all_reduce" else 1
+        return self.algorithm_bandwidth * rounds * (self.world_size - 1) / self.world_size
 
     def line(self, reference: Row) -> str:
         """The row as text, with its time relative to `reference`."""
         return (
-            f" {self.size_bytes:>12}{self.count:>13}{self.dtype:>10}{'sum':>7}  {self.who:<13}{self.buffers:<10}"
-            f"{self.time * 1e6:>11.1f}{self.algorithm_bandwidth / 1e9:>9.2f}{self.bus_bandwidth / 1e9:>9.2f}"
+            f" {self.size_bytes:>12}{self.count:>13}{self.dtype:>10}{self.reduction:>7}  "
+            f"{self.who:<13}{self.buffers:<10}{self.time * 1e6:>11.1f}"
+            f"{self.algorithm_bandwidth / 1e9:>9.2f}{self.bus_bandwidth / 1e9:>9.2f}"
             f"{self.wrong:>8}{self.time / reference.time:>8.2f}"
         )
 
@@ -74,7 +89,7 @@ class Row:
         """The row as JSON types."""
         return {
             **asdict(self),
-            "redop": "sum",
+            "redop": self.reduction,
             "median_seconds": self.time,
             "algorithm_bandwidth": self.algorithm_bandwidth,
             "bus_bandwidth": self.bus_bandwidth,

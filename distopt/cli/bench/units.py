@@ -14,7 +14,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-__all__ = ["announce", "at_least", "byte_size", "names_of", "positive", "size_range", "write_json"]
+__all__ = [
+    "announce",
+    "at_least",
+    "byte_size",
+    "byte_sizes",
+    "names_of",
+    "positive",
+    "size_range",
+    "whole_sizes",
+    "write_json",
+]
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGkmg]?)")
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -27,6 +37,16 @@ def byte_size(text: str) -> int:
     if size < 1 or size != int(size):
         raise ArgumentTypeError(f"{text!r} is not a size in bytes; write it like 4096, 64K, 128M or 1G")
     return int(size)
+
+
+def byte_sizes(text: str) -> list[int]:
+    """The sizes of "4K,64K,1M"; see `byte_size`."""
+    return [byte_size(word) for word in text.split(",")]
+
+
+def whole_sizes(sizes: Iterable[int], item_bytes: int) -> list[int]:
+    """`sizes` (bytes) rounded down to whole items, each once, in ascending order; without those of no item."""
+    return sorted({size // item_bytes * item_bytes for size in sizes} - {0})
 
 
 def size_range(first: int, last: int, factor: float, item_bytes: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Data whose sum over ranks is known exactly, however often it is summed in place.
+"""Data whose sum over ranks is known exactly, however often it is summed in place, and which tells the ranks apart.
 
 Rank r holds small integers that depend on r and on the index, repeated with a prime period. After k all-reduces in
 place, every element is S * n**(k-1), where S is the sum over the n ranks. In floating types this is exact if n is a
@@ -8,11 +8,14 @@ power of two and S fits the mantissa, until the exponent overflows; in integer t
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
 __all__ = ["Pattern", "max_calls"]
@@ -47,12 +50,12 @@ class Pattern:
         self._dtype = dtype
         self._world_size = world_size
         index = np.arange(PERIOD, dtype=np.int64)
-        parts = [1 + (index * (2 * r + 3) + 7 * r) % LARGEST for r in range(world_size)]
-        self._sum = sum(parts[1:], parts[0])
+        self._parts = [1 + (index * (2 * r + 3) + 7 * r) % LARGEST for r in range(world_size)]
+        self._sum = sum(self._parts[1:], self._parts[0])
         power_of_two = world_size & (world_size - 1) == 0
         # The last partial sum of a call is n times a sum of n integers.
         self._exact = power_of_two and LARGEST * world_size**2 < 2 ** (_MANTISSA.get(dtype, 63) + 1)
-        self._mine = self._encode(parts[rank], 1)
+        self._mine = self._encode(self._parts[rank], 1)
 
     def fill(self, array: NDArray[Any]) -> None:
         """Write this rank's data into a flat array."""
@@ -60,14 +63,20 @@ class Pattern:
             piece = array[start : start + PERIOD]
             piece[...] = self._mine[: piece.size]
 
-    def wrong(self, array: NDArray[Any], calls: int) -> int:
-        """How many elements of `array` differ from the expected result of `calls` all-reduces in place."""
+    def wrong(self, array: NDArray[Any], calls: int, *, first: int = 0) -> int:
+        """How many elements of `array` differ from the expected result of `calls` all-reduces in place.
+
+        Args:
+            array: the result, or a part of it.
+            calls: number of all-reduces.
+            first: index of the part's first element in the whole.
+        """
         expected = self._encode(self._sum, self._world_size ** (calls - 1))
-        count = 0
-        for start in range(0, array.size, PERIOD):
-            piece = array[start : start + PERIOD]
-            count += int(np.count_nonzero(self._differ(piece, expected[: piece.size], calls)))
-        return count
+        return _count(array, np.roll(expected, -first), partial(self._differ, calls=calls))
+
+    def strange(self, array: NDArray[Any], rank: int) -> int:
+        """How many elements of `array` differ from what `fill` writes on `rank`."""
+        return _count(array, self._encode(self._parts[rank], 1), np.not_equal)
 
     def _encode(self, integers: NDArray[np.int64], factor: int) -> NDArray[Any]:
         if self._dtype not in _EXPONENT:
@@ -86,6 +95,15 @@ class Pattern:
         tolerance = calls * self._world_size * 2.0 ** -_MANTISSA[self._dtype]
         reference = _decode(expected)
         return ~(np.abs(_decode(found) - reference) <= tolerance * reference)
+
+
+def _count(array: NDArray[Any], expected: NDArray[Any], differ: Callable[..., NDArray[np.bool_]]) -> int:
+    """How many elements of `array` differ from `expected`, repeated."""
+    count = 0
+    for start in range(0, array.size, PERIOD):
+        piece = array[start : start + PERIOD]
+        count += int(np.count_nonzero(differ(piece, expected[: piece.size])))
+    return count
 
 
 def _decode(array: NDArray[Any]) -> NDArray[np.float64]:

@@ -1,0 +1,203 @@
+"""Collectives between two emulated hosts, beside MPI's own and Gloo's: the tables of docs/network.md.
+
+Each table is one or two runs of `distopt bench all-reduce --emulate`, over the MPI library of this environment. What a
+run has measured is kept in --results, so that the page can be made of several runs, in several environments. Needs
+root, iproute2 and mpi4py with MPICH or Open MPI; peers get environments of their own.
+
+    sudo .venv/bin/python benchmarks/collectives.py
+    sudo .venv/bin/python benchmarks/collectives.py --only 2x1,1gbit,all_reduce
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from pages import ROOT, add_root_to_path, put
+
+from distopt.cli.bench.ranks.transports import COLLECTIVES
+from distopt.cli.bench.units import at_least, byte_sizes, write_json
+
+# Bits per second; what the unshaped link carries is about that of the first.
+RATES = {"unshaped": 1e10, "10gbit": 1e10, "1gbit": 1e9, "100mbit": 1e8}
+OTHERS_AT = ("unshaped", "1gbit")  # the rates of the collectives other than all_reduce
+SPOKEN = {"unshaped": "unshaped", "10gbit": "10 Gbit/s", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
+CNN_BYTES = 4 * 431_080  # the gradients of the reference CNN
+SIZES = [*(256 * 4**i for i in range(7)), CNN_BYTES, 4 << 20, 25_600_000, 102_400_000]
+LARGEST = {"100mbit": 25_600_000}
+LONG_SECONDS = 0.05  # of the bytes on the wire; such sizes get a quarter of the samples, and no warm-up
+BACKENDS = {"2x1": ["mpi"], "2x2": ["mpi", "hierarchical"]}
+PEERS = {"mpich": "MPICH", "openmpi": "Open MPI", "gloo": "Gloo"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """What one table shows."""
+
+    ranks: str
+    rate: str
+    collective: str
+
+    @property
+    def words(self) -> tuple[str, str, str]:
+        return self.ranks, self.rate, self.collective
+
+    @property
+    def title(self) -> str:
+        a_host = self.ranks.removeprefix("2x")
+        return f"{self.collective}, {a_host} rank{'s' if a_host != '1' else ''} a host, {SPOKEN[self.rate]}"
+
+
+TABLES = [
+    Table(ranks, rate, collective)
+    for collective, ranks, rate in itertools.product(COLLECTIVES, BACKENDS, RATES)
+    if collective == "all_reduce" or rate in OTHERS_AT
+]
+
+
+# -- the runs ----------------------------------------------------------------------------------------------------------
+def measure(table: Table, sizes: list[int], samples: int) -> dict:
+    """The results of a table, as they are kept."""
+    sizes = [size for size in sizes if size <= LARGEST.get(table.rate, size)]
+    long = [size for size in sizes if size * 8 / RATES[table.rate] > LONG_SECONDS]
+    few = max(1, samples // 4)
+    plans = [([size for size in sizes if size not in long], ["-n", str(samples)])]
+    plans.append((long, ["-n", str(few), "-w", "0", "--turns", str(few)]))
+    reports = [bench(table, part, options) for part, options in plans if part]
+    return {
+        "candidates": {name: about for report in reports for name, about in report["candidates"].items()},
+        "missing": {name: reason for report in reports for name, reason in report["missing"].items()},
+        "machine": reports[0]["machine"],
+        "samples": [samples, few],
+        "rows": [
+            [row["size_bytes"], row["who"], row["buffers"], median(row["seconds"])]
+            for report in reports
+            for row in report["rows"]
+        ],
+    }
+
+
+def bench(table: Table, sizes: list[int], options: list[str]) -> dict:
+    """One run of `distopt bench all-reduce`; SystemExit if distopt was not measured or a result was wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "distopt", "bench", "all-reduce", "--json", str(result), *options]
+        command += ["--collective", table.collective, "--emulate", table.ranks, "--sizes", ",".join(map(str, sizes))]
+        command += ["--backend", ",".join(BACKENDS[table.ranks]), "--peers", ",".join(PEERS)]
+        command += [] if table.rate == "unshaped" else ["--rate", table.rate]
+        ended = subprocess.run(command, check=False)
+        if not result.exists():
+            raise SystemExit(f"{' '.join(command)} ended with {ended.returncode}")
+        report = json.loads(result.read_text())
+    wrong = [f"{row['who']} at {row['size_bytes']} bytes" for row in report["rows"] if row["wrong"]]
+    if wrong:
+        raise SystemExit(f"{table.title}: wrong results of {', '.join(wrong)}")
+    for backend in BACKENDS[table.ranks]:
+        if backend in report["missing"]:
+            raise SystemExit(f"{table.title}: {backend} was not measured: {report['missing'][backend]}")
+    return report
+
+
+def library(result: dict) -> str:
+    """Name and version of the MPI that distopt ran over."""
+    return result["candidates"]["mpi"].partition(" over ")[2]
+
+
+def key(table: Table, result: dict) -> str:
+    """What a later result must have in common with this one to replace it; the library's version does not count."""
+    return " ".join([own_peer(result), *table.words])
+
+
+def own_peer(result: dict) -> str:
+    return next(peer for peer, name in PEERS.items() if library(result).startswith(name))
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+def page(results: dict[str, dict]) -> str:
+    parts = ["; ".join(dict.fromkeys(described(result) for result in results.values()))]
+    for own in PEERS:
+        found = [(table, results[name]) for table in TABLES if (name := " ".join([own, *table.words])) in results]
+        if found:
+            parts.append(f"### distopt over {' and '.join(dict.fromkeys(library(result) for _, result in found))}")
+        parts += [f"#### {table.title}\n\n{markdown(table, result)}" for table, result in found]
+    return "\n\n".join(parts)
+
+
+def described(result: dict) -> str:
+    facts, (short, long) = result["machine"], result["samples"]
+    peers = ", ".join(result["candidates"][peer] for peer in PEERS if peer in result["candidates"])
+    return (
+        f"{facts['cores']} cores of {facts['processor']}, Linux {facts['kernel']}, Python {facts['python']}. Peers: "
+        f"{peers}. Medians of {short} batches, of {long} where the link needs more than {LONG_SECONDS * 1e3:.0f} ms."
+    )
+
+
+def markdown(table: Table, result: dict) -> str:
+    """Rows by size; times in ms, and how much longer than distopt the best that must not be faster takes."""
+    own = own_peer(result)
+    ours, rivals = BACKENDS[table.ranks], [own, "gloo"]
+    peers = [own, *(peer for peer in PEERS if peer != own)]
+    ratios = [f"{PEERS[own]} or Gloo / {backend}" for backend in ours]
+    head = ["bytes", *ours, *(PEERS[peer] for peer in peers), *ratios]
+    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    for size in sorted({row[0] for row in result["rows"]}):
+        best: dict[str, float] = {}
+        for _, who, buffers, seconds in (row for row in result["rows"] if row[0] == size):
+            if who not in ours or buffers == "wire":
+                best[who] = min(seconds, best.get(who, math.inf))
+        cells = [three_digits(1e3 * best[who]) if who in best else "-" for who in (*ours, *peers)]
+        rival = min((best[who] for who in rivals if who in best), default=None)
+        cells += [ratio(rival / best[who]) if rival and who in best else "-" for who in ours]
+        lines.append(f"| {size:,} | {' | '.join(cells)} |")
+    lines += [f"\nNot measured: {PEERS.get(name, name)}: {reason}" for name, reason in result["missing"].items()]
+    return "\n".join(lines)
+
+
+def three_digits(value: float) -> str:
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def ratio(value: float) -> str:
+    return f"{value:.2f}" if value >= 1 else f"**{value:.2f}**"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="WORDS", help="tables with all of these, as 2x1,1gbit,all_reduce")
+    parser.add_argument("--samples", type=at_least(1), default=20, help="batches per size (20)")
+    parser.add_argument("--sizes", type=byte_sizes, default=SIZES, help="bytes, as 4K,1M (256 to 102400000)")
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "build" / "collectives.json", help="what runs have found"
+    )
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "network.md", help="page with the marks")
+    parser.add_argument("--write", action="store_true", help="measure nothing, write the page from --results")
+    args = parser.parse_args()
+    words = {word for word in args.only.split(",") if word}
+    tables = [] if args.write else [table for table in TABLES if words <= set(table.words)]
+    if not (tables or args.write):
+        parser.error(f"--only {args.only} names no table; known are {', '.join([*BACKENDS, *RATES, *COLLECTIVES])}")
+    if tables and os.geteuid() != 0:
+        parser.error("only root can create network namespaces; run it with sudo")
+    add_root_to_path()
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    results = json.loads(args.results.read_text()) if args.results.exists() else {}
+    for number, table in enumerate(tables, 1):
+        print(f"## {number} of {len(tables)}: {table.title}", flush=True)
+        result = measure(table, args.sizes, args.samples)
+        results[key(table, result)] = result
+        write_json(args.results, results)
+        put(args.output, "collectives.py", page(results))
+    put(args.output, "collectives.py", page(results))
+
+
+if __name__ == "__main__":
+    main()
