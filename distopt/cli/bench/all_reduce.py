@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from argparse import ArgumentTypeError
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,12 +15,12 @@ from ...comm import BACKENDS
 from ...comm.base import DTYPES
 from ...errors import UsageError
 from .crew import Crew, rank_command
-from .emulation import RATES, EmulatedSite, two_hosts
-from .lineup import BETWEEN_HOSTS, Lineup, distopt_crew, mpi_crew, torch_crew
+from .lineup import Lineup, distopt_crew, mpi_crew, torch_crew
+from .places import add_places, is_far, site_of
 from .plot import plot_bandwidths, require_matplotlib
 from .ranks.pattern import max_calls
 from .ranks.transports import COLLECTIVES
-from .site import ListedSite, Site
+from .site import Site
 from .table import HEADER, Row, heading, machine
 from .units import announce, at_least, byte_size, byte_sizes, names_of, size_range, whole_sizes, write_json
 
@@ -57,12 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="NAME",
         help=f"{', '.join(COLLECTIVES)} (all_reduce)",
     )
-    parser.add_argument("--np", type=at_least(2), metavar="N", help="ranks on this machine (default: 2)")
-    parser.add_argument(
-        "--emulate", type=_hosts, metavar="2xN", help="two hosts of N ranks each, in network namespaces; as root"
-    )
-    parser.add_argument("--hosts", type=Path, metavar="FILE", help="the hosts of a hosts file, as mpiexec takes it")
-    parser.add_argument("--rate", choices=RATES, help="of the emulated link (default: what the machine gives)")
+    add_places(parser, at_least(2))
     parser.add_argument("-b", type=byte_size, default=byte_size("1K"), metavar="SIZE", help="first size (1K)")
     parser.add_argument("-e", type=byte_size, default=byte_size("128M"), metavar="SIZE", help="last size (128M)")
     parser.add_argument("-f", type=at_least(2), default=4, metavar="FACTOR", help="ratio of successive sizes (4)")
@@ -83,14 +77,6 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.set_defaults(run=run)
 
 
-def _hosts(text: str) -> int:
-    """Ranks on each of two hosts."""
-    hosts, _, ranks = text.partition("x")
-    if hosts != "2" or not (ranks.isascii() and ranks.isdigit() and int(ranks) > 0):
-        raise ArgumentTypeError(f"{text!r} is not two hosts; write 2x1, 2x2 or so")
-    return int(ranks)
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure and print; return 0 if every candidate was measured and every result was correct."""
     item_bytes = 2 if "16" in args.dtype else np.dtype(args.dtype).itemsize
@@ -98,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
         require_matplotlib()
     facts = machine()
     with ExitStack() as stack:
-        site = _site(args, stack)
+        args.backend = args.backend or ["mpi" if is_far(args) else "shm"]
+        site = site_of(args, args.backend, stack)
         args.np = site.world_size
         sizes = _sizes(args, item_bytes)
         lineup = stack.enter_context(Lineup())
@@ -133,33 +120,6 @@ def _sizes(args: argparse.Namespace, item_bytes: int) -> list[int]:
         parts = f" for each of {args.np} ranks" if split else ""
         raise UsageError(f"there is no size {where} that holds whole {args.dtype}{parts}")
     return sizes
-
-
-def _site(args: argparse.Namespace, stack: ExitStack) -> Site:
-    """Where the ranks run; completes `args.backend`.
-
-    Raises:
-        UsageError: options contradict each other.
-        HostsUnavailableError: hosts cannot be emulated here.
-    """
-    given = {"--np": args.np, "--emulate": args.emulate, "--hosts": args.hosts}
-    places = [option for option, value in given.items() if value is not None]
-    if len(places) > 1:
-        raise UsageError(f"{' and '.join(places)} contradict each other; give one of them")
-    if args.rate is not None and args.emulate is None:
-        raise UsageError("--rate is that of the link between emulated hosts; add --emulate 2x1")
-    far = args.emulate is not None or args.hosts is not None
-    args.backend = args.backend or ["mpi" if far else "shm"]
-    if far and (local := [name for name in args.backend if name not in BETWEEN_HOSTS]):
-        raise UsageError(f"--backend {local[0]} does not reach another host; choose {' or '.join(BETWEEN_HOSTS)}")
-    if args.hosts is not None:
-        return ListedSite(args.hosts)
-    if args.emulate is None:
-        return Site(args.np or 2)
-    net = stack.enter_context(two_hosts())
-    for host in net.hosts if args.rate else ():
-        host.shape(args.rate)
-    return EmulatedSite(net, args.emulate)
 
 
 def _fill(lineup: Lineup, args: argparse.Namespace, site: Site, capacity_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from .lineup import Lineup, distopt_crew, torch_crew
+from .places import add_places, is_far, site_of
 from .ranks.train import PHASES
 from .site import Site
 from .table import heading, machine
@@ -115,16 +117,18 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser = commands.add_parser(
         "train",
         help="compare training steps of a reference model with PyTorch",
-        description="Measure training steps on a synthetic batch, one thread per rank, with the given number of ranks "
-        "and with one. The candidates take turns. PyTorch runs in a virtual environment of its own, made on first use: "
-        "torch-ddp with default settings; torch-tuned with channels_last, pooling before ReLU, fused SGD, gradients "
-        "and freed memory kept allocated, and DDP with a static graph and bucket views; torch-tuned-bf16 the same with "
-        "bfloat16 autocast. --apart adds as many one-rank jobs, run side by side without communication.",
+        description="Measure training steps on a synthetic batch, one thread per rank, with the given ranks and with "
+        "one. The candidates take turns. PyTorch runs in a virtual environment of its own, made on first use: torch-ddp "
+        "with default settings; torch-tuned with channels_last, pooling before ReLU, fused SGD, gradients and freed "
+        "memory kept allocated, and DDP with a static graph and bucket views; torch-tuned-bf16 the same with bfloat16 "
+        "autocast. --apart adds as many one-rank jobs, run side by side without communication.",
     )
-    parser.add_argument("--np", type=at_least(1), default=2, metavar="N", help="ranks (default: 2)")
+    add_places(parser, at_least(1))
     parser.add_argument("--model", choices=["cnn"], default="cnn", help="(cnn)")
     parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help="images per rank (64)")
-    parser.add_argument("--backend", choices=["shm", "mpi", "hierarchical"], default="shm", help="communicator (shm)")
+    parser.add_argument(
+        "--backend", choices=["shm", "mpi", "hierarchical"], help="communicator (shm; between hosts mpi)"
+    )
     parser.add_argument(
         "--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"any of {','.join(_PEERS)}"
     )
@@ -140,13 +144,18 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; return 0 if every candidate was measured and its ranks agreed on the parameters."""
     results: dict[str, Result] = {}
     facts = machine()
-    with Lineup() as lineup:
+    args.backend = args.backend or ("mpi" if is_far(args) else "shm")
+    with ExitStack() as stack:
+        site = site_of(args, [args.backend], stack)
+        args.np = site.world_size
+        lineup = stack.enter_context(Lineup())
         for who in ("distopt", *([_APART] if args.apart else []), *args.peers):
             for world_size in [args.np] if who == _APART else sorted({args.np, 1}, reverse=True):
                 name = f"{who} x{world_size}"
-                lineup.add(name, partial(_crew, who, world_size, args))
+                here = site if world_size == args.np and who != _APART else Site(world_size)
+                lineup.add(name, partial(_crew, who, here, args))
                 results[name] = Result(who, world_size, args.batch_size)
-        _print_head(args, lineup, facts)
+        _print_head(args, lineup, site, facts)
         for _ in range(args.turns):
             for candidate in list(lineup.candidates):
                 _take_turn(lineup, candidate, results[candidate.name], args)
@@ -168,14 +177,14 @@ def run(args: argparse.Namespace) -> int:
     return 1 if missing or not all(result.equal for result in done.values()) else 0
 
 
-def _crew(who: str, world_size: int, args: argparse.Namespace) -> tuple[Crew, Setup]:
+def _crew(who: str, site: Site, args: argparse.Namespace) -> tuple[Crew, Setup]:
     if who == _APART:
-        crew, setup = distopt_crew("train", Site(world_size), "single")
+        crew, setup = distopt_crew("train", site, "single")
         setup["apart"] = True
     elif who == "distopt":
-        crew, setup = distopt_crew("train", Site(world_size), args.backend if world_size > 1 else "single")
+        crew, setup = distopt_crew("train", site, args.backend if site.world_size > 1 else "single")
     else:
-        crew, setup = torch_crew("train", Site(world_size), announce, _KEEP_MEMORY if _PEERS[who]["tuned"] else None)
+        crew, setup = torch_crew("train", site, announce, _KEEP_MEMORY if _PEERS[who]["tuned"] else None)
         setup.update(_PEERS[who])
     return crew, {**setup, "batch_size": args.batch_size}
 
@@ -185,8 +194,8 @@ def _take_turn(lineup: Lineup, candidate: Candidate, result: Result, args: argpa
         result.add(candidate.crew.ask({"steps": args.n, "warm_up": args.w}))
 
 
-def _print_head(args: argparse.Namespace, lineup: Lineup, facts: dict[str, Any]) -> None:
-    print(f"# {args.model}, batch size {args.batch_size} per rank, on {heading(facts)}")
+def _print_head(args: argparse.Namespace, lineup: Lineup, site: Site, facts: dict[str, Any]) -> None:
+    print(f"# {args.model}, batch size {args.batch_size} per rank, {args.np} ranks{site.described} on {heading(facts)}")
     for candidate in lineup.candidates:
         print(f"# {candidate.name:<19} {candidate.hello['about']}")
     print("# step: median over steps of the slowest rank; efficiency: images/s per rank, relative to one rank alone")
