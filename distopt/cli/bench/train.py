@@ -120,8 +120,8 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         description="Measure training steps on a synthetic batch, one thread per rank, with the given ranks and with "
         "one. The candidates take turns. PyTorch runs in a virtual environment of its own, made on first use: torch-ddp "
         "with default settings; torch-tuned with channels_last, pooling before ReLU, fused SGD, gradients and freed "
-        "memory kept allocated, and DDP with a static graph and bucket views; torch-tuned-bf16 the same with bfloat16 "
-        "autocast. --apart adds as many one-rank jobs, run side by side without communication.",
+        "memory kept allocated, and DDP with a static graph and bucket views; torch-tuned-bf16 the same with "
+        "bfloat16 autocast. --apart adds as many one-rank jobs, run side by side without communication.",
     )
     add_places(parser, at_least(1))
     parser.add_argument("--model", choices=["cnn"], default="cnn", help="(cnn)")
