@@ -118,9 +118,9 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "train",
         help="compare training steps of a reference model with PyTorch",
         description="Measure training steps on a synthetic batch, one thread per rank, with the given ranks and with "
-        "one. The candidates take turns. PyTorch runs in a virtual environment of its own, made on first use: torch-ddp "
-        "with default settings; torch-tuned with channels_last, pooling before ReLU, fused SGD, gradients and freed "
-        "memory kept allocated, and DDP with a static graph and bucket views; torch-tuned-bf16 the same with "
+        "one. The candidates take turns. PyTorch runs in a virtual environment of its own, made on first use: "
+        "torch-ddp with default settings; torch-tuned with channels_last, pooling before ReLU, fused SGD, gradients "
+        "and freed memory kept allocated, and DDP with a static graph and bucket views; torch-tuned-bf16 the same with "
         "bfloat16 autocast. --apart adds as many one-rank jobs, run side by side without communication.",
     )
     add_places(parser, at_least(1))
