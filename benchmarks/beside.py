@@ -1,0 +1,81 @@
+"""What of an all-reduce between two emulated hosts moves while a rank computes, at 1 Gbit/s.
+
+Times of an all-reduce alone, and of one that sets out before a computation: of our convolutions, which let bytes move,
+and of NumPy's products, which do not. Needs root, iproute2 and mpi4py with MPICH or Open MPI.
+
+    sudo python benchmarks/beside.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from statistics import median
+
+import numpy as np
+from pages import add_root_to_path
+
+from distopt import _core, comm, launch
+from distopt.cli.bench.emulation import RATES, two_hosts
+
+REPEATS = 8
+# Bytes of the all-reduce, and seconds of the computation: about two thirds of what the bytes need.
+CASES = ((1_724_320, 0.010), (6_800_000, 0.040), (25_600_000, 0.150))
+
+
+def convolve() -> None:
+    x, w = np.ones((8, 20, 12, 12), np.float32), np.ones((50, 20, 5, 5), np.float32)
+    dy, dw = np.ones((8, 50, 8, 8), np.float32), np.empty_like(w)
+    _core.conv2d_backward(dy, None, x, w, dw, None, None, (1, 1))
+
+
+def multiply() -> None:
+    a = np.ones((128, 128), np.float32)
+    a @ a
+
+
+def run_rank() -> None:
+    job = launch.join()
+    with comm.create(job, "mpi") as communicator:
+        for n_bytes, seconds in CASES:
+            array = np.zeros(n_bytes // 4, np.float32)
+            times = []
+            for compute in (None, convolve, multiply):
+                samples = []
+                for _ in range(REPEATS):
+                    communicator.barrier()
+                    start = time.perf_counter()
+                    work = communicator.all_reduce(array)
+                    while compute and time.perf_counter() - start < seconds:
+                        compute()
+                    work.wait()
+                    samples.append(time.perf_counter() - start)
+                times.append(median(samples) * 1e3)
+            if job.topology.rank == 0:
+                alone, ours, others = times
+                print(
+                    f"{n_bytes:>10,} bytes: alone {alone:6.1f} ms; beside {seconds * 1e3:.0f} ms of convolutions "
+                    f"{ours:6.1f} ms, of products {others:6.1f} ms",
+                    flush=True,
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", choices=RATES, default="1gbit", help="of the link (1gbit)")
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.as_rank:
+        run_rank()
+        return
+    add_root_to_path()
+    with two_hosts() as net:
+        for host in net.hosts:
+            host.shape(args.rate)
+        subprocess.run(net.mpiexec(1, [sys.executable, __file__, "--as-rank"]), check=True)
+
+
+if __name__ == "__main__":
+    main()
