@@ -124,6 +124,7 @@ class MpiExchange(MpiOperation):
 class MpiCommunicator:
     oldest: MpiOperation | None
     quiet_seconds: float
+    inline_bytes: int
     started: int
     last_agreed: str
     scratch_count: int
@@ -147,7 +148,6 @@ class MpiCommunicator:
         host: int,
         scatter: ShmCommunicator | None,
         collect: ShmCommunicator | None,
-        above_bytes: int,
     ) -> None: ...
     def all_reduce(self, array: _Array, dtype: int, op: int, label: str, /) -> MpiOperation: ...
     def all_reduce_plain(self, array: _Array, op: str, wire: str | None, label: str) -> MpiOperation | None: ...

@@ -134,13 +134,13 @@ std::shared_ptr<Communicator> create(std::string module, Address communicator, A
 
 void use_hierarchy(Communicator& communicator, std::vector<int> local, std::size_t local_place,
                    std::vector<int> between, std::size_t host, std::shared_ptr<ShmCommunicator> scatter,
-                   std::shared_ptr<ShmCommunicator> collect, std::size_t above_bytes) {
+                   std::shared_ptr<ShmCommunicator> collect) {
   auto levels = std::make_shared<Hierarchy>();
   levels->local = {std::move(local), local_place};
   levels->between = {std::move(between), host};
   levels->scatter = std::move(scatter);
   levels->collect = std::move(collect);
-  communicator.use_hierarchy(std::move(levels), above_bytes);
+  communicator.use_hierarchy(std::move(levels));
 }
 
 void fail(Communicator& communicator, const std::string& kind, const std::string& text) {
@@ -167,7 +167,7 @@ void bind_mpi(nb::module_& m) {
       .def(nb::new_(&create), nb::arg("module"), nb::arg("communicator"), nb::arg("byte"), nb::arg("handle_bytes"),
            nb::arg("status_bytes"), nb::arg("rank"), nb::arg("names"), nb::arg("inline_bytes"), nb::arg("chunk_bytes"))
       .def("use_hierarchy", &use_hierarchy, nb::arg("local"), nb::arg("local_place"), nb::arg("between"),
-           nb::arg("host"), nb::arg("scatter").none(), nb::arg("collect").none(), nb::arg("above_bytes"),
+           nb::arg("host"), nb::arg("scatter").none(), nb::arg("collect").none(),
            "See Hierarchy in csrc/mpi/hierarchy.h; without shared memory the ranks of a host send each other messages.")
       .def("all_reduce", &all_reduce)
       .def("all_reduce_plain", &all_reduce_plain, nb::arg("array"), nb::arg("op"), nb::arg("wire").none(),
@@ -191,6 +191,7 @@ void bind_mpi(nb::module_& m) {
       .def("fail", &fail, nb::arg("kind"), nb::arg("text"), "Raise an error, now and in all later calls.")
       .def("close", &Communicator::close)
       .def_prop_ro("oldest", &Communicator::oldest, "The oldest operation that has not ended, or None.")
+      .def_prop_ro("inline_bytes", &Communicator::inline_bytes, "Size of the data that travel with an announcement.")
       .def_prop_ro("started", &Communicator::started, "Number of operations.")
       .def_prop_ro("last_agreed", &Communicator::last_agreed, "The last operation that all ranks have begun, in words.")
       .def_prop_ro("scratch_count", &Communicator::scratch_count, "Number of unused buffers (tests).");

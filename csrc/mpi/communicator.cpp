@@ -107,13 +107,8 @@ void Communicator::move_if_idle() {
   use_.store(Use::none, std::memory_order_release);
 }
 
-void Communicator::use_hierarchy(std::shared_ptr<Hierarchy> hierarchy, std::size_t above_bytes) {
-  hierarchy_ = std::move(hierarchy);
-  hierarchy_above_bytes_ = above_bytes;
-}
-
 std::shared_ptr<Hierarchy> Communicator::hierarchy_for(const Request& request) const {
-  const bool large = request.count * item_bytes(request.dtype) > hierarchy_above_bytes_;
+  const bool large = request.count * item_bytes(request.dtype) > world_.inline_bytes;
   return request.kind == OpKind::all_reduce && large ? hierarchy_ : nullptr;
 }
 

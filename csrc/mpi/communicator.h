@@ -31,8 +31,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  // All ranks of the job, before their first operation: all_reduce of more than `above_bytes` goes in two levels.
-  void use_hierarchy(std::shared_ptr<Hierarchy> hierarchy, std::size_t above_bytes);
+  // All ranks of the job, before their first operation: an all_reduce that does not travel inline goes in two levels.
+  void use_hierarchy(std::shared_ptr<Hierarchy> hierarchy) { hierarchy_ = std::move(hierarchy); }
   // That of the request, if it goes in two levels.
   std::shared_ptr<Hierarchy> hierarchy_for(const Request& request) const;
 
@@ -54,7 +54,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // lives as long as the process.
   bool close();
 
-  int world_size() const { return static_cast<int>(names_.size()); }
+  std::size_t inline_bytes() const { return world_.inline_bytes; }
   // The oldest operation that has not ended.
   std::shared_ptr<Operation> oldest() const;
   std::uint64_t started() const { return started_; }
@@ -83,7 +83,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   World world_;
   std::deque<std::shared_ptr<Operation>> queue_;
   std::shared_ptr<Hierarchy> hierarchy_;
-  std::size_t hierarchy_above_bytes_ = 0;
   std::uint64_t started_ = 0;
   std::uint64_t next_tag_ = 0;
   std::chrono::steady_clock::time_point moved_{};  // when something did, or a wait began

@@ -1,7 +1,7 @@
 """Collectives over several hosts with several ranks each: shared memory inside a host, MPI between hosts.
 
-An all_reduce of more than 16 KiB runs in three stages: every rank reduces its slice over the ranks of its host, then
-over the ranks that carry the same slice on the other hosts, then the slices are gathered inside the host. So what
+An all_reduce above `by_host_above_bytes` runs in three stages: every rank reduces its slice over the ranks of its host,
+then over the ranks that carry the same slice on the other hosts, then the slices are gathered inside the host. So what
 crosses the network is what one rank per host would send, and all ranks of a host send it together. Everything else is
 what `MpiCommunicator` does: it is rare in training, or small.
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from .base import Array
 
 __all__ = ["HierarchicalCommunicator"]
-
-# Below, the three stages cost more time than the bytes that they save.
-_FLAT_BYTES = 16 << 10
 
 
 class HierarchicalCommunicator(MpiCommunicator):
@@ -57,7 +54,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         names = Topology.of_one_host(local.local_rank, local.local_size, local.host)
         self._scatter = ShmCommunicator(group, names, ranks=job.local_ranks)
         self._collect = ShmCommunicator(group, names, ranks=job.local_ranks, wire_of=self._scatter)
-        self._join(job, hosts, _FLAT_BYTES, self._scatter.core, self._collect.core)
+        self._join(job, hosts, self._scatter.core, self._collect.core)
 
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
         # It waits without calling MPI, so no operation may be under way that needs this rank.

@@ -26,12 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["MpiCommunicator", "MpiWork", "ranks_by_host"]
 
 _ALIGNMENT = 64
-# Per rank, and of all ranks together. Every rank gets all of it, so that larger data cross the network too often.
-_INLINE_BYTES, _INLINE_BYTES_OF_ALL = 64 << 10, 128 << 10
+# What travels with the announcement goes to every rank: of more than two, it crosses the network more often than need
+# be. For two, and for all of more ranks together.
+_INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 64 << 10, 48 << 10
 # Smaller ones need more turns of the processor, where ranks outnumber cores.
 CHUNK_BYTES = 1 << 20
-# Above, ranks of one host first reduce among themselves, so that less crosses the network.
-_FLAT_BYTES = 32 << 10
 
 
 def ranks_by_host(job: MpiJob) -> list[list[int]]:
@@ -98,12 +97,13 @@ class MpiCommunicator(Communicator):
 
         Args:
             job: that of mpiexec.
-            inline_bytes: size of the data that travel with what a rank says of an operation (default: 64 KiB, less
-                where there are many ranks).
+            inline_bytes: size of the data that travel with what a rank says of an operation (default: 64 KiB for
+                two ranks, else 48 KiB divided by their number). Larger ones are summed host by host.
             chunk_bytes: size of the messages in which larger ones travel.
         """
         if inline_bytes is None:
-            inline_bytes = min(_INLINE_BYTES, _INLINE_BYTES_OF_ALL // job.topology.world_size)
+            size = job.topology.world_size
+            inline_bytes = _INLINE_BYTES_OF_TWO if size <= 2 else _INLINE_BYTES_OF_ALL // size
         self.topology = job.topology
         self._mpi = mpi = import_mpi()
         self._waits = Waits(mpi, job)
@@ -126,19 +126,18 @@ class MpiCommunicator(Communicator):
     def _use_hierarchy(self, job: MpiJob, hosts: list[list[int]]) -> None:
         """Collective. Have large arrays reduced inside every host first, where hosts have equal numbers of ranks."""
         if len(hosts) > 1 and len(set(map(len, hosts))) == 1 and len(hosts[0]) > 1:
-            self._join(job, hosts, _FLAT_BYTES)
+            self._join(job, hosts)
 
     def _join(
         self,
         job: MpiJob,
         hosts: list[list[int]],
-        above_bytes: int,
         scatter: _core.ShmCommunicator | None = None,
         collect: _core.ShmCommunicator | None = None,
     ) -> None:
         if Settings.from_env().sum_order == "rank":
             return
-        self.by_host_above_bytes = above_bytes
+        self.by_host_above_bytes = self._core.inline_bytes
         local = job.topology.local_rank
         self._core.use_hierarchy(
             job.local_ranks,
@@ -147,7 +146,6 @@ class MpiCommunicator(Communicator):
             host=hosts.index(list(job.local_ranks)),
             scatter=scatter,
             collect=collect,
-            above_bytes=above_bytes,
         )
 
     def all_reduce(  # noqa: D102
