@@ -177,10 +177,11 @@ class MpiCommunicator(Communicator):
         if self._closed:
             return
         self._closed = True
-        if not self._mpi.Is_finalized():
+        finalized = self._mpi.Is_finalized()
+        if not finalized:
             self._waits.close(self._core)
-            if self._core.close():
-                self._comm.Free()
+        if self._core.close() and not finalized:
+            self._comm.Free()
 
     @property
     def closed(self) -> bool:
