@@ -15,6 +15,7 @@ from distopt import cli
 from distopt.cli.bench import lineup, train
 from distopt.cli.bench.crew import CrewError
 from distopt.cli.bench.environments import Environment
+from distopt.cli.bench.site import Site
 from distopt.cli.bench.train import Result
 
 
@@ -104,7 +105,7 @@ def test_default_and_tuned_peers(tmp_path, capsys):
 def test_only_tuned_peers_keep_freed_memory(who, monkeypatch):
     monkeypatch.setattr(Environment, "prepare", lambda *_: None)
     monkeypatch.setattr(lineup, "Crew", lambda *_, env, **__: env)
-    env, _ = train._crew(who, 1, argparse.Namespace(batch_size=4))
+    env, _ = train._crew(who, Site(1), argparse.Namespace(batch_size=4))
     if who == "torch-ddp":
         assert not any(name.startswith("MALLOC") for name in env)
     else:
@@ -140,3 +141,13 @@ def test_a_fault_is_said_and_changes_the_exit_code(monkeypatch, capsys, fault):
     out = capsys.readouterr().out
     assert ("# distopt: the ranks' parameters differ" if fault == "differ" else "# not measured: distopt x2") in out
     assert "\n distopt               1 " in out
+
+
+def test_between_hosts_contradictions_are_told(capsys):
+    for words, text in (
+        (["--rate", "1gbit"], "add --emulate 2x1"),
+        (["--emulate", "2x1", "--np", "2"], "contradict each other"),
+        (["--emulate", "2x1", "--backend", "shm"], "--backend shm does not reach another host"),
+    ):
+        assert cli.main(["bench", "train", *words]) == 2
+        assert text in capsys.readouterr().err
