@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 __all__ = ["Failure", "LocalRanks"]
 
 # A rank ends with one of these because another has ended.
-_CONSEQUENCES = ("distopt.errors.PeerLostError", "distopt.errors.CommunicatorClosedError")
+_CONSEQUENCES = (
+    "distopt.errors.PeerLostError",
+    "distopt.errors.CommunicatorClosedError",
+    "distopt.errors.CommunicatorError: MPI failed",
+)
 
 
 @dataclass(frozen=True)
