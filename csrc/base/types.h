@@ -6,8 +6,14 @@
 
 namespace distopt {
 
-enum class DType : std::int32_t { float32 = 0, float64, float16, bfloat16, int32, int64 };
-enum class RedOp : std::int32_t { sum = 0, max, min, mean };
+enum class DType : std::int32_t { float32 = 0, float64, float16, bfloat16, int32, int64, int8, uint8, int16, boolean };
+enum class RedOp : std::int32_t { sum = 0, max, min, mean, product, bit_and, bit_or, bit_xor };
+
+inline bool is_float(DType dtype) { return dtype <= DType::bfloat16; }
+// A mean is one of floats, operations on bits are for the others.
+inline bool can_reduce(DType dtype, RedOp op) {
+  return op == RedOp::mean ? is_float(dtype) : op < RedOp::bit_and || !is_float(dtype);
+}
 
 // Where a sum is NaN or infinite: the first such element, and the rank at fault, which is the first whose own value is
 // not finite or, where a sum of finite values overflowed, the first whose value has the largest magnitude.
@@ -24,7 +30,12 @@ inline std::size_t item_bytes(DType dtype) {
       return 8;
     case DType::float16:
     case DType::bfloat16:
+    case DType::int16:
       return 2;
+    case DType::int8:
+    case DType::uint8:
+    case DType::boolean:
+      return 1;
     default:
       return 4;
   }

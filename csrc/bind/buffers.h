@@ -94,7 +94,9 @@ inline std::optional<DType> plain_dtype(const Py_buffer& view, nb::handle wire) 
   };
   constexpr Plain types[] = {{'f', 4, DType::float32, "float32"}, {'d', 8, DType::float64, "float64"},
                              {'e', 2, DType::float16, "float16"}, {'i', 4, DType::int32, "int32"},
-                             {'l', 8, DType::int64, "int64"},     {'q', 8, DType::int64, "int64"}};
+                             {'l', 8, DType::int64, "int64"},     {'q', 8, DType::int64, "int64"},
+                             {'b', 1, DType::int8, "int8"},       {'B', 1, DType::uint8, "uint8"},
+                             {'h', 2, DType::int16, "int16"},     {'?', 1, DType::boolean, "bool"}};
   if (view.format == nullptr || view.format[0] == 0 || view.format[1] != 0) return {};
   for (const Plain& type : types)
     if (view.format[0] == type.format && view.itemsize == type.bytes && (wire.is_none() || equals(wire, type.name)) &&
@@ -104,11 +106,11 @@ inline std::optional<DType> plain_dtype(const Py_buffer& view, nb::handle wire) 
 }
 
 inline std::optional<RedOp> plain_op(nb::handle op, DType dtype) {
-  const bool integer = dtype == DType::int32 || dtype == DType::int64;
-  if (equals(op, "sum")) return RedOp::sum;
-  if (equals(op, "mean") && !integer) return RedOp::mean;
-  if (equals(op, "max")) return RedOp::max;
-  if (equals(op, "min")) return RedOp::min;
+  constexpr std::pair<const char*, RedOp> names[] = {
+      {"sum", RedOp::sum},         {"mean", RedOp::mean},   {"max", RedOp::max},   {"min", RedOp::min},
+      {"product", RedOp::product}, {"and", RedOp::bit_and}, {"or", RedOp::bit_or}, {"xor", RedOp::bit_xor}};
+  for (const auto& [name, code] : names)
+    if (equals(op, name)) return can_reduce(dtype, code) ? std::optional(code) : std::nullopt;
   return {};
 }
 
@@ -147,6 +149,14 @@ inline nb::dlpack::dtype storage_of(DType dtype) {
       return nb::dtype<std::int32_t>();
     case DType::int64:
       return nb::dtype<std::int64_t>();
+    case DType::int8:
+      return nb::dtype<std::int8_t>();
+    case DType::uint8:
+      return nb::dtype<std::uint8_t>();
+    case DType::int16:
+      return nb::dtype<std::int16_t>();
+    case DType::boolean:
+      return nb::dtype<bool>();
     default:
       return nb::dtype<float>();
   }

@@ -35,12 +35,13 @@ const char* kind_name(OpKind kind) {
 }
 
 const char* dtype_name(std::uint8_t dtype) {
-  static const char* const names[] = {"float32", "float64", "float16", "bfloat16", "int32", "int64"};
+  static const char* const names[] = {"float32", "float64", "float16", "bfloat16", "int32",
+                                      "int64",   "int8",    "uint8",   "int16",    "bool"};
   return dtype < sizeof(names) / sizeof(*names) ? names[dtype] : "an unknown type";
 }
 
 const char* op_name(std::uint8_t op) {
-  static const char* const names[] = {"sum", "max", "min", "mean"};
+  static const char* const names[] = {"sum", "max", "min", "mean", "product", "and", "or", "xor"};
   return op < sizeof(names) / sizeof(*names) ? names[op] : "an unknown reduction";
 }
 

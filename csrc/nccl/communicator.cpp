@@ -10,6 +10,8 @@ namespace distopt {
 namespace {
 
 using nccl::Result;
+
+// Those that NCCL knows too; distopt.comm.nccl asks for no others.
 nccl::DataType nccl_type(DType dtype) {
   static constexpr nccl::DataType types[] = {nccl::DataType::float32,  nccl::DataType::float64, nccl::DataType::float16,
                                              nccl::DataType::bfloat16, nccl::DataType::int32,   nccl::DataType::int64};

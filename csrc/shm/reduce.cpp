@@ -32,8 +32,7 @@ using Floats = VectorOf<float>::Type;
 using Bits = VectorOf<u32>::Type;
 using Halves = VectorOf<u16, vector_bytes / 2>::Type;
 
-// -- formats: how stored elements become what is computed with, and back
-// ------------------------------------------------
+// -- formats: how stored elements become what is computed with, and back --
 
 template <typename T>
 struct Plain {
@@ -107,13 +106,40 @@ struct Float16 {
 #endif
 };
 
-// -- operations
-// ---------------------------------------------------------------------------------------------------------
+// -- operations --
 
 struct Add {
   template <typename V>
   static void apply(V& a, const V& b) {
     a = a + b;
+  }
+};
+
+struct Multiply {
+  template <typename V>
+  static void apply(V& a, const V& b) {
+    a = a * b;
+  }
+};
+
+struct And {
+  template <typename V>
+  static void apply(V& a, const V& b) {
+    a = a & b;
+  }
+};
+
+struct Or {
+  template <typename V>
+  static void apply(V& a, const V& b) {
+    a = a | b;
+  }
+};
+
+struct Xor {
+  template <typename V>
+  static void apply(V& a, const V& b) {
+    a = a ^ b;
   }
 };
 
@@ -132,8 +158,7 @@ struct Min {
   }
 };
 
-// -- loops
-// --------------------------------------------------------------------------------------------------------------
+// -- loops --
 
 template <typename T>
 bool finite(T value) {
@@ -237,12 +262,17 @@ Nonfinite reduce_as(void* const* outs, int n_outs, const void* const* ins, int n
   }
 }
 
-// `Summing` is the format that sums are computed in: unsigned for integers, because signed overflow is undefined.
-template <typename Format, typename Summing = Format>
-void reduce_format(void* const* outs, int n_outs, const void* const* ins, int n_ins, size_t count, RedOp op) {
+// Reductions that no training waits for are compiled once, for any number of inputs.
+template <typename Format, typename Op>
+void reduce_seldom(void* const* outs, int n_outs, const void* const* ins, int n_ins, size_t count) {
+  reduce_all<Format, Op, false, false, 0>(outs, n_outs, ins, n_ins, count);
+}
+
+template <typename Format>
+void reduce_floats(void* const* outs, int n_outs, const void* const* ins, int n_ins, size_t count, RedOp op) {
   switch (op) {
     case RedOp::sum:
-      reduce_as<Summing, Add>(outs, n_outs, ins, n_ins, count);
+      reduce_as<Format, Add>(outs, n_outs, ins, n_ins, count);
       return;
     case RedOp::max:
       reduce_as<Format, Max>(outs, n_outs, ins, n_ins, count);
@@ -253,23 +283,73 @@ void reduce_format(void* const* outs, int n_outs, const void* const* ins, int n_
     case RedOp::mean:
       reduce_as<Format, Add, true>(outs, n_outs, ins, n_ins, count);
       return;
+    case RedOp::product:
+      reduce_seldom<Format, Multiply>(outs, n_outs, ins, n_ins, count);
+      return;
+    default:
+      return;
   }
+}
+
+template <typename T>
+void reduce_integers(void* const* outs, int n_outs, const void* const* ins, int n_ins, size_t count, RedOp op) {
+  using Wrapping = Plain<std::make_unsigned_t<T>>;  // signed overflow is undefined
+  switch (op) {
+    case RedOp::sum:
+      reduce_seldom<Wrapping, Add>(outs, n_outs, ins, n_ins, count);
+      return;
+    case RedOp::max:
+      reduce_seldom<Plain<T>, Max>(outs, n_outs, ins, n_ins, count);
+      return;
+    case RedOp::min:
+      reduce_seldom<Plain<T>, Min>(outs, n_outs, ins, n_ins, count);
+      return;
+    case RedOp::product:
+      reduce_seldom<Wrapping, Multiply>(outs, n_outs, ins, n_ins, count);
+      return;
+    case RedOp::bit_and:
+      reduce_seldom<Wrapping, And>(outs, n_outs, ins, n_ins, count);
+      return;
+    case RedOp::bit_or:
+      reduce_seldom<Wrapping, Or>(outs, n_outs, ins, n_ins, count);
+      return;
+    case RedOp::bit_xor:
+      reduce_seldom<Wrapping, Xor>(outs, n_outs, ins, n_ins, count);
+      return;
+    default:
+      return;
+  }
+}
+
+// What an operation does to booleans, as one on the bits of their bytes, which are 0 and 1.
+RedOp on_booleans(RedOp op) {
+  if (op == RedOp::sum || op == RedOp::max) return RedOp::bit_or;
+  if (op == RedOp::product || op == RedOp::min) return RedOp::bit_and;
+  return op;
 }
 
 void reduce(void* const* outs, int n_outs, const void* const* ins, int n_ins, size_t count, DType dtype, RedOp op) {
   switch (dtype) {
     case DType::float32:
-      return reduce_format<Plain<float>>(outs, n_outs, ins, n_ins, count, op);
+      return reduce_floats<Plain<float>>(outs, n_outs, ins, n_ins, count, op);
     case DType::float64:
-      return reduce_format<Plain<double>>(outs, n_outs, ins, n_ins, count, op);
+      return reduce_floats<Plain<double>>(outs, n_outs, ins, n_ins, count, op);
     case DType::float16:
-      return reduce_format<Float16>(outs, n_outs, ins, n_ins, count, op);
+      return reduce_floats<Float16>(outs, n_outs, ins, n_ins, count, op);
     case DType::bfloat16:
-      return reduce_format<BFloat16>(outs, n_outs, ins, n_ins, count, op);
+      return reduce_floats<BFloat16>(outs, n_outs, ins, n_ins, count, op);
     case DType::int32:
-      return reduce_format<Plain<std::int32_t>, Plain<u32>>(outs, n_outs, ins, n_ins, count, op);
+      return reduce_integers<std::int32_t>(outs, n_outs, ins, n_ins, count, op);
     case DType::int64:
-      return reduce_format<Plain<std::int64_t>, Plain<std::uint64_t>>(outs, n_outs, ins, n_ins, count, op);
+      return reduce_integers<std::int64_t>(outs, n_outs, ins, n_ins, count, op);
+    case DType::int8:
+      return reduce_integers<std::int8_t>(outs, n_outs, ins, n_ins, count, op);
+    case DType::uint8:
+      return reduce_integers<std::uint8_t>(outs, n_outs, ins, n_ins, count, op);
+    case DType::int16:
+      return reduce_integers<std::int16_t>(outs, n_outs, ins, n_ins, count, op);
+    case DType::boolean:
+      return reduce_integers<std::uint8_t>(outs, n_outs, ins, n_ins, count, on_booleans(op));
   }
 }
 

@@ -8,9 +8,10 @@ namespace distopt {
 
 struct ReduceKernels {
   // For every i < count: out[i] = ((in[0][i] op in[1][i]) op in[2][i]) ... ; mean divides the sum by n.
-  // 16-bit floats accumulate in float32 and round once, to nearest even. Integer sums wrap around. In max and min the
-  // first NaN wins, and the first of equal values (0 and -0). `outs` are n_outs arrays that all receive the result;
-  // each may be one of the inputs. Arrays need not be aligned.
+  // 16-bit floats accumulate in float32 and round once, to nearest even. Integer sums and products wrap around; of
+  // booleans, sum and max are "or", product and min "and". In max and min the first NaN wins, and the first of equal
+  // values (0 and -0). `outs` are n_outs arrays that all receive the result; each may be one of the inputs. Arrays need
+  // not be aligned. The type and the operation must fit: see can_reduce.
   void (*reduce)(void* const* outs, int n_outs, const void* const* ins, int n_ins, std::size_t count, DType dtype,
                  RedOp op);
   // The same sum or mean, of float32 or float64, looked at on the way; the place in `ins` is the rank.

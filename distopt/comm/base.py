@@ -42,11 +42,19 @@ __all__ = [
     "storage_of",
 ]
 
-ReduceOp: TypeAlias = Literal["sum", "max", "min", "mean"]
+ReduceOp: TypeAlias = Literal["sum", "max", "min", "mean", "product", "and", "or", "xor"]
 
 # Code of each wire type in csrc/base/types.h. NumPy has no bfloat16: such arrays are uint16 and say so with `wire=`.
-DTYPES: dict[str, int] = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3, "int32": 4, "int64": 5}
-OPS: dict[str, int] = {"sum": 0, "max": 1, "min": 2, "mean": 3}
+DTYPES: dict[str, int] = {
+    name: code
+    for code, name in enumerate(
+        ("float32", "float64", "float16", "bfloat16", "int32", "int64", "int8", "uint8", "int16", "bool")
+    )
+}
+OPS: dict[str, int] = {
+    name: code for code, name in enumerate(("sum", "max", "min", "mean", "product", "and", "or", "xor"))
+}
+_FLOATS = frozenset({"float32", "float64", "float16", "bfloat16"})
 
 
 def storage_of(dtype: str) -> np.dtype[Any]:
@@ -78,6 +86,9 @@ class Communicator(ABC):
     finds_nonfinite: ClassVar[bool] = False
     # Whether bytes move while this rank computes, so that starting early pays.
     overlaps: ClassVar[bool] = False
+    # The keys of `DTYPES` and of `OPS` that the transport takes.
+    dtypes: ClassVar[tuple[str, ...]] = tuple(DTYPES)
+    ops: ClassVar[tuple[str, ...]] = tuple(OPS)
     # The transport's own array module: numpy or cupy.
     xp: Any = np
     topology: Topology
@@ -103,8 +114,10 @@ class Communicator(ABC):
             UsageError: the transport does not move arrays of that module.
             WireMemoryError: the memory does not fit.
         """
-        if dtype not in DTYPES:
-            raise UsageError(f"there is no wire type {dtype!r}; choose one of {', '.join(DTYPES)}")
+        if dtype not in self.dtypes:
+            raise UsageError(
+                f"the {self.name} communicator has no wire type {dtype!r}; choose one of {', '.join(self.dtypes)}"
+            )
         if count < 0:
             raise UsageError(f"an array cannot have {count} elements; pass a count of 0 or more")
         xp = self.xp if xp is None else xp
@@ -126,7 +139,9 @@ class Communicator(ABC):
 
         Args:
             array: any shape; 16-bit floats are accumulated in float32 and rounded once.
-            op: "mean" is the sum divided by the world size, for floating types.
+            op: "mean" is the sum divided by the world size, for floating types; "and", "or" and "xor" are those of
+                bits, for the others. Sums and products of integers wrap around. As in NumPy, the sum and the maximum
+                of booleans are their "or", product and minimum their "and".
             wire: wire type, where the array's own dtype cannot tell it ("bfloat16" in uint16).
             label: shown in diagnostics (at most 31 bytes are kept).
             find_nonfinite: look for NaN and infinity in a sum or mean of float32 or float64 while it is made, which
@@ -272,8 +287,8 @@ class Communicator(ABC):
             if (dtype, wire) != ("uint16", "bfloat16"):
                 raise UsageError(f"an array of {dtype} cannot travel as {wire}")
             dtype = wire
-        if dtype not in DTYPES:
-            raise UsageError(f"arrays of {dtype} cannot be sent; convert to one of {', '.join(DTYPES)}")
+        if dtype not in self.dtypes:
+            raise UsageError(f"arrays of {dtype} cannot be sent; convert to one of {', '.join(self.dtypes)}")
         flags = array.flags
         if not flags.c_contiguous:
             raise UsageError(
@@ -288,10 +303,12 @@ class Communicator(ABC):
         return dtype
 
     def _check_op(self, op: str, dtype: str) -> None:
-        if op not in OPS:
-            raise UsageError(f"unknown reduction {op!r}; choose one of {', '.join(OPS)}")
-        if op == "mean" and dtype in ("int32", "int64"):
+        if op not in self.ops:
+            raise UsageError(f"unknown reduction {op!r}; choose one of {', '.join(self.ops)}")
+        if op == "mean" and dtype not in _FLOATS:
             raise UsageError(f"the mean of {dtype} would not be an integer; use op='sum'")
+        if op in ("and", "or", "xor") and dtype in _FLOATS:
+            raise UsageError(f"the {op} of {dtype} would be one of their bits; use an integer type")
 
     def _check_pair(self, part: Array, whole: Array) -> None:
         if part.dtype != whole.dtype or part.size * self.topology.world_size != whole.size:

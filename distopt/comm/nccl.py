@@ -103,6 +103,8 @@ class NcclCommunicator(Communicator):
 
     name: ClassVar[str] = "nccl"
     sends_parts: ClassVar[bool] = True
+    dtypes = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
+    ops = ("sum", "max", "min", "mean")
     overlaps: ClassVar[bool] = True
     ordered_sums: ClassVar[bool] = False
 

@@ -13,10 +13,11 @@ import numpy as np
 
 from ..errors import UsageError
 from ..kernels import array_module
-from .base import DTYPES, OPS, Array
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from .base import Array
 
 __all__ = ["Value", "carried", "reducible", "take"]
 
@@ -27,8 +28,9 @@ _NUMBERS: dict[str, tuple[type, Any, str]] = {
     "u": (int, np.int64, "an int"),
     "f": (float, np.float64, "a float"),
 }
-# Types that communicators move as they are.
-_NATIVE = {np.dtype(name) for name in DTYPES if name != "bfloat16"}
+# Types that every communicator moves as they are.
+_NATIVE = {np.dtype(name) for name in ("float16", "float32", "float64", "int32", "int64")}
+_OPS = ("sum", "max", "min", "mean")
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2  # DLDeviceType of dlpack.h
 _LOW = 0xFFFFFFFF
 
@@ -165,8 +167,8 @@ def reducible(array: Array, op: str) -> tuple[Array, Callable[[Array], Array]]:
     Raises:
         UsageError: `op` is unknown, or the array is not numeric.
     """
-    if op not in tuple(OPS):
-        raise UsageError(f"unknown reduction {op!r}; choose one of {', '.join(OPS)}")
+    if op not in _OPS:
+        raise UsageError(f"unknown reduction {op!r}; choose one of {', '.join(_OPS)}")
     dtype, result = array.dtype.newbyteorder("="), array.dtype
     flat = array.reshape(-1).astype(dtype, order="C")
     restore: Callable[[Array], Array]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ..launch import Job, Ticket
-    from .base import Communicator, ReduceOp
+    from .base import Communicator
 
 __all__ = ["World", "current", "init"]
 
@@ -77,7 +77,7 @@ class World:
         return self._closed
 
     # -- collectives -------------------------------------------------------------------------------------------------
-    def all_reduce(self, value: Any, op: ReduceOp = "sum") -> Any:
+    def all_reduce(self, value: Any, op: Literal["sum", "mean", "max", "min"] = "sum") -> Any:
         """Collective. The element-wise reduction over all ranks; as `comm.allreduce` of mpi4py.
 
         Horovod's `hvd.allreduce` is the mean.

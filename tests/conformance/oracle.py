@@ -6,17 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distopt.comm.base import Array, Communicator, DoneWork, RaggedWork, ReduceOp, Work
+from distopt.comm.base import DTYPES, Array, Communicator, DoneWork, RaggedWork, ReduceOp, Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distopt.launch.job import Job
 
-STORAGE = {
-    name: "uint16" if name == "bfloat16" else name
-    for name in ("float32", "float64", "float16", "bfloat16", "int32", "int64")
-}
+STORAGE = {name: "uint16" if name == "bfloat16" else name for name in DTYPES}
+# Of booleans, NumPy's sum is "or" and its product "and".
+_SIMPLE = {"product": np.multiply, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
 def bfloat16_from(values: Array) -> Array:
@@ -42,7 +41,7 @@ def reduce_in_rank_order(arrays: Sequence[Array], dtype: str, op: ReduceOp) -> A
             elif op == "min":
                 total = np.where((total <= value) | (total != total), total, value)  # noqa: PLR0124 - NaN
             else:
-                total = total + value
+                total = _SIMPLE.get(op, np.add)(total, value)
         if op == "mean":
             total = total / total.dtype.type(len(arrays))
         if dtype == "bfloat16":
