@@ -22,10 +22,12 @@ Hazard: the value of an uncaught `raise SystemExit(n)` cannot be observed in Pyt
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
 import sys
+from copy import copy
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +49,7 @@ from .topology import Topology
 from .watch import Watch, watch_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from types import ModuleType
 
 __all__ = ["MpiJob", "after_closing", "close_at_exit", "import_mpi", "start_mpi"]
@@ -65,6 +67,7 @@ class MpiJob(Job):
     Attributes:
         comm: the duplicate, used for setup traffic.
         local_ranks: the ranks of this host, this one included.
+        numbers: what messages call the ranks; those of the job that a subgroup is part of.
 
     Raises:
         MissingDependencyError: mpi4py or the MPI library is missing.
@@ -88,6 +91,7 @@ class MpiJob(Job):
         local = [peer for peer in range(size) if peers[peer].identity == mine.identity]
         self.local_ranks = tuple(local)
         self.topology = Topology(rank, size, local.index(rank), len(local), tuple(peer.host for peer in peers))
+        self.numbers = tuple(range(size))
         self._ticket = Ticket(bytes.fromhex(peers[local[0]].secret))
         self._group: HostGroup | None = None
         # Some launchers pin each rank to its own cores, others give all ranks the same: the union is right for both.
@@ -98,6 +102,27 @@ class MpiJob(Job):
             guard.others = watch_ranks(self, self._settings.timeout)
             if guard.others is not None:
                 guard.others.end_with_others(guard.abort)
+
+    def subgroup(self, ranks: Sequence[int], secret: bytes) -> MpiJob:
+        """Collective among `ranks`, which have all come. A job of these ranks alone, in that order.
+
+        Args:
+            ranks: this rank and others, each once; equal on all of them.
+            secret: 16 bytes that they have in common.
+        """
+        self._check_open()
+        made = copy(self)
+        made.comm = self.comm.Create_group(self.comm.group.Incl(ranks))
+        made.comm.Set_errhandler(import_mpi().ERRORS_RETURN)
+        made.numbers = tuple(self.numbers[rank] for rank in ranks)
+        local = [place for place, rank in enumerate(ranks) if rank in self.local_ranks]
+        hosts = tuple(self.topology.hosts[rank] for rank in ranks)
+        place = made.comm.rank
+        made.local_ranks = tuple(local)
+        made.topology = Topology(place, len(ranks), local.index(place), len(local), hosts)
+        made._ticket = Ticket(hashlib.sha256(secret + b"%d" % local[0]).digest()[:16])
+        made._group = None
+        return made
 
     def all_gather(self, payload: bytes) -> list[bytes]:  # noqa: D102
         self._check_open()

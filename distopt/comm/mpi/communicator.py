@@ -20,7 +20,7 @@ from .messages import MpiMessages
 from .waits import YIELD_SECONDS, Waits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ...launch.job import Job
 
@@ -106,6 +106,7 @@ class MpiCommunicator(Communicator):
             size = job.topology.world_size
             inline_bytes = _INLINE_BYTES_OF_TWO if size <= 2 else _INLINE_BYTES_OF_ALL // size
         self.topology = job.topology
+        self._job = job
         self._mpi = mpi = import_mpi()
         self._waits = Waits(mpi, job)
         self._comm = job.comm.Dup()
@@ -122,6 +123,7 @@ class MpiCommunicator(Communicator):
         )
         self._messages = MpiMessages(mpi, job.comm.Dup(), self._core, self._waits)
         self._waits.help = self._messages.advance
+        self._farewell: Callable[[], None] = lambda: None  # of a subgroup, whose job is its own
         self._closed = False
         self._use_hierarchy(job, _ranks_by_host(job))
         close_at_exit(self)
@@ -186,6 +188,7 @@ class MpiCommunicator(Communicator):
         if self._core.close() and not finalized:
             self._comm.Free()
             self._messages.close()
+            self._farewell()
 
     @property
     def closed(self) -> bool:
@@ -222,6 +225,12 @@ class MpiCommunicator(Communicator):
     def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
         operation = self._core.all_to_all_ragged(list(parts), DTYPES[dtype], label)
         return _MpiRaggedWork(self._work(operation), operation)
+
+    def _subgroup(self, ranks: Sequence[int], secret: bytes) -> Communicator:
+        job = self._job.subgroup(ranks, secret)
+        made = MpiCommunicator(job)
+        made._farewell = job.close
+        return made
 
     def _start_message(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MessageWork:
         self._core.progress()  # refuses a communicator that is closed or has failed

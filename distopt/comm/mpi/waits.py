@@ -50,8 +50,8 @@ class Waits:
         # First, because it does not wait without end for a rank that will not come, as Dup does.
         pids = [int.from_bytes(pid, "little") for pid in job.all_gather(os.getpid().to_bytes(4, "little"))]
         self.names = [
-            f"rank {rank} on {host} (pid {pid})"
-            for rank, (host, pid) in enumerate(zip(job.topology.hosts, pids, strict=True))
+            f"rank {number} on {host} (pid {pid})"
+            for number, host, pid in zip(job.numbers, job.topology.hosts, pids, strict=True)
         ]
         self._peers = LocalPeers({r: pids[r] for r in job.local_ranks if r != self._rank})
         self._notes = MpiNotes(mpi, job.comm.Dup())
