@@ -94,6 +94,7 @@ def test_rank_that_is_suspended_while_it_looks_for_the_server():
     program.read_lines(1)
     time.sleep(0.3)
     suspend(program, 4.0)
+    time.sleep(0.5)  # in which one that counts the suspension would give up
     with listen(port, 8) as listener:
         start_server(listener, bytes(32), 2, 5.0, speaks=False)
     assert program.read_lines(1) == ["connected"]
