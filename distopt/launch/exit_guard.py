@@ -52,7 +52,7 @@ class ExitGuard:
     Attributes:
         communicators: to be closed at the end. Kept even if the script has dropped them, so that peers are notified.
         farewells: to be called afterwards.
-        others: tells of ranks on other hosts, if anything does.
+        others: tells of the ends of other ranks, if anything does.
     """
 
     def __init__(self) -> None:
