@@ -6,10 +6,12 @@ one rank:
 - an uncaught exception prints its traceback and calls MPI_Abort(1) (for an error of distopt, with its exit code; for
   Ctrl-C, with 130);
 - `sys.exit(n)` with n != 0 calls MPI_Abort(n) when the interpreter ends, unless the job was closed before.
+- `os._exit(0)` and C's `exit(0)` say so, and end this process with code 1: MPICH's mpiexec would kill the other ranks
+  and end with 0. After the job was closed, `os._exit(0)` calls MPI_Finalize first.
 
 This applies from MPI_Init on, which `launch.main` calls before the script's function, and `launch.join` at the latest.
 MPI may not notice a process that exits before that. Ranks of the same host usually notice it; others end after
-`DISTOPT_TIMEOUT`. From `MpiJob` on, ranks on several hosts watch each other: `distopt.launch.watch`.
+`DISTOPT_TIMEOUT`. From `MpiJob` on, ranks watch each other: `distopt.launch.watch`.
 
 A forked child does not act for its rank, whatever its end. In a script that imports mpi4py.MPI before distopt, mpi4py
 itself calls MPI_Finalize at the end of every forked child, which breaks the job: end such children by `os._exit`.
@@ -98,7 +100,7 @@ class MpiJob(Job):
         cap_threads(len(local), len(set().union(*(peers[peer].cores for peer in local))))
         if size > 1:
             guard.watch(self)
-        if comm is None and not self.topology.single_host and guard.others is None:
+        if comm is None and size > 1 and guard.others is None:
             guard.others = watch_ranks(self, self._settings.timeout)
             if guard.others is not None:
                 guard.others.end_with_others(guard.abort)

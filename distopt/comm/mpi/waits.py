@@ -61,17 +61,23 @@ class Waits:
         """Wait for `operation`, at most `timeout` seconds (default: `Settings.timeout`); see `Work.wait`."""
         timeout = self.settings.timeout if timeout is None else timeout
         watch = Stopwatch()
-        tell_at = min(self.settings.stall_warning, timeout / 2)
-        warn_at = tell_at + min(_ANSWER_SECONDS, timeout / 4)
-        told = False  # once: an answer to every answer would never end
+        answer = min(_ANSWER_SECONDS, timeout / 4)
+        warn_at = min(self.settings.stall_warning, timeout / 2) + answer
+        asks = [warn_at - answer, timeout - answer]
+        told = float("-inf")
         while not core.wait_on(operation, YIELD_SECONDS):
             # A late peer costs no processor. The sleep grows with the time in which nothing has moved.
             time.sleep(min(_LONGEST_SLEEP_SECONDS, core.quiet_seconds / 100))
             waited = watch.seconds()
-            # A rank that hears of another's wait while it waits itself says so: who is silent is the one to blame.
-            if (self._notes.read() or waited > tell_at) and not told:
-                told = True
-                self._notes.tell_waiting(self._oldest(core))
+            # A rank that hears of another's wait while it waits itself says so: who is silent is the one to blame. Not
+            # twice in a short time, since an answer to every answer would never end.
+            heard = self._notes.read()
+            asks_now = bool(asks) and waited > asks[0]
+            if asks_now or (heard and waited > told + 2 * _ANSWER_SECONDS):
+                told = waited
+                self._notes.tell_waiting()
+            if asks_now:
+                asks.pop(0)
             self.help()
             self._check_peers(core, operation)
             if waited > warn_at:
@@ -114,11 +120,11 @@ class Waits:
         return core.started if core.oldest is None else core.oldest.sequence
 
     def _waiting_for(self, core: _core.MpiCommunicator, operation: _core.MpiOperation, seconds: float) -> str:
-        number = self._oldest(core)
+        since = time.monotonic() - 3 * _ANSWER_SECONDS
         others = [rank for rank in range(len(self.names)) if rank != self._rank]
-        # Where all have begun, one may have stopped since. Whoever waits itself has not.
+        # Where all have begun, one may have stopped since. Whoever waits itself has not, be it in an earlier operation.
         suspects = (core.oldest and core.oldest.unheard) or others
-        absent = [self.names[rank] for rank in suspects if self._notes.waiting.get(rank, -1) < number]
+        absent = [self.names[rank] for rank in suspects if self._notes.waiting.get(rank, 0.0) < since]
         last = f"the last operation that all have started is {core.last_agreed}"
         return (
             f"{self.names[self._rank]} has waited {seconds:.1f} s in {operation} for "
