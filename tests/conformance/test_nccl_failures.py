@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from distopt.errors import CommunicatorError
+from distopt.errors import CommunicatorError, UsageError
 from distopt.settings import Settings
 from tests.emulation import build
 
@@ -226,3 +226,12 @@ def close_twice(job: LocalJob) -> None:
 
 def test_close_is_idempotent_and_final() -> None:
     run_ranks_ok(close_twice, 2)
+
+
+def sum_in_rank_order(job: LocalJob) -> None:
+    with pytest.raises(UsageError, match="NCCL sums in an order of its own; unset DISTOPT_SUM_ORDER"):
+        connect(job, Settings(sum_order="rank"))
+
+
+def test_rank_order_is_refused() -> None:
+    run_ranks_ok(sum_in_rank_order, 1)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.processes import ROOT, mpiexec
+from tests.processes import ROOT, is_open_mpi, mpiexec
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "hosts_script.py")
 
@@ -67,3 +67,12 @@ def test_failures_name_ranks_and_hosts(how, expected):
     for _, text in ranks:
         assert not text or re.search(expected, text), text
     assert sum(bool(text) for _, text in ranks) >= 3
+
+
+def test_ranks_that_sum_in_different_orders_are_refused():
+    rank = "OMPI_COMM_WORLD_RANK" if is_open_mpi() else "PMI_RANK"
+    order = f"os.environ['DISTOPT_SUM_ORDER'] = ('auto', 'rank')[int(os.environ['{rank}'])]"
+    ended = mpiexec(2, "-c", f"import os; {order}; import distopt; distopt.init()")
+    assert ended.code != 0
+    assert "the ranks differ in DISTOPT_SUM_ORDER: auto on rank 0" in ended.stderr
+    assert "rank on rank 1" in ended.stderr

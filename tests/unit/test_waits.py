@@ -68,8 +68,8 @@ def test_who_is_accused(monkeypatch, caplog):
     monkeypatch.setattr(waits, "Stopwatch", lambda: SimpleNamespace(seconds=lambda: clock.now - 50.0))
     one = object.__new__(Waits)
     one.names, one._rank, one._notes = NAMES, 0, Notes(clock)
-    one._settings = SimpleNamespace(timeout=10.0, stall_warning=2.0)
-    one._peers = SimpleNamespace(lost=lambda: None)
+    one.settings = SimpleNamespace(timeout=10.0, stall_warning=2.0)
+    one._peers, one.help = SimpleNamespace(lost=lambda: None), lambda: None
     with caplog.at_level(logging.WARNING, "distopt"), pytest.raises(StalledError) as raised:
         one.wait_for(Core(clock), SimpleNamespace(sequence=5), None)
     (warning,) = caplog.messages
