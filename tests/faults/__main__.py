@@ -18,14 +18,14 @@ import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from distopt.cli.bench.emulation import HostsUnavailableError, two_hosts
 from tests.processes import is_open_mpi
 
 from .backends import BACKENDS, possible_backends
-from .kinds import GOES_ON, KINDS
+from .kinds import KINDS
 from .trials import Outcome, Trial, is_possible, run
 
 if TYPE_CHECKING:
@@ -93,8 +93,12 @@ def table(outcomes: Sequence[Outcome]) -> str:
     for kind in KINDS:
         these = [o for o in outcomes if o.trial.kind == kind]
         if these:
-            rows.append([kind, *[cell([o for o in these if o.trial.backend == name]) for name in backends], *sums(these)])
-    rows.append(["all", *[cell([o for o in outcomes if o.trial.backend == name]) for name in backends], *sums(outcomes)])
+            rows.append(
+                [kind, *[cell([o for o in these if o.trial.backend == name]) for name in backends], *sums(these)]
+            )
+    rows.append(
+        ["all", *[cell([o for o in outcomes if o.trial.backend == name]) for name in backends], *sums(outcomes)]
+    )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -128,7 +132,10 @@ def main() -> None:
         for outcome in run_all(trials, options.jobs, pairs):
             outcomes.append(outcome)
             if outcome.faults or options.verbose:
-                print(f"python -m tests.faults --trial '{outcome.trial}': {outcome.faults}\n{outcome.output}\n", flush=True)
+                print(
+                    f"python -m tests.faults --trial '{outcome.trial}': {outcome.faults}\n{outcome.output}\n",
+                    flush=True,
+                )
     print(table(outcomes))
     failed = sum(bool(outcome.faults) for outcome in outcomes)
     print(f"\n{len(outcomes)} trials in {time.monotonic() - began:.0f} s; in {failed} something did not hold")

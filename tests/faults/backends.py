@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 import subprocess
-import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from distopt.cli.bench.emulation import LINK
@@ -101,6 +100,7 @@ class Backend(NamedTuple):
         hosts: number of hosts; two are network namespaces.
         sizes: numbers of ranks.
         tells_codes: whether the program ends with the exit code of the rank that failed.
+        apart: whether a program knows nothing of the ranks on the other host, as a shell that starts its own.
     """
 
     start: str
@@ -109,6 +109,7 @@ class Backend(NamedTuple):
     hosts: int = 1
     sizes: tuple[int, ...] = (2, 2, 3, 4)
     tells_codes: bool = False
+    apart: bool = False
 
     @property
     def by_mpiexec(self) -> bool:
@@ -130,8 +131,8 @@ BACKENDS = {
     "hosts hier": Backend("rank", "hierarchical", _by_mpiexec, 2, (4,)),
     "hosts mpi": Backend("rank", "mpi", _by_mpiexec, 2, (2, 4)),
     "hosts run": Backend("rank", "auto", _by_run, 2, (2, 4), tells_codes=True),
-    "hosts srun": Backend("rank", "auto", _by_srun, 2, (2, 4)),
-    "hosts by hand": Backend("rank", "auto", _by_hand, 2, (2, 4)),
+    "hosts srun": Backend("rank", "auto", _by_srun, 2, (2, 4), apart=True),
+    "hosts by hand": Backend("rank", "auto", _by_hand, 2, (2, 4), apart=True),
 }
 
 

@@ -4,7 +4,8 @@ python -m tests.faults.job START KIND PLACE WORLD_SIZE RANK DELAY FOLDER
 
 START: main (`distopt.launch.main`), raw (`multiprocessing.Process`, as in SINGA's documentation), rank (a launcher has
 started this process as a rank). RANK goes wrong, at PLACE: launch (before MPI_Init), start (before the ranks have met),
-inside (a collective) or between (two steps). DELAY: seconds into the collective. FOLDER: where ranks tell of themselves.
+inside (a collective) or between (two steps). DELAY: seconds into the collective. FOLDER: for what ranks tell of
+themselves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kinds of fault: what a rank does, and what must come of it. `tests.faults.job` does it, `tests.faults.trials` looks."""
+"""The kinds of fault: what a rank does, in `tests.faults.job`, and what must come of it, in `tests.faults.trials`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -208,12 +209,20 @@ def other_order_of_optimizers(rank: Rank, faulty: bool) -> None:
 
 
 def call_from_two_threads(rank: Rank, faulty: bool) -> None:
+    """One of the threads is refused, or both calls are taken and the rank is one collective ahead."""
+    barrier = rank.communicator.barrier
     if faulty:
-        threading.Thread(target=rank.communicator.barrier).start()
-        time.sleep(0.3)
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(barrier)
+            time.sleep(0.3)
+            try:
+                barrier()
+            finally:
+                other.result()
     else:
-        time.sleep(0.6)  # the thread waits for this rank
-    rank.communicator.barrier()
+        time.sleep(0.6)  # the faulty rank waits for this one
+        barrier()
+    rank.communicator.all_reduce(np.zeros(COUNT, np.float32)).wait()
 
 
 def close(rank: Rank) -> None:
@@ -239,7 +248,7 @@ MISTAKES = {
     "parameter": mistake(other_value, r"parameter \S+ has other values", places=(BETWEEN,)),
     "NaN": mistake(not_a_number, "is NaN, infinite", places=(BETWEEN,)),
     "two optimizers": mistake(other_order_of_optimizers, "DistOpt 2", places=(BETWEEN,)),
-    "second thread": mistake(call_from_two_threads, "thread"),
+    "second thread": mistake(call_from_two_threads, "two threads|MismatchError"),
     "closed communicator": Kind(close, places=(BETWEEN, INSIDE), inline=True, says="closed"),
 }
 
