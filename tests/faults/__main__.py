@@ -22,7 +22,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from distopt.cli.bench.emulation import HostsUnavailableError, two_hosts
-from tests.processes import is_open_mpi
+from tests.processes import heed_signals, is_open_mpi
 
 from .backends import BACKENDS, possible_backends
 from .kinds import KINDS
@@ -90,15 +90,11 @@ def table(outcomes: Sequence[Outcome]) -> str:
     """In Markdown: a line per kind, a column per backend with number, median and maximum of seconds."""
     backends = [name for name in BACKENDS if any(o.trial.backend == name for o in outcomes)]
     rows = [["kind", *backends, *COUNTS], ["---"] * (1 + len(backends) + len(COUNTS))]
-    for kind in KINDS:
-        these = [o for o in outcomes if o.trial.kind == kind]
+    lines = {kind: [o for o in outcomes if o.trial.kind == kind] for kind in KINDS} | {"all": outcomes}
+    for name, these in lines.items():
         if these:
-            rows.append(
-                [kind, *[cell([o for o in these if o.trial.backend == name]) for name in backends], *sums(these)]
-            )
-    rows.append(
-        ["all", *[cell([o for o in outcomes if o.trial.backend == name]) for name in backends], *sums(outcomes)]
-    )
+            cells = [cell([o for o in these if o.trial.backend == backend]) for backend in backends]
+            rows.append([name, *cells, *(str(sum(test(o) for o in these)) for test in COUNTS.values())])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -106,10 +102,6 @@ def cell(outcomes: Sequence[Outcome]) -> str:
     seconds = [o.seconds for o in outcomes if o.seconds is not None]
     times = f": {statistics.median(seconds):.1f}, {max(seconds):.1f}" if seconds else ""
     return f"{len(outcomes)}{times}" if outcomes else ""
-
-
-def sums(outcomes: Sequence[Outcome]) -> list[str]:
-    return [str(sum(test(o) for o in outcomes)) for test in COUNTS.values()]
 
 
 def main() -> None:
@@ -122,6 +114,7 @@ def main() -> None:
     parser.add_argument("--trial", action="append", type=Trial.parse, help="this one, as a failure prints it")
     parser.add_argument("--verbose", action="store_true", help="print what every job has written")
     options = parser.parse_args()
+    heed_signals()
     began = time.monotonic()
     outcomes = []
     with hosts(options.jobs) as pairs:

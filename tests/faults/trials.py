@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -195,7 +196,8 @@ class Job:
 
     def signal(self, signum: int) -> None:
         for pid in self.pids():
-            os.kill(pid, signum)
+            with contextlib.suppress(ProcessLookupError):  # ended
+                os.kill(pid, signum)
 
     def end(self) -> None:
         """End what is left."""
@@ -358,7 +360,7 @@ def names(rank: int, pid: int, host: str) -> list[str]:
         rf"rank {rank} of \d+ did not join",
         rf"for rank {rank} of \d+",
         rf"found no rank {rank} on this host",
-        rf"\(ranks {rank} to \d+\), {host} ",  # of distopt run, which names a lost host by its ranks
+        rf"\(ranks? {rank}( to \d+)?\), {host} ",  # of distopt run, which names a lost host by its ranks
         rf"PID {pid} RUNNING AT",  # of MPICH's mpiexec
         rf"process rank {rank} with PID \d+ on node",  # of Open MPI's
     ]
