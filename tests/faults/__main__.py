@@ -124,6 +124,8 @@ def main() -> None:
         print(f"--seed {options.seed}, {'Open MPI' if is_open_mpi() else 'MPICH'}", flush=True)
         for outcome in run_all(trials, options.jobs, pairs):
             outcomes.append(outcome)
+            if len(outcomes) % 50 == 0:
+                print(f"{len(outcomes)} of {len(trials)}", file=sys.stderr, flush=True)
             if outcome.faults or options.verbose:
                 print(
                     f"python -m tests.faults --trial '{outcome.trial}': {outcome.faults}\n{outcome.output}\n",

@@ -285,8 +285,8 @@ def survivors(job: Job, pid: int) -> list[int]:
     found = job.pids()
     if job.trial.kind == "unseen by mpiexec":  # the ranks alone; the launcher is stopped
         return [other for other, name in found.items() if name.startswith(sys.executable)]
-    waits = job.kind.waits and job.backend.start == "raw"
-    ignored = {pid, job.programs[0].process.pid} if waits else set()
+    unsupervised = job.kind.waits and (job.backend.start == "raw" or job.backend.apart)
+    ignored = {pid, *(program.process.pid for program in job.programs)} if unsupervised else set()
     return [other for other, name in found.items() if other not in ignored and "resource_tracker" not in name]
 
 
