@@ -20,7 +20,7 @@ from .kinds import BETWEEN, INSIDE, KINDS, LAUNCH, START
 from .trials import Outcome, Trial, run
 
 # DISTOPT_TEST_SEED draws others.
-SEED = os.environ.get("DISTOPT_TEST_SEED", "17")
+SEED = int(os.environ.get("DISTOPT_TEST_SEED", "17"))
 DRAWN = list(islice(draw(random.Random(SEED), KINDS, BACKENDS), 60))  # each kind at least once
 
 
