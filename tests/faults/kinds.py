@@ -46,7 +46,10 @@ class Kind(NamedTuple):
         waits: whether nothing but the time-out can end the job.
         inline: whether only the thread that calls collectives can do it.
         together: whether all ranks take part.
+        silent: whether the rank dies without a word, and of a cause that launchers know.
+        leaves: whether its exit code is 0, which no launcher takes for a failure.
         code: exit code that the job must have, if the launcher tells that of a rank.
+        last: whether only the last rank can do it.
         backends: regular expression for the names of the backends that have it.
     """
 
@@ -57,13 +60,16 @@ class Kind(NamedTuple):
     waits: bool = False
     inline: bool = False
     together: bool = False
+    silent: bool = False
+    leaves: bool = False
     code: int | None = None
+    last: bool = False
     backends: str = ""
 
 
 # -- a rank ends -------------------------------------------------------------------------------------------------------
 def die_by(signum: signal.Signals) -> Kind:
-    return Kind(lambda rank: os.kill(os.getpid(), signum), places=PLACES)
+    return Kind(lambda rank: os.kill(os.getpid(), signum), places=PLACES, silent=True)
 
 
 def exit_of_c(rank: Rank) -> None:
@@ -102,17 +108,17 @@ def limit_memory(rank: Rank, faulty: bool) -> None:
 
 ENDS = {
     **{name: die_by(signal.Signals[name]) for name in ("SIGKILL", "SIGTERM", "SIGSEGV", "SIGABRT", "SIGHUP", "SIGBUS")},
-    "os._exit 3": Kind(lambda rank: os._exit(CODE), places=PLACES, code=CODE),
-    "os._exit 0": Kind(lambda rank: os._exit(0)),
-    "exit(0) of C": Kind(exit_of_c),
+    "os._exit 3": Kind(lambda rank: os._exit(CODE), places=PLACES, silent=True, code=CODE),
+    "os._exit 0": Kind(lambda rank: os._exit(0), leaves=True),
+    "exit(0) of C": Kind(exit_of_c, leaves=True),
     "sys.exit 3": Kind(lambda rank: sys.exit(CODE), inline=True, code=CODE),
-    "return": Kind(leave, inline=True),
+    "return": Kind(leave, inline=True, leaves=True),
     "exception": raises(lambda: ValueError("the cause"), "ValueError: the cause"),
     "MemoryError": raises(MemoryError, "MemoryError"),
     "KeyboardInterrupt": raises(KeyboardInterrupt, "KeyboardInterrupt|SIGINT|[Ii]nterrupt"),
     "huge text": raises(lambda: ValueError("x" * 50_000_000), "ValueError: xxx"),
     "text not UTF-8": raises(lambda: ValueError("\udcff\ud800 cause"), " cause"),
-    "exception in a thread": Kind(raise_in_thread, inline=True, says="ValueError: the cause"),
+    "exception in a thread": Kind(raise_in_thread, inline=True, leaves=True, says="ValueError: the cause"),
     "out of memory": Kind(limit_memory, places=(BETWEEN, INSIDE), inline=True, together=True),
 }
 
@@ -241,8 +247,8 @@ MISTAKES = {
     "root": mistake(other_root, "MismatchError"),
     "skipped collective": mistake(functools.partial(other_order, labels=("first", "third")), "MismatchError"),
     "other order": mistake(functools.partial(other_order, labels=("second", "first", "third")), "MismatchError"),
-    # MPI needs no shared memory of ours.
-    "shared memory full": mistake(limit_files, "WireMemoryError", backends="^main|^raw|^run|shm|hier"),
+    # MPI needs no shared memory of ours. The ranks extend one file; the last one's part is the end of it.
+    "shared memory full": mistake(limit_files, "WireMemoryError", last=True, backends="^main|^raw|^run|shm|hier"),
     "other model": mistake(lambda rank, faulty: None, "trains another model", places=(START,)),
     "learning rate": mistake(other_rate, "now lr = 0.2", places=(BETWEEN,)),
     "parameter": mistake(other_value, r"parameter \S+ has other values", places=(BETWEEN,)),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import io
 import subprocess
 import sys
 import tempfile
@@ -99,7 +100,7 @@ def job(rank: int, world_size: int, ticket: launch.Ticket, fails: bool) -> None:
 def start_job(number: int) -> int:
     fails = number % ERROR_EVERY == ERROR_EVERY - 1
     code = 0
-    with contextlib.redirect_stderr(None) if fails else contextlib.nullcontext():
+    with contextlib.redirect_stderr(io.StringIO()) if fails else contextlib.nullcontext():
         try:
             launch.main(job, 2, (launch.Ticket(), fails))
         except SystemExit as error:

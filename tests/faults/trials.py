@@ -18,21 +18,20 @@ from typing import TYPE_CHECKING, NamedTuple
 from tests.processes import Program, is_open_mpi, patience
 
 from .backends import BACKENDS, Backend, own_memory
-from .kinds import ENDS, GOES_ON, KINDS, LAUNCH, LINKS, MISTAKES, NAMED, STALLS, START, Kind
+from .kinds import GOES_ON, KINDS, LAUNCH, LINKS, MISTAKES, NAMED, STALLS, START, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from distopt.cli.bench.emulation import TwoHosts
 
-# Seconds, of a quiet machine the first and the last two; see `patience`.
+# Seconds, on a quiet machine; see `patience`.
 TIMEOUT = 4.0  # DISTOPT_TIMEOUT of jobs with a stalled rank
-LONG = 100.0  # of all others: none of them may get there
+LONG = 100.0  # of all others, however busy the machine: none of them may get there
 SURVIVAL = 5.0  # that the survivors of a fault may live on
 LINK_SURVIVAL = 10.0  # of the loss of a link
 FINISH = 60.0  # for a job to begin, or to go on until its end
-_KILLED = [name for name in ENDS if name.startswith("SIG")] + ["os._exit 3"]
-_SILENT_ENDS = ("os._exit 0", "exit(0) of C", "return", "exception in a thread")  # that no launcher takes for failures
+LAUNCH_BACKENDS = [name for name, backend in BACKENDS.items() if backend.by_mpiexec and backend.hosts == 1]
 
 
 class Trial(NamedTuple):
@@ -60,28 +59,23 @@ class Trial(NamedTuple):
         places = [place for place in KINDS[kind].places if place != LAUNCH or backend in LAUNCH_BACKENDS]
         size = rng.choice(BACKENDS[backend].sizes)
         # What others see of a mistake of rank 0 is that they all differ from it.
-        rank = rng.randrange(1 if kind in MISTAKES else 0, size)
-        if kind == "shared memory full":
-            rank = size - 1  # to whose part others do not extend the file
+        rank = size - 1 if KINDS[kind].last else rng.randrange(1 if kind in MISTAKES else 0, size)
         return cls(kind, backend, rng.choice(places), size, rank, round(rng.uniform(0.0, 0.4), 2))
 
     @property
     def waits(self) -> bool:
         """Whether nothing but the time-out ends the job."""
-        if self.place == LAUNCH:
-            return True
+        kind = KINDS[self.kind]
         # MPI does not tell of such an end before the ranks have met.
-        missed = self.kind in _SILENT_ENDS and self.place == START and BACKENDS[self.backend].by_mpi
-        return missed or KINDS[self.kind].waits
+        missed = kind.leaves and self.place == START and BACKENDS[self.backend].by_mpi
+        return missed or kind.waits or self.place == LAUNCH
 
 
 def explanation(trial: Trial) -> str:
     """Why the rank may go without a name; empty if it may not."""
-    silent = trial.kind in _KILLED and BACKENDS[trial.backend].by_mpiexec
-    return "mpiexec ends all ranks at once, and its report may be about another one" if silent else ""
-
-
-LAUNCH_BACKENDS = [name for name, backend in BACKENDS.items() if backend.by_mpiexec and backend.hosts == 1]
+    if KINDS[trial.kind].silent and BACKENDS[trial.backend].by_mpiexec:
+        return "mpiexec ends all ranks at once, and its report may be about another one"
+    return ""
 
 
 def is_possible(kind: str, backend: str) -> bool:
