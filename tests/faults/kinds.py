@@ -255,7 +255,7 @@ MISTAKES = {
     "NaN": mistake(not_a_number, "is NaN, infinite", places=(BETWEEN,)),
     "two optimizers": mistake(other_order_of_optimizers, "DistOpt 2", places=(BETWEEN,)),
     "second thread": mistake(call_from_two_threads, "two threads|MismatchError"),
-    "closed communicator": Kind(close, places=(BETWEEN, INSIDE), inline=True, says="closed"),
+    "closed communicator": Kind(close, places=(BETWEEN, INSIDE), inline=True, says="closed|after close"),
 }
 
 
