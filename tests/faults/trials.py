@@ -65,10 +65,10 @@ class Trial(NamedTuple):
     @property
     def waits(self) -> bool:
         """Whether nothing but the time-out ends the job."""
-        kind = KINDS[self.kind]
-        # MPI does not tell of such an end before the ranks have met.
-        missed = kind.leaves and self.place == START and BACKENDS[self.backend].by_mpi
-        return missed or kind.waits or self.place == LAUNCH
+        kind, backend = KINDS[self.kind], BACKENDS[self.backend]
+        # MPI does not tell of such an end before the ranks have met; of a death between hosts, not always.
+        missed = (kind.leaves and backend.by_mpi) or (kind.silent and backend.hosts == 2)
+        return kind.waits or self.place == LAUNCH or (missed and self.place == START)
 
 
 def explanation(trial: Trial) -> str:
@@ -354,6 +354,7 @@ def names(rank: int, pid: int, host: str) -> list[str]:
         rf"rank {rank} of \d+ did not join",
         rf"for rank {rank} of \d+",
         rf"found no rank {rank} on this host",
+        rf"a process of this job \(pid {pid}\) has ended",  # before they have met
         rf"\(ranks? {rank}( to \d+)?\), {host} ",  # of distopt run, which names a lost host by its ranks
         rf"PID {pid} RUNNING AT",  # of MPICH's mpiexec
         rf"process rank {rank} with PID \d+ on node",  # of Open MPI's
