@@ -8,7 +8,7 @@ TEST_EXTRAS ?= mpi,plot,test
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml CMakeLists.txt $(NATIVE)
 
-.PHONY: mnist mpi test test-gpu model litmus slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
+.PHONY: mnist mpi test test-gpu model litmus faults slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -32,6 +32,13 @@ model:
 	$(PYTHON) -m tests.model.checker
 litmus:
 	$(PYTHON) -m tests.model.litmus
+
+# Faults of every kind under every backend, at random moments, then what remains of many jobs and collectives; see
+# docs/faults.md. 20 minutes on two cores. Two hosts need root.
+TRIALS ?= 500
+faults: $(VENV)/.test
+	$(BIN)/python -m tests.faults --trials $(TRIALS)
+	$(BIN)/python -m tests.faults.soak
 
 # Real jobs on a real Slurm of two nodes, both on this machine; see docs/slurm.md. Needs root; installs Debian's packages.
 # The first writes docs/slurm-results.md, in 15 minutes; the second is for continuous integration, in one.

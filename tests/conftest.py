@@ -1,21 +1,20 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
 from distopt import autograd
+from tests.processes import heed_signals
 
 if TYPE_CHECKING:
     from distopt.cli.bench.emulation import TwoHosts
 
 # On a machine with GPUs, too: the tests of a GPU, which are in tests/gpu, ask for one.
 os.environ.setdefault("DISTOPT_DEVICE", "cpu")
-# A shell lets what it starts with "&" ignore SIGINT, and programs inherit that; tests send it to programs of theirs.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+heed_signals()
 
 
 @pytest.fixture(autouse=True)

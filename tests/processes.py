@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -26,6 +27,12 @@ class Ended:
     code: int
     stdout: str
     stderr: str
+
+
+def heed_signals() -> None:
+    """Undo what a shell's "&" or nohup have this process ignore: programs inherit it, and tests send them signals."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def patience(seconds: float) -> float:
@@ -80,7 +87,8 @@ class Program:
 
     def kill(self) -> None:
         for pid in self.pids():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # ended
+                os.kill(pid, signal.SIGKILL)
 
     def read_lines(self, count: int) -> list[str]:
         assert self.process.stdout is not None

@@ -2,8 +2,8 @@
 
 Constants of the optimizer, such as the learning rate of this step, are compared by value in the first step. Later, a
 rank that finds a change tells of it in the label of the next collective that it starts. Communicators compare labels
-anyway, so this costs nothing, and what has not changed need not be told again. Parameters are compared every so many
-steps, by digests.
+anyway, so this sends nothing more, and what has not changed need not be told again. Parameters are compared every so
+many steps, by digests.
 """
 
 from __future__ import annotations

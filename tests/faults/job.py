@@ -1,31 +1,30 @@
-"""A small training run in which one rank goes wrong as its arguments say. Run by `tests.faults.cases`.
+"""A small training run in which one rank goes wrong as its arguments say. Run by `tests.faults.trials`.
 
-python -m tests.faults.job START FAULT PLACE WORLD_SIZE RANK DELAY
+python -m tests.faults.job START KIND PLACE WORLD_SIZE RANK DELAY FOLDER
 
-START: main (`distopt.launch.main`), raw (`multiprocessing.Process`, as in SINGA's documentation), mpiexec (this process
-is a rank already). RANK goes wrong, at PLACE: launch (before MPI_Init), start (before the ranks have met), inside (a
-collective) or between (two steps). DELAY: seconds into the collective.
+START: main (`distopt.launch.main`), raw (`multiprocessing.Process`, as in SINGA's documentation), rank (a launcher has
+started this process as a rank). RANK goes wrong, at PLACE: launch (before MPI_Init), start (before the ranks have met),
+inside (a collective) or between (two steps). DELAY: seconds into the collective. FOLDER: for what ranks tell of
+themselves.
 """
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
-import resource
-import signal
+import socket
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from distopt import device, launch, layer, model, opt, singa_wrap, tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from .kinds import BETWEEN, GOES_ON, INSIDE, KINDS, LAUNCH, START, LeftError
 
 STEPS = 3
 LARGE = 4_000_003  # elements: a collective that other threads can hit
@@ -33,11 +32,19 @@ LARGE = 4_000_003  # elements: a collective that other threads can hit
 
 class Plan(NamedTuple):
     start: str
-    fault: str
+    kind: str
     place: str
     world_size: int
     rank: int
     delay: float
+    folder: str
+
+    def tell(self, name: str, text: str) -> None:
+        """Write a file that appears at once, and whole."""
+        path = Path(self.folder, name)
+        new = path.with_suffix(".new")
+        new.write_text(text)
+        new.rename(path)
 
 
 class Net(model.Model):
@@ -58,52 +65,96 @@ class Net(model.Model):
         return out, loss
 
 
+class Rank:
+    """One rank; what `tests.faults.kinds` needs to go wrong."""
+
+    optimizer: opt.DistOpt
+    net: Net
+
+    def __init__(self, rank: int, plan: Plan) -> None:
+        self.plan = plan
+        self.number = rank
+        self.kind = KINDS.get(plan.kind)
+        self.is_faulty = rank == plan.rank
+        self.x = tensor.from_numpy(np.random.default_rng(rank).standard_normal((4, 6), np.float32))
+        self.y = tensor.from_numpy(np.arange(4, dtype=np.int32) % 3)
+        plan.tell(f"rank{rank}", f"{os.getpid()} {socket.gethostname()}")
+
+    @property
+    def communicator(self):
+        return self.optimizer.communicator
+
+    def beside(self, optimizer: opt.DistOpt, width: int = 5) -> Net:
+        """A net that `optimizer` trains."""
+        net = Net(width)
+        net.set_optimizer(optimizer)
+        net.compile([self.x], is_train=True)
+        return net
+
+    def step(self, net: Net) -> None:
+        net(self.x, self.y)
+
+    def may_go_on(self) -> bool:
+        """Whether `tests.faults.trials` ends the stall of a rank that nobody supervises."""
+        return Path(self.plan.folder, "go on").exists()
+
+    def arrive(self, place: str) -> None:
+        """The fault comes, if this is its place."""
+        if self.kind is None or place != self.plan.place:
+            return
+        if self.is_faulty:
+            self.plan.tell("fault", f"{time.monotonic()} {os.getpid()}")
+        if self.kind.together:
+            self.kind.harm(self, self.is_faulty)
+        elif self.is_faulty:
+            self.kind.harm(self)
+
+
 def train(rank: int, world_size: int, ticket, plan: Plan) -> None:
-    faulty = rank == plan.rank
-    if faulty and plan.place == "start":
-        go_wrong(plan)
-    optimizer = opt.DistOpt(opt.SGD(lr=0.1), ticket, rank if ticket else None, world_size if ticket else None)
-    assert (optimizer.global_rank, optimizer.world_size) == (rank, world_size)
-    net = Net(width=7 if faulty and plan.fault == "model" else 5)
-    device.get_default_device().SetRandSeed(rank)
-    net.set_optimizer(optimizer)
-    x = tensor.from_numpy(np.random.default_rng(rank).standard_normal((4, 6), np.float32))
-    y = tensor.from_numpy(np.arange(4, dtype=np.int32) % 3)
-    net.compile([x], is_train=True)
+    try:
+        train_to_the_end(Rank(rank, plan), world_size, ticket, plan)
+    except LeftError:
+        return
+
+
+def train_to_the_end(rank: Rank, world_size: int, ticket, plan: Plan) -> None:
+    rank.arrive(START)
+    rank.optimizer = opt.DistOpt(
+        opt.SGD(lr=0.1),
+        ticket,
+        rank.number if ticket else None,
+        world_size if ticket else None,
+        check_every=1 if plan.kind == "parameter" else 100,
+    )
+    assert (rank.optimizer.global_rank, rank.optimizer.world_size) == (rank.number, world_size)
+    device.get_default_device().SetRandSeed(rank.number)
+    rank.net = rank.beside(rank.optimizer, width=7 if rank.is_faulty and plan.kind == "other model" else 5)
     for step in range(STEPS):
-        if step == STEPS - 1 and plan.place == "between":
-            at_fault(optimizer.communicator, faulty, plan)
-        net(x, y)
-    if plan.place == "inside":
-        reduce_large_arrays(optimizer.communicator, faulty, plan)
-    print(f"rank {rank} finished", flush=True)
+        if step == STEPS - 1:
+            rank.arrive(BETWEEN)
+        rank.step(rank.net)
+    if plan.place == INSIDE:
+        reduce_large_arrays(rank, plan)
+    plan.tell(f"finished{rank.number}", "")
 
 
-def at_fault(communicator, faulty: bool, plan: Plan) -> None:
-    if plan.fault in MISTAKES:
-        if faulty:
-            say()
-        MISTAKES[plan.fault](communicator, faulty)
-    elif faulty:
-        go_wrong(plan, communicator)
-
-
-def reduce_large_arrays(communicator, faulty: bool, plan: Plan) -> None:
+def reduce_large_arrays(rank: Rank, plan: Plan) -> None:
     """Collectives without pause, on wire memory and on an ordinary array, while a thread of one rank does harm."""
+    communicator, kind = rank.communicator, rank.kind
     wire, ordinary = communicator.empty(LARGE), np.zeros(LARGE, np.float32)
     wire[...] = 0
     small = np.zeros(3)
     communicator.barrier()
-    if plan.fault in (*MISTAKES, "raise", "sys.exit", "memory"):
+    if kind is None or kind.inline:
         works = [communicator.all_reduce(wire, label="wire"), communicator.all_reduce(ordinary, label="ordinary")]
-        at_fault(communicator, faulty, plan)
+        rank.arrive(INSIDE)
         for work in works:
             work.wait()
         communicator.barrier()
         return
-    if faulty:
-        threading.Timer(plan.delay, go_wrong, (plan,)).start()
-    end = time.monotonic() + (plan.delay + 3.0 if plan.fault == "pause" else 60.0)
+    if rank.is_faulty:
+        threading.Timer(plan.delay, rank.arrive, (INSIDE,)).start()
+    end = time.monotonic() + (plan.delay + 3.0 if kind.end == GOES_ON else 60.0)
     while True:
         left = np.array([end - time.monotonic()])
         works = [communicator.all_reduce(array) for array in (wire, ordinary, small)]
@@ -112,108 +163,6 @@ def reduce_large_arrays(communicator, faulty: bool, plan: Plan) -> None:
             work.wait()
         if left[0] < 0:
             return
-
-
-# -- faults ----------------------------------------------------------------------------------------------------------
-def go_wrong(plan: Plan, communicator=None) -> None:
-    say()
-    FAULTS[plan.fault](communicator)
-
-
-def say() -> None:
-    """The moment of the fault and the process, for `tests.faults.cases`. Appears at once, and whole."""
-    told = Path(os.environ["DISTOPT_TEST_FAULT"])
-    new = told.with_suffix(".new")
-    new.write_text(f"{time.monotonic()} {os.getpid()}")
-    new.rename(told)
-
-
-def fail(_) -> None:
-    raise ValueError("the cause")
-
-
-def limit_files(communicator) -> None:
-    """As if the file system behind shared memory were full."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    communicator.empty(1 << 20)
-
-
-def limit_memory(communicator) -> None:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20), used + (16 << 20)))
-    communicator.empty(16 << 20)
-
-
-def leave_unseen(_) -> None:
-    """As if mpiexec missed that this process has ended."""
-    os.kill(os.getppid(), signal.SIGSTOP)
-    os._exit(3)
-
-
-def wait_for_harm(_) -> None:
-    """The harm comes from outside: `tests.faults.cases` has read of it. Returns a second after the parent's end.
-
-    A rank at "start" has not called distopt yet, which ends with its parent only from then on. Others are ended then,
-    but might finish first if they went on at once.
-    """
-    parent, deadline = os.getppid(), time.monotonic() + 60.0
-    if threading.current_thread() is threading.main_thread():
-        while os.getppid() == parent and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(1.0)
-
-
-FAULTS: dict[str, Callable] = {
-    "SIGKILL": lambda _: os.kill(os.getpid(), signal.SIGKILL),
-    "SIGSEGV": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
-    "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
-    "pause": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
-    "raise": fail,
-    "sys.exit": lambda _: sys.exit(3),
-    "os._exit": lambda _: os._exit(3),
-    "unseen": leave_unseen,
-    "parent": wait_for_harm,
-    "interrupt": wait_for_harm,
-}
-
-
-def other_count(communicator, faulty: bool) -> None:
-    communicator.all_reduce(np.zeros(50_001 if faulty else 50_000, np.float32), label="sums").wait()
-
-
-def other_type(communicator, faulty: bool) -> None:
-    communicator.all_reduce(np.zeros(50_000, np.int32 if faulty else np.float32), label="sums").wait()
-
-
-def other_operation(communicator, faulty: bool) -> None:
-    if faulty:
-        communicator.broadcast(np.zeros(50_000, np.float32), label="sums").wait()
-    else:
-        communicator.all_reduce(np.zeros(50_000, np.float32), label="sums").wait()
-
-
-def skip_one(communicator, faulty: bool) -> None:
-    """One of three reductions that differ in nothing but their labels."""
-    for label in ("first", "second", "third"):
-        if not (faulty and label == "second"):
-            communicator.all_reduce(np.zeros(50_000, np.float32), label=label).wait()
-
-
-def allocate(communicator, faulty: bool, limit: Callable) -> None:
-    if faulty:
-        limit(communicator)
-    communicator.empty((1 if limit is limit_files else 16) << 20)
-
-
-MISTAKES: dict[str, Callable] = {
-    "count": other_count,
-    "type": other_type,
-    "operation": other_operation,
-    "skip": skip_one,
-    "shm full": functools.partial(allocate, limit=limit_files),
-    "memory": functools.partial(allocate, limit=limit_memory),
-}
 
 
 # -- starts ----------------------------------------------------------------------------------------------------------
@@ -227,13 +176,13 @@ def start_processes(plan: Plan) -> None:
         process.start()
     for process in processes:
         process.join()
-    print("exit codes", *[process.exitcode for process in processes], flush=True)
     sys.exit(max(abs(process.exitcode) for process in processes))
 
 
 def main() -> None:
-    start, fault, place, world_size, rank, delay = sys.argv[1:]
-    plan = Plan(start, fault, place, int(world_size), int(rank), float(delay))
+    warnings.simplefilter("ignore", DeprecationWarning)  # of forks of processes with threads
+    start, kind, place, world_size, rank, delay, folder = sys.argv[1:]
+    plan = Plan(start, kind, place, int(world_size), int(rank), float(delay), folder)
     if plan.start == "main":
         launch.main(train, plan.world_size, (singa_wrap.NcclIdHolder(), plan))
     elif plan.start == "raw":
@@ -241,8 +190,8 @@ def main() -> None:
     else:
         info = launch.launcher()
         assert info is not None
-        if plan.place == "launch" and info.rank == plan.rank:
-            go_wrong(plan)
+        if plan.place == LAUNCH and info.rank == plan.rank:
+            Rank(info.rank, plan).arrive(LAUNCH)
         launch.main(train, args=(info.rank, info.size, None, plan))
 
 

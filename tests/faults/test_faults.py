@@ -1,6 +1,6 @@
 """Whatever goes wrong on one rank, wherever: the others end within seconds, say why, and leave nothing behind.
 
-`tests.faults.cases.run` states what must hold; `tests.faults.job` is the job.
+`tests.faults.kinds` states what must come of each kind of fault. `python -m tests.faults` does many more trials.
 """
 
 from __future__ import annotations
@@ -8,83 +8,86 @@ from __future__ import annotations
 import os
 import random
 import sys
-from itertools import product
+from itertools import islice, product
 
 import pytest
 
 from tests.processes import Program
 
-from .cases import MISTAKES, Case, can_mount, full_memory, run
+from .__main__ import draw, table
+from .backends import BACKENDS, can_mount, full_memory, possible_backends
+from .kinds import BETWEEN, INSIDE, KINDS, LAUNCH, START
+from .trials import Outcome, Trial, run
 
-STARTS = [("main", "shm"), ("raw", "shm"), ("mpiexec", "shm"), ("mpiexec", "mpi")]
-PLACES = ("start", "inside", "between")
-ENDS = ("SIGKILL", "raise", "sys.exit", "os._exit")
-OUTSIDE = ("parent", "interrupt")
-
-
-def possible(case: Case) -> bool:
-    if case.fault == "model":
-        return case.place == "start"
-    if case.fault == "unseen":
-        return case.start == "mpiexec"
-    if case.fault in MISTAKES:
-        # MPI needs no shared memory of ours.
-        return case.place != "start" and (case.fault, case.backend) != ("shm full", "mpi")
-    return True
+# DISTOPT_TEST_SEED draws others.
+SEED = int(os.environ.get("DISTOPT_TEST_SEED", "17"))
+DRAWN = list(islice(draw(random.Random(SEED), KINDS, BACKENDS), 60))  # each kind at least once
 
 
-def matrix() -> list[Case]:
-    """Every fault at every place on every transport at 2 ranks, thinned out where starts share what they test."""
-    cases = [Case(*start, fault, place) for start, fault, place in product(STARTS, ENDS, PLACES)]
-    cases += [Case(*start, fault, "inside") for start, fault in product(STARTS, OUTSIDE)]
-    cases += [Case(*start, "stop", place) for start, place in zip(STARTS, (*PLACES, "inside"), strict=True)]
-    cases += [Case(*start, "pause", place) for start, place in zip(STARTS, ("between", *PLACES), strict=True)]
-    cases += [Case(*start, fault, "between") for start, fault in product((STARTS[1], STARTS[3]), MISTAKES)]
-    cases += [Case(*start, "model", "start") for start in (STARTS[0], STARTS[3])]
+def matrix() -> list[Trial]:
+    """What must not depend on the draw: ends with and without words, at each place on each transport of one host."""
+    one_host = [name for name, backend in BACKENDS.items() if backend.hosts == 1]
+    trials = [Trial(*case) for case in product(("SIGKILL", "exception"), one_host, (START, BETWEEN, INSIDE))]
     # More ranks: those that are neither the first nor the lost one, and a first rank that is lost.
-    cases += [Case(*start, "SIGKILL", "inside", 4, 2) for start in STARTS]
-    cases += [Case(*start, "raise", place, 4, 0) for start, place in zip(STARTS, (*PLACES, "inside"), strict=True)]
-    cases += [Case(*STARTS[1], "SIGKILL", "start", 4, 2), Case(*STARTS[1], "os._exit", "start", 2, 0)]
-    cases += [Case(*STARTS[0], "SIGSEGV", "between"), Case(*STARTS[1], "skip", "inside", 4, 3)]
-    cases += [Case(*STARTS[3], fault, "launch") for fault in ("stop", "os._exit")]
-    cases += [Case(*start, "unseen", place) for start, place in product(STARTS[2:], ("launch", *PLACES))]
-    return [case for case in cases if possible(case)]
+    trials += [Trial("SIGKILL", name, INSIDE, 4, 2) for name in one_host]
+    trials += [Trial("exception", name, INSIDE, 3, 0) for name in one_host]
+    trials += [Trial(kind, "mpiexec mpi", LAUNCH) for kind in ("SIGSTOP", "os._exit 3")]
+    trials += [Trial(kind, "hosts hier", INSIDE, 4) for kind in ("link down", "packets lost", "exception")]
+    return trials
 
 
-@pytest.mark.parametrize("case", matrix(), ids=str)
-def test_fault(case: Case) -> None:
-    run(case)
+def check(trial: Trial, request: pytest.FixtureRequest) -> None:
+    if trial.backend not in possible_backends(hosts=True):
+        pytest.skip("connects ranks on several hosts by MPICH only")
+    net = request.getfixturevalue("net") if BACKENDS[trial.backend].hosts == 2 else None
+    outcome = run(trial, net)
+    assert not outcome.faults, outcome.output
+
+
+@pytest.mark.parametrize("trial", matrix(), ids=str)
+def test_fault(trial: Trial, request) -> None:
+    check(trial, request)
+
+
+@pytest.mark.parametrize("number", range(len(DRAWN)))
+def test_drawn_fault(number: int, request) -> None:
+    trial = DRAWN[number]
+    print(f"DISTOPT_TEST_SEED={SEED} {trial}")
+    check(trial, request)
+
+
+def test_of_other_seeds_each_kind_is_drawn_as_well_and_trials_repeat():
+    for seed in range(20):
+        trials = list(islice(draw(random.Random(seed), KINDS, BACKENDS), 60))
+        assert {trial.kind for trial in trials} == set(KINDS)
+        assert [Trial.parse(str(trial)) for trial in trials] == trials
+
+
+def test_table_has_a_line_per_kind_and_counts_what_did_not_hold():
+    outcomes = [
+        Outcome(Trial("SIGKILL", "main", INSIDE), seconds=0.25),
+        Outcome(Trial("SIGKILL", "main", START), seconds=0.75, left=["a file"], others=["1 ranks finished"]),
+        Outcome(Trial("SIGKILL", "raw", START), hangs=True, others=["still there after 5 s"]),
+        Outcome(Trial("pause", "raw", START), unnamed=True, ends_well=True),
+    ]
+    assert table(outcomes).splitlines()[2:] == [
+        "| SIGKILL | 2: 0.5, 0.8 | 1 | 3 | 0 | 1 | 1 | 0 | 1 |",
+        "| pause |  | 1 | 1 | 1 | 0 | 0 | 1 | 0 |",
+        "| all | 2: 0.5, 0.8 | 2 | 4 | 1 | 1 | 1 | 1 | 1 |",
+    ]
+
+
+def test_a_job_without_a_fault_is_not_taken_for_one_that_ends(tmp_path):
+    """The trials can fail: here nothing goes wrong, and all that must come of a fault is missing."""
+    outcome = run(Trial("os._exit 0", "main", "nowhere"))
+    assert outcome.ends_well
+    assert "2 ranks finished" in outcome.faults
+    assert "no fault came" in outcome.faults
 
 
 @pytest.mark.skipif(not can_mount(), reason="mounting a full /dev/shm takes privileges")
-def test_full_dev_shm_does_not_matter() -> None:
-    script = [sys.executable, "-m", "tests.faults.job", "main", "none", "between", "2", "-1", "0"]
+def test_full_dev_shm_does_not_matter(tmp_path) -> None:
+    script = [sys.executable, "-m", "tests.faults.job", "main", "none", "between", "2", "-1", "0", str(tmp_path)]
     ended = Program(full_memory() + script).end()
-    assert (ended.code, ended.stdout.count(" finished"), ended.stderr) == (0, 2, "")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(20))
-def test_random_faults(part: int) -> None:
-    """200 faults drawn at random, ten in each part."""
-    seed = int(os.environ.get("DISTOPT_TEST_SEED", random.randrange(2**32)))
-    rng = random.Random(f"{seed} {part}")
-    trials = [draw(rng) for _ in range(10)]
-    failures = []
-    for case in trials:
-        try:
-            run(case)
-        except AssertionError as error:  # noqa: PERF203 - one failure must not hide the next
-            failures.append(f"{case}: {error}")
-    assert not failures, f"DISTOPT_TEST_SEED={seed}, {len(failures)} of {len(trials)}:\n" + "\n\n".join(failures)
-
-
-def draw(rng: random.Random) -> Case:
-    while True:
-        fault = rng.choice([*ENDS * 3, *OUTSIDE, *MISTAKES, "pause", "SIGSEGV", "unseen"])
-        size = rng.choice((2, 2, 3, 4))
-        # What others see of a mistake of rank 0 is that they all differ from it.
-        rank = rng.randrange(1 if fault in MISTAKES else 0, size)
-        case = Case(*rng.choice(STARTS), fault, rng.choice(PLACES), size, rank, rng.uniform(0.0, 0.4))
-        if possible(case):
-            return case
+    assert (ended.code, ended.stdout, ended.stderr) == (0, "", "")
+    assert len([*tmp_path.glob("finished?")]) == 2
