@@ -1,7 +1,7 @@
 """What of an all-reduce between two emulated hosts moves while a rank computes, at 1 Gbit/s.
 
 Times of an all-reduce alone, and of one that sets out before a computation: of our convolutions, which let bytes move,
-and of NumPy's products, which do not. Needs root, iproute2 and mpi4py with MPICH or Open MPI.
+and of NumPy's products, which do not. Then what a rank costs that waits for another one. Needs root, iproute2 and mpi4py with MPICH or Open MPI.
 
     sudo python benchmarks/beside.py
 """
@@ -22,6 +22,7 @@ from distopt.cli.bench.emulation import RATES, two_hosts
 
 REPEATS = 8
 # Bytes of the all-reduce, and seconds of the computation: about two thirds of what the bytes need.
+WAIT_SECONDS = 5.0
 CASES = ((1_724_320, 0.010), (6_800_000, 0.040), (25_600_000, 0.150))
 
 
@@ -60,6 +61,18 @@ def run_rank() -> None:
                     f"{ours:6.1f} ms, of products {others:6.1f} ms",
                     flush=True,
                 )
+        wait(communicator)
+
+
+def wait(communicator: comm.Communicator) -> None:
+    communicator.barrier()
+    if communicator.topology.rank == 1:
+        time.sleep(WAIT_SECONDS)
+    start, used = time.perf_counter(), time.process_time()
+    communicator.barrier()
+    waited, used = time.perf_counter() - start, time.process_time() - used
+    if communicator.topology.rank == 0:
+        print(f"a wait of {waited:.1f} s: {used / waited:.1%} of a core", flush=True)
 
 
 def main() -> None:
