@@ -51,22 +51,46 @@ class Buffers {
   int count_ = 0;
 };
 
-// An operation and, in the same allocation, what keeps its arrays alive.
-template <typename Operation>
+// An operation and, in the same allocation, what keeps its arrays alive: Buffers, or several.
+template <typename Operation, typename Arrays = Buffers>
 class Held : public Operation {
  public:
-  Held(Request request, Buffers buffers) : Operation(std::move(request)), buffers_(std::move(buffers)) {}
+  template <typename... Others>
+  Held(Request request, Arrays arrays, Others&&... others)
+      : Operation(std::move(request), std::forward<Others>(others)...), arrays_(std::move(arrays)) {}
 
  private:
-  Buffers buffers_;
+  Arrays arrays_;
 };
 
-inline Request make_request(OpKind kind, int dtype, const char* label) {
+inline Request make_request(OpKind kind, int dtype, const char* label, int op = 0, int root = 0) {
   Request request;
   request.kind = kind;
   request.dtype = static_cast<DType>(dtype);
+  request.op = static_cast<RedOp>(op);
+  request.root = root;
   request.label = label;
   return request;
+}
+
+// What goes to each rank.
+inline std::vector<Buffers> hold_parts(Request& request, const std::vector<nb::object>& arrays) {
+  std::vector<Buffers> held;
+  for (const nb::object& array : arrays) {
+    const Py_buffer& view = held.emplace_back().add(array, 0);
+    request.parts.push_back({static_cast<char*>(view.buf), static_cast<std::size_t>(view.len)});
+    request.count += request.parts.back().bytes / item_bytes(request.dtype);
+  }
+  return held;
+}
+
+// The input of a gather.
+inline Buffers hold_input(Request& request, nb::handle array) {
+  Buffers held;
+  const Py_buffer& view = held.add(array, 0);
+  request.input = static_cast<const char*>(view.buf);
+  request.count = static_cast<std::size_t>(view.len) / item_bytes(request.dtype);
+  return held;
 }
 
 // `array` is the input; `out` the output, or None where the operation works in place.

@@ -24,27 +24,9 @@ using mpi::Operation;
 using Started = std::shared_ptr<Operation>;
 
 using Plain = Held<Operation>;
+using TwoLevels = Held<HierarchicalOperation>;
 using Ragged = Receiving<Plain>;
-
-class TwoLevels final : public HierarchicalOperation {
- public:
-  TwoLevels(Request request, std::shared_ptr<Hierarchy> hierarchy, Buffers buffers)
-      : HierarchicalOperation(std::move(request), std::move(hierarchy)), buffers_(std::move(buffers)) {}
-
- private:
-  Buffers buffers_;
-};
-
-class PartsOperation : public Operation {
- public:
-  PartsOperation(Request request, std::vector<mpi::Piece> parts, std::vector<Buffers> buffers)
-      : Operation(std::move(request), std::move(parts)), buffers_(std::move(buffers)) {}
-
- private:
-  std::vector<Buffers> buffers_;
-};
-
-using Exchange = Receiving<PartsOperation>;
+using Exchange = Receiving<Held<Operation, std::vector<Buffers>>>;
 
 template <typename Kind>
 std::shared_ptr<Kind> start(Communicator& communicator, std::shared_ptr<Kind> operation) {
@@ -56,7 +38,7 @@ std::shared_ptr<Kind> start(Communicator& communicator, std::shared_ptr<Kind> op
 Started start(Communicator& communicator, Request request, Buffers buffers) {
   if (std::shared_ptr<Hierarchy> levels = communicator.hierarchy_for(request))
     return start<Operation>(communicator,
-                            std::make_shared<TwoLevels>(std::move(request), std::move(levels), std::move(buffers)));
+                            std::make_shared<TwoLevels>(std::move(request), std::move(buffers), std::move(levels)));
   return start<Operation>(communicator, std::make_shared<Plain>(std::move(request), std::move(buffers)));
 }
 
@@ -67,9 +49,7 @@ Started start(Communicator& communicator, Request request, nb::handle array, nb:
 }
 
 Started all_reduce(Communicator& communicator, nb::handle array, int dtype, int op, const char* label) {
-  Request request = make_request(OpKind::all_reduce, dtype, label);
-  request.op = static_cast<RedOp>(op);
-  return start(communicator, std::move(request), array, nb::none());
+  return start(communicator, make_request(OpKind::all_reduce, dtype, label, op), array, nb::none());
 }
 
 Started all_reduce_plain(Communicator& communicator, nb::handle array, nb::handle op, nb::handle wire,
@@ -81,9 +61,7 @@ Started all_reduce_plain(Communicator& communicator, nb::handle array, nb::handl
 
 Started reduce_scatter(Communicator& communicator, nb::handle array, nb::handle out, int dtype, int op,
                        const char* label) {
-  Request request = make_request(OpKind::reduce_scatter, dtype, label);
-  request.op = static_cast<RedOp>(op);
-  return start(communicator, std::move(request), array, out);
+  return start(communicator, make_request(OpKind::reduce_scatter, dtype, label, op), array, out);
 }
 
 Started all_gather(Communicator& communicator, nb::handle array, nb::handle out, int dtype, const char* label) {
@@ -91,33 +69,22 @@ Started all_gather(Communicator& communicator, nb::handle array, nb::handle out,
 }
 
 Started broadcast(Communicator& communicator, nb::handle array, int root, int dtype, const char* label) {
-  Request request = make_request(OpKind::broadcast, dtype, label);
-  request.root = root;
-  return start(communicator, std::move(request), array, nb::none());
+  return start(communicator, make_request(OpKind::broadcast, dtype, label, 0, root), array, nb::none());
 }
 
 Started barrier(Communicator& communicator) { return start(communicator, Request{}, Buffers()); }
 
 std::shared_ptr<Ragged> all_gather_ragged(Communicator& communicator, nb::handle array, int dtype, const char* label) {
   Request request = make_request(OpKind::all_gather_ragged, dtype, label);
-  Buffers buffers;
-  const Py_buffer& input = buffers.add(array, 0);
-  request.input = static_cast<const char*>(input.buf);
-  request.count = static_cast<std::size_t>(input.len) / item_bytes(request.dtype);
-  return start(communicator, std::make_shared<Ragged>(std::move(request), std::move(buffers)));
+  Buffers held = hold_input(request, array);
+  return start(communicator, std::make_shared<Ragged>(std::move(request), std::move(held)));
 }
 
 std::shared_ptr<Exchange> all_to_all_ragged(Communicator& communicator, const std::vector<nb::object>& arrays,
                                             int dtype, const char* label) {
   Request request = make_request(OpKind::all_to_all_ragged, dtype, label);
-  std::vector<mpi::Piece> parts;
-  std::vector<Buffers> held;
-  for (const nb::object& array : arrays) {
-    const Py_buffer& view = held.emplace_back().add(array, 0);
-    parts.push_back({static_cast<char*>(view.buf), static_cast<std::size_t>(view.len)});
-    request.count += parts.back().bytes / item_bytes(request.dtype);
-  }
-  return start(communicator, std::make_shared<Exchange>(std::move(request), std::move(parts), std::move(held)));
+  std::vector<Buffers> held = hold_parts(request, arrays);
+  return start(communicator, std::make_shared<Exchange>(std::move(request), std::move(held)));
 }
 
 // Addresses of MPI handles, as numbers.
@@ -160,7 +127,8 @@ void bind_mpi(nb::module_& m) {
   nb::class_<Ragged, Operation>(m, "MpiGather", "An all_gather_ragged.")
       .def("take_parts", &take_parts<Plain>, "To be called once, when it has finished.");
   nb::class_<Exchange, Operation>(m, "MpiExchange", "An all_to_all_ragged.")
-      .def("take_parts", &take_parts<PartsOperation>, "To be called once, when it has finished.");
+      .def("take_parts", &take_parts<Held<Operation, std::vector<Buffers>>>,
+           "To be called once, when it has finished.");
 
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Communicator>(m, "MpiCommunicator", "Collectives over the ranks of several hosts; arguments are trusted.")

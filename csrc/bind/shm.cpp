@@ -24,8 +24,6 @@ using Input = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
 using HeldOperation = Held<Operation>;
 
-using RaggedOperation = Receiving<HeldOperation>;
-
 struct ShmWork {
   std::shared_ptr<ShmCommunicator> communicator;
   std::shared_ptr<Operation> operation;
@@ -58,9 +56,8 @@ ShmWork start(ShmCommunicator& communicator, Request request, nb::handle array, 
 }
 
 ShmWork all_reduce(ShmCommunicator& communicator, nb::handle array, int dtype, int op, const char* label, bool looks) {
-  Request request = make_request(OpKind::all_reduce, dtype, label);
+  Request request = make_request(OpKind::all_reduce, dtype, label, op);
   request.looks = looks;
-  request.op = static_cast<RedOp>(op);
   return start(communicator, std::move(request), array, nb::none());
 }
 
@@ -78,9 +75,7 @@ nb::object all_reduce_plain(ShmCommunicator& communicator, nb::handle array, nb:
 
 ShmWork reduce_scatter(ShmCommunicator& communicator, nb::handle array, nb::handle out, int dtype, int op,
                        const char* label) {
-  Request request = make_request(OpKind::reduce_scatter, dtype, label);
-  request.op = static_cast<RedOp>(op);
-  return start(communicator, std::move(request), array, out);
+  return start(communicator, make_request(OpKind::reduce_scatter, dtype, label, op), array, out);
 }
 
 ShmWork all_gather(ShmCommunicator& communicator, nb::handle array, nb::handle out, int dtype, const char* label) {
@@ -88,9 +83,7 @@ ShmWork all_gather(ShmCommunicator& communicator, nb::handle array, nb::handle o
 }
 
 ShmWork broadcast(ShmCommunicator& communicator, nb::handle array, int root, int dtype, const char* label) {
-  Request request = make_request(OpKind::broadcast, dtype, label);
-  request.root = root;
-  return start(communicator, std::move(request), array, nb::none());
+  return start(communicator, make_request(OpKind::broadcast, dtype, label, 0, root), array, nb::none());
 }
 
 nb::object empty(ShmCommunicator& communicator, std::size_t count, int dtype, std::uint64_t bytes_available) {
@@ -104,26 +97,35 @@ nb::object empty(ShmCommunicator& communicator, std::size_t count, int dtype, st
 
 // `parts` are made when they are first asked for.
 struct ShmRaggedWork : ShmWork {
-  std::shared_ptr<RaggedOperation> ragged;
+  nb::list (*take)(Operation&);
   nb::object parts;
 };
 
+template <typename Arrays>
+ShmRaggedWork start_ragged(ShmCommunicator& communicator, Request request, Arrays arrays) {
+  using Ragged = Receiving<Held<Operation, Arrays>>;
+  auto operation = std::make_shared<Ragged>(std::move(request), std::move(arrays));
+  const auto take = [](Operation& ended) { return take_parts(static_cast<Ragged&>(ended)); };
+  return {start(communicator, std::move(operation)), take, nb::none()};
+}
+
 ShmRaggedWork all_gather_ragged(ShmCommunicator& communicator, nb::handle array, int dtype, const char* label) {
   Request request = make_request(OpKind::all_gather_ragged, dtype, label);
-  Buffers buffers;
-  const Py_buffer& input = buffers.add(array, 0);
-  request.input = static_cast<const char*>(input.buf);
-  request.count = static_cast<std::size_t>(input.len) / item_bytes(request.dtype);
-  auto operation = std::make_shared<RaggedOperation>(std::move(request), std::move(buffers));
-  return {start(communicator, operation), operation, nb::none()};
+  Buffers held = hold_input(request, array);
+  return start_ragged(communicator, std::move(request), std::move(held));
+}
+
+ShmRaggedWork all_to_all_ragged(ShmCommunicator& communicator, const std::vector<nb::object>& arrays, int dtype,
+                                const char* label) {
+  Request request = make_request(OpKind::all_to_all_ragged, dtype, label);
+  std::vector<Buffers> held = hold_parts(request, arrays);
+  return start_ragged(communicator, std::move(request), std::move(held));
 }
 
 nb::object parts_of(ShmRaggedWork& work) {
   if (!work.operation->finished())
     throw CommunicatorError(ErrorKind::usage, "the parts have not arrived; call wait() before parts is read");
-  if (work.parts.is_none()) {
-    work.parts = take_parts(*work.ragged);
-  }
+  if (work.parts.is_none()) work.parts = work.take(*work.operation);
   return work.parts;
 }
 
@@ -198,7 +200,7 @@ void bind_shm(nb::module_& m) {
           "nonfinite", [](const ShmWork& work) { return rank_and_index(work.operation->nonfinite()); },
           "See `Work.nonfinite`.");
 
-  nb::class_<ShmRaggedWork, ShmWork>(m, "ShmRaggedWork", "An all_gather_ragged under way in shared memory.")
+  nb::class_<ShmRaggedWork, ShmWork>(m, "ShmRaggedWork", "A ragged collective under way in shared memory.")
       .def_prop_ro("parts", &parts_of, "See `RaggedWork.parts`.");
 
   nb::class_<ShmCommunicator>(m, "ShmCommunicator", "Collectives over the ranks of one host; arguments are trusted.")
@@ -215,6 +217,7 @@ void bind_shm(nb::module_& m) {
       .def("reduce_scatter", &reduce_scatter)
       .def("all_gather", &all_gather)
       .def("all_gather_ragged", &all_gather_ragged)
+      .def("all_to_all_ragged", &all_to_all_ragged)
       .def("broadcast", &broadcast)
       .def("barrier", &barrier)
       .def("progress", &ShmCommunicator::progress, nb::call_guard<nb::gil_scoped_release>())

@@ -1,8 +1,10 @@
 // What a caller asks of a communicator: one collective.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "base/types.h"
 
@@ -16,7 +18,12 @@ enum class OpKind : std::uint8_t {
   all_gather_ragged,
   broadcast,
   empty,
-  all_to_all_ragged  // NCCL only
+  all_to_all_ragged
+};
+
+struct Piece {
+  char* data = nullptr;
+  std::size_t bytes = 0;
 };
 
 // What the caller asked for. Pointers are to whole arrays: the input of reduce_scatter and the output of all_gather
@@ -30,8 +37,25 @@ struct Request {
   const char* input = nullptr;
   char* output = nullptr;
   std::string label;
-  bool looks = false;    // for NaN and infinity: all_reduce, sum or mean of float32 or float64
-  bool refused = false;  // of `empty`: see Descriptor; on every rank once the operation has ended
+  std::vector<Piece> parts;  // all_to_all_ragged: what goes to each rank, which is only read; `count` is their sum
+  bool looks = false;        // for NaN and infinity: all_reduce, sum or mean of float32 or float64
+  bool refused = false;      // of `empty`: see Descriptor; on every rank once the operation has ended
+
+  std::size_t part_bytes() const { return count * item_bytes(dtype); }
+  // Of the memory at `input` and `output`, in a world of so many ranks.
+  std::size_t input_bytes(int world_size) const {
+    if (input == nullptr) return 0;
+    return kind == OpKind::reduce_scatter ? part_bytes() * static_cast<std::size_t>(world_size) : part_bytes();
+  }
+  std::size_t output_bytes(int world_size) const {
+    if (output == nullptr) return 0;
+    return kind == OpKind::all_gather ? part_bytes() * static_cast<std::size_t>(world_size) : part_bytes();
+  }
 };
+
+// Whether any byte is in both.
+bool overlap(const char* a, std::size_t a_bytes, const char* b, std::size_t b_bytes);
+// Whether one of two requests writes what the other reads or writes, so that the later must wait for the earlier.
+bool conflict(const Request& a, const Request& b, int world_size);
 
 }  // namespace distopt

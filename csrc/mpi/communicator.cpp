@@ -108,7 +108,7 @@ void Communicator::move_if_idle() {
 }
 
 std::shared_ptr<Hierarchy> Communicator::hierarchy_for(const Request& request) const {
-  const bool large = request.count * item_bytes(request.dtype) > world_.inline_bytes;
+  const bool large = request.part_bytes() > world_.inline_bytes;
   return request.kind == OpKind::all_reduce && large ? hierarchy_ : nullptr;
 }
 
@@ -189,7 +189,7 @@ bool Communicator::may_begin(const Operation& operation) const {
   // A later operation is to see what an earlier one wrote.
   for (const auto& earlier : queue_) {
     if (earlier.get() == &operation) break;
-    if (!earlier->finished() && operation.overlaps(*earlier)) return false;
+    if (!earlier->finished() && conflict(earlier->request(), operation.request(), world_.size())) return false;
   }
   return true;
 }

@@ -16,11 +16,6 @@
 
 namespace distopt::mpi {
 
-struct Piece {
-  char* data = nullptr;
-  std::size_t bytes = 0;
-};
-
 struct Reduction {
   DType dtype;
   RedOp op;

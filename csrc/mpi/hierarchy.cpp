@@ -49,11 +49,17 @@ HierarchicalOperation::HierarchicalOperation(Request request, std::shared_ptr<Hi
   const std::uint64_t ranks = hierarchy_->local.size();
   const std::uint64_t even = mine.count / ranks * ranks, most = part_bytes / item / ranks * ranks;
   for (std::uint64_t begin = 0; begin < even; begin += most)
-    parts_.push_back({mine.output + begin * item, std::min(most, even - begin) / ranks, hierarchy_->parts++});
+    parts_.push_back({mine.output + begin * item, std::min(most, even - begin) / ranks});
   rest_ = mine.output + even * item;
   rest_count_ = mine.count - even;
   divides_once_ = mine.op == RedOp::mean && (mine.dtype == DType::float32 || mine.dtype == DType::float64);
   stage_op_ = divides_once_ ? RedOp::sum : mine.op;
+}
+
+// Not before: an operation that is refused takes no number, for which later ones would wait.
+void HierarchicalOperation::enqueue(World& world, std::uint64_t sequence, std::uint64_t first_tag) {
+  Operation::enqueue(world, sequence, first_tag);
+  for (Part& part : parts_) part.number = hierarchy_->parts++;
 }
 
 void HierarchicalOperation::begin() {

@@ -28,6 +28,7 @@ class HierarchicalOperation : public Operation {
  public:
   HierarchicalOperation(Request request, std::shared_ptr<Hierarchy> hierarchy);
 
+  void enqueue(World& world, std::uint64_t sequence, std::uint64_t first_tag) override;
   void begin() override;
   bool advance() override;
   std::uint64_t tags() const override { return 1 + tags_of_part * parts_.size(); }
@@ -45,10 +46,10 @@ class HierarchicalOperation : public Operation {
   // One that is on the network while another is inside the host.
   struct Part {
     char* data;
-    std::uint64_t share;   // elements of each rank's slice
-    std::uint64_t number;  // in the order of the communicator's parts
-    int tag = 0;           // the first of its tags
-    int stage = 0;         // 0, 1, 2, or 3 at the end
+    std::uint64_t share;       // elements of each rank's slice
+    std::uint64_t number = 0;  // in the order of the communicator's parts
+    int tag = 0;               // the first of its tags
+    int stage = 0;             // 0, 1, 2, or 3 at the end
     std::unique_ptr<Stage> running{};
   };
 

@@ -8,14 +8,6 @@
 #include "shm/reduce.h"
 
 namespace distopt::mpi {
-namespace {
-
-bool overlap(const char* a, std::size_t a_bytes, const char* b, std::size_t b_bytes) {
-  return a_bytes != 0 && b_bytes != 0 && a < b + b_bytes && b < a + a_bytes;
-}
-
-}  // namespace
-
 void Operation::enqueue(World& world, std::uint64_t sequence, std::uint64_t first_tag) {
   world_ = &world;
   sequence_ = sequence;
@@ -27,12 +19,12 @@ void Operation::begin() {
   const char* payload = nullptr;
   std::size_t bytes = 0;
   if (request_.kind == OpKind::all_to_all_ragged) {
-    for (const Piece& part : parts_) counts_.push_back(part.bytes / item_bytes(request_.dtype));
+    for (const Piece& part : request_.parts) counts_.push_back(part.bytes / item_bytes(request_.dtype));
     payload = reinterpret_cast<const char*>(counts_.data());
     bytes = size * sizeof(std::uint64_t);
   } else if (travels_inline() && (request_.kind != OpKind::broadcast || request_.root == world_->rank)) {
     payload = request_.input;
-    bytes = input_bytes();
+    bytes = request_.input_bytes(world_->size());
   }
   announce(payload, bytes);
   const bool ragged = request_.kind == OpKind::all_gather_ragged || request_.kind == OpKind::all_to_all_ragged;
@@ -73,31 +65,6 @@ void Operation::finish() {
   flow_.reset();
 }
 
-bool Operation::overlaps(const Operation& other) const {
-  const auto touches = [&](const char* data, std::size_t bytes) {
-    return overlap(data, bytes, other.request_.input, other.input_bytes()) ||
-           overlap(data, bytes, other.request_.output, other.output_bytes()) ||
-           std::any_of(other.parts_.begin(), other.parts_.end(),
-                       [&](const Piece& part) { return overlap(data, bytes, part.data, part.bytes); });
-  };
-  return touches(request_.input, input_bytes()) || touches(request_.output, output_bytes()) ||
-         std::any_of(parts_.begin(), parts_.end(), [&](const Piece& part) { return touches(part.data, part.bytes); });
-}
-
-std::size_t Operation::input_bytes() const {
-  const std::size_t part = request_.count * item_bytes(request_.dtype);
-  if (request_.kind == OpKind::all_to_all_ragged) return 0;  // its parts are elsewhere
-  return request_.kind == OpKind::reduce_scatter ? part * static_cast<std::size_t>(world_->size()) : part;
-}
-
-std::size_t Operation::output_bytes() const {
-  const std::size_t part = request_.count * item_bytes(request_.dtype);
-  if (request_.output == nullptr) return 0;
-  return request_.kind == OpKind::all_gather ? part * static_cast<std::size_t>(world_->size()) : part;
-}
-
-bool Operation::travels_inline() const { return input_bytes() <= world_->inline_bytes; }
-
 Plan Operation::plan() const {
   const Group& everyone = world_->everyone;
   switch (request_.kind) {
@@ -116,7 +83,7 @@ Plan Operation::plan() const {
 
 void Operation::take_inline() {
   const auto size = static_cast<std::size_t>(world_->size());
-  const std::size_t part = request_.count * item_bytes(request_.dtype);
+  const std::size_t part = request_.part_bytes();
   switch (request_.kind) {
     case OpKind::all_reduce:
       reduce_payloads(request_.output, request_.count);
@@ -164,7 +131,7 @@ void Operation::make_room() {
   }
   Plan plan(world_->everyone);
   for (std::size_t q = 0; q < size; ++q) {
-    const Piece own = gathers ? Piece{const_cast<char*>(request_.input), input_bytes()} : parts_[q];
+    const Piece own = gathers ? Piece{const_cast<char*>(request_.input), request_.part_bytes()} : request_.parts[q];
     if (q == rank) {
       if (own.bytes != 0) std::memcpy(outputs[q], own.data, own.bytes);
       continue;

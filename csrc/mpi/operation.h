@@ -15,15 +15,13 @@ namespace distopt::mpi {
 class Operation {
  public:
   // Whoever derives from it may keep the arrays alive.
-  // `parts`: what all_to_all_ragged sends to each rank.
-  explicit Operation(Request request, std::vector<Piece> parts = {})
-      : request_(std::move(request)), parts_(std::move(parts)) {}
+  explicit Operation(Request request) : request_(std::move(request)) {}
   virtual ~Operation() = default;
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
   // Gives it its place in the order of operations, and the first of its tags.
-  void enqueue(World& world, std::uint64_t sequence, std::uint64_t first_tag);
+  virtual void enqueue(World& world, std::uint64_t sequence, std::uint64_t first_tag);
   // To be called when no earlier operation uses its arrays.
   virtual void begin();
   // Does what can be done without waiting; whether the operation has ended. Throws CommunicatorError.
@@ -42,7 +40,6 @@ class Operation {
   std::vector<int> unheard() const { return agreement_ ? agreement_->unheard() : std::vector<int>(); }
   bool finished() const { return finished_; }
   std::string description() const { return describe(request_, sequence_); }
-  bool overlaps(const Operation& other) const;
 
   // all_gather_ragged and all_to_all_ragged, when finished: elements that came from each rank.
   const std::vector<std::uint64_t>& counts() const { return counts_; }
@@ -60,16 +57,13 @@ class Operation {
   void finish();
 
  private:
-  std::size_t input_bytes() const;
-  std::size_t output_bytes() const;
-  bool travels_inline() const;
+  bool travels_inline() const { return request_.input_bytes(world_->size()) <= world_->inline_bytes; }
   void start_flow(Plan plan);
   Plan plan() const;
   void take_inline();
   void make_room();
 
   Request request_;
-  std::vector<Piece> parts_;
   World* world_ = nullptr;
   std::uint64_t sequence_ = 0;
   std::uint64_t first_tag_ = 0;

@@ -26,10 +26,6 @@ std::string seconds_text(double seconds) {
   return text;
 }
 
-bool overlap(const char* a, std::size_t a_bytes, const char* b, std::size_t b_bytes) {
-  return a_bytes != 0 && b_bytes != 0 && a < b + b_bytes && b < a + a_bytes;
-}
-
 }  // namespace
 
 // Two threads in one communicator would make the order of operations a matter of luck.
@@ -190,20 +186,23 @@ bool ShmCommunicator::start(std::shared_ptr<Operation> operation) {
 
 void ShmCommunicator::enqueue(std::shared_ptr<Operation> operation) {
   raise_recorded_failure();
-  check_aliasing(*operation);
+  check_arguments(*operation);
   operation->begin(++started_);
   queue_.push_back(std::move(operation));
 }
 
-void ShmCommunicator::check_aliasing(const Operation& operation) const {
+void ShmCommunicator::check_arguments(const Operation& operation) const {
   const Request& request = operation.request();
+  const int n = peers_.size();
+  if (request.parts.size() * sizeof(std::uint64_t) > inline_bytes)
+    throw CommunicatorError(ErrorKind::usage, "all_to_all_ragged in shared memory serves at most " +
+                                                  std::to_string(inline_bytes / sizeof(std::uint64_t)) +
+                                                  " ranks on one host; choose the mpi communicator");
   if (request.kind != OpKind::reduce_scatter && request.kind != OpKind::all_gather) return;
-  const std::size_t part_bytes = request.count * item_bytes(request.dtype);
-  const std::size_t own = part_bytes * static_cast<std::size_t>(peers_.rank());
+  const std::size_t own = request.part_bytes() * static_cast<std::size_t>(peers_.rank());
   const bool in_place = request.kind == OpKind::reduce_scatter ? request.output == request.input + own
                                                                : request.input == request.output + own;
-  if (!in_place && overlap(request.input, operation.input_bytes(peers_.size()), request.output,
-                           operation.output_bytes(peers_.size())))
+  if (!in_place && overlap(request.input, request.input_bytes(n), request.output, request.output_bytes(n)))
     throw CommunicatorError(
         ErrorKind::usage,
         "input and output overlap; pass separate arrays, or as the part this rank's own part of the whole");
@@ -215,17 +214,9 @@ bool ShmCommunicator::may_post(const Operation& operation) {
   if (operation.sequence() > ring_size && !peers_.all_finished(operation.sequence() - ring_size)) return false;
   // Posting says "my arguments are ready", which they are not while an earlier operation still writes to them, and that
   // peers may write the result, which they may not while an earlier one still reads what was there.
-  const int n = peers_.size();
-  const Request& later = operation.request();
   for (const auto& earlier : queue_) {
     if (earlier.get() == &operation) break;
-    const char* read = earlier->request().input;
-    const char* written = earlier->request().output;
-    const std::size_t written_bytes = earlier->output_bytes(n);
-    if (overlap(later.input, operation.input_bytes(n), written, written_bytes) ||
-        overlap(later.output, operation.output_bytes(n), written, written_bytes) ||
-        overlap(later.output, operation.output_bytes(n), read, earlier->input_bytes(n)))
-      return false;
+    if (conflict(earlier->request(), operation.request(), peers_.size())) return false;
   }
   return true;
 }

@@ -69,7 +69,7 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   [[noreturn]] void fail(ErrorKind kind, const std::string& text);
   void enqueue(std::shared_ptr<Operation> operation);
   bool only_brief() const { return queue_.size() == 1 && queue_.front()->brief(peers_.size()); }
-  void check_aliasing(const Operation& operation) const;
+  void check_arguments(const Operation& operation) const;
   void post_ready();
   bool may_post(const Operation& operation);
   void advance();

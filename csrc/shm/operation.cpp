@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "base/errors.h"
@@ -18,19 +19,10 @@ void copy_if_apart(char* to, const char* from, std::size_t bytes) {
 
 }  // namespace
 
-std::size_t Operation::input_bytes(int world_size) const {
-  return request_.kind == OpKind::reduce_scatter ? part_bytes() * static_cast<std::size_t>(world_size) : part_bytes();
-}
-
-std::size_t Operation::output_bytes(int world_size) const {
-  if (request_.output == nullptr) return 0;
-  return request_.kind == OpKind::all_gather ? part_bytes() * static_cast<std::size_t>(world_size) : part_bytes();
-}
-
 void Operation::post(Peers& peers) {
   RingEntry& entry = peers.entry(peers.rank(), sequence_);
   Descriptor& mine = entry.descriptor;
-  const std::size_t bytes = request_.input == nullptr ? 0 : input_bytes(peers.size());
+  const std::size_t bytes = request_.input_bytes(peers.size());
   const bool sends = request_.kind != OpKind::broadcast || request_.root == peers.rank();
   fill(mine, entry.label, request_);
   mine.refused = request_.refused;
@@ -38,8 +30,44 @@ void Operation::post(Peers& peers) {
     mine.location = peers.segment().locate(request_.input, bytes);
   else if (sends && bytes != 0)
     std::memcpy(entry.payload, request_.input, bytes);
+  if (exchanges()) post_parts(entry);
   posted_ = true;
   peers.publish_post(sequence_);
+}
+
+// Their counts, and their contents if there is room for them.
+void Operation::post_parts(RingEntry& entry) const {
+  unsigned char* at = entry.payload;
+  for (const Piece& part : request_.parts) {
+    const std::uint64_t count = part.bytes / item_bytes(request_.dtype);
+    std::memcpy(at, &count, sizeof count);
+    at += sizeof count;
+  }
+  if (part_bytes() > static_cast<std::size_t>(entry.payload + inline_bytes - at)) return;
+  for (const Piece& part : request_.parts) {
+    if (part.bytes != 0) std::memcpy(at, part.data, part.bytes);
+    at += part.bytes;
+  }
+}
+
+const std::uint64_t* Operation::part_counts(const Peers& peers, int rank) const {
+  return reinterpret_cast<const std::uint64_t*>(peers.entry(rank, sequence_).payload);
+}
+
+void Operation::read_counts(const Peers& peers) {
+  const int n = peers.size();
+  std::uint64_t longest = 0;
+  for (int q = 0; q < n; ++q) {
+    const Descriptor& said = peers.entry(q, sequence_).descriptor;
+    counts_.push_back(exchanges() ? part_counts(peers, q)[peers.rank()] : said.count);
+    longest = std::max(longest,
+                       exchanges() ? *std::max_element(part_counts(peers, q), part_counts(peers, q) + n) : said.count);
+    if (exchanges())
+      parts_fit_ =
+          parts_fit_ &&
+          static_cast<std::size_t>(n) * sizeof(std::uint64_t) + said.count * item_bytes(request_.dtype) <= inline_bytes;
+  }
+  longest_bytes_ = longest * item_bytes(request_.dtype);
 }
 
 bool Operation::advance(Peers& peers, Blocker& blocker) {
@@ -53,8 +81,8 @@ bool Operation::advance(Peers& peers, Blocker& blocker) {
       }
       check_peer(peers, checked_);
     }
-    if (request_.kind == OpKind::all_gather_ragged) {
-      for (int q = 0; q < peers.size(); ++q) counts_.push_back(peers.entry(q, sequence_).descriptor.count);
+    if (ragged()) {
+      read_counts(peers);
       outputs_ = allocate(counts_);
     }
     // What rank 0 says, kept for the caller: after the end its entry may be used again.
@@ -105,6 +133,7 @@ void Operation::check_peer(const Peers& peers, int peer) const {
 
 Operation::Mode Operation::choose_mode(Peers& peers) const {
   if (request_.kind == OpKind::empty) return Mode::direct;
+  if (exchanges()) return parts_fit_ ? Mode::inlined : Mode::staged;
   bool all_small = true;
   bool all_located = true;
   for (int q = 0; q < peers.size(); ++q) {
@@ -136,6 +165,14 @@ void Operation::run_inline(Peers& peers) {
     for (int q = 0; q < n; ++q)
       if (counts_[q] != 0)
         std::memcpy(outputs_[q], peers.entry(q, sequence_).payload, counts_[q] * item_bytes(request_.dtype));
+  } else if (exchanges()) {
+    for (int q = 0; q < n; ++q) {
+      const std::uint64_t* counts = part_counts(peers, q);
+      const std::uint64_t before = std::accumulate(counts, counts + peers.rank(), std::uint64_t{0});
+      const auto* parts = reinterpret_cast<const char*>(counts + n);
+      const std::size_t item = item_bytes(request_.dtype);
+      if (counts_[q] != 0) std::memcpy(outputs_[q], parts + before * item, counts_[q] * item);
+    }
   } else if (request_.kind == OpKind::broadcast && request_.root != peers.rank() && bytes != 0) {
     std::memcpy(request_.output, peers.entry(request_.root, sequence_).payload, bytes);
   }
@@ -208,9 +245,8 @@ Nonfinite Operation::reduce_direct(Peers& peers, std::uint64_t first, std::uint6
 void Operation::prepare_staging(Peers& peers) {
   const std::size_t chunk_bytes = peers.segment().chunk_bytes();
   const std::size_t n = static_cast<std::size_t>(peers.size());
-  lane_bytes_ = reduces() ? chunk_bytes / n / 64 * 64 : chunk_bytes;
-  std::size_t bytes = part_bytes();
-  for (std::uint64_t count : counts_) bytes = std::max(bytes, count * item_bytes(request_.dtype));
+  lane_bytes_ = has_lanes() ? chunk_bytes / n / 64 * 64 : chunk_bytes;
+  const std::size_t bytes = ragged() ? longest_bytes_ : part_bytes();
   const std::size_t step = request_.kind == OpKind::all_reduce ? lane_bytes_ * n : lane_bytes_;
   chunks_ = (bytes + step - 1) / step;
   for (Signal signal : {Signal::copied_in, Signal::reduced, Signal::copied_out})
@@ -267,7 +303,13 @@ Operation::Range Operation::part(std::uint64_t chunk, std::size_t bytes) const {
 void Operation::copy_in(Peers& peers, std::uint64_t chunk) {
   const int rank = peers.rank();
   char* staging = peers.segment().staging(rank, first_[static_cast<int>(Signal::copied_in)] + chunk);
-  if (reduces()) {
+  if (exchanges()) {
+    for (int q = 0; q < peers.size(); ++q) {
+      if (q == rank) continue;
+      const Range range = part(chunk, request_.parts[q].bytes);
+      copy_if_apart(staging + q * lane_bytes_, request_.parts[q].data + range.begin, range.bytes);
+    }
+  } else if (reduces()) {
     for (int q = 0; q < peers.size(); ++q) {
       if (q == rank) continue;  // its own share it reads from its own array
       const bool scatter = request_.kind == OpKind::reduce_scatter;
@@ -311,6 +353,10 @@ void Operation::copy_out(Peers& peers, std::uint64_t chunk) {
     } else if (request_.kind == OpKind::all_gather_ragged) {
       const Range range = part(chunk, counts_[q] * item_bytes(request_.dtype));
       const char* from = q == rank ? request_.input + range.begin : staging;
+      copy_if_apart(outputs_[q] + range.begin, from, range.bytes);
+    } else if (exchanges()) {
+      const Range range = part(chunk, counts_[q] * item_bytes(request_.dtype));
+      const char* from = q == rank ? request_.parts[q].data + range.begin : staging + lane_bytes_ * rank;
       copy_if_apart(outputs_[q] + range.begin, from, range.bytes);
     } else if (request_.kind == OpKind::broadcast && q == request_.root && q != rank) {
       const Range range = part(chunk, part_bytes());

@@ -34,19 +34,15 @@ class Operation {
   // Of one that looks, once it has finished: the same on all ranks.
   const Nonfinite& nonfinite() const { return nonfinite_; }
 
-  // all_gather_ragged, once it has finished: every rank's element count.
+  // all_gather_ragged and all_to_all_ragged, once it has finished: elements that came from each rank.
   const std::vector<std::uint64_t>& counts() const { return counts_; }
 
   // Whether all that this rank may have to do for it is to copy and reduce what fits into a ring entry. The parts of
   // others may be large.
-  bool brief(int world_size) const {
-    return request_.kind != OpKind::all_gather_ragged && input_bytes(world_size) <= inline_bytes;
-  }
-  std::size_t input_bytes(int world_size) const;
-  std::size_t output_bytes(int world_size) const;
+  bool brief(int world_size) const { return !ragged() && request_.input_bytes(world_size) <= inline_bytes; }
 
  protected:
-  // all_gather_ragged: where each rank's elements shall go. Called once, when all have told how many they are.
+  // Ragged: where each rank's elements shall go. Called once, when all have told how many they are.
   virtual std::vector<char*> allocate(const std::vector<std::uint64_t>&) { return {}; }
 
  private:
@@ -54,6 +50,9 @@ class Operation {
   enum class Mode { undecided, inlined, direct, staged };
 
   void check_peer(const Peers& peers, int peer) const;
+  void post_parts(RingEntry& entry) const;
+  void read_counts(const Peers& peers);
+  const std::uint64_t* part_counts(const Peers& peers, int rank) const;
   Mode choose_mode(Peers& peers) const;
   void prepare_staging(Peers& peers);
   bool advance_direct(Peers& peers, Blocker& blocker);
@@ -80,8 +79,12 @@ class Operation {
   Range slice(int world_size, std::uint64_t chunk, int q) const;
   // The chunk's range within one part (or the whole) of `bytes`.
   Range part(std::uint64_t chunk, std::size_t bytes) const;
-  std::size_t part_bytes() const { return request_.count * item_bytes(request_.dtype); }
+  std::size_t part_bytes() const { return request_.part_bytes(); }
   bool reduces() const { return request_.kind == OpKind::all_reduce || request_.kind == OpKind::reduce_scatter; }
+  bool exchanges() const { return request_.kind == OpKind::all_to_all_ragged; }
+  bool ragged() const { return request_.kind == OpKind::all_gather_ragged || exchanges(); }
+  // Whether what a rank copies in is for one peer each.
+  bool has_lanes() const { return reduces() || exchanges(); }
 
   Request request_;
   std::uint64_t sequence_ = 0;
@@ -90,6 +93,8 @@ class Operation {
   int checked_ = 0;  // peers whose descriptor has been compared
   Mode mode_ = Mode::undecided;
   std::vector<std::uint64_t> counts_;
+  std::size_t longest_bytes_ = 0;  // ragged: of all that any rank sends to another
+  bool parts_fit_ = true;          // all_to_all_ragged: those of every rank travel in its ring entry
   std::vector<char*> outputs_;
   Nonfinite nonfinite_;
 

@@ -45,6 +45,7 @@ class ShmCommunicator(Communicator):
 
     name = "shm"
     finds_nonfinite = True
+    sends_parts = True
 
     def __init__(
         self,
@@ -131,6 +132,9 @@ class ShmCommunicator(Communicator):
 
     def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork:
         return self.core.all_gather_ragged(array, DTYPES[dtype], label)
+
+    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
+        return self.core.all_to_all_ragged(list(parts), DTYPES[dtype], label)
 
     def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:
         return self.core.broadcast(array, root, DTYPES[dtype], label)
