@@ -39,6 +39,9 @@ class Collectives:
     # -- reductions --------------------------------------------------------------------------------------------------
     def all_reduce(self, tensor: Tensor, reduction: Reduction, seconds: float | None, label: str = "") -> None:
         """Collective. Replace `tensor` by the reduction over all ranks."""
+        if tensor.is_sparse:
+            self._add_sparse(tensor, reduction, seconds)
+            return
         row = dense(tensor)
         if reduction.factor is not None:
             row.mul_(reduction.factor)
@@ -102,6 +105,26 @@ class Collectives:
         for other in whole[1:]:
             reduction.fold(total, other, out=total)
         row.copy_(total / self._size if reduction.op == "mean" else total)
+
+    def _add_sparse(self, tensor: Tensor, reduction: Reduction, seconds: float | None) -> None:
+        """Every rank's entries come to everyone, and are added in rank order."""
+        if reduction.op != "sum":
+            raise UsageError("sparse tensors can only be summed; call to_dense() for another reduction")
+        own = tensor.detach().coalesce()
+        label = f"sparse {list(own.shape)} {own.sparse_dim()}"
+        gathered = []
+        for part in (own.indices().t(), own.values()):
+            array, dtype = as_items(dense(part).view(-1))
+            work = self._communicator.all_gather_ragged(array, label=f"{label} {dtype}")
+            work.wait(seconds)
+            gathered.append(
+                [torch.from_numpy(piece).view(part.dtype).view(-1, *part.shape[1:]) for piece in work.parts]
+            )
+        total = torch.zeros_like(own)
+        for indices, values in zip(*gathered, strict=True):
+            total = total + torch.sparse_coo_tensor(indices.t(), values, own.shape)
+        with torch.no_grad():  # of a sparse tensor, detach() would be another one
+            tensor.copy_(total.coalesce())
 
     # -- moves -------------------------------------------------------------------------------------------------------
     def broadcast(self, tensor: Tensor, root: int, seconds: float | None) -> None:

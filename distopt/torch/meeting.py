@@ -39,16 +39,19 @@ def meet(options: Any, backend_options: object = None) -> DistoptProcessGroup:  
     settings = Settings.from_env()
     timeout = options.timeout.total_seconds()
     try:
-        communicator = _communicator(options, rank, size, timeout, settings)
+        communicator, who = _communicator(options, rank, size, timeout, settings)
     except DistoptError as error:
         raise DistBackendError(f"rank {rank} of {size}: {error}") from error
-    return DistoptProcessGroup(options.store, rank, size, communicator, options.timeout)
+    return DistoptProcessGroup(options.store, rank, size, communicator, options.timeout, who)
 
 
-def _communicator(options: Any, rank: int, size: int, timeout: float, settings: Settings) -> Communicator:
+def _communicator(
+    options: Any, rank: int, size: int, timeout: float, settings: Settings
+) -> tuple[Communicator, list[str]]:
+    """The communicator, and what messages call the ranks."""
     host = socket.gethostname()
     if size == 1:
-        return SingleCommunicator(Topology.of_one_host(rank, size, host))
+        return SingleCommunicator(Topology.of_one_host(rank, size, host)), [host]
     store = options.store
     secret = token_bytes(16) if rank == 0 else b""
     store.set(str(rank), json.dumps([host_identity(), host, os.getpid(), secret.hex()]))
@@ -66,6 +69,7 @@ def _communicator(options: Any, rank: int, size: int, timeout: float, settings: 
         topology = Topology.of_one_host(rank, size, host)
         ranks = options.global_ranks_in_group or range(size)
         limits = Settings(timeout=timeout, stall_warning=settings.stall_warning)
-        return ShmCommunicator(group, topology, limits, ranks=ranks)
+        who = [f"rank {q} (host {name}, pid {pid})" for q, (_, name, pid, _) in zip(ranks, notes, strict=True)]
+        return ShmCommunicator(group, topology, limits, ranks=ranks), who
     finally:
         group.close()

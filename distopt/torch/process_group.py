@@ -7,6 +7,8 @@ Python subclass. A group is used by many threads: operations run one at a time, 
 from __future__ import annotations
 
 import contextlib
+import time
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +24,14 @@ from .work import DoneWork, PendingWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from datetime import timedelta
 
     from torch import Tensor
 
     from ..comm.base import Communicator
 
 __all__ = ["DistoptProcessGroup"]
+
+_GRACE_SECONDS = 5.0  # for which ranks wait longer than rank 0, which can tell why
 
 
 class DistoptProcessGroup(dist.ProcessGroup):
@@ -40,9 +43,18 @@ class DistoptProcessGroup(dist.ProcessGroup):
         size: number of ranks.
         communicator: what moves the bytes.
         timeout: for which an operation waits for a rank.
+        who: what messages call the ranks.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, communicator: Communicator, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        communicator: Communicator,
+        timeout: timedelta,
+        who: Sequence[str],
+    ) -> None:
         super().__init__(rank, size)  # the constructor with a store makes no object that C++ can call
         self._store = store
         self._names = {"name": "", "desc": ""}
@@ -50,6 +62,8 @@ class DistoptProcessGroup(dist.ProcessGroup):
         self._collectives = Collectives(communicator)
         self._lane = Lane(f"distopt group of {size}")
         self._seconds = timeout.total_seconds()
+        self._who = who
+        self._barriers = 0
 
     # -- reductions --------------------------------------------------------------------------------------------------
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
@@ -142,12 +156,53 @@ class DistoptProcessGroup(dist.ProcessGroup):
         return self._run(_or_default(opts, c10d.BarrierOptions), [], self._collectives.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Collective. A barrier; its error names all ranks that have not come, whatever `wait_all_ranks` is."""
-        opts = c10d.BarrierOptions()
-        opts.asyncOp = False
-        if timeout is not None:
-            opts.timeout = timeout
-        self.barrier(opts)
+        """Collective. A barrier through the store, which no collective that other threads are in can hold up.
+
+        The group can be used after it has failed.
+
+        Args:
+            timeout: for which rank 0 waits for the others (default: the group's).
+            wait_all_ranks: whether rank 0 waits for all, and names every rank that has not come, or the first only.
+
+        Raises:
+            DistBackendError: ranks have not come; on rank 0 the message names them.
+        """
+        self._barriers += 1
+        store = dist.PrefixStore(f"monitored_barrier/{self._barriers}", self._store)
+        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        if self.rank() == 0:
+            self._watch_barrier(store, seconds, wait_all_ranks)
+            return
+        store.set(str(self.rank()), "")
+        store.wait(["verdict"], timedelta(seconds=seconds + _GRACE_SECONDS))
+        if verdict := store.get("verdict").decode():
+            raise dist.DistBackendError(
+                f"Rank {self.rank()} successfully reached monitoredBarrier, but rank 0 did not: {verdict}"
+            )
+
+    def _watch_barrier(self, store: dist.Store, seconds: float, wait_all_ranks: bool) -> None:
+        """Rank 0's part: wait for the others, and tell them."""
+        deadline, verdict = time.monotonic() + seconds, ""
+        absent: list[int] = []
+        for rank in range(1, self.size()):
+            left = deadline - time.monotonic()
+            if left <= 0 and not absent:
+                verdict = f"Rank 0 timed out in monitoredBarrier after {seconds * 1e3:g} ms"
+                break
+            try:
+                store.wait([str(rank)], timedelta(seconds=max(left, 1e-3)))
+            except dist.DistStoreError:
+                absent.append(rank)
+                if not wait_all_ranks:
+                    break
+        if absent:
+            plural = "s" if len(absent) > 1 else ""
+            who = "; ".join(self._who[rank] for rank in absent)
+            ranks = ", ".join(map(str, absent))
+            verdict = f"Rank{plural} {ranks} failed to pass monitoredBarrier in {seconds * 1e3:g} ms: {who}"
+        store.set("verdict", verdict)
+        if verdict:
+            raise dist.DistBackendError(verdict)
 
     # -- names that PyTorch had before ---------------------------------------------------------------------------------
     _allgather_base = all_gather_single
@@ -247,8 +302,10 @@ def _carry_out(action: Callable[..., object], args: Sequence[Any], seconds: floa
         raise _for_torch(error) from error
 
 
-def _for_torch(error: DistoptError) -> Exception:
-    return ValueError(str(error)) if isinstance(error, UsageError) else dist.DistBackendError(str(error))
+def _for_torch(error: DistoptError) -> Any:
+    if isinstance(error, UsageError):
+        return ValueError(str(error))
+    return dist.DistBackendError(str(error).replace("raise DISTOPT_TIMEOUT", "raise the timeout of the process group"))
 
 
 def _list(tensors: Any) -> list[Tensor]:
