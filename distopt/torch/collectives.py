@@ -101,10 +101,10 @@ class Collectives:
         """A reduction that communicators do not know: everything comes to everyone, and is folded in rank order."""
         whole = row.new_empty((self._size, *row.shape))
         self._gather(row, whole, seconds, f"{label} {reduction.op}")
-        total = whole[0]
-        for other in whole[1:]:
-            reduction.fold(total, other, out=total)
-        row.copy_(total / self._size if reduction.op == "mean" else total)
+        parts = whole.view(self._size, -1).numpy()
+        for part in parts[1:]:
+            reduction.fold(parts[0], part, out=parts[0])
+        row.copy_(whole[0] / self._size if reduction.op == "mean" else whole[0])
 
     def _add_sparse(self, tensor: Tensor, reduction: Reduction, seconds: float | None) -> None:
         """Every rank's entries come to everyone, and are added in rank order."""

@@ -17,9 +17,10 @@ _MOST_IDLE = 2
 class Lane:
     """Where the operations of a group follow each other.
 
-    What must be waited for anyway runs in the thread that calls, if nothing is under way; the rest in threads of the
-    lane's own. There is one of these, from the first such operation on, and one more for each callback of a future
-    that blocks: a callback may wait for an operation that comes later.
+    What must be waited for anyway runs in the thread that calls, if nothing is under way; the rest in a thread of the
+    lane's own, which starts with the first such operation. It runs the callbacks of an operation's future before the
+    next operation, so that they come in order. A callback that starts an operation, or waits for one, leaves the lane
+    to another thread first, for its own operation comes after those that have been called before.
     """
 
     def __init__(self, name: str) -> None:
@@ -27,12 +28,14 @@ class Lane:
         self._condition = threading.Condition(threading.Lock())
         self._queue: deque[PendingWork] = deque()
         self._busy = False
+        self._teller = 0  # the thread that has the lane, but only runs callbacks
         self._idle = 0
         self._closed = False
 
     def enter(self) -> bool:
         """Local. Take the lane if nothing is under way. Whoever has got it calls `leave`."""
         with self._condition:
+            self._let_others()
             if self._busy or self._queue:
                 return False
             self._busy = True
@@ -42,15 +45,19 @@ class Lane:
         """Local. Let the next operation begin."""
         with self._condition:
             self._busy = False
-            if self._queue:
-                self._call()
+            self._call()
+
+    def give_way(self) -> None:
+        """Local. If this thread runs a callback, let the next operation begin."""
+        with self._condition:
+            self._let_others()
 
     def post(self, work: PendingWork) -> None:
         """Local. Carry `work` out after all that has been called before."""
         with self._condition:
             self._queue.append(work)
-            if not self._busy:
-                self._call()
+            self._let_others()
+            self._call()
 
     def close(self) -> None:
         """Local. End the threads when they have nothing left to do."""
@@ -58,7 +65,15 @@ class Lane:
             self._closed = True
             self._condition.notify_all()
 
+    def _let_others(self) -> None:
+        if self._teller == threading.get_ident():
+            self._teller, self._busy = 0, False
+            self._call()
+
     def _call(self) -> None:
+        """Have a thread look for the next operation, if there is one that can begin."""
+        if self._busy or not self._queue:
+            return
         if self._idle:
             self._condition.notify()
         else:
@@ -69,11 +84,18 @@ class Lane:
         holds = False
         while (work := self._next(holds)) is not None:
             work.carry_out()
-            holds = not work.awaited
-            if not holds:
-                self.leave()
-                work.tell()
+            holds = True
+            if work.awaited:
+                holds = self._tell(work)
             del work  # its tensors are the caller's again
+
+    def _tell(self, work: PendingWork) -> bool:
+        """Run the callbacks; whether this thread still has the lane."""
+        self._teller = own = threading.get_ident()
+        work.tell()
+        with self._condition:
+            held, self._teller = self._teller == own, 0 if self._teller == own else self._teller
+            return held
 
     def _next(self, holds: bool) -> PendingWork | None:
         """Wait for the next operation, and take the lane, unless this thread has it."""
@@ -85,7 +107,7 @@ class Lane:
             self._idle += 1
             try:
                 while self._busy or not self._queue:
-                    if self._closed:
+                    if self._closed and not self._queue:
                         return None
                     self._condition.wait()
             finally:

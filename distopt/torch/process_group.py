@@ -7,8 +7,6 @@ Python subclass. A group is used by many threads: operations run one at a time, 
 from __future__ import annotations
 
 import contextlib
-import time
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,19 +17,19 @@ from torch.distributed import distributed_c10d as c10d
 from ..errors import DistoptError, UsageError
 from .collectives import Collectives
 from .lane import Lane
+from .monitored import monitored_barrier
 from .tensors import reduction_of
 from .work import DoneWork, PendingWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import timedelta
 
     from torch import Tensor
 
     from ..comm.base import Communicator
 
 __all__ = ["DistoptProcessGroup"]
-
-_GRACE_SECONDS = 5.0  # for which ranks wait longer than rank 0, which can tell why
 
 
 class DistoptProcessGroup(dist.ProcessGroup):
@@ -156,53 +154,15 @@ class DistoptProcessGroup(dist.ProcessGroup):
         return self._run(_or_default(opts, c10d.BarrierOptions), [], self._collectives.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Collective. A barrier through the store, which no collective that other threads are in can hold up.
-
-        The group can be used after it has failed.
-
-        Args:
-            timeout: for which rank 0 waits for the others (default: the group's).
-            wait_all_ranks: whether rank 0 waits for all, and names every rank that has not come, or the first only.
+        """Collective. A barrier through the store, for which rank 0 waits for `timeout` (default: the group's).
 
         Raises:
-            DistBackendError: ranks have not come; on rank 0 the message names them.
+            DistBackendError: ranks have not come; that of rank 0 names all with `wait_all_ranks`, else the first.
         """
         self._barriers += 1
         store = dist.PrefixStore(f"monitored_barrier/{self._barriers}", self._store)
         seconds = self._seconds if timeout is None else timeout.total_seconds()
-        if self.rank() == 0:
-            self._watch_barrier(store, seconds, wait_all_ranks)
-            return
-        store.set(str(self.rank()), "")
-        store.wait(["verdict"], timedelta(seconds=seconds + _GRACE_SECONDS))
-        if verdict := store.get("verdict").decode():
-            raise dist.DistBackendError(
-                f"Rank {self.rank()} successfully reached monitoredBarrier, but rank 0 did not: {verdict}"
-            )
-
-    def _watch_barrier(self, store: dist.Store, seconds: float, wait_all_ranks: bool) -> None:
-        """Rank 0's part: wait for the others, and tell them."""
-        deadline, verdict = time.monotonic() + seconds, ""
-        absent: list[int] = []
-        for rank in range(1, self.size()):
-            left = deadline - time.monotonic()
-            if left <= 0 and not absent:
-                verdict = f"Rank 0 timed out in monitoredBarrier after {seconds * 1e3:g} ms"
-                break
-            try:
-                store.wait([str(rank)], timedelta(seconds=max(left, 1e-3)))
-            except dist.DistStoreError:
-                absent.append(rank)
-                if not wait_all_ranks:
-                    break
-        if absent:
-            plural = "s" if len(absent) > 1 else ""
-            who = "; ".join(self._who[rank] for rank in absent)
-            ranks = ", ".join(map(str, absent))
-            verdict = f"Rank{plural} {ranks} failed to pass monitoredBarrier in {seconds * 1e3:g} ms: {who}"
-        store.set("verdict", verdict)
-        if verdict:
-            raise dist.DistBackendError(verdict)
+        monitored_barrier(store, self.rank(), self._who, seconds, name_all=wait_all_ranks)
 
     # -- names that PyTorch had before ---------------------------------------------------------------------------------
     _allgather_base = all_gather_single
@@ -264,7 +224,7 @@ class DistoptProcessGroup(dist.ProcessGroup):
             finally:
                 self._lane.leave()
             return DoneWork(tensors)
-        work = PendingWork(partial(_carry_out, action, args, seconds), tensors)
+        work = PendingWork(partial(_carry_out, action, args, seconds), tensors, self._lane.give_way)
         self._lane.post(work)
         if not opts.asyncOp:
             work.wait()

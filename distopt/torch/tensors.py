@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..comm.base import DTYPES, ReduceOp
+from ..comm.base import DTYPES, OPS, ReduceOp
 from ..errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy as np
 
 __all__ = ["Reduction", "as_items", "as_numbers", "dense", "give_back", "reduction_of"]
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+# What communicators reduce themselves, apart from bfloat16 and, as pairs, sums of complex numbers. NumPy does the rest.
 _NATIVE = {getattr(torch, name) for name in DTYPES if name != "bfloat16"}
 
 
@@ -28,27 +25,33 @@ class Reduction:
 
     Attributes:
         op: a key of `distopt.comm.base.OPS`.
-        fold: the same for two tensors.
-        bitwise: whether it is one of the bits of integers.
+        fold: the same for two arrays.
         factor: what each rank's values are multiplied by first, None for 1.
     """
 
     op: ReduceOp
-    fold: Callable[..., torch.Tensor]
-    bitwise: bool = False
+    fold: np.ufunc
     factor: float | torch.Tensor | None = None
 
 
 _RED_OPS = dist.ReduceOp.RedOpType
 _REDUCTIONS = {
-    _RED_OPS.SUM: Reduction("sum", torch.add),
-    _RED_OPS.AVG: Reduction("mean", torch.add),
-    _RED_OPS.PRODUCT: Reduction("product", torch.mul),
-    _RED_OPS.MIN: Reduction("min", torch.minimum),
-    _RED_OPS.MAX: Reduction("max", torch.maximum),
-    _RED_OPS.BAND: Reduction("and", torch.bitwise_and, bitwise=True),
-    _RED_OPS.BOR: Reduction("or", torch.bitwise_or, bitwise=True),
-    _RED_OPS.BXOR: Reduction("xor", torch.bitwise_xor, bitwise=True),
+    _RED_OPS.SUM: Reduction("sum", np.add),
+    _RED_OPS.AVG: Reduction("mean", np.add),
+    _RED_OPS.PRODUCT: Reduction("product", np.multiply),
+    _RED_OPS.MIN: Reduction("min", np.minimum),
+    _RED_OPS.MAX: Reduction("max", np.maximum),
+    _RED_OPS.BAND: Reduction("and", np.bitwise_and),
+    _RED_OPS.BOR: Reduction("or", np.bitwise_or),
+    _RED_OPS.BXOR: Reduction("xor", np.bitwise_xor),
+}
+
+_OF_ALL, _OF_REALS, _OF_INTEGERS = {"sum", "product"}, {"sum", "product", "max", "min"}, set(OPS) - {"mean"}
+_OPS_OF = {
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), _OF_REALS | {"mean"}),
+    **dict.fromkeys((torch.int8, torch.int16, torch.int32, torch.int64, torch.bool), _OF_INTEGERS),
+    **dict.fromkeys((torch.uint8, torch.uint16, torch.uint32, torch.uint64), _OF_INTEGERS),
+    **dict.fromkeys(_REAL, _OF_ALL | {"mean"}),
 }
 
 
@@ -60,10 +63,9 @@ def reduction_of(reduce_op: Any, dtype: torch.dtype) -> Reduction:
     """
     kind = getattr(reduce_op, "op", reduce_op)
     if kind == _RED_OPS.PREMUL_SUM:
-        return Reduction("sum", torch.add, factor=reduce_op.factor)
+        return Reduction("sum", np.add, factor=reduce_op.factor)
     reduction = _REDUCTIONS[kind]
-    floating = dtype.is_floating_point or dtype.is_complex
-    if (reduction.bitwise and floating) or (reduction.op == "mean" and not floating):
+    if reduction.op not in _OPS_OF.get(dtype, ()):
         raise UsageError(f"ReduceOp.{kind.name} has no meaning for {dtype}; convert the tensor to another type")
     return reduction
 

@@ -62,11 +62,13 @@ class PendingWork(dist.Work):
     Args:
         action: carries it out; raises `DistBackendError` or a `ValueError`.
         tensors: the result.
+        give_way: called before this thread waits; see `Lane.give_way`.
     """
 
-    def __init__(self, action: Callable[[], object], tensors: list[torch.Tensor]) -> None:
+    def __init__(self, action: Callable[[], object], tensors: list[torch.Tensor], give_way: Callable[[], None]) -> None:
         super().__init__()
         self._action: Callable[[], object] | None = action
+        self._give_way = give_way
         self._tensors = tensors
         self._error: BaseException | None = None
         self._source = -1
@@ -118,6 +120,8 @@ class PendingWork(dist.Work):
         Raises:
             DistBackendError: it has failed; the message names the rank at fault, or it has not ended in time.
         """
+        if not self._ended.is_set():
+            self._give_way()
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         if not self._ended.wait(seconds if seconds > 0 else None):
             raise dist.DistBackendError(f"the operation has not ended within {seconds:g} s; it goes on")
