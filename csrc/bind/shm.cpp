@@ -129,6 +129,32 @@ nb::object parts_of(ShmRaggedWork& work) {
   return work.parts;
 }
 
+class HeldMessage : public Message {
+ public:
+  HeldMessage(bool sends, int peer, std::int64_t tag, DType dtype, const Py_buffer& view, Buffers buffers)
+      : Message(sends, peer, tag, dtype, static_cast<char*>(view.buf),
+                static_cast<std::size_t>(view.len) / item_bytes(dtype)),
+        buffers_(std::move(buffers)) {}
+
+ private:
+  Buffers buffers_;
+};
+
+struct ShmMessage {
+  std::shared_ptr<ShmCommunicator> communicator;
+  std::shared_ptr<Message> message;
+};
+
+ShmMessage start_message(ShmCommunicator& communicator, bool sends, nb::handle array, int peer, std::int64_t tag,
+                         int dtype) {
+  Buffers buffers;
+  const Py_buffer view = buffers.add(array, sends ? 0 : PyBUF_WRITABLE);
+  auto message = std::make_shared<HeldMessage>(sends, peer, tag, static_cast<DType>(dtype), view, std::move(buffers));
+  nb::gil_scoped_release release;
+  communicator.messages().start(message);
+  return {communicator.shared_from_this(), std::move(message)};
+}
+
 void barrier(ShmCommunicator& communicator) {
   const ShmWork work = start(communicator, Request{}, Buffers());
   wait(communicator, *work.operation, {});
@@ -203,6 +229,24 @@ void bind_shm(nb::module_& m) {
   nb::class_<ShmRaggedWork, ShmWork>(m, "ShmRaggedWork", "A ragged collective under way in shared memory.")
       .def_prop_ro("parts", &parts_of, "See `RaggedWork.parts`.");
 
+  nb::class_<ShmMessage>(m, "ShmMessage", "A message under way in shared memory.")
+      .def(
+          "done", [](ShmMessage& work) { return work.communicator->messages().test(*work.message); },
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Local. Move messages forward without waiting; whether this one has ended.")
+      .def(
+          "wait",
+          [](ShmMessage& work, std::optional<double> timeout) {
+            ShmCommunicator& communicator = *work.communicator;
+            communicator.messages().wait(*work.message, timeout.value_or(communicator.default_timeout()));
+          },
+          nb::arg("timeout") = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
+          "Wait for the end, at most `timeout` seconds.")
+      .def_prop_ro(
+          "source", [](const ShmMessage& work) { return work.message->finished() ? work.message->peer() : -1; },
+          "See `MessageWork.source`.")
+      .def_prop_ro("nonfinite", [](const ShmMessage&) { return nb::none(); });
+
   nb::class_<ShmCommunicator>(m, "ShmCommunicator", "Collectives over the ranks of one host; arguments are trusted.")
       .def(nb::new_(&create), nb::arg("fd"), nb::arg("rank"), nb::arg("names"), nb::arg("timeout"),
            nb::arg("stall_warning"), nb::arg("warn"))
@@ -220,6 +264,8 @@ void bind_shm(nb::module_& m) {
       .def("all_to_all_ragged", &all_to_all_ragged)
       .def("broadcast", &broadcast)
       .def("barrier", &barrier)
+      .def("start_message", &start_message, nb::arg("sends"), nb::arg("array"), nb::arg("peer"), nb::arg("tag"),
+           nb::arg("dtype"))
       .def("progress", &ShmCommunicator::progress, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &ShmCommunicator::close);
 

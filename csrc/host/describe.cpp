@@ -54,6 +54,10 @@ std::uint64_t hash_of(const std::string& text) {
 
 }  // namespace
 
+std::string amount(std::uint64_t count, DType dtype) {
+  return with_commas(count) + " " + dtype_name(static_cast<std::uint8_t>(dtype));
+}
+
 void fill(Descriptor& descriptor, char (&label)[label_bytes], const Request& request) {
   descriptor.count = request.count;
   descriptor.location = 0;
@@ -83,7 +87,7 @@ std::string mismatch_between(const std::string& who, const std::string& does, co
 std::string describe(const Descriptor& descriptor, std::uint64_t sequence, const char* label) {
   std::string text = std::string(kind_name(descriptor.kind)) + " #" + with_commas(sequence);
   if (descriptor.kind != OpKind::barrier)
-    text += " of " + with_commas(descriptor.count) + " " + dtype_name(descriptor.dtype);
+    text += " of " + amount(descriptor.count, static_cast<DType>(descriptor.dtype));
   if (descriptor.kind == OpKind::all_reduce || descriptor.kind == OpKind::reduce_scatter)
     text += std::string(", ") + op_name(descriptor.op);
   if (descriptor.looks) text += ", looked at for NaN";

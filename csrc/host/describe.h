@@ -11,6 +11,8 @@ namespace distopt {
 void fill(Descriptor& descriptor, char (&label)[label_bytes], const Request& request);
 // Whether two ranks take part in the same operation.
 bool alike(const Descriptor& a, const Descriptor& b);
+// "50,000 float32"
+std::string amount(std::uint64_t count, DType dtype);
 // That they do not; `does` and `mine` are descriptions.
 std::string mismatch_between(const std::string& who, const std::string& does, const std::string& me,
                              const std::string& mine);

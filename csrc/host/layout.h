@@ -1,6 +1,6 @@
 // What lies at the start of the segment, byte for byte: every rank maps it, and every field has one writer.
 //
-//   Header | Slot of rank 0 | Slot of rank 1 | ... | staging of rank 0 | staging of rank 1 | ... | wire blocks ...
+//   Header | Slot of rank 0 | ... | Inbox of rank 0 | ... | staging of rank 0 | ... | wire blocks ...
 //
 // Pages come zeroed from the kernel, and zero is the valid initial value of everything but the header.
 #pragma once
@@ -15,7 +15,7 @@
 namespace distopt {
 
 constexpr std::uint64_t segment_magic = 0x74706f7473696400;
-constexpr std::uint32_t segment_version = 4;
+constexpr std::uint32_t segment_version = 5;
 // Two lines, because x86 prefetches lines in pairs.
 constexpr std::size_t line_bytes = 128;
 // Operations that a rank may have posted before its slowest peer has finished the first of them.
@@ -62,6 +62,19 @@ struct alignas(line_bytes) Slot {
   std::uint64_t cores[16];  // bit set of the cores that this rank may run on
   alignas(line_bytes) RingEntry ring[ring_size];
 };
+
+// Where messages for a rank arrive: for every sender, a ring of bytes. Counts of bytes only grow.
+struct alignas(line_bytes) Channel {
+  std::atomic<std::uint64_t> written;                    // by the sender
+  alignas(line_bytes) std::atomic<std::uint64_t> taken;  // by the receiver
+};
+// One for each rank, which it rings wherever something has changed that this rank may wait for.
+struct alignas(line_bytes) Bell {
+  std::atomic<std::uint64_t> rings;
+  alignas(line_bytes) std::atomic<std::uint32_t> sleepers;
+};
+// Of all rings of an inbox together. Half of a core's second-level cache, so that what is written is read from there.
+constexpr std::size_t inbox_bytes = 256 << 10;
 
 // The first failure of the job. `state` goes 0 -> 1 + rank (which writes it) -> record_valid.
 constexpr std::uint32_t record_valid = UINT32_MAX;

@@ -59,6 +59,7 @@ class Peers {
   // Whether it was woken by a change.
   bool sleep(const Blocker& blocker, std::chrono::nanoseconds slice) const;
 
+  bool cores_shared() const { return cores_shared_; }
   // To be called once every rank has joined, and before the first wait. Finds out whether ranks have to share cores, in
   // which case polling takes the core from the rank polled for.
   void count_cores();

@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <new>
@@ -21,8 +22,19 @@ constexpr std::size_t page_bytes = 4096;
 std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
 
 std::size_t slots_offset() { return sizeof(Header); }
-std::size_t staging_offset(int world_size) {
+std::size_t inboxes_offset(int world_size) {
   return round_up(slots_offset() + sizeof(Slot) * static_cast<std::size_t>(world_size), page_bytes);
+}
+std::size_t ring_bytes(int world_size) {
+  const std::size_t share = inbox_bytes / static_cast<std::size_t>(world_size) / page_bytes * page_bytes;
+  return std::max(share, page_bytes);
+}
+std::size_t inbox_stride(int world_size) {
+  const std::size_t channels = (sizeof(Channel) + ring_bytes(world_size)) * static_cast<std::size_t>(world_size);
+  return round_up(sizeof(Bell) + channels, page_bytes);
+}
+std::size_t staging_offset(int world_size) {
+  return inboxes_offset(world_size) + inbox_stride(world_size) * static_cast<std::size_t>(world_size);
 }
 std::size_t control_bytes(int world_size, std::size_t chunk_bytes) {
   return staging_offset(world_size) +
@@ -145,6 +157,17 @@ void Segment::close() {
   fd_ = -1;
   blocks_.clear();
 }
+
+char* Segment::inbox(int rank) const {
+  return control_.get() + inboxes_offset(world_size_) + inbox_stride(world_size_) * static_cast<std::size_t>(rank);
+}
+
+Channel& Segment::channel(int from, int to) const {
+  const std::size_t before = (sizeof(Channel) + ring_bytes(world_size_)) * static_cast<std::size_t>(from);
+  return *reinterpret_cast<Channel*>(inbox(to) + sizeof(Bell) + before);
+}
+
+std::size_t Segment::channel_bytes() const { return ring_bytes(world_size_); }
 
 bool Segment::holds_lock(int rank) const {
   struct flock lock = {};

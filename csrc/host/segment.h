@@ -37,6 +37,12 @@ class Segment {
     return staging_ + (rank * staging_buffers + chunk % staging_buffers) * chunk_bytes_;
   }
 
+  // Messages from rank `from` to rank `to`: its counts, and its ring of `channel_bytes`.
+  Bell& bell(int rank) const { return *reinterpret_cast<Bell*>(inbox(rank)); }
+  Channel& channel(int from, int to) const;
+  char* ring(int from, int to) const { return reinterpret_cast<char*>(&channel(from, to) + 1); }
+  std::size_t channel_bytes() const;
+
   // Whether the process of that rank lives and has not left. Asked of the kernel, which drops the lock at the end of
   // the process, before the parent has collected it and across process namespaces.
   bool holds_lock(int rank) const;
@@ -57,6 +63,7 @@ class Segment {
 
  private:
   std::size_t stride_of(std::size_t bytes) const;
+  char* inbox(int rank) const;
 
   int fd_;
   int rank_;

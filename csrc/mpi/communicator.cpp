@@ -48,15 +48,12 @@ Listening& listening() {
 class Communicator::Guard {
  public:
   explicit Guard(Communicator& owner) : owner_(owner) {
-    for (Use found = Use::none; !owner.use_.compare_exchange_weak(found, Use::call, std::memory_order_acquire);
-         found = Use::none) {
-      if (found == Use::call)
-        throw CommunicatorError(ErrorKind::usage,
-                                "two threads use one communicator at the same time; call collectives from one thread");
-      ::sched_yield();  // a kernel in another thread moves it, which ends soon
-    }
+    // Where a kernel in another thread moves it, for that moment.
+    if (!owner.turn_.take())
+      throw CommunicatorError(ErrorKind::usage,
+                              "two threads use one communicator at the same time; call collectives from one thread");
   }
-  ~Guard() { owner_.use_.store(Use::none, std::memory_order_release); }
+  ~Guard() { owner_.turn_.give_back(); }
   Guard(const Guard&) = delete;
   Guard& operator=(const Guard&) = delete;
 
@@ -97,14 +94,13 @@ void Communicator::move_all() {
 }
 
 void Communicator::move_if_idle() {
-  Use found = Use::none;
-  if (!use_.compare_exchange_strong(found, Use::tick, std::memory_order_acquire)) return;
+  if (!turn_.help()) return;
   try {
     // What has ended stays in the queue: to let go of its arrays takes Python's lock.
     if (!queue_.empty() && !failure_ && fork_count() == fork_count_) move();
   } catch (const CommunicatorError&) {  // recorded; the next call throws it
   }
-  use_.store(Use::none, std::memory_order_release);
+  turn_.give_back();
 }
 
 std::shared_ptr<Hierarchy> Communicator::hierarchy_for(const Request& request) const {

@@ -5,7 +5,6 @@
 // progress, a wait) moves all outstanding operations forward, in any order of theirs.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <deque>
 #include <memory>
@@ -16,6 +15,7 @@
 
 #include "base/errors.h"
 #include "base/fork.h"
+#include "base/turn.h"
 #include "mpi/hierarchy.h"
 #include "mpi/operation.h"
 
@@ -64,8 +64,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
  private:
   class Guard;
-  enum class Use { none, call, tick };
-
   void stop_listening();
   // What tick() calls.
   static void move_all();
@@ -90,7 +88,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::optional<CommunicatorError> failure_;
   bool closed_ = false;
   const unsigned fork_count_ = fork_count();  // where it was made
-  std::atomic<Use> use_{Use::none};
+  Turn turn_;
 };
 
 }  // namespace distopt::mpi

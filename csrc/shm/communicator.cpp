@@ -14,11 +14,13 @@
 namespace distopt {
 namespace {
 
-// How long a dead, closed or failed peer can go unnoticed by a rank that sleeps.
-constexpr double slice_seconds = 0.05;
 // Some microseconds, in which the calling thread keeps Python's lock from the others: longer than ranks that work in
 // step wait for each other in a small collective.
 constexpr int brief_polls = 128;
+// Of a rank that waits in a collective while messages of its own are under way.
+constexpr double helping_seconds = 1e-3;
+
+}  // namespace
 
 std::string seconds_text(double seconds) {
   char text[32];
@@ -26,18 +28,16 @@ std::string seconds_text(double seconds) {
   return text;
 }
 
-}  // namespace
-
 // Two threads in one communicator would make the order of operations a matter of luck.
 class ShmCommunicator::Guard {
  public:
   explicit Guard(ShmCommunicator& owner) : owner_(owner) {
     owner.require_open();
-    if (owner.busy_.exchange(true, std::memory_order_acquire))
+    if (!owner.turn_.take())
       throw CommunicatorError(ErrorKind::usage,
                               "two threads use one communicator at the same time; call collectives from one thread");
   }
-  ~Guard() { owner_.busy_.store(false, std::memory_order_release); }
+  ~Guard() { owner_.turn_.give_back(); }
   Guard(const Guard&) = delete;
   Guard& operator=(const Guard&) = delete;
 
@@ -50,6 +50,8 @@ ShmCommunicator::ShmCommunicator(int fd, int rank, std::vector<std::string> name
       peers_(segment_, std::move(names)),
       limits_(limits),
       hooks_(std::move(hooks)),
+      messages_(
+          segment_, peers_, limits_, hooks_, [this] { require_open(); }, [this] { help(); }),
       fork_generation_(fork_count()) {}
 
 ShmCommunicator::~ShmCommunicator() { close(); }
@@ -60,11 +62,13 @@ void ShmCommunicator::count_cores() { peers_.count_cores(); }
 
 void ShmCommunicator::close() {
   if (closed_) return;
-  if (busy_.load(std::memory_order_acquire))
+  if (turn_.taken())
     throw CommunicatorError(ErrorKind::usage,
                             "another thread waits in this communicator; close it when that wait has ended");
+  messages_.close();
   closed_ = true;
   queue_.clear();
+  ended_.clear();
   // In a forked child this is the parent's memory: only the parent may say that the rank has left.
   if (fork_count() == fork_generation_) segment_.slot(peers_.rank()).closed.store(1, std::memory_order_release);
   segment_.close();
@@ -116,7 +120,8 @@ void ShmCommunicator::wait_until(Condition condition, double timeout_seconds) {
     if (peers_.spin(blocker_)) continue;
     if (!watch) watch.emplace();
     const double left = timeout_seconds - watch->seconds();
-    const std::chrono::duration<double> nap(std::min(slice_seconds, std::max(left, 1e-6)));
+    const double slice = messages_.help() ? helping_seconds : slice_seconds;
+    const std::chrono::duration<double> nap(std::min(slice, std::max(left, 1e-6)));
     if (peers_.sleep(blocker_, std::chrono::duration_cast<std::chrono::nanoseconds>(nap))) continue;
     call_hook(hooks_.check_signals);
     require_open();
@@ -129,11 +134,11 @@ void ShmCommunicator::wait_until(Condition condition, double timeout_seconds) {
 template <typename Hook>
 void ShmCommunicator::call_hook(Hook hook) {
   // The hook may run a signal handler that closes this communicator.
-  busy_.store(false, std::memory_order_release);
+  turn_.give_back();
   struct Retake {
-    std::atomic<bool>& busy;
-    ~Retake() { busy.store(true, std::memory_order_release); }
-  } retake{busy_};
+    Turn& turn;
+    ~Retake() { turn.take(); }
+  } retake{turn_};
   hook();
 }
 
@@ -225,7 +230,8 @@ void ShmCommunicator::post_ready() {
   for (; posted_ < queue_.size() && may_post(*queue_[posted_]); ++posted_) queue_[posted_]->post(peers_);
 }
 
-void ShmCommunicator::advance() {
+void ShmCommunicator::advance(bool helps) {
+  if (!helps) ended_.clear();
   post_ready();
   while (!queue_.empty()) {
     Operation& front = *queue_.front();
@@ -243,11 +249,23 @@ void ShmCommunicator::advance() {
                                   describe(own.descriptor, front.sequence(), own.label) + "; send smaller parts");
     }
     front.finish();
+    // To let go of its arrays takes Python's lock, which a thread may hold that waits for its turn.
+    if (helps) ended_.push_back(queue_.front());
     queue_.pop_front();
     --posted_;
     peers_.publish(Signal::finished);
     post_ready();
   }
+}
+
+// For a rank that waits for a message.
+void ShmCommunicator::help() {
+  if (!turn_.help()) return;
+  struct Return {
+    Turn& turn;
+    ~Return() { turn.give_back(); }
+  } at_end{turn_};
+  advance(true);
 }
 
 bool ShmCommunicator::test(const Operation& operation) {

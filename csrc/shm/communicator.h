@@ -5,7 +5,6 @@
 // other work. There is no thread of its own.
 #pragma once
 
-#include <atomic>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -13,20 +12,12 @@
 #include <vector>
 
 #include "base/errors.h"
+#include "base/turn.h"
+#include "shm/limits.h"
+#include "shm/messages.h"
 #include "shm/operation.h"
 
 namespace distopt {
-
-// What only the caller's side can do. Both are called while waiting, without any lock held.
-struct Hooks {
-  std::function<void()> check_signals;           // may throw, which ends the wait
-  std::function<void(const std::string&)> warn;  // a peer is late
-};
-
-struct Limits {
-  double timeout_seconds;
-  double warning_seconds;
-};
 
 class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
  public:
@@ -56,7 +47,10 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   // Collective; waits. `bytes_available` counts on rank 0 only: what the host can give to all ranks together.
   std::shared_ptr<char> empty(std::uint64_t count, DType dtype, std::uint64_t bytes_available);
 
-  // Local. Outstanding operations are dropped. Idempotent.
+  // Those of the same ranks.
+  Messages& messages() { return messages_; }
+
+  // Local. Outstanding operations and messages are dropped. Idempotent.
   void close();
 
   double default_timeout() const { return limits_.timeout_seconds; }
@@ -72,7 +66,8 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   void check_arguments(const Operation& operation) const;
   void post_ready();
   bool may_post(const Operation& operation);
-  void advance();
+  void advance(bool helps = false);
+  void help();
   template <typename Condition>
   void wait_until(Condition condition, double timeout_seconds);
   void check_peers(double waited, double timeout_seconds, bool& warned);
@@ -86,11 +81,13 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   Peers peers_;
   Limits limits_;
   Hooks hooks_;
+  Messages messages_;
   std::deque<std::shared_ptr<Operation>> queue_;
-  std::size_t posted_ = 0;  // of the queue
+  std::vector<std::shared_ptr<Operation>> ended_;  // in help()
+  std::size_t posted_ = 0;                         // of the queue
   std::uint64_t started_ = 0;
   Blocker blocker_{Signal::posted, 0, 0};
-  std::atomic<bool> busy_{false};
+  Turn turn_;
   bool closed_ = false;
   unsigned fork_generation_;
 };

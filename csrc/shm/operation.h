@@ -1,6 +1,7 @@
 // One collective as a state machine that each rank moves forward when it has the time.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -28,8 +29,8 @@ class Operation {
   const Request& request() const { return request_; }
   std::uint64_t sequence() const { return sequence_; }
   bool posted() const { return posted_; }
-  bool finished() const { return finished_; }
-  void finish() { finished_ = true; }
+  bool finished() const { return finished_.load(std::memory_order_acquire); }
+  void finish() { finished_.store(true, std::memory_order_release); }
 
   // Of one that looks, once it has finished: the same on all ranks.
   const Nonfinite& nonfinite() const { return nonfinite_; }
@@ -89,8 +90,8 @@ class Operation {
   Request request_;
   std::uint64_t sequence_ = 0;
   bool posted_ = false;
-  bool finished_ = false;
-  int checked_ = 0;  // peers whose descriptor has been compared
+  std::atomic<bool> finished_{false};  // a thread may look while one that waits for a message moves the operation
+  int checked_ = 0;                    // peers whose descriptor has been compared
   Mode mode_ = Mode::undecided;
   std::vector<std::uint64_t> counts_;
   std::size_t longest_bytes_ = 0;  // ragged: of all that any rank sends to another

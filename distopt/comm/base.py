@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import numpy as np
 
 from ..errors import UsageError
-from .work import Array, DoneWork, RaggedWork, Work, Works
+from .work import Array, DoneWork, MessageWork, RaggedWork, Work, Works
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +35,7 @@ __all__ = [
     "Array",
     "Communicator",
     "DoneWork",
+    "MessageWork",
     "RaggedWork",
     "ReduceOp",
     "Work",
@@ -54,6 +55,7 @@ DTYPES: dict[str, int] = {
 OPS: dict[str, int] = {
     name: code for code, name in enumerate(("sum", "max", "min", "mean", "product", "and", "or", "xor"))
 }
+_ANYONE = -1  # from whom a message may come
 _FLOATS = frozenset({"float32", "float64", "float16", "bfloat16"})
 
 
@@ -75,7 +77,7 @@ class Communicator(ABC):
     """
 
     name: ClassVar[str]
-    # Whether `all_to_all_ragged` sends each rank only its own part; if not, everything goes to everyone.
+    # Whether sums of lists should travel as parts, by `all_to_all_ragged`; in shared memory they are at hand anyway.
     sends_parts: ClassVar[bool] = False
     # Whether sums run in rank order on every element; if not, in an order of the library's, the same on all ranks.
     ordered_sums: ClassVar[bool] = True
@@ -206,6 +208,40 @@ class Communicator(ABC):
             raise UsageError(f"broadcast root {root} is not a rank of a world of {self.topology.world_size}")
         return self._broadcast(array, root, dtype, label)
 
+    # -- messages between two ranks ----------------------------------------------------------------------------------
+    def send(self, array: Array, to: int, *, tag: int = 0, wire: str | None = None) -> MessageWork:
+        """Local. Send `array` to rank `to`, which receives it with an equal tag, type and count.
+
+        Messages have no place in the order of collectives. Those between two ranks with one tag arrive in the order of
+        sending. They move while any of them is started, polled or waited for, and a send may not end before its
+        receive begins: a rank that waits in a collective does not receive.
+
+        Args:
+            array: any shape; to be left alone until the message has ended.
+            to: another rank.
+            tag: an integer of 64 bits.
+            wire: see `all_reduce`.
+
+        Raises:
+            UsageError: the array cannot be sent, or there is no such other rank.
+        """
+        return self._start_message(True, array, self.check_array(array, wire), self._other(to), tag)
+
+    def receive(self, array: Array, source: int | None = None, *, tag: int = 0, wire: str | None = None) -> MessageWork:
+        """Local. Receive a message into `array`, from rank `source` or from any; see `send`.
+
+        `Work.wait` raises a MismatchError if type or count are not those of the message.
+        """
+        peer = _ANYONE if source is None else self._other(source)
+        return self._start_message(False, array, self.check_array(array, wire, written=True), peer, tag)
+
+    def _other(self, rank: int) -> int:
+        if not 0 <= rank < self.topology.world_size or rank == self.topology.rank:
+            raise UsageError(
+                f"rank {rank} is no other rank of a world of {self.topology.world_size}; messages go to another rank"
+            )
+        return rank
+
     @abstractmethod
     def barrier(self) -> None:
         """Collective. Return when every rank has called it; all earlier operations have finished then."""
@@ -237,6 +273,9 @@ class Communicator(ABC):
     def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork: ...
     @abstractmethod
     def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work: ...
+
+    def _start_message(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MessageWork:
+        raise UsageError(f"the {self.name} communicator has no messages between two ranks; use all_to_all_ragged")
 
     def _all_reduce_and_look(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
         raise NotImplementedError("for backends with finds_nonfinite")

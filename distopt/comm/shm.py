@@ -12,7 +12,7 @@ import numpy as np
 from .. import _core
 from ..errors import UsageError
 from ..settings import Settings
-from .base import DTYPES, OPS, Array, Communicator, RaggedWork, ReduceOp, Work
+from .base import DTYPES, OPS, Array, Communicator, MessageWork, RaggedWork, ReduceOp, Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +31,7 @@ CHUNK_BYTES = 512 << 10
 
 Work.register(_core.ShmWork)  # written in C++ for speed
 RaggedWork.register(_core.ShmRaggedWork)
+MessageWork.register(_core.ShmMessage)
 
 
 class ShmCommunicator(Communicator):
@@ -45,7 +46,6 @@ class ShmCommunicator(Communicator):
 
     name = "shm"
     finds_nonfinite = True
-    sends_parts = True
 
     def __init__(
         self,
@@ -135,6 +135,9 @@ class ShmCommunicator(Communicator):
 
     def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
         return self.core.all_to_all_ragged(list(parts), DTYPES[dtype], label)
+
+    def _start_message(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MessageWork:
+        return self.core.start_message(sends, array, peer, tag, DTYPES[dtype])
 
     def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:
         return self.core.broadcast(array, root, DTYPES[dtype], label)

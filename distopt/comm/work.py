@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Array", "DoneWork", "RaggedWork", "Work", "Works"]
+__all__ = ["Array", "DoneWork", "MessageWork", "RaggedWork", "Work", "Works"]
 
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 
@@ -64,6 +64,15 @@ class Works(Work):
         deadline = None if timeout is None else time.monotonic() + timeout
         for work in self._works:
             work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+
+class MessageWork(Work):
+    """A message under way. Any number may be, and they may be waited for in any order."""
+
+    @property
+    @abstractmethod
+    def source(self) -> int:
+        """Local. The rank that a message came from, once it has ended; before, -1."""
 
 
 class RaggedWork(Work):

@@ -307,6 +307,70 @@ def check_all_to_all_ragged(comm: Communicator) -> None:
             part[...] = 0  # the caller's own
 
 
+def check_messages(comm: Communicator) -> None:
+    """Of all sizes between all pairs of ranks, waited for in another order than sent; of all types; in a ring."""
+    n, rank = comm.topology.world_size, comm.topology.rank
+    if n > 1 and type(comm)._start_message is Communicator._start_message:
+        with pytest.raises(UsageError, match="no messages"):
+            comm.send(comm.xp.zeros(3), (rank + 1) % n)
+        return
+    for to in (rank, n, -1):
+        with pytest.raises(UsageError, match="messages go to another rank"):
+            comm.send(np.zeros(3), to)
+        with pytest.raises(UsageError, match="messages go to another rank"):
+            comm.receive(np.zeros(3), to)
+    others = [q for q in range(n) if q != rank]
+    sizes = (*FEW_SIZES, max(SIZES))
+    # Everyone sends everything first, which is more than any buffer holds, and receives the last first.
+    sent = [
+        comm.send(values(rank, count, "float32", salt=q), q, tag=-i if i % 2 else i << 40)
+        for q in others
+        for i, count in enumerate(sizes)
+    ]
+    reduced = np.full(3, rank)
+    collective = comm.all_reduce(reduced)
+    arrays = []
+    for q in others:
+        for i, count in reversed(list(enumerate(sizes))):
+            array = np.empty(count, np.float32)
+            arrays.append((comm.receive(array, q, tag=-i if i % 2 else i << 40), array, q, count))
+    for work, array, q, count in arrays:
+        assert work.wait() is None
+        assert work.done()
+        assert work.source == q
+        assert_same_bits(array, values(q, count, "float32", salt=rank), (q, count))
+    for work in sent:
+        work.wait()
+    collective.wait()
+    assert (reduced == n * (n - 1) // 2).all()
+    # From whom it comes: rank 0 does not know, but the order of each rank's is kept. Of every type.
+    for salt, dtype in enumerate(comm.dtypes):
+        if rank == 0:
+            seen = dict.fromkeys(others, 0)
+            for _ in range(3 * len(others)):
+                work = comm.receive(array := np.empty(1_001, STORAGE[dtype]), tag=salt, wire=dtype)
+                while not work.done():
+                    comm.progress()
+                expected = values(work.source, 1_001, dtype, salt=salt + seen[work.source])
+                assert_same_bits(array, expected, (dtype, work.source))
+                seen[work.source] += 1
+            assert set(seen.values()) <= {3}
+        else:
+            for i in range(3):
+                comm.send(values(rank, 1_001, dtype, salt=salt + i), 0, tag=salt, wire=dtype)  # nobody keeps the work
+    comm.barrier()
+    # A ring, each waiting in turn.
+    if n > 1:
+        token = np.array([7 if rank == 0 else -1])
+        if rank > 0:
+            comm.receive(token, rank - 1, tag=9).wait()
+            token += rank
+        comm.send(token, (rank + 1) % n, tag=9).wait()
+        if rank == 0:
+            comm.receive(token, n - 1, tag=9).wait()
+            assert token[0] == 7 + n * (n - 1) // 2
+
+
 def check_sparse_all_reduce(comm: Communicator) -> None:
     """Lists of all densities, so that each way of adding them up is taken."""
     n, rank = comm.topology.world_size, comm.topology.rank
@@ -565,6 +629,7 @@ CHECKS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
             check_ragged_outstanding,
             check_dropped_ragged,
             check_read_only_inputs,
+            check_messages,
             check_sparse_all_reduce,
             check_not_a_number,
             check_find_nonfinite,

@@ -1,0 +1,345 @@
+#include "shm/messages.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <ctime>
+#include <new>
+#include <optional>
+#include <utility>
+
+#include "base/stopwatch.h"
+#include "shm/reduce.h"
+
+namespace distopt {
+namespace {
+
+constexpr std::chrono::microseconds spin_time{50};
+
+// Copies from or to a ring, at a count of bytes.
+void write_ring(char* ring, std::size_t size, std::uint64_t at, const char* from, std::size_t bytes) {
+  const std::size_t begin = at % size, first = std::min(bytes, size - begin);
+  reduce_kernels().copy(ring + begin, from, first);
+  reduce_kernels().copy(ring, from + first, bytes - first);
+}
+
+void read_ring(const char* ring, std::size_t size, std::uint64_t at, char* to, std::size_t bytes) {
+  const std::size_t begin = at % size, first = std::min(bytes, size - begin);
+  reduce_kernels().copy(to, ring + begin, first);
+  reduce_kernels().copy(to + first, ring, bytes - first);
+}
+
+}  // namespace
+
+class Messages::Guard {
+ public:
+  explicit Guard(Messages& owner) : owner_(owner) {
+    owner.require_open_();
+    if (!owner.turn_.take())
+      throw CommunicatorError(ErrorKind::usage, "two threads send or receive at the same time; do so from one thread");
+  }
+  ~Guard() { owner_.turn_.give_back(); }
+  Guard(const Guard&) = delete;
+  Guard& operator=(const Guard&) = delete;
+
+ private:
+  Messages& owner_;
+};
+
+Messages::Messages(Segment& segment, Peers& peers, const Limits& limits, const Hooks& hooks,
+                   std::function<void()> require_open, std::function<void()> help_collectives)
+    : segment_(segment),
+      peers_(peers),
+      limits_(limits),
+      hooks_(hooks),
+      require_open_(std::move(require_open)),
+      help_collectives_(std::move(help_collectives)),
+      outgoing_(static_cast<std::size_t>(segment.world_size())),
+      incoming_(static_cast<std::size_t>(segment.world_size())) {}
+
+void Messages::close() {
+  if (turn_.taken())
+    throw CommunicatorError(ErrorKind::usage,
+                            "another thread sends or receives; close the communicator when it has ended");
+  for (Outgoing& stream : outgoing_) stream.queue.clear();
+  for (Incoming& stream : incoming_) stream = {};
+  aside_.clear();
+  awaiting_.clear();
+}
+
+void Messages::start(std::shared_ptr<Message> message) {
+  const Guard guard(*this);
+  if (peers_.failed()) throw peers_.failure();
+  if (message->sends())
+    outgoing_[message->peer()].queue.push_back(std::move(message));
+  else
+    await(message);
+  advance();
+}
+
+bool Messages::help() {
+  if (!under_way_.load(std::memory_order_relaxed)) return false;
+  if (!turn_.help()) return true;
+  struct Return {
+    Turn& turn;
+    ~Return() { turn.give_back(); }
+  } at_end{turn_};
+  advance();
+  return true;
+}
+
+bool Messages::test(const Message& message) {
+  if (message.finished()) return true;
+  const Guard guard(*this);
+  advance();
+  if (!message.finished() && peers_.failed()) throw peers_.failure();
+  return message.finished();
+}
+
+void Messages::wait(const Message& message, double timeout_seconds) {
+  if (message.finished()) return;
+  const Guard guard(*this);
+  std::optional<Stopwatch> watch;
+  bool warned = false;
+  for (;;) {
+    // Read before looking: whoever changes something after the look rings after this count.
+    const std::uint64_t heard = segment_.bell(peers_.rank()).rings.load(std::memory_order_acquire);
+    advance();
+    if (message.finished()) return;
+    if (peers_.failed()) throw peers_.failure();
+    help_collectives_();
+    if (!watch) watch.emplace();
+    const double left = std::max(timeout_seconds - watch->seconds(), 1e-6);
+    const std::chrono::duration<double> nap(std::min(slice_seconds, left));
+    if (listen(heard, std::chrono::duration_cast<std::chrono::nanoseconds>(nap))) continue;
+    call_hook(hooks_.check_signals);
+    require_open_();
+    check_peers(message, watch->seconds(), timeout_seconds, warned);
+    if (message.finished()) return;
+  }
+}
+
+// -- moving bytes -----------------------------------------------------------------------------------------------------
+
+void Messages::advance() {
+  for (int q = 0; q < peers_.size(); ++q) {
+    while (push(q)) continue;
+    while (pull(q)) continue;
+  }
+  const bool sends =
+      std::any_of(outgoing_.begin(), outgoing_.end(), [](const Outgoing& o) { return !o.queue.empty(); });
+  const bool receives = !awaiting_.empty() || std::any_of(incoming_.begin(), incoming_.end(),
+                                                          [](const Incoming& i) { return i.into != nullptr; });
+  under_way_.store(sends || receives, std::memory_order_relaxed);
+}
+
+// Writes what there is room for; whether to try again, as a message has ended.
+bool Messages::push(int to) {
+  Outgoing& stream = outgoing_[to];
+  if (stream.queue.empty()) return false;
+  Message& message = *stream.queue.front();
+  const Header header{message.tag(), message.count(), static_cast<std::uint32_t>(message.dtype())};
+  Channel& channel = segment_.channel(peers_.rank(), to);
+  const std::size_t size = segment_.channel_bytes();
+  const std::uint64_t written = channel.written.load(std::memory_order_relaxed);
+  std::size_t room = size - (written - channel.taken.load(std::memory_order_acquire));
+  std::size_t now = 0;
+  char* const ring_to = segment_.ring(peers_.rank(), to);
+  if (stream.done == 0) {
+    if (room < sizeof(Header)) return false;
+    write_ring(ring_to, size, written, reinterpret_cast<const char*>(&header), sizeof(Header));
+    now = sizeof(Header);
+    room -= now;
+  }
+  const std::size_t sent = stream.done + now - sizeof(Header);  // of the data
+  const std::size_t bytes = std::min(room, message.bytes() - sent);
+  if (now + bytes == 0 && sent != message.bytes()) return false;
+  write_ring(ring_to, size, written + now, message.data() + sent, bytes);
+  stream.done += now + bytes;
+  channel.written.store(written + now + bytes, std::memory_order_release);
+  ring(to);
+  if (sent + bytes != message.bytes()) return false;
+  message.finish(to);
+  stream.queue.pop_front();
+  stream.done = 0;
+  return true;
+}
+
+// Takes what there is; whether to try again, as a message has ended.
+bool Messages::pull(int from) {
+  Channel& channel = segment_.channel(from, peers_.rank());
+  const std::size_t size = segment_.channel_bytes();
+  std::uint64_t taken = channel.taken.load(std::memory_order_relaxed);
+  std::size_t there = channel.written.load(std::memory_order_acquire) - taken;
+  Incoming& stream = incoming_[from];
+  const char* const ring_from = segment_.ring(from, peers_.rank());
+  if (!stream.begun) {
+    if (there < sizeof(Header)) return false;
+    read_ring(ring_from, size, taken, reinterpret_cast<char*>(&stream.header), sizeof(Header));
+    taken += sizeof(Header);
+    there -= sizeof(Header);
+    stream.begun = true;
+    stream.done = 0;
+    const auto found = std::find_if(awaiting_.begin(), awaiting_.end(), [&](const auto& message) {
+      return message->tag() == stream.header.tag && (message->peer() == from || message->peer() == Message::anyone);
+    });
+    if (found != awaiting_.end()) {
+      check(stream.header, from, **found);
+      stream.into = *found;
+      awaiting_.erase(found);
+    } else {
+      stream.aside.reset(new char[stream.bytes() + 1]);
+    }
+  } else if (there == 0) {
+    return false;
+  }
+  const std::size_t bytes = std::min(there, stream.bytes() - stream.done);
+  read_ring(ring_from, size, taken, (stream.into ? stream.into->data() : stream.aside.get()) + stream.done, bytes);
+  stream.done += bytes;
+  channel.taken.store(taken + bytes, std::memory_order_release);
+  ring(from);
+  if (stream.done != stream.bytes()) return false;
+  if (stream.into)
+    stream.into->finish(from);
+  else
+    aside_.push_back({from, stream.header, std::move(stream.aside)});
+  stream = {};
+  return true;
+}
+
+// Takes a message that has been put aside, also one of which a part has come; or waits for one to come.
+void Messages::await(const std::shared_ptr<Message>& message) {
+  const auto fits = [&](int from, const Header& header) {
+    return header.tag == message->tag() && (message->peer() == from || message->peer() == Message::anyone);
+  };
+  for (auto found = aside_.begin(); found != aside_.end(); ++found) {
+    if (!fits(found->from, found->header)) continue;
+    check(found->header, found->from, *message);
+    if (message->bytes() != 0) std::memcpy(message->data(), found->data.get(), message->bytes());
+    message->finish(found->from);
+    aside_.erase(found);
+    return;
+  }
+  for (int q = 0; q < peers_.size(); ++q) {
+    Incoming& stream = incoming_[q];
+    if (!stream.begun || stream.into || !fits(q, stream.header)) continue;
+    check(stream.header, q, *message);
+    std::memcpy(message->data(), stream.aside.get(), stream.done);
+    stream.aside.reset();
+    stream.into = message;
+    return;
+  }
+  awaiting_.push_back(message);
+}
+
+void Messages::check(const Header& header, int from, const Message& message) {
+  if (header.count == message.count() && header.dtype == static_cast<std::uint32_t>(message.dtype())) return;
+  throw peers_.fail(ErrorKind::mismatch, peers_.name(from) + " sent " +
+                                             amount(header.count, static_cast<DType>(header.dtype)) + " with tag " +
+                                             std::to_string(header.tag) + ", where " + peers_.name(peers_.rank()) +
+                                             " receives " + amount(message.count(), message.dtype()) +
+                                             "; both sides of a message must agree on type and count");
+}
+
+// -- waiting ----------------------------------------------------------------------------------------------------------
+
+// As in Peers: what has changed is written before `sleepers` is read here, and `sleepers` before `rings` in listen().
+void Messages::ring(int rank) const {
+  Bell& bell = segment_.bell(rank);
+  bell.rings.fetch_add(1, std::memory_order_seq_cst);
+  if (bell.sleepers.load(std::memory_order_seq_cst) != 0)
+    ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&bell.rings), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// Waits until this rank's bell has rung more often than was heard; whether it has.
+bool Messages::listen(std::uint64_t heard, std::chrono::nanoseconds slice) const {
+  Bell& bell = segment_.bell(peers_.rank());
+  if (!peers_.cores_shared()) {
+    const auto end = std::chrono::steady_clock::now() + spin_time;
+    do {
+      if (bell.rings.load(std::memory_order_acquire) != heard) return true;
+    } while (std::chrono::steady_clock::now() < end);
+  }
+  bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  bool rung = bell.rings.load(std::memory_order_seq_cst) != heard;
+  if (!rung) {
+    constexpr long nanoseconds_per_second = 1000000000;
+    const timespec limit{static_cast<std::time_t>(slice.count() / nanoseconds_per_second),
+                         static_cast<long>(slice.count() % nanoseconds_per_second)};
+    const long status = ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&bell.rings), FUTEX_WAIT,
+                                  static_cast<std::uint32_t>(heard), &limit, nullptr, 0);
+    rung = status == 0 || errno == EAGAIN;
+  }
+  bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+  return rung;
+}
+
+// Ranks that may end the wait for a message.
+std::vector<int> Messages::awaited(const Message& message) const {
+  if (message.peer() != Message::anyone) return {message.peer()};
+  std::vector<int> ranks;
+  for (int q = 0; q < peers_.size(); ++q)
+    if (q != peers_.rank()) ranks.push_back(q);
+  return ranks;
+}
+
+void Messages::check_peers(const Message& message, double waited, double timeout_seconds, bool& warned) {
+  const std::vector<int> ranks = awaited(message);
+  const auto closed = [&](int q) { return segment_.slot(q).closed.load(std::memory_order_acquire) != 0; };
+  std::vector<int> gone;
+  bool died = false;
+  for (int q : ranks) {
+    if (!closed(q) && segment_.holds_lock(q)) continue;
+    gone.push_back(q);
+    died = died || !closed(q);
+  }
+  if (!gone.empty()) {
+    advance();  // what a rank has sent before it left still arrives
+    if (message.finished()) return;
+    const auto all_gone = gone.size() == ranks.size();
+    if (died || all_gone) {
+      const auto lost = died ? *std::find_if(gone.begin(), gone.end(), [&](int q) { return !closed(q); }) : gone[0];
+      throw peers_.fail(died ? ErrorKind::peer_lost : ErrorKind::closed,
+                        peers_.name(lost) + (died ? " ended" : " closed its communicator") + " while " +
+                            describe(message) + "; see that rank's output for the cause, then restart the job");
+    }
+  }
+  if (waited >= timeout_seconds)
+    throw peers_.fail(ErrorKind::stalled, "no answer within " + seconds_text(timeout_seconds) + ": " +
+                                              describe(message) +
+                                              "; find out what it is busy with, or raise DISTOPT_TIMEOUT");
+  if (!warned && waited >= limits_.warning_seconds) {
+    warned = true;
+    const std::string text = "for " + seconds_text(waited) + " now " + describe(message);
+    call_hook([&] { hooks_.warn(text); });
+  }
+}
+
+// "rank 0 (...) waits to receive 5 float32 with tag 3 from rank 1 (...): the last operation it started is ..."
+std::string Messages::describe(const Message& message) const {
+  std::string text = peers_.name(peers_.rank()) + " waits to " + (message.sends() ? "send " : "receive ") +
+                     amount(message.count(), message.dtype()) + " with tag " + std::to_string(message.tag()) +
+                     (message.sends() ? " to " : " from ");
+  const std::vector<int> ranks = awaited(message);
+  for (std::size_t i = 0; i < ranks.size(); ++i)
+    text += (i ? "; or " : "") + peers_.name(ranks[i]) + ": " + last_operation(peers_, ranks[i]);
+  return text;
+}
+
+template <typename Hook>
+void Messages::call_hook(Hook hook) {
+  // The hook may run a signal handler that closes the communicator.
+  turn_.give_back();
+  struct Retake {
+    Turn& turn;
+    ~Retake() { turn.take(); }
+  } retake{turn_};
+  hook();
+}
+
+}  // namespace distopt

@@ -1,0 +1,132 @@
+// Messages between two ranks of a host, apart from the collectives and from their order.
+//
+// Each rank streams what it sends to another through a ring of bytes of that pair: a header, then the data. So messages
+// between two ranks arrive in the order of sending; one that nobody awaits yet is put aside, so that it holds up no
+// other. Bytes move in start(), test() and wait(), whichever message these are about.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/errors.h"
+#include "base/turn.h"
+#include "host/describe.h"
+#include "shm/limits.h"
+
+namespace distopt {
+
+// One that this rank sends or receives. Whoever derives from it may keep the array alive.
+class Message {
+ public:
+  static constexpr int anyone = -1;
+
+  // `peer`: where to, or where from.
+  Message(bool sends, int peer, std::int64_t tag, DType dtype, char* data, std::uint64_t count)
+      : sends_(sends), peer_(peer), tag_(tag), dtype_(dtype), data_(data), count_(count) {}
+  virtual ~Message() = default;
+  Message(const Message&) = delete;
+  Message& operator=(const Message&) = delete;
+
+  bool sends() const { return sends_; }
+  int peer() const { return peer_; }
+  std::int64_t tag() const { return tag_; }
+  DType dtype() const { return dtype_; }
+  char* data() const { return data_; }
+  std::uint64_t count() const { return count_; }
+  std::size_t bytes() const { return count_ * item_bytes(dtype_); }
+  bool finished() const { return finished_.load(std::memory_order_acquire); }
+  // Once it has been received: where from, also of one from anyone.
+  void finish(int peer) {
+    peer_ = peer;
+    finished_.store(true, std::memory_order_release);
+  }
+
+ private:
+  const bool sends_;
+  int peer_;
+  const std::int64_t tag_;
+  const DType dtype_;
+  char* const data_;
+  const std::uint64_t count_;
+  std::atomic<bool> finished_{false};
+};
+
+class Messages {
+ public:
+  // `require_open` throws where this rank may not send any more; `help_collectives` moves those that are under way.
+  Messages(Segment& segment, Peers& peers, const Limits& limits, const Hooks& hooks, std::function<void()> require_open,
+           std::function<void()> help_collectives);
+
+  // All of these throw CommunicatorError, and may be called while another thread is in a collective.
+  void start(std::shared_ptr<Message> message);
+  bool test(const Message& message);
+  void wait(const Message& message, double timeout_seconds);
+
+  // For a rank that waits for something else: moves what is under way, unless another thread does; whether anything is.
+  bool help();
+
+  // Forgets all that is under way. Throws where another thread waits.
+  void close();
+
+ private:
+  class Guard;
+
+  struct Header {
+    std::int64_t tag;
+    std::uint64_t count;
+    std::uint32_t dtype;
+  };
+  // What a rank is sending to another, and how far it has got: header, then data.
+  struct Outgoing {
+    std::deque<std::shared_ptr<Message>> queue;
+    std::size_t done = 0;
+  };
+  // What comes from a rank: into a message that awaits it, or aside.
+  struct Incoming {
+    Header header{};
+    bool begun = false;
+    std::size_t done = 0;  // of the data
+    std::shared_ptr<Message> into;
+    std::unique_ptr<char[]> aside;
+
+    std::size_t bytes() const { return header.count * item_bytes(static_cast<DType>(header.dtype)); }
+  };
+  struct Aside {
+    int from;
+    Header header;
+    std::unique_ptr<char[]> data;
+  };
+
+  void advance();
+  bool push(int to);
+  bool pull(int from);
+  void await(const std::shared_ptr<Message>& message);
+  void check(const Header& header, int from, const Message& message);
+  void ring(int rank) const;
+  bool listen(std::uint64_t heard, std::chrono::nanoseconds slice) const;
+  void check_peers(const Message& message, double waited, double timeout_seconds, bool& warned);
+  std::vector<int> awaited(const Message& message) const;
+  std::string describe(const Message& message) const;
+  template <typename Hook>
+  void call_hook(Hook hook);
+
+  Segment& segment_;
+  Peers& peers_;
+  const Limits& limits_;
+  const Hooks& hooks_;
+  std::function<void()> require_open_, help_collectives_;
+  std::vector<Outgoing> outgoing_;
+  std::vector<Incoming> incoming_;
+  std::deque<Aside> aside_;
+  std::deque<std::shared_ptr<Message>> awaiting_;
+  std::atomic<bool> under_way_{false};
+  Turn turn_;
+};
+
+}  // namespace distopt

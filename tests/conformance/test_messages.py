@@ -1,0 +1,198 @@
+"""Messages in shared memory: what goes wrong, and what goes on beside them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from distopt.errors import UsageError
+from distopt.settings import Settings
+
+from .ranks import PATIENT, LocalJob, connect, run_ranks, run_ranks_ok
+
+if TYPE_CHECKING:
+    from distopt.comm.base import Communicator
+
+LARGE = 3_000_001
+
+
+def disagree(job: LocalJob, which: str) -> None:
+    comm = connect(job)
+    if job.topology.rank == 0:
+        comm.receive(np.zeros(5, np.float32), tag=3).wait()
+    elif job.topology.rank == 1:
+        comm.send(np.zeros(5 if which == "type" else 6, np.float64 if which == "type" else np.float32), 0, tag=3).wait()
+    comm.barrier()
+
+
+@pytest.mark.parametrize(("which", "sent"), [("type", "5 float64"), ("count", "6 float32")])
+def test_a_receiver_that_expects_something_else(which: str, sent: str) -> None:
+    outcomes = run_ranks(disagree, 3, which)
+    assert [o.error for o in outcomes] == ["MismatchError"] * 3
+    host = os.uname().nodename
+    assert f"rank 1 (host {host}, pid {outcomes[1].pid}) sent {sent} with tag 3" in outcomes[2].text
+    assert f"rank 0 (host {host}, pid {outcomes[0].pid}) receives 5 float32;" in outcomes[2].text
+
+
+def lose_rank_1(job: LocalJob, how: str, waiting: str) -> None:
+    comm = connect(job)
+    array = np.zeros(LARGE, np.float32)
+    if job.topology.rank == 1:
+        comm.send(array[:100], 0).wait()  # arrives nevertheless
+        comm.send(array, 0, tag=1)  # a part of it
+        if how == "closed":
+            comm.close()
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
+    if job.topology.rank == 0:
+        time.sleep(0.3)
+        comm.receive(array[:100], 1).wait()
+        if waiting == "send":
+            comm.send(array, 1).wait()
+        comm.receive(array, None if waiting == "anyone" else 1, tag=1).wait()
+    comm.receive(array, 0).wait()
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "waiting"),
+    [
+        *(("killed", "PeerLostError", waiting) for waiting in ("receive", "anyone", "send")),
+        *(("closed", "CommunicatorClosedError", waiting) for waiting in ("receive", "send")),
+    ],
+)
+def test_a_lost_rank_is_named(how: str, error: str, waiting: str) -> None:
+    started = time.monotonic()
+    first, lost, last = run_ranks(lose_rank_1, 3, how, waiting)
+    assert time.monotonic() - started < PATIENT.timeout, "noticed, not timed out"
+    assert (first.error, last.error) == (error, error)
+    for outcome in (first, last):
+        assert f"rank 1 (host {os.uname().nodename}, pid {lost.pid})" in outcome.text
+        assert ("waits to send" if waiting == "send" else "waits to receive 3,000,001 float32") in outcome.text
+
+
+def stall(job: LocalJob) -> str:
+    comm = connect(job, Settings(timeout=1.0, stall_warning=50.0))
+    job.all_gather(b"")
+    if job.topology.rank == 1:
+        job.all_gather(b"")
+        return ""
+    with pytest.raises(TimeoutError, match=r"no answer within 1 s") as info:
+        comm.receive(np.zeros(7, np.int16), 1, tag=-4).wait()
+    job.all_gather(b"")
+    return str(info.value)
+
+
+def test_a_stalled_sender_is_named() -> None:
+    text = run_ranks_ok(stall, 2)[0]
+    assert "waits to receive 7 int16 with tag -4 from rank 1 (host" in text
+    assert "it has started no operation" in text
+
+
+def beside_collectives(job: LocalJob) -> None:
+    """One thread in collectives, another one in messages."""
+    comm = connect(job)
+    rank, n = job.topology.rank, job.topology.world_size
+    failures: list[BaseException] = []
+
+    def exchange() -> None:
+        try:
+            pass_on(comm, rank, n)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    for i in range(300):
+        array, expected = np.full(1 + 200 * (i % 7), rank + i, np.float64), n * i + n * (n - 1) / 2
+        comm.all_reduce(array).wait()
+        assert (array == expected).all()
+    thread.join()
+    assert not failures, failures[0]
+    comm.barrier()
+
+
+def pass_on(comm: Communicator, rank: int, n: int) -> None:
+    for i in range(200):
+        count = 1 + 997 * (i % 50)
+        sent = comm.send(np.arange(count) + rank + i, (rank + 1) % n, tag=i % 3)
+        came = np.empty(count, np.int64)
+        comm.receive(came, (rank - 1) % n, tag=i % 3).wait()
+        sent.wait()
+        assert (came == np.arange(count) + (rank - 1) % n + i).all(), i
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_another_thread_may_be_in_a_collective(world_size: int) -> None:
+    run_ranks_ok(beside_collectives, world_size)
+
+
+def wait_for_each_other(job: LocalJob) -> None:
+    """A wait for a message moves the collective that another rank needs first, and the other way round."""
+    comm = connect(job)
+    reduced, array = np.full(LARGE, 1.0), np.arange(LARGE)
+    for i in range(4):
+        if job.topology.rank == 0:
+            work, sent = comm.all_reduce(reduced), comm.send(array + i, 1)
+            comm.receive(np.zeros(3), 1).wait()
+            work.wait()
+            sent.wait()
+        else:
+            came = np.empty(LARGE, np.int64)
+            received = comm.receive(came, 0)
+            comm.all_reduce(reduced).wait()
+            comm.send(np.zeros(3), 0).wait()
+            received.wait()
+            assert (came == array + i).all()
+        assert (reduced == 2.0 ** (i + 1)).all()
+    comm.barrier()
+
+
+def test_messages_and_collectives_move_each_other() -> None:
+    run_ranks_ok(wait_for_each_other, 2)
+
+
+def one_at_a_time(job: LocalJob) -> None:
+    comm = connect(job)
+    if job.topology.rank == 1:
+        job.all_gather(b"")
+        comm.send(np.zeros(3), 0).wait()
+        return
+    thread = threading.Thread(target=lambda: comm.receive(np.zeros(3), 1).wait())
+    thread.start()
+    time.sleep(0.3)
+    with pytest.raises(UsageError, match="two threads send or receive"):
+        comm.receive(np.zeros(3), 1).wait()
+    with pytest.raises(UsageError, match="another thread sends or receives"):
+        comm.close()
+    job.all_gather(b"")
+    thread.join()
+
+
+def test_two_threads_in_messages_are_refused() -> None:
+    run_ranks_ok(one_at_a_time, 2)
+
+
+def interrupt(job: LocalJob) -> None:
+    comm = connect(job)
+    array = np.zeros(LARGE)
+    if job.topology.rank == 1:
+        job.all_gather(b"")
+        comm.send(array + 1, 0).wait()
+        return
+    work = comm.receive(array, 1)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    job.all_gather(b"")
+    work.wait()  # an interrupted wait can be taken up again
+    assert (array == 1).all()
+
+
+def test_ctrl_c_interrupts_a_wait() -> None:
+    run_ranks_ok(interrupt, 2)
