@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ..errors import DistoptError, UsageError
+from ..errors import DistoptError
 from .collectives import Collectives
+from .errors import as_torch
 from .lane import Lane
+from .messages import Mail
 from .monitored import monitored_barrier
 from .tensors import reduction_of
 from .work import DoneWork, PendingWork
@@ -58,6 +60,7 @@ class DistoptProcessGroup(dist.ProcessGroup):
         self._names = {"name": "", "desc": ""}
         self._communicator = communicator
         self._collectives = Collectives(communicator)
+        self._mail = Mail(communicator)
         self._lane = Lane(f"distopt group of {size}")
         self._seconds = timeout.total_seconds()
         self._who = who
@@ -164,6 +167,25 @@ class DistoptProcessGroup(dist.ProcessGroup):
         seconds = self._seconds if timeout is None else timeout.total_seconds()
         monitored_barrier(store, self.rank(), self._who, seconds, name_all=wait_all_ranks)
 
+    # -- messages ----------------------------------------------------------------------------------------------------
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:  # noqa: D102
+        (tensor,) = _list(tensors)
+        return self._message(self._mail.send, tensor, dst, tag)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:  # noqa: D102
+        (tensor,) = _list(tensors)
+        return self._message(self._mail.receive, tensor, src, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:  # noqa: D102
+        (tensor,) = _list(tensors)
+        return self._message(self._mail.receive, tensor, None, tag)
+
+    def _message(self, start: Callable[..., dist.Work], *args: Any) -> dist.Work:
+        try:
+            return start(*args, self._seconds)
+        except DistoptError as error:
+            raise as_torch(error) from error
+
     # -- names that PyTorch had before ---------------------------------------------------------------------------------
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
@@ -205,6 +227,7 @@ class DistoptProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Local. Leave the group; idempotent. Ranks that still wait for this one get an error that says so."""
         self._lane.close()
+        self._mail.close()
         with contextlib.suppress(DistoptError):  # a thread waits in it, and will be told that this rank has gone
             self._communicator.close()
 
@@ -220,7 +243,7 @@ class DistoptProcessGroup(dist.ProcessGroup):
             try:
                 action(*args, seconds)
             except DistoptError as error:
-                raise _for_torch(error) from error
+                raise as_torch(error) from error
             finally:
                 self._lane.leave()
             return DoneWork(tensors)
@@ -259,13 +282,7 @@ def _carry_out(action: Callable[..., object], args: Sequence[Any], seconds: floa
     try:
         return action(*args, seconds)
     except DistoptError as error:
-        raise _for_torch(error) from error
-
-
-def _for_torch(error: DistoptError) -> Any:
-    if isinstance(error, UsageError):
-        return ValueError(str(error))
-    return dist.DistBackendError(str(error).replace("raise DISTOPT_TIMEOUT", "raise the timeout of the process group"))
+        raise as_torch(error) from error
 
 
 def _list(tensors: Any) -> list[Tensor]:

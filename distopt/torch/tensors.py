@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..comm.base import DTYPES, OPS, ReduceOp
 from ..errors import UsageError
 
-__all__ = ["Reduction", "as_items", "as_numbers", "dense", "give_back", "reduction_of"]
+__all__ = ["Reduction", "as_items", "as_message", "as_numbers", "dense", "give_back", "reduction_of"]
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 # What communicators reduce themselves, apart from bfloat16 and, as pairs, sums of complex numbers. NumPy does the rest.
@@ -102,3 +102,10 @@ def as_items(row: torch.Tensor) -> tuple[np.ndarray[Any, Any], str]:
     if row.dtype in _NATIVE:
         return row.numpy(), ""
     return row.view(-1).view(torch.uint8).numpy(), str(row.dtype).removeprefix("torch.")
+
+
+def as_message(row: torch.Tensor) -> tuple[np.ndarray[Any, Any], str | None]:
+    """Local. A dense tensor as an array that is sent to one rank, and its `wire` type."""
+    if row.dtype == torch.bfloat16:
+        return row.view(torch.uint16).numpy(), "bfloat16"
+    return as_items(row)[0], None
