@@ -39,6 +39,7 @@ class PendingMessage(dist.Work):
         self._work = work
         self._row = row
         self._into = into
+        self._tensors = [] if into is None else [into]
         self._seconds = seconds
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -75,7 +76,7 @@ class PendingMessage(dist.Work):
     def result(self) -> list[torch.Tensor]:
         """The tensor received, if any; waits."""
         self.wait()
-        return [] if self._into is None else [self._into]
+        return self._tensors
 
     def source_rank(self) -> int:
         """Local. The rank in the group that has sent it, once it has been received."""

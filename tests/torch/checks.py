@@ -8,6 +8,7 @@ errors of all ranks as JSON.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import itertools
 import json
@@ -665,6 +666,7 @@ CHECKS = {name.removeprefix("check_"): function for name, function in list(globa
 
 
 def rank_main(rank: int, size: int, path: str, out: object) -> None:
+    faulthandler.dump_traceback_later(float(os.environ.get("HANGS_AFTER", "200")), exit=True)
     torch.set_num_threads(1)
     dist.init_process_group(
         "distopt", init_method=f"file://{path}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
