@@ -29,6 +29,7 @@ class Lane:
         self._queue: deque[PendingWork] = deque()
         self._busy = False
         self._teller = 0  # the thread that has the lane, but only runs callbacks
+        self._starting = 0  # threads
         self._idle = 0
         self._closed = False
 
@@ -76,12 +77,15 @@ class Lane:
             return
         if self._idle:
             self._condition.notify()
-        else:
+        elif not self._starting:
+            self._starting += 1
             # A daemon: a script may end without destroy_process_group, in the middle of an operation.
             threading.Thread(target=self._serve, name=self._name, daemon=True).start()
 
     def _serve(self) -> None:
         holds = False
+        with self._condition:
+            self._starting -= 1
         while (work := self._next(holds)) is not None:
             work.carry_out()
             holds = True
@@ -103,6 +107,7 @@ class Lane:
             if holds:
                 self._busy = False
             if self._idle >= _MOST_IDLE:
+                self._call()
                 return None
             self._idle += 1
             try:
