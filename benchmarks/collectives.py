@@ -25,7 +25,8 @@ from statistics import median
 from pages import ROOT, add_root_to_path, put
 
 from distopt.cli.bench.ranks.transports import COLLECTIVES
-from distopt.cli.bench.units import at_least, byte_sizes, write_json
+from distopt.cli.bench.units import byte_sizes, write_json
+from distopt.cli.values import at_least
 
 # Bits per second; what the unshaped link carries is about that of the first.
 RATES = {"unshaped": 1e10, "10gbit": 1e10, "1gbit": 1e9, "100mbit": 1e8}

@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "base/early_exit.h"
 #include "base/isa.h"
 #include "base/watchdog.h"
 #include "bind/rooms.h"
@@ -26,6 +27,8 @@ NB_MODULE(_core, m) {
   m.def("isa", [] { return distopt::isa_name(distopt::current_isa()); }, "The instruction set in force.");
   m.def("set_isa", &distopt::set_isa, nb::arg("name"), "Choose an instruction set by name (tests, diagnosis).");
   m.def("build_info", &build_info, "Compiler and flags of this build.");
+  m.def("refuse_early_exit", &distopt::refuse_early_exit, nb::arg("text"),
+        "Have C's exit(0) say `text` and end this process with code 1; an empty text takes that back.");
   nb::class_<distopt::Watchdog>(m, "Watchdog", "Ends the process with a message, unless it is stopped in time.")
       .def(nb::init<double, std::string, int, std::vector<distopt::Watchdog::Sign>>(), nb::arg("seconds"),
            nb::arg("text"), nb::arg("exit_code"), nb::arg("signs") = std::vector<distopt::Watchdog::Sign>(),

@@ -140,12 +140,12 @@ NcclCommunicator::Work NcclCommunicator::enqueue(const Request& request, cudaStr
 
 void NcclCommunicator::call(Lock& lock, const char* what, const std::function<Result()>& function) {
   Result result = function();
-  const auto began = Clock::now();
-  auto looked = began;
+  Stopwatch watch;
+  auto looked = Clock::now();
   while (result == Result::in_progress) {
     lock.unlock();
     std::exception_ptr interruption;
-    const double waited = seconds_since(began);
+    const double waited = watch.seconds();
     pause(waited);
     const bool look = Clock::now() - looked > look_period;
     try {
@@ -187,10 +187,10 @@ void NcclCommunicator::join(const NcclOperation& operation, cudaStream_t stream)
 }
 
 void NcclCommunicator::wait(const NcclOperation& operation, double timeout_seconds) {
-  const auto began = Clock::now();
-  auto looked = began;
+  Stopwatch watch;
+  auto looked = Clock::now();
   while (!done(operation)) {
-    const double waited = seconds_since(began);
+    const double waited = watch.seconds();
     if (waited > timeout_seconds) {
       const Lock lock(mutex_);
       if (failure_) throw CommunicatorError(*failure_);

@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/stopwatch.h"
 #include "nccl/api.h"
 #include "nccl/board.h"
 #include "nccl/handles.h"
@@ -136,7 +137,7 @@ class NcclCommunicator {
 
   // Of the watching thread: since when the oldest operation has had its data, and since when a peer has been gone.
   std::uint64_t watched_ = 0;
-  std::optional<Clock::time_point> waits_since_, gone_since_;
+  std::optional<Stopwatch> waits_since_, gone_since_;
   bool warned_ = false;
   std::thread watcher_;
 };

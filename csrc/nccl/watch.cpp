@@ -182,13 +182,12 @@ void NcclCommunicator::look_after_oldest(Lock& lock) {
     return fail(ErrorKind::other, nccl_error(oldest->text.c_str(), result));
   const bool any_gone = check_host(oldest->sequence, oldest->text);
   if (failure_ || !oldest->ready->reached()) return;
-  const auto now = Clock::now();
-  if (!waits_since_) waits_since_ = now;
-  if (any_gone && !gone_since_) gone_since_ = now;
-  if (gone_since_ && seconds_since(*gone_since_) > grace_seconds)
+  if (!waits_since_) waits_since_.emplace();
+  if (any_gone && !gone_since_) gone_since_.emplace();
+  if (gone_since_ && gone_since_->seconds() > grace_seconds)
     return fail(ErrorKind::peer_lost, board_->me() + " waits in " + oldest->text +
                                           " for the data of a rank that has left; see the ranks' output");
-  const double waited = seconds_since(*waits_since_);
+  const double waited = waits_since_->seconds();
   if (waited > limits_.timeout)
     return fail(ErrorKind::stalled, "no result" + stalled(limits_.timeout, oldest->text, oldest->sequence));
   if (waited > limits_.stall_warning && !std::exchange(warned_, true)) {

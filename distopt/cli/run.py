@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import LaunchError, UsageError
+from .values import at_least, positive
 
 if TYPE_CHECKING:
     from ..launch.nodes import RunOptions
@@ -45,15 +46,23 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
     add("nnodes", type=_nodes, default=1, metavar="N", help="number of nodes (default: 1)")
     add("nproc-per-node", type=_ranks, default=1, metavar="N", help="ranks on this node, or cpu for one per core")
-    add("node-rank", type=_number, metavar="N", help="number of this node (default: the owner of the endpoint says)")
+    add(
+        "node-rank", type=at_least(0), metavar="N", help="number of this node (default: the owner of the endpoint says)"
+    )
     add("rdzv-endpoint", metavar="HOST[:PORT]", help="where the nodes meet; the node that has this address is node 0")
     add("rdzv-id", default="none", metavar="NAME", help="name of the job, equal on all nodes")
     add("rdzv-backend", choices=["c10d", "static"], help="static: node 0 owns the endpoint (default: c10d)")
-    add("rdzv-timeout", type=_seconds, default=300.0, metavar="SECONDS", help="for the nodes to come (default: 300)")
+    add("rdzv-timeout", type=positive, default=300.0, metavar="SECONDS", help="for the nodes to come (default: 300)")
     add("master-addr", metavar="HOST", help="with --master-port: the endpoint of a static rendezvous")
     add("master-port", type=_port, metavar="PORT", help=f"(default: {_MASTER_PORT}; on one node, any free port)")
     add("standalone", action="store_true", help="one node; the default")
-    add("max-restarts", type=_number, default=0, metavar="K", help="start all ranks again so many times (default: 0)")
+    add(
+        "max-restarts",
+        type=at_least(0),
+        default=0,
+        metavar="K",
+        help="start all ranks again so many times (default: 0)",
+    )
     add(
         "log-dir",
         type=Path,
@@ -66,45 +75,23 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.set_defaults(run=_run)
 
 
-def _number(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 7):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if (number := _number(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is less than 1")
-    return number
-
-
 def _nodes(text: str) -> int:
     least, _, most = text.partition(":")
     if most and least != most:
         raise argparse.ArgumentTypeError(f"{text!r} is a range, but a job keeps its size; give one number")
-    return _positive(least)
+    return at_least(1)(least)
 
 
 def _ranks(text: str) -> int:
     if text in {"auto", "gpu"}:
         raise argparse.ArgumentTypeError(f"{text!r} is not counted here; give the number")
-    return len(os.sched_getaffinity(0)) if text == "cpu" else _positive(text)
+    return len(os.sched_getaffinity(0)) if text == "cpu" else at_least(1)(text)
 
 
 def _port(text: str) -> int:
-    if not 0 < (number := _number(text)) < 1 << 16:
+    if (number := at_least(1)(text)) >= 1 << 16:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port")
     return number
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return seconds
 
 
 def options_of(args: argparse.Namespace) -> RunOptions:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import numpy as np
 
 from ..errors import UsageError
-from .work import Array, DoneWork, MessageWork, RaggedWork, Work, Works
+from .subgroups import meet
+from .work import Array, DoneWork, GatheredParts, MessageWork, RaggedWork, Work, Works
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -250,6 +251,27 @@ class Communicator(ABC):
     def progress(self) -> None:  # noqa: B027 - a backend that progresses by itself has nothing to do
         """Local. Move outstanding operations forward without waiting."""
 
+    # -- subgroups ---------------------------------------------------------------------------------------------------
+    def subgroup(self, ranks: Sequence[int]) -> Communicator:
+        """Collective among `ranks`, and no others. A communicator of these ranks alone, in that order.
+
+        It is independent of this one, and may outlive it. Its messages call the ranks by their numbers here.
+
+        Args:
+            ranks: this rank and others, each once; equal on all of them.
+
+        Raises:
+            UsageError: this rank is not among them, or they are not ranks.
+            StalledError: one of them did not come; PeerLostError if it has ended.
+        """
+        ranks = list(ranks)
+        rank, world_size = self.topology.rank, self.topology.world_size
+        if rank not in ranks or len(set(ranks)) < len(ranks) or not all(0 <= q < world_size for q in ranks):
+            raise UsageError(
+                f"ranks {ranks} are no subgroup of a world of {world_size} with rank {rank}; name each member once"
+            )
+        return self._subgroup(ranks, meet(self, ranks))
+
     # -- life cycle --------------------------------------------------------------------------------------------------
     @abstractmethod
     def close(self) -> None:
@@ -275,6 +297,9 @@ class Communicator(ABC):
     @abstractmethod
     def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work: ...
 
+    def _subgroup(self, ranks: Sequence[int], secret: bytes) -> Communicator:
+        raise UsageError(f"the {self.name} communicator has no subgroups")
+
     def _start_message(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MessageWork:
         raise UsageError(f"the {self.name} communicator has no messages between two ranks; use all_to_all_ragged")
 
@@ -284,7 +309,7 @@ class Communicator(ABC):
     def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
         # Correct on every transport of NumPy arrays, and no cheaper than a gather: see `sends_parts`.
         lengths = np.array([part.size for part in parts], np.int64)
-        return _GatheredParts(
+        return GatheredParts(
             self.topology.rank,
             self._all_gather_ragged(lengths, "int64", label),
             self._all_gather_ragged(np.concatenate(parts), dtype, label),
@@ -363,23 +388,6 @@ class Communicator(ABC):
             f"the {self.name} communicator moves {self.xp.__name__} arrays, and these are of {xp.__name__}; put model "
             "and batches on DistOpt.device, or stay on the CPU with DISTOPT_DEVICE=cpu"
         )
-
-
-class _GatheredParts(RaggedWork):
-    """An all_to_all in which everything goes to everyone: the lengths of all parts, and the parts in a row."""
-
-    def __init__(self, rank: int, lengths: RaggedWork, rows: RaggedWork) -> None:
-        super().__init__(Works([lengths, rows]), [])
-        self._rank = rank
-        self._gathered = lengths, rows
-
-    def wait(self, timeout: float | None = None) -> None:
-        super().wait(timeout)
-        if not self.parts:
-            lengths, rows = (work.parts for work in self._gathered)
-            self.parts = [
-                np.split(row, np.cumsum(cuts)[:-1])[self._rank].copy() for cuts, row in zip(lengths, rows, strict=True)
-            ]
 
 
 def _check_kinds(*arrays: Array) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import UsageError
 from ..launch.topology import Topology
-from .mpi.communicator import MpiCommunicator, ranks_by_host
+from .mpi.communicator import MpiCommunicator
 from .shm import ShmCommunicator
 
 if TYPE_CHECKING:
@@ -30,26 +30,17 @@ __all__ = ["HierarchicalCommunicator"]
 class HierarchicalCommunicator(MpiCommunicator):
     """Collectives over hosts with equal numbers of ranks, however the ranks are dealt out to them.
 
-    Progress happens in `done`, `wait` and `progress` only.
+    Progress happens in `done`, `wait` and `progress` only. Other numbers raise a UsageError.
     """
 
     name: ClassVar[str] = "hierarchical"
 
-    def __init__(self, job: MpiJob) -> None:
-        """Collective.
-
-        Raises:
-            UsageError: the hosts have different numbers of ranks.
-        """
-        hosts = ranks_by_host(job)
+    def _use_hierarchy(self, job: MpiJob, hosts: list[list[int]]) -> None:
         if len(set(map(len, hosts))) > 1:
             counts = ", ".join(f"{len(ranks)} on {job.topology.hosts[ranks[0]]}" for ranks in hosts)
             raise UsageError(
                 f"the hierarchical communicator needs as many ranks on every host, not {counts}; choose mpi"
             )
-        super().__init__(job)
-
-    def _use_hierarchy(self, job: MpiJob, hosts: list[list[int]]) -> None:
         group, local = job.host_group(), job.topology
         names = Topology.of_one_host(local.local_rank, local.local_size, local.host)
         self._scatter = ShmCommunicator(group, names, ranks=job.local_ranks)

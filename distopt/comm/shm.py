@@ -11,6 +11,8 @@ import numpy as np
 
 from .. import _core
 from ..errors import UsageError
+from ..launch.rendezvous import HostGroup
+from ..launch.topology import Topology
 from ..settings import Settings
 from .base import DTYPES, OPS, Array, Communicator, MessageWork, RaggedWork, ReduceOp, Work
 
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..launch.job import Job
-    from ..launch.rendezvous import HostGroup
-    from ..launch.topology import Topology
 
 __all__ = ["ShmCommunicator"]
 
@@ -67,11 +67,12 @@ class ShmCommunicator(Communicator):
             ranks: what messages call the ranks, where they are part of a larger job.
             wire_of: another communicator of the same ranks, whose wire memory is wire memory here, too.
         """
-        settings = settings or Settings.from_env()
+        self._settings = settings = settings or Settings.from_env()
+        self._numbers = ranks or range(group.size)
         self.topology = topology
         names = [
             f"rank {q} (host {host}, pid {pid})"
-            for q, host, pid in zip(ranks or range(group.size), topology.hosts, group.pids, strict=True)
+            for q, host, pid in zip(self._numbers, topology.hosts, group.pids, strict=True)
         ]
         fd = group.share_fd(lambda: _core.create_segment(group.size, chunk_bytes))
         self.core = _core.ShmCommunicator(fd, group.rank, names, settings.timeout, settings.stall_warning, _log.warning)
@@ -135,6 +136,17 @@ class ShmCommunicator(Communicator):
 
     def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
         return self.core.all_to_all_ragged(list(parts), DTYPES[dtype], label)
+
+    def _subgroup(self, ranks: Sequence[int], secret: bytes) -> ShmCommunicator:
+        place, size = ranks.index(self.topology.rank), len(ranks)
+        group = HostGroup(secret, place, size, self._settings.timeout)
+        try:
+            names = [self._numbers[rank] for rank in ranks]
+            return ShmCommunicator(
+                group, Topology.of_one_host(place, size, self.topology.host), self._settings, ranks=names
+            )
+        finally:
+            group.close()
 
     def _start_message(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MessageWork:
         return self.core.start_message(sends, array, peer, tag, DTYPES[dtype])

@@ -54,6 +54,10 @@ class SingleCommunicator(Communicator):
         except (MemoryError, ValueError) as error:
             raise WireMemoryError(f"{count} elements of {dtype} do not fit in memory; use a smaller model") from error
 
+    def _subgroup(self, ranks: Sequence[int], secret: bytes) -> SingleCommunicator:
+        self._require_open()
+        return SingleCommunicator(self.topology)
+
     def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
         return self._copy(array, array)
 

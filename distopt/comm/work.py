@@ -6,10 +6,12 @@ import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Array", "DoneWork", "MessageWork", "RaggedWork", "Work", "Works"]
+__all__ = ["Array", "DoneWork", "GatheredParts", "MessageWork", "RaggedWork", "Work", "Works"]
 
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 
@@ -99,3 +101,21 @@ class RaggedWork(Work):
     def wait(self, timeout: float | None = None) -> None:
         """Collective. Wait for `parts`; see the class and `Work.wait`."""
         self._work.wait(timeout)
+
+
+class GatheredParts(RaggedWork):
+    """An all_to_all in which everything goes to everyone: the lengths of all parts, and the parts in a row."""
+
+    def __init__(self, rank: int, lengths: RaggedWork, rows: RaggedWork) -> None:
+        super().__init__(Works([lengths, rows]), [])
+        self._rank = rank
+        self._gathered = lengths, rows
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Collective. See `RaggedWork.wait`."""
+        super().wait(timeout)
+        if not self.parts:
+            lengths, rows = (work.parts for work in self._gathered)
+            self.parts = [
+                np.split(row, np.cumsum(cuts)[:-1])[self._rank].copy() for cuts, row in zip(lengths, rows, strict=True)
+            ]

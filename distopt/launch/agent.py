@@ -27,13 +27,13 @@ from .nodes import NO_RANK, Node, Owner, RunOptions
 from .output import write_all
 from .pmi_server import keep_alive, proof, turn
 from .ranks import Failure, LocalRanks
+from .stopwatch import Stopwatch
 from .threads import thread_variables
-from .watch import introduce, listen
+from .watch import CONNECT_SECONDS, LONGEST_CALL_SECONDS, introduce, listen
 
 __all__ = ["run"]
 
 _LOOK_SECONDS = 0.2
-_CONNECT_SECONDS = 2.0
 _RETRY_SECONDS = 0.03
 _FOREIGN_SECONDS = 3.0  # for which another program may still hold the endpoint
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -76,7 +76,8 @@ class _Agent:
         self._ranks: LocalRanks | None = None
         self._told = 0  # failures that the owner knows
         self._ended = False  # and it knows that all ranks have ended
-        self._kill_at = float("inf")
+        self._clock = Stopwatch()
+        self._kill_at = float("inf")  # on that clock
         self._code: int | None = None
 
     def run(self) -> int:
@@ -119,12 +120,14 @@ class _Agent:
 
     def _connect(self) -> socket.socket | None:
         """The connection to the owner; None if a signal came first."""
-        options, began = self._options, time.monotonic()
+        options, clock = self._options, Stopwatch(LONGEST_CALL_SECONDS)
         foreign_since = None
         while True:
             link = None
             try:
-                link = socket.create_connection((options.host, options.port), timeout=_CONNECT_SECONDS)
+                clock.seconds()
+                link = socket.create_connection((options.host, options.port), timeout=CONNECT_SECONDS)
+                clock.seconds()
                 keep_alive(link)
                 reason = introduce(link, self._key, b"a", self._me.wanted, options.nodes)
             except socket.gaierror as error:
@@ -134,18 +137,18 @@ class _Agent:
                 ) from None
             except (OSError, struct.error) as error:
                 fact = getattr(error, "strerror", None) or "no answer"
-                now = time.monotonic()
+                now = clock.seconds()
                 if link is None:
                     foreign_since = None
                 else:
                     link.close()
-                    foreign_since = foreign_since or now
+                    foreign_since = now if foreign_since is None else foreign_since
                     if now > foreign_since + _FOREIGN_SECONDS:
                         raise LaunchError(
                             f"what listens at {options.endpoint} is no node of this job: it has another --rdzv-id or "
                             "DISTOPT_JOB_SECRET, or is no distopt run; give all nodes the same, or another port"
                         ) from None
-                if now > began + options.timeout:
+                if now > options.timeout:
                     raise LaunchError(
                         f"no distopt run answers at {options.endpoint} within {options.timeout:g} s ({fact}); run the "
                         "same line on the node that has this address, and see whether a firewall separates them"
@@ -177,7 +180,7 @@ class _Agent:
             self._start(message)
         elif do == "end" and self._ranks is not None:
             self._ranks.signal(signal.SIGTERM)
-            self._kill_at = min(self._kill_at, time.monotonic() + message["patience"])
+            self._kill_at = min(self._kill_at, self._clock.seconds() + message["patience"])
         elif do == "finish":
             self._code = int(message["code"])
 
@@ -211,7 +214,7 @@ class _Agent:
         if ranks is None or self._code is not None or self._ended:
             return
         ranks.look()
-        if ranks.running and time.monotonic() >= self._kill_at:
+        if ranks.running and self._clock.seconds() >= self._kill_at:
             ranks.kill()
         if not ranks.running:
             self._ended = True

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from functools import partial
@@ -33,6 +35,8 @@ __all__ = ["after_closing", "close_at_exit", "finalize_at_exit", "guard"]
 _FORWARD_SECONDS = 0.1
 _ABORT_SECONDS = 2
 
+_EARLY = "left by {} before MPI_Finalize, which ends the other ranks; return from the script or use sys.exit"
+
 
 class _Closeable(Protocol):
     @property
@@ -41,12 +45,14 @@ class _Closeable(Protocol):
 
 
 class ExitGuard:
-    """Ends the whole job when this rank leaves it by an exception or by `sys.exit(n)`.
+    """Ends the whole job when this rank leaves it by an exception, `sys.exit(n)`, `os._exit(0)` or C's `exit(0)`.
+
+    A process that ends with code 0 and without MPI_Finalize is a success for MPICH's mpiexec, which kills the others.
 
     Attributes:
         communicators: to be closed at the end. Kept even if the script has dropped them, so that peers are notified.
         farewells: to be called afterwards.
-        others: tells of ranks on other hosts, if anything does.
+        others: tells of the ends of other ranks, if anything does.
     """
 
     def __init__(self) -> None:
@@ -65,6 +71,8 @@ class ExitGuard:
             self._mpi, self._pid = mpi, os.getpid()
             sys.excepthook = partial(self._uncaught, sys.excepthook)
             sys.exit = partial(self._exit, sys.exit)
+            os._exit = partial(self._exit_now, os._exit)
+            _core.refuse_early_exit(self._says(_EARLY.format("exit(0) of C")))
             atexit.register(self._at_exit)
             with contextlib.suppress(ValueError, TypeError):  # not the main thread; a handler that is not Python's
                 # UCX, which MPICH uses, takes SIGHUP to turn its debugging output on.
@@ -108,9 +116,24 @@ class ExitGuard:
         before(status)
         raise AssertionError("sys.exit returned")
 
+    def _exit_now(self, before: Any, status: int) -> NoReturn:
+        if self._is_rank and status & 0xFF == 0:
+            if self._left and threading.current_thread() is threading.main_thread():
+                self._finalize()
+                _core.refuse_early_exit("")
+                ctypes.CDLL(None).exit(0)  # whose handlers, of MPICH's, tell mpiexec that this end is no crash
+            _say(self._says(_EARLY.format("os._exit(0)")))
+            if self.others is not None:
+                self.others.end_others(1)
+            time.sleep(_FORWARD_SECONDS)
+            status = 1
+        before(status)
+        raise AssertionError("os._exit returned")
+
     def _at_exit(self) -> None:
         if not self._is_rank:
             return
+        _core.refuse_early_exit("")
         if self._exit_code and not self._left:
             if self._exit_code != UsageError.exit_code:  # a usage error has already been reported
                 _say(self._says(f"left with exit code {self._exit_code}"))
@@ -119,10 +142,14 @@ class ExitGuard:
             self.communicators.pop().close()
         for farewell in self.farewells:
             farewell()
-        if self.others is not None and not self._mpi.Is_finalized():
-            # It waits for the other ranks. Later, no thread is left that hears of their end.
+        if self.others is not None:
+            self._finalize()  # it waits for the other ranks; later, no thread is left that hears of their end
+
+    def _finalize(self) -> None:
+        if not self._mpi.Is_finalized():
             self._mpi.Finalize()
-            self.others.leave()
+            if self.others is not None:
+                self.others.leave()
 
     def _says(self, text: str) -> str:
         return f"rank {self._mpi.COMM_WORLD.rank} on {socket.gethostname()} (pid {os.getpid()}) {text}\n"

@@ -6,10 +6,12 @@ one rank:
 - an uncaught exception prints its traceback and calls MPI_Abort(1) (for an error of distopt, with its exit code; for
   Ctrl-C, with 130);
 - `sys.exit(n)` with n != 0 calls MPI_Abort(n) when the interpreter ends, unless the job was closed before.
+- `os._exit(0)` and C's `exit(0)` say so, and end this process with code 1: MPICH's mpiexec would kill the other ranks
+  and end with 0. After the job was closed, `os._exit(0)` calls MPI_Finalize first.
 
 This applies from MPI_Init on, which `launch.main` calls before the script's function, and `launch.join` at the latest.
 MPI may not notice a process that exits before that. Ranks of the same host usually notice it; others end after
-`DISTOPT_TIMEOUT`. From `MpiJob` on, ranks on several hosts watch each other: `distopt.launch.watch`.
+`DISTOPT_TIMEOUT`. From `MpiJob` on, ranks watch each other: `distopt.launch.watch`.
 
 A forked child does not act for its rank, whatever its end. In a script that imports mpi4py.MPI before distopt, mpi4py
 itself calls MPI_Finalize at the end of every forked child, which breaks the job: end such children by `os._exit`.
@@ -22,10 +24,12 @@ Hazard: the value of an uncaught `raise SystemExit(n)` cannot be observed in Pyt
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
 import sys
+from copy import copy
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +51,7 @@ from .topology import Topology, host_identity
 from .watch import Watch, watch_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from types import ModuleType
 
 __all__ = ["MpiJob", "after_closing", "close_at_exit", "import_mpi", "start_mpi"]
@@ -65,6 +69,7 @@ class MpiJob(Job):
     Attributes:
         comm: the duplicate, used for setup traffic.
         local_ranks: the ranks of this host, this one included.
+        numbers: what messages call the ranks; those of the job that a subgroup is part of.
 
     Raises:
         MissingDependencyError: mpi4py or the MPI library is missing.
@@ -86,16 +91,38 @@ class MpiJob(Job):
         local = [peer for peer in range(size) if peers[peer].identity == mine.identity]
         self.local_ranks = tuple(local)
         self.topology = Topology(rank, size, local.index(rank), len(local), tuple(peer.host for peer in peers))
+        self.numbers = tuple(range(size))
         self._ticket = Ticket(bytes.fromhex(peers[local[0]].secret))
         self._group: HostGroup | None = None
         # Some launchers pin each rank to its own cores, others give all ranks the same: the union is right for both.
         cap_threads(len(local), len(set().union(*(peers[peer].cores for peer in local))))
         if size > 1:
             guard.watch(self)
-        if comm is None and not self.topology.single_host and guard.others is None:
+        if comm is None and size > 1 and guard.others is None:
             guard.others = watch_ranks(self, self._settings.timeout)
             if guard.others is not None:
                 guard.others.end_with_others(guard.abort)
+
+    def subgroup(self, ranks: Sequence[int], secret: bytes) -> MpiJob:
+        """Collective among `ranks`, which have all come. A job of these ranks alone, in that order.
+
+        Args:
+            ranks: this rank and others, each once; equal on all of them.
+            secret: 16 bytes that they have in common.
+        """
+        self._check_open()
+        made = copy(self)
+        made.comm = self.comm.Create_group(self.comm.group.Incl(ranks))
+        made.comm.Set_errhandler(import_mpi().ERRORS_RETURN)
+        made.numbers = tuple(self.numbers[rank] for rank in ranks)
+        local = [place for place, rank in enumerate(ranks) if rank in self.local_ranks]
+        hosts = tuple(self.topology.hosts[rank] for rank in ranks)
+        place = made.comm.rank
+        made.local_ranks = tuple(local)
+        made.topology = Topology(place, len(ranks), local.index(place), len(local), hosts)
+        made._ticket = Ticket(hashlib.sha256(secret + b"%d" % local[0]).digest()[:16])
+        made._group = None
+        return made
 
     def all_gather(self, payload: bytes) -> list[bytes]:  # noqa: D102
         self._check_open()

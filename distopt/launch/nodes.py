@@ -13,12 +13,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .pmi_server import Gate, Link
 from .ranks import Failure
+from .stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     import selectors
@@ -136,11 +136,11 @@ class Owner(Gate):
         self._attempt = -1  # none has been started
         self._failures: dict[int, Failure] = {}  # by rank, in the order in which they were heard of
         self._killed = False
-        self._end_by = float("inf")
+        self._clock = Stopwatch()
+        self._end_by = float("inf")  # on that clock
         self._finished = False
         self._warned = False
-        now = time.monotonic()
-        self._come_by, self._say_at = now + options.timeout, now + _WAITING_SECONDS
+        self._say_at = _WAITING_SECONDS
 
     # -- what agents say -------------------------------------------------------------------------------------------
     def hear(self, node: Node, message: dict[str, Any]) -> None:
@@ -168,10 +168,10 @@ class Owner(Gate):
     def look(self) -> None:
         """Local. Act on the passing of time."""
         self._drop_slow_strangers()
-        now = time.monotonic()
+        now = self._clock.seconds()
         if self._attempt < 0:
             came = f"{len(self._nodes)} of {self._size} nodes have come: {self._names()}"
-            if now > self._come_by:
+            if now > self._options.timeout:
                 self._finish(
                     2,
                     f"{came}; within {self._options.timeout:g} s no other has. Run the same line on every node, with "
@@ -273,7 +273,7 @@ class Owner(Gate):
             patience = 0.0
         elif any(signum in _ENDING or self._ended_by(signum) for signum in self._signals):
             patience = _SIGNAL_SECONDS
-        by = time.monotonic() + patience + _ANSWER_SECONDS
+        by = self._clock.seconds() + patience + _ANSWER_SECONDS
         if by < self._end_by:
             self._end_by = by
             for node in self._nodes:

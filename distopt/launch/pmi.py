@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import socket
 import struct
-import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
 from .env import RUN
-from .watch import Watch, listen, start_server
+from .messages import Deadline, in_slices
+from .watch import CONNECT_SECONDS, Watch, listen, start_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +47,6 @@ class Member(Watch):
 
     def __init__(self, info: LauncherInfo, place: Meeting, timeout: float) -> None:
         self._has_agents = info.name == RUN
-        until = time.monotonic() + timeout
         address = place.address
         if info.rank == 0:
             self._serve(info, place, timeout)
@@ -53,13 +54,12 @@ class Member(Watch):
         places = [(address, port) for port in ports(place.key)]
         # The agents of `distopt run` know which rank was the first, and end the others.
         speaks = not self._has_agents and not info.local_rank
-        super().__init__(info.rank, info.size, place.key, places, until, source=place.source, speaks=speaks)
+        super().__init__(info.rank, info.size, place.key, places, timeout, source=place.source, speaks=speaks)
         self._patience = _AGENTS_SECONDS if self._has_agents else 0.0
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
-            self._mpi = stack.enter_context(self._connect(b"m", until))
-            self._link.settimeout(timeout + _GRACE_SECONDS)
-            self._wait_for_all()
+            self._mpi = stack.enter_context(self._connect(b"m", timeout))
+            self._wait_for_all(Deadline(timeout + _GRACE_SECONDS))
             stack.pop_all()
 
     @contextlib.contextmanager
@@ -100,8 +100,10 @@ class Member(Watch):
         with listener:
             start_server(listener, place.key, info.size, timeout, speaks=not self._has_agents)
 
-    def _wait_for_all(self) -> None:
+    def _wait_for_all(self, deadline: Deadline) -> None:
         try:
+            in_slices(self._link, deadline, partial(self._link.recv, 1, socket.MSG_PEEK))
+            self._link.settimeout(CONNECT_SECONDS)  # for the rest of the line
             line = self._read_line()
         except OSError:
             raise LaunchError(

@@ -32,7 +32,21 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 
-__all__ = ["HELLO", "NONCE_BYTES", "PROOF_BYTES", "REASON", "Gate", "Link", "Server", "keep_alive", "proof", "turn"]
+from .stopwatch import Stopwatch
+
+__all__ = [
+    "HELLO",
+    "NONCE_BYTES",
+    "PROOF_BYTES",
+    "REASON",
+    "Gate",
+    "Link",
+    "Server",
+    "keep_alive",
+    "main",
+    "proof",
+    "turn",
+]
 
 NONCE_BYTES = PROOF_BYTES = 32
 # Nonce, purpose, rank, number of ranks, host, process id, proof of the key.
@@ -267,12 +281,11 @@ class Server(Gate):
             self._selector.close()
 
     def _run(self) -> None:
-        join_by = time.monotonic() + self._timeout
+        watch = Stopwatch()
         while not self._ended and len(self._finalized) < self._size:
             turn(self._selector, _LOOK_SECONDS)
             self._drop_slow_strangers()
-            now = time.monotonic()
-            if now > join_by and len(self._watchers) < self._size:
+            if watch.seconds() > self._timeout and len(self._watchers) < self._size:
                 absent = [str(rank) for rank in range(self._size) if rank not in self._watchers]
                 noun = "ranks" if len(absent) > 1 else "rank"
                 self._end(
@@ -370,14 +383,11 @@ def _exit_code(digits: str) -> int:
     return int(digits) & 0xFF or 1 if digits.isascii() and digits.isdigit() else 1
 
 
-def _main() -> None:
+def main() -> None:
+    """Serve as `distopt.launch.watch.start_server`, which started this program, has told it."""
     fd, size, timeout, parent = sys.argv[1:]
     # The job's launcher may signal all of its processes; this one ends with rank 0.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     key = sys.stdin.buffer.read()
     Server(socket.socket(fileno=int(fd)), key, int(size), float(timeout), int(parent)).run()
-
-
-if __name__ == "__main__":
-    _main()

@@ -8,7 +8,6 @@ __all__ = ["SLICE_SECONDS", "Stopwatch"]
 
 SLICE_SECONDS = 0.1  # that a wait may sleep at once
 
-_SUSPENDED_SECONDS = 1.0
 _EXCUSED_SECONDS = 1.0
 
 
@@ -18,9 +17,13 @@ class Stopwatch:
     Ask at least every `SLICE_SECONDS` or so. Where far more time has passed between two looks, the process was
     suspended: with the job, as by Ctrl-Z or with its container. That time does not count, nor does the next second, in
     which the other processes go on one after the other.
+
+    Args:
+        longest_look: seconds that may pass between two looks without a suspension.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, longest_look: float = 1.0) -> None:
+        self._longest_look = longest_look
         self._last_look = time.monotonic()
         self._excused_until = 0.0
         self._seconds = 0.0
@@ -29,7 +32,7 @@ class Stopwatch:
         """Local. What has counted until now."""
         now = time.monotonic()
         passed, self._last_look = now - self._last_look, now
-        if passed > _SUSPENDED_SECONDS:
+        if passed > self._longest_look:
             self._excused_until = now + _EXCUSED_SECONDS
         elif now > self._excused_until:
             self._seconds += passed

@@ -21,19 +21,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
-from . import pmi_server
 from .pmi_server import HELLO, NONCE_BYTES, PROOF_BYTES, REASON, keep_alive, proof
+from .stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from .job import Job
 
-__all__ = ["Watch", "introduce", "listen", "start_server", "watch_ranks"]
+__all__ = ["CONNECT_SECONDS", "LONGEST_CALL_SECONDS", "Watch", "introduce", "listen", "start_server", "watch_ranks"]
 
 _log = logging.getLogger("distopt")
 
-_CONNECT_SECONDS = 2.0
+CONNECT_SECONDS = 2.0
+LONGEST_CALL_SECONDS = CONNECT_SECONDS + 0.3  # that a connection may take, or an answer
 _JOIN_SECONDS = 5.0  # in a job that can do without
 # The end of the connection may be seen this much before MPI_Finalize returns.
 _FINALIZED_SECONDS = 0.3
@@ -46,6 +47,15 @@ _SIGNAL_SECONDS = 0.5
 # Of a process that ends, Linux closes the highest descriptors first. The server must hear of its end before other ranks
 # do through MPI, which may crash them at once.
 _HIGH = 512
+
+# The server needs two modules of this package, and neither the rest of it nor what that imports.
+_PROGRAM = """
+import sys, types
+package = sys.modules["launch"] = types.ModuleType("launch")
+package.__path__ = [sys.argv.pop(1)]
+from launch.pmi_server import main
+main()
+"""
 
 _servers: list[subprocess.Popen[bytes]] = []  # kept: Popen complains about a running process that nobody holds
 
@@ -63,7 +73,7 @@ def start_server(listener: socket.socket, key: bytes, size: int, timeout: float,
     Raises:
         OSError: no process can be started.
     """
-    program = [sys.executable, "-I", "-S", str(Path(pmi_server.__file__))]
+    program = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parent)]
     numbers = [str(x) for x in (listener.fileno(), size, timeout, os.getpid())]
     server = subprocess.Popen(
         [*program, *numbers],
@@ -87,7 +97,7 @@ class Watch:
         size: number of ranks.
         key: 32 bytes that only the job's ranks know.
         places: where the server may be: address and TCP port.
-        until: on the clock of `time.monotonic`: when to give up.
+        timeout: seconds after which to give up.
         source: where the addresses come from, for messages.
         speaks: whether this rank says that it has lost rank 0, and ends what waits for it; one per host is enough.
 
@@ -101,7 +111,7 @@ class Watch:
         size: int,
         key: bytes,
         places: Sequence[tuple[str, int]],
-        until: float,
+        timeout: float,
         *,
         source: str = "",
         speaks: bool = True,
@@ -115,7 +125,7 @@ class Watch:
         self._left = False
         self._patience = 0.0  # seconds for which this process lives on when another rank has failed
         self._who = f"rank {rank} of {size} on {socket.gethostname()} (pid {os.getpid()})"
-        self._link = self._connect(b"w", until)
+        self._link = self._connect(b"w", timeout)
         with contextlib.suppress(OSError):  # the limit is lower
             descriptor = fcntl.fcntl(self._link, fcntl.F_DUPFD_CLOEXEC, _HIGH)
             self._link.close()
@@ -150,12 +160,15 @@ class Watch:
         self._link.close()
 
     # -- connection ------------------------------------------------------------------------------------------------
-    def _connect(self, purpose: bytes, until: float) -> socket.socket:
+    def _connect(self, purpose: bytes, timeout: float) -> socket.socket:
+        watch = Stopwatch(LONGEST_CALL_SECONDS)
         while True:
             for place in self._places:
                 link = None
                 try:
-                    link = socket.create_connection(place, timeout=_CONNECT_SECONDS)
+                    watch.seconds()
+                    link = socket.create_connection(place, timeout=CONNECT_SECONDS)
+                    watch.seconds()
                     keep_alive(link)
                     reason = introduce(link, self._key, purpose, self._rank, self._size)
                     if reason:
@@ -176,7 +189,7 @@ class Watch:
                     raise
                 else:
                     return link
-            if time.monotonic() > until:
+            if watch.seconds() > timeout:
                 addresses = ", ".join(dict.fromkeys(address for address, _ in self._places))
                 tried = ", ".join(str(port) for port in dict.fromkeys(port for _, port in self._places))
                 raise LaunchError(
@@ -237,7 +250,6 @@ def watch_ranks(job: Job, timeout: float) -> Watch | None:
         timeout: seconds that ranks may be late.
     """
     topology, offer = job.topology, b""
-    until = time.monotonic() + _JOIN_SECONDS
     if topology.rank == 0:
         with contextlib.suppress(OSError), listen(0, 2 * topology.world_size + 16) as listener:
             key = os.urandom(NONCE_BYTES)
@@ -254,7 +266,7 @@ def watch_ranks(job: Job, timeout: float) -> Watch | None:
             topology.world_size,
             bytes.fromhex(secret),
             places,
-            until,
+            _JOIN_SECONDS,
             speaks=topology.local_rank == 0,
         )
     unwatched = [str(r) for r, connected in enumerate(job.all_gather(b"" if watch is None else b"1")) if not connected]

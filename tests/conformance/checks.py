@@ -371,6 +371,39 @@ def check_messages(comm: Communicator) -> None:
             assert token[0] == 7 + n * (n - 1) // 2
 
 
+def check_subgroups(comm: Communicator) -> None:
+    """Of all ranks in another order, of odd and even ones at the same time, of one; and one of one of these."""
+    n, rank = comm.topology.world_size, comm.topology.rank
+    if n > 1 and type(comm)._subgroup is Communicator._subgroup:
+        return
+    for ranks in ([rank, rank], [(rank + 1) % (n + 1)], [rank, n], []):
+        with pytest.raises(UsageError, match="name each member once"):
+            comm.subgroup(ranks)
+    backwards = comm.subgroup(range(n - 1, -1, -1))
+    work = backwards.all_reduce(array := values(rank, 50_001, "float64"))
+    halves = comm.subgroup([q for q in range(n) if q % 2 == rank % 2])
+    alone = comm.subgroup([rank])
+    for group, members in ((halves, list(range(rank % 2, n, 2))), (alone, [rank])):
+        assert (group.topology.rank, group.topology.world_size) == (members.index(rank), len(members))
+        gathered = np.empty(len(members), np.int64)
+        group.all_gather(np.array([rank]), gathered).wait()
+        assert gathered.tolist() == members
+        group.broadcast(last := np.array([rank]), len(members) - 1).wait()
+        assert last[0] == members[-1]
+    again = halves.subgroup(range(halves.topology.world_size))
+    halves.close()
+    again.barrier()
+    again.close()
+    work.wait()
+    expected = reduce_in_rank_order([values(q, 50_001, "float64") for q in range(n)][::-1], "float64", "sum")
+    if backwards.by_host_above_bytes is None:
+        assert_same_bits(array, expected, "backwards")
+    else:
+        np.testing.assert_allclose(array, expected, rtol=1e-9, atol=1e-9)
+    backwards.close()
+    comm.barrier()
+
+
 def check_sparse_all_reduce(comm: Communicator) -> None:
     """Lists of all densities, so that each way of adding them up is taken."""
     n, rank = comm.topology.world_size, comm.topology.rank
@@ -630,6 +663,7 @@ CHECKS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
             check_dropped_ragged,
             check_read_only_inputs,
             check_messages,
+            check_subgroups,
             check_sparse_all_reduce,
             check_not_a_number,
             check_find_nonfinite,

@@ -331,3 +331,59 @@ def test_rank_that_closed_is_named(peers, job):
     else:
         with pytest.raises(CommunicatorClosedError, match=rf"rank {last} on .* has closed"):
             peers.barrier()
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("kind", "sent"), [("count", "6 float32"), ("dtype", "5 int64")])
+def test_a_message_of_another_kind_is_refused(peers, kind, sent):
+    rank, to = peers.topology.rank, peers.topology.world_size - 1
+    array = np.zeros(6, np.float32) if kind == "count" else np.zeros(5, np.int64)
+    if rank == 0:
+        peers.send(array, to, tag=7).wait()
+    elif rank == to:
+        with pytest.raises(
+            MismatchError, match=rf"rank 0 on .* sent {sent} with tag 7, where rank {to} on .* receives 5 f"
+        ):
+            peers.receive(np.zeros(5, np.float32), 0, tag=7).wait()
+
+
+def test_a_silent_sender_is_named(peers, job):
+    if job.topology.rank == 0:
+        with pytest.raises(StalledError, match=r"receive 3 int8 with tag -1 from rank 1 on .* DISTOPT_TIMEOUT"):
+            peers.receive(np.zeros(3, np.int8), 1, tag=-1).wait(0.3)
+    job.all_gather(b"")
+
+
+def test_a_sender_that_closed_is_named_once_all_has_arrived(peers):
+    rank = peers.topology.rank
+    if rank == 1:
+        peers.send(np.arange(70_000), 0)
+        peers.barrier()
+        peers.close()
+    else:
+        peers.barrier()
+    if rank == 0:
+        array = np.zeros(70_000, np.int64)
+        peers.receive(array, 1).wait()
+        assert array[-1] == 69_999
+        with pytest.raises(CommunicatorClosedError, match=r"rank 1 on .* closed the communicator while rank 0 on .*"):
+            peers.receive(array, 1).wait()
+
+
+def test_messages_and_collectives_move_each_other(peers):
+    rank = peers.topology.rank
+    reduced, array = np.full(300_001, 1.0), np.arange(300_001)
+    for i in range(3):
+        work = peers.all_reduce(reduced)
+        if rank == 0:
+            sent = peers.send(array + i, 1)
+            peers.receive(np.zeros(3), 1).wait()  # which rank 1 sends when it has the sum
+            sent.wait()
+        elif rank == 1:
+            came = np.empty_like(array)
+            received = peers.receive(came, 0)
+            work.wait()
+            peers.send(np.zeros(3), 0).wait()
+            received.wait()
+            assert (came == array + i).all()
+        work.wait()

@@ -11,6 +11,7 @@ import pytest
 
 from distopt.launch import stopwatch
 from distopt.launch.stopwatch import Stopwatch
+from distopt.launch.watch import Watch, listen, start_server
 from tests.processes import ROOT, Program, start_mpiexec
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "suspended_script.py")
@@ -27,12 +28,7 @@ def test_job_that_is_suspended_for_longer_than_the_timeout(start, where):
     (line,) = program.read_lines(1)
     assert "is late" in line
     time.sleep(0.3)
-    pids = program.pids()
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(3.5)
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
+    suspend(program, 3.5)
     ended = program.end()
     assert ended.code == 0, ended.stderr
     assert ended.stdout.count("[1.0, 3.0, 5.0, 7.0, 9.0]") == 2
@@ -50,6 +46,78 @@ def test_rank_that_alone_is_suspended_is_named():
     assert time.monotonic() - began > 1.0
     assert "no answer within 2.5 s" in ended.stderr
     assert f"pid {late})" in ended.stderr
+
+
+MEETS = """
+import socket, sys
+from distopt.launch.watch import Watch, listen, start_server
+key, port, timeout = bytes(32), int(sys.argv[1]), float(sys.argv[2])
+if not port:
+    with listen(0, 8) as listener:
+        port = listener.getsockname()[1]
+        start_server(listener, key, 2, timeout)
+print(port, flush=True)
+watch = Watch(0, 2, key, [("localhost", port)], timeout)
+print("connected", flush=True)
+watch._link.settimeout(None)
+print(watch._read_line(), flush=True)
+"""
+
+
+def suspend(program: Program, seconds: float) -> None:
+    pids = program.pids()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_server_of_a_job_that_is_suspended_while_ranks_join():
+    program = Program([sys.executable, "-c", MEETS, "0", "2.5"])
+    port, connected = program.read_lines(2)
+    assert connected == "connected"
+    assert len(program.pids()) == 2
+    suspend(program, 3.5)
+    time.sleep(0.5)  # in which a server that counts the suspension would end the job
+    watch = Watch(1, 2, bytes(32), [("localhost", int(port))], 5.0)
+    assert program.read_lines(1) == ["go"]
+    watch.close()
+    ended = program.end()
+    assert ended.code == 0, ended.stderr
+
+
+def test_rank_that_is_suspended_while_it_looks_for_the_server():
+    with listen(0, 8) as listener:
+        port = listener.getsockname()[1]
+    program = Program([sys.executable, "-c", MEETS, str(port), "3"])
+    program.read_lines(1)
+    time.sleep(0.3)
+    suspend(program, 4.0)
+    time.sleep(0.5)  # in which one that counts the suspension would give up
+    with listen(port, 8) as listener:
+        start_server(listener, bytes(32), 2, 5.0, speaks=False)
+    assert program.read_lines(1) == ["connected"]
+    program.kill()
+    program.process.communicate()
+
+
+def test_nodes_that_are_suspended_while_they_meet(tmp_path):
+    with listen(0, 8) as listener:
+        port = listener.getsockname()[1]
+    script = tmp_path / "script.py"
+    script.write_text("import os; print('rank', os.environ['RANK'])")
+    command = [sys.executable, "-m", "distopt", "run", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{port}"]
+    command += ["--rdzv-timeout", "3", str(script)]
+    first = Program(command)
+    time.sleep(1.5)
+    assert first.process.poll() is None
+    suspend(first, 4.0)
+    time.sleep(0.3)
+    second = Program(command)
+    ended = [first.end(), second.end()]
+    assert [one.code for one in ended] == [0, 0], ended
+    assert "".join(one.stdout for one in ended).count("rank") == 3  # the second line begins with [rank 1]
 
 
 WATCHED = """

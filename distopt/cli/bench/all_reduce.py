@@ -14,6 +14,7 @@ import numpy as np
 from ...comm import BACKENDS
 from ...comm.base import DTYPES
 from ...errors import UsageError
+from ..values import at_least
 from .crew import Crew, rank_command
 from .lineup import Lineup, distopt_crew, mpi_crew, torch_crew
 from .places import add_places, is_far, site_of
@@ -22,7 +23,7 @@ from .ranks.pattern import max_calls
 from .ranks.transports import COLLECTIVES
 from .site import Site
 from .table import HEADER, Row, heading, machine
-from .units import announce, at_least, byte_size, byte_sizes, names_of, size_range, whole_sizes, write_json
+from .units import announce, byte_size, byte_sizes, names_of, size_range, whole_sizes, write_json
 
 if TYPE_CHECKING:
     import argparse

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ... import _core
 from ...errors import UsageError
+from ..values import at_least, positive
 from .crew import Crew, rank_command
 from .lineup import Lineup, torch_crew
 from .site import Site
 from .table import heading, machine
-from .units import announce, at_least, names_of, positive, write_json
+from .units import announce, names_of, write_json
 
 if TYPE_CHECKING:
     import argparse

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...errors import DataError, UsageError
+from ..values import at_least, positive
 from .plot import plot_efficiencies, require_matplotlib
 from .scaling import ALGORITHMS, STRATEGIES, Curve, Line, Network, Prediction, Training, fit, predict
-from .units import at_least, byte_size, names_of, positive, write_json
+from .units import byte_size, names_of, write_json
 
 if TYPE_CHECKING:
     import argparse

@@ -10,12 +10,13 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from ..values import at_least
 from .lineup import Lineup, distopt_crew, torch_crew
 from .places import add_places, is_far, site_of
 from .ranks.train import PHASES
 from .site import Site
 from .table import heading, machine
-from .units import announce, at_least, names_of, write_json
+from .units import announce, names_of, write_json
 
 if TYPE_CHECKING:
     import argparse

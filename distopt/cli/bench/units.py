@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "announce",
-    "at_least",
     "byte_size",
     "byte_sizes",
     "names_of",
-    "positive",
     "size_range",
     "whole_sizes",
     "write_json",
@@ -59,28 +57,6 @@ def size_range(first: int, last: int, factor: float, item_bytes: int) -> list[in
             sizes.append(whole)
         size *= factor
     return sizes
-
-
-def at_least(low: int) -> Callable[[str], int]:
-    """A parser of whole numbers of at least `low`."""
-
-    def read(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and int(text) >= low):
-            raise ArgumentTypeError(f"{text!r} is not a whole number of at least {low}")
-        return int(text)
-
-    return read
-
-
-def positive(text: str) -> float:
-    """A number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e12:  # NaN fails too
-        raise ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
 
 
 def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:

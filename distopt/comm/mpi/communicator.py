@@ -15,15 +15,16 @@ from ... import _core
 from ...errors import UsageError, WireMemoryError
 from ...launch.mpi import MpiJob, close_at_exit, import_mpi
 from ...settings import Settings
-from ..base import DTYPES, OPS, Array, Communicator, RaggedWork, ReduceOp, Work, storage_of
+from ..base import DTYPES, OPS, Array, Communicator, MessageWork, RaggedWork, ReduceOp, Work, storage_of
+from .messages import MpiMessages
 from .waits import YIELD_SECONDS, Waits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ...launch.job import Job
 
-__all__ = ["MpiCommunicator", "MpiWork", "ranks_by_host"]
+__all__ = ["MpiCommunicator", "MpiWork"]
 
 _ALIGNMENT = 64
 # What travels with the announcement goes to every rank: of more than two, it crosses the network more often than need
@@ -33,7 +34,7 @@ _INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 64 << 10, 48 << 10
 CHUNK_BYTES = 1 << 20
 
 
-def ranks_by_host(job: MpiJob) -> list[list[int]]:
+def _ranks_by_host(job: MpiJob) -> list[list[int]]:
     """Collective. The ranks of every host, in the order of their first ranks."""
     firsts = [int(first) for first in job.all_gather(b"%d" % job.local_ranks[0])]
     return [[rank for rank, first in enumerate(firsts) if first == host] for host in sorted(set(firsts))]
@@ -105,6 +106,7 @@ class MpiCommunicator(Communicator):
             size = job.topology.world_size
             inline_bytes = _INLINE_BYTES_OF_TWO if size <= 2 else _INLINE_BYTES_OF_ALL // size
         self.topology = job.topology
+        self._job = job
         self._mpi = mpi = import_mpi()
         self._waits = Waits(mpi, job)
         self._comm = job.comm.Dup()
@@ -119,8 +121,11 @@ class MpiCommunicator(Communicator):
             inline_bytes,
             chunk_bytes,
         )
+        self._messages = MpiMessages(mpi, job.comm.Dup(), self._core, self._waits)
+        self._waits.help = self._messages.advance
+        self._farewell: Callable[[], None] = lambda: None  # of a subgroup, whose job is its own
         self._closed = False
-        self._use_hierarchy(job, ranks_by_host(job))
+        self._use_hierarchy(job, _ranks_by_host(job))
         close_at_exit(self)
 
     def _use_hierarchy(self, job: MpiJob, hosts: list[list[int]]) -> None:
@@ -182,6 +187,8 @@ class MpiCommunicator(Communicator):
             self._waits.close(self._core)
         if self._core.close() and not finalized:
             self._comm.Free()
+            self._messages.close()
+            self._farewell()
 
     @property
     def closed(self) -> bool:
@@ -218,6 +225,16 @@ class MpiCommunicator(Communicator):
     def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
         operation = self._core.all_to_all_ragged(list(parts), DTYPES[dtype], label)
         return _MpiRaggedWork(self._work(operation), operation)
+
+    def _subgroup(self, ranks: Sequence[int], secret: bytes) -> Communicator:
+        job = self._job.subgroup(ranks, secret)
+        made = MpiCommunicator(job)
+        made._farewell = job.close
+        return made
+
+    def _start_message(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MessageWork:
+        self._core.progress()  # refuses a communicator that is closed or has failed
+        return self._messages.start(sends, array, dtype, peer, tag)
 
     def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:
         return self._work(self._core.broadcast(array, root, DTYPES[dtype], label))

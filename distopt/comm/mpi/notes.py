@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ class MpiNotes:
         comm: an MPI communicator that carries nothing else.
 
     Attributes:
-        waiting: number of the operation for which a rank has waited long, by rank.
+        waiting: when a rank was last heard to wait, on the clock of `time.monotonic`, by rank.
         closed: number of operations that a rank had finished when it closed, by rank.
     """
 
@@ -27,12 +28,12 @@ class MpiNotes:
         self._mpi = mpi
         self._comm = comm
         self._sent: list[Any] = []  # requests, with the memory that they read
-        self.waiting: dict[int, int] = {}
+        self.waiting: dict[int, float] = {}
         self.closed: dict[int, int] = {}
 
-    def tell_waiting(self, operation: int) -> None:
-        """Local. Tell all others that this rank waits in `operation`."""
-        self._send(_WAITING, operation)
+    def tell_waiting(self) -> None:
+        """Local. Tell all others that this rank waits."""
+        self._send(_WAITING, 0)
 
     def tell_closed(self, finished: int) -> None:
         """Local. Tell all others that this rank leaves, having finished that many operations."""
@@ -45,9 +46,11 @@ class MpiNotes:
         note = np.empty(2, np.int64)
         while self._comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status):
             self._comm.Recv([note, self._mpi.INT64_T], status.source)
-            known = self.waiting if note[0] == _WAITING else self.closed
-            known[status.source] = int(note[1])
-            asked = asked or known is self.waiting
+            if note[0] == _WAITING:
+                self.waiting[status.source] = time.monotonic()
+                asked = True
+            else:
+                self.closed[status.source] = int(note[1])
         return asked
 
     def all_closed(self) -> bool:

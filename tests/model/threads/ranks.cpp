@@ -77,6 +77,31 @@ class Rank {
     for (auto& block : wire_) block = communicator_->empty(wire_count, DType::float32, ~std::uint64_t{0});
   }
 
+  // Messages around the ring of ranks, both ways, beside the collectives; larger ones than the ring of bytes holds.
+  void exchange(int rounds) {
+    constexpr std::uint64_t counts[] = {0, 1, 300, 100000};
+    for (int round = 1; round <= rounds; ++round) {
+      std::vector<std::shared_ptr<Message>> under_way;
+      std::vector<std::vector<float>> arrays;
+      arrays.reserve(4);
+      const std::uint64_t count = counts[round % static_cast<int>(std::size(counts))];
+      for (const int step : {1, size_ - 1}) {
+        std::vector<float>& sent = arrays.emplace_back(count);
+        for (std::size_t i = 0; i < count; ++i) sent[i] = value(rank_, round + step, i);
+        std::vector<float>& came = arrays.emplace_back(count, -1.0f);
+        under_way.push_back(message(true, (rank_ + step) % size_, step, sent));
+        under_way.push_back(message(false, (rank_ + size_ - step) % size_, step, came));
+      }
+      for (auto message = under_way.rbegin(); message != under_way.rend(); ++message)
+        communicator_->messages().wait(**message, 60);
+      for (const int at : {0, 1})
+        for (std::size_t i = 0; i < count; ++i) {
+          const int step = at == 0 ? 1 : size_ - 1;
+          require(arrays[2 * at + 1][i] == value((rank_ + size_ - step) % size_, round + step, i), "a message");
+        }
+    }
+  }
+
   // `common` gives all ranks the same numbers, `own` does not.
   void run(int operations, unsigned seed) {
     std::mt19937 common(seed), own(seed * 31 + static_cast<unsigned>(rank_));
@@ -100,6 +125,13 @@ class Rank {
   }
   static Hooks hooks() {
     return {[] {}, [](const std::string&) {}};
+  }
+
+  std::shared_ptr<Message> message(bool sends, int peer, std::int64_t tag, std::vector<float>& array) {
+    char* const data = reinterpret_cast<char*>(array.data());
+    auto made = std::make_shared<Message>(sends, peer, tag, DType::float32, data, array.size());
+    communicator_->messages().start(made);
+    return made;
   }
 
   std::unique_ptr<Started> start(int number, std::mt19937& common) {
@@ -239,7 +271,9 @@ int main(int argc, char** argv) {
       const unsigned seed = static_cast<unsigned>(100 * round + size);
       on_ranks(size, {60, 0.001}, [&](Rank& rank, int) {  // warns, and so reads what others do, at every long wait
         rank.allocate_wire();
+        std::thread beside([&] { rank.exchange(12); });
         rank.run(100, seed);
+        beside.join();
       });
       one_leaves(size, seed);
       mismatch(size, seed);

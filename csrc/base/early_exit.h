@@ -1,0 +1,12 @@
+// A call of C's exit(0), by the script or a library, that would end a rank as if its work were done.
+#pragma once
+
+#include <string>
+
+namespace distopt {
+
+// From now on, exit(0) in this process writes `text` to stderr and ends it with code 1. An empty text takes that back.
+// Codes other than 0, and forked children, are left alone. Not for two threads at a time.
+void refuse_early_exit(std::string text);
+
+}  // namespace distopt

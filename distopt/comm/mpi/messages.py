@@ -1,0 +1,216 @@
+"""Messages between two ranks over MPI, apart from the collectives and from their order.
+
+A header goes before the data, because MPI's tags are narrow, and it does not compare types. What arrives before its
+receive has begun is put aside, so that it holds up no other message.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...launch.stopwatch import Stopwatch
+from ..base import DTYPES, Array, storage_of
+from ..work import MessageWork
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ... import _core
+    from .waits import Waits
+
+__all__ = ["MpiMessages"]
+
+_log = logging.getLogger("distopt")
+
+_HEADER, _DATA = 0, 1  # MPI's tags
+_MOST_BYTES = 1 << 30  # of one message of MPI, whose counts are ints
+_LONGEST_SLEEP_SECONDS = 1e-3
+_ANYONE = -1
+_NAMES = list(DTYPES)
+
+
+class MpiMessage(MessageWork):
+    """A message under way.
+
+    Attributes:
+        sends: whether this rank sends it.
+        peer: rank at the other end; -1: anyone, until it has begun to come.
+        header: tag, code of the type, elements.
+        data: its bytes, the caller's memory.
+        requests: those of MPI, once it has begun to move.
+        early: where it arrives, if it began to before its receive.
+    """
+
+    def __init__(self, messages: MpiMessages, sends: bool, peer: int, header: Array, data: Array) -> None:
+        self.sends = sends
+        self.peer = peer
+        self.header = header
+        self.data = data
+        self.requests: list[Any] | None = None
+        self.early: Array | None = None
+        self._messages = messages
+
+    @property
+    def source(self) -> int:
+        """Local. See `MessageWork.source`."""
+        return self.peer if self.done() else -1
+
+    @property
+    def what(self) -> str:
+        """Local. What it carries, in words."""
+        return f"{self.header[2]:,} {_NAMES[self.header[1]]}"
+
+    def done(self) -> bool:
+        """Local. Move messages forward without waiting; whether this one has ended."""
+        self._messages.advance()
+        return self.ended()
+
+    def ended(self) -> bool:
+        """Local. Whether it has, as far as is known."""
+        if self.requests is None or not all(request.Test() for request in self.requests):
+            return False
+        if self.early is not None:
+            self.data[:], self.early = self.early, None
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the end, at most `timeout` seconds; see `Work.wait`."""
+        self._messages.wait(self, timeout)
+
+
+@dataclass(eq=False)
+class _Aside:
+    """What has come, or comes, before its receive."""
+
+    source: int
+    header: Array
+    data: Array
+    requests: list[Any] = field(default_factory=list)
+
+
+class MpiMessages:
+    """Those of one rank. To be used by one thread at a time, which may be the one that waits in a collective.
+
+    Args:
+        mpi: the module `mpi4py.MPI`.
+        comm: an MPI communicator that carries nothing else.
+        core: the communicator of the collectives, which a wait for a message moves along.
+        waits: those of its rank.
+    """
+
+    def __init__(self, mpi: Any, comm: Any, core: _core.MpiCommunicator, waits: Waits) -> None:
+        self._mpi = mpi
+        self._comm = comm
+        self._core = core
+        self._waits = waits
+        self._rank: int = comm.rank
+        self._awaiting: list[MpiMessage] = []
+        self._aside: deque[_Aside] = deque()
+        self._moving: list[MpiMessage] = []  # kept, with their arrays, if the caller does not
+
+    def start(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MpiMessage:
+        """Local. Begin to send or to receive; see `Communicator.send`."""
+        header = np.array([tag, DTYPES[dtype], array.size], np.int64)
+        message = MpiMessage(self, sends, peer, header, array.reshape(-1).view(np.uint8))
+        if sends:
+            requests = [self._comm.Isend([header, self._mpi.INT64_T], peer, _HEADER)]
+            requests += [self._comm.Isend([part, self._mpi.BYTE], peer, _DATA) for part in _parts(message.data)]
+            message.requests = requests
+            self._moving.append(message)
+        else:
+            self._await(message)
+        self.advance()
+        return message
+
+    def advance(self) -> None:
+        """Local. Move messages forward without waiting."""
+        status = self._mpi.Status()
+        while self._comm.Iprobe(self._mpi.ANY_SOURCE, _HEADER, status):
+            header = np.empty(3, np.int64)
+            self._comm.Recv([header, self._mpi.INT64_T], status.source, _HEADER)
+            self._take(status.source, header)
+        self._moving = [message for message in self._moving if not message.ended()]
+        for early in self._aside:
+            early.requests = [request for request in early.requests if not request.Test()]
+
+    @property
+    def under_way(self) -> bool:
+        """Local. Whether any message has not ended."""
+        return bool(self._awaiting or self._moving or self._aside)
+
+    def wait(self, message: MpiMessage, timeout: float | None) -> None:
+        """Wait for the end of `message`; see `Work.wait`."""
+        watch = Stopwatch()
+        timeout = self._waits.settings.timeout if timeout is None else timeout
+        warn_at = self._waits.settings.stall_warning
+        while not message.done():
+            self._core.progress()
+            waited = watch.seconds()
+            time.sleep(min(_LONGEST_SLEEP_SECONDS, waited / 100))
+            self._waits.check_sender(self._core, message.peer, lambda: self._waiting(message), message.done)
+            if waited > warn_at:
+                warn_at = float("inf")
+                _log.warning("for %.1f s now %s", waited, self._waiting(message))
+            if waited > timeout:
+                self._core.fail(
+                    "StalledError",
+                    f"no answer within {timeout:g} s: {self._waiting(message)}; find out what it is busy with, or "
+                    "raise DISTOPT_TIMEOUT",
+                )
+
+    def close(self) -> None:
+        """Local. Give back the communicator if MPI does not use it any more."""
+        if not self.under_way:
+            self._comm.Free()
+
+    def _waiting(self, message: MpiMessage) -> str:
+        names = self._waits.names
+        peer = "any rank" if message.peer == _ANYONE else names[message.peer]
+        verb, word = ("send", "to") if message.sends else ("receive", "from")
+        return f"{names[self._rank]} waits to {verb} {message.what} with tag {message.header[0]} {word} {peer}"
+
+    def _await(self, message: MpiMessage) -> None:
+        for early in self._aside:
+            if self._fits(message, early.source, early.header):
+                self._aside.remove(early)
+                message.peer, message.requests, message.early = early.source, early.requests, early.data
+                self._moving.append(message)
+                return
+        self._awaiting.append(message)
+
+    def _take(self, source: int, header: Array) -> None:
+        """A message has begun to come."""
+        found = next((m for m in self._awaiting if self._fits(m, source, header)), None)
+        if found is None:
+            data = np.empty(header[2] * storage_of(_NAMES[header[1]]).itemsize, np.uint8)
+            self._aside.append(_Aside(source, header, data, self._receive(data, source)))
+            return
+        self._awaiting.remove(found)
+        found.peer, found.requests = source, self._receive(found.data, source)
+        self._moving.append(found)
+
+    def _receive(self, data: Array, source: int) -> list[Any]:
+        return [self._comm.Irecv([part, self._mpi.BYTE], source, _DATA) for part in _parts(data)]
+
+    def _fits(self, message: MpiMessage, source: int, header: Array) -> bool:
+        """Whether it is the one that `message` awaits; an error if it is, but of another type or length."""
+        if message.header[0] != header[0] or message.peer not in (source, _ANYONE):
+            return False
+        if not np.array_equal(message.header, header):
+            names = self._waits.names
+            self._core.fail(
+                "MismatchError",
+                f"{names[source]} sent {header[2]:,} {_NAMES[header[1]]} with tag {header[0]}, where "
+                f"{names[self._rank]} receives {message.what}; both sides of a message must agree on type and count",
+            )
+        return True
+
+
+def _parts(data: Array) -> Iterator[Array]:
+    return (data[begin : begin + _MOST_BYTES] for begin in range(0, data.size, _MOST_BYTES))

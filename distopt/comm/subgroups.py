@@ -1,0 +1,44 @@
+"""How the members of a subgroup meet: by messages of the communicator that they are part of."""
+
+from __future__ import annotations
+
+from secrets import token_bytes
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["meet"]
+
+_TAG = -(1 << 63)
+
+
+def meet(comm: Any, ranks: Sequence[int]) -> bytes:
+    """Collective among `ranks` of a communicator. 16 secret bytes that the first of them has made, once all have come.
+
+    Raises:
+        UsageError: a member names other ranks, or another order.
+        StalledError: a member has not come in time; PeerLostError if it has ended.
+    """
+    first, members = ranks[0], np.array(ranks, np.int64)
+    if comm.topology.rank != first:
+        secret = np.empty(16, np.uint8)
+        comm.send(members, first, tag=_TAG).wait()
+        comm.receive(secret, first, tag=_TAG).wait()
+        return secret.tobytes()
+    for other in ranks[1:]:
+        theirs = np.empty_like(members)
+        comm.receive(theirs, other, tag=_TAG).wait()
+        if not np.array_equal(theirs, members):
+            raise UsageError(
+                f"rank {other} makes a subgroup of ranks {theirs.tolist()}, rank {first} one of {list(ranks)}; name "
+                "the same ones in the same order"
+            )
+    made = token_bytes(16)
+    for work in [comm.send(np.frombuffer(made, np.uint8), other, tag=_TAG) for other in ranks[1:]]:
+        work.wait()
+    return made

@@ -1,0 +1,78 @@
+"""Over MPI, whom a rank that waits accuses: who does not say that it waits itself, in whichever operation."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("mpi4py", reason="mpi4py is absent: pip install 'distopt[mpi]'", exc_type=ImportError)
+
+from distopt.comm.mpi import waits
+from distopt.comm.mpi.waits import Waits
+from distopt.errors import StalledError
+
+NAMES = [f"rank {rank}" for rank in range(4)]
+
+
+class Clock:
+    now = 50.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Notes:
+    """Rank 1 answers at once, rank 2 has stopped after its first answer, rank 3 never waits."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.told = clock, 0
+        self.waiting: dict[int, float] = {}
+        self.closed: dict[int, int] = {}
+        self._heard = False
+
+    def read(self) -> bool:
+        heard, self._heard = self._heard, False
+        return heard
+
+    def tell_waiting(self) -> None:
+        self.told += 1
+        self._heard = True
+        self.waiting.update(dict.fromkeys([1, 2] if self.told == 1 else [1], self.clock.now))
+
+
+class Core:
+    quiet_seconds = 1.0
+    last_agreed = "all_reduce #4"
+    started = 6
+    oldest = SimpleNamespace(sequence=5, unheard=[])
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def wait_on(self, operation: object, seconds: float) -> bool:
+        self.clock.now += seconds
+        return False
+
+    def fail(self, kind: str, text: str) -> None:
+        raise StalledError(text)
+
+
+def test_who_is_accused(monkeypatch, caplog):
+    clock = Clock()
+    monkeypatch.setattr(waits, "time", clock)
+    monkeypatch.setattr(waits, "Stopwatch", lambda: SimpleNamespace(seconds=lambda: clock.now - 50.0))
+    one = object.__new__(Waits)
+    one.names, one._rank, one._notes = NAMES, 0, Notes(clock)
+    one._settings = SimpleNamespace(timeout=10.0, stall_warning=2.0)
+    one._peers = SimpleNamespace(lost=lambda: None)
+    with caplog.at_level(logging.WARNING, "distopt"), pytest.raises(StalledError) as raised:
+        one.wait_for(Core(clock), SimpleNamespace(sequence=5), None)
+    (warning,) = caplog.messages
+    assert " for rank 3;" in warning
+    assert " for rank 2, rank 3;" in str(raised.value)
+    assert one._notes.told <= 5  # no answers to answers without end
