@@ -1,10 +1,11 @@
 """PyTorch's own tests of `torch.distributed` on the CPU, from the installed wheel, over Gloo and over distopt.
 
     python tests/torch/suite.py --ranks 2
-    python tests/torch/suite.py --ranks 3 --backends distopt --expect tests/torch/passes_3.txt
+    python tests/torch/suite.py --ranks 3 --backends distopt --expect tests/torch/passes.txt
 
-Prints what passes and what differs. With `--expect`, fails if a test of that file does not pass over each backend.
-Every test runs in processes of its own, forked from one that has imported PyTorch.
+Prints what passes and what differs: six tests whose bodies ask for the word "gloo". With `--expect`, fails if a test of
+that file does not pass over each backend. Every test runs in processes of its own, forked from one that has imported
+PyTorch.
 """
 
 from __future__ import annotations
@@ -22,15 +23,6 @@ import unittest
 from pathlib import Path
 
 TESTS = "torch.testing._internal.distributed.distributed_test"
-# Bodies that ask for the word "gloo", and otherwise check that the group refuses.
-ASK_FOR_GLOO = (
-    "test_accumulate_gradients_no_sync",
-    "test_accumulate_gradients_no_sync_allreduce_hook",
-    "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
-    "test_accumulate_gradients_no_sync_grad_is_view",
-    "test_monitored_barrier_allreduce_hang",
-    "test_monitored_barrier_allreduce_hang_wait_all_ranks",
-)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -90,7 +82,9 @@ def run(backend: str, ranks: int, jobs: int, tests: list[str] | None) -> dict[st
         for process in shards:
             output, errors = process.communicate()
             if process.returncode:
-                raise SystemExit(f"the tests over {backend} ended with exit code {process.returncode}\n{output}{errors}")
+                raise SystemExit(
+                    f"the tests over {backend} ended with exit code {process.returncode}\n{output}{errors}"
+                )
             outcomes |= json.loads(output.splitlines()[-1])
     return outcomes
 
