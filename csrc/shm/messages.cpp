@@ -1,6 +1,7 @@
 #include "shm/messages.h"
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -40,8 +41,7 @@ class Messages::Guard {
  public:
   explicit Guard(Messages& owner) : owner_(owner) {
     owner.require_open_();
-    if (!owner.turn_.take())
-      throw CommunicatorError(ErrorKind::usage, "two threads send or receive at the same time; do so from one thread");
+    owner.take_turn();
   }
   ~Guard() { owner_.turn_.give_back(); }
   Guard(const Guard&) = delete;
@@ -50,6 +50,37 @@ class Messages::Guard {
  private:
   Messages& owner_;
 };
+
+// A change of a number that lasts as long as this object.
+class Messages::Count {
+ public:
+  Count(std::atomic<int>& number, int change) : number_(number), change_(change) { number_ += change_; }
+  ~Count() { number_ -= change_; }
+  Count(const Count&) = delete;
+  Count& operator=(const Count&) = delete;
+
+ private:
+  std::atomic<int>& number_;
+  const int change_;
+};
+
+// Others have their turns meanwhile.
+template <typename Body>
+auto Messages::apart(Body body) {
+  turn_.give_back();
+  struct Retake {
+    Messages& owner;
+    ~Retake() { owner.take_turn(); }
+  } retake{*this};
+  return body();
+}
+
+template <typename Hook>
+void Messages::call_hook(Hook hook) {
+  // It may run a signal handler that closes the communicator.
+  const Count count(waiting_, -1);
+  apart(hook);
+}
 
 Messages::Messages(Segment& segment, Peers& peers, const Limits& limits, const Hooks& hooks,
                    std::function<void()> require_open, std::function<void()> help_collectives)
@@ -63,7 +94,7 @@ Messages::Messages(Segment& segment, Peers& peers, const Limits& limits, const H
       incoming_(static_cast<std::size_t>(segment.world_size())) {}
 
 void Messages::close() {
-  if (turn_.taken())
+  if (waiting_.load(std::memory_order_acquire) != 0)
     throw CommunicatorError(ErrorKind::usage,
                             "another thread sends or receives; close the communicator when it has ended");
   for (Outgoing& stream : outgoing_) stream.queue.clear();
@@ -104,6 +135,7 @@ bool Messages::test(const Message& message) {
 void Messages::wait(const Message& message, double timeout_seconds) {
   if (message.finished()) return;
   const Guard guard(*this);
+  const Count count(waiting_, 1);
   std::optional<Stopwatch> watch;
   bool warned = false;
   for (;;) {
@@ -116,7 +148,7 @@ void Messages::wait(const Message& message, double timeout_seconds) {
     if (!watch) watch.emplace();
     const double left = std::max(timeout_seconds - watch->seconds(), 1e-6);
     const std::chrono::duration<double> nap(std::min(slice_seconds, left));
-    if (listen(heard, std::chrono::duration_cast<std::chrono::nanoseconds>(nap))) continue;
+    if (apart([&] { return listen(heard, std::chrono::duration_cast<std::chrono::nanoseconds>(nap)); })) continue;
     call_hook(hooks_.check_signals);
     require_open_();
     check_peers(message, watch->seconds(), timeout_seconds, warned);
@@ -331,15 +363,9 @@ std::string Messages::describe(const Message& message) const {
   return text;
 }
 
-template <typename Hook>
-void Messages::call_hook(Hook hook) {
-  // The hook may run a signal handler that closes the communicator.
-  turn_.give_back();
-  struct Retake {
-    Turn& turn;
-    ~Retake() { turn.take(); }
-  } retake{turn_};
-  hook();
+// Nobody has a turn for longer than it takes to copy what there is.
+void Messages::take_turn() {
+  while (!turn_.take()) ::sched_yield();
 }
 
 }  // namespace distopt

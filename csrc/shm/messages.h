@@ -76,6 +76,7 @@ class Messages {
 
  private:
   class Guard;
+  class Count;
 
   struct Header {
     std::int64_t tag;
@@ -113,8 +114,11 @@ class Messages {
   void check_peers(const Message& message, double waited, double timeout_seconds, bool& warned);
   std::vector<int> awaited(const Message& message) const;
   std::string describe(const Message& message) const;
+  template <typename Body>
+  auto apart(Body body);
   template <typename Hook>
   void call_hook(Hook hook);
+  void take_turn();
 
   Segment& segment_;
   Peers& peers_;
@@ -126,6 +130,7 @@ class Messages {
   std::deque<Aside> aside_;
   std::deque<std::shared_ptr<Message>> awaiting_;
   std::atomic<bool> under_way_{false};
+  std::atomic<int> waiting_{0};  // threads
   Turn turn_;
 };
 

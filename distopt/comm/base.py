@@ -8,7 +8,8 @@ another order: where hosts have several ranks each, large arrays are summed host
 `$DISTOPT_SUM_ORDER=rank` forbids it), and NCCL has an order of its own. Counts are elements.
 
 Threads: any thread may call, but one at a time per communicator and its works, `done` and `wait` included, and in the
-same order on all ranks. The communicators over shared memory and MPI refuse a second thread (`UsageError`).
+same order on all ranks. The communicators over shared memory and MPI refuse a second thread (`UsageError`). Messages
+between two ranks may be sent and received by several threads at the same time, whatever others do.
 Waiting releases the GIL or sleeps, so other threads run meanwhile.
 """
 

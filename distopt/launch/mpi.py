@@ -47,7 +47,7 @@ from .pmi import Member
 from .rendezvous import HostGroup
 from .siblings import Absence, ends_of_siblings
 from .threads import cap_threads, cores
-from .topology import Topology
+from .topology import Topology, host_identity
 from .watch import Watch, watch_ranks
 
 if TYPE_CHECKING:
@@ -82,9 +82,7 @@ class MpiJob(Job):
         parent = MPI.COMM_WORLD if comm is None else comm
         self._settings = Settings.from_env()
         ticket = Ticket()
-        mine = _Introduction(
-            host or _host_identity(), host or socket.gethostname(), tuple(cores()), ticket.secret.hex()
-        )
+        mine = _Introduction(host or host_identity(), host or socket.gethostname(), tuple(cores()), ticket.secret.hex())
         packed = all_gather_bytes(MPI, parent, mine.pack(), self._settings)
         peers = [_Introduction.unpack(peer, data) for peer, data in enumerate(packed)]
         self.comm: Any = parent.Dup()
@@ -305,14 +303,3 @@ def _mismatch(info: LauncherInfo, library: str, fact: str) -> str:
 
 def _library(MPI: Any) -> str:
     return " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split())
-
-
-def _host_identity() -> str:
-    """An identity that is equal for two processes if and only if they can share memory.
-
-    Neither the host name (cloned machines) nor the kernel (containers) is enough: abstract sockets need a common
-    network namespace, and /proc/<pid> a common process namespace.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespaces = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("net", "pid")]
-    return " ".join([socket.gethostname(), boot, *namespaces])

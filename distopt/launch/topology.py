@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..errors import LaunchError
 
-__all__ = ["Topology"]
+__all__ = ["Topology", "host_identity"]
 
 
 @dataclass(frozen=True)
@@ -52,3 +54,14 @@ class Topology:
     def of_one_host(cls, rank: int, world_size: int, host: str) -> Topology:
         """The topology of `world_size` ranks that all run on `host`."""
         return cls(rank, world_size, rank, world_size, (host,) * world_size)
+
+
+def host_identity() -> str:
+    """Local. An identity that is equal for two processes if and only if they can share memory.
+
+    Neither the host name (cloned machines) nor the kernel (containers) is enough: abstract sockets need a common
+    network namespace, and /proc/<pid> a common process namespace.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespaces = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("net", "pid")]
+    return " ".join([socket.gethostname(), boot, *namespaces])

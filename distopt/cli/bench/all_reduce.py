@@ -34,7 +34,7 @@ __all__ = ["add_parser"]
 
 # Short calls are timed in batches of about this length, to make the cost of reading the clock negligible.
 _BATCH_SECONDS = 1e-3
-_PEERS = ("openmpi", "mpich", "gloo")
+_PEERS = ("openmpi", "mpich", "gloo", "torch")  # torch: distopt through torch.distributed
 _PAGE = 4096
 # Whose bytes a size counts, as in nccl-tests.
 _WHOLE = {"all_reduce": "array", "all_gather": "output", "reduce_scatter": "input", "broadcast": "array"}
@@ -127,8 +127,9 @@ def _fill(lineup: Lineup, args: argparse.Namespace, site: Site, capacity_bytes: 
     for backend in args.backend:
         lineup.add(backend, partial(distopt_crew, "all_reduce", site, backend))
     for peer in args.peers:
-        if peer == "gloo":
-            lineup.add(peer, partial(torch_crew, "all_reduce", site, announce))
+        if peer in ("gloo", "torch"):
+            group = "distopt" if peer == "torch" else peer
+            lineup.add(peer, partial(torch_crew, "all_reduce", site, announce, group=group))
         else:
             lineup.add(peer, partial(mpi_crew, "all_reduce", site, peer, announce))
     if type(site) is not Site or args.collective != "all_reduce":  # it takes shared memory, and only adds

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -116,20 +117,31 @@ def mpi_crew(module: str, site: Site, name: str, announce: Callable[[str], None]
 
 
 def torch_crew(
-    module: str, site: Site, announce: Callable[[str], None], variables: dict[str, str] | None = None
+    module: str,
+    site: Site,
+    announce: Callable[[str], None],
+    variables: dict[str, str] | None = None,
+    group: str = "gloo",
 ) -> tuple[Crew, Setup]:
-    """Ranks of PyTorch, in its own virtual environment, with `variables` added to their environment variables.
+    """Ranks of PyTorch, with `variables` added to their environment variables.
+
+    With Gloo they run in a virtual environment of their own; with `group` "distopt" in this one, which has distopt.
 
     Raises:
-        MissingDependencyError: the environment cannot be made.
+        MissingDependencyError: the environment cannot be made, or this one has no PyTorch.
     """
-    environment = ENVIRONMENTS["torch"]
-    environment.prepare(announce)
-    rank = rank_command(environment.program("python"))
+    if group == "distopt":
+        if find_spec("torch") is None:
+            raise MissingDependencyError('no PyTorch; pip install "distopt[torch]"')
+        rank = rank_command()
+    else:
+        environment = ENVIRONMENTS["torch"]
+        environment.prepare(announce)
+        rank = rank_command(environment.program("python"))
     added = {**_variables(site), **(variables or {})}
     launcher = [] if site.hand_started else _own_launcher(site)
     crew = Crew(module, rank, site.world_size, launcher, env=added, place=site.by_hand, by_tcp=site.by_tcp)
-    return crew, {"library": "torch", **site.meeting()}
+    return crew, {"library": "torch", "group": group, **site.meeting()}
 
 
 def _own_launcher(site: Site) -> list[str]:

@@ -157,8 +157,8 @@ class Mpi(Transport):
         self._comm.Barrier()
 
 
-class Gloo(Transport):
-    """Gloo through torch.distributed."""
+class Torch(Transport):
+    """A backend of torch.distributed: Gloo or distopt."""
 
     buffers: ClassVar[dict[str, tuple[str, ...]]] = {
         collective: ("in place" if collective in _IN_PLACE else "separate",) for collective in COLLECTIVES
@@ -172,11 +172,14 @@ class Gloo(Transport):
         if rank < 0:  # mpiexec has started it
             rank = next(int(os.environ[name]) for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)
         store = setup.get("meeting") or f"file://{setup['folder']}/store"
-        distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+        group = setup["group"]
+        if group == "distopt":
+            import distopt.torch  # noqa: F401 - registers it
+        distributed.init_process_group(group, init_method=store, rank=rank, world_size=world_size)
         self._torch, self._distributed = torch, distributed
         self.rank = rank
         self._world_size = world_size
-        self.about = f"Gloo of torch {torch.__version__}"
+        self.about = f"{group} through torch.distributed, torch {torch.__version__}"
 
     def call(self, collective: str, buffers: str, count: int, capacity: int, dtype: str) -> Call:
         sent, received = _shares(collective, count, self._world_size)
@@ -267,6 +270,6 @@ def _storage(dtype: str) -> np.dtype[Any]:
 TRANSPORTS: dict[str, Callable[[int, int, dict[str, Any]], Transport]] = {
     "distopt": Distopt,
     "mpi": Mpi,
-    "torch": Gloo,
+    "torch": Torch,
     "floor": Floor,
 }

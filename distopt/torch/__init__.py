@@ -1,0 +1,17 @@
+"""PyTorch: the backend "distopt" of `torch.distributed`, for CPU tensors.
+
+To import this module registers it. Then `init_process_group("distopt")`, or "cpu:distopt,cuda:nccl", is all that a
+script for Gloo has to change. `docs/pytorch.md` says what it does and does not.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from .meeting import meet
+from .process_group import DistoptProcessGroup
+
+__all__ = ["DistoptProcessGroup"]
+
+if dist.is_available() and not hasattr(dist.Backend, "DISTOPT"):
+    dist.Backend.register_backend("distopt", meet, extended_api=True, devices=["cpu"])

@@ -1,0 +1,240 @@
+"""What each collective of `torch.distributed` does, out of the communicator's. Everything here waits for its end.
+
+A rank that calls another collective, or the same with other counts or types, is found by the communicator, which
+compares both and a label. So what PyTorch distinguishes and a communicator does not is part of the label.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..errors import MismatchError, UsageError
+from .tensors import as_items, as_numbers, dense, give_back
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from ..comm.base import Communicator
+    from .tensors import Reduction
+
+__all__ = ["Collectives"]
+
+
+class Collectives:
+    """Collectives of CPU tensors of any dtype and layout, over one communicator.
+
+    Each waits at most `seconds` for the other ranks (None: the communicator's time-out).
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._rank = communicator.topology.rank
+        self._size = communicator.topology.world_size
+
+    # -- reductions --------------------------------------------------------------------------------------------------
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, seconds: float | None, label: str = "") -> None:
+        """Collective. Replace `tensor` by the reduction over all ranks."""
+        if tensor.is_sparse:
+            self._add_sparse(tensor, reduction, seconds)
+            return
+        row = dense(tensor)
+        if reduction.factor is not None:
+            row.mul_(reduction.factor)
+        numbers = as_numbers(row, reduction.op)
+        if numbers is None:
+            self._fold(row, reduction, seconds, label)
+        elif row.numel():
+            array, wire = numbers
+            self._communicator.all_reduce(array, reduction.op, wire=wire, label=label).wait(seconds)
+        give_back(row, tensor)
+
+    def all_reduce_each(self, tensors: Sequence[Tensor], reduction: Reduction, seconds: float | None) -> None:
+        """Collective. `all_reduce` of one tensor after the other."""
+        for tensor in tensors:
+            self.all_reduce(tensor, reduction, seconds)
+
+    def reduce(self, tensor: Tensor, reduction: Reduction, root: int, seconds: float | None) -> None:
+        """Collective. As `all_reduce`, but only rank `root` gets the result; the others' tensors stay as they are."""
+        row = tensor if self._rank == root else tensor.detach().clone()
+        self.all_reduce(row, reduction, seconds, f"reduce to {root}")
+
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, reduction: Reduction, seconds: float | None) -> None:
+        """Collective. `out` = this rank's part of the reduction of `tensor`, which has one part for every rank."""
+        row, part = dense(tensor), dense(out)
+        if reduction.factor is not None:
+            row = row * reduction.factor
+        numbers, result = as_numbers(row, reduction.op), as_numbers(part, reduction.op)
+        if numbers is None or result is None:
+            whole = row.clone()
+            self._fold(whole, reduction, seconds, "reduce_scatter")
+            part.view(-1).copy_(whole.view(self._size, -1)[self._rank])
+        elif row.numel():
+            (array, wire), (result_array, _) = numbers, result
+            self._communicator.reduce_scatter(array, result_array, reduction.op, wire=wire).wait(seconds)
+        give_back(part, out)
+
+    def reduce_scatter_each(
+        self, outs: Sequence[Tensor], tensors: Sequence[Tensor], reduction: Reduction, seconds: float | None
+    ) -> None:
+        """Collective. `reduce_scatter` of one pair after the other."""
+        for out, tensor in zip(outs, tensors, strict=True):
+            self.reduce_scatter(out, tensor, reduction, seconds)
+
+    def reduce_scatter_list(
+        self, out: Tensor, parts: Sequence[Tensor], reduction: Reduction, seconds: float | None
+    ) -> None:
+        """Collective. `reduce_scatter` of tensors that lie apart, `parts[r]` for rank r; sizes may differ."""
+        row = torch.cat([dense(part).view(-1) for part in parts])
+        sizes = [part.numel() for part in parts]
+        if len(set(sizes)) == 1:
+            self.reduce_scatter(out, row, reduction, seconds)
+        else:
+            self.all_reduce(row, reduction, seconds, f"reduce_scatter of {sizes}")
+            out.detach().copy_(row.split(sizes)[self._rank].view_as(out))
+
+    def _fold(self, row: Tensor, reduction: Reduction, seconds: float | None, label: str) -> None:
+        """A reduction that communicators do not know: everything comes to everyone, and is folded in rank order."""
+        whole = row.new_empty((self._size, *row.shape))
+        self._gather(row, whole, seconds, f"{label} {reduction.op}")
+        parts = whole.view(self._size, -1).numpy()
+        for part in parts[1:]:
+            reduction.fold(parts[0], part, out=parts[0])
+        row.copy_(whole[0] / self._size if reduction.op == "mean" else whole[0])
+
+    def _add_sparse(self, tensor: Tensor, reduction: Reduction, seconds: float | None) -> None:
+        """Every rank's entries come to everyone, and are added in rank order."""
+        if reduction.op != "sum":
+            raise UsageError("sparse tensors can only be summed; call to_dense() for another reduction")
+        own = tensor.detach().coalesce()
+        label = f"sparse {list(own.shape)} {own.sparse_dim()}"
+        gathered = []
+        for part in (own.indices().t(), own.values()):
+            array, dtype = as_items(dense(part).view(-1))
+            work = self._communicator.all_gather_ragged(array, label=f"{label} {dtype}")
+            work.wait(seconds)
+            gathered.append(
+                [torch.from_numpy(piece).view(part.dtype).view(-1, *part.shape[1:]) for piece in work.parts]
+            )
+        total = torch.zeros_like(own)
+        for indices, values in zip(*gathered, strict=True):
+            total = total + torch.sparse_coo_tensor(indices.t(), values, own.shape)
+        with torch.no_grad():  # of a sparse tensor, detach() would be another one
+            tensor.copy_(total.coalesce())
+
+    # -- moves -------------------------------------------------------------------------------------------------------
+    def broadcast(self, tensor: Tensor, root: int, seconds: float | None) -> None:
+        """Collective. Overwrite `tensor` by that of rank `root`."""
+        row = dense(tensor)
+        if row.numel():
+            array, label = as_items(row)
+            self._communicator.broadcast(array, root, label=label).wait(seconds)
+        if self._rank != root:
+            give_back(row, tensor)
+
+    def all_gather(self, out: Tensor, tensor: Tensor, seconds: float | None) -> None:
+        """Collective. `out` = the tensors of all ranks in a row."""
+        row, whole = dense(tensor), dense(out)
+        self._gather(row, whole, seconds)
+        give_back(whole, out)
+
+    def all_gather_each(self, outs: Sequence[Tensor], tensors: Sequence[Tensor], seconds: float | None) -> None:
+        """Collective. `all_gather` of one pair after the other."""
+        for out, tensor in zip(outs, tensors, strict=True):
+            self.all_gather(out, tensor, seconds)
+
+    def all_gather_list(self, outs: Sequence[Tensor], tensor: Tensor, seconds: float | None) -> None:
+        """Collective. `outs[r]` = the tensor of rank r; sizes may differ."""
+        row = dense(tensor)
+        sizes = [out.numel() for out in outs]
+        if len(set(sizes)) == 1:
+            whole = row.new_empty((self._size, row.numel()))
+            self._gather(row, whole, seconds)
+            parts: Sequence[Tensor] = list(whole)
+        else:
+            parts = self._exchange([row.view(-1)] * self._size, sizes, seconds, f"all_gather of {sizes}")
+        for out, part in zip(outs, parts, strict=True):
+            out.detach().copy_(part.view(out.shape))
+
+    def all_gather_lists(
+        self, outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], seconds: float | None
+    ) -> None:
+        """Collective. `all_gather_list` of one tensor after the other."""
+        for each, tensor in zip(outs, tensors, strict=True):
+            self.all_gather_list(each, tensor, seconds)
+
+    def gather(self, outs: Sequence[Tensor], tensor: Tensor, root: int, seconds: float | None) -> None:
+        """Collective. On rank `root`, `outs[r]` = the tensor of rank r."""
+        row = dense(tensor).view(-1)
+        empty = row[:0]
+        parts = [row if q == root else empty for q in range(self._size)]
+        counts = [row.numel() if self._rank == root else 0] * self._size
+        label = f"gather {row.numel()} {_name(row)} to {root}"
+        gathered = self._exchange(parts, counts, seconds, label)
+        for out, part in zip(outs, gathered, strict=False):
+            out.detach().copy_(part.view(out.shape))
+
+    def scatter(self, out: Tensor, parts: Sequence[Tensor], root: int, seconds: float | None) -> None:
+        """Collective. `out` = the part of rank `root`'s `parts` that is for this rank."""
+        empty = out.new_empty(0)
+        sent = [dense(part).view(-1) for part in parts] or [empty] * self._size
+        counts = [out.numel() if q == root else 0 for q in range(self._size)]
+        label = f"scatter {out.numel()} {_name(out)} from {root}"
+        received = self._exchange(sent, counts, seconds, label)
+        out.detach().copy_(received[root].view(out.shape))
+
+    def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor], seconds: float | None) -> None:
+        """Collective. Send `parts[r]` to rank r; `outs[r]` = what rank r has sent here."""
+        counts = [out.numel() for out in outs]
+        sent = [dense(part).view(-1) for part in parts]
+        self._agree_on_splits([part.numel() for part in sent], counts, _name(sent[0]), seconds)
+        received = self._exchange(sent, counts, seconds, "all_to_all")
+        for out, part in zip(outs, received, strict=True):
+            out.detach().copy_(part.view(out.shape))
+
+    def barrier(self, seconds: float | None) -> None:
+        """Collective. Return when every rank has called it."""
+        self._communicator.all_reduce(np.zeros(1, np.int32), label="barrier").wait(seconds)
+
+    def _gather(self, row: Tensor, whole: Tensor, seconds: float | None, label: str = "") -> None:
+        if row.numel():
+            (array, dtype), (whole_array, _) = as_items(row), as_items(whole)
+            self._communicator.all_gather(array, whole_array, label=f"{dtype}{label}").wait(seconds)
+
+    def _exchange(
+        self, parts: Sequence[Tensor], counts: Sequence[int], seconds: float | None, label: str
+    ) -> list[Tensor]:
+        """Send `parts[r]` to rank r; what each rank has sent here, `counts[r]` elements."""
+        arrays, dtypes = zip(*map(as_items, parts), strict=True)
+        work = self._communicator.all_to_all_ragged(arrays, label=f"{label} {dtypes[0]}")
+        work.wait(seconds)
+        like = parts[0]
+        received = [torch.from_numpy(part).view(like.dtype) for part in work.parts]
+        for q, (part, count) in enumerate(zip(received, counts, strict=True)):
+            if part.numel() != count:
+                raise UsageError(
+                    f"rank {q} of the group sent {part.numel()} elements where rank {self._rank} expects {count}; give "
+                    "both the same size"
+                )
+        return received
+
+    def _agree_on_splits(self, sent: Sequence[int], expected: Sequence[int], dtype: str, seconds: float | None) -> None:
+        """All ranks find, or none, that one sends more or fewer elements than another expects."""
+        mine = np.array([sent, expected], np.int64)
+        table = np.empty((self._size, 2, self._size), np.int64)
+        self._communicator.all_gather(mine, table, label=f"splits of all_to_all {dtype}").wait(seconds)
+        wrong = np.argwhere(table[:, 0] != table[:, 1].T)
+        if len(wrong):
+            sender, receiver = wrong[0]
+            raise MismatchError(
+                f"in all_to_all, rank {sender} of the group sends {table[sender, 0, receiver]:,} {dtype} to rank "
+                f"{receiver}, which expects {table[receiver, 1, sender]:,}; give both the same size"
+            )
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

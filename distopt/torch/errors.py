@@ -1,0 +1,21 @@
+"""distopt's errors as those that PyTorch's users expect."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from ..errors import DistoptError
+
+__all__ = ["as_torch"]
+
+
+def as_torch(error: DistoptError) -> Any:
+    """Local. `error` as a ValueError, if an argument is wrong, or a DistBackendError."""
+    if isinstance(error, UsageError):
+        return ValueError(str(error))
+    return dist.DistBackendError(str(error).replace("raise DISTOPT_TIMEOUT", "raise the timeout of the process group"))

@@ -1,0 +1,167 @@
+"""Messages between two ranks of a group, apart from its collectives."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import DistoptError
+from .errors import as_torch
+from .tensors import as_message, dense, give_back
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from ..comm.base import Communicator
+    from ..comm.work import MessageWork
+
+__all__ = ["Mail", "PendingMessage"]
+
+_NAP_SECONDS = 1e-3
+
+
+class PendingMessage(dist.Work):
+    """A message under way.
+
+    Args:
+        work: the communicator's.
+        row: the dense tensor whose memory is sent or written.
+        into: the tensor that gets what was received; None for one that is sent.
+        seconds: for which `wait` waits.
+    """
+
+    def __init__(self, work: MessageWork, row: torch.Tensor, into: torch.Tensor | None, seconds: float) -> None:
+        super().__init__()
+        self._work = work
+        self._row = row
+        self._into = into
+        self._tensors = [] if into is None else [into]
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[Any] | None = None
+
+    def is_completed(self) -> bool:
+        """Local. Move messages forward; whether this one has ended."""
+        return self._ends(self._work.done)
+
+    def is_success(self) -> bool:
+        """Local. Whether it has ended without an error."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Local. Its error, if it has failed."""
+        return self._error
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end, at most `timeout` (default: the group's).
+
+        Raises:
+            DistBackendError: the other rank has ended, did not come in time or sent something else.
+        """
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        self._ends(lambda: self._work.wait(seconds if seconds > 0 else self._seconds))
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensor received, if any; waits."""
+        self.wait()
+        return self._tensors
+
+    def source_rank(self) -> int:
+        """Local. The rank in the group that has sent it, once it has been received."""
+        return self._work.source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Local. A future that gets the tensor, or the error, from a thread that waits for the message."""
+        if self._future is None:
+            first: torch.futures.Future[Any] = torch.futures.Future()
+            self._future = first.then(lambda _: self.result())
+            threading.Thread(target=first.set_result, args=(None,), name="distopt message", daemon=True).start()
+        return self._future
+
+    def _ends(self, step: Any) -> bool:
+        """Whether it has ended after `step`, which says so, or None when it has."""
+        try:
+            if self._error is None and step() is False:
+                return False
+        except DistoptError as error:
+            self._error = as_torch(error)
+        with self._lock:
+            into, self._into = self._into, None
+            if into is not None and self._error is None:
+                give_back(self._row, into)
+        return True
+
+
+class Mail:
+    """Sends and receives tensors over a communicator.
+
+    Messages move while this rank waits for one of them or for a collective of the group. In case that it does neither,
+    a thread moves them now and then as long as there are any.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._condition = threading.Condition()
+        self._under_way: list[MessageWork] = []
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int, seconds: float) -> PendingMessage:
+        """Local. Send the values of `tensor` to rank `to` of the group."""
+        row = dense(tensor)
+        array, wire = as_message(row)
+        return self._started(PendingMessage(self._communicator.send(array, to, tag=tag, wire=wire), row, None, seconds))
+
+    def receive(self, tensor: torch.Tensor, source: int | None, tag: int, seconds: float) -> PendingMessage:
+        """Local. Receive into `tensor` from rank `source` of the group, or from any."""
+        row = dense(tensor)
+        array, wire = as_message(row)
+        work = self._communicator.receive(array, source, tag=tag, wire=wire)
+        return self._started(PendingMessage(work, row, tensor, seconds))
+
+    def close(self) -> None:
+        """Local. End the thread."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+
+    def _started(self, message: PendingMessage) -> PendingMessage:
+        work = message._work
+        if not work.done():
+            with self._condition:
+                self._under_way.append(work)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._move, name="distopt messages", daemon=True)
+                    self._thread.start()
+                self._condition.notify()
+        return message
+
+    def _move(self) -> None:
+        while True:
+            with self._condition:
+                while not self._under_way:
+                    if self._closed:
+                        return
+                    self._condition.wait()
+                works = list(self._under_way)
+            time.sleep(_NAP_SECONDS)
+            try:
+                left = [work for work in works if not work.done()]
+            except DistoptError:  # whoever waits gets it, too
+                left = []
+            with self._condition:
+                self._under_way = left + self._under_way[len(works) :] if not self._closed else []

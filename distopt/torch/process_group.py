@@ -1,0 +1,293 @@
+"""The process group of `torch.distributed` over a communicator.
+
+PyTorch calls it from Python and, for what DDP and functional collectives need, from C++, which finds the methods of a
+Python subclass. A group is used by many threads: operations run one at a time, in the order of the calls; see `Lane`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ..errors import DistoptError
+from .collectives import Collectives
+from .errors import as_torch
+from .lane import Lane
+from .messages import Mail
+from .monitored import monitored_barrier
+from .tensors import reduction_of
+from .work import DoneWork, PendingWork
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
+
+    from torch import Tensor
+
+    from ..comm.base import Communicator
+
+__all__ = ["DistoptProcessGroup"]
+
+
+class DistoptProcessGroup(dist.ProcessGroup):
+    """A process group for CPU tensors. `init_process_group("distopt")` and `new_group` make it.
+
+    Args:
+        store: where PyTorch lets the group's ranks leave notes.
+        rank: of this process in the group.
+        size: number of ranks.
+        communicator: what moves the bytes.
+        timeout: for which an operation waits for a rank.
+        who: what messages call the ranks.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        communicator: Communicator,
+        timeout: timedelta,
+        who: Sequence[str],
+    ) -> None:
+        super().__init__(rank, size)  # the constructor with a store makes no object that C++ can call
+        self._store = store
+        self._names = {"name": "", "desc": ""}
+        self._communicator = communicator
+        self._collectives = Collectives(communicator)
+        self._mail = Mail(communicator)
+        self._lane = Lane(f"distopt group of {size}")
+        self._seconds = timeout.total_seconds()
+        self._who = who
+        self._barriers = 0
+
+    # -- reductions --------------------------------------------------------------------------------------------------
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+        opts = _or_default(opts, c10d.AllreduceOptions)
+        (tensor,) = tensors = _list(tensors)
+        action = self._collectives.all_reduce
+        return self._run(opts, tensors, action, tensor, reduction_of(opts.reduceOp, tensor.dtype))
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
+        reduction = reduction_of(opts.reduceOp, tensors[0].dtype)
+        return self._run(opts, tensors, self._collectives.all_reduce_each, tensors, reduction)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+        (tensor,) = tensors = _list(tensors)
+        reduction = reduction_of(opts.reduceOp, tensor.dtype)
+        return self._run(opts, tensors, self._collectives.reduce, tensor, reduction, opts.rootRank)
+
+    def reduce_scatter(self, outs: Any, parts: Any, opts: Any) -> dist.Work:  # noqa: D102
+        (out,), (lists,) = _list(outs), parts
+        self._check_list("reduce_scatter", lists, "input")
+        action = self._collectives.reduce_scatter_list
+        return self._run(opts, [out], action, out, lists, reduction_of(opts.reduceOp, out.dtype))
+
+    def reduce_scatter_single(self, out: Tensor, tensor: Tensor, opts: Any) -> dist.Work:  # noqa: D102
+        self._check_whole("reduce_scatter_single", out, tensor)
+        reduction = reduction_of(opts.reduceOp, out.dtype)
+        return self._run(opts, [out], self._collectives.reduce_scatter, out, tensor, reduction)
+
+    def reduce_scatter_single_coalesced(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
+        for out, tensor in zip(outs, tensors, strict=True):
+            self._check_whole("reduce_scatter_single", out, tensor)
+        reduction = reduction_of(opts.reduceOp, outs[0].dtype)
+        return self._run(opts, outs, self._collectives.reduce_scatter_each, outs, tensors, reduction)
+
+    # -- moves -------------------------------------------------------------------------------------------------------
+    def broadcast(self, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
+        (tensor,) = tensors = _list(tensors)
+        return self._run(opts, tensors, self._collectives.broadcast, tensor, opts.rootRank)
+
+    def allgather(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+        opts = _or_default(opts, c10d.AllgatherOptions)
+        (tensor,), (each,) = _list(tensors), outs
+        self._check_list("all_gather", each, "output", tensor)
+        return self._run(opts, each, self._collectives.all_gather_list, each, tensor)
+
+    def allgather_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+        # PyTorch gives one list for each rank here, of what that rank gives.
+        opts = _or_default(opts, c10d.AllgatherOptions)
+        lists = [list(each) for each in zip(*outs, strict=True)]
+        flat = [out for each in outs for out in each]
+        return self._run(opts, flat, self._collectives.all_gather_lists, lists, tensors)
+
+    def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:  # noqa: D102
+        opts = _or_default(opts, c10d.AllgatherOptions)
+        self._check_whole("all_gather_single", tensor, out)
+        return self._run(opts, [out], self._collectives.all_gather, out, tensor)
+
+    def all_gather_single_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+        opts = _or_default(opts, c10d.AllgatherOptions)
+        for out, tensor in zip(outs, tensors, strict=True):
+            self._check_whole("all_gather_single", tensor, out)
+        return self._run(opts, outs, self._collectives.all_gather_each, outs, tensors)
+
+    def gather(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
+        (tensor,), each = _list(tensors), outs[0] if outs else []
+        if self.rank() == opts.rootRank:
+            self._check_list("gather", each, "output", tensor)
+        return self._run(opts, each, self._collectives.gather, each, tensor, opts.rootRank)
+
+    def scatter(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
+        (out,), each = _list(outs), tensors[0] if tensors else []
+        if self.rank() == opts.rootRank:
+            self._check_list("scatter", each, "input", out)
+        return self._run(opts, [out], self._collectives.scatter, out, each, opts.rootRank)
+
+    def alltoall(self, outs: Any, parts: Any, opts: Any = None) -> dist.Work:  # noqa: D102
+        opts = _or_default(opts, c10d.AllToAllOptions)
+        for each, role in ((outs, "output"), (parts, "input")):
+            self._check_list("all_to_all", each, role)
+        return self._run(opts, outs, self._collectives.all_to_all, outs, parts)
+
+    def all_to_all_single(  # noqa: D102
+        self, out: Tensor, tensor: Tensor, out_splits: Sequence[int], splits: Sequence[int], opts: Any = None
+    ) -> dist.Work:
+        opts = _or_default(opts, c10d.AllToAllOptions)
+        outs, parts = self._split(out, out_splits, "output"), self._split(tensor, splits, "input")
+        return self._run(opts, [out], self._collectives.all_to_all, outs, parts)
+
+    def barrier(self, opts: Any = None) -> dist.Work:  # noqa: D102
+        return self._run(_or_default(opts, c10d.BarrierOptions), [], self._collectives.barrier)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Collective. A barrier through the store, for which rank 0 waits for `timeout` (default: the group's).
+
+        Raises:
+            DistBackendError: ranks have not come; that of rank 0 names all with `wait_all_ranks`, else the first.
+        """
+        self._barriers += 1
+        store = dist.PrefixStore(f"monitored_barrier/{self._barriers}", self._store)
+        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        monitored_barrier(store, self.rank(), self._who, seconds, name_all=wait_all_ranks)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:  # noqa: D102
+        (tensor,) = _list(tensors)
+        return self._message(self._mail.send, tensor, dst, tag)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:  # noqa: D102
+        (tensor,) = _list(tensors)
+        return self._message(self._mail.receive, tensor, src, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:  # noqa: D102
+        (tensor,) = _list(tensors)
+        return self._message(self._mail.receive, tensor, None, tag)
+
+    def _message(self, start: Callable[..., dist.Work], *args: Any) -> dist.Work:
+        try:
+            return start(*args, self._seconds)
+        except DistoptError as error:
+            raise as_torch(error) from error
+
+    # -- names that PyTorch had before ---------------------------------------------------------------------------------
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- life cycle --------------------------------------------------------------------------------------------------
+    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's
+        """Local. "distopt"."""
+        return "distopt"
+
+    # What the base class knows only together with a backend of C++.
+    def _set_group_name(self, name: str) -> None:
+        self._names["name"] = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._names["desc"] = desc
+
+    def getGroupName(self) -> str:  # noqa: N802 - PyTorch's
+        """Local. The name that PyTorch has given the group."""
+        return self._names["name"]
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - PyTorch's
+        """Local. What the user says of the group."""
+        return self._names["desc"]
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    def get_group_store(self) -> dist.Store:
+        """Local. The store of the group's ranks."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Local. For which operations called from now on wait for a rank."""
+        self._seconds = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Local. Leave the group; idempotent. Ranks that still wait for this one get an error that says so."""
+        self._lane.close()
+        self._mail.close()
+        with contextlib.suppress(DistoptError):  # a thread waits in it, and will be told that this rank has gone
+            self._communicator.close()
+
+    abort = shutdown
+
+    # -- carrying out ------------------------------------------------------------------------------------------------
+    def _run(self, opts: Any, tensors: list[Tensor], action: Callable[..., object], *args: Any) -> dist.Work:
+        """Carry out `action(*args, seconds)`, whose result will be in `tensors`, now or in a thread of the lane."""
+        seconds = opts.timeout.total_seconds()
+        if seconds <= 0:
+            seconds = self._seconds
+        if not opts.asyncOp and self._lane.enter():
+            try:
+                action(*args, seconds)
+            except DistoptError as error:
+                raise as_torch(error) from error
+            finally:
+                self._lane.leave()
+            return DoneWork(tensors)
+        work = PendingWork(partial(_carry_out, action, args, seconds), tensors, self._lane.give_way)
+        self._lane.post(work)
+        if not opts.asyncOp:
+            work.wait()
+        elif torch._C._current_graph_task_id() >= 0:
+            # In a backward pass C++ waits for the future, and makes a RuntimeError of its error. This comes before.
+            torch.autograd.Variable._execution_engine.queue_callback(work.wait)
+        return work
+
+    def _check_list(self, name: str, tensors: Sequence[Tensor], role: str, like: Tensor | None = None) -> None:
+        if len(tensors) != self.size():
+            raise ValueError(f"{name}: the {role} list has {len(tensors)} tensors for {self.size()} ranks")
+        for tensor in tensors:
+            if tensor.dtype != (like if like is not None else tensors[0]).dtype:
+                raise ValueError(f"{name}: the {role} list has tensors of another type; give all the same")
+
+    def _check_whole(self, name: str, part: Tensor, whole: Tensor) -> None:
+        if part.dtype != whole.dtype or part.numel() * self.size() != whole.numel():
+            raise ValueError(
+                f"{name}: {whole.numel()} {whole.dtype} are not {self.size()} parts of {part.numel()} {part.dtype}"
+            )
+
+    def _split(self, tensor: Tensor, sizes: Sequence[int], role: str) -> list[Tensor]:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if sizes and (len(sizes) != self.size() or sum(sizes) != rows):
+            raise ValueError(f"all_to_all_single: {role} splits {list(sizes)} do not cut {rows} rows for each rank")
+        if not sizes and rows % self.size():
+            raise ValueError(f"all_to_all_single: {rows} rows of the {role} do not divide by {self.size()} ranks")
+        return list(tensor.split(list(sizes) if sizes else rows // self.size()))
+
+
+def _carry_out(action: Callable[..., object], args: Sequence[Any], seconds: float) -> object:
+    try:
+        return action(*args, seconds)
+    except DistoptError as error:
+        raise as_torch(error) from error
+
+
+def _list(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _or_default(opts: Any, kind: Any) -> Any:
+    return kind() if opts is None else opts

@@ -1,0 +1,111 @@
+"""CPU tensors as the arrays that communicators move, and the reductions of `torch.distributed`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..comm.base import DTYPES, OPS, ReduceOp
+from ..errors import UsageError
+
+__all__ = ["Reduction", "as_items", "as_message", "as_numbers", "dense", "give_back", "reduction_of"]
+
+_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+# What communicators reduce themselves, apart from bfloat16 and, as pairs, sums of complex numbers. NumPy does the rest.
+_NATIVE = {getattr(torch, name) for name in DTYPES if name != "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A reduction of `torch.distributed`.
+
+    Attributes:
+        op: a key of `distopt.comm.base.OPS`.
+        fold: the same for two arrays.
+        factor: what each rank's values are multiplied by first, None for 1.
+    """
+
+    op: ReduceOp
+    fold: np.ufunc
+    factor: float | torch.Tensor | None = None
+
+
+_RED_OPS = dist.ReduceOp.RedOpType
+_REDUCTIONS = {
+    _RED_OPS.SUM: Reduction("sum", np.add),
+    _RED_OPS.AVG: Reduction("mean", np.add),
+    _RED_OPS.PRODUCT: Reduction("product", np.multiply),
+    _RED_OPS.MIN: Reduction("min", np.minimum),
+    _RED_OPS.MAX: Reduction("max", np.maximum),
+    _RED_OPS.BAND: Reduction("and", np.bitwise_and),
+    _RED_OPS.BOR: Reduction("or", np.bitwise_or),
+    _RED_OPS.BXOR: Reduction("xor", np.bitwise_xor),
+}
+
+_OF_ALL, _OF_REALS, _OF_INTEGERS = {"sum", "product"}, {"sum", "product", "max", "min"}, set(OPS) - {"mean"}
+_OPS_OF = {
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), _OF_REALS | {"mean"}),
+    **dict.fromkeys((torch.int8, torch.int16, torch.int32, torch.int64, torch.bool), _OF_INTEGERS),
+    **dict.fromkeys((torch.uint8, torch.uint16, torch.uint32, torch.uint64), _OF_INTEGERS),
+    **dict.fromkeys(_REAL, _OF_ALL | {"mean"}),
+}
+
+
+def reduction_of(reduce_op: Any, dtype: torch.dtype) -> Reduction:
+    """Local. The reduction that `reduce_op` of an options object stands for.
+
+    Raises:
+        UsageError: tensors of that type cannot be reduced so.
+    """
+    kind = getattr(reduce_op, "op", reduce_op)
+    if kind == _RED_OPS.PREMUL_SUM:
+        return Reduction("sum", np.add, factor=reduce_op.factor)
+    reduction = _REDUCTIONS[kind]
+    if reduction.op not in _OPS_OF.get(dtype, ()):
+        raise UsageError(f"ReduceOp.{kind.name} has no meaning for {dtype}; convert the tensor to another type")
+    return reduction
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Local. The values of `tensor` in a row and out of the graph: its own memory where that is such, else a copy."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
+    return tensor.contiguous().resolve_conj().resolve_neg()
+
+
+def give_back(row: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Local. Write the result in `row`, made by `dense`, into `tensor`, unless it lies there."""
+    if row.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(row.view_as(tensor))
+
+
+def as_numbers(row: torch.Tensor, op: ReduceOp) -> tuple[np.ndarray[Any, Any], str | None] | None:
+    """Local. A dense tensor as an array that communicators reduce by `op`, and its `wire` type; None if they cannot."""
+    dtype = row.dtype
+    if dtype in _NATIVE:
+        return row.numpy(), None
+    if dtype == torch.bfloat16:
+        return row.view(torch.uint16).numpy(), "bfloat16"
+    if dtype in _REAL and op in ("sum", "mean"):
+        return torch.view_as_real(row).numpy(), None
+    return None
+
+
+def as_items(row: torch.Tensor) -> tuple[np.ndarray[Any, Any], str]:
+    """Local. A dense tensor as an array that communicators move, and a label with its type where the array lacks it."""
+    if row.dtype in _NATIVE:
+        return row.numpy(), ""
+    return row.view(-1).view(torch.uint8).numpy(), str(row.dtype).removeprefix("torch.")
+
+
+def as_message(row: torch.Tensor) -> tuple[np.ndarray[Any, Any], str | None]:
+    """Local. A dense tensor as an array that is sent to one rank, and its `wire` type."""
+    if row.dtype == torch.bfloat16:
+        return row.view(torch.uint16).numpy(), "bfloat16"
+    return as_items(row)[0], None

@@ -1,0 +1,161 @@
+"""Collectives under way and ended, as PyTorch sees them."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+
+__all__ = ["DoneWork", "PendingWork"]
+
+
+class DoneWork(dist.Work):
+    """An operation that had ended when it was returned.
+
+    Args:
+        tensors: its result.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def is_completed(self) -> bool:
+        """Local. True."""
+        return True
+
+    def is_success(self) -> bool:
+        """Local. True."""
+        return True
+
+    def exception(self) -> None:
+        """Local. None."""
+        return
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return at once."""
+        return True
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def result(self) -> list[torch.Tensor]:
+        """Local. The tensors that have been written."""
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Local. A future that holds them."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
+class PendingWork(dist.Work):
+    """An operation that another thread carries out.
+
+    Args:
+        action: carries it out; raises `DistBackendError` or a `ValueError`.
+        tensors: the result.
+        give_way: called before this thread waits; see `Lane.give_way`.
+    """
+
+    def __init__(self, action: Callable[[], object], tensors: list[torch.Tensor], give_way: Callable[[], None]) -> None:
+        super().__init__()
+        self._action: Callable[[], object] | None = action
+        self._give_way = give_way
+        self._tensors = tensors
+        self._error: BaseException | None = None
+        self._source = -1
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._futures: tuple[torch.futures.Future[Any], torch.futures.Future[Any]] | None = None
+        self._told: torch.futures.Future[Any] | None = None
+
+    # -- for the thread that carries it out --------------------------------------------------------------------------
+    def carry_out(self) -> None:
+        """Run the action, and wake those who wait."""
+        try:
+            source = self._action() if self._action else None
+            if isinstance(source, int):
+                self._source = source
+        except BaseException as error:  # whoever waits gets it
+            self._error = error
+        self._action = None  # and with it what it refers to
+        with self._lock:
+            self._ended.set()
+            self._told = self._futures and self._futures[0]
+
+    @property
+    def awaited(self) -> bool:
+        """Local, once it has ended. Whether `tell` has a future to tell, whose callbacks may take long."""
+        return self._told is not None
+
+    def tell(self) -> None:
+        """Run the callbacks of the future in this thread."""
+        if self._told is not None:
+            self._told.set_result(None)
+
+    # -- for PyTorch -------------------------------------------------------------------------------------------------
+    def is_completed(self) -> bool:
+        """Local. Whether it has ended."""
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        """Local. Whether it has ended, and without an error."""
+        return self._ended.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Local. Its error, if it has failed."""
+        return self._error
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end, at most `timeout` (default: the operation's own).
+
+        Raises:
+            DistBackendError: it has failed; the message names the rank at fault, or it has not ended in time.
+        """
+        if not self._ended.is_set():
+            self._give_way()
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        if not self._ended.wait(seconds if seconds > 0 else None):
+            raise dist.DistBackendError(f"the operation has not ended within {seconds:g} s; it goes on")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that have been written; waits."""
+        self.wait()
+        return self._tensors
+
+    def source_rank(self) -> int:
+        """Local. Of a message received: the rank in the group that has sent it."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Local. A future that gets the tensors, or the error, when the operation ends.
+
+        Its callbacks run in a thread of the group's, and may start and wait for other operations.
+        """
+        with self._lock:
+            if self._futures is not None:
+                return self._futures[1]
+            # Only a callback that raises gives a future an error that C++, where DDP waits, takes for one.
+            first: torch.futures.Future[Any] = torch.futures.Future()
+            self._futures = first, first.then(lambda _: self.result())
+            ended = self._ended.is_set()
+        if ended:
+            first.set_result(None)
+        return self._futures[1]
