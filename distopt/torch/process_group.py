@@ -213,6 +213,15 @@ class DistoptProcessGroup(dist.ProcessGroup):
         """Local. What the user says of the group."""
         return self._names["desc"]
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> dist.ProcessGroup:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"the backend distopt serves CPU tensors, not those on {device}; make a group for these")
+        return self
+
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
 

@@ -1,7 +1,7 @@
 """A CNN on MNIST with PyTorch's DistributedDataParallel, over distopt or, unchanged, over Gloo.
 
     torchrun --nproc-per-node 2 examples/pytorch/mnist_ddp.py
-    distopt run -n 2 examples/pytorch/mnist_ddp.py
+    distopt run --nproc-per-node 2 examples/pytorch/mnist_ddp.py
     srun, mpiexec: MASTER_ADDR=$(hostname) MASTER_PORT=29500 mpiexec -n 2 python examples/pytorch/mnist_ddp.py
 
 `--backend gloo` runs it without distopt. The files of MNIST are read from `--data`, or where distopt keeps them.

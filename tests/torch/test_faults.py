@@ -1,0 +1,23 @@
+"""A rank that fails in DDP ends all others, which name it; faults.py has the ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+
+def test_failures_are_named() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.torch.faults", "8"],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -1,0 +1,60 @@
+"""Groups under every launcher and init method."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+SCRIPT = str(Path(__file__).with_name("launched.py"))
+BIN = Path(sys.executable).parent
+MPIEXEC = [str(BIN / "mpiexec"), "-n", "2", sys.executable, SCRIPT]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.parametrize("method", ["env://", "tcp", "file"])
+@pytest.mark.parametrize("launcher", ["torchrun", "distopt run", "mpiexec", "spawn"])
+def test_ranks_meet(launcher: str, method: str, tmp_path: Path) -> None:
+    port = free_port()
+    place = {"env://": "env://", "tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/store"}[method]
+    if launcher == "mpiexec" and not (BIN / "mpiexec").exists():
+        pytest.skip("no mpiexec")
+    if method == "tcp" and launcher in ("torchrun", "distopt run"):
+        pytest.skip("the launcher gives the place")
+    commands = {
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"],
+        "distopt run": [sys.executable, "-m", "distopt", "run", "--nproc-per-node", "2"],
+    }
+    command = {"mpiexec": [*MPIEXEC, place], "spawn": [sys.executable, SCRIPT, "spawn", "2", place]}.get(launcher)
+    command = command or [*commands[launcher], SCRIPT, place]
+    root = str(Path(__file__).resolve().parents[2])
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    if launcher == "distopt run":
+        del variables["MASTER_ADDR"], variables["MASTER_PORT"]
+    ended = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for rank in range(2):
+        assert f"rank {rank} of 2 is done" in ended.stdout
+
+
+def test_import_of_torch_alone_loads_nothing_of_distopt() -> None:
+    code = "import sys, torch; assert 'distopt' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_distopt_alone_does_not_import_torch() -> None:
+    code = "import sys, distopt, distopt.opt, distopt.comm, distopt.cli; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
