@@ -112,7 +112,7 @@ $(VENV)/.mpi: $(VENV)/bin/python $(SOURCES)
 	touch $@ $(VENV)/.base
 
 $(VENV)/.slurm: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --editable ".[$(TEST_EXTRAS),torch,submitit]"
+	$(BIN)/python -m pip install --quiet --editable ".[$(TEST_EXTRAS),oracle,submitit]"
 	touch $@ $(VENV)/.base $(VENV)/.mpi $(VENV)/.test
 
 $(VENV)/.test: $(VENV)/bin/python $(SOURCES)
