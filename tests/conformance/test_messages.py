@@ -162,13 +162,18 @@ def several_threads(job: LocalJob) -> None:
     comm = connect(job)
     peer = 1 - job.topology.rank
     arrays = [np.zeros(LARGE) for _ in range(4)]
-    threads = [
-        threading.Thread(target=lambda tag: comm.receive(arrays[tag], peer, tag=tag).wait(), args=(tag,))
-        for tag in range(4)
-    ]
+    started = threading.Barrier(5)
+
+    def receive(tag: int) -> None:
+        work = comm.receive(arrays[tag], peer, tag=tag)
+        started.wait()
+        work.wait()
+
+    threads = [threading.Thread(target=receive, args=(tag,)) for tag in range(4)]
     for thread in threads:
         thread.start()
-    time.sleep(0.3)
+    started.wait()
+    time.sleep(0.5)
     with pytest.raises(UsageError, match="another thread sends or receives"):
         comm.close()
     job.all_gather(b"")

@@ -172,7 +172,7 @@ class Torch(Transport):
         if rank < 0:  # mpiexec has started it
             rank = next(int(os.environ[name]) for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)
         store = setup.get("meeting") or f"file://{setup['folder']}/store"
-        group = setup["group"]
+        group = setup.get("group", "gloo")
         if group == "distopt":
             import distopt.torch  # noqa: F401 - registers it
         distributed.init_process_group(group, init_method=store, rank=rank, world_size=world_size)
