@@ -31,8 +31,10 @@ class Collectives:
     Each waits at most `seconds` for the other ranks (None: the communicator's time-out).
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, who: Sequence[str]) -> None:
+        """Local. `who`: what messages call the ranks."""
         self._communicator = communicator
+        self._who = who
         self._rank = communicator.topology.rank
         self._size = communicator.topology.world_size
 
@@ -217,7 +219,7 @@ class Collectives:
         for q, (part, count) in enumerate(zip(received, counts, strict=True)):
             if part.numel() != count:
                 raise UsageError(
-                    f"rank {q} of the group sent {part.numel()} elements where rank {self._rank} expects {count}; give "
+                    f"{self._who[q]} sent {part.numel()} elements where {self._who[self._rank]} expects {count}; give "
                     "both the same size"
                 )
         return received
@@ -231,8 +233,8 @@ class Collectives:
         if len(wrong):
             sender, receiver = wrong[0]
             raise MismatchError(
-                f"in all_to_all, rank {sender} of the group sends {table[sender, 0, receiver]:,} {dtype} to rank "
-                f"{receiver}, which expects {table[receiver, 1, sender]:,}; give both the same size"
+                f"in all_to_all, {self._who[sender]} sends {table[sender, 0, receiver]:,} {dtype} to "
+                f"{self._who[receiver]}, which expects {table[receiver, 1, sender]:,}; give both the same size"
             )
 
 

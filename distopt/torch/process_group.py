@@ -59,7 +59,7 @@ class DistoptProcessGroup(dist.ProcessGroup):
         self._store = store
         self._names = {"name": "", "desc": ""}
         self._communicator = communicator
-        self._collectives = Collectives(communicator)
+        self._collectives = Collectives(communicator, who)
         self._mail = Mail(communicator)
         self._lane = Lane(f"distopt group of {size}")
         self._seconds = timeout.total_seconds()
