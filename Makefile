@@ -8,7 +8,7 @@ TEST_EXTRAS ?= mpi,plot,test
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml CMakeLists.txt $(NATIVE)
 
-.PHONY: mnist mpi test test-gpu model litmus faults slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
+.PHONY: mnist mpi test test-gpu model litmus faults torch torch-quick slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -46,6 +46,15 @@ slurm: $(VENV)/.slurm
 	$(BIN)/python tests/slurm/run
 slurm-quick: $(VENV)/.mpi
 	$(BIN)/python tests/slurm/run --quick
+
+# PyTorch's own tests of torch.distributed over distopt, against the list of what passes with Gloo; see docs/pytorch.md.
+# The first runs both, with 2, 3, 4 and 8 ranks, in a quarter of an hour; the second is for continuous integration.
+SUITE := tests/torch/suite.py --expect tests/torch/passes.txt
+torch: $(VENV)/.test
+	for n in 2 3 4 8; do $(BIN)/python -W ignore tests/torch/suite.py --ranks $$n || exit 1; done
+torch-quick: $(VENV)/.test
+	$(BIN)/python -W ignore $(SUITE) --backends distopt --ranks 2
+	$(BIN)/python -W ignore $(SUITE) --backends distopt --ranks 3
 
 # SINGA's unit tests and example scripts from a checkout of github.com/apache/singa, with their imports renamed; see
 # docs/singa.md. Half an hour, and no part of continuous integration. The tests run with the installed NumPy and with 2.3.

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
+import select
 import selectors
 import signal
 import socket
@@ -318,6 +319,10 @@ class Server(Gate):
                 self._tell(watcher, "go\n")
 
     def _lost(self, link: Link) -> None:
+        # What the rank has said before it went may still lie unread on its other connection.
+        other = self._watchers.get(link.rank, link)
+        if other is not link and other.socket.fileno() >= 0 and select.select([other.socket], [], [], 0)[0]:
+            self._read(other)
         self._gone(link.rank, unreachable=link.unreachable)
 
     def _gone(self, rank: int, *, unreachable: bool = False) -> None:

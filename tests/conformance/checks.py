@@ -374,7 +374,10 @@ def check_messages(comm: Communicator) -> None:
 def check_subgroups(comm: Communicator) -> None:
     """Of all ranks in another order, of odd and even ones at the same time, of one; and one of one of these."""
     n, rank = comm.topology.world_size, comm.topology.rank
-    if n > 1 and type(comm)._subgroup is Communicator._subgroup:
+    if type(comm)._subgroup is Communicator._subgroup:
+        if n == 1:
+            with pytest.raises(UsageError, match="no subgroups"):
+                comm.subgroup([rank])
         return
     for ranks in ([rank, rank], [(rank + 1) % (n + 1)], [rank, n], []):
         with pytest.raises(UsageError, match="name each member once"):

@@ -592,6 +592,42 @@ def check_ddp(r: Ranks) -> None:
     dist.destroy_process_group(gloo)
 
 
+def reference_cnn() -> torch.nn.Module:
+    """That of the examples: 431,080 parameters."""
+    torch.manual_seed(3)
+    return torch.nn.Sequential(
+        *(torch.nn.Conv2d(1, 20, 5), torch.nn.ReLU(), torch.nn.MaxPool2d(2)),
+        *(torch.nn.Conv2d(20, 50, 5), torch.nn.ReLU(), torch.nn.MaxPool2d(2)),
+        *(torch.nn.Flatten(), torch.nn.Linear(800, 500), torch.nn.ReLU(), torch.nn.Linear(500, 10)),
+    )
+
+
+def check_reference_cnn(r: Ranks) -> None:
+    """DDP with all defaults."""
+    gloo = dist.new_group(list(r.all), backend="gloo")
+    results = []
+    for group in (dist.group.WORLD, gloo):
+        model = DistributedDataParallel(reference_cnn(), process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+        generator = torch.Generator().manual_seed(r.rank)
+        for _ in range(5):
+            x, y = torch.randn(8, 1, 28, 28, generator=generator), torch.randint(10, (8,), generator=generator)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        results.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert sum(parameter.numel() for parameter in results[0]) == 431_080
+    for one, other in zip(*results, strict=True):
+        first = one.clone()
+        dist.broadcast(first, 0)
+        same(one, first, "parameters differ between ranks")
+        if r.size == 2:
+            same(one, other)
+        else:  # Gloo sums in another order
+            torch.testing.assert_close(one, other)
+    dist.destroy_process_group(gloo)
+
+
 def check_power_sgd_hook(r: Ranks) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
