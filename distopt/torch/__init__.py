@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from .meeting import meet
+from .monitored import extend_monitored_barrier
 from .process_group import DistoptProcessGroup
 
 __all__ = ["DistoptProcessGroup"]
 
 if dist.is_available() and not hasattr(dist.Backend, "DISTOPT"):
     dist.Backend.register_backend("distopt", meet, extended_api=True, devices=["cpu"])
+    extend_monitored_barrier(DistoptProcessGroup)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["monitored_barrier"]
+__all__ = ["extend_monitored_barrier", "monitored_barrier"]
 
 _GRACE_SECONDS = 5.0  # for which ranks wait longer than rank 0, which can tell why
 _FIRST_NAP, _LONGEST_NAP = 0.0005, 0.02
@@ -37,7 +40,8 @@ def monitored_barrier(
             raise dist.DistBackendError(f"rank 0 has not come to monitoredBarrier within {seconds:g} s: {who[0]}")
         if verdict := store.get("verdict").decode():
             raise dist.DistBackendError(
-                f"Rank {rank} successfully reached monitoredBarrier, but rank 0 gave it up: {verdict}"
+                f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
+                f"from rank 0: {verdict}"
             )
         return
     absent = list(range(1, len(who)))
@@ -58,6 +62,22 @@ def monitored_barrier(
     store.set("verdict", verdict)
     if verdict:
         raise dist.DistBackendError(verdict)
+
+
+def extend_monitored_barrier(kind: type) -> None:
+    """Local. Have `torch.distributed.monitored_barrier`, which refuses all but Gloo's groups, serve those of `kind`."""
+    original = c10d.monitored_barrier
+
+    @functools.wraps(original)
+    def extended(group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+        asked = c10d._get_default_group() if group is None and dist.is_initialized() else group
+        if not isinstance(asked, kind):
+            original(group, timeout, wait_all_ranks)
+            return
+        limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+        asked.monitored_barrier(limit, wait_all_ranks)  # type: ignore[attr-defined]
+
+    dist.monitored_barrier = c10d.monitored_barrier = extended
 
 
 def _comes(condition: Callable[[], bool], seconds: float) -> bool:

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -515,6 +516,18 @@ def check_names(r: Ranks) -> None:
     assert group.name() == "distopt", group.name()
     assert functional._resolve_group_name(group) == group.group_name
     dist.destroy_process_group(group)
+
+
+def check_monitored_barrier_by_its_function(r: Ranks) -> None:
+    for timeout in (None, timedelta(seconds=20), 20.0):
+        dist.monitored_barrier(timeout=timeout)
+    gloo = dist.new_group(list(r.all), backend="gloo")
+    dist.monitored_barrier(gloo)
+    dist.destroy_process_group(gloo)
+    time.sleep(0.6 if r.rank == 1 else 0)
+    with pytest.raises(dist.DistBackendError, match=r"Rank 1 failed to pass monitoredBarrier .* rank 1 \(host"):
+        dist.monitored_barrier(timeout=timedelta(seconds=0.2))
+    dist.barrier()
 
 
 def check_monitored_barrier(r: Ranks) -> None:

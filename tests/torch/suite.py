@@ -3,8 +3,8 @@
     python tests/torch/suite.py --ranks 2
     python tests/torch/suite.py --ranks 3 --backends distopt --expect tests/torch/passes.txt
 
-Prints what passes and what differs: six tests whose bodies ask for the word "gloo". With `--expect`, fails if a test of
-that file does not pass over each backend. Every test runs in processes of its own, forked from one that has imported
+Prints what passes and what differs: four tests whose bodies ask for the word "gloo". With `--expect`, fails if a test
+of that file does not pass over each backend. Every test runs in processes of its own, forked from one that has imported
 PyTorch.
 """
 
