@@ -17,6 +17,19 @@
 #include "base/stopwatch.h"
 #include "shm/reduce.h"
 
+// What orders the accesses to shared memory, as in host/peers.cpp:
+//
+// word      written                       read                        why that is enough
+// --------  ----------------------------  --------------------------  ---------------------------------------------
+// written   by the sender, in push:       by the receiver, in pull:   Who sees the count sees the bytes before it.
+//           store release                 load acquire
+// taken     by the receiver, in pull:     by the sender, in push:     A release keeps the reads before it: no byte is
+//           store release                 load acquire                overwritten that has not been read.
+// rings     by others, in ring:           by its rank, in wait:       Read before looking around: whoever changes
+//           add seq_cst                   load acquire; in listen:    something later makes it another one. With
+//                                         load seq_cst                `sleepers` store buffering, as there: all four
+// sleepers  by its rank, in listen:       by others, in ring:         accesses are seq_cst, so not both sides miss the
+//           add seq_cst                   load seq_cst                other's write.
 namespace distopt {
 namespace {
 
