@@ -6,7 +6,12 @@ script for Gloo has to change. `docs/pytorch.md` says what it does and does not.
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from ..errors import MissingDependencyError
+
+try:
+    import torch.distributed as dist
+except ModuleNotFoundError as error:
+    raise MissingDependencyError(f'PyTorch cannot be imported ({error}); pip install "distopt[torch]"') from error
 
 from .meeting import meet
 from .monitored import extend_monitored_barrier

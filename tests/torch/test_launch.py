@@ -58,3 +58,9 @@ def test_import_of_torch_alone_loads_nothing_of_distopt() -> None:
 def test_distopt_alone_does_not_import_torch() -> None:
     code = "import sys, distopt, distopt.opt, distopt.comm, distopt.cli; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_without_pytorch_the_cure_is_told() -> None:
+    code = "import sys; sys.modules['torch'] = None; import distopt.torch"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert 'pip install "distopt[torch]"' in ended.stderr.splitlines()[-1]
