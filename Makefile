@@ -74,7 +74,7 @@ sanitize:
 	.venv-sanitize/bin/python -m pytest $(SANITIZED)
 
 # The shared-memory communicator under ThreadSanitizer, with its ranks as threads; then with weaker orders, where it must
-# find races. Half a minute.
+# find races. Four minutes.
 THREADS := build/threads
 THREADS_SOURCES := $(wildcard tests/model/threads/*.cpp) csrc/base/isa.cpp csrc/base/fork.cpp $(wildcard csrc/host/*.cpp csrc/shm/*.cpp)
 THREADS_FLAGS := -std=c++17 -O1 -g -fsanitize=thread -Wno-tsan -Icsrc -DDISTOPT_ISA=portable -pthread \

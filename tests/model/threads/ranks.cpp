@@ -79,7 +79,7 @@ class Rank {
 
   // Messages around the ring of ranks, both ways, beside the collectives; larger ones than the ring of bytes holds.
   void exchange(int rounds) {
-    constexpr std::uint64_t counts[] = {0, 1, 300, 100000};
+    constexpr std::uint64_t counts[] = {0, 1, 300, 40000};
     for (int round = 1; round <= rounds; ++round) {
       std::vector<std::shared_ptr<Message>> under_way;
       std::vector<std::vector<float>> arrays;
@@ -271,7 +271,7 @@ int main(int argc, char** argv) {
       const unsigned seed = static_cast<unsigned>(100 * round + size);
       on_ranks(size, {60, 0.001}, [&](Rank& rank, int) {  // warns, and so reads what others do, at every long wait
         rank.allocate_wire();
-        std::thread beside([&] { rank.exchange(12); });
+        std::thread beside([&] { rank.exchange(4); });
         rank.run(100, seed);
         beside.join();
       });
