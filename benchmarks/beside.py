@@ -1,7 +1,8 @@
 """What of an all-reduce between two emulated hosts moves while a rank computes, at 1 Gbit/s.
 
 Times of an all-reduce alone, and of one that sets out before a computation: of our convolutions, which let bytes move,
-and of NumPy's products, which do not. Then what a rank costs that waits for another one. Needs root, iproute2 and mpi4py with MPICH or Open MPI.
+and of NumPy's products, which do not. Then what a rank costs that waits for another one. Needs root,
+iproute2 and mpi4py with MPICH or Open MPI.
 
     sudo python benchmarks/beside.py
 """
@@ -21,8 +22,8 @@ from distopt import _core, comm, launch
 from distopt.cli.bench.emulation import RATES, two_hosts
 
 REPEATS = 8
-# Bytes of the all-reduce, and seconds of the computation: about two thirds of what the bytes need.
 WAIT_SECONDS = 5.0
+# Bytes of the all-reduce, and seconds of the computation: about two thirds of what the bytes need.
 CASES = ((1_724_320, 0.010), (6_800_000, 0.040), (25_600_000, 0.150))
 
 

@@ -296,26 +296,19 @@ void reduce_integers(void* const* outs, int n_outs, const void* const* ins, int 
   using Wrapping = Plain<std::make_unsigned_t<T>>;  // signed overflow is undefined
   switch (op) {
     case RedOp::sum:
-      reduce_seldom<Wrapping, Add>(outs, n_outs, ins, n_ins, count);
-      return;
+      return reduce_seldom<Wrapping, Add>(outs, n_outs, ins, n_ins, count);
     case RedOp::max:
-      reduce_seldom<Plain<T>, Max>(outs, n_outs, ins, n_ins, count);
-      return;
+      return reduce_seldom<Plain<T>, Max>(outs, n_outs, ins, n_ins, count);
     case RedOp::min:
-      reduce_seldom<Plain<T>, Min>(outs, n_outs, ins, n_ins, count);
-      return;
+      return reduce_seldom<Plain<T>, Min>(outs, n_outs, ins, n_ins, count);
     case RedOp::product:
-      reduce_seldom<Wrapping, Multiply>(outs, n_outs, ins, n_ins, count);
-      return;
+      return reduce_seldom<Wrapping, Multiply>(outs, n_outs, ins, n_ins, count);
     case RedOp::bit_and:
-      reduce_seldom<Wrapping, And>(outs, n_outs, ins, n_ins, count);
-      return;
+      return reduce_seldom<Wrapping, And>(outs, n_outs, ins, n_ins, count);
     case RedOp::bit_or:
-      reduce_seldom<Wrapping, Or>(outs, n_outs, ins, n_ins, count);
-      return;
+      return reduce_seldom<Wrapping, Or>(outs, n_outs, ins, n_ins, count);
     case RedOp::bit_xor:
-      reduce_seldom<Wrapping, Xor>(outs, n_outs, ins, n_ins, count);
-      return;
+      return reduce_seldom<Wrapping, Xor>(outs, n_outs, ins, n_ins, count);
     default:
       return;
   }

@@ -215,8 +215,8 @@ class Communicator(ABC):
         """Local. Send `array` to rank `to`, which receives it with an equal tag, type and count.
 
         Messages have no place in the order of collectives. Those between two ranks with one tag arrive in the order of
-        sending. They move while any of them is started, polled or waited for, and a send may not end before its
-        receive begins: a rank that waits in a collective does not receive.
+        sending. They move while this rank starts, polls or waits for one of them, or waits in a collective; a send may
+        not end before its receive begins.
 
         Args:
             array: any shape; to be left alone until the message has ended.

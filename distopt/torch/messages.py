@@ -7,11 +7,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from ..errors import DistoptError
 from .errors import as_torch
 from .tensors import as_message, dense, give_back
+from .work import WaitedWork
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -24,7 +24,7 @@ __all__ = ["Mail", "PendingMessage"]
 _NAP_SECONDS = 1e-3
 
 
-class PendingMessage(dist.Work):
+class PendingMessage(WaitedWork):
     """A message under way.
 
     Args:
@@ -35,27 +35,17 @@ class PendingMessage(dist.Work):
     """
 
     def __init__(self, work: MessageWork, row: torch.Tensor, into: torch.Tensor | None, seconds: float) -> None:
-        super().__init__()
+        super().__init__([] if into is None else [into])
         self._work = work
         self._row = row
         self._into = into
-        self._tensors = [] if into is None else [into]
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
 
     def is_completed(self) -> bool:
         """Local. Move messages forward; whether this one has ended."""
         return self._ends(self._work.done)
-
-    def is_success(self) -> bool:
-        """Local. Whether it has ended without an error."""
-        return self.is_completed() and self._error is None
-
-    def exception(self) -> BaseException | None:
-        """Local. Its error, if it has failed."""
-        return self._error
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end, at most `timeout` (default: the group's).
@@ -68,15 +58,6 @@ class PendingMessage(dist.Work):
         if self._error is not None:
             raise self._error
         return True
-
-    def synchronize(self) -> None:
-        """As `wait`."""
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensor received, if any; waits."""
-        self.wait()
-        return self._tensors
 
     def source_rank(self) -> int:
         """Local. The rank in the group that has sent it, once it has been received."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
 
-__all__ = ["DoneWork", "PendingWork"]
+__all__ = ["DoneWork", "PendingWork", "WaitedWork"]
 
 
 class DoneWork(dist.Work):
@@ -56,7 +56,37 @@ class DoneWork(dist.Work):
         return future
 
 
-class PendingWork(dist.Work):
+class WaitedWork(dist.Work):
+    """What can be waited for, of whatever kind: `wait` and `is_completed` are its own.
+
+    Args:
+        tensors: the result.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._error: BaseException | None = None
+
+    def is_success(self) -> bool:
+        """Local. Whether it has ended, and without an error."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Local. Its error, if it has failed."""
+        return self._error
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that have been written; waits."""
+        self.wait()
+        return self._tensors
+
+
+class PendingWork(WaitedWork):
     """An operation that another thread carries out.
 
     Args:
@@ -66,12 +96,9 @@ class PendingWork(dist.Work):
     """
 
     def __init__(self, action: Callable[[], object], tensors: list[torch.Tensor], give_way: Callable[[], None]) -> None:
-        super().__init__()
+        super().__init__(tensors)
         self._action: Callable[[], object] | None = action
         self._give_way = give_way
-        self._tensors = tensors
-        self._error: BaseException | None = None
-        self._source = -1
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._futures: tuple[torch.futures.Future[Any], torch.futures.Future[Any]] | None = None
@@ -81,9 +108,8 @@ class PendingWork(dist.Work):
     def carry_out(self) -> None:
         """Run the action, and wake those who wait."""
         try:
-            source = self._action() if self._action else None
-            if isinstance(source, int):
-                self._source = source
+            if self._action:
+                self._action()
         except BaseException as error:  # whoever waits gets it
             self._error = error
         self._action = None  # and with it what it refers to
@@ -106,14 +132,6 @@ class PendingWork(dist.Work):
         """Local. Whether it has ended."""
         return self._ended.is_set()
 
-    def is_success(self) -> bool:
-        """Local. Whether it has ended, and without an error."""
-        return self._ended.is_set() and self._error is None
-
-    def exception(self) -> BaseException | None:
-        """Local. Its error, if it has failed."""
-        return self._error
-
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end, at most `timeout` (default: the operation's own).
 
@@ -128,21 +146,6 @@ class PendingWork(dist.Work):
         if self._error is not None:
             raise self._error
         return True
-
-    def synchronize(self) -> None:
-        """As `wait`."""
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensors that have been written; waits."""
-        self.wait()
-        return self._tensors
-
-    def source_rank(self) -> int:
-        """Local. Of a message received: the rank in the group that has sent it."""
-        return self._source
-
-    _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Local. A future that gets the tensors, or the error, when the operation ends.
