@@ -215,7 +215,8 @@ class DistoptProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        # From 2.15 on PyTorch looks for a flight recorder in every device's backend while it makes the group.
+        return [torch.device("cpu")] if self in c10d._world.pg_map else []
 
     def _get_backend(self, device: torch.device) -> dist.ProcessGroup:
         if torch.device(device).type != "cpu":
