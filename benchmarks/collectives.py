@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from pages import ROOT, add_root_to_path, put
-
 from distopt.cli.bench.ranks.transports import COLLECTIVES
 from distopt.cli.bench.units import byte_sizes, write_json
+from pages import ROOT, add_root_to_path, put
+
 from distopt.cli.values import at_least
 
 # Bits per second; what the unshaped link carries is about that of the first.

@@ -1,4 +1,9 @@
-"""`distopt bench kernels`: compare codec kernels with NumPy, PyTorch and a plain read of the same array, in one run."""
+"""Selection and casts of a float32 array on one thread, beside NumPy, PyTorch and a plain read, in one run.
+
+The kernels take turns; PyTorch runs in a virtual environment of its own, made on first use.
+
+    python -m benchmarks kernels --peers torch
+"""
 
 from __future__ import annotations
 
@@ -7,21 +12,22 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ... import _core
-from ...errors import UsageError
-from ..values import at_least, positive
-from .crew import Crew, rank_command
-from .lineup import Lineup, torch_crew
-from .site import Site
-from .table import heading, machine
-from .units import announce, names_of, write_json
+from distopt import _core
+from distopt.cli.bench import heading, machine
+from distopt.cli.values import at_least, names_of, positive
+from distopt.errors import UsageError
+
+from .networks.site import Site
+from .output import announce, write_json
+from .peers.crew import Crew, rank_command
+from .peers.lineup import Lineup, torch_crew
 
 if TYPE_CHECKING:
     import argparse
 
-    from .lineup import Setup
+    from .peers.lineup import Candidate, Setup
 
-__all__ = ["add_parser"]
+__all__ = ["add_options", "run"]
 
 _PEERS = ("torch",)
 _OWN = "distopt"
@@ -31,14 +37,8 @@ _HEADER = f"#{'task':<32}{'who':<22}{'time':>10}{'reads':>8}{'x':>8}\n#{'':<32}{
 Samples: TypeAlias = dict[tuple[str, str], list[float]]
 
 
-def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the subcommand."""
-    parser = commands.add_parser(
-        "kernels",
-        help="compare codec kernels with NumPy and PyTorch, on one thread",
-        description="Measure selection and casts of a float32 array on one thread. The kernels take turns; PyTorch "
-        "runs in a virtual environment of its own, made on first use.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     parser.add_argument("--count", type=at_least(1), default=25_600_000, metavar="N", help="elements (25.6 million)")
     parser.add_argument(
         "--ratio", type=positive, default=0.01, metavar="R", help="share of the elements that top-K selects (0.01)"
@@ -47,7 +47,6 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--isa", choices=_core.supported_isas(), default=_core.isa(), help=f"({_core.isa()})")
     parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,15 +59,13 @@ def run(args: argparse.Namespace) -> int:
         for name in ("distopt", *args.peers):
             lineup.add(name, partial(_crew, name, options))
         print(f"# {args.count:,} float32, K = {options['k']:,}, one thread per process, {heading(facts)}")
-        for candidate in lineup.candidates:
-            print(f"# {candidate.name:<9} {candidate.hello['about']}")
+        lineup.describe()
         print(f"# time: median of {args.n}; reads: relative to a plain read; x: relative to distopt for the same task")
         print(_HEADER, flush=True)
         samples = _measure(lineup, args.n)
         for line in lines(samples):
             print(line)
-        for name, reason in lineup.missing.items():
-            print(f"# not measured: {name}: {reason}")
+        lineup.report_missing()
     if args.json:
         rows = [
             {"task": task, "who": who, "median_seconds": median(seconds), "seconds": seconds}
@@ -102,10 +99,11 @@ def _crew(name: str, options: dict[str, Any]) -> tuple[Crew, Setup]:
 
 def _measure(lineup: Lineup, turns: int) -> Samples:
     samples: Samples = {}
-    for _ in range(turns):
-        for candidate in list(lineup.candidates):
-            with lineup.measuring(candidate):
-                for task, who in candidate.hello["kernels"]:
-                    answer = candidate.crew.ask({"task": task, "who": who, "samples": 1})[0]
-                    samples.setdefault((task, who), []).extend(answer["seconds"])
+
+    def measure(candidate: Candidate, _: int) -> None:
+        for task, who in candidate.hello["kernels"]:
+            answer = candidate.crew.ask({"task": task, "who": who, "samples": 1})[0]
+            samples.setdefault((task, who), []).extend(answer["seconds"])
+
+    lineup.take_turns(turns, measure)
     return samples

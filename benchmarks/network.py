@@ -19,10 +19,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from pages import ROOT, add_root_to_path, put
-
 from distopt.cli.bench.emulation import LINK, TwoHosts, two_hosts
 from distopt.cli.bench.table import machine
+from pages import ROOT, add_root_to_path, put
 
 RATES = {"1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
 WARM_UP_STEPS = 5

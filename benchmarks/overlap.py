@@ -16,10 +16,10 @@ import time
 from statistics import median
 
 import numpy as np
+from distopt.cli.bench.emulation import RATES, two_hosts
 from pages import add_root_to_path
 
 from distopt import _core, comm, launch
-from distopt.cli.bench.emulation import RATES, two_hosts
 
 REPEATS = 8
 WAIT_SECONDS = 5.0

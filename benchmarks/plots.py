@@ -1,17 +1,18 @@
-"""Plots; the only module of the command line that needs matplotlib."""
+"""Plots; the only module that needs matplotlib."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ...errors import MissingDependencyError
+from distopt.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .scaling import Prediction
-    from .table import Row
+    from distopt.cli.bench import Row
+
+    from .models.scaling import Prediction
 
 __all__ = ["plot_bandwidths", "plot_efficiencies", "require_matplotlib"]
 

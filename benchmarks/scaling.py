@@ -1,4 +1,9 @@
-"""`distopt bench model`: predict steps on more ranks from measured tables, and report the error of the model."""
+"""Predict training steps on 2 to 1,024 ranks over a given network from measured tables.
+
+Latency and bandwidth are fitted to tables of `all-reduce --json`. The error against every measured point is printed.
+
+    python -m benchmarks scaling all-reduce.json --train train.json --gbit 25
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ...errors import DataError, UsageError
-from ..values import at_least, positive
-from .plot import plot_efficiencies, require_matplotlib
-from .scaling import ALGORITHMS, STRATEGIES, Curve, Line, Network, Prediction, Training, fit, predict
-from .units import byte_size, names_of, write_json
+from distopt.cli.values import at_least, byte_size, names_of, positive
+from distopt.errors import DataError, UsageError
+
+from .models.scaling import ALGORITHMS, STRATEGIES, Curve, Line, Network, Prediction, Training, fit, predict
+from .output import write_json
+from .plots import plot_efficiencies, require_matplotlib
 
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["add_parser"]
+__all__ = ["add_options", "run"]
 
 _LARGEST = 1024
 # Fields that every row of a file must have.
@@ -40,17 +46,11 @@ class Fit:
         return [self.curve.time(size) / seconds - 1 for size, seconds in self.points]
 
 
-def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the subcommand."""
-    parser = commands.add_parser(
-        "model",
-        help="predict steps on up to 1,024 ranks from measured tables",
-        description="Fit latency and bandwidth to tables written by bench all-reduce, and predict training steps on 2 "
-        "to 1,024 ranks over a given network. The error against every measured point is printed.",
-    )
-    parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE", help="files of bench all-reduce --json")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE", help="files of all-reduce --json")
     parser.add_argument(
-        "--train", type=Path, metavar="FILE", help="file of bench train --json, for step time and gradient size"
+        "--train", type=Path, metavar="FILE", help="file of train --json, for step time and gradient size"
     )
     parser.add_argument("--step-ms", type=positive, metavar="MS", help="or give the step time of one process")
     parser.add_argument("--backward-ms", type=positive, metavar="MS", help="the part of it that can hide communication")
@@ -72,7 +72,6 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--ratio", type=positive, default=0.01, metavar="R", help="share that sparseTopK sends (0.01)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write fits and predictions to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot efficiency against ranks to FILE")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,10 +104,12 @@ def _load(path: Path, benchmark: str) -> dict[str, Any]:
     try:
         report = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}); write it with distopt bench {benchmark} --json") from error
+        raise DataError(
+            f"{path} cannot be read ({error}); write it with python -m benchmarks {benchmark} --json"
+        ) from error
     rows = report.get("rows") if isinstance(report, dict) and report.get("benchmark") == benchmark else None
     if not rows or any(_COLUMNS[benchmark] - row.keys() for row in rows):
-        raise DataError(f"{path} has no measurements of distopt bench {benchmark}; write it with its --json")
+        raise DataError(f"{path} has no measurements of {benchmark}; write it with its --json")
     return dict(report)
 
 

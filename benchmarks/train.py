@@ -1,4 +1,12 @@
-"""`distopt bench train`: compare training steps of a reference model with PyTorch, in one run."""
+"""Training steps of the reference CNN on a synthetic batch, one thread per rank, beside PyTorch, in one run.
+
+They run with the given ranks and with one. The candidates take turns. PyTorch runs in a virtual environment of its own,
+made on first use: torch-ddp with default settings; torch-tuned with channels_last, pooling before ReLU, fused SGD,
+gradients and freed memory kept allocated, and DDP with a static graph and bucket views; torch-tuned-bf16 the same with
+bfloat16 autocast. --apart adds as many one-rank jobs, run side by side without communication.
+
+    python -m benchmarks train --np 2 --peers torch-ddp,torch-tuned,torch-tuned-bf16
+"""
 
 from __future__ import annotations
 
@@ -10,21 +18,22 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ..values import at_least
-from .lineup import Lineup, distopt_crew, torch_crew
-from .places import add_places, is_far, site_of
-from .ranks.train import PHASES
-from .site import Site
-from .table import heading, machine
-from .units import announce, names_of, write_json
+from distopt.cli.bench import heading, machine
+from distopt.cli.values import at_least, names_of
+
+from .networks.places import add_places, is_far, site_of
+from .networks.site import Site
+from .output import announce, write_json
+from .peers.lineup import Lineup, distopt_crew, torch_crew
+from .peers.ranks.train import PHASES
 
 if TYPE_CHECKING:
     import argparse
 
-    from .crew import Crew
-    from .lineup import Candidate, Setup
+    from .peers.crew import Crew
+    from .peers.lineup import Candidate, Setup
 
-__all__ = ["add_parser"]
+__all__ = ["Result", "add_options", "run"]
 
 # The options of `ranks.train_torch` for each peer.
 _PEERS = {
@@ -113,17 +122,8 @@ class Result:
         }
 
 
-def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the subcommand."""
-    parser = commands.add_parser(
-        "train",
-        help="compare training steps of a reference model with PyTorch",
-        description="Measure training steps on a synthetic batch, one thread per rank, with the given ranks and with "
-        "one. The candidates take turns. PyTorch runs in a virtual environment of its own, made on first use: "
-        "torch-ddp with default settings; torch-tuned with channels_last, pooling before ReLU, fused SGD, gradients "
-        "and freed memory kept allocated, and DDP with a static graph and bucket views; torch-tuned-bf16 the same with "
-        "bfloat16 autocast. --apart adds as many one-rank jobs, run side by side without communication.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     add_places(parser, at_least(1))
     parser.add_argument("--model", choices=["cnn"], default="cnn", help="(cnn)")
     parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help="images per rank (64)")
@@ -138,7 +138,6 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("-w", type=at_least(0), default=10, metavar="N", help="untimed steps in each turn (10)")
     parser.add_argument("--turns", type=at_least(1), default=4, metavar="N", help="turns of each candidate (4)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -157,9 +156,7 @@ def run(args: argparse.Namespace) -> int:
                 lineup.add(name, partial(_crew, who, here, args))
                 results[name] = Result(who, world_size, args.batch_size)
         _print_head(args, lineup, site, facts)
-        for _ in range(args.turns):
-            for candidate in list(lineup.candidates):
-                _take_turn(lineup, candidate, results[candidate.name], args)
+        lineup.take_turns(args.turns, lambda candidate, _: _take_turn(candidate, results[candidate.name], args))
         missing = lineup.missing
         gradients = next((candidate.hello["gradient_count"] for candidate in lineup.candidates), None)
     done = {name: result for name, result in results.items() if result.seconds}
@@ -168,8 +165,7 @@ def run(args: argparse.Namespace) -> int:
         print(result.line(alone, next(iter(done.values()))))
         if not result.equal:
             print(f"# {result.who}: the ranks' parameters differ")
-    for name, reason in missing.items():
-        print(f"# not measured: {name}: {reason}")
+    lineup.report_missing()
     if args.json:
         report = {"benchmark": "train", "model": args.model, "machine": facts, "missing": missing}
         report["gradient_count"] = gradients
@@ -190,15 +186,13 @@ def _crew(who: str, site: Site, args: argparse.Namespace) -> tuple[Crew, Setup]:
     return crew, {**setup, "batch_size": args.batch_size}
 
 
-def _take_turn(lineup: Lineup, candidate: Candidate, result: Result, args: argparse.Namespace) -> None:
-    with lineup.measuring(candidate):
-        result.add(candidate.crew.ask({"steps": args.n, "warm_up": args.w}))
+def _take_turn(candidate: Candidate, result: Result, args: argparse.Namespace) -> None:
+    result.add(candidate.crew.ask({"steps": args.n, "warm_up": args.w}))
 
 
 def _print_head(args: argparse.Namespace, lineup: Lineup, site: Site, facts: dict[str, Any]) -> None:
     print(f"# {args.model}, batch size {args.batch_size} per rank, {args.np} ranks{site.described} on {heading(facts)}")
-    for candidate in lineup.candidates:
-        print(f"# {candidate.name:<19} {candidate.hello['about']}")
+    lineup.describe()
     print("# step: median over steps of the slowest rank; efficiency: images/s per rank, relative to one rank alone")
     print("# x: speed relative to the first line; exposed: communication not hidden behind backward, on rank 0")
     print(_HEADER, flush=True)

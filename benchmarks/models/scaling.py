@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
-from ...comm.sparse import ENTRY_BYTES, choose_route
+from distopt.comm.sparse import ENTRY_BYTES, choose_route
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import DistoptError
+from distopt.errors import DistoptError
+
 from .site import Site
 
 if TYPE_CHECKING:
@@ -130,13 +131,13 @@ class EmulatedSite(Site):
         self._ranks_per_host = ranks_per_host
 
     @property
-    def variables(self) -> dict[str, str]:  # noqa: D102
+    def variables(self) -> dict[str, str]:
         return {"GLOO_SOCKET_IFNAME": LINK}
 
-    def by_mpi(self, mpiexec: str, *, open_mpi: bool) -> list[str]:  # noqa: D102
+    def by_mpi(self, mpiexec: str, *, open_mpi: bool) -> list[str]:
         return self._net.mpiexec(self._ranks_per_host, [], mpiexec, open_mpi=open_mpi)
 
-    def by_hand(self, rank: int, command: Sequence[str]) -> list[str]:  # noqa: D102
+    def by_hand(self, rank: int, command: Sequence[str]) -> list[str]:
         return self._net.hosts[rank // self._ranks_per_host].inside(command)
 
 

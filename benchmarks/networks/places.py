@@ -6,10 +6,10 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import UsageError
+from distopt.errors import UsageError
+
 from .emulation import RATES, EmulatedSite, two_hosts
-from .lineup import BETWEEN_HOSTS
-from .site import ListedSite, Site
+from .site import BETWEEN_HOSTS, ListedSite, Site
 
 if TYPE_CHECKING:
     import argparse

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from typing import TYPE_CHECKING
 
-from ...errors import UsageError
-from .crew import mpi_command
+from distopt.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["ListedSite", "Site"]
+__all__ = ["BETWEEN_HOSTS", "ListedSite", "Site"]
+
+BETWEEN_HOSTS = ("mpi", "hierarchical")  # communicators that reach another host
 
 # Below the ports that Linux gives to outgoing connections.
 _FIRST_PORT, _N_PORTS = 20_000, 12_000
@@ -44,8 +46,12 @@ class Site:
         return {}
 
     def by_mpi(self, mpiexec: str, *, open_mpi: bool) -> list[str]:
-        """The words in front of a rank's command with which this mpiexec starts all ranks."""
-        return mpi_command(mpiexec, self.world_size, open_mpi=open_mpi)
+        """The words in front of a rank's command with which this mpiexec starts all ranks.
+
+        Open MPI lets them share cores only with --oversubscribe.
+        """
+        crowded = open_mpi and self.world_size > len(os.sched_getaffinity(0))
+        return [mpiexec, *(["--oversubscribe"] if crowded else []), "-n", str(self.world_size)]
 
     def by_hand(self, rank: int, command: Sequence[str]) -> list[str]:
         """The command that runs `command` as one rank, without MPI."""
@@ -86,8 +92,8 @@ class ListedSite(Site):
         self._first = next(iter(found))
         self._file = file.absolute()
 
-    def by_mpi(self, mpiexec: str, *, open_mpi: bool) -> list[str]:  # noqa: D102
+    def by_mpi(self, mpiexec: str, *, open_mpi: bool) -> list[str]:
         return [mpiexec, "--hostfile", str(self._file), "-n", str(self.world_size)]
 
-    def meeting(self) -> dict[str, str]:  # noqa: D102
+    def meeting(self) -> dict[str, str]:
         return {"meeting": f"tcp://{self._first}:{_FIRST_PORT + secrets.randbelow(_N_PORTS)}"}

@@ -21,12 +21,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import DistoptError
+from distopt.errors import DistoptError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Crew", "CrewError", "mpi_command", "rank_command"]
+__all__ = ["Crew", "CrewError", "rank_command"]
 
 _START_SECONDS = 60.0
 _REQUEST_SECONDS = 600.0
@@ -58,12 +58,6 @@ def rank_command(python: str | None = None) -> list[str]:
     return [sys.executable, "-c", BOOT.format(path=path, init=init)]
 
 
-def mpi_command(mpiexec: str, world_size: int, *, open_mpi: bool) -> list[str]:
-    """The command that starts `world_size` ranks; Open MPI lets them share cores only with --oversubscribe."""
-    crowded = open_mpi and world_size > len(os.sched_getaffinity(0))
-    return [mpiexec, *(["--oversubscribe"] if crowded else []), "-n", str(world_size)]
-
-
 class Crew:
     """A context manager around the ranks of one candidate.
 
@@ -71,7 +65,7 @@ class Crew:
         module: module of the `ranks` package that answers the requests.
         rank: the command that runs one rank, see `rank_command`.
         world_size: number of ranks.
-        launcher: command to put in front of it (see `mpi_command`); if empty, the ranks are started one by one.
+        launcher: command to put in front of it (see `Site.by_mpi`); if empty, the ranks are started one by one.
         env: environment variables to add for the ranks.
         place: makes the command of one of several ranks, by number, that which starts it where it is to run.
         by_tcp: whether ranks run on other hosts, which must be able to resolve this one's name.

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import MissingDependencyError
-from ...files import atomic_write, file_lock
+from distopt.errors import MissingDependencyError
+from distopt.files import atomic_write, file_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,27 +7,28 @@ import secrets
 import shutil
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ...errors import DistoptError, MissingDependencyError
+from distopt.errors import DistoptError, MissingDependencyError
+
+from ..networks.site import BETWEEN_HOSTS
 from .crew import Crew, CrewError, rank_command
 from .environments import ENVIRONMENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from .site import Site
+    from ..networks.site import Site
 
-__all__ = ["BETWEEN_HOSTS", "Candidate", "Lineup", "Setup", "distopt_crew", "mpi_crew", "torch_crew"]
+__all__ = ["Candidate", "Lineup", "Setup", "distopt_crew", "mpi_crew", "torch_crew"]
 
 # The first message to the ranks of a crew.
 Setup: TypeAlias = dict[str, Any]
 
-BETWEEN_HOSTS = ("mpi", "hierarchical")
 _OPEN_MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -77,18 +78,26 @@ class Lineup:
         else:
             self.candidates.append(Candidate(name, crew, hello))
 
-    def drop(self, candidate: Candidate, reason: str) -> None:
-        """Stop measuring `candidate`, for `reason`."""
-        self.candidates.remove(candidate)
-        self.missing[candidate.name] = reason
+    def take_turns(self, count: int, measure: Callable[[Candidate, int], None]) -> None:
+        """Call `measure(candidate, turn)` for every candidate in each of `count` turns; drop one whose ranks fail."""
+        for turn in range(count):
+            for candidate in list(self.candidates):
+                try:
+                    measure(candidate, turn)
+                except CrewError as error:  # noqa: PERF203 - a turn takes milliseconds
+                    self.candidates.remove(candidate)
+                    self.missing[candidate.name] = str(error)
 
-    @contextmanager
-    def measuring(self, candidate: Candidate) -> Iterator[None]:
-        """Drop `candidate` if its ranks fail in the body."""
-        try:
-            yield
-        except CrewError as error:
-            self.drop(candidate, str(error))
+    def describe(self) -> None:
+        """Print what each candidate is."""
+        width = max((len(candidate.name) for candidate in self.candidates), default=0)
+        for candidate in self.candidates:
+            print(f"# {candidate.name:<{width}}  {candidate.hello['about']}")
+
+    def report_missing(self) -> None:
+        """Print what was not measured, and why."""
+        for name, reason in self.missing.items():
+            print(f"# not measured: {name}: {reason}")
 
 
 def distopt_crew(module: str, site: Site, backend: str) -> tuple[Crew, Setup]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ..errors import UsageError
+from distopt.errors import UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DataError, UsageError
+from distopt.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     import io

@@ -11,6 +11,7 @@ import hashlib
 import http.client
 import io
 import logging
+import os
 import time
 import urllib.request
 from dataclasses import dataclass
@@ -19,13 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from ..errors import DataError
-from ..files import atomic_write, file_lock
-from ..settings import Settings
+from distopt.errors import DataError
+from distopt.files import atomic_write, file_lock
+
 from . import idx, synthetic
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
 
     from numpy.typing import NDArray
@@ -107,7 +107,7 @@ def load(
     Raises:
         DataError: a given folder lacks a file, a file is corrupt, or the ranks found different digits.
     """
-    folder = data_dir if data_dir is not None else Settings.from_env().data_dir
+    folder = data_dir if data_dir is not None else os.environ.get("DISTOPT_DATA_DIR") or None
     digits = _from_folder(Path(folder), verify) if folder is not None else _from_cache_or_generated(rank)
     if exchange is not None:
         _compare(digits, exchange)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import UsageError
+from distopt.errors import UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

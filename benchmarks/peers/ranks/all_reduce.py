@@ -1,4 +1,4 @@
-"""One rank of `distopt bench all-reduce`: fill, time, check."""
+"""One rank of `python -m benchmarks all-reduce`: fill, time, check."""
 
 from __future__ import annotations
 

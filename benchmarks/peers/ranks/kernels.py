@@ -1,4 +1,4 @@
-"""The process of `distopt bench kernels`: times one kernel at a time on one thread."""
+"""The process of `python -m benchmarks kernels`: times one kernel at a time on one thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of `distopt bench train`: times steps and the phases within them."""
+"""One rank of `python -m benchmarks train`: times steps and the phases within them."""
 
 from __future__ import annotations
 

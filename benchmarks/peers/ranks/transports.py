@@ -1,4 +1,4 @@
-"""The candidates of `distopt bench all-reduce`, as one rank runs them: libraries, and the collectives of each."""
+"""The candidates of `python -m benchmarks all-reduce`, as one rank runs them: libraries, and the collectives of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`distopt bench train`: samples, the table, the exit code, and a small real run."""
+"""`python -m benchmarks train`: samples, the table, the exit code, and a small real run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import sys
 import numpy as np
 import pytest
 
-from distopt import cli
-from distopt.cli.bench import lineup, train
-from distopt.cli.bench.crew import CrewError
-from distopt.cli.bench.environments import Environment
-from distopt.cli.bench.site import Site
-from distopt.cli.bench.train import Result
+from benchmarks import train
+from benchmarks.__main__ import main
+from benchmarks.networks.site import Site
+from benchmarks.peers import lineup
+from benchmarks.peers.crew import CrewError
+from benchmarks.peers.environments import Environment
+from benchmarks.train import Result
 
 
 def answer(seconds, *, parameters="p", memory=1 << 20, forward=(1e-3,)):
@@ -50,13 +51,13 @@ def test_efficiency_and_ratio():
     "words", ["--np 0", "--model resnet", "--batch-size -1", "--peers horovod", "--peers torch", "--backend nccl"]
 )
 def test_wrong_arguments(words, capsys):
-    assert cli.main(["bench", "train", *words.split()]) == 2
+    assert main(["train", *words.split()]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_small_real_run(tmp_path, capsys):
     path = tmp_path / "out.json"
-    assert cli.main(f"bench train --batch-size 4 -n 3 -w 1 --turns 2 --apart --json {path}".split()) == 0
+    assert main(f"train --batch-size 4 -n 3 -w 1 --turns 2 --apart --json {path}".split()) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
     assert [line[:2] for line in lines] == [["distopt", "2"], ["distopt", "1"], ["apart", "2"]]
     assert lines[1][4] == "100.0%"
@@ -88,8 +89,8 @@ def torch_here(monkeypatch):
 @pytest.mark.usefixtures("torch_here")
 def test_default_and_tuned_peers(tmp_path, capsys):
     path = tmp_path / "out.json"
-    command = f"bench train --batch-size 4 -n 2 -w 4 --turns 2 --peers {','.join(PEERS)} --json {path}"
-    assert cli.main(command.split()) == 0
+    command = f"train --batch-size 4 -n 2 -w 4 --turns 2 --peers {','.join(PEERS)} --json {path}"
+    assert main(command.split()) == 0
     about = dict(re.findall(r"^# (torch\S* x\d) +(.*)$", capsys.readouterr().out, re.M))
     for who in PEERS:
         for world_size in (1, 2):
@@ -114,7 +115,7 @@ def test_only_tuned_peers_keep_freed_memory(who, monkeypatch):
 
 
 def test_tuned_torch_trains_the_same_model():
-    train_torch = pytest.importorskip("distopt.cli.bench.ranks.train_torch")
+    train_torch = pytest.importorskip("benchmarks.peers.ranks.train_torch")
 
     def trained(*, tuned, bfloat16=False):
         trainer = train_torch.trainer(0, 1, {"batch_size": 4, "tuned": tuned, "bfloat16": bfloat16})
@@ -129,15 +130,14 @@ def test_tuned_torch_trains_the_same_model():
 
 @pytest.mark.parametrize("fault", ["differ", "die"])
 def test_a_fault_is_said_and_changes_the_exit_code(monkeypatch, capsys, fault):
-    def take_turn(lineup, candidate, result, args):
+    def take_turn(candidate, result, args):
         if fault == "die" and result.world_size == 2:
-            lineup.drop(candidate, str(CrewError("a rank ended")))
-            return
+            raise CrewError("a rank ended")
         ranks = range(result.world_size)
         result.add([answer([1.0], parameters="pq"[rank] if fault == "differ" else "p") for rank in ranks])
 
     monkeypatch.setattr(train, "_take_turn", take_turn)
-    assert cli.main(["bench", "train", "--batch-size", "2", "--turns", "1"]) == 1
+    assert main(["train", "--batch-size", "2", "--turns", "1"]) == 1
     out = capsys.readouterr().out
     assert ("# distopt: the ranks' parameters differ" if fault == "differ" else "# not measured: distopt x2") in out
     assert "\n distopt               1 " in out
@@ -149,5 +149,5 @@ def test_between_hosts_contradictions_are_told(capsys):
         (["--emulate", "2x1", "--np", "2"], "contradict each other"),
         (["--emulate", "2x1", "--backend", "shm"], "--backend shm does not reach another host"),
     ):
-        assert cli.main(["bench", "train", *words]) == 2
+        assert main(["train", *words]) == 2
         assert text in capsys.readouterr().err

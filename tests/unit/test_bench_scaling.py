@@ -1,4 +1,4 @@
-"""`distopt bench model`: the fit, the network, the predictions, and what is said about their errors."""
+"""`python -m benchmarks scaling`: the fit, the network, the predictions, and what is said about their errors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from distopt import cli
-from distopt.cli.bench.scaling import STRATEGIES, Curve, Line, Network, Training, fit, predict
+from benchmarks.__main__ import main
+from benchmarks.models.scaling import STRATEGIES, Curve, Line, Network, Training, fit, predict
 
 SIZES = [1 << power for power in range(10, 28, 2)]
 TRUE = Line(20e-6, 1 / 12e9)
@@ -153,7 +153,7 @@ def training(path, world_sizes=(1, 2)):
 
 
 def bench(words, capsys):
-    code = cli.main(["bench", "model", *map(str, words)])
+    code = main(["scaling", *map(str, words)])
     return code, *capsys.readouterr()
 
 
@@ -194,7 +194,7 @@ def test_a_step_can_be_given_by_hand(tmp_path, capsys):
         ("a.json --train t.json --who mpich", 2, "--who 'shm' --buffers 'wire'"),
         ("a.json --train t.json --per-host 8", 2, "they have 2"),
         ("a.json --train alone.json", 2, "steps of 1 and of 2 ranks"),
-        ("a.json --train a.json", 1, "no measurements of distopt bench train"),
+        ("a.json --train a.json", 1, "no measurements of train"),
         ("none.json --train t.json", 1, "cannot be read"),
         ("junk.json --train t.json", 1, "cannot be read"),
         ("list.json --train t.json", 1, "no measurements"),
@@ -219,7 +219,7 @@ def test_what_cannot_be_used_is_one_line(tmp_path, monkeypatch, capsys, words, c
 
 def test_the_fit_of_what_bench_writes(tmp_path, capsys):
     path = tmp_path / "a.json"
-    assert cli.main(["bench", "all-reduce", "-b", "1K", "-e", "16K", "-n", "2", "--json", str(path)]) == 0
+    assert main(["all-reduce", "-b", "1K", "-e", "16K", "-n", "2", "--json", str(path)]) == 0
     code, text, _ = bench([path, "--step-ms", 10, "--bytes", "1M"], capsys)
     assert code == 0
     assert math.isfinite(float(text.splitlines()[-1].split()[3]))

@@ -1,4 +1,4 @@
-"""`distopt bench`: arguments, the data that proves results, crews of processes, environments, and a small real run."""
+"""`python -m benchmarks all-reduce`: arguments, data that proves results, crews, environments, a small real run."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distopt import cli
-from distopt.cli.bench import all_reduce, environments, lineup, units
-from distopt.cli.bench.crew import Crew, CrewError, mpi_command, rank_command
-from distopt.cli.bench.environments import Environment
-from distopt.cli.bench.lineup import Candidate, Lineup, distopt_crew, mpi_crew, torch_crew
-from distopt.cli.bench.ranks.all_reduce import measure
-from distopt.cli.bench.ranks.pattern import PERIOD, Pattern, max_calls
-from distopt.cli.bench.ranks.transports import COLLECTIVES, Call, Transport
-from distopt.cli.bench.site import ListedSite, Site
-from distopt.cli.bench.table import HEADER, Row, heading
+from benchmarks import all_reduce
+from benchmarks.__main__ import main
+from benchmarks.networks.site import ListedSite, Site
+from benchmarks.peers import environments, lineup
+from benchmarks.peers.crew import Crew, CrewError, rank_command
+from benchmarks.peers.environments import Environment
+from benchmarks.peers.lineup import Candidate, Lineup, distopt_crew, mpi_crew, torch_crew
+from benchmarks.peers.ranks.all_reduce import measure
+from benchmarks.peers.ranks.pattern import PERIOD, Pattern, max_calls
+from benchmarks.peers.ranks.transports import COLLECTIVES, Call, Transport
+from distopt.cli.bench import HEADER, Row, heading, size_range
+from distopt.cli.values import byte_size
 from distopt.errors import MissingDependencyError, UsageError
 
 
@@ -32,13 +34,13 @@ from distopt.errors import MissingDependencyError, UsageError
     [("1", 1), ("4096", 4096), ("1K", 1024), ("1k", 1024), ("1.5M", 3 << 19), ("128M", 128 << 20), ("2G", 2 << 30)],
 )
 def test_byte_size(text, size):
-    assert units.byte_size(text) == size
+    assert byte_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "K", "1X", "1KB", "1 K", "0.3", "1e3", "nan", "\u0661"])
 def test_no_byte_size(text):
     with pytest.raises(argparse.ArgumentTypeError, match="size in bytes"):
-        units.byte_size(text)
+        byte_size(text)
 
 
 @pytest.mark.parametrize(
@@ -54,13 +56,13 @@ def test_no_byte_size(text):
     ],
 )
 def test_size_range(first, last, factor, item, sizes):
-    assert units.size_range(first, last, factor, item) == sizes
+    assert size_range(first, last, factor, item) == sizes
 
 
 def test_sizes_by_name_are_whole_sorted_and_different():
-    assert units.whole_sizes(units.byte_sizes("1K,17,3,19,64"), 8) == [16, 64, 1024]
+    assert all_reduce.whole_sizes(all_reduce.byte_sizes("1K,17,3,19,64"), 8) == [16, 64, 1024]
     with pytest.raises(argparse.ArgumentTypeError, match="'' is not a size"):
-        units.byte_sizes("1K,")
+        all_reduce.byte_sizes("1K,")
 
 
 @pytest.mark.parametrize(
@@ -92,23 +94,10 @@ def test_sizes_by_name_are_whole_sorted_and_different():
     ],
 )
 def test_wrong_arguments_get_one_line_and_code_2(words, capsys):
-    assert cli.main(["bench", "all-reduce", *words.split()]) == 2
+    assert main(["all-reduce", *words.split()]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
-
-
-def test_bench_needs_to_know_what(capsys):
-    assert cli.main(["bench"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_a_missing_requirement_is_one_line(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "distopt.cli.bench.all_reduce", None)
-    monkeypatch.delattr("distopt.cli.bench.all_reduce")
-    assert cli.main(["bench", "all-reduce"]) == 1
-    assert "distopt doctor" in capsys.readouterr().err
-    assert cli.main(["doctor", "--help"]) == 0
 
 
 # -- the data ----------------------------------------------------------------------------------------------------------
@@ -257,8 +246,8 @@ def test_answers_come_in_the_order_of_the_ranks():
     [({"die": 1}, "ended while it was measured; out of luck"), ({"fail": 2}, "no idea"), ({"hang": 0}, "no answer")],
 )
 def test_a_rank_that_fails_gives_a_reason_and_ends_the_crew(monkeypatch, request_, message):
-    monkeypatch.setattr("distopt.cli.bench.crew._REQUEST_SECONDS", 3.0)
-    monkeypatch.setattr("distopt.cli.bench.crew._END_SECONDS", 0.2)
+    monkeypatch.setattr("benchmarks.peers.crew._REQUEST_SECONDS", 3.0)
+    monkeypatch.setattr("benchmarks.peers.crew._END_SECONDS", 0.2)
     with echo() as crew:
         pids = [answer["pid"] for answer in crew.ask({})]
         with pytest.raises(CrewError, match=message):
@@ -281,7 +270,7 @@ def test_a_crew_that_does_not_come_up(command, message):
 
 
 def test_a_crew_that_never_comes(monkeypatch):
-    monkeypatch.setattr("distopt.cli.bench.crew._START_SECONDS", 0.5)
+    monkeypatch.setattr("benchmarks.peers.crew._START_SECONDS", 0.5)
     with pytest.raises(CrewError, match="only 0 ranks came up"), echo("import time; time.sleep(60)"):
         pass
 
@@ -293,9 +282,9 @@ def test_an_unknown_transport_is_a_reason():
 
 def test_open_mpi_is_told_that_ranks_share_cores(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
-    assert mpi_command("m", 4, open_mpi=True) == ["m", "--oversubscribe", "-n", "4"]
-    assert mpi_command("m", 2, open_mpi=True) == ["m", "-n", "2"]
-    assert mpi_command("m", 4, open_mpi=False) == ["m", "-n", "4"]
+    assert Site(4).by_mpi("m", open_mpi=True) == ["m", "--oversubscribe", "-n", "4"]
+    assert Site(2).by_mpi("m", open_mpi=True) == ["m", "-n", "2"]
+    assert Site(4).by_mpi("m", open_mpi=False) == ["m", "-n", "4"]
 
 
 # -- environments ------------------------------------------------------------------------------------------------------
@@ -352,7 +341,7 @@ def test_a_peer_that_cannot_be_had_is_named_with_the_reason(shell):
 
 # -- all together ------------------------------------------------------------------------------------------------------
 def bench(words, capsys):
-    code = cli.main(["bench", "all-reduce", *words.split()])
+    code = main(["all-reduce", *words.split()])
     return code, capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""`distopt bench kernels`: the table and a small real run."""
+"""`python -m benchmarks kernels`: the table and a small real run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from distopt import _core, cli
-from distopt.cli.bench import kernels
+from benchmarks import kernels
+from benchmarks.__main__ import main
+from distopt import _core
 
 
 def test_ratios_are_to_the_read_and_to_distopt():
@@ -28,14 +29,14 @@ def test_ratios_are_to_the_read_and_to_distopt():
 
 @pytest.mark.parametrize("words", ["--ratio 0", "--ratio 1.1", "--ratio nan", "--count 0", "--isa mmx", "--peers jax"])
 def test_wrong_arguments(words, capsys):
-    assert cli.main(["bench", "kernels", *words.split()]) == 2
+    assert main(["kernels", *words.split()]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("isa", _core.supported_isas())
 def test_a_small_real_run(tmp_path, capsys, isa):
     path = tmp_path / "out.json"
-    assert cli.main(f"bench kernels --count 5000 --ratio 0.01 -n 3 --isa {isa} --json {path}".split()) == 0
+    assert main(f"kernels --count 5000 --ratio 0.01 -n 3 --isa {isa} --json {path}".split()) == 0
     report = json.loads(path.read_text())
     assert (report["count"], report["k"], report["isa"]) == (5000, 50, isa)
     assert all(len(row["seconds"]) == 3 for row in report["rows"])
