@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from distopt.cli import Parser, run_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import ModuleType
 
 __all__ = ["BENCHMARKS", "main"]
 
@@ -49,8 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             name, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         module.add_options(command)
-        command.set_defaults(run=lambda args, module=module: module.run(args) or 0)
+        command.set_defaults(run=partial(_run, module))
     return run_command(parser, words)
+
+
+def _run(module: ModuleType, args: argparse.Namespace) -> int:
+    del args.run  # ranks may get the rest
+    return module.run(args) or 0
 
 
 if __name__ == "__main__":

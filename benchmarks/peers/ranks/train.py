@@ -7,6 +7,7 @@ import resource
 import time
 from abc import ABC, abstractmethod
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,6 +50,10 @@ class Trainer(ABC):
     def parameters(self) -> bytes:
         """Local. The parameters, for comparison between ranks."""
 
+    def sent_bytes(self) -> int:
+        """Local. What the library says that it has sent; 0 if it does not."""
+        return 0
+
 
 def serve(session: Session, rank: int, world_size: int) -> None:
     """Answer the setup request, then each request to run steps."""
@@ -58,14 +63,17 @@ def serve(session: Session, rank: int, world_size: int) -> None:
     trainer: Trainer = library.trainer(rank, world_size, setup)
     session.send({"rank": trainer.rank, "about": trainer.about, "gradient_count": trainer.gradient_count})
     for request in requests:
-        session.send(measure(trainer, request["steps"], request["warm_up"]))
+        session.send(measure(trainer, request["steps"], request["warm_up"], request.get("interface", "lo")))
 
 
-def measure(trainer: Trainer, steps: int, warm_up: int) -> dict[str, Any]:
-    """Collective. Time `steps` steps individually, after `warm_up` untimed ones."""
+def measure(trainer: Trainer, steps: int, warm_up: int, interface: str) -> dict[str, Any]:
+    """Collective. Time `steps` steps individually, after `warm_up` untimed ones; count what `interface` has sent."""
+    sent, through = trainer.sent_bytes(), interface_bytes(interface)
     seconds: list[float] = []
     phases: dict[str, list[float]] = {name: [] for name in PHASES}
     for number in range(warm_up + steps):
+        if number == warm_up:
+            sent, through = trainer.sent_bytes(), interface_bytes(interface)
         start = time.perf_counter()
         trainer.step()
         elapsed = time.perf_counter() - start
@@ -78,8 +86,22 @@ def measure(trainer: Trainer, steps: int, warm_up: int) -> dict[str, Any]:
         "seconds": seconds,
         "phases": phases,
         "parameters": hashlib.sha256(trainer.parameters()).hexdigest()[:16],
+        "sent_bytes": trainer.sent_bytes() - sent,
+        "interface_bytes": interface_bytes(interface) - through,
         "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        "now_bytes": resident_bytes(),
     }
+
+
+def interface_bytes(name: str) -> int:
+    """Bytes sent through a network interface: headers and acknowledgements included."""
+    return int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
+
+
+def resident_bytes() -> tuple[int, int]:
+    """Rss, all pages that this process has mapped and touched; and Pss, where shared ones are divided."""
+    fields = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    return int(fields["Rss"].split()[0]) << 10, int(fields["Pss"].split()[0]) << 10
 
 
 def synthetic_batch(size: int, rank: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:

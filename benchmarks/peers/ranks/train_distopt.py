@@ -1,4 +1,8 @@
-"""The reference CNN in distopt."""
+"""The reference CNN in distopt.
+
+In `setup`, "backend" names the communicator, "codec" has the arguments of `compress.create`; with "partial", updates
+are partial, and with "apart", every process is a job of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from threadpoolctl import threadpool_info
 
-from distopt import comm, dist_opt, launch
-from distopt.nn import convert, device, layer, model, optim
+from benchmarks.models.cnn import compiled, train_cnn
+from distopt import comm, compress, device, launch, opt
 
-from .train import Trainer, synthetic_batch
+from .train import Trainer
 
 if TYPE_CHECKING:
-    from distopt.nn.tensor import Tensor
+    from distopt.tensor import Tensor
 
 __all__ = ["trainer"]
 
@@ -21,27 +25,6 @@ __all__ = ["trainer"]
 def trainer(rank: int, world_size: int, setup: dict[str, Any]) -> Trainer:
     """Collective. A trainer, ready for its first step."""
     return _Distopt(rank, world_size, setup)
-
-
-class _Cnn(model.Model):
-    """Two convolutions with pooling and two linear layers: 431,080 parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = layer.Conv2d(20, 5, activation="RELU", pool=layer.MaxPool2d(2, 2))
-        self.conv2 = layer.Conv2d(50, 5, activation="RELU", pool=layer.MaxPool2d(2, 2))
-        self.flatten = layer.Flatten()
-        self.linear1 = layer.Linear(500, activation="RELU")
-        self.linear2 = layer.Linear(10)
-        self.loss = layer.SoftMaxCrossEntropy()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv2(self.conv1(x))
-        logits: Tensor = self.linear2(self.linear1(self.flatten(y)))
-        return logits
-
-    def train_one_batch(self, x: Tensor, y: Tensor) -> None:
-        self.optimizer(self.loss(self.forward(x), y))
 
 
 class _Clock:
@@ -52,7 +35,18 @@ class _Clock:
     update_seconds = 0.0
 
 
-class _TimedSgd(optim.SGD):
+class _Cnn(train_cnn.CNN):
+    partial = False
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> None:
+        loss = self.softmax_cross_entropy(self.forward(x), y)
+        if self.partial:
+            self.optimizer.step_by("partialUpdate", loss)
+        else:
+            self.optimizer(loss)
+
+
+class _TimedSgd(opt.SGD):
     """SGD that records the time of its updates."""
 
     clock: _Clock
@@ -63,7 +57,7 @@ class _TimedSgd(optim.SGD):
         self.clock.update_seconds += perf_counter() - start
 
 
-class _TimedDistOpt(dist_opt.DistOpt):
+class _TimedDistOpt(opt.DistOpt):
     """DistOpt that records when it was called."""
 
     clock: _Clock
@@ -71,6 +65,10 @@ class _TimedDistOpt(dist_opt.DistOpt):
     def __call__(self, loss: Tensor) -> None:
         self.clock.forward_ended = perf_counter()
         super().__call__(loss)
+
+    def step_by(self, dist_option: str, loss: Tensor, **options: Any) -> None:
+        self.clock.forward_ended = perf_counter()
+        super().step_by(dist_option, loss, **options)
 
 
 class _Distopt(Trainer):
@@ -86,13 +84,12 @@ class _Distopt(Trainer):
         self._clock, self._communicated = _Clock(), 0.0
         sgd = _TimedSgd(lr=0.005, momentum=0.9, weight_decay=1e-5)
         sgd.clock = self._clock
-        images, labels = synthetic_batch(setup["batch_size"], self.rank)
-        self._x, self._y = convert.from_numpy(images), convert.from_numpy(labels)
-        self._net = _Cnn()
-        self._dist_opt = _TimedDistOpt(sgd, communicator=communicator)
+        codec = compress.create(**setup.get("codec", {"name": "fp32"}))
+        self._dist_opt = _TimedDistOpt(sgd, communicator=communicator, codec=codec, partition_elements=100_000)
         self._dist_opt.clock = self._clock
-        self._net.set_optimizer(self._dist_opt)
-        self._net.compile([self._x], is_train=True, use_graph=True)
+        net = _Cnn()
+        net.partial = setup.get("partial", False)
+        self._net, self._x, self._y = compiled(self._dist_opt, setup["batch_size"], use_graph=True, net=net)
         self.gradient_count = sum(param.array.size for param in self._net.get_params().values())
         self.about = f"distopt, {communicator.name} communicator{_blas()}"
 
@@ -111,6 +108,9 @@ class _Distopt(Trainer):
 
     def parameters(self) -> bytes:
         return b"".join(param.to_numpy().tobytes() for param in self._net.get_params().values())
+
+    def sent_bytes(self) -> int:
+        return int(self._dist_opt.stats().total.wire_bytes)
 
 
 def _blas() -> str:

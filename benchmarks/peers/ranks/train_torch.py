@@ -1,6 +1,7 @@
 """The reference CNN in PyTorch: DistributedDataParallel over Gloo for several ranks, the bare model for one.
 
-`setup` selects the default settings, or with "tuned" the fastest known for a CPU; "bfloat16" adds autocast.
+`setup` selects the default settings, or with "tuned" the fastest known for a CPU; "bfloat16" adds autocast, "hook" a hook
+of DistributedDataParallel: "fp16" or "power-sgd".
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import distributed, nn
 
 from .train import Trainer, synthetic_batch
 
-__all__ = ["trainer"]
+__all__ = ["network", "trainer"]
 
 
 def trainer(rank: int, world_size: int, setup: dict[str, Any]) -> Trainer:
@@ -33,7 +34,7 @@ class _Torch(Trainer):
         self.rank = rank
         images, labels = synthetic_batch(setup["batch_size"], rank)
         self._x, self._y = torch.from_numpy(images), torch.from_numpy(labels).long()
-        self._net = _network(tuned)
+        self._net = network(tuned)
         self.about = f"torch {torch.__version__}{', tuned' if tuned else ''}{', bfloat16 autocast' if bfloat16 else ''}"
         if tuned:
             self._x = self._x.contiguous(memory_format=torch.channels_last)
@@ -41,9 +42,18 @@ class _Torch(Trainer):
         if world_size > 1:
             store = f"file://{setup['folder']}/store"
             distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+            hook = setup.get("hook", "")
+            # With several buckets Gloo aborts in the hook of PowerSGD (torch 2.13), probably because its second
+            # all-reduces start in another order on each rank. A cap given by hand makes one bucket of all.
+            cap = 25 if hook == "power-sgd" else None
             self._net = nn.parallel.DistributedDataParallel(
-                self._net, static_graph=tuned, gradient_as_bucket_view=tuned, broadcast_buffers=not tuned
+                self._net,
+                static_graph=tuned,
+                gradient_as_bucket_view=tuned,
+                broadcast_buffers=not tuned,
+                bucket_cap_mb=cap,
             )
+            _add_hook(self._net, hook)
             self.about += ", DistributedDataParallel over Gloo"
         self.gradient_count = sum(param.numel() for param in self._net.parameters())
         self._sgd = torch.optim.SGD(
@@ -73,7 +83,7 @@ class _Torch(Trainer):
         return b"".join(param.detach().numpy().tobytes() for param in self._net.parameters())
 
 
-def _network(tuned: bool) -> nn.Module:
+def network(tuned: bool = False) -> nn.Module:
     """The model. If tuned, ReLU follows pooling: the same function on a quarter of the elements."""
     activation = [nn.MaxPool2d(2), nn.ReLU()] if tuned else [nn.ReLU(), nn.MaxPool2d(2)]
     return nn.Sequential(
@@ -86,3 +96,16 @@ def _network(tuned: bool) -> nn.Module:
         nn.ReLU(),
         nn.Linear(500, 10),
     )
+
+
+def _add_hook(net: nn.parallel.DistributedDataParallel, name: str) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if name == "fp16":
+        net.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name == "power-sgd":
+        # The hook must not begin before DDP has rebuilt its buckets, which is in the second step.
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
+        )
+        net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
