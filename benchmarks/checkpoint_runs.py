@@ -1,11 +1,11 @@
 """Real jobs that are killed, and jobs that go on with another number of ranks: the example on MNIST.
 
-    python benchmarks/checkpoint_runs.py kills --kills 10 --epochs 1
+    python -m benchmarks checkpoint-runs kills --kills 10 --epochs 1
 
 ends each strategy's job by SIGKILL at random moments, starts it again each time, and compares all that it has saved at
 its end, and all that it has printed, with a job that ran undisturbed: to the bit.
 
-    python benchmarks/checkpoint_runs.py ranks --seeds 3 --epochs 6
+    python -m benchmarks checkpoint-runs ranks --seeds 3 --epochs 6
 
 trains with 2 ranks, from a third of the steps on with 3, and from two thirds on with 2 again, and compares the accuracy
 at the end with that of 2 ranks.
@@ -13,7 +13,6 @@ at the end with that of 2 ranks.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import re
@@ -23,18 +22,22 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distopt import launch, opt, singa_wrap
+from distopt import launch, opt
 from distopt.checkpoint.folder import Manifest, list_checkpoints, read_manifest, read_rank, read_shared
+from distopt.cli.values import at_least
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import train_cnn
+from .models.cnn import sgd, train_cnn
+from .output import ROOT
+
+if TYPE_CHECKING:
+    import argparse
 
 CODECS = {"power-sgd": "power-sgd"}  # of DistOpt(codec=...); the others are values of dist_option
 STRATEGIES = ["plain", "half", "bf16", "partialUpdate", "sparseTopK", "sparseThreshold", *CODECS]
-STEPS_PER_EPOCH = 468  # of two ranks
 ACCURACY = re.compile(r"Evaluation accuracy = (\S+),")
 LINES = re.compile(r"Training loss = .*\nEvaluation accuracy = [^,]*")
 
@@ -44,21 +47,20 @@ class WithCodec(opt.DistOpt):
         self(loss)
 
 
-def train(rank: int, world_size: int, ticket, strategy: str, options: list[str]) -> None:
-    momentum = {"lr": 0.005, "momentum": 0.9, "weight_decay": 1e-5}
+def train(_rank: int, _world_size: int, strategy: str, options: list[str]) -> None:
     codec = CODECS.get(strategy)
     cls = opt.DistOpt if codec is None else WithCodec
-    sgd = cls(opt.SGD(**momentum), ticket, rank, world_size, codec=codec or "fp32", partition_elements=100_000)
-    train_cnn.run(sgd, train_cnn.parse_args("", [*options, "-d", "fp32" if codec else strategy]))
+    optimizer = cls(sgd(), codec=codec or "fp32", partition_elements=100_000)
+    train_cnn.run(optimizer, train_cnn.parse_args("", [*options, "-d", "fp32" if codec else strategy]))
 
 
 class Job:
     """The job as a process, with its checkpoints in `folder`."""
 
     def __init__(self, folder: Path, strategy: str, world_size: int, *options: str) -> None:
-        command = [sys.executable, __file__, "job", strategy, str(world_size), "--checkpoint", str(folder), *options]
+        command = [sys.executable, "-m", __name__, strategy, str(world_size), "--checkpoint", str(folder), *options]
         self.folder = folder
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT)
 
     def wait_for_step(self, step: int) -> bool:
         """Until it begins to save a step beyond this one; whether it still runs."""
@@ -105,10 +107,10 @@ def everything_in(folder: Path) -> tuple[Manifest, dict[str, np.ndarray], list]:
 def kills(args: argparse.Namespace, folder: Path) -> None:
     for strategy in args.strategies:
         rng = random.Random(f"{args.seed} {strategy}")
-        options = ["-m", str(args.epochs), "--seed", str(args.seed), "--checkpoint-every", str(args.every)]
+        options = [*options_of(args), "--seed", str(args.seed)]
         undisturbed = Job(folder / strategy / "whole", strategy, args.np, *options).end()
         own = folder / strategy / "killed"
-        steps = STEPS_PER_EPOCH * 2 // args.np * args.epochs
+        steps = args.images // (64 * args.np) * args.epochs
         printed, landed = "", 0
         for left in range(args.kills, 0, -1):
             begun = newest_step(own)
@@ -140,12 +142,12 @@ def ranks(args: argparse.Namespace, folder: Path) -> None:
     for strategy in args.strategies:
         finals = []
         for seed in range(args.seeds):
-            options = ["-m", str(args.epochs), "--seed", str(seed), "--checkpoint-every", str(args.every)]
+            options = [*options_of(args), "--seed", str(seed)]
             two = ACCURACY.findall(Job(folder / f"{strategy} {seed} two", strategy, 2, *options).end())[-1]
             own = folder / f"{strategy} {seed} changing"
             for world_size in (2, 3):
                 job = Job(own, strategy, world_size, *options)
-                steps = args.epochs * STEPS_PER_EPOCH * 2 // 3 // world_size  # a third of all images
+                steps = args.epochs * (args.images // 64) // 3 // world_size  # a third of all images
                 job.wait_for_step(newest_step(own) + steps)
                 job.kill()
             changing = ACCURACY.findall(Job(own, strategy, 2, *options).end())[-1]
@@ -157,20 +159,28 @@ def ranks(args: argparse.Namespace, folder: Path) -> None:
         )
 
 
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["job"]:
-        _, _, strategy, world_size, *options = sys.argv
-        launch.main(train, int(world_size), (singa_wrap.NcclIdHolder(), strategy, options))
-        sys.exit()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options_of(args: argparse.Namespace) -> list[str]:
+    options = ["-m", str(args.epochs), "--checkpoint-every", str(args.every)]
+    return options if args.data_dir is None else [*options, "--data-dir", args.data_dir]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["kills", "ranks"])
-    parser.add_argument("--np", type=int, default=2, help="ranks (kills)")
-    parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0, help="(kills)")
-    parser.add_argument("--seeds", type=int, default=3, help="(ranks)")
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
+    parser.add_argument("--np", type=at_least(1), default=2, metavar="N", help="ranks (kills; 2)")
+    parser.add_argument("--kills", type=at_least(1), default=10, metavar="N", help="(10)")
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="(kills; 0)")
+    parser.add_argument("--seeds", type=at_least(1), default=3, metavar="N", help="(ranks; 3)")
+    parser.add_argument("--epochs", type=at_least(1), default=1, metavar="N", help="(1)")
+    parser.add_argument("--every", type=at_least(1), default=10, metavar="N", help="steps between checkpoints (10)")
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES)
-    args = parser.parse_args()
+    parser.add_argument("--data-dir", help="folder with MNIST's four files")
+    parser.add_argument("--images", type=at_least(1), default=60_000, metavar="N", help="to train on there (60000)")
+
+
+def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         {"kills": kills, "ranks": ranks}[args.what](args, Path(temporary))
+
+
+if __name__ == "__main__":  # a job: strategy, number of ranks, options of the example
+    launch.main(train, int(sys.argv[2]), (sys.argv[1], sys.argv[3:]))

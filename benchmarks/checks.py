@@ -1,7 +1,7 @@
 """What finding failures and drift costs a training step, as a share of it.
 
-python benchmarks/cost_of_checks.py 2          shared memory
-mpiexec -n 2 python benchmarks/cost_of_checks.py    MPI
+    python -m benchmarks checks --np 2             shared memory
+    mpiexec -n 2 python -m benchmarks checks       MPI
 
 A barrier moves no data: it posts a fingerprint, waits for those of the others, compares them, and watches that its
 peers live. So (collectives per step) * (time of a barrier) is more than the checks of collectives cost, because ranks
@@ -20,31 +20,44 @@ Step and parts are measured in one run, in turn.
 from __future__ import annotations
 
 import os
-import sys
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distopt import comm, launch, opt, singa_wrap, tensor
+from distopt import comm, launch, opt
+from distopt.cli.values import at_least
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from .models.cnn import compiled, sgd
 
-import train_cnn
+if TYPE_CHECKING:
+    import argparse
 
-ROUNDS, STEPS, BARRIERS, CALLS, COMPARISONS = 10, 5, 200, 2000, 5
+STEPS, BARRIERS, CALLS, COMPARISONS = 5, 200, 2000, 5
 
 
-def measure(rank: int, world_size: int, ticket) -> None:
-    job = launch.join(ticket, rank, world_size) if ticket else launch.join()
-    communicator = comm.create(job, os.environ.get("DISTOPT_BACKEND", "shm" if ticket else "mpi"))
-    optimizer = opt.DistOpt(opt.SGD(lr=0.005, momentum=0.9), communicator=communicator)
-    model = train_cnn.CNN()
-    model.set_optimizer(optimizer)
-    rng = np.random.default_rng(rank)
-    x = tensor.from_numpy(rng.standard_normal((64, 1, 28, 28), np.float32))
-    y = tensor.from_numpy(rng.integers(0, 10, 64, np.int32))
-    model.compile([x], is_train=True, use_graph=False, sequential=False)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--np", type=at_least(1), metavar="N", help="ranks to start, without a launcher (2)")
+    parser.add_argument("--rounds", type=at_least(1), default=10, metavar="N", help="(10)")
+
+
+def run(args: argparse.Namespace) -> None:
+    if launch.launcher() is None:
+        launch.main(measure_new, args.np or 2, (args.rounds,))
+    else:
+        launch.main(measure, args=("mpi", args.rounds))
+
+
+def measure_new(_rank: int, _world_size: int, rounds: int) -> None:
+    measure("shm", rounds)
+
+
+def measure(backend: str, rounds: int) -> None:
+    """Collective. Rank 0 prints."""
+    communicator = comm.create(launch.join(), os.environ.get("DISTOPT_BACKEND", backend))
+    topology = communicator.topology
+    optimizer = opt.DistOpt(sgd(), communicator=communicator)
+    model, x, y = compiled(optimizer, 64, use_graph=False)
     collectives = count_collectives(communicator, lambda: model(x, y))
     assert collectives, "a step starts no collective"
     engine = optimizer._engine
@@ -62,13 +75,15 @@ def measure(rank: int, world_size: int, ticket) -> None:
     model(x, y)
     steps = []
     seconds = {name: [] for name in parts}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         steps.append(seconds_per_call(lambda: model(x, y), STEPS))
         for name, (call, repeats, per_step) in parts.items():
             seconds[name].append(seconds_per_call(call, repeats) * per_step)
-    if rank == 0:
+    if topology.rank == 0:
         step = np.median(steps)
-        print(f"{communicator.name}, {world_size} ranks: step {step * 1e3:.2f} ms with {collectives} collectives")
+        print(
+            f"{communicator.name}, {topology.world_size} ranks: step {step * 1e3:.2f} ms with {collectives} collectives"
+        )
         costs = {name: np.median(times) for name, times in seconds.items()}
         drift = sum(cost for name, cost in costs.items() if name != "collectives")
         for name, cost in {**costs, "drift (all but collectives)": drift}.items():
@@ -109,15 +124,3 @@ def count_collectives(communicator, call) -> int:
     for name in names:
         delattr(communicator, name)
     return count
-
-
-def measure_here() -> None:
-    info = launch.launcher()
-    measure(info.rank if info else 0, info.size if info else 1, None)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        launch.main(measure, int(sys.argv[1]), (singa_wrap.NcclIdHolder(),))
-    else:
-        launch.main(measure_here)

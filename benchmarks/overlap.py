@@ -4,27 +4,31 @@ Times of an all-reduce alone, and of one that sets out before a computation: of 
 and of NumPy's products, which do not. Then what a rank costs that waits for another one. Needs root,
 iproute2 and mpi4py with MPICH or Open MPI.
 
-    sudo python benchmarks/beside.py
+    sudo .venv/bin/python -m benchmarks overlap
 """
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
 from statistics import median
+from typing import TYPE_CHECKING
 
 import numpy as np
-from distopt.cli.bench.emulation import RATES, two_hosts
-from pages import add_root_to_path
 
 from distopt import _core, comm, launch
+from distopt.cli.values import at_least, positive
 
-REPEATS = 8
-WAIT_SECONDS = 5.0
+from .models.cnn import PARAMETERS
+from .networks.emulation import RATES, two_hosts
+from .output import import_this_checkout
+
+if TYPE_CHECKING:
+    import argparse
+
 # Bytes of the all-reduce, and seconds of the computation: about two thirds of what the bytes need.
-CASES = ((1_724_320, 0.010), (6_800_000, 0.040), (25_600_000, 0.150))
+CASES = ((4 * PARAMETERS, 0.010), (6_800_000, 0.040), (25_600_000, 0.150))
 
 
 def convolve() -> None:
@@ -38,15 +42,15 @@ def multiply() -> None:
     a @ a
 
 
-def run_rank() -> None:
+def run_rank(args: argparse.Namespace) -> None:
     job = launch.join()
     with comm.create(job, "mpi") as communicator:
-        for n_bytes, seconds in CASES:
+        for n_bytes, seconds in CASES[: args.cases]:
             array = np.zeros(n_bytes // 4, np.float32)
             times = []
             for compute in (None, convolve, multiply):
                 samples = []
-                for _ in range(REPEATS):
+                for _ in range(args.repeats):
                     communicator.barrier()
                     start = time.perf_counter()
                     work = communicator.all_reduce(array)
@@ -62,13 +66,13 @@ def run_rank() -> None:
                     f"{ours:6.1f} ms, of products {others:6.1f} ms",
                     flush=True,
                 )
-        wait(communicator)
+        wait(communicator, args.wait)
 
 
-def wait(communicator: comm.Communicator) -> None:
+def wait(communicator: comm.Communicator, seconds: float) -> None:
     communicator.barrier()
     if communicator.topology.rank == 1:
-        time.sleep(WAIT_SECONDS)
+        time.sleep(seconds)
     start, used = time.perf_counter(), time.process_time()
     communicator.barrier()
     waited, used = time.perf_counter() - start, time.process_time() - used
@@ -76,20 +80,22 @@ def wait(communicator: comm.Communicator) -> None:
         print(f"a wait of {waited:.1f} s: {used / waited:.1%} of a core", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", choices=RATES, default="1gbit", help="of the link (1gbit)")
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    parser.add_argument("--cases", type=at_least(1), default=len(CASES), metavar="N", help="the first of the sizes (3)")
+    parser.add_argument("--repeats", type=at_least(1), default=8, metavar="N", help="of each measurement (8)")
+    parser.add_argument("--wait", type=positive, default=5.0, metavar="SECONDS", help="how long a rank waits (5)")
+    parser.add_argument("--as-rank", action="store_true", help="(what the ranks are started with)")
+
+
+def run(args: argparse.Namespace) -> None:
     if args.as_rank:
-        run_rank()
+        run_rank(args)
         return
-    add_root_to_path()
+    import_this_checkout()
     with two_hosts() as net:
         for host in net.hosts:
             host.shape(args.rate)
-        subprocess.run(net.mpiexec(1, [sys.executable, __file__, "--as-rank"]), check=True)
-
-
-if __name__ == "__main__":
-    main()
+        options = ["--cases", str(args.cases), "--repeats", str(args.repeats), "--wait", str(args.wait)]
+        rank = [sys.executable, "-m", "benchmarks", "overlap", "--as-rank", *options]
+        subprocess.run(net.mpiexec(1, rank), check=True)

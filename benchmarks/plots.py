@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 from distopt.errors import MissingDependencyError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from distopt.cli.bench import Row
 
     from .models.scaling import Prediction
 
-__all__ = ["plot_bandwidths", "plot_efficiencies", "require_matplotlib"]
+__all__ = ["plot_bandwidths", "plot_efficiencies", "plot_errors", "require_matplotlib"]
 
 
 def require_matplotlib() -> None:
@@ -27,12 +28,12 @@ def require_matplotlib() -> None:
         raise MissingDependencyError('--plot needs matplotlib: pip install "distopt[plot]"')
 
 
-def new_figure() -> tuple[Any, Any]:
-    """A figure with one pair of axes, drawn without a display."""
+def new_figure(columns: int = 1, size: tuple[float, float] = (8, 5)) -> tuple[Any, Any]:
+    """A figure with so many pairs of axes side by side, drawn without a display."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    return figure, figure.add_subplot()
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(1, columns, sharey=True)
 
 
 def plot_bandwidths(rows: list[Row], path: Path) -> None:
@@ -77,3 +78,18 @@ def plot_efficiencies(predictions: list[Prediction], path: Path, network: str) -
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
+
+
+def plot_errors(errors: dict[str, Sequence[float]], labels: dict[str, str], path: Path) -> None:
+    """Plot the test error (%) after each epoch, by codec: those named "...-bare" in a panel of their own, fp32 in both."""
+    figure, panels = new_figure(2, (11, 4.5))
+    for axes, title, bare in zip(panels, ("dense, and error feedback", "no feedback"), (False, True), strict=True):
+        for name, error in errors.items():
+            if name == "fp32" or name.endswith("-bare") == bare:
+                style = {"color": "black", "linewidth": 2} if name == "fp32" else {"linewidth": 1}
+                axes.plot(range(1, len(error) + 1), error, label=labels[name], **style)
+        axes.set(title=title, xlabel="epoch", yscale="log")
+        axes.legend(fontsize=7)
+        axes.grid(visible=True, which="both", alpha=0.3)
+    panels[0].set_ylabel("test error (%)")
+    figure.savefig(path, dpi=110)
