@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 from distopt.cli import Parser, run_command
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import ModuleType
-
-__all__ = ["BENCHMARKS", "main"]
 
 # Each is a module of this package, with `add_options` and `run`.
 BENCHMARKS = {
@@ -28,7 +23,6 @@ BENCHMARKS = {
     "startup": "the start of a job on two emulated hosts, by distopt run and by mpiexec",
     "checks": "what finding failures and drift costs a training step",
     "checkpoint": "what checkpoints cost a training step",
-    "checkpoint-runs": "jobs that are killed, or go on with other numbers of ranks, beside undisturbed ones",
     "convergence": "accuracy, bytes and speed with every codec: docs/convergence.md",
     "memory": "resident memory of a training rank beside PyTorch DDP",
     "layers": "the kernels of the reference CNN, on one core",

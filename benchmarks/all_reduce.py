@@ -8,12 +8,14 @@ made on first use.
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,22 +25,13 @@ from distopt.comm import BACKENDS
 from distopt.comm.base import DTYPES
 from distopt.errors import UsageError
 
-from .networks.places import add_places, is_far, site_of
-from .networks.site import Site
+from .networks.site import Site, add_places, is_far, site_of
 from .output import announce, write_json
 from .peers.crew import Crew, rank_command
-from .peers.lineup import Lineup, distopt_crew, mpi_crew, torch_crew
+from .peers.lineup import Candidate, Lineup, Setup, distopt_crew, mpi_crew, torch_crew
 from .peers.ranks.pattern import max_calls
 from .peers.ranks.transports import COLLECTIVES
 from .plots import plot_bandwidths, require_matplotlib
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterable
-
-    from .peers.lineup import Candidate, Setup
-
-__all__ = ["add_options", "byte_sizes", "run", "whole_sizes"]
 
 # Short calls are timed in batches of about this length, to make the cost of reading the clock negligible.
 _BATCH_SECONDS = 1e-3

@@ -7,11 +7,11 @@ The checkpoint is saved first, and has been written at the end. Needs the real M
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,18 +21,14 @@ from distopt.cli.values import at_least
 from distopt.data import ShardedSampler
 from distopt.nn.staging import Staging
 
-from .models.cnn import data as examples
 from .models.cnn import sgd, train_cnn
-
-if TYPE_CHECKING:
-    import argparse
 
 BATCH = 64
 
 
 def measure(rank: int, world_size: int, args: argparse.Namespace) -> None:
     optimizer = opt.DistOpt(sgd())
-    data = examples.mnist.load(args.data_dir, rank=rank, exchange=optimizer.communicator.all_gather_bytes)
+    data = train_cnn.mnist.load(args.data_dir, rank=rank, exchange=optimizer.communicator.all_gather_bytes)
     sampler = ShardedSampler(len(data.train_x), world_size, rank, BATCH)
     noise = np.random.default_rng(rank)
     staging = Staging(optimizer.device, ((BATCH, *data.train_x.shape[1:]), np.float32), ((BATCH,), np.int64))
@@ -54,7 +50,7 @@ def measure(rank: int, world_size: int, args: argparse.Namespace) -> None:
             saver.save()
         for chosen in itertools.islice(stream, args.every):
             images, labels = staging.fill()
-            examples.random_shift(data.train_x[chosen], images, noise, 2)
+            train_cnn.random_shift(data.train_x[chosen], images, noise, 2)
             labels[:] = data.train_y[chosen]
             x, y = staging.send()
             cnn(x, y, args.dist_option, 0.05)

@@ -19,9 +19,9 @@ Step and parts are measured in one run, in turn.
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,9 +29,6 @@ from distopt import comm, launch, opt
 from distopt.cli.values import at_least
 
 from .models.cnn import compiled, sgd
-
-if TYPE_CHECKING:
-    import argparse
 
 STEPS, BARRIERS, CALLS, COMPARISONS = 5, 200, 2000, 5
 

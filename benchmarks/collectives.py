@@ -1,6 +1,7 @@
 """Collectives between two emulated hosts, beside MPI's own and Gloo's: the tables of docs/network.md.
 
-Each table is one or two runs of `all-reduce --emulate`, over the MPI library of this environment. What a run has measured is kept in --results, so that the page can be made of several runs, in several environments. Needs
+Each table is one or two runs of `all-reduce --emulate`, over the MPI library of this environment. What a run has
+measured is kept in --results, so that the page can be made of several runs, in several environments. Needs
 root, iproute2 and mpi4py with MPICH or Open MPI; peers get environments of their own.
 
     sudo .venv/bin/python -m benchmarks collectives
@@ -9,6 +10,7 @@ root, iproute2 and mpi4py with MPICH or Open MPI; peers get environments of thei
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -17,19 +19,16 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from distopt.cli.values import at_least, names_of
 from distopt.errors import UsageError
 
+from . import output
 from .__main__ import main
 from .all_reduce import byte_sizes
 from .models.cnn import PARAMETERS
 from .output import ROOT, put, write_json
 from .peers.ranks.transports import COLLECTIVES
-
-if TYPE_CHECKING:
-    import argparse
 
 # Bits per second; what the unshaped link carries is about that of the first.
 RATES = {"unshaped": 1e10, "10gbit": 1e10, "1gbit": 1e9, "100mbit": 1e8}
@@ -151,7 +150,7 @@ def markdown(table: Table, result: dict) -> str:
     peers = [own, *(peer for peer in PEERS if peer != own)]
     ratios = [f"{PEERS[own]} or Gloo / {backend}" for backend in ours]
     head = ["bytes", *ours, *(PEERS[peer] for peer in peers), *ratios]
-    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    rows = []
     for size in sorted({row[0] for row in result["rows"]}):
         best: dict[str, float] = {}
         for _, who, buffers, seconds in (row for row in result["rows"] if row[0] == size):
@@ -160,7 +159,8 @@ def markdown(table: Table, result: dict) -> str:
         cells = [three_digits(1e3 * best[who]) if who in best else "-" for who in (*ours, *peers)]
         rival = min((best[who] for who in rivals if who in best), default=None)
         cells += [ratio(rival / best[who]) if rival and who in best else "-" for who in ours]
-        lines.append(f"| {size:,} | {' | '.join(cells)} |")
+        rows.append([f"{size:,}", *cells])
+    lines = [output.table(head, rows)]
     lines += [f"\nNot measured: {PEERS.get(name, name)}: {reason}" for name, reason in result["missing"].items()]
     return "\n".join(lines)
 

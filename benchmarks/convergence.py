@@ -8,12 +8,13 @@ Writes docs/convergence.md and its plot. The result of each run is kept as a JSO
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,13 +23,9 @@ from distopt.cli.values import at_least
 from distopt.compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
 from distopt.data import ShardedSampler
 
-from .models.cnn import data as examples
 from .models.cnn import sgd, train_cnn
-from .output import ROOT
+from .output import ROOT, table
 from .plots import plot_errors
-
-if TYPE_CHECKING:
-    import argparse
 
 STEPS_PER_EPOCH = 468  # 60,000 images, 2 ranks, batch 64
 PARTITION = 100_000  # elements; the model falls into two partitions
@@ -90,7 +87,7 @@ class CNN(train_cnn.CNN):
 def train(rank: int, world_size: int, name: str, args: argparse.Namespace, result: str) -> None:
     sent = SENT[name]
     optimizer = opt.DistOpt(sgd(sent.momentum), codec=sent.codec or Fp32(), partition_elements=PARTITION)
-    data = examples.mnist.load(args.data_dir, rank=rank, exchange=optimizer.communicator.all_gather_bytes)
+    data = train_cnn.mnist.load(args.data_dir, rank=rank, exchange=optimizer.communicator.all_gather_bytes)
     sampler = ShardedSampler(len(data.train_x), world_size, rank, args.batch_size, seed=args.seed)
     noise = np.random.default_rng((args.seed, rank))
     device.get_default_device().SetRandSeed(args.seed)
@@ -105,7 +102,7 @@ def train(rank: int, world_size: int, name: str, args: argparse.Namespace, resul
         sampler.set_epoch(epoch)
         start = time.perf_counter()
         for chosen in sampler:
-            examples.random_shift(data.train_x[chosen], images.array, noise, 2)
+            train_cnn.random_shift(data.train_x[chosen], images.array, noise, 2)
             cnn(images, tensor.from_numpy(data.train_y[chosen]))
         seconds += time.perf_counter() - start
         optimizer.synchronize()
@@ -140,29 +137,23 @@ def record_of(name: str, args: argparse.Namespace) -> dict:
     return record
 
 
-def rows(records: dict[str, dict]) -> list[str]:
+def rows(records: dict[str, dict]) -> Iterator[list[str]]:
     reference = records["fp32"]["accuracies"][-1]
-    lines = []
     for name, record in records.items():
         final, bound = record["accuracies"][-1], SENT[name].bound
         points = 100 * (final - reference)
         verdict = "" if bound is None else f"{bound} {'held' if points >= -bound else '**missed**'}"
         share = record["bytes_per_step"] / record["dense_bytes_per_step"]
-        lines.append(
-            f"| {SENT[name].label} | {100 * final:.2f} % | {points:+.2f} | {verdict} | "
-            f"{record['bytes_per_step'] / 1e3:.1f} kB | {100 * share:.2f} % | {record['steps_per_second']:.0f} |"
-        )
-    return lines
+        sent = [f"{record['bytes_per_step'] / 1e3:.1f} kB", f"{100 * share:.2f} %"]
+        speed = f"{record['steps_per_second']:.0f}"
+        yield [SENT[name].label, f"{100 * final:.2f} %", f"{points:+.2f}", verdict, *sent, speed]
 
 
 def write(records: dict[str, dict], args: argparse.Namespace) -> None:
     errors = {name: 100 * (1 - np.array(record["accuracies"])) for name, record in records.items()}
     plot_errors(errors, {name: SENT[name].label for name in records}, args.output.with_suffix(".png"))
-    numbers = range(1, args.epochs + 1)
-    per_epoch = [
-        f"| {SENT[name].label} | " + " | ".join(f"{100 * a:.2f}" for a in record["accuracies"]) + " |"
-        for name, record in records.items()
-    ]
+    final = ["sent", "test accuracy", "points from fp32", "bound", "sent per step and rank", "of dense", "steps/s"]
+    per_epoch = [[SENT[name].label, *(f"{100 * a:.2f}" for a in each["accuracies"])] for name, each in records.items()]
     text = f"""# Convergence with each codec
 
 The reference CNN (431,080 parameters) on MNIST: {args.np} ranks in shared memory, {args.epochs} epochs, batch
@@ -177,9 +168,7 @@ on {platform.system()} {platform.machine()}, Python {platform.python_version()}.
 shared memory, where bytes cost almost nothing, so steps per second show only the computational cost of what is sent.
 [network.md](network.md) shows the gain on a network.
 
-| sent | test accuracy | points from fp32 | bound | sent per step and rank | of dense | steps/s |
-| --- | --- | --- | --- | --- | --- | --- |
-{chr(10).join(rows(records))}
+{table(final, rows(records))}
 
 One test image is 0.01 points. Without error feedback, gradients that are not selected in a step are lost. Warm-up sends
 25 %, 6.25 %, 1.56 % and 0.39 % in the first four epochs; the bytes above include this. "Momentum correction" is the
@@ -190,9 +179,7 @@ averages one of two partitions per step.
 
 Test accuracy (%) after each epoch:
 
-| sent | {" | ".join(map(str, numbers))} |
-| --- | {" | ".join("---" for _ in numbers)} |
-{chr(10).join(per_epoch)}
+{table(["sent", *range(1, args.epochs + 1)], per_epoch)}
 """
     args.output.write_text(text)
 

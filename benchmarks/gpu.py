@@ -10,13 +10,13 @@ row is compared with, and must hold, stands in the row. Rows that need PyTorch w
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from distopt import launch, opt
 from distopt.cli.values import at_least
@@ -24,9 +24,6 @@ from distopt.nn import device
 
 from .models.cnn import compiled, sgd
 from .output import put
-
-if TYPE_CHECKING:
-    import argparse
 
 ELEMENTS = 100_000_000
 SELECTED_FROM = 25_600_000

@@ -7,10 +7,11 @@ The kernels take turns; PyTorch runs in a virtual environment of its own, made o
 
 from __future__ import annotations
 
+import argparse
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from distopt import _core
 from distopt.cli.bench import heading, machine
@@ -20,14 +21,7 @@ from distopt.errors import UsageError
 from .networks.site import Site
 from .output import announce, write_json
 from .peers.crew import Crew, rank_command
-from .peers.lineup import Lineup, torch_crew
-
-if TYPE_CHECKING:
-    import argparse
-
-    from .peers.lineup import Candidate, Setup
-
-__all__ = ["add_options", "run"]
+from .peers.lineup import Candidate, Lineup, Setup, torch_crew
 
 _PEERS = ("torch",)
 _OWN = "distopt"

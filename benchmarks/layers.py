@@ -7,8 +7,8 @@ Before each call 8 MiB are read, so that second-level caches are as cold as in a
 
 from __future__ import annotations
 
+import argparse
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from distopt.cli.values import at_least
 from distopt.nn.kernels import cpu
 
 from .models.cnn import PARAMETERS
-
-if TYPE_CHECKING:
-    import argparse
 
 POOLING = (1, 1), (0, 0), True, (2, 2), (2, 2), (0, 0)  # as `cpu.conv2d_max_pool` has it
 CONVOLUTIONS = [("conv1", 1, 28, 20), ("conv2", 20, 12, 50)]  # channels, height and width, filters of 5 x 5

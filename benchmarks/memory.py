@@ -8,19 +8,15 @@ that share them. The largest of the ranks is printed, after the first steps and 
 
 from __future__ import annotations
 
+import argparse
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distopt.cli.values import at_least
 
 from .networks.site import Site
 from .output import announce
-from .peers.lineup import Lineup, distopt_crew, torch_crew
-
-if TYPE_CHECKING:
-    import argparse
-
-    from .peers.lineup import Candidate
+from .peers.lineup import Candidate, Lineup, distopt_crew, torch_crew
 
 FIRST_STEPS, SAMPLES = 10, 8
 PEERS = ("distopt", "torch-ddp")

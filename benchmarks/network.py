@@ -9,22 +9,20 @@ after a failure.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distopt.cli.bench import machine
 from distopt.cli.values import at_least, names_of
 
-from .networks.emulation import LINK, EmulatedSite, TwoHosts, two_hosts
+from . import output
+from .networks.emulation import LINK, TwoHosts, two_hosts
+from .networks.site import EmulatedSite
 from .output import ROOT, announce, put
-from .peers.lineup import Lineup, distopt_crew, torch_crew
-
-if TYPE_CHECKING:
-    import argparse
-
-    from .peers.lineup import Candidate
+from .peers.lineup import Candidate, Lineup, distopt_crew, torch_crew
 
 RATES = {"1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
 WARM_UP_STEPS = 5
@@ -114,18 +112,15 @@ def measure(net: TwoHosts, row: str, options: dict[str, Any], steps: int) -> dic
 
 def table(records: dict[str, dict]) -> str:
     fp32, ddp = (records[name]["steps_per_second"] for name in ("fp32", "PyTorch DDP fp32"))
-    lines = [
-        "| sent | steps/s | of fp32 | of DDP fp32 | sent per step and rank | through the interface |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     for name, record in records.items():
         speed = record["steps_per_second"]
         own = f"{record['bytes'] / 1e3:.1f} kB" if "bytes" in record else ""
-        lines.append(
-            f"| {name} | {speed:.1f} | {speed / fp32:.2f} | {speed / ddp:.2f} | {own} | "
-            f"{record['interface_bytes'] / 1e3:.1f} kB |"
-        )
-    return "\n".join(lines)
+        ratios = f"{speed / fp32:.2f}", f"{speed / ddp:.2f}"
+        rows.append([name, f"{speed:.1f}", *ratios, own, f"{record['interface_bytes'] / 1e3:.1f} kB"])
+    return output.table(
+        ["sent", "steps/s", "of fp32", "of DDP fp32", "sent per step and rank", "through the interface"], rows
+    )
 
 
 def write(records: dict[str, dict], rates: dict[str, float], args: argparse.Namespace) -> None:

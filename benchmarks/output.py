@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from distopt.files import atomic_write
-
-__all__ = ["ROOT", "announce", "import_this_checkout", "put", "write_json"]
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,6 +22,13 @@ def write_json(path: Path, report: object) -> None:
     """Write what `--json` asked for."""
     with atomic_write(path) as file:
         file.write(json.dumps(report, indent=1).encode())
+
+
+def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """A table in Markdown."""
+    names = list(head)
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def put(page: Path, name: str, text: str) -> None:

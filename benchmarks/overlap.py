@@ -9,11 +9,11 @@ iproute2 and mpi4py with MPICH or Open MPI.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
 from statistics import median
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from distopt.cli.values import at_least, positive
 from .models.cnn import PARAMETERS
 from .networks.emulation import RATES, two_hosts
 from .output import import_this_checkout
-
-if TYPE_CHECKING:
-    import argparse
 
 # Bytes of the all-reduce, and seconds of the computation: about two thirds of what the bytes need.
 CASES = ((4 * PARAMETERS, 0.010), (6_800_000, 0.040), (25_600_000, 0.150))

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from distopt.cli.bench import Row
 from distopt.errors import MissingDependencyError
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from distopt.cli.bench import Row
-
-    from .models.scaling import Prediction
-
-__all__ = ["plot_bandwidths", "plot_efficiencies", "plot_errors", "require_matplotlib"]
+from .models.scaling import Prediction
 
 
 def require_matplotlib() -> None:

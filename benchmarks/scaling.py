@@ -7,10 +7,11 @@ Latency and bandwidth are fitted to tables of `all-reduce --json`. The error aga
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from distopt.cli.values import at_least, byte_size, names_of, positive
 from distopt.errors import DataError, UsageError
@@ -18,11 +19,6 @@ from distopt.errors import DataError, UsageError
 from .models.scaling import ALGORITHMS, STRATEGIES, Curve, Line, Network, Prediction, Training, fit, predict
 from .output import write_json
 from .plots import plot_efficiencies, require_matplotlib
-
-if TYPE_CHECKING:
-    import argparse
-
-__all__ = ["add_options", "run"]
 
 _LARGEST = 1024
 # Fields that every row of a file must have.

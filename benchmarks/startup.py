@@ -8,22 +8,17 @@ whole command, from its start to the end of its last process. Rounds take turns;
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from distopt.cli.values import at_least
 
-from .networks.emulation import LINK, two_hosts
+from .networks.emulation import LINK, TwoHosts, two_hosts
 from .output import import_this_checkout
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
-
-    from .networks.emulation import TwoHosts
 
 RANKS_PER_HOST = 2
 JOB = """

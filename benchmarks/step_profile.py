@@ -9,17 +9,19 @@ touches. Rank 0; the recorder's own 0.2 us a call are inside.
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from distopt import _core, device, launch, opt
 from distopt.cli.values import at_least
+from distopt.nn import autograd
+from distopt.nn.replay import replayed as replay
 
-if TYPE_CHECKING:
-    import argparse
+from .models.cnn import compiled, sgd
 
 WARM_UP_STEPS = 20
 KERNELS = ("conv2d_max_pool", "linear", "cross_entropy")
@@ -101,12 +103,6 @@ class RecordedCalls:
 
 
 def profile_rank(_rank: int, world_size: int, args: argparse.Namespace) -> None:
-    from distopt import _core, device, opt
-    from distopt.nn import autograd
-    from distopt.nn.replay import replayed as replay
-
-    from .models.cnn import compiled, sgd
-
     device.get_default_device().SetRandSeed(0)
     optimizer = opt.DistOpt(sgd())
     net, x, y = compiled(optimizer, args.batch_size, use_graph=not args.no_graph)
@@ -151,6 +147,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = "1"
-    from distopt import launch
-
     launch.main(profile_rank, args.np, (args,))

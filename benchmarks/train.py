@@ -10,30 +10,23 @@ bfloat16 autocast. --apart adds as many one-rank jobs, run side by side without 
 
 from __future__ import annotations
 
+import argparse
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distopt.cli.bench import heading, machine
 from distopt.cli.values import at_least, names_of
 
-from .networks.places import add_places, is_far, site_of
-from .networks.site import Site
+from .networks.site import Site, add_places, is_far, site_of
 from .output import announce, write_json
-from .peers.lineup import Lineup, distopt_crew, torch_crew
+from .peers.crew import Crew
+from .peers.lineup import Candidate, Lineup, Setup, distopt_crew, torch_crew
 from .peers.ranks.train import PHASES
-
-if TYPE_CHECKING:
-    import argparse
-
-    from .peers.crew import Crew
-    from .peers.lineup import Candidate, Setup
-
-__all__ = ["Result", "add_options", "run"]
 
 # The options of `ranks.train_torch` for each peer.
 _PEERS = {

@@ -11,10 +11,7 @@ from ..output import ROOT
 from ..peers.ranks.train import synthetic_batch
 
 sys.path.insert(0, str(ROOT / "examples"))
-import data
 import train_cnn
-
-__all__ = ["PARAMETERS", "compiled", "data", "sgd", "train_cnn"]
 
 PARAMETERS = 431_080
 

@@ -9,29 +9,13 @@ each local rank sending its share of the bytes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from distopt.comm.sparse import ENTRY_BYTES, choose_route
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = [
-    "ALGORITHMS",
-    "STRATEGIES",
-    "Algorithm",
-    "Curve",
-    "Line",
-    "Network",
-    "Prediction",
-    "Strategy",
-    "Training",
-    "fit",
-    "predict",
-]
 
 Algorithm: TypeAlias = Literal["ring", "halving-doubling"]
 Strategy: TypeAlias = Literal["fp32", "fp16", "sparseTopK"]
@@ -94,31 +78,30 @@ def _squares(curve: Line | Curve, points: Sequence[tuple[float, float]]) -> floa
 
 
 def _fit_bent(points: Sequence[tuple[float, float]], knee: float) -> Curve | None:
-    rows = [(1 / t, min(size, knee) / t, max(size - knee, 0.0) / t) for size, t in points]
-    scale = np.max(rows, axis=0)  # the columns differ by ten orders of magnitude
-    terms = np.linalg.lstsq(np.array(rows) / scale, np.ones(len(rows)), rcond=None)[0] / scale
-    latency, before, beyond = terms.tolist()
-    return Curve(Line(latency, before), knee, beyond) if min(latency, before, beyond) >= 0 else None
+    terms = _least_squares(points, lambda size: (1.0, min(size, knee), max(size - knee, 0.0)))
+    return Curve(Line(terms[0], terms[1]), knee, terms[2]) if min(terms) >= 0 else None
 
 
 def _fit_line(points: Sequence[tuple[float, float]]) -> Line:
-    """The line through (bytes, seconds) with the least sum of squared relative errors and no negative term.
-
-    Errors are relative because the points span five orders of magnitude: absolute ones would not constrain the latency.
-    """
-    u = [1 / seconds for _, seconds in points]
-    v = [size / seconds for size, seconds in points]
-    uu, uv, vv = (sum(a * b for a, b in zip(x, y, strict=True)) for x, y in ((u, u), (u, v), (v, v)))
-    determinant = uu * vv - uv * uv
-    if determinant > 1e-12 * uu * vv:
-        latency = (vv * sum(u) - uv * sum(v)) / determinant
-        slope = (uu * sum(v) - uv * sum(u)) / determinant
+    """The line through (bytes, seconds) with the least sum of squared relative errors and no negative term."""
+    if len({size for size, _ in points}) > 1:
+        latency, slope = _least_squares(points, lambda size: (1.0, size))
         if latency >= 0 and slope >= 0:
             return Line(latency, slope)
     # The best line with a single term; if both are possible, the better one.
-    lines = [Line(0.0, sum(v) / vv)] if vv else []
-    lines.append(Line(sum(u) / uu, 0.0))
-    return min(lines, key=lambda line: _squares(line, points))
+    (latency,), (slope,) = (_least_squares(points, term) for term in (lambda _: (1.0,), lambda size: (size,)))
+    return min(Line(0.0, slope), Line(latency, 0.0), key=lambda line: _squares(line, points))
+
+
+def _least_squares(points: Sequence[tuple[float, float]], terms: Callable[[float], tuple[float, ...]]) -> list[float]:
+    """The factors of `terms` of a size with the least sum of squared relative errors.
+
+    Errors are relative because the points span five orders of magnitude: absolute ones would not constrain the latency.
+    """
+    rows = np.array([terms(size) for size, _ in points]) / np.array([[seconds] for _, seconds in points])
+    scale = np.max(rows, axis=0)  # the columns differ by ten orders of magnitude
+    found: list[float] = (np.linalg.lstsq(rows / scale, np.ones(len(rows)), rcond=None)[0] / scale).tolist()
+    return found
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from distopt.errors import DistoptError
-
-from .site import Site
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-__all__ = ["LINK", "RATES", "EmulatedSite", "Host", "HostsUnavailableError", "TwoHosts", "two_hosts"]
+from distopt.errors import DistoptError, MissingDependencyError
 
 LINK = "wire"  # name of the interface in both namespaces
 # Rates of `Host.shape`, as tc writes them, and how much its token bucket lets pass unshaped after a pause: no more than
@@ -103,7 +96,7 @@ class TwoHosts:
             program: the mpiexec (default: that beside this Python).
             open_mpi: whether it is Open MPI's, not MPICH's (default: as that beside this Python).
         """
-        program = program or _mpiexec()
+        program = program or find_mpiexec()[0]
         slots = ",".join(f"{host.address}:{ranks_per_host}" for host in self.hosts)
         if self.is_open_mpi if open_mpi is None else open_mpi:
             words = ["env", *_OPEN_MPI, program, "--prtemca", "plm_ssh_agent", str(self.launcher)]
@@ -114,31 +107,6 @@ class TwoHosts:
             # The hosts share one kernel, and UCX would find the ways past the wire.
             words += ["-genv", "UCX_TLS", "tcp,self", "-genv", "UCX_NET_DEVICES", LINK, "-hosts", slots]
         return self.hosts[0].inside([*words, "-n", str(2 * ranks_per_host), *command])
-
-
-class EmulatedSite(Site):
-    """The ranks run on two emulated hosts, an equal number on each.
-
-    Args:
-        net: the hosts.
-        ranks_per_host: number of ranks on each of them.
-    """
-
-    def __init__(self, net: TwoHosts, ranks_per_host: int) -> None:
-        super().__init__(2 * ranks_per_host)
-        self.described = f", {ranks_per_host} on each of two emulated hosts,"
-        self._net = net
-        self._ranks_per_host = ranks_per_host
-
-    @property
-    def variables(self) -> dict[str, str]:
-        return {"GLOO_SOCKET_IFNAME": LINK}
-
-    def by_mpi(self, mpiexec: str, *, open_mpi: bool) -> list[str]:
-        return self._net.mpiexec(self._ranks_per_host, [], mpiexec, open_mpi=open_mpi)
-
-    def by_hand(self, rank: int, command: Sequence[str]) -> list[str]:
-        return self._net.hosts[rank // self._ranks_per_host].inside(command)
 
 
 @contextmanager
@@ -153,10 +121,10 @@ def two_hosts(mark: str = "") -> Iterator[TwoHosts]:
     """
     if os.geteuid() != 0:
         raise HostsUnavailableError("network namespaces are root's to make; run this as root")
-    for tool in ("ip", "unshare", _mpiexec()):
-        if shutil.which(tool) is None:
+    for tool in ("ip", "unshare", "mpiexec"):
+        if shutil.which(tool) is None and not Path(sys.executable).with_name(tool).exists():
             raise HostsUnavailableError(f"there is no command {tool!r}")
-    version = subprocess.run([_mpiexec(), "--version"], capture_output=True, text=True, check=False).stdout
+    _, version = find_mpiexec()
     if not any(name in version for name in ("HYDRA", "Open MPI")):
         raise HostsUnavailableError("only the mpiexec of MPICH and Open MPI can be led into another namespace")
     name = f"distopt-{os.getpid()}{mark}"
@@ -220,6 +188,14 @@ wait $!
 """
 
 
-def _mpiexec() -> str:
+def find_mpiexec() -> tuple[str, str]:
+    """The mpiexec most likely to belong to this environment's mpi4py, and what it says of its version.
+
+    Raises:
+        MissingDependencyError: there is none.
+    """
     beside = Path(sys.executable).with_name("mpiexec")
-    return str(beside) if beside.exists() else "mpiexec"
+    path = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if path is None:
+        raise MissingDependencyError('no mpiexec on the PATH; pip install "distopt[mpi]"')
+    return path, subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout

@@ -18,15 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TextIO
 
 from distopt.errors import DistoptError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-__all__ = ["Crew", "CrewError", "rank_command"]
 
 _START_SECONDS = 60.0
 _REQUEST_SECONDS = 600.0
@@ -107,7 +103,7 @@ class Crew:
         # One thread per rank, so that all candidates have the same resources.
         self._env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **(env or {})}
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._lines: list[_Line] = []
+        self._lines: list[tuple[socket.socket, TextIO]] = []
 
     def __enter__(self) -> Crew:
         """Start the ranks.
@@ -138,17 +134,20 @@ class Crew:
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + _REQUEST_SECONDS
         with selectors.DefaultSelector() as selector:
-            for number, line in enumerate(self._lines):
-                if not line.send(request):
-                    raise CrewError(self._reason("a rank has left"))
-                selector.register(line.socket, selectors.EVENT_READ, number)
+            for number, (connection, _) in enumerate(self._lines):
+                try:
+                    connection.sendall(json.dumps(request).encode() + b"\n")
+                except OSError:
+                    raise CrewError(self._reason("a rank has left")) from None
+                selector.register(connection, selectors.EVENT_READ, number)
             while len(answers) < self._world_size:
                 if time.monotonic() > deadline:
                     raise CrewError(self._reason(f"no answer within {_REQUEST_SECONDS:g} s"))
                 for key, _ in selector.select(_POLL_SECONDS):
-                    answer = self._lines[key.data].receive()
-                    if answer is None:
-                        continue
+                    line = ""
+                    with contextlib.suppress(OSError):
+                        line = self._lines[key.data][1].readline()
+                    answer = json.loads(line) if line else {"error": "a rank ended while it was measured"}
                     if "error" in answer:
                         raise CrewError(self._reason(str(answer["error"])))
                     answers[key.data] = answer
@@ -181,7 +180,7 @@ class Crew:
                 if selector.select(_POLL_SECONDS):
                     connection, _ = listener.accept()
                     if self._is_ours(connection):
-                        self._lines.append(_Line(connection))
+                        self._lines.append((connection, connection.makefile("r")))
                 elif any(process.poll() is not None for process in self._processes):
                     raise CrewError(self._reason("a rank ended before it was ready"))
                 elif time.monotonic() > deadline:
@@ -205,8 +204,9 @@ class Crew:
         return "; ".join([fact, *said])
 
     def _end(self) -> None:
-        for line in self._lines:
-            line.socket.close()  # the ranks exit when it closes
+        for connection, reader in self._lines:  # the ranks exit when they are closed
+            reader.close()
+            connection.close()
         deadline = time.monotonic() + (_END_SECONDS if self._lines else 0.0)
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -215,33 +215,3 @@ class Crew:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self._folder.cleanup()
-
-
-class _Line:
-    """The parent's end of the connection to one rank."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self._pending = b""
-
-    def send(self, request: dict[str, Any]) -> bool:
-        try:
-            self.socket.sendall(json.dumps(request).encode() + b"\n")
-        except OSError:
-            return False
-        return True
-
-    def receive(self) -> dict[str, Any] | None:
-        """The answer, or None if it is incomplete; an error if the rank has closed the connection."""
-        try:
-            piece = self.socket.recv(1 << 16)
-        except OSError:
-            piece = b""
-        self._pending += piece
-        if not piece:
-            return {"error": "a rank ended while it was measured"}
-        if not self._pending.endswith(b"\n"):
-            return None
-        answer: dict[str, Any] = json.loads(self._pending)
-        self._pending = b""
-        return answer

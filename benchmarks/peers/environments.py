@@ -11,17 +11,12 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from distopt.errors import MissingDependencyError
 from distopt.files import atomic_write, file_lock
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["ENVIRONMENTS", "Environment"]
 
 _INSTALL_SECONDS = 1800.0
 

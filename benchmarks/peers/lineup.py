@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import subprocess
-import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from distopt.errors import DistoptError, MissingDependencyError
 
-from ..networks.site import BETWEEN_HOSTS
+from ..networks.emulation import find_mpiexec
+from ..networks.site import BETWEEN_HOSTS, Site
 from .crew import Crew, CrewError, rank_command
 from .environments import ENVIRONMENTS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ..networks.site import Site
-
-__all__ = ["Candidate", "Lineup", "Setup", "distopt_crew", "mpi_crew", "torch_crew"]
 
 # The first message to the ranks of a crew.
 Setup: TypeAlias = dict[str, Any]
@@ -154,16 +146,11 @@ def torch_crew(
 
 
 def _own_launcher(site: Site) -> list[str]:
-    """The mpiexec most likely to belong to this environment's mpi4py."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    path = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if path is None:
-        raise MissingDependencyError('no mpiexec on the PATH; pip install "distopt[mpi]"')
     try:
-        described = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False)
+        path, version = find_mpiexec()
     except subprocess.TimeoutExpired as error:
         raise CrewError(str(error)) from error
-    return site.by_mpi(path, open_mpi="Open MPI" in described.stdout)
+    return site.by_mpi(path, open_mpi="Open MPI" in version)
 
 
 def _variables(site: Site) -> dict[str, str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -12,7 +12,6 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-
 
 from .cluster import Cluster, SlurmUnavailableError, slurm
 from .signals import CASES, WHOLE_RUN, Ending, try_case, undisturbed

@@ -11,8 +11,6 @@ from importlib import import_module
 
 from .session import Session
 
-__all__ = ["main"]
-
 
 def main(argv: list[str]) -> None:
     """Serve one benchmark as one rank.

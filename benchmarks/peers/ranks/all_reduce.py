@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .pattern import Pattern
-from .transports import TRANSPORTS
-
-if TYPE_CHECKING:
-    from .session import Session
-    from .transports import Transport
-
-__all__ = ["serve"]
+from .session import Session
+from .transports import TRANSPORTS, Transport
 
 
 def serve(session: Session, rank: int, world_size: int) -> None:

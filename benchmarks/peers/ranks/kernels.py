@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from .session import Session
-
-__all__ = ["Kernels", "serve"]
+from .session import Session
 
 # task -> library and variant -> function to time
 Kernels: TypeAlias = "dict[str, dict[str, Callable[[], object]]]"

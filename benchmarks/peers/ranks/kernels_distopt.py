@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from distopt import _core
 
-if TYPE_CHECKING:
-    from .kernels import Kernels
-
-__all__ = ["prepare"]
+from .kernels import Kernels
 
 
 def prepare(setup: dict[str, Any]) -> tuple[str, Kernels]:

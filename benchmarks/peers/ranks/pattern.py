@@ -8,17 +8,12 @@ power of two and S fits the mantissa, until the exponent overflows; in integer t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-
-__all__ = ["Pattern", "max_calls"]
+from numpy.typing import NDArray
 
 PERIOD = 65521
 LARGEST = 31

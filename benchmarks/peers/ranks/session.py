@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import json
 import socket
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["Session"]
+from collections.abc import Iterator
+from typing import Any
 
 
 class Session:

@@ -8,16 +8,12 @@ import time
 from abc import ABC, abstractmethod
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from .session import Session
-
-__all__ = ["PHASES", "Trainer", "serve", "synthetic_batch"]
+from .session import Session
 
 PHASES = ("forward", "backward", "communication", "update")
 

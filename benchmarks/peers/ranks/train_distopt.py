@@ -7,19 +7,16 @@ are partial, and with "apart", every process is a job of its own.
 from __future__ import annotations
 
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from threadpoolctl import threadpool_info
 
 from benchmarks.models.cnn import compiled, train_cnn
-from distopt import comm, compress, device, launch, opt
+from distopt import compress, device, opt
+from distopt.tensor import Tensor
 
 from .train import Trainer
-
-if TYPE_CHECKING:
-    from distopt.tensor import Tensor
-
-__all__ = ["trainer"]
+from .transports import communicator
 
 
 def trainer(rank: int, world_size: int, setup: dict[str, Any]) -> Trainer:
@@ -73,25 +70,20 @@ class _TimedDistOpt(opt.DistOpt):
 
 class _Distopt(Trainer):
     def __init__(self, rank: int, world_size: int, setup: dict[str, Any]) -> None:
-        ticket = launch.Ticket(bytes.fromhex(setup["secret"]))
-        if setup.get("apart"):
-            job: launch.Job = launch.MultiprocessJob(ticket, 0, 1)
-        else:
-            job = launch.MpiJob() if rank < 0 else launch.MultiprocessJob(ticket, rank, world_size)
-        self.rank = job.topology.rank
-        communicator = comm.create(job, setup["backend"] if job.topology.world_size > 1 else "single")
+        where = communicator(0, 1, setup) if setup.get("apart") else communicator(rank, world_size, setup)
+        self.rank = where.topology.rank
         device.get_default_device().SetRandSeed(0)
         self._clock, self._communicated = _Clock(), 0.0
         sgd = _TimedSgd(lr=0.005, momentum=0.9, weight_decay=1e-5)
         sgd.clock = self._clock
         codec = compress.create(**setup.get("codec", {"name": "fp32"}))
-        self._dist_opt = _TimedDistOpt(sgd, communicator=communicator, codec=codec, partition_elements=100_000)
+        self._dist_opt = _TimedDistOpt(sgd, communicator=where, codec=codec, partition_elements=100_000)
         self._dist_opt.clock = self._clock
         net = _Cnn()
         net.partial = setup.get("partial", False)
         self._net, self._x, self._y = compiled(self._dist_opt, setup["batch_size"], use_graph=True, net=net)
         self.gradient_count = sum(param.array.size for param in self._net.get_params().values())
-        self.about = f"distopt, {communicator.name} communicator{_blas()}"
+        self.about = f"distopt, {where.name} communicator{_blas()}"
 
     def step(self) -> None:
         self._clock.update_seconds = 0.0

@@ -18,8 +18,6 @@ from torch import distributed, nn
 
 from .train import Trainer, synthetic_batch
 
-__all__ = ["network", "trainer"]
-
 
 def trainer(rank: int, world_size: int, setup: dict[str, Any]) -> Trainer:
     """Collective. A trainer, ready for its first step."""

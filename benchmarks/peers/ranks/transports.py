@@ -6,15 +6,11 @@ import mmap
 import os
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["COLLECTIVES", "TRANSPORTS", "Call", "Transport"]
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _IN_PLACE = ("all_reduce", "broadcast")
@@ -73,16 +69,10 @@ class Distopt(Transport):
     buffers: ClassVar[dict[str, tuple[str, ...]]] = dict.fromkeys(COLLECTIVES, ("wire", "ordinary"))
 
     def __init__(self, rank: int, world_size: int, setup: dict[str, Any]) -> None:
-        from distopt import comm, launch
-
         backend = setup["backend"]
-        if rank < 0:
-            job: launch.Job = launch.MpiJob()
-        else:
-            job = launch.MultiprocessJob(launch.Ticket(bytes.fromhex(setup["secret"])), rank, world_size)
-        self._communicator = comm.create(job, backend)
+        self._communicator = communicator(rank, world_size, setup)
         self._wire: dict[tuple[str, str], Any] = {}
-        self.rank = job.topology.rank
+        self.rank = self._communicator.topology.rank
         self._world_size = world_size
         self.about = f"distopt, {backend} communicator"
         if rank < 0:
@@ -246,6 +236,16 @@ class Floor(Transport):
         self._turns[self.rank] = self._turn
         while self._turns.min() < self._turn:
             os.sched_yield()
+
+
+def communicator(rank: int, world_size: int, setup: dict[str, Any]) -> Any:
+    """Collective. The communicator of distopt that `setup` names; mpiexec has started ranks of -1."""
+    from distopt import comm, launch
+
+    if rank < 0:
+        return comm.create(launch.MpiJob(), setup["backend"])
+    job = launch.MultiprocessJob(launch.Ticket(bytes.fromhex(setup["secret"])), rank, world_size)
+    return comm.create(job, setup["backend"] if world_size > 1 else "single")
 
 
 def _shares(collective: str, count: int, world_size: int) -> tuple[int, int]:

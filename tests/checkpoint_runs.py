@@ -1,11 +1,11 @@
 """Real jobs that are killed, and jobs that go on with another number of ranks: the example on MNIST.
 
-    python -m benchmarks checkpoint-runs kills --kills 10 --epochs 1
+    python -m tests.checkpoint_runs kills --kills 10 --epochs 1
 
 ends each strategy's job by SIGKILL at random moments, starts it again each time, and compares all that it has saved at
 its end, and all that it has printed, with a job that ran undisturbed: to the bit.
 
-    python -m benchmarks checkpoint-runs ranks --seeds 3 --epochs 6
+    python -m tests.checkpoint_runs ranks --seeds 3 --epochs 6
 
 trains with 2 ranks, from a third of the steps on with 3, and from two thirds on with 2 again, and compares the accuracy
 at the end with that of 2 ranks.
@@ -13,6 +13,7 @@ at the end with that of 2 ranks.
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import re
@@ -22,19 +23,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from benchmarks.models.cnn import sgd, train_cnn
 from distopt import launch, opt
 from distopt.checkpoint.folder import Manifest, list_checkpoints, read_manifest, read_rank, read_shared
 from distopt.cli.values import at_least
-
-from .models.cnn import sgd, train_cnn
-from .output import ROOT
-
-if TYPE_CHECKING:
-    import argparse
+from tests.processes import ROOT
 
 CODECS = {"power-sgd": "power-sgd"}  # of DistOpt(codec=...); the others are values of dist_option
 STRATEGIES = ["plain", "half", "bf16", "partialUpdate", "sparseTopK", "sparseThreshold", *CODECS]
@@ -58,7 +54,8 @@ class Job:
     """The job as a process, with its checkpoints in `folder`."""
 
     def __init__(self, folder: Path, strategy: str, world_size: int, *options: str) -> None:
-        command = [sys.executable, "-m", __name__, strategy, str(world_size), "--checkpoint", str(folder), *options]
+        job = ["tests.checkpoint_runs", "job", strategy, str(world_size), "--checkpoint", str(folder), *options]
+        command = [sys.executable, "-m", *job]
         self.folder = folder
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT)
 
@@ -164,7 +161,8 @@ def options_of(args: argparse.Namespace) -> list[str]:
     return options if args.data_dir is None else [*options, "--data-dir", args.data_dir]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["kills", "ranks"])
     parser.add_argument("--np", type=at_least(1), default=2, metavar="N", help="ranks (kills; 2)")
     parser.add_argument("--kills", type=at_least(1), default=10, metavar="N", help="(10)")
@@ -175,12 +173,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES)
     parser.add_argument("--data-dir", help="folder with MNIST's four files")
     parser.add_argument("--images", type=at_least(1), default=60_000, metavar="N", help="to train on there (60000)")
-
-
-def run(args: argparse.Namespace) -> None:
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         {"kills": kills, "ranks": ranks}[args.what](args, Path(temporary))
 
 
-if __name__ == "__main__":  # a job: strategy, number of ranks, options of the example
-    launch.main(train, int(sys.argv[2]), (sys.argv[1], sys.argv[3:]))
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["job"]:  # strategy, number of ranks, options of the example
+        launch.main(train, int(sys.argv[3]), (sys.argv[2], sys.argv[4:]))
+    else:
+        main()
