@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from distopt.cli.values import at_least
 from distopt.nn import device
 
 from .models.cnn import compiled, sgd
-from .output import put
+from .output import put, table
 
 ELEMENTS = 100_000_000
 SELECTED_FROM = 25_600_000
@@ -247,21 +247,14 @@ def run(args: argparse.Namespace) -> None:
         sys.exit(f"the benchmark measures on a GPU: {missing}")
     device.create_cuda_gpu()
     torch = find_torch()
-    lines = [
-        versions(cupy, torch),
-        "",
-        "| what | time | against | result | must hold |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    lines = [versions(cupy, torch), "", table(["what", "time", "against", "result", "must hold"], [])]
     lines += bandwidth_rows(cupy, args.elements) + select_rows(cupy, torch, args.selected_from)
     lines += convolution_rows(cupy) + cnn_rows(cupy, torch)
     if args.np > 1:
-        file = Path(f"gpu-all-reduce-{os.getpid()}.txt").resolve()
-        try:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "rows")
             launch.spawn(reduce_rows, args.np, (str(file),))
             lines += file.read_text().splitlines()
-        finally:
-            file.unlink(missing_ok=True)
     print("\n".join(lines))
     if args.write:
         put(Path(args.write), "gpu", "\n".join(lines))

@@ -31,6 +31,14 @@ def new_figure(columns: int = 1, size: tuple[float, float] = (8, 5)) -> tuple[An
     return figure, figure.subplots(1, columns, sharey=True)
 
 
+def finish(figure: Any, axes: Any, path: Path) -> None:
+    """Give the axes powers of two, a grid and a legend, and save the figure."""
+    axes.set_xscale("log", base=2)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
 def plot_bandwidths(rows: list[Row], path: Path) -> None:
     """Plot algorithm bandwidth against size, one line for each candidate and kind of memory."""
     figure, axes = new_figure()
@@ -53,10 +61,7 @@ def plot_bandwidths(rows: list[Row], path: Path) -> None:
         ylabel="algorithm bandwidth (GB/s)",
         title=f"{rows[0].collective}, {rows[0].world_size} ranks, {rows[0].dtype}",
     )
-    axes.set_xscale("log", base=2)
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
+    finish(figure, axes, path)
 
 
 def plot_efficiencies(predictions: list[Prediction], path: Path, network: str) -> None:
@@ -69,10 +74,7 @@ def plot_efficiencies(predictions: list[Prediction], path: Path, network: str) -
         (line,) = axes.plot(ranks, exposed, marker="o", label=strategy)
         axes.fill_between(ranks, exposed, hidden, color=line.get_color(), alpha=0.15)
     axes.set(xlabel="ranks", ylabel="predicted scaling efficiency (%)", title=network, ylim=(0, None))
-    axes.set_xscale("log", base=2)
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
+    finish(figure, axes, path)
 
 
 def plot_errors(errors: dict[str, Sequence[float]], labels: dict[str, str], path: Path) -> None:

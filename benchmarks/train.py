@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -102,17 +102,8 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         """The result as JSON types."""
         phases = {name: None if math.isnan(self.phase(name)) else self.phase(name) for name in PHASES}
-        return {
-            "who": self.who,
-            "world_size": self.world_size,
-            "batch_size": self.batch_size,
-            "median_seconds": median(self.seconds),
-            "images_per_second": self.images_per_second,
-            "phases": phases,
-            "resident_bytes": self.resident_bytes,
-            "equal": self.equal,
-            "seconds": self.seconds,
-        }
+        rates = {"median_seconds": median(self.seconds), "images_per_second": self.images_per_second}
+        return {**asdict(self), **rates, "phases": phases}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
