@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 from distopt.cli.values import at_least, names_of
-from distopt.errors import UsageError
+from distopt.errors import DistoptError, UsageError
 
 from . import output
 from .__main__ import main
@@ -89,7 +89,7 @@ def measure(table: Table, sizes: list[int], samples: int, peers: list[str]) -> d
 
 
 def bench(table: Table, sizes: list[int], options: list[str]) -> dict:
-    """One run of `all-reduce`; SystemExit if distopt was not measured or a result was wrong."""
+    """One run of `all-reduce`; DistoptError if distopt was not measured or a result was wrong."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = ["all-reduce", "--json", str(result), *options]
@@ -98,14 +98,14 @@ def bench(table: Table, sizes: list[int], options: list[str]) -> dict:
         command += [] if table.rate == "unshaped" else ["--rate", table.rate]
         code = main(command)
         if not result.exists():
-            raise SystemExit(f"{' '.join(command)} ended with {code}")
+            raise DistoptError(f"{' '.join(command)} ended with {code}")
         report = json.loads(result.read_text())
     wrong = [f"{row['who']} at {row['size_bytes']} bytes" for row in report["rows"] if row["wrong"]]
     if wrong:
-        raise SystemExit(f"{table.title}: wrong results of {', '.join(wrong)}")
+        raise DistoptError(f"{table.title}: wrong results of {', '.join(wrong)}")
     for backend in BACKENDS[table.ranks]:
         if backend in report["missing"]:
-            raise SystemExit(f"{table.title}: {backend} was not measured: {report['missing'][backend]}")
+            raise DistoptError(f"{table.title}: {backend} was not measured: {report['missing'][backend]}")
     return report
 
 

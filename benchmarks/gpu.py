@@ -20,6 +20,7 @@ from pathlib import Path
 
 from distopt import launch, opt
 from distopt.cli.values import at_least
+from distopt.errors import MissingDependencyError
 from distopt.nn import device
 
 from .models.cnn import compiled, sgd
@@ -244,7 +245,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     cupy, missing = device.find_cupy()
     if cupy is None:
-        sys.exit(f"the benchmark measures on a GPU: {missing}")
+        raise MissingDependencyError(f"the benchmark measures on a GPU: {missing}")
     device.create_cuda_gpu()
     torch = find_torch()
     lines = [versions(cupy, torch), "", table(["what", "time", "against", "result", "must hold"], [])]

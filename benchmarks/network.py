@@ -17,6 +17,7 @@ from typing import Any
 
 from distopt.cli.bench import machine
 from distopt.cli.values import at_least, names_of
+from distopt.errors import DistoptError
 
 from . import output
 from .networks.emulation import LINK, TwoHosts, two_hosts
@@ -87,7 +88,7 @@ def link_rate(net: TwoHosts, megabytes: int = 10) -> float:
 
 
 def measure(net: TwoHosts, row: str, options: dict[str, Any], steps: int) -> dict[str, float]:
-    """Steps of one row, with ranks of its own. SystemExit if they fail."""
+    """Steps of one row, with ranks of its own. DistoptError if they fail."""
     record: dict[str, float] = {}
 
     def start() -> tuple[Any, dict[str, Any]]:
@@ -106,7 +107,7 @@ def measure(net: TwoHosts, row: str, options: dict[str, Any], steps: int) -> dic
         lineup.add(row, start)
         lineup.take_turns(1, ask)
         if lineup.missing:
-            raise SystemExit(f"{row}: {lineup.missing[row]}")
+            raise DistoptError(f"{row}: {lineup.missing[row]}")
     return record
 
 

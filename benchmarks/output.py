@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from distopt.errors import DistoptError
 from distopt.files import atomic_write
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +38,7 @@ def put(page: Path, name: str, text: str) -> None:
     before, found, rest = page.read_text().partition(begin)
     _, closed, after = rest.partition(end)
     if not (found and closed):
-        raise SystemExit(f"{page} has no lines {begin} and {end}; put them where the text belongs")
+        raise DistoptError(f"{page} has no lines {begin} and {end}; put them where the text belongs")
     page.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}")
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 
 from distopt.cli.values import at_least
+from distopt.errors import DistoptError
 
 from .networks.emulation import LINK, TwoHosts, two_hosts
 from .output import import_this_checkout
@@ -45,7 +46,7 @@ def seconds(commands: list[list[str]]) -> float:
     started = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
     codes = [process.wait() for process in started]
     if any(codes):
-        raise SystemExit(f"exit codes {codes}: see the output")
+        raise DistoptError(f"exit codes {codes}: see the output")
     return time.monotonic() - began
 
 
