@@ -103,7 +103,10 @@ def run(args: argparse.Namespace) -> int:
             rows += measured
         lineup.report_missing()
     if args.json:
-        write_json(args.json, _as_json(args, lineup, facts, rows))
+        report = {"benchmark": "all-reduce", "collective": args.collective, "machine": facts, "dtype": args.dtype}
+        report |= {"world_size": args.np, "missing": lineup.missing, "rows": [row.as_json() for row in rows]}
+        report["candidates"] = {candidate.name: candidate.hello["about"] for candidate in lineup.candidates}
+        write_json(args.json, report)
     if args.plot:
         plot_bandwidths(rows, args.plot)
     return 1 if lineup.missing or any(row.wrong for row in rows) else 0
@@ -203,16 +206,3 @@ def _ask(candidate: Candidate, request: dict[str, Any]) -> tuple[list[float], in
     answers = candidate.crew.ask(request)
     seconds = [max(batch) for batch in zip(*(answer["seconds"] for answer in answers), strict=True)]
     return seconds, sum(answer["wrong"] for answer in answers)
-
-
-def _as_json(args: argparse.Namespace, lineup: Lineup, facts: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
-    return {
-        "benchmark": "all-reduce",
-        "collective": args.collective,
-        "machine": facts,
-        "world_size": args.np,
-        "dtype": args.dtype,
-        "candidates": {candidate.name: candidate.hello["about"] for candidate in lineup.candidates},
-        "missing": lineup.missing,
-        "rows": [row.as_json() for row in rows],
-    }

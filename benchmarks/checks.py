@@ -22,6 +22,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from contextlib import ExitStack
+from unittest import mock
 
 import numpy as np
 
@@ -104,20 +106,9 @@ def seconds_per_call(call, repeats: int) -> float:
 def count_collectives(communicator, call) -> int:
     """How many collectives `call` starts, from its second time on."""
     call()
-    count = 0
-
-    def counted(method):
-        def wrapper(*args, **options):
-            nonlocal count
-            count += 1
-            return method(*args, **options)
-
-        return wrapper
-
     names = ["all_reduce", "all_gather", "all_gather_ragged", "all_to_all_ragged", "reduce_scatter", "broadcast"]
-    for name in names:
-        setattr(communicator, name, counted(getattr(communicator, name)))
-    call()
-    for name in names:
-        delattr(communicator, name)
-    return count
+    with ExitStack() as stack:
+        patches = [mock.patch.object(communicator, name, wraps=getattr(communicator, name)) for name in names]
+        counted = [stack.enter_context(patch) for patch in patches]
+        call()
+    return sum(each.call_count for each in counted)

@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 from distopt.cli.values import at_least
 from distopt.errors import DistoptError
@@ -55,10 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    ways: dict[str, Callable[[TwoHosts, str], list[list[str]]]] = {
-        "mpiexec": by_mpiexec,
-        "distopt run": by_distopt_run,
-    }
+    ways = {"mpiexec": by_mpiexec, "distopt run": by_distopt_run}
     times: dict[str, list[float]] = {name: [] for name in ways}
     with two_hosts() as net:
         script = net.launcher.with_name("job.py")
