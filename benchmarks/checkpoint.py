@@ -1,6 +1,6 @@
 """What checkpoints cost: 100 steps of the example with a checkpoint, and 100 without, in turn.
 
-    python benchmarks/checkpoint.py --np 2 --pairs 60 --dist-option fp32
+    python -m benchmarks checkpoint --np 2 --pairs 60 --dist-option fp32
 
 The checkpoint is saved first, and has been written at the end. Needs the real MNIST, or says that it is generated.
 """
@@ -9,34 +9,33 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 
-from distopt import launch, opt, singa_wrap
+from distopt import launch, opt
 from distopt.checkpoint import Checkpoint, checkpoint
-from distopt.data import ShardedSampler, mnist, random_shift
+from distopt.cli.values import at_least
+from distopt.data import ShardedSampler
 from distopt.nn.staging import Staging
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import train_cnn
+from .models.cnn import sgd, train_cnn
 
 BATCH = 64
 
 
-def measure(rank: int, world_size: int, ticket, args: argparse.Namespace) -> None:
-    sgd = opt.DistOpt(opt.SGD(lr=0.005, momentum=0.9, weight_decay=1e-5), ticket, rank, world_size)
-    data = mnist.load(rank=rank, exchange=sgd.communicator.all_gather_bytes)
+def measure(rank: int, world_size: int, args: argparse.Namespace) -> None:
+    optimizer = opt.DistOpt(sgd())
+    data = train_cnn.mnist.load(args.data_dir, rank=rank, exchange=optimizer.communicator.all_gather_bytes)
     sampler = ShardedSampler(len(data.train_x), world_size, rank, BATCH)
     noise = np.random.default_rng(rank)
-    staging = Staging(sgd.device, ((BATCH, *data.train_x.shape[1:]), np.float32), ((BATCH,), np.int64))
+    staging = Staging(optimizer.device, ((BATCH, *data.train_x.shape[1:]), np.float32), ((BATCH,), np.int64))
     cnn = train_cnn.CNN()
-    cnn.set_optimizer(sgd)
-    cnn.compile(staging.send()[:1], is_train=True, use_graph=sgd.device.kind == "cpu")
-    saver = Checkpoint(args.folder, model=cnn, optimizer=sgd, sampler=sampler, noise=noise)
+    cnn.set_optimizer(optimizer)
+    cnn.compile(staging.send()[:1], is_train=True, use_graph=optimizer.device.kind == "cpu")
+    saver = Checkpoint(args.folder, model=cnn, optimizer=optimizer, sampler=sampler, noise=noise)
     saver.resume(reset=True)
     saves, writes = timed(saver, "save"), timed(checkpoint, "write_rank")
 
@@ -45,19 +44,19 @@ def measure(rank: int, world_size: int, ticket, args: argparse.Namespace) -> Non
             yield from sampler
 
     def steps(saving: bool) -> float:
-        sgd.communicator.barrier()
+        optimizer.communicator.barrier()
         start = time.perf_counter()
         if saving:
             saver.save()
         for chosen in itertools.islice(stream, args.every):
             images, labels = staging.fill()
-            random_shift(data.train_x[chosen], images, noise, 2)
+            train_cnn.random_shift(data.train_x[chosen], images, noise, 2)
             labels[:] = data.train_y[chosen]
             x, y = staging.send()
             cnn(x, y, args.dist_option, 0.05)
             saver.step()
         saver._wait()
-        sgd.communicator.barrier()
+        optimizer.communicator.barrier()
         return time.perf_counter() - start
 
     stream = batches()
@@ -70,7 +69,7 @@ def measure(rank: int, world_size: int, ticket, args: argparse.Namespace) -> Non
     saver.close()
     if rank == 0:
         report(args, world_size, seconds, saves, writes)
-    sgd.communicator.barrier()
+    optimizer.communicator.barrier()
 
 
 def timed(owner, name: str) -> list[tuple[float, float]]:
@@ -105,14 +104,16 @@ def described(what: str, calls: list[tuple[float, float]]) -> str:
     return f"{what} takes {passed:.2f} ms, {processor:.2f} ms of the processor"
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--np", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=60)
-    parser.add_argument("--every", type=int, default=100)
-    parser.add_argument("--dist-option", default="fp32", choices=opt.DIST_OPTIONS)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--np", type=at_least(1), default=2, metavar="N", help="ranks (2)")
+    parser.add_argument("--pairs", type=at_least(1), default=60, metavar="N", help="(60)")
+    parser.add_argument("--every", type=at_least(1), default=100, metavar="STEPS", help="(100)")
+    parser.add_argument("--dist-option", default="fp32", choices=opt.DIST_OPTIONS, help="what is sent (fp32)")
+    parser.add_argument("--data-dir", help="folder with MNIST's four files")
     parser.add_argument("--folder", help="where to save (default: a temporary folder)")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         args.folder = args.folder or temporary
-        launch.main(measure, args.np, (singa_wrap.NcclIdHolder(), args))
+        launch.main(measure, args.np, (args,))

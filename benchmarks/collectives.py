@@ -1,11 +1,11 @@
 """Collectives between two emulated hosts, beside MPI's own and Gloo's: the tables of docs/network.md.
 
-Each table is one or two runs of `distopt bench all-reduce --emulate`, over the MPI library of this environment. What a
-run has measured is kept in --results, so that the page can be made of several runs, in several environments. Needs
+Each table is one or two runs of `all-reduce --emulate`, over the MPI library of this environment. What a run has
+measured is kept in --results, so that the page can be made of several runs, in several environments. Needs
 root, iproute2 and mpi4py with MPICH or Open MPI; peers get environments of their own.
 
-    sudo .venv/bin/python benchmarks/collectives.py
-    sudo .venv/bin/python benchmarks/collectives.py --only 2x1,1gbit,all_reduce
+    sudo .venv/bin/python -m benchmarks collectives
+    sudo .venv/bin/python -m benchmarks collectives --only 2x1,1gbit,all_reduce
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ import itertools
 import json
 import math
 import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from pages import ROOT, add_root_to_path, put
+from distopt.cli.values import at_least, names_of
+from distopt.errors import DistoptError, UsageError
 
-from distopt.cli.bench.ranks.transports import COLLECTIVES
-from distopt.cli.bench.units import byte_sizes, write_json
-from distopt.cli.values import at_least
+from . import output
+from .__main__ import main
+from .all_reduce import byte_sizes
+from .models.cnn import PARAMETERS
+from .output import ROOT, put, write_json
+from .peers.ranks.transports import COLLECTIVES
 
 # Bits per second; what the unshaped link carries is about that of the first.
 RATES = {"unshaped": 1e10, "10gbit": 1e10, "1gbit": 1e9, "100mbit": 1e8}
 OTHERS_AT = ("unshaped", "1gbit")  # the rates of the collectives other than all_reduce
 SPOKEN = {"unshaped": "unshaped", "10gbit": "10 Gbit/s", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
-CNN_BYTES = 4 * 431_080  # the gradients of the reference CNN
-SIZES = [*(256 * 4**i for i in range(7)), CNN_BYTES, 4 << 20, 25_600_000, 102_400_000]
+SIZES = [*(256 * 4**i for i in range(7)), 4 * PARAMETERS, 4 << 20, 25_600_000, 102_400_000]
 LARGEST = {"100mbit": 25_600_000}
 LONG_SECONDS = 0.05  # of the bytes on the wire; such sizes get a quarter of the samples, and no warm-up
 BACKENDS = {"2x1": ["mpi"], "2x2": ["mpi", "hierarchical"]}
@@ -66,14 +67,14 @@ TABLES = [
 
 
 # -- the runs ----------------------------------------------------------------------------------------------------------
-def measure(table: Table, sizes: list[int], samples: int) -> dict:
+def measure(table: Table, sizes: list[int], samples: int, peers: list[str]) -> dict:
     """The results of a table, as they are kept."""
     sizes = [size for size in sizes if size <= LARGEST.get(table.rate, size)]
     long = [size for size in sizes if size * 8 / RATES[table.rate] > LONG_SECONDS]
     few = max(1, samples // 4)
     plans = [([size for size in sizes if size not in long], ["-n", str(samples)])]
     plans.append((long, ["-n", str(few), "-w", "0", "--turns", str(few)]))
-    reports = [bench(table, part, options) for part, options in plans if part]
+    reports = [bench(table, part, [*options, "--peers", ",".join(peers)]) for part, options in plans if part]
     return {
         "candidates": {name: about for report in reports for name, about in report["candidates"].items()},
         "missing": {name: reason for report in reports for name, reason in report["missing"].items()},
@@ -88,23 +89,23 @@ def measure(table: Table, sizes: list[int], samples: int) -> dict:
 
 
 def bench(table: Table, sizes: list[int], options: list[str]) -> dict:
-    """One run of `distopt bench all-reduce`; SystemExit if distopt was not measured or a result was wrong."""
+    """One run of `all-reduce`; DistoptError if distopt was not measured or a result was wrong."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "distopt", "bench", "all-reduce", "--json", str(result), *options]
+        command = ["all-reduce", "--json", str(result), *options]
         command += ["--collective", table.collective, "--emulate", table.ranks, "--sizes", ",".join(map(str, sizes))]
-        command += ["--backend", ",".join(BACKENDS[table.ranks]), "--peers", ",".join(PEERS)]
+        command += ["--backend", ",".join(BACKENDS[table.ranks])]
         command += [] if table.rate == "unshaped" else ["--rate", table.rate]
-        ended = subprocess.run(command, check=False)
+        code = main(command)
         if not result.exists():
-            raise SystemExit(f"{' '.join(command)} ended with {ended.returncode}")
+            raise DistoptError(f"{' '.join(command)} ended with {code}")
         report = json.loads(result.read_text())
     wrong = [f"{row['who']} at {row['size_bytes']} bytes" for row in report["rows"] if row["wrong"]]
     if wrong:
-        raise SystemExit(f"{table.title}: wrong results of {', '.join(wrong)}")
+        raise DistoptError(f"{table.title}: wrong results of {', '.join(wrong)}")
     for backend in BACKENDS[table.ranks]:
         if backend in report["missing"]:
-            raise SystemExit(f"{table.title}: {backend} was not measured: {report['missing'][backend]}")
+            raise DistoptError(f"{table.title}: {backend} was not measured: {report['missing'][backend]}")
     return report
 
 
@@ -149,7 +150,7 @@ def markdown(table: Table, result: dict) -> str:
     peers = [own, *(peer for peer in PEERS if peer != own)]
     ratios = [f"{PEERS[own]} or Gloo / {backend}" for backend in ours]
     head = ["bytes", *ours, *(PEERS[peer] for peer in peers), *ratios]
-    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    rows = []
     for size in sorted({row[0] for row in result["rows"]}):
         best: dict[str, float] = {}
         for _, who, buffers, seconds in (row for row in result["rows"] if row[0] == size):
@@ -158,7 +159,8 @@ def markdown(table: Table, result: dict) -> str:
         cells = [three_digits(1e3 * best[who]) if who in best else "-" for who in (*ours, *peers)]
         rival = min((best[who] for who in rivals if who in best), default=None)
         cells += [ratio(rival / best[who]) if rival and who in best else "-" for who in ours]
-        lines.append(f"| {size:,} | {' | '.join(cells)} |")
+        rows.append([f"{size:,}", *cells])
+    lines = [output.table(head, rows)]
     lines += [f"\nNot measured: {PEERS.get(name, name)}: {reason}" for name, reason in result["missing"].items()]
     return "\n".join(lines)
 
@@ -171,34 +173,31 @@ def ratio(value: float) -> str:
     return f"{value:.2f}" if value >= 1 else f"**{value:.2f}**"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", metavar="WORDS", help="tables with all of these, as 2x1,1gbit,all_reduce")
     parser.add_argument("--samples", type=at_least(1), default=20, help="batches per size (20)")
     parser.add_argument("--sizes", type=byte_sizes, default=SIZES, help="bytes, as 4K,1M (256 to 102400000)")
+    parser.add_argument("--peers", type=names_of(PEERS), default=list(PEERS), help=f"(all: {','.join(PEERS)})")
     parser.add_argument(
         "--results", type=Path, default=ROOT / "build" / "collectives.json", help="what runs have found"
     )
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "network.md", help="page with the marks")
     parser.add_argument("--write", action="store_true", help="measure nothing, write the page from --results")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
     words = {word for word in args.only.split(",") if word}
     tables = [] if args.write else [table for table in TABLES if words <= set(table.words)]
     if not (tables or args.write):
-        parser.error(f"--only {args.only} names no table; known are {', '.join([*BACKENDS, *RATES, *COLLECTIVES])}")
+        raise UsageError(f"--only {args.only} names no table; known are {', '.join([*BACKENDS, *RATES, *COLLECTIVES])}")
     if tables and os.geteuid() != 0:
-        parser.error("only root can create network namespaces; run it with sudo")
-    add_root_to_path()
+        raise UsageError("only root can create network namespaces; run it with sudo")
     args.results.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(args.results.read_text()) if args.results.exists() else {}
     for number, table in enumerate(tables, 1):
         print(f"## {number} of {len(tables)}: {table.title}", flush=True)
-        result = measure(table, args.sizes, args.samples)
+        result = measure(table, args.sizes, args.samples, args.peers)
         results[key(table, result)] = result
         write_json(args.results, results)
-        put(args.output, "collectives.py", page(results))
-    put(args.output, "collectives.py", page(results))
-
-
-if __name__ == "__main__":
-    main()
+        put(args.output, "collectives", page(results))
+    put(args.output, "collectives", page(results))

@@ -3,7 +3,7 @@
 Writes docs/convergence.md and its plot. The result of each run is kept as a JSON file in the folder given by
 --cache, so an interrupted series resumes where it stopped. Needs the real MNIST, not generated digits, and matplotlib.
 
-    python benchmarks/convergence.py --np 2 --epochs 10 --cache /tmp/convergence
+    python -m benchmarks convergence --np 2 --epochs 10 --cache /tmp/convergence
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from distopt import device, launch, opt, singa_wrap, tensor
+from distopt import device, launch, opt, tensor
+from distopt.cli.values import at_least
 from distopt.compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
-from distopt.data import ShardedSampler, mnist, random_shift
+from distopt.data import ShardedSampler
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
-import train_cnn  # noqa: E402
+from .models.cnn import sgd, train_cnn
+from .output import ROOT, table
+from .plots import plot_errors
 
 STEPS_PER_EPOCH = 468  # 60,000 images, 2 ranks, batch 64
 PARTITION = 100_000  # elements; the model falls into two partitions
@@ -83,19 +84,17 @@ class CNN(train_cnn.CNN):
         return out, loss
 
 
-def train(rank: int, world_size: int, ticket, name: str, args: argparse.Namespace, result: str) -> None:
+def train(rank: int, world_size: int, name: str, args: argparse.Namespace, result: str) -> None:
     sent = SENT[name]
-    sgd = opt.SGD(lr=0.005, momentum=sent.momentum, weight_decay=1e-5)
-    codec = sent.codec or Fp32()
-    sgd = opt.DistOpt(sgd, ticket, rank, world_size, codec=codec, partition_elements=PARTITION)
-    data = mnist.load(args.data_dir, rank=rank, exchange=sgd.communicator.all_gather_bytes)
+    optimizer = opt.DistOpt(sgd(sent.momentum), codec=sent.codec or Fp32(), partition_elements=PARTITION)
+    data = train_cnn.mnist.load(args.data_dir, rank=rank, exchange=optimizer.communicator.all_gather_bytes)
     sampler = ShardedSampler(len(data.train_x), world_size, rank, args.batch_size, seed=args.seed)
     noise = np.random.default_rng((args.seed, rank))
     device.get_default_device().SetRandSeed(args.seed)
     images = tensor.Tensor((args.batch_size, *data.train_x.shape[1:]))
     cnn = CNN()
     cnn.sent = name
-    cnn.set_optimizer(sgd)
+    cnn.set_optimizer(optimizer)
     cnn.compile([images], is_train=True)
     accuracies, seconds = [], 0.0
     for epoch in range(args.epochs):
@@ -103,12 +102,12 @@ def train(rank: int, world_size: int, ticket, name: str, args: argparse.Namespac
         sampler.set_epoch(epoch)
         start = time.perf_counter()
         for chosen in sampler:
-            random_shift(data.train_x[chosen], images.array, noise, 2)
+            train_cnn.random_shift(data.train_x[chosen], images.array, noise, 2)
             cnn(images, tensor.from_numpy(data.train_y[chosen]))
         seconds += time.perf_counter() - start
-        sgd.synchronize()
-        accuracies.append(train_cnn.evaluate(cnn, data, rank, world_size, sgd.communicator, sgd.device))
-    stats = sgd.stats()
+        optimizer.synchronize()
+        accuracies.append(train_cnn.evaluate(cnn, data, rank, world_size, optimizer.communicator, optimizer.device))
+    stats = optimizer.stats()
     if rank == 0:
         record = {
             "accuracies": accuracies,
@@ -118,10 +117,10 @@ def train(rank: int, world_size: int, ticket, name: str, args: argparse.Namespac
             "fell_back": stats.total.fell_back,
         }
         Path(result).write_text(json.dumps(record))
-    sgd.communicator.barrier()
+    optimizer.communicator.barrier()
 
 
-def run(name: str, args: argparse.Namespace) -> dict:
+def record_of(name: str, args: argparse.Namespace) -> dict:
     """The record of a run, from the cache or from a run."""
     settings = {"np": args.np, "epochs": args.epochs, "batch_size": args.batch_size, "seed": args.seed}
     settings["sent"] = repr(SENT[name])
@@ -131,56 +130,30 @@ def run(name: str, args: argparse.Namespace) -> dict:
         if record["settings"] == settings:
             return record
     new = file.with_suffix(".new")
-    launch.spawn(train, args.np, (singa_wrap.NcclIdHolder(), name, args, str(new)))
+    launch.spawn(train, args.np, (name, args, str(new)))
     record = {"settings": settings, **json.loads(new.read_text())}
     new.write_text(json.dumps(record))
     new.rename(file)
     return record
 
 
-def plot(records: dict[str, dict], file: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
-    for panel, title, bare in zip(panels, ("dense, and error feedback", "no feedback"), (False, True), strict=True):
-        for name, record in records.items():
-            if name == "fp32" or name.endswith("-bare") == bare:
-                error = 100 * (1 - np.array(record["accuracies"]))
-                style = {"color": "black", "linewidth": 2} if name == "fp32" else {"linewidth": 1}
-                panel.plot(range(1, len(error) + 1), error, label=SENT[name].label, **style)
-        panel.set(title=title, xlabel="epoch", yscale="log")
-        panel.legend(fontsize=7)
-        panel.grid(visible=True, which="both", alpha=0.3)
-    panels[0].set_ylabel("test error (%)")
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-
-
-def rows(records: dict[str, dict]) -> list[str]:
+def rows(records: dict[str, dict]) -> Iterator[list[str]]:
     reference = records["fp32"]["accuracies"][-1]
-    lines = []
     for name, record in records.items():
         final, bound = record["accuracies"][-1], SENT[name].bound
         points = 100 * (final - reference)
         verdict = "" if bound is None else f"{bound} {'held' if points >= -bound else '**missed**'}"
         share = record["bytes_per_step"] / record["dense_bytes_per_step"]
-        lines.append(
-            f"| {SENT[name].label} | {100 * final:.2f} % | {points:+.2f} | {verdict} | "
-            f"{record['bytes_per_step'] / 1e3:.1f} kB | {100 * share:.2f} % | {record['steps_per_second']:.0f} |"
-        )
-    return lines
+        sent = [f"{record['bytes_per_step'] / 1e3:.1f} kB", f"{100 * share:.2f} %"]
+        speed = f"{record['steps_per_second']:.0f}"
+        yield [SENT[name].label, f"{100 * final:.2f} %", f"{points:+.2f}", verdict, *sent, speed]
 
 
 def write(records: dict[str, dict], args: argparse.Namespace) -> None:
-    plot(records, args.output.with_suffix(".png"))
-    numbers = range(1, args.epochs + 1)
-    per_epoch = [
-        f"| {SENT[name].label} | " + " | ".join(f"{100 * a:.2f}" for a in record["accuracies"]) + " |"
-        for name, record in records.items()
-    ]
+    errors = {name: 100 * (1 - np.array(record["accuracies"])) for name, record in records.items()}
+    plot_errors(errors, {name: SENT[name].label for name in records}, args.output.with_suffix(".png"))
+    final = ["sent", "test accuracy", "points from fp32", "bound", "sent per step and rank", "of dense", "steps/s"]
+    per_epoch = [[SENT[name].label, *(f"{100 * a:.2f}" for a in each["accuracies"])] for name, each in records.items()]
     text = f"""# Convergence with each codec
 
 The reference CNN (431,080 parameters) on MNIST: {args.np} ranks in shared memory, {args.epochs} epochs, batch
@@ -188,16 +161,14 @@ size {args.batch_size} per rank, SGD with learning rate 0.005, momentum 0.9 and 
 To repeat the run and rewrite this page:
 
 ```sh
-python benchmarks/convergence.py --np {args.np} --epochs {args.epochs} --batch-size {args.batch_size} --seed {args.seed}
+python -m benchmarks convergence --np {args.np} --epochs {args.epochs} --batch-size {args.batch_size} --seed {args.seed}
 ```
 
 on {platform.system()} {platform.machine()}, Python {platform.python_version()}. The ranks communicate through
 shared memory, where bytes cost almost nothing, so steps per second show only the computational cost of what is sent.
 [network.md](network.md) shows the gain on a network.
 
-| sent | test accuracy | points from fp32 | bound | sent per step and rank | of dense | steps/s |
-| --- | --- | --- | --- | --- | --- | --- |
-{chr(10).join(rows(records))}
+{table(final, rows(records))}
 
 One test image is 0.01 points. Without error feedback, gradients that are not selected in a step are lost. Warm-up sends
 25 %, 6.25 %, 1.56 % and 0.39 % in the first four epochs; the bytes above include this. "Momentum correction" is the
@@ -208,36 +179,28 @@ averages one of two partitions per step.
 
 Test accuracy (%) after each epoch:
 
-| sent | {" | ".join(map(str, numbers))} |
-| --- | {" | ".join("---" for _ in numbers)} |
-{chr(10).join(per_epoch)}
+{table(["sent", *range(1, args.epochs + 1)], per_epoch)}
 """
     args.output.write_text(text)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--np", type=int, default=2, help="ranks")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=64, help="samples a rank")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=SENT, help="these alone; the table then needs fp32 too")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--np", type=at_least(1), default=2, metavar="N", help="ranks (2)")
+    parser.add_argument("--epochs", type=at_least(1), default=10, metavar="N", help="(10)")
+    parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help="samples per rank (64)")
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="(0)")
+    parser.add_argument("--only", nargs="+", choices=SENT, help="these alone; the page then needs fp32 too")
     parser.add_argument("--data-dir", help="folder with MNIST's four files")
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "convergence", help="folder for finished runs")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "convergence.md")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
     args.cache.mkdir(parents=True, exist_ok=True)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     records = {}
     for name in args.only or SENT:
-        records[name] = run(name, args)
-        print(
-            f"{name}: {records[name]['accuracies'][-1]:.4f}, {records[name]['steps_per_second']:.1f} steps/s",
-            flush=True,
-        )
+        record = records[name] = record_of(name, args)
+        print(f"{name}: {record['accuracies'][-1]:.4f}, {record['steps_per_second']:.1f} steps/s", flush=True)
     if "fp32" in records:
         write(records, args)
-
-
-if __name__ == "__main__":
-    main()

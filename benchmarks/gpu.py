@@ -1,8 +1,8 @@
 """What the GPU kernels and a training step cost, against a copy, other libraries and the bare collective.
 
-python benchmarks/gpu.py                        kernels and the CNN, on one GPU
-python benchmarks/gpu.py --np 2                 all-reduce too, on as many GPUs
-python benchmarks/gpu.py --write docs/gpu.md    puts the table between the marks in that file
+    python -m benchmarks gpu                        kernels and the CNN, on one GPU
+    python -m benchmarks gpu --np 2                 all-reduce too, on as many GPUs
+    python -m benchmarks gpu --write docs/gpu.md    puts the table between the marks in that file
 
 Times are those of the device, between two events: the median of several rounds, in which both sides take turns. What a
 row is compared with, and must hold, stands in the row. Rows that need PyTorch with CUDA are left out without it.
@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
-from distopt import launch, opt, singa_wrap, tensor
+from distopt import launch, opt
+from distopt.cli.values import at_least
+from distopt.errors import MissingDependencyError
 from distopt.nn import device
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-import train_cnn
-from pages import put
+from .models.cnn import compiled, sgd
+from .output import put, table
 
 ELEMENTS = 100_000_000
 SELECTED_FROM = 25_600_000
@@ -143,29 +141,23 @@ def convolution_rows(cupy) -> list[str]:
 
 def ours(use_graph: bool = False):
     """One call that trains the reference CNN on a batch, as CUDA graphs or not."""
-    sgd = opt.DistOpt(opt.SGD(lr=0.005, momentum=0.9, weight_decay=1e-5))
-    rng = np.random.default_rng(0)
-    x = tensor.from_numpy(rng.standard_normal((BATCH, 1, 28, 28), np.float32), sgd.device)
-    y = tensor.from_numpy(rng.integers(0, 10, BATCH), sgd.device)
-    cnn = train_cnn.CNN()
-    cnn.set_optimizer(sgd)
-    cnn.compile([x], is_train=True, use_graph=use_graph)
+    cnn, x, y = compiled(opt.DistOpt(sgd()), BATCH, use_graph=use_graph)
     return lambda: cnn(x, y)
 
 
 def torch_step(torch, compiled: bool):
     """The same by PyTorch."""
-    nn = torch.nn
-    layers = (nn.Conv2d(1, 20, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(20, 50, 5), nn.ReLU(), nn.MaxPool2d(2))
-    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(800, 500), nn.ReLU(), nn.Linear(500, 10)).cuda()
-    sgd = torch.optim.SGD(net.parameters(), lr=0.005, momentum=0.9, weight_decay=1e-5)
+    from .peers.ranks.train_torch import network
+
+    net = network().cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.005, momentum=0.9, weight_decay=1e-5)
     x, y = torch.randn(BATCH, 1, 28, 28, device="cuda"), torch.randint(0, 10, (BATCH,), device="cuda")
     forward = torch.compile(net) if compiled else net
 
     def step() -> None:
-        sgd.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         torch.nn.functional.cross_entropy(forward(x), y).backward()
-        sgd.step()
+        optimizer.step()
 
     return step
 
@@ -182,24 +174,24 @@ def cnn_rows(cupy, torch) -> list[str]:
         f"without, {own:.3f} ms | {own / replayed:.2f}x | |"
     )
     device.create_cuda_gpu().EnableGraph(False)
-    for compiled in (False, True) if torch is not None else ():
+    for is_compiled in (False, True) if torch is not None else ():
         # Streams of two libraries: one call at a time, and PyTorch on CuPy's stream.
         with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)):
-            own, other = device_ms(cupy, step, torch_step(torch, compiled), repeats=20)
-        name = "PyTorch compiled" if compiled else "PyTorch eager"
-        must = "" if compiled else "1x"
+            own, other = device_ms(cupy, step, torch_step(torch, is_compiled), repeats=20)
+        name = "PyTorch compiled" if is_compiled else "PyTorch eager"
+        must = "" if is_compiled else "1x"
         rows.append(
             f"| CNN step, batch {BATCH} | {own:.3f} ms | {name}, {other:.3f} ms | {other / own:.2f}x | {must} |"
         )
     return rows
 
 
-def reduce_rows(rank: int, world_size: int, ticket, file: str) -> None:
+def reduce_rows(rank: int, world_size: int, file: str) -> None:
     """Collective. DistOpt's communicator against ncclAllReduce called by CuPy."""
     import cupy
     from cupy.cuda import nccl
 
-    communicator = opt.DistOpt(opt.SGD(), ticket, rank, world_size).communicator
+    communicator = opt.DistOpt(opt.SGD()).communicator
     if communicator.name != "nccl":
         sys.exit(f"the {communicator.name} communicator was chosen; set DISTOPT_BACKEND=nccl to see what is missing")
     unique = nccl.get_unique_id() if rank == 0 else None
@@ -243,37 +235,27 @@ def find_torch():
     return torch if torch.cuda.is_available() else None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--np", type=int, default=1, help="GPUs for all-reduce")
-    parser.add_argument("--elements", type=int, default=ELEMENTS, help="of the bandwidth rows")
-    parser.add_argument("--selected-from", type=int, default=SELECTED_FROM, help="elements of the top-K row")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--np", type=at_least(1), default=1, metavar="N", help="GPUs for all-reduce (1)")
+    parser.add_argument("--elements", type=at_least(100), default=ELEMENTS, metavar="N", help="of the bandwidth rows")
+    parser.add_argument("--selected-from", type=at_least(100), default=SELECTED_FROM, metavar="N", help="of top-K")
     parser.add_argument("--write", metavar="FILE", help="put the table between its marks in this file")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
     cupy, missing = device.find_cupy()
     if cupy is None:
-        sys.exit(f"benchmarks/gpu.py measures on a GPU: {missing}")
+        raise MissingDependencyError(f"the benchmark measures on a GPU: {missing}")
     device.create_cuda_gpu()
     torch = find_torch()
-    lines = [
-        versions(cupy, torch),
-        "",
-        "| what | time | against | result | must hold |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    lines = [versions(cupy, torch), "", table(["what", "time", "against", "result", "must hold"], [])]
     lines += bandwidth_rows(cupy, args.elements) + select_rows(cupy, torch, args.selected_from)
     lines += convolution_rows(cupy) + cnn_rows(cupy, torch)
     if args.np > 1:
-        file = Path(f"gpu-all-reduce-{os.getpid()}.txt").resolve()
-        try:
-            launch.spawn(reduce_rows, args.np, (singa_wrap.NcclIdHolder(), str(file)))
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "rows")
+            launch.spawn(reduce_rows, args.np, (str(file),))
             lines += file.read_text().splitlines()
-        finally:
-            file.unlink(missing_ok=True)
     print("\n".join(lines))
     if args.write:
-        put(Path(args.write), "gpu.py", "\n".join(lines))
-
-
-if __name__ == "__main__":
-    main()
+        put(Path(args.write), "gpu", "\n".join(lines))

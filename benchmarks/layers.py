@@ -2,7 +2,7 @@
 
 Before each call 8 MiB are read, so that second-level caches are as cold as in a training step.
 
-    python benchmarks/layers.py --batch-size 64
+    python -m benchmarks layers --batch-size 64
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from time import perf_counter
 
 import numpy as np
 
+from distopt.cli.values import at_least
 from distopt.nn.kernels import cpu
+
+from .models.cnn import PARAMETERS
 
 POOLING = (1, 1), (0, 0), True, (2, 2), (2, 2), (0, 0)  # as `cpu.conv2d_max_pool` has it
 CONVOLUTIONS = [("conv1", 1, 28, 20), ("conv2", 20, 12, 50)]  # channels, height and width, filters of 5 x 5
 ROWS = [("linear1", 800, 500), ("linear2", 500, 10)]
-PARAMETERS = 431_080
 
 
 def measure(name: str, call, rounds: int, others: np.ndarray) -> None:
@@ -30,11 +32,12 @@ def measure(name: str, call, rounds: int, others: np.ndarray) -> None:
     print(f"{name:20} {min(times):8.1f} {np.median(times):8.1f}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=300)
-    args = parser.parse_args()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help="(64)")
+    parser.add_argument("--rounds", type=at_least(1), default=300, metavar="N", help="(300)")
+
+
+def run(args: argparse.Namespace) -> None:
     rng, others = np.random.default_rng(0), np.ones(2 << 20, np.float32)
 
     def array(*shape: int) -> np.ndarray:
@@ -56,7 +59,3 @@ def main() -> None:
         measure(f"{name} backward", lambda back=back: cpu.linear_backward(*back), args.rounds, others)
     state = array(PARAMETERS), array(PARAMETERS), array(PARAMETERS), 0.005, 0.9
     measure("SGD, momentum", lambda: cpu.sgd_update(*state), args.rounds, others)
-
-
-if __name__ == "__main__":
-    main()

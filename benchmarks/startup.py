@@ -1,6 +1,6 @@
 """Start-up of a job of 2 x 2 ranks on two hosts, by `distopt run` and by mpiexec of MPICH, in one run.
 
-    python -m benchmarks.startup [--rounds N]
+    sudo .venv/bin/python -m benchmarks startup
 
 The hosts are network namespaces. Each job joins, sums one number over the ranks, and ends; the time is that of the
 whole command, from its start to the end of its last process. Rounds take turns; the medians and their ratio are shown.
@@ -9,19 +9,16 @@ whole command, from its start to the end of its last process. Rounds take turns;
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
 
-from distopt.cli.bench.emulation import LINK, two_hosts
+from distopt.cli.values import at_least
+from distopt.errors import DistoptError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from distopt.cli.bench.emulation import TwoHosts
+from .networks.emulation import LINK, TwoHosts, two_hosts
+from .output import import_this_checkout
 
 RANKS_PER_HOST = 2
 JOB = """
@@ -48,24 +45,22 @@ def seconds(commands: list[list[str]]) -> float:
     started = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
     codes = [process.wait() for process in started]
     if any(codes):
-        raise SystemExit(f"exit codes {codes}: see the output")
+        raise DistoptError(f"exit codes {codes}: see the output")
     return time.monotonic() - began
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
-    ways: dict[str, Callable[[TwoHosts, str], list[list[str]]]] = {
-        "mpiexec": by_mpiexec,
-        "distopt run": by_distopt_run,
-    }
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=at_least(1), default=7, metavar="N", help="(7)")
+
+
+def run(args: argparse.Namespace) -> None:
+    ways = {"mpiexec": by_mpiexec, "distopt run": by_distopt_run}
     times: dict[str, list[float]] = {name: [] for name in ways}
     with two_hosts() as net:
         script = net.launcher.with_name("job.py")
         script.write_text(JOB)
-        os.environ["PYTHONPATH"] = os.getcwd()  # noqa: PTH109
-        for _ in range(rounds):
+        import_this_checkout()
+        for _ in range(args.rounds):
             for name, commands in ways.items():
                 times[name].append(seconds(commands(net, str(script))))
     medians = {name: statistics.median(each) for name, each in times.items()}
@@ -73,7 +68,3 @@ def main() -> None:
         spread = f"{min(times[name]):.2f} to {max(times[name]):.2f}"
         print(f"{name:12} {median:.2f} s ({spread})")
     print(f"ratio        {medians['distopt run'] / medians['mpiexec']:.2f}")
-
-
-if __name__ == "__main__":
-    main()

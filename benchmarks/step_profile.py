@@ -4,19 +4,24 @@ Steps are replayed, as in the examples, unless --no-graph is given. Every part's
 parts it calls. The two columns are the median over steps and the lower decile, which the load of other processes hardly
 touches. Rank 0; the recorder's own 0.2 us a call are inside.
 
-    python benchmarks/step_profile.py --np 2 --batch-size 64
+    python -m benchmarks step-profile --np 2 --batch-size 64
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
+
+from distopt import _core, device, launch, opt
+from distopt.cli.values import at_least
+from distopt.nn import autograd
+from distopt.nn.replay import replayed as replay
+
+from .models.cnn import compiled, sgd
 
 WARM_UP_STEPS = 20
 KERNELS = ("conv2d_max_pool", "linear", "cross_entropy")
@@ -90,31 +95,17 @@ class RecordedCalls:
 
         def recorded(*args):
             result = call(*args)
-            return (
-                RecordedCalls(self._recorder, f"{self._part}: wait", result)
-                if name.startswith("all_reduce")
-                else result
-            )
+            if result is None or not name.startswith("all_reduce"):
+                return result
+            return RecordedCalls(self._recorder, f"{self._part}: wait", result)
 
         return recorded
 
 
-def profile_rank(rank: int, world_size: int, ticket, size: int, steps: int, use_graph: bool) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-    from train_cnn import CNN
-
-    from distopt import _core, device, opt, tensor
-    from distopt.nn import autograd
-    from distopt.nn.replay import replayed as replay
-
+def profile_rank(_rank: int, world_size: int, args: argparse.Namespace) -> None:
     device.get_default_device().SetRandSeed(0)
-    sgd = opt.DistOpt(opt.SGD(lr=0.005, momentum=0.9, weight_decay=1e-5), ticket, rank, world_size)
-    rng = np.random.default_rng(rank)
-    x = tensor.from_numpy(rng.standard_normal((size, 1, 28, 28), dtype=np.float32))
-    y = tensor.from_numpy(rng.integers(0, 10, size).astype(np.int32))
-    net = CNN()
-    net.set_optimizer(sgd)
-    net.compile([x], is_train=True, use_graph=use_graph)
+    optimizer = opt.DistOpt(sgd())
+    net, x, y = compiled(optimizer, args.batch_size, use_graph=not args.no_graph)
     net.train()
     net(x, y)  # sets up the buckets
 
@@ -123,19 +114,19 @@ def profile_rank(rank: int, world_size: int, ticket, size: int, steps: int, use_
         setattr(_core, name, recorder.wrap(f"kernel {name}", getattr(_core, name)))
     _core.sgd = recorder.wrap("kernel sgd", _core.sgd)
     if world_size > 1:
-        sgd.communicator._core = RecordedCalls(recorder, "communication", sgd.communicator._core)
+        optimizer.communicator.core = RecordedCalls(recorder, "communication", optimizer.communicator.core)
     autograd.backward = recorder.wrap_generator("autograd", autograd.backward)
-    sgd.opt.update = recorder.wrap("optimizer", sgd.opt.update)
+    optimizer.opt.update = recorder.wrap("optimizer", optimizer.opt.update)
     opt.DistOpt.step_by = recorder.wrap("DistOpt", opt.DistOpt.step_by)
     net.forward = recorder.wrap("layers", net.forward)
     replay.ReplayedStep.replay = recorder.wrap("replay", replay.ReplayedStep.replay)
-    for _ in range(WARM_UP_STEPS + steps):
+    for _ in range(WARM_UP_STEPS + args.steps):
         recorder.next_step()
         net(x, y)
     recorder.next_step()
-    if rank == 0:
+    if optimizer.global_rank == 0:
         report(recorder.quantiles())
-    sgd.communicator.barrier()
+    optimizer.communicator.barrier()
 
 
 def report(quantiles: dict[str, np.ndarray]) -> None:
@@ -146,20 +137,14 @@ def report(quantiles: dict[str, np.ndarray]) -> None:
         print(f"{part:28} {row[0]:10.1f} {share[0]:6.2f} {row[1]:10.1f} {share[1]:6.2f}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--np", type=int, default=2, help="ranks")
-    parser.add_argument("--batch-size", type=int, default=64, help="samples a rank")
-    parser.add_argument("--steps", type=int, default=300)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--np", type=at_least(1), default=2, metavar="N", help="ranks (2)")
+    parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help="samples per rank (64)")
+    parser.add_argument("--steps", type=at_least(1), default=300, metavar="N", help="(300)")
     parser.add_argument("--no-graph", action="store_true", help="run the Python code of every step")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = "1"
-
-    from distopt import launch, singa_wrap
-
-    launch.spawn(profile_rank, args.np, (singa_wrap.NcclIdHolder(), args.batch_size, args.steps, not args.no_graph))
-
-
-if __name__ == "__main__":
-    main()
+    launch.main(profile_rank, args.np, (args,))

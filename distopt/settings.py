@@ -11,7 +11,6 @@
 | `DISTOPT_NCCL_LIBRARY` | | path of the libnccl.so.2 to load instead of the installed wheel's |
 | `DISTOPT_CUBLAS_LIBRARY` | | path of the libcublas.so to load instead of CuPy's |
 | `DISTOPT_JOB_SECRET` | | any text, equal on all ranks: keeps others out where ranks meet without mpiexec |
-| `DISTOPT_DATA_DIR` | | folder that holds data sets |
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class Settings:
     sum_order: str = "auto"
     device: str = "auto"
     convolution: str = "auto"
-    data_dir: str | None = None
     nccl_library: str | None = None
     cublas_library: str | None = None
     job_secret: str = field(default="", repr=False)
@@ -58,7 +56,6 @@ class Settings:
             sum_order=_choice(env, "DISTOPT_SUM_ORDER", ("auto", "rank")),
             device=_choice(env, "DISTOPT_DEVICE", ("auto", "cpu", "cuda")),
             convolution=_choice(env, "DISTOPT_CONVOLUTION", ("auto", "cudnn", "lowering")),
-            data_dir=env.get("DISTOPT_DATA_DIR") or None,
             nccl_library=env.get("DISTOPT_NCCL_LIBRARY") or None,
             cublas_library=env.get("DISTOPT_CUBLAS_LIBRARY") or None,
             job_secret=env.get("DISTOPT_JOB_SECRET", ""),

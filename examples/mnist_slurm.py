@@ -7,11 +7,12 @@ import socket
 
 import numpy as np
 import train_cnn
+from data import mnist, normalize, random_shift
 
 import distopt
 from distopt import launch, opt, tensor
 from distopt.checkpoint import Checkpoint
-from distopt.data import ShardedSampler, mnist, normalize, random_shift
+from distopt.data import ShardedSampler
 
 
 def train_mnist(args) -> None:

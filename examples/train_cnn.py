@@ -8,11 +8,12 @@ import threading
 import time
 
 import numpy as np
+from data import mnist, normalize, random_shift
 from tqdm import tqdm
 
 from distopt import launch, layer, model, opt, tensor
 from distopt.checkpoint import Checkpoint
-from distopt.data import ShardedSampler, mnist, normalize, random_shift
+from distopt.data import ShardedSampler
 from distopt.nn.staging import Staging
 
 

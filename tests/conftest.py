@@ -10,7 +10,7 @@ from distopt import autograd
 from tests.processes import heed_signals
 
 if TYPE_CHECKING:
-    from distopt.cli.bench.emulation import TwoHosts
+    from benchmarks.networks.emulation import TwoHosts
 
 # On a machine with GPUs, too: the tests of a GPU, which are in tests/gpu, ask for one.
 os.environ.setdefault("DISTOPT_DEVICE", "cpu")
@@ -28,7 +28,7 @@ def evaluation_mode() -> Iterator[None]:
 def net() -> Iterator[TwoHosts]:
     """Two hosts, which are network namespaces of this machine, with the MPI of mpi4py between them. Needs root."""
     pytest.importorskip("mpi4py", reason="mpi4py is absent: pip install 'distopt[mpi]'", exc_type=ImportError)
-    from distopt.cli.bench.emulation import HostsUnavailableError, two_hosts
+    from benchmarks.networks.emulation import HostsUnavailableError, two_hosts
 
     try:
         with two_hosts() as made:

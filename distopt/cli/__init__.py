@@ -12,7 +12,7 @@ from . import run
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main"]
+__all__ = ["Parser", "main", "run_command"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,29 +22,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 for success, 1 if something requested failed, 2 for invalid arguments.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    parser = _Parser(prog="distopt", description="Data-parallel training in Python.")
+    parser = Parser(prog="distopt", description="Data-parallel training in Python.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run.add_parser(commands)
-    try:
-        if words[:1] != ["run"]:  # which starts at once, without what the others import
-            from . import bench, doctor
+    if words[:1] != ["run"]:  # which starts at once, without what the others import
+        from . import bench, doctor
 
-            doctor.add_parser(commands)
-            # The doctor must run even without NumPy, which the benchmarks need.
-            bench.add_parser(commands, whole="bench" in words)
+        doctor.add_parser(commands)
+        bench.add_parser(commands)
+    return run_command(parser, words)
+
+
+def run_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Parse the command line `words` and call the `run` of its command; return the exit code, as `main` does."""
+    try:
         args = parser.parse_args(words)
         code: int = args.run(args)
     except SystemExit as left:  # argparse, after --help or an error
         return left.code if isinstance(left.code, int) else 1
     except DistoptError as error:
-        sys.stderr.write(f"distopt: {error}\n")
+        sys.stderr.write(f"{parser.prog}: {error}\n")
         return 2 if isinstance(error, UsageError) else 1
     except ImportError as error:
-        sys.stderr.write(f"distopt: {error}; distopt doctor shows what is missing\n")
+        sys.stderr.write(f"{parser.prog}: {error}; distopt doctor shows what is missing\n")
         return 1
     except KeyboardInterrupt:
-        sys.stderr.write("distopt: interrupted\n")
+        sys.stderr.write(f"{parser.prog}: interrupted\n")
         return 130
     except BrokenPipeError:  # the reader, e.g. `head`, has exited
         sys.stderr.close()
@@ -62,14 +66,16 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """A parser that reports invalid arguments in one line, and names the subcommand to which they were given."""
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
+        """As argparse's, but unknown arguments are an error of the subcommand."""
         known, unknown = super().parse_known_args(*args, **kwargs)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return known, []
 
     def error(self, message: str) -> NoReturn:
+        """Print `message` in one line and exit with code 2."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")

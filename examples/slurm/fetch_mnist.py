@@ -6,8 +6,10 @@ It goes to ~/.cache/distopt/mnist, where jobs look for it: the home folder must 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-from distopt.data import mnist
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data import mnist
 
 digits = mnist.load()
 if digits.kind == "generated":

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from distopt.cli.bench.emulation import HostsUnavailableError, two_hosts
+from benchmarks.networks.emulation import HostsUnavailableError, two_hosts
 from tests.processes import heed_signals, is_open_mpi
 
 from .backends import BACKENDS, possible_backends
@@ -31,7 +31,7 @@ from .trials import Outcome, Trial, is_possible, run
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from distopt.cli.bench.emulation import TwoHosts
+    from benchmarks.networks.emulation import TwoHosts
 
 
 def draw(rng: random.Random, kinds: Iterable[str], backends: Iterable[str]) -> Iterator[Trial]:

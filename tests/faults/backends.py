@@ -7,14 +7,14 @@ import random
 import subprocess
 from typing import TYPE_CHECKING, NamedTuple
 
-from distopt.cli.bench.emulation import LINK
+from benchmarks.networks.emulation import LINK
 from tests.processes import is_open_mpi, mpiexec_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from distopt.cli.bench.emulation import TwoHosts
+    from benchmarks.networks.emulation import TwoHosts
 
 _PRIVATE = ("unshare", "--mount", "sh", "-c")
 _WIRE = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}  # the hosts share one kernel; UCX would find the ways past it

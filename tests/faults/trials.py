@@ -23,7 +23,7 @@ from .kinds import GOES_ON, KINDS, LAUNCH, LINKS, MISTAKES, NAMED, STALLS, START
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from distopt.cli.bench.emulation import TwoHosts
+    from benchmarks.networks.emulation import TwoHosts
 
 # Seconds, on a quiet machine; see `patience`.
 TIMEOUT = 4.0  # DISTOPT_TIMEOUT of jobs with a stalled rank

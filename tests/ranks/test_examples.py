@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distopt.data import idx, synthetic
+from examples.data import idx, synthetic
 from tests.processes import ROOT, Ended, Program, mpiexec
 
 MULTIPROCESS = str(ROOT / "examples/mnist_multiprocess.py")
@@ -75,6 +75,22 @@ def test_an_accuracy_on_generated_digits_says_so(script, tmp_path):
     lines = [line for line in ended.stdout.splitlines() if "ccuracy" in line]
     assert lines
     assert all("(generated digits, not MNIST)" in line for line in lines)
+
+
+def test_fetching_mnist_says_whether_it_is_absent_broken_or_there(digits, tmp_path):
+    def fetch(home: str, folder: Path | str) -> Ended:
+        env = {"HOME": str(tmp_path / home), "DISTOPT_DATA_DIR": str(folder)}
+        return python(str(ROOT / "examples/slurm/fetch_mnist.py"), env=env)
+
+    (tmp_path / "home").write_text("no folder, and so no cache")
+    absent = fetch("home", "")
+    assert (absent.code, absent.stdout) == (1, "")
+    assert "set DISTOPT_DATA_DIR" in absent.stderr
+    broken = fetch("home", tmp_path)
+    assert (broken.code, broken.stdout) == (1, "")
+    assert f"DataError: {tmp_path} has no file train-images" in broken.stderr
+    there = fetch("home", digits)
+    assert (there.code, there.stdout) == (0, f"384 images to train on and 100 to test: a custom data set in {digits}\n")
 
 
 def assert_one_line(ended: Ended, *parts: str) -> None:

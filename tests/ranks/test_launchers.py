@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distopt.cli.bench.emulation import LINK
+from benchmarks.networks.emulation import LINK
 from tests.processes import ROOT, Program
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "launched_script.py")

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from distopt.cli.bench.emulation import LINK, two_hosts
+from benchmarks.networks.emulation import LINK, two_hosts
 from tests.processes import ROOT, Ended, Program, patience
 
 RUN = [sys.executable, "-m", "distopt", "run", "--nproc-per-node"]

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from distopt.data import idx, mnist
+from examples.data import idx, mnist
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distopt.data import idx, mnist
+from examples.data import idx, mnist
 
 from .cluster import LINK
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from distopt.data.augment import MEAN, STD, normalize, random_shift
 from distopt.errors import UsageError
+from examples.data.augment import MEAN, STD, normalize, random_shift
 
 
 def images(count, channels=1, height=7, width=5):

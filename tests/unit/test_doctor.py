@@ -323,17 +323,6 @@ def test_launcher_variables(monkeypatch, variables, state, text):
     assert text in finding.found
 
 
-def test_mnist_is_absent_broken_or_there(answer, monkeypatch, tmp_path):
-    monkeypatch.delenv("DISTOPT_DATA_DIR", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert machine.mnist().state == "absent"
-    monkeypatch.setenv("DISTOPT_DATA_DIR", str(tmp_path))
-    answer["mnist"] = DistoptError("DataError: truncated")
-    assert machine.mnist().state == "failed"
-    answer["mnist"] = lambda folder: {"kind": "mnist", "source": f"MNIST in {folder}"}
-    assert machine.mnist().found == f"MNIST in {tmp_path}"
-
-
 # -- MPI ---------------------------------------------------------------------------------------------------------------
 MPICH = {
     "mpi4py": "4.1",

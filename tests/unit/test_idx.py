@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from distopt.data import idx
 from distopt.errors import DataError, UsageError
+from examples.data import idx
 
 DTYPES = ["uint8", "int8", "int16", "int32", "float32", "float64"]
 

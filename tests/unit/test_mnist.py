@@ -13,8 +13,8 @@ import urllib.error
 import numpy as np
 import pytest
 
-from distopt.data import idx, mnist
 from distopt.errors import DataError
+from examples.data import idx, mnist
 
 
 def tiny(name, shape):
@@ -278,7 +278,7 @@ def test_a_rank_that_waited_for_a_failure_does_not_try_again(network, monkeypatc
 # -- several processes -------------------------------------------------------------------------------------------------
 CHILD = """
 import io, os, sys, time
-from distopt.data import mnist
+from examples.data import mnist
 mnist.FILES, answers, mode = eval(sys.stdin.read())
 class Slow(io.BytesIO):
     def read(self, size):

@@ -5,8 +5,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from distopt.data.synthetic import digits
 from distopt.errors import UsageError
+from examples.data.synthetic import digits
 
 
 def test_same_bits_on_every_machine():

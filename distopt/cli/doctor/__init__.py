@@ -39,7 +39,6 @@ PROBES = (
     Probe("CuPy", gpu.cupy),
     Probe("cuDNN", gpu.cudnn),
     Probe("NCCL", gpu.nccl),
-    Probe("MNIST", machine.mnist),
 )
 
 

@@ -161,13 +161,6 @@ def _resolve(name: str) -> dict[str, Any]:
     return {"addresses": sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})}
 
 
-def _mnist(folder: str) -> dict[str, Any]:
-    from distopt.data import mnist
-
-    digits = mnist.load(folder)
-    return {"kind": digits.kind, "source": digits.source}
-
-
 QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "numpy": _numpy,
     "blas": _blas,
@@ -180,5 +173,4 @@ QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "cudnn": _cudnn,
     "nccl": _nccl,
     "resolve": _resolve,
-    "mnist": _mnist,
 }

@@ -1,4 +1,4 @@
-"""Probes of cores, shared memory, host name, launcher and data."""
+"""Probes of cores, shared memory, host name and launcher."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import socket
 from pathlib import Path
 
 from ...errors import DistoptError, LaunchError
-from ...settings import Settings
 from .ask import ask
 from .report import Finding, absent, failed, ok
 
-__all__ = ["cores", "host_name", "launcher_variables", "mnist", "shared_memory"]
+__all__ = ["cores", "host_name", "launcher_variables", "shared_memory"]
 
 _SHM = Path("/dev/shm")
 _PROBE_BYTES = 1 << 20
@@ -125,17 +124,3 @@ def launcher_variables() -> Finding:
     if "SLURM_JOB_ID" in os.environ:
         return ok(f"inside Slurm job {os.environ['SLURM_JOB_ID']}, outside a step", "start the ranks with srun")
     return absent("none: this process was started by hand")
-
-
-def mnist() -> Finding:
-    """The data of the examples, without downloading it."""
-    named = Settings.from_env().data_dir
-    folder = Path(named) if named else Path.home() / ".cache" / "distopt" / "mnist"
-    if named is None and not folder.exists():
-        return absent(f"not in {folder}", "the first run downloads it; without network, set DISTOPT_DATA_DIR to a copy")
-    try:
-        answer = ask("mnist", str(folder))
-    except DistoptError as error:
-        cure = "correct DISTOPT_DATA_DIR" if named else "the next run downloads it anew"
-        return failed(str(error), cure, folder=str(folder))
-    return ok(answer["source"], folder=str(folder), **answer)

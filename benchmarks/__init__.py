@@ -1,0 +1,1 @@
+"""Measurements of distopt, and comparisons with other software: `python -m benchmarks --help`, from this checkout."""

@@ -1,0 +1,208 @@
+"""All-reduce (sum) or another collective on the CPUs of this machine, or between hosts, beside other libraries.
+
+Every result is checked. Peers take turns with distopt's communicators; each runs in a virtual environment of its own,
+made on first use.
+
+    python -m benchmarks all-reduce --np 2 --peers openmpi,mpich,gloo
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distopt.cli.bench import HEADER, Row, heading, machine, size_range
+from distopt.cli.values import at_least, byte_size, names_of
+from distopt.comm import BACKENDS
+from distopt.comm.base import DTYPES
+from distopt.errors import UsageError
+
+from .networks.site import Site, add_places, is_far, site_of
+from .output import announce, write_json
+from .peers.crew import Crew, rank_command
+from .peers.lineup import Candidate, Lineup, Setup, distopt_crew, mpi_crew, torch_crew
+from .peers.ranks.pattern import max_calls
+from .peers.ranks.transports import COLLECTIVES
+from .plots import plot_bandwidths, require_matplotlib
+
+# Short calls are timed in batches of about this length, to make the cost of reading the clock negligible.
+_BATCH_SECONDS = 1e-3
+_PEERS = ("openmpi", "mpich", "gloo", "torch")  # torch: distopt through torch.distributed
+_PAGE = 4096
+# Whose bytes a size counts, as in nccl-tests.
+_WHOLE = {"all_reduce": "array", "all_gather": "output", "reduce_scatter": "input", "broadcast": "array"}
+_BACKENDS = [name for name in BACKENDS if name != "single"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument(
+        "--collective",
+        choices=COLLECTIVES,
+        default="all_reduce",
+        metavar="NAME",
+        help=f"{', '.join(COLLECTIVES)} (all_reduce)",
+    )
+    add_places(parser, at_least(2))
+    parser.add_argument("-b", type=byte_size, default=byte_size("1K"), metavar="SIZE", help="first size (1K)")
+    parser.add_argument("-e", type=byte_size, default=byte_size("128M"), metavar="SIZE", help="last size (128M)")
+    parser.add_argument("-f", type=at_least(2), default=4, metavar="FACTOR", help="ratio of successive sizes (4)")
+    parser.add_argument("--sizes", type=byte_sizes, metavar="SIZES", help="as 4K,1M; instead of -b, -e and -f")
+    parser.add_argument("-n", type=at_least(1), default=20, metavar="N", help="timed batches per size (20)")
+    parser.add_argument("-w", type=at_least(0), default=2, metavar="N", help="untimed batches in each turn (2)")
+    parser.add_argument("--turns", type=at_least(1), default=4, metavar="N", help="turns of each candidate (4)")
+    parser.add_argument(
+        "--backend",
+        type=names_of(_BACKENDS),
+        metavar="NAMES",
+        help=f"of {','.join(_BACKENDS)} (shm; between hosts mpi)",
+    )
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", metavar="TYPE", help="(float32)")
+    parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot bandwidth against size to FILE")
+
+
+def byte_sizes(text: str) -> list[int]:
+    """The sizes of "4K,64K,1M"; see `byte_size`."""
+    return [byte_size(word) for word in text.split(",")]
+
+
+def whole_sizes(sizes: Iterable[int], item_bytes: int) -> list[int]:
+    """`sizes` (bytes) rounded down to whole items, each once, in ascending order; without those of no item."""
+    return sorted({size // item_bytes * item_bytes for size in sizes} - {0})
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; return 0 if every candidate was measured and every result was correct."""
+    item_bytes = 2 if "16" in args.dtype else np.dtype(args.dtype).itemsize
+    if args.plot:
+        require_matplotlib()
+    facts = machine()
+    with ExitStack() as stack:
+        args.backend = args.backend or ["mpi" if is_far(args) else "shm"]
+        site = site_of(args, args.backend, stack)
+        args.np = site.world_size
+        sizes = _sizes(args, item_bytes)
+        lineup = stack.enter_context(Lineup())
+        _fill(lineup, args, site, sizes[-1])
+        _print_head(args, lineup, site, facts)
+        rows: list[Row] = []
+        for size in sizes:
+            measured = _measure(args, lineup, size // item_bytes, sizes[-1] // item_bytes, size)
+            for row in measured:
+                print(row.line(measured[0]), flush=True)
+            rows += measured
+        lineup.report_missing()
+    if args.json:
+        report = {"benchmark": "all-reduce", "collective": args.collective, "machine": facts, "dtype": args.dtype}
+        report |= {"world_size": args.np, "missing": lineup.missing, "rows": [row.as_json() for row in rows]}
+        report["candidates"] = {candidate.name: candidate.hello["about"] for candidate in lineup.candidates}
+        write_json(args.json, report)
+    if args.plot:
+        plot_bandwidths(rows, args.plot)
+    return 1 if lineup.missing or any(row.wrong for row in rows) else 0
+
+
+def _sizes(args: argparse.Namespace, item_bytes: int) -> list[int]:
+    """Sizes in bytes, of as many elements for every rank where ranks have parts.
+
+    Raises:
+        UsageError: there are none.
+    """
+    split = args.collective in ("all_gather", "reduce_scatter")
+    unit = item_bytes * args.np if split else item_bytes
+    sizes = whole_sizes(args.sizes, unit) if args.sizes else size_range(args.b, args.e, args.f, unit)
+    if not sizes:
+        where = "in --sizes" if args.sizes else f"from -b {args.b} to -e {args.e} bytes"
+        parts = f" for each of {args.np} ranks" if split else ""
+        raise UsageError(f"there is no size {where} that holds whole {args.dtype}{parts}")
+    return sizes
+
+
+def _fill(lineup: Lineup, args: argparse.Namespace, site: Site, capacity_bytes: int) -> None:
+    for backend in args.backend:
+        lineup.add(backend, partial(distopt_crew, "all_reduce", site, backend))
+    for peer in args.peers:
+        if peer in ("gloo", "torch"):
+            group = "distopt" if peer == "torch" else peer
+            lineup.add(peer, partial(torch_crew, "all_reduce", site, announce, group=group))
+        else:
+            lineup.add(peer, partial(mpi_crew, "all_reduce", site, peer, announce))
+    if type(site) is not Site or args.collective != "all_reduce":  # it takes shared memory, and only adds
+        return
+    fd = os.memfd_create("distopt-bench")
+    lineup.resources.callback(os.close, fd)
+    os.truncate(fd, _PAGE * (1 + args.np * (1 + capacity_bytes // _PAGE)))
+    lineup.add("floor", partial(_floor_crew, args.np, f"/proc/{os.getpid()}/fd/{fd}"))
+
+
+def _floor_crew(world_size: int, memory: str) -> tuple[Crew, Setup]:
+    return Crew("all_reduce", rank_command(), world_size), {"library": "floor", "memory": memory}
+
+
+def _print_head(args: argparse.Namespace, lineup: Lineup, site: Site, facts: dict[str, Any]) -> None:
+    print(f"# {args.np} ranks{site.described} on {heading(facts)}")
+    lineup.describe()
+    print(f"# {args.collective}; size: that of the whole {_WHOLE[args.collective]} of one rank")
+    print(
+        "# buffers: wire = the communicator's own memory; ordinary = any array; in place, separate: as in MPI; "
+        "immediate = MPI's nonblocking call"
+    )
+    print(
+        f"# time: median of {args.n} batches, each the slowest rank's; x: relative to the first line of the same size"
+    )
+    print(HEADER, flush=True)
+
+
+def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int, size: int) -> list[Row]:
+    """Measure all candidates at one size, in turns."""
+    request = {
+        "collective": args.collective,
+        "count": count,
+        "capacity": capacity,
+        "dtype": args.dtype,
+        "warm_up": args.w,
+    }
+    calls: dict[tuple[str, str], int] = {}
+    seconds: dict[tuple[str, str], list[float]] = {}
+    wrong: dict[tuple[str, str], int] = {}
+
+    def measure(candidate: Candidate, turn: int) -> None:
+        samples = len(range(turn, args.n, args.turns))
+        for buffers in candidate.hello["buffers"][args.collective] if samples else ():
+            key = candidate.name, buffers
+            if key not in calls:
+                calls[key] = _calls(candidate, buffers, request, args)
+            given = {**request, "buffers": buffers, "calls": calls[key], "samples": samples}
+            turn_seconds, turn_wrong = _ask(candidate, given)
+            seconds.setdefault(key, []).extend(turn_seconds)
+            wrong[key] = wrong.get(key, 0) + turn_wrong
+
+    lineup.take_turns(args.turns, measure)
+    return [
+        Row(*key, size, count, args.dtype, args.np, values, calls[key], wrong[key], args.collective)
+        for key, values in seconds.items()
+    ]
+
+
+def _calls(candidate: Candidate, buffers: str, request: dict[str, Any], args: argparse.Namespace) -> int:
+    """Calls per batch: enough for about `_BATCH_SECONDS`, but too few for the sums to overflow."""
+    seconds, _ = _ask(candidate, {**request, "buffers": buffers, "calls": 1, "samples": 3})
+    wanted = math.ceil(_BATCH_SECONDS / min(seconds))
+    return min(wanted, max_calls(args.dtype, args.np))
+
+
+def _ask(candidate: Candidate, request: dict[str, Any]) -> tuple[list[float], int]:
+    """Seconds per call of each batch, on the slowest rank, and the number of wrong elements."""
+    answers = candidate.crew.ask(request)
+    seconds = [max(batch) for batch in zip(*(answer["seconds"] for answer in answers), strict=True)]
+    return seconds, sum(answer["wrong"] for answer in answers)

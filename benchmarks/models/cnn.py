@@ -1,0 +1,30 @@
+"""The reference CNN, that of the examples: 431,080 parameters."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from distopt import opt, tensor
+
+from ..output import ROOT
+from ..peers.ranks.train import synthetic_batch
+
+sys.path.insert(0, str(ROOT / "examples"))
+import train_cnn
+
+PARAMETERS = 431_080
+
+
+def sgd(momentum: float = 0.9) -> opt.SGD:
+    """The optimizer of all measurements."""
+    return opt.SGD(lr=0.005, momentum=momentum, weight_decay=1e-5)
+
+
+def compiled(optimizer: opt.DistOpt, batch_size: int, *, use_graph: bool, net: train_cnn.CNN | None = None) -> Any:
+    """Collective. A network with that optimizer, and the images and labels of this rank, the same in every step."""
+    x, y = (tensor.from_numpy(array, optimizer.device) for array in synthetic_batch(batch_size, optimizer.global_rank))
+    net = net or train_cnn.CNN()
+    net.set_optimizer(optimizer)
+    net.compile([x], is_train=True, use_graph=use_graph, sequential=False)
+    return net, x, y

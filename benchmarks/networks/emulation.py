@@ -1,0 +1,201 @@
+"""Two hosts on one machine: network namespaces joined by a cable, each with a host name of its own.
+
+For benchmarks and tests of programs that run on several hosts. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from distopt.errors import DistoptError, MissingDependencyError
+
+LINK = "wire"  # name of the interface in both namespaces
+# Rates of `Host.shape`, as tc writes them, and how much its token bucket lets pass unshaped after a pause: no more than
+# the rate needs.
+RATES = {"10gbit": "2mb", "1gbit": "256kb", "100mbit": "16kb"}
+# Ranks yield, for each host takes all cores for its own.
+_OPEN_MPI = (
+    "OMPI_ALLOW_RUN_AS_ROOT=1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+    "OMPI_MCA_pml=ob1",
+    "OMPI_MCA_btl=self,sm,tcp",
+    "OMPI_MCA_mpi_yield_when_idle=1",
+    f"OMPI_MCA_btl_tcp_if_include={LINK}",
+)
+_NOWHERE = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", LINK)
+
+
+class HostsUnavailableError(DistoptError):
+    """This machine or this user cannot make the hosts; says why."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One of the hosts."""
+
+    name: str
+    address: str
+    namespace: str
+
+    def inside(self, command: Sequence[str]) -> list[str]:
+        """`command` as a process of this host, with its name."""
+        named = f'hostname {self.name} && exec "$@"'
+        return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", named, "sh", *command]
+
+    def cut(self, peer: Host, *, silently: bool) -> None:
+        """Let nothing reach `peer` any more: the interface goes down, or `silently` what it sends is lost."""
+        if silently:  # addressed to a card that nobody has
+            _ip("-n", self.namespace, "neighbor", "replace", peer.address, *_NOWHERE)
+        else:
+            _ip("-n", self.namespace, "link", "set", LINK, "down")
+
+    def shape(self, rate: str) -> None:
+        """Limit what the host sends, by a token bucket, to one of `RATES`."""
+        tbf = ["root", "tbf", "rate", rate, "burst", RATES[rate], "latency", "100ms"]
+        subprocess.run(["tc", "-n", self.namespace, "qdisc", "replace", "dev", LINK, *tbf], check=True)
+
+
+@dataclass(frozen=True)
+class TwoHosts:
+    """The hosts, as long as the context that made them is open."""
+
+    hosts: tuple[Host, Host]
+    launcher: Path
+    is_open_mpi: bool
+
+    def cut(self, *, silently: bool) -> None:
+        """Separate the hosts, in both directions; see `Host.cut`."""
+        first, second = self.hosts
+        for host, peer in ((first, second), (second, first)):
+            host.cut(peer, silently=silently)
+
+    def mend(self) -> None:
+        """Undo `cut`."""
+        for host in self.hosts:
+            _ip("-n", host.namespace, "neighbor", "flush", "nud", "permanent", "dev", LINK)
+            _ip("-n", host.namespace, "link", "set", LINK, "up")
+        _wait_for_link(self.hosts)
+
+    def mpiexec(
+        self, ranks_per_host: int, command: Sequence[str], program: str = "", *, open_mpi: bool | None = None
+    ) -> list[str]:
+        """A command that runs `command` on that many ranks of each host, through the cable.
+
+        Args:
+            ranks_per_host: number of ranks on each host.
+            command: what each of them runs.
+            program: the mpiexec (default: that beside this Python).
+            open_mpi: whether it is Open MPI's, not MPICH's (default: as that beside this Python).
+        """
+        program = program or find_mpiexec()[0]
+        slots = ",".join(f"{host.address}:{ranks_per_host}" for host in self.hosts)
+        if self.is_open_mpi if open_mpi is None else open_mpi:
+            words = ["env", *_OPEN_MPI, program, "--prtemca", "plm_ssh_agent", str(self.launcher)]
+            words += ["--prtemca", "prte_if_include", LINK, "--host", slots]
+            words += ["--map-by", f"ppr:{ranks_per_host}:node:oversubscribe"]
+        else:
+            words = [program, "-launcher", "ssh", "-launcher-exec", str(self.launcher), "-iface", LINK]
+            # The hosts share one kernel, and UCX would find the ways past the wire.
+            words += ["-genv", "UCX_TLS", "tcp,self", "-genv", "UCX_NET_DEVICES", LINK, "-hosts", slots]
+        return self.hosts[0].inside([*words, "-n", str(2 * ranks_per_host), *command])
+
+
+@contextmanager
+def two_hosts(mark: str = "") -> Iterator[TwoHosts]:
+    """Make two hosts, and remove them at the end, whatever happens.
+
+    Args:
+        mark: tells the hosts from others that this process has at the same time.
+
+    Raises:
+        HostsUnavailableError: it needs root, the commands ip and unshare, and the mpiexec of MPICH or Open MPI.
+    """
+    if os.geteuid() != 0:
+        raise HostsUnavailableError("network namespaces are root's to make; run this as root")
+    for tool in ("ip", "unshare", "mpiexec"):
+        if shutil.which(tool) is None and not Path(sys.executable).with_name(tool).exists():
+            raise HostsUnavailableError(f"there is no command {tool!r}")
+    _, version = find_mpiexec()
+    if not any(name in version for name in ("HYDRA", "Open MPI")):
+        raise HostsUnavailableError("only the mpiexec of MPICH and Open MPI can be led into another namespace")
+    name = f"distopt-{os.getpid()}{mark}"
+    first, second = (Host(f"distopt-{x}", f"10.213.77.{i}", f"{name}-{x}") for i, x in enumerate("ab", 1))
+    hosts = first, second
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            _connect(*hosts)
+            launcher = Path(folder) / "launcher"
+            launcher.write_text(_launcher_script(hosts))
+            launcher.chmod(0o700)
+            yield TwoHosts(hosts, launcher, "Open MPI" in version)
+        finally:
+            for host in hosts:  # the cable goes with its ends
+                subprocess.run(["ip", "netns", "delete", host.namespace], check=False, stderr=subprocess.DEVNULL)
+
+
+def _connect(first: Host, second: Host) -> None:
+    for host in (first, second):
+        _ip("netns", "add", host.namespace)
+    peer = ["peer", "name", LINK, "netns", second.namespace]
+    _ip("link", "add", LINK, "netns", first.namespace, "type", "veth", *peer)
+    for host in (first, second):
+        _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", LINK)
+        for device in ("lo", LINK):
+            _ip("-n", host.namespace, "link", "set", device, "up")
+    _wait_for_link((first, second))
+
+
+def _wait_for_link(hosts: Sequence[Host]) -> None:
+    """The kernel says a moment later that the link is up; until then UCX does not find the interface."""
+    for host in hosts:
+        deadline = time.monotonic() + 5.0
+        while " state UP " not in _ip("-n", host.namespace, "-oneline", "link", "show", "dev", LINK):
+            if time.monotonic() > deadline:
+                raise HostsUnavailableError("the link between the namespaces does not come up")
+            time.sleep(0.02)
+
+
+def _ip(*words: str) -> str:
+    ended = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        raise HostsUnavailableError(f"ip {' '.join(words)}: {ended.stderr.strip()}")
+    return ended.stdout
+
+
+def _launcher_script(hosts: Sequence[Host]) -> str:
+    """What mpiexec calls in place of ssh: [options] address command.
+
+    As with ssh, the command does not end when its caller does, and gets no signal that the caller gets.
+    """
+    cases = "\n".join(f"  {host.address}) name={host.name} namespace={host.namespace};;" for host in hosts)
+    return f"""#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+case "$1" in
+{cases}
+esac
+shift
+setsid ip netns exec "$namespace" unshare --uts sh -c "hostname $name && $*" < /dev/null &
+wait $!
+"""
+
+
+def find_mpiexec() -> tuple[str, str]:
+    """The mpiexec most likely to belong to this environment's mpi4py, and what it says of its version.
+
+    Raises:
+        MissingDependencyError: there is none.
+    """
+    beside = Path(sys.executable).with_name("mpiexec")
+    path = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if path is None:
+        raise MissingDependencyError('no mpiexec on the PATH; pip install "distopt[mpi]"')
+    return path, subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout

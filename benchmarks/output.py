@@ -1,0 +1,47 @@
+"""What benchmarks say and write."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from distopt.errors import DistoptError
+from distopt.files import atomic_write
+
+ROOT = Path(__file__).parents[1]
+
+
+def announce(text: str) -> None:
+    """Report something that takes long, on stderr."""
+    print(f"# {text}", file=sys.stderr, flush=True)
+
+
+def write_json(path: Path, report: object) -> None:
+    """Write what `--json` asked for."""
+    with atomic_write(path) as file:
+        file.write(json.dumps(report, indent=1).encode())
+
+
+def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """A table in Markdown."""
+    names = list(head)
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def put(page: Path, name: str, text: str) -> None:
+    """Replace what stands between the marks of the benchmark `name` in `page`."""
+    begin, end = (f"<!-- table of python -m benchmarks {name}: {word} -->" for word in ("begin", "end"))
+    before, found, rest = page.read_text().partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise DistoptError(f"{page} has no lines {begin} and {end}; put them where the text belongs")
+    page.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}")
+
+
+def import_this_checkout() -> None:
+    """Let processes that are started from now on import what this one does."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

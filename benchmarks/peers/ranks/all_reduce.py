@@ -1,0 +1,61 @@
+"""One rank of `python -m benchmarks all-reduce`: fill, time, check."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from .pattern import Pattern
+from .session import Session
+from .transports import TRANSPORTS, Transport
+
+
+def serve(session: Session, rank: int, world_size: int) -> None:
+    """Answer the setup request, then each request for a measurement."""
+    requests = session.requests()
+    setup = next(requests)
+    transport = TRANSPORTS[setup["library"]](rank, world_size, setup)
+    session.send({"rank": transport.rank, "about": transport.about, "buffers": transport.buffers})
+    for request in requests:
+        session.send(measure(transport, world_size, request))
+
+
+def measure(transport: Transport, world_size: int, request: dict[str, Any]) -> dict[str, Any]:
+    """Collective. Time `samples` batches of `calls` collectives, after `warm_up` untimed ones; check every result.
+
+    The calls of a batch follow one another at once. In a broadcast that would let a constant root run ahead, and time
+    its sends alone. So the ranks take turns as root, as in the Intel MPI Benchmarks (IMB-MPI1 Bcast): nobody is root
+    before it has what the root before it sent. The first root of a batch, whose data remain, changes from batch to
+    batch.
+
+    Returns:
+        "seconds" per call, one entry for each timed batch, and the number of "wrong" elements over all batches.
+    """
+    calls, collective = request["calls"], request["collective"]
+    call = transport.call(collective, request["buffers"], request["count"], request["capacity"], request["dtype"])
+    pattern = Pattern(request["dtype"], transport.rank, world_size)
+    in_place = call.input is call.result
+    seconds, wrong = [], 0
+    for batch in range(request["warm_up"] + request["samples"]):
+        roots = [(batch + i) % world_size for i in range(calls)]
+        pattern.fill(call.input)
+        if not in_place:
+            call.result.fill(0)
+        transport.sync()
+        start = time.perf_counter()
+        for root in roots:
+            call.run(root)
+        seconds.append((time.perf_counter() - start) / calls)
+        transport.sync()
+        match collective:
+            case "all_reduce":
+                wrong += pattern.wrong(call.result, calls if in_place else 1)
+            case "reduce_scatter":
+                wrong += pattern.wrong(call.result, 1, first=call.result.size * transport.rank)
+            case "broadcast":
+                wrong += pattern.strange(call.result, roots[0])
+            case "all_gather":
+                parts = call.result.reshape(world_size, -1)
+                wrong += sum(pattern.strange(part, rank) for rank, part in enumerate(parts))
+        transport.sync()  # a peer may still be reading this buffer
+    return {"seconds": seconds[request["warm_up"] :], "wrong": wrong}

@@ -1,0 +1,107 @@
+"""One rank of `python -m benchmarks train`: times steps and the phases within them."""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+import time
+from abc import ABC, abstractmethod
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .session import Session
+
+PHASES = ("forward", "backward", "communication", "update")
+
+
+class Trainer(ABC):
+    """A model and its optimizer in some library.
+
+    Attributes:
+        rank: this rank.
+        about: library and version.
+        gradient_count: number of gradient elements.
+    """
+
+    rank: int
+    about: str
+    gradient_count: int
+
+    @abstractmethod
+    def step(self) -> None:
+        """Collective. Train on this rank's batch, the same one in every step."""
+
+    @abstractmethod
+    def phases(self, seconds: float) -> dict[str, float]:
+        """Local, called once after each step. How the `seconds` of the step divide among `PHASES`.
+
+        NaN for a phase that is included in the preceding one.
+        """
+
+    @abstractmethod
+    def parameters(self) -> bytes:
+        """Local. The parameters, for comparison between ranks."""
+
+    def sent_bytes(self) -> int:
+        """Local. What the library says that it has sent; 0 if it does not."""
+        return 0
+
+
+def serve(session: Session, rank: int, world_size: int) -> None:
+    """Answer the setup request, then each request to run steps."""
+    requests = session.requests()
+    setup = next(requests)
+    library = import_module(f".train_{setup['library']}", __package__)
+    trainer: Trainer = library.trainer(rank, world_size, setup)
+    session.send({"rank": trainer.rank, "about": trainer.about, "gradient_count": trainer.gradient_count})
+    for request in requests:
+        session.send(measure(trainer, request["steps"], request["warm_up"], request.get("interface", "lo")))
+
+
+def measure(trainer: Trainer, steps: int, warm_up: int, interface: str) -> dict[str, Any]:
+    """Collective. Time `steps` steps individually, after `warm_up` untimed ones; count what `interface` has sent."""
+    sent, through = trainer.sent_bytes(), interface_bytes(interface)
+    seconds: list[float] = []
+    phases: dict[str, list[float]] = {name: [] for name in PHASES}
+    for number in range(warm_up + steps):
+        if number == warm_up:
+            sent, through = trainer.sent_bytes(), interface_bytes(interface)
+        start = time.perf_counter()
+        trainer.step()
+        elapsed = time.perf_counter() - start
+        spent = trainer.phases(elapsed)
+        if number >= warm_up:
+            seconds.append(elapsed)
+            for name in PHASES:
+                phases[name].append(spent[name])
+    return {
+        "seconds": seconds,
+        "phases": phases,
+        "parameters": hashlib.sha256(trainer.parameters()).hexdigest()[:16],
+        "sent_bytes": trainer.sent_bytes() - sent,
+        "interface_bytes": interface_bytes(interface) - through,
+        "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        "now_bytes": resident_bytes(),
+    }
+
+
+def interface_bytes(name: str) -> int:
+    """Bytes sent through a network interface: headers and acknowledgements included."""
+    return int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
+
+
+def resident_bytes() -> tuple[int, int]:
+    """Rss, all pages that this process has mapped and touched; and Pss, where shared ones are divided."""
+    fields = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    return int(fields["Rss"].split()[0]) << 10, int(fields["Pss"].split()[0]) << 10
+
+
+def synthetic_batch(size: int, rank: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    """Images (size, 1, 28, 28) and labels of one rank."""
+    rng = np.random.default_rng(rank)
+    images = rng.standard_normal((size, 1, 28, 28), dtype=np.float32)
+    return images, rng.integers(0, 10, size).astype(np.int32)

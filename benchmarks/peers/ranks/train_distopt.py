@@ -1,0 +1,112 @@
+"""The reference CNN in distopt.
+
+In `setup`, "backend" names the communicator, "codec" has the arguments of `compress.create`; with "partial", updates
+are partial, and with "apart", every process is a job of its own.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+from threadpoolctl import threadpool_info
+
+from benchmarks.models.cnn import compiled, train_cnn
+from distopt import compress, device, opt
+from distopt.tensor import Tensor
+
+from .train import Trainer
+from .transports import communicator
+
+
+def trainer(rank: int, world_size: int, setup: dict[str, Any]) -> Trainer:
+    """Collective. A trainer, ready for its first step."""
+    return _Distopt(rank, world_size, setup)
+
+
+class _Clock:
+    """Times of the last step."""
+
+    started = 0.0
+    forward_ended = 0.0
+    update_seconds = 0.0
+
+
+class _Cnn(train_cnn.CNN):
+    partial = False
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> None:
+        loss = self.softmax_cross_entropy(self.forward(x), y)
+        if self.partial:
+            self.optimizer.step_by("partialUpdate", loss)
+        else:
+            self.optimizer(loss)
+
+
+class _TimedSgd(opt.SGD):
+    """SGD that records the time of its updates."""
+
+    clock: _Clock
+
+    def update(self, param: Tensor, grad: Tensor) -> None:
+        start = perf_counter()
+        super().update(param, grad)
+        self.clock.update_seconds += perf_counter() - start
+
+
+class _TimedDistOpt(opt.DistOpt):
+    """DistOpt that records when it was called."""
+
+    clock: _Clock
+
+    def __call__(self, loss: Tensor) -> None:
+        self.clock.forward_ended = perf_counter()
+        super().__call__(loss)
+
+    def step_by(self, dist_option: str, loss: Tensor, **options: Any) -> None:
+        self.clock.forward_ended = perf_counter()
+        super().step_by(dist_option, loss, **options)
+
+
+class _Distopt(Trainer):
+    def __init__(self, rank: int, world_size: int, setup: dict[str, Any]) -> None:
+        where = communicator(0, 1, setup) if setup.get("apart") else communicator(rank, world_size, setup)
+        self.rank = where.topology.rank
+        device.get_default_device().SetRandSeed(0)
+        self._clock, self._communicated = _Clock(), 0.0
+        sgd = _TimedSgd(lr=0.005, momentum=0.9, weight_decay=1e-5)
+        sgd.clock = self._clock
+        codec = compress.create(**setup.get("codec", {"name": "fp32"}))
+        self._dist_opt = _TimedDistOpt(sgd, communicator=where, codec=codec, partition_elements=100_000)
+        self._dist_opt.clock = self._clock
+        net = _Cnn()
+        net.partial = setup.get("partial", False)
+        self._net, self._x, self._y = compiled(self._dist_opt, setup["batch_size"], use_graph=True, net=net)
+        self.gradient_count = sum(param.array.size for param in self._net.get_params().values())
+        self.about = f"distopt, {where.name} communicator{_blas()}"
+
+    def step(self) -> None:
+        self._clock.update_seconds = 0.0
+        self._clock.started = perf_counter()
+        self._net(self._x, self._y)
+
+    def phases(self, seconds: float) -> dict[str, float]:
+        cost = self._dist_opt.stats().total
+        total = cost.select_seconds + cost.comm_seconds + cost.decode_seconds
+        communication, self._communicated = total - self._communicated, total
+        forward, update = self._clock.forward_ended - self._clock.started, self._clock.update_seconds
+        backward = seconds - forward - communication - update
+        return {"forward": forward, "backward": backward, "communication": communication, "update": update}
+
+    def parameters(self) -> bytes:
+        return b"".join(param.to_numpy().tobytes() for param in self._net.get_params().values())
+
+    def sent_bytes(self) -> int:
+        return int(self._dist_opt.stats().total.wire_bytes)
+
+
+def _blas() -> str:
+    for library in threadpool_info():
+        if library["user_api"] == "blas":
+            return f"; {library['internal_api']} with {library.get('architecture', 'unknown')} kernels"
+    return ""

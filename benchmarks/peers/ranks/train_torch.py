@@ -1,0 +1,109 @@
+"""The reference CNN in PyTorch: DistributedDataParallel over Gloo for several ranks, the bare model for one.
+
+`setup` selects the default settings, or with "tuned" the fastest known for a CPU; "bfloat16" adds autocast, "hook" a hook
+of DistributedDataParallel: "fp16" or "power-sgd".
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from .train import Trainer, synthetic_batch
+
+
+def trainer(rank: int, world_size: int, setup: dict[str, Any]) -> Trainer:
+    """Collective. A trainer, ready for its first step."""
+    return _Torch(rank, world_size, setup)
+
+
+class _Torch(Trainer):
+    def __init__(self, rank: int, world_size: int, setup: dict[str, Any]) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        tuned, bfloat16 = setup.get("tuned", False), setup.get("bfloat16", False)
+        self.rank = rank
+        images, labels = synthetic_batch(setup["batch_size"], rank)
+        self._x, self._y = torch.from_numpy(images), torch.from_numpy(labels).long()
+        self._net = network(tuned)
+        self.about = f"torch {torch.__version__}{', tuned' if tuned else ''}{', bfloat16 autocast' if bfloat16 else ''}"
+        if tuned:
+            self._x = self._x.contiguous(memory_format=torch.channels_last)
+            nn.utils.convert_conv2d_weight_memory_format(self._net, torch.channels_last)
+        if world_size > 1:
+            store = f"file://{setup['folder']}/store"
+            distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+            hook = setup.get("hook", "")
+            # With several buckets Gloo aborts in the hook of PowerSGD (torch 2.13), probably because its second
+            # all-reduces start in another order on each rank. A cap given by hand makes one bucket of all.
+            cap = 25 if hook == "power-sgd" else None
+            self._net = nn.parallel.DistributedDataParallel(
+                self._net,
+                static_graph=tuned,
+                gradient_as_bucket_view=tuned,
+                broadcast_buffers=not tuned,
+                bucket_cap_mb=cap,
+            )
+            _add_hook(self._net, hook)
+            self.about += ", DistributedDataParallel over Gloo"
+        self.gradient_count = sum(param.numel() for param in self._net.parameters())
+        self._sgd = torch.optim.SGD(
+            self._net.parameters(), lr=0.005, momentum=0.9, weight_decay=1e-5, fused=tuned or None
+        )
+        self._keep_gradients = tuned
+        self._autocast = partial(torch.autocast, "cpu", torch.bfloat16) if bfloat16 else nullcontext
+        self._criterion = nn.CrossEntropyLoss()
+
+    def step(self) -> None:
+        start = perf_counter()
+        self._sgd.zero_grad(set_to_none=not self._keep_gradients)
+        with self._autocast():
+            loss = self._criterion(self._net(self._x), self._y)
+        forward_ended = perf_counter()
+        loss.backward()
+        backward_ended = perf_counter()
+        self._sgd.step()
+        self._times = start, forward_ended, backward_ended, perf_counter()
+
+    def phases(self, seconds: float) -> dict[str, float]:
+        # DistributedDataParallel communicates during backward and does not report how long backward waited.
+        forward, backward, update = (later - earlier for earlier, later in pairwise(self._times))
+        return {"forward": forward, "backward": backward, "communication": math.nan, "update": update}
+
+    def parameters(self) -> bytes:
+        return b"".join(param.detach().numpy().tobytes() for param in self._net.parameters())
+
+
+def network(tuned: bool = False) -> nn.Module:
+    """The model. If tuned, ReLU follows pooling: the same function on a quarter of the elements."""
+    activation = [nn.MaxPool2d(2), nn.ReLU()] if tuned else [nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(
+        nn.Conv2d(1, 20, 5),
+        *activation,
+        nn.Conv2d(20, 50, 5),
+        *activation,
+        nn.Flatten(),
+        nn.Linear(800, 500),
+        nn.ReLU(),
+        nn.Linear(500, 10),
+    )
+
+
+def _add_hook(net: nn.parallel.DistributedDataParallel, name: str) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if name == "fp16":
+        net.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name == "power-sgd":
+        # The hook must not begin before DDP has rebuilt its buckets, which is in the second step.
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
+        )
+        net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

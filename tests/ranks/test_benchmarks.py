@@ -1,0 +1,180 @@
+"""Every benchmark, and every command with one that README and docs name, in seconds: the smallest sizes come last."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import network
+from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks.peers.environments import Environment
+from examples.data import idx, synthetic
+from tests.processes import ROOT, Ended, Program, mpiexec
+
+pytestmark = pytest.mark.slow
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+COMMAND = re.compile(r"python -m benchmarks ([a-z].*)")
+
+# Options that make a run short; {NAME}: see `files`.
+SHORT = {
+    "all-reduce": "-b 1K -e 1K -n 2 --turns 1 --peers= --sizes 1K",
+    "train": "--batch-size 2 -n 1 -w 0 --turns 1 --peers=",
+    "kernels": "--count 1000 -n 1 --peers=",
+    "scaling": "{table} --step-ms 10 --bytes 1M",
+    "collectives": "--only 2x1,1gbit,all_reduce --sizes 1K --samples 1 --peers= --results {results} --output {page}",
+    "network": "--steps 1 --rates 1gbit --output {page}",
+    "overlap": "--cases 1 --repeats 1 --wait 0.2",
+    "startup": "--rounds 1",
+    "checks": "--rounds 1",
+    "checkpoint": "--pairs 1 --every 2 --data-dir {digits}",
+    "convergence": "--epochs 1 --batch-size 32 --only fp32 half partial topk1-bare --data-dir {digits} --cache {cache} "
+    "--output {convergence}",
+    "memory": "--steps 20 --batch-size 2 --only distopt",
+    "layers": "--batch-size 2 --rounds 2",
+    "step-profile": "--steps 5 --batch-size 4",
+    "gpu": "--elements 1000 --selected-from 1000 --write {page}",
+}
+AS_ROOT = {"collectives", "network", "overlap", "startup"}
+ON_GPUS = {"gpu"}
+
+
+def documented() -> list[str]:
+    """What follows `python -m benchmarks` in the pages' blocks of commands and in their text, each once."""
+    found = set()
+    for page in PAGES:
+        text = re.sub(r"<!--.*?-->", "", page.read_text())
+        blocks = re.findall(r"```sh\n(.*?)```", text, re.S)
+        lines = [line.partition("  #")[0] for block in blocks for line in block.splitlines()]
+        quoted = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
+        matches = [COMMAND.search(" ".join(command.split())) for command in (*lines, *quoted)]
+        found |= {match[1] for match in matches if match}
+    return sorted(found)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, Path]:
+    """What `SHORT` names."""
+    folder = tmp_path_factory.mktemp("files")
+    digits = folder / "digits"
+    digits.mkdir()
+    for name, count, seed in (("train", 384, 1), ("t10k", 100, 2)):
+        images, labels = synthetic.digits(count, seed)
+        (digits / f"{name}-images-idx3-ubyte").write_bytes(idx.encode(images[:, 0]))
+        (digits / f"{name}-labels-idx1-ubyte").write_bytes(idx.encode(labels.astype(np.uint8)))
+    page = folder / "page.md"
+    page.write_text("".join((ROOT / "docs" / name).read_text() for name in ("network.md", "gpu.md")))
+    names = {"table": "table.json", "results": "results.json", "cache": "cache", "convergence": "convergence.md"}
+    return {"digits": digits, "page": page, **{name: folder / file for name, file in names.items()}}
+
+
+@pytest.fixture
+def peers_here(monkeypatch):
+    """PyTorch from this environment instead of one of its own."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr(Environment, "prepare", lambda *_: None)
+    monkeypatch.setattr(Environment, "program", lambda *_: sys.executable)
+
+
+def run_short(words: str, files: dict[str, Path]) -> Ended:
+    """Run a benchmark with the words of a page, then those of `SHORT`."""
+    name = words.split(maxsplit=1)[0]
+    if name in AS_ROOT or "--emulate" in words:
+        require_hosts()
+    if name == "convergence":
+        pytest.importorskip("matplotlib")
+    words = words.replace("2xN", "2x1")
+    own = SHORT[name].format(**files)
+    if name == "scaling":
+        words = name  # a page's tables do not exist here
+        if not files["table"].exists():
+            table = f"all-reduce {SHORT['all-reduce']} --json {files['table']}"
+            assert Program([sys.executable, "-m", "benchmarks", *table.split()]).end().code == 0
+    return Program([sys.executable, "-m", "benchmarks", *words.split(), *own.split()]).end(250)
+
+
+def require_hosts() -> None:
+    pytest.importorskip("mpi4py", exc_type=ImportError)
+    from benchmarks.networks.emulation import HostsUnavailableError, two_hosts
+
+    try:
+        with two_hosts("-probe"):
+            pass
+    except HostsUnavailableError as error:
+        pytest.skip(f"no second host: {error}")
+
+
+def test_every_benchmark_is_here_and_in_its_readme():
+    assert set(SHORT) == set(BENCHMARKS)
+    table = (ROOT / "benchmarks" / "README.md").read_text()
+    assert all(re.search(rf"^\| [^|]*\b{name}\b[^|]* \|", table, re.M) for name in BENCHMARKS)
+    modules = {path.stem.replace("_", "-") for path in (ROOT / "benchmarks").glob("*.py")}
+    assert modules - {"--init--", "--main--", "output", "plots"} == set(BENCHMARKS)
+
+
+def test_the_pages_name_commands_that_exist():
+    commands = documented()
+    assert len(commands) >= 20
+    assert {words.split()[0] for words in commands} <= set(BENCHMARKS)
+    text = "\n".join(page.read_text() for page in PAGES)
+    assert not re.search(r"python benchmarks/|distopt bench (?!all-reduce)", text)
+
+
+@pytest.mark.parametrize("words", sorted({*BENCHMARKS, *documented()} - {"network"} - ON_GPUS, key=str))
+def test_a_benchmark_runs(words, files):
+    if words.split()[0] in {"network", *ON_GPUS}:
+        pytest.skip("see the tests below")
+    ended = run_short(words, files)
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout
+
+
+def test_training_steps_between_hosts(files, monkeypatch, peers_here):
+    require_hosts()
+    rows = ["fp32", "partial update", "PowerSGD rank 2"]
+    monkeypatch.setattr(network, "SENT", {row: network.SENT[row] for row in rows})
+    assert main(["network", *SHORT["network"].format(**files).split()]) == 0
+    table = re.findall(r"^\| ([^|]*?) \|", files["page"].read_text().partition("network: end")[0], re.M)
+    assert table == ["sent", "---", *rows, *network.DDP]
+
+
+def test_memory_beside_pytorch(peers_here, capsys):
+    words = SHORT["memory"].replace("--only distopt", "--only torch-ddp")
+    assert main(["memory", *words.split()]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 9
+
+
+def test_what_checks_cost_under_mpiexec():
+    ended = mpiexec(2, "-m", "benchmarks", "checks", "--rounds", "1")
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout.startswith("mpi, 2 ranks: step ")
+
+
+def test_a_profile_without_a_graph(files):
+    ended = run_short("step-profile --no-graph --np 1", files)
+    assert ended.code == 0, ended.stderr
+    assert "layers" in ended.stdout
+
+
+def test_without_a_gpu_the_reason_is_given(files):
+    if shutil.which("nvidia-smi"):
+        pytest.skip("there is one")
+    ended = run_short("gpu", files)
+    assert ended.code == 1
+    assert "the benchmark measures on a GPU: " in ended.stderr
+
+
+def test_jobs_that_are_killed_or_change_their_number_of_ranks(files):
+    options = f"--strategies plain --every 2 --images 384 --data-dir {files['digits']}"
+    command = [sys.executable, "-m", "tests.checkpoint_runs"]
+    ended = Program([*command, *f"kills --kills 1 --epochs 4 {options}".split()]).end(250)
+    assert ended.code == 0, ended.stdout + ended.stderr
+    assert "the same bits; lines: the same" in ended.stdout
+    ended = Program([*command, *f"ranks --seeds 1 --epochs 6 {options}".split()]).end(250)
+    assert ended.code == 0, ended.stdout + ended.stderr
+    assert "plain: mean of 1 seeds" in ended.stdout

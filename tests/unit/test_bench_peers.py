@@ -1,0 +1,584 @@
+"""`python -m benchmarks all-reduce`: arguments, data that proves results, crews, environments, a small real run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import all_reduce
+from benchmarks.__main__ import main
+from benchmarks.networks.site import ListedSite, Site
+from benchmarks.peers import environments, lineup
+from benchmarks.peers.crew import Crew, CrewError, rank_command
+from benchmarks.peers.environments import Environment
+from benchmarks.peers.lineup import Candidate, Lineup, distopt_crew, mpi_crew, torch_crew
+from benchmarks.peers.ranks.all_reduce import measure
+from benchmarks.peers.ranks.pattern import PERIOD, Pattern, max_calls
+from benchmarks.peers.ranks.transports import COLLECTIVES, Call, Transport
+from distopt.cli.bench import HEADER, Row, heading, size_range
+from distopt.cli.values import byte_size
+from distopt.errors import MissingDependencyError, UsageError
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("4096", 4096), ("1K", 1024), ("1k", 1024), ("1.5M", 3 << 19), ("128M", 128 << 20), ("2G", 2 << 30)],
+)
+def test_byte_size(text, size):
+    assert byte_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "K", "1X", "1KB", "1 K", "0.3", "1e3", "nan", "\u0661"])
+def test_no_byte_size(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="size in bytes"):
+        byte_size(text)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "factor", "item", "sizes"),
+    [
+        (1024, 16384, 4, 4, [1024, 4096, 16384]),
+        (1000, 5000, 2, 8, [1000, 2000, 4000]),
+        (1, 20, 2, 4, [4, 8, 16]),
+        (6, 24, 2, 4, [4, 12, 24]),
+        (1024, 1024, 2, 4, [1024]),
+        (3, 3, 2, 4, []),
+        (8, 4, 2, 4, []),
+    ],
+)
+def test_size_range(first, last, factor, item, sizes):
+    assert size_range(first, last, factor, item) == sizes
+
+
+def test_sizes_by_name_are_whole_sorted_and_different():
+    assert all_reduce.whole_sizes(all_reduce.byte_sizes("1K,17,3,19,64"), 8) == [16, 64, 1024]
+    with pytest.raises(argparse.ArgumentTypeError, match="'' is not a size"):
+        all_reduce.byte_sizes("1K,")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "-b 1X",
+        "-b 8K -e 4K",
+        "-f 1",
+        "--np 1",
+        "--np two",
+        "-n 0",
+        "--dtype float8",
+        "--backend single",
+        "--collective gossip",
+        "--collective all_gather --np 3 -b 8 -e 8",
+        "--sizes 3",
+        "--sizes 4K,many",
+        "--peers openmpi,nccl",
+        "--speed 9",
+        "--emulate 3x2",
+        "--emulate 2x0",
+        "--emulate 2x2 --np 4",
+        "--emulate 2x2 --backend mpi,shm",
+        "--emulate 2x2 --rate 1mile",
+        "--rate 1gbit",
+        "--hosts /nowhere",
+        "--hosts /dev/null",
+        "--hosts /etc/hostname --emulate 2x1",
+    ],
+)
+def test_wrong_arguments_get_one_line_and_code_2(words, capsys):
+    assert main(["all-reduce", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+
+
+# -- the data ----------------------------------------------------------------------------------------------------------
+def all_reduce_slowly(arrays, dtype):
+    """Sum in rank order, rounding as a transport of that type does."""
+    if dtype == "bfloat16":
+        wide = [(array.astype(np.uint32) << 16).view(np.float32) for array in arrays]
+        total = sum(wide[1:], wide[0].copy())
+        bits = total.view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    total = arrays[0].copy()
+    for array in arrays[1:]:
+        total = total + array
+    return total
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 16])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int32", "int64"])
+def test_the_pattern_survives_as_many_sums_as_it_says(dtype, world_size):
+    count = PERIOD + 7
+    arrays = [np.zeros(count, "uint16" if dtype == "bfloat16" else dtype) for _ in range(world_size)]
+    patterns = [Pattern(dtype, rank, world_size) for rank in range(world_size)]
+    for pattern, array in zip(patterns, arrays, strict=True):
+        pattern.fill(array)
+    assert not np.array_equal(arrays[0], arrays[1])
+    calls = min(max_calls(dtype, world_size), 130)
+    assert calls >= 5
+    for call in range(1, calls + 1):
+        arrays = [all_reduce_slowly(arrays, dtype)] * world_size
+        assert patterns[0].wrong(arrays[0], call) == 0
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32"])
+def test_wrong_elements_are_counted(dtype, world_size):
+    count = 2 * PERIOD + 1
+    patterns = [Pattern(dtype, rank, world_size) for rank in range(world_size)]
+    arrays = [np.zeros(count, "uint16" if dtype == "bfloat16" else dtype) for _ in range(world_size)]
+    for pattern, array in zip(patterns, arrays, strict=True):
+        pattern.fill(array)
+    total = all_reduce_slowly(arrays, dtype)
+    total[[0, PERIOD - 1, PERIOD, count - 1]] = 0
+    assert patterns[0].wrong(total, 1) == 4
+    assert patterns[0].wrong(total, 2) == count
+    assert patterns[0].wrong(arrays[0], 1) == count
+    if np.issubdtype(total.dtype, np.floating):
+        total[5] = np.nan
+        assert patterns[0].wrong(total, 1) == 5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_the_data_of_one_rank_and_the_parts_of_a_sum(dtype):
+    count = PERIOD + 11
+    patterns = [Pattern(dtype, rank, 3) for rank in range(3)]
+    arrays = [np.zeros(count, "uint16" if dtype == "bfloat16" else dtype) for _ in range(3)]
+    for pattern, array in zip(patterns, arrays, strict=True):
+        pattern.fill(array)
+    assert [patterns[0].strange(array, rank) for rank, array in enumerate(arrays)] == [0, 0, 0]
+    assert patterns[2].strange(arrays[0], 1) > count / 2
+    total = all_reduce_slowly(arrays, dtype)
+    parts = np.split(total, 4)
+    assert [patterns[0].wrong(part, 1, first=part.size * i) for i, part in enumerate(parts)] == [0] * 4
+    assert patterns[0].wrong(parts[1], 1) > count / 8
+    arrays[1][[3, PERIOD]] = 0
+    assert patterns[0].strange(arrays[1], 1) == 2
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+ROW = Row("shm", "wire", 4 << 20, 1 << 20, "float32", 4, [3e-3, 1e-3, 2e-3], 1, 0)
+
+
+def test_a_row_has_the_numbers_of_nccl_tests():
+    assert ROW.time == 2e-3
+    assert ROW.algorithm_bandwidth == pytest.approx((4 << 20) / 2e-3)
+    assert ROW.bus_bandwidth == pytest.approx(ROW.algorithm_bandwidth * 1.5)
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor", "word"),
+    [
+        ("all_reduce", 1.5, "sum"),
+        ("all_gather", 0.75, "none"),
+        ("reduce_scatter", 0.75, "sum"),
+        ("broadcast", 1, "none"),
+    ],
+)
+def test_the_bandwidth_of_the_bus_by_collective(collective, factor, word):
+    row = replace(ROW, collective=collective)
+    assert row.bus_bandwidth == pytest.approx(row.algorithm_bandwidth * factor)
+    assert row.as_json()["redop"] == row.line(row).split()[3] == word
+
+
+def test_lines_stand_below_their_header():
+    other = Row("openmpi", "in place", 4 << 20, 1 << 20, "float32", 4, [5e-3], 1, 17)
+    line = other.line(ROW)
+    assert len(line) == len(HEADER.splitlines()[0])
+    assert " ".join(line.split()) == "4194304 1048576 float32 sum openmpi in place 5000.0 0.84 1.26 17 2.50"
+    assert line.index(" 17") + 3 == HEADER.index("#wrong") + len("#wrong")
+
+
+# -- crews -------------------------------------------------------------------------------------------------------------
+ECHO = """
+import json, os, socket, sys, time
+module, address, rank, size = sys.argv[1:]
+line = socket.socket(socket.AF_UNIX); line.connect(address)
+for text in line.makefile():
+    request = json.loads(text)
+    if request.get("die") == int(rank):
+        sys.stderr.write("out of luck\\n"); os._exit(3)
+    if request.get("hang") == int(rank):
+        time.sleep(60)
+    answer = {"error": "no idea"} if request.get("fail") == int(rank) else {"pid": os.getpid(), "got": request}
+    if request.get("name"): answer["rank"] = int(size) - 1 - int(rank)
+    line.sendall(json.dumps(answer).encode() + b"\\n")
+"""
+
+
+def echo(code=ECHO, world_size=3):
+    return Crew("none", [sys.executable, "-c", code], world_size)
+
+
+def gone(pid):
+    return not Path(f"/proc/{pid}").exists()
+
+
+def test_a_crew_answers_again_and_again_and_leaves_nothing():
+    with echo() as crew:
+        first = crew.ask({"x": 1})
+        second = crew.ask({"x": 2})
+        folder = crew.folder
+    assert [answer["got"] for answer in first + second] == [{"x": 1}] * 3 + [{"x": 2}] * 3
+    assert [answer["pid"] for answer in first] == [answer["pid"] for answer in second]
+    assert all(gone(answer["pid"]) for answer in first)
+    assert not folder.exists()
+
+
+def test_answers_come_in_the_order_of_the_ranks():
+    with echo() as crew:
+        named = crew.ask({"name": True})
+        assert [answer["rank"] for answer in named] == [0, 1, 2]
+        assert [answer["pid"] for answer in crew.ask({})] == [answer["pid"] for answer in named]
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [({"die": 1}, "ended while it was measured; out of luck"), ({"fail": 2}, "no idea"), ({"hang": 0}, "no answer")],
+)
+def test_a_rank_that_fails_gives_a_reason_and_ends_the_crew(monkeypatch, request_, message):
+    monkeypatch.setattr("benchmarks.peers.crew._REQUEST_SECONDS", 3.0)
+    monkeypatch.setattr("benchmarks.peers.crew._END_SECONDS", 0.2)
+    with echo() as crew:
+        pids = [answer["pid"] for answer in crew.ask({})]
+        with pytest.raises(CrewError, match=message):
+            crew.ask(request_)
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ([sys.executable, "-c", "import sys; sys.exit('no such library')"], "before it was ready; no such library"),
+        (["/no/such/python"], "cannot start /no/such/python"),
+    ],
+)
+def test_a_crew_that_does_not_come_up(command, message):
+    crew = Crew("none", command, 2)
+    with pytest.raises(CrewError, match=message):
+        crew.__enter__()
+    assert not crew.folder.exists()
+
+
+def test_a_crew_that_never_comes(monkeypatch):
+    monkeypatch.setattr("benchmarks.peers.crew._START_SECONDS", 0.5)
+    with pytest.raises(CrewError, match="only 0 ranks came up"), echo("import time; time.sleep(60)"):
+        pass
+
+
+def test_an_unknown_transport_is_a_reason():
+    with Crew("all_reduce", rank_command(), 2) as crew, pytest.raises(CrewError, match="KeyError: 'telegraph'"):
+        crew.ask({"library": "telegraph"})
+
+
+def test_open_mpi_is_told_that_ranks_share_cores(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    assert Site(4).by_mpi("m", open_mpi=True) == ["m", "--oversubscribe", "-n", "4"]
+    assert Site(2).by_mpi("m", open_mpi=True) == ["m", "-n", "2"]
+    assert Site(4).by_mpi("m", open_mpi=False) == ["m", "-n", "4"]
+
+
+# -- environments ------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def shell(monkeypatch, tmp_path):
+    """Record the commands instead of running them; `fail` makes the one that contains it fail."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ran = []
+
+    def fake(command, **options):
+        ran.append(command)
+        if shell.fail and shell.fail in command:
+            return subprocess.CompletedProcess(command, 1, "", "Collecting\nERROR: No matching distribution\n")
+        Path(command[3] if "venv" in command else "/").mkdir(parents=True, exist_ok=True)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    shell = argparse.Namespace(ran=ran, fail=None)
+    monkeypatch.setattr(environments.subprocess, "run", fake)
+    return shell
+
+
+def test_an_environment_is_made_once_and_announced(shell):
+    said = []
+    environment = Environment("peer", ("numpy", "peer==1.2"))
+    for _ in range(2):
+        environment.prepare(said.append)
+    assert len(shell.ran) == 2
+    assert shell.ran[1][-2:] == ["numpy", "peer==1.2"]
+    assert len(said) == 1
+    assert "peer==1.2" in said[0]
+    assert Environment("peer", ("numpy", "peer==1.3")).folder != environment.folder
+
+
+def test_a_failed_environment_is_no_environment(shell):
+    environment = Environment("peer", ("peer==1.2",))
+    shell.fail = "install"
+    for _ in range(2):
+        with pytest.raises(MissingDependencyError, match="No matching distribution"):
+            environment.prepare(lambda text: None)
+    shell.fail = None
+    environment.prepare(lambda text: None)
+    assert (environment.folder / "ready").exists()
+
+
+def test_a_peer_that_cannot_be_had_is_named_with_the_reason(shell):
+    shell.fail = "install"
+    with Lineup() as taking_part:
+        taking_part.add("mpich", lambda: mpi_crew("all_reduce", Site(2), "mpich", print))
+        taking_part.add("gloo", lambda: torch_crew("all_reduce", Site(2), print))
+    assert taking_part.candidates == []
+    assert taking_part.missing.keys() == {"mpich", "gloo"}
+    assert all("No matching distribution" in reason for reason in taking_part.missing.values())
+
+
+# -- all together ------------------------------------------------------------------------------------------------------
+def bench(words, capsys):
+    code = main(["all-reduce", *words.split()])
+    return code, capsys.readouterr().out
+
+
+def test_a_small_real_run(tmp_path, capsys):
+    path, picture = tmp_path / "out.json", tmp_path / "out.png"
+    pytest.importorskip("matplotlib")
+    code, out = bench(f"-b 1K -e 4K -n 4 --turns 2 --json {path} --plot {picture}", capsys)
+    assert code == 0
+    report = json.loads(path.read_text())
+    assert report["world_size"] == 2
+    assert report["missing"] == {}
+    assert report["machine"]["cores"] >= 1
+    rows = report["rows"]
+    expected = [("shm", "wire"), ("shm", "ordinary"), ("floor", "in place")]
+    assert [(row["size_bytes"], row["who"], row["buffers"]) for row in rows] == [
+        (size, *key) for size in (1024, 4096) for key in expected
+    ]
+    for row in rows:
+        assert row["count"] * 4 == row["size_bytes"]
+        assert len(row["seconds"]) == 4
+        assert min(row["seconds"]) > 0
+        assert row["wrong"] == 0
+        assert sorted(row["seconds"])[1] <= row["median_seconds"] <= sorted(row["seconds"])[2]
+    lines = [line for line in out.splitlines() if not line.startswith("#")]
+    assert len(lines) == len(rows)
+    assert lines[0].split()[-1] == "1.00"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int64"])
+def test_other_types_at_three_ranks(dtype, capsys):
+    code, out = bench(f"--np 3 -b 999 -e 999 -n 2 --dtype {dtype}", capsys)
+    assert code == 0, out
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "broadcast"])
+def test_other_collectives(collective, tmp_path, capsys):
+    pytest.importorskip("mpi4py")
+    path = tmp_path / "out.json"
+    words = f"--np 3 --collective {collective} --sizes 20000,100 -n 4 --turns 2 --backend shm,mpi --json {path}"
+    code, out = bench(words, capsys)
+    assert code == 0, out
+    report = json.loads(path.read_text())
+    split = collective != "broadcast"
+    assert report["collective"] == collective
+    assert [(row["size_bytes"], row["who"], row["buffers"]) for row in report["rows"]] == [
+        (size, who, buffers)
+        for size in ((96, 19_992) if split else (100, 20_000))
+        for who in ("shm", "mpi")
+        for buffers in ("wire", "ordinary")
+    ]
+    assert " over " in report["candidates"]["mpi"]
+
+
+class Lazy(Transport):
+    """Moves nothing, and counts as one of two ranks."""
+
+    rank = 1
+
+    def call(self, collective, buffers, count, capacity, dtype):
+        self.roots = []
+        array = np.zeros(count // (2 if collective == "all_gather" else 1), dtype)
+        size = {"all_gather": count, "reduce_scatter": count // 2}.get(collective)
+        return Call(self.roots.append, array, array if size is None else np.zeros(size, dtype))
+
+    def sync(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("collective", "wrong"), [("all_reduce", 300), ("all_gather", 300), ("reduce_scatter", 150), ("broadcast", 200)]
+)
+def test_a_collective_that_moves_nothing_is_wrong(collective, wrong):
+    request = {"collective": collective, "buffers": "", "count": 100, "capacity": 100, "dtype": "int32"}
+    lazy = Lazy()
+    answer = measure(lazy, 2, {**request, "calls": 2, "samples": 2, "warm_up": 1})
+    # Of three broadcasts, the one from rank 1 leaves that rank's own data as they are; some elements are equal.
+    assert 0.9 * wrong < answer["wrong"] <= wrong
+    assert lazy.roots == [0, 1, 1, 0, 0, 1]
+
+
+def test_mpi_beside_shared_memory(capsys):
+    pytest.importorskip("mpi4py")
+    code, out = bench("-b 4K -e 4K -n 2 --backend shm,mpi,hierarchical", capsys)
+    assert code == 0, out
+    assert {line.split()[4] for line in out.splitlines() if not line.startswith("#")} == {
+        "shm",
+        "mpi",
+        "hierarchical",
+        "floor",
+    }
+
+
+@pytest.mark.parametrize("rate", ["", "--rate 1gbit"])
+def test_between_two_emulated_hosts(rate, capsys):
+    pytest.importorskip("mpi4py")
+    code, out = bench(f"--emulate 2x2 {rate} -b 4K -e 64K -f 16 -n 2 --backend mpi,hierarchical", capsys)
+    if code == 1 and not out:
+        pytest.skip("this machine or this user cannot emulate hosts")
+    assert code == 0, out
+    assert "# 4 ranks, 2 on each of two emulated hosts" in out
+    rows = [line.split() for line in out.splitlines() if not line.startswith("#")]
+    assert {(row[0], row[4]) for row in rows} == {
+        (n, who) for n in ("4096", "65536") for who in ("mpi", "hierarchical")
+    }
+
+
+def test_the_hosts_of_a_file(tmp_path, capsys):
+    pytest.importorskip("mpi4py")
+    file = tmp_path / "hosts"
+    file.write_text("# these\nlocalhost:2\n")
+    code, out = bench(f"--hosts {file} -b 4K -e 4K -n 2 --backend mpi", capsys)
+    assert code == 0, out
+    assert "# 2 ranks (2 on localhost) on " in out
+
+
+def test_hosts_files(tmp_path):
+    def read(text):
+        file = tmp_path / "hosts"
+        file.write_text(text)
+        site = ListedSite(file)
+        return site.world_size, site.described, site.meeting()["meeting"].rpartition(":")[0]
+
+    assert read("a:3\nb\n") == (4, " (3 on a, 1 on b)", "tcp://a")
+    assert read("# x\n\nnode1 slots=2 # y\nnode2 slots = 8\n") == (10, " (2 on node1, 8 on node2)", "tcp://node1")
+    with pytest.raises(UsageError, match=r"'a b' is neither HOST:RANKS nor HOST slots=RANKS"):
+        read("a b\n")
+    with pytest.raises(UsageError, match="lists 1 ranks; at least 2"):
+        read("a\n")
+
+
+def test_strangers_are_no_ranks():
+    join = "import socket, sys; t, _, p = sys.argv[2].rpartition('@'); h, _, p = p.rpartition(':'); p = int(p)\n"
+    join += "s = socket.create_connection((h, p)); s.sendall(b'x' * 32); assert s.recv(1) == b''\n"
+    join += "s = socket.create_connection((h, p)); s.sendall(t.encode()); s.recv(99)\n"
+    join += "s.sendall(b'{\"rank\": 0}\\n'); s.recv(1)"
+    with Crew("none", [sys.executable, "-c", join], 1, by_tcp=True) as crew:
+        assert crew.ask({}) == [{"rank": 0}]
+
+
+def own_mpiexec():
+    pytest.importorskip("mpi4py")
+    path = Path(sys.executable).with_name("mpiexec")
+    if not path.exists():
+        pytest.skip("no mpiexec beside this Python")
+    return [str(path), "-n", "2"]
+
+
+@pytest.mark.parametrize("library", ["mpi", "torch"])
+def test_the_ranks_of_peers(library):
+    launcher = own_mpiexec() if library == "mpi" else []
+    if library == "torch":
+        pytest.importorskip("torch")
+    with Crew("all_reduce", rank_command(), 2, launcher, lineup._variables(Site(2))) as crew:
+        hello = crew.ask({"library": library, "folder": str(crew.folder)})
+        assert [answer["rank"] for answer in hello] == [0, 1]
+        request = {"count": 1000, "capacity": 2000, "dtype": "int32", "calls": 3, "samples": 2, "warm_up": 1}
+        kinds = [(collective, buffers) for collective in COLLECTIVES for buffers in hello[0]["buffers"][collective]]
+        assert len(kinds) == (9 if library == "mpi" else 4)
+        for collective, buffers in kinds:
+            for answer in crew.ask({**request, "collective": collective, "buffers": buffers}):
+                assert answer["wrong"] == 0
+                assert len(answer["seconds"]) == 2
+
+
+@pytest.mark.parametrize("module", ["train", "kernels"])
+def test_the_other_ranks_of_torch(module):
+    pytest.importorskip("torch")
+    world_size = 2 if module == "train" else 1
+    with Crew(module, rank_command(), world_size) as crew:
+        hello = crew.ask({"library": "torch", "folder": str(crew.folder), "batch_size": 4, "count": 900, "k": 9})
+        if module == "train":
+            assert hello[0]["gradient_count"] == 431_080
+            answers = crew.ask({"steps": 2, "warm_up": 1})
+            assert answers[0]["parameters"] == answers[1]["parameters"]
+            assert len(answers[0]["phases"]["update"]) == len(answers[0]["seconds"]) == 2
+        else:
+            for task, who in hello[0]["kernels"]:
+                assert len(crew.ask({"task": task, "who": who, "samples": 3})[0]["seconds"]) == 3
+
+
+@pytest.mark.parametrize(("load", "said"), [(0.3, False), (3.0, True)])
+def test_a_busy_machine_is_said(load, said):
+    facts = {"cores": 2, "processor": "x", "host": "y", "load": load}
+    assert ("load average" in heading(facts)) is said
+
+
+def test_what_is_missing_or_wrong_changes_the_exit_code(monkeypatch, capsys, shell):
+    shell.fail = "install"
+    code, out = bench("-b 1K -e 1K -n 1 --peers mpich", capsys)
+    assert code == 1
+    assert "# not measured: mpich: -m pip install failed: ERROR: No matching distribution" in out
+
+    monkeypatch.setattr(all_reduce, "_ask", lambda candidate, request: ([1e-3] * request["samples"], 5))
+    code, out = bench("-b 1K -e 1K -n 1", capsys)
+    assert code == 1
+    assert {line.split()[-2] for line in out.splitlines() if not line.startswith("#")} == {"5"}
+
+
+def test_a_candidate_that_dies_is_dropped_and_the_others_go_on(monkeypatch, capsys):
+    real = all_reduce._ask
+
+    def ask(candidate, request):
+        if candidate.name == "floor" and request["count"] > 256:
+            raise CrewError("a rank ended")
+        return real(candidate, request)
+
+    monkeypatch.setattr(all_reduce, "_ask", ask)
+    code, out = bench("-b 1K -e 4K -n 2", capsys)
+    assert code == 1
+    assert "# not measured: floor: a rank ended" in out
+    assert [line.split()[4] for line in out.splitlines() if not line.startswith("#")] == [
+        *("shm", "shm", "floor"),
+        *("shm", "shm"),
+    ]
+
+
+def test_the_slowest_rank_counts():
+    answers = [{"seconds": [1.0, 4.0], "wrong": 2}, {"seconds": [3.0, 2.0], "wrong": 1}]
+    crew = argparse.Namespace(ask=lambda request: answers)
+    assert all_reduce._ask(Candidate("x", crew, {}), {}) == ([3.0, 4.0], 3)
+
+
+def test_waiting_ranks_do_not_use_the_processor():
+    with Lineup() as taking_part:
+        taking_part.add("shm", lambda: distopt_crew("all_reduce", Site(2), "shm"))
+        (candidate,) = taking_part.candidates
+        request = {"collective": "all_reduce", "buffers": "wire", "count": 256, "capacity": 256, "dtype": "float32"}
+        request["calls"] = 1
+        all_reduce._ask(candidate, {**request, "samples": 1, "warm_up": 0})
+        while any(state_and_ticks(process.pid)[0] != "S" for process in candidate.crew._processes):
+            time.sleep(0.01)
+        before = [state_and_ticks(process.pid) for process in candidate.crew._processes]
+        time.sleep(0.3)
+        assert [state_and_ticks(process.pid) for process in candidate.crew._processes] == before
+
+
+def state_and_ticks(pid):
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[11]) + int(fields[12])

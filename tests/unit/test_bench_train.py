@@ -1,0 +1,153 @@
+"""`python -m benchmarks train`: samples, the table, the exit code, and a small real run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks import train
+from benchmarks.__main__ import main
+from benchmarks.networks.site import Site
+from benchmarks.peers import lineup
+from benchmarks.peers.crew import CrewError
+from benchmarks.peers.environments import Environment
+from benchmarks.train import Result
+
+
+def answer(seconds, *, parameters="p", memory=1 << 20, forward=(1e-3,)):
+    phases = {"forward": list(forward), "backward": [2e-3], "communication": [math.nan], "update": [4e-3]}
+    return {"seconds": seconds, "phases": phases, "parameters": parameters, "resident_bytes": memory}
+
+
+def test_the_slowest_rank_counts_and_turns_add_up():
+    result = Result("x", 2, 10)
+    result.add([answer([1.0, 4.0], memory=5), answer([3.0, 2.0], memory=9)])
+    result.add([answer([5.0], memory=7), answer([5.0], memory=7)])
+    assert result.seconds == [3.0, 4.0, 5.0]
+    assert result.images_per_second == pytest.approx(2 * 10 / 4.0)
+    assert result.resident_bytes == 9
+    assert result.phases["forward"] == [1e-3, 1e-3]
+    assert result.equal
+
+
+def test_efficiency_and_ratio():
+    alone, both = Result("x", 1, 10, [1.0]), Result("x", 2, 10, [1.25])
+    for result in (alone, both):
+        result.phases = answer([])["phases"]
+    fields = both.line(alone, both).split()
+    assert fields == ["x", "2", "1250.00", "16", "80.0%", "1.00", "1.00", "2.00", "-", "4.00", "0"]
+    assert alone.line(alone, both).split()[4:6] == ["100.0%", "0.62"]
+    assert both.line(None, both).split()[4] == "-"
+    assert len(both.line(alone, both)) == len(train._HEADER.splitlines()[0]) == len(train._HEADER.splitlines()[1])
+
+
+@pytest.mark.parametrize(
+    "words", ["--np 0", "--model resnet", "--batch-size -1", "--peers horovod", "--peers torch", "--backend nccl"]
+)
+def test_wrong_arguments(words, capsys):
+    assert main(["train", *words.split()]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_small_real_run(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    assert main(f"train --batch-size 4 -n 3 -w 1 --turns 2 --apart --json {path}".split()) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    assert [line[:2] for line in lines] == [["distopt", "2"], ["distopt", "1"], ["apart", "2"]]
+    assert lines[1][4] == "100.0%"
+    assert lines[2][4] != "-"
+    report = json.loads(path.read_text())
+    assert report["missing"] == {}
+    for row in report["rows"]:
+        assert len(row["seconds"]) == 6
+        assert row["equal"] is True
+        assert row["resident_bytes"] > 1 << 20
+        assert row["images_per_second"] == pytest.approx(4 * row["world_size"] / row["median_seconds"])
+        assert all(seconds >= 0 for seconds in row["phases"].values())
+        assert row["phases"]["forward"] > 0
+        assert row["phases"]["backward"] > 0
+        assert row["phases"]["update"] > 0
+
+
+PEERS = ["torch-ddp", "torch-tuned", "torch-tuned-bf16"]
+
+
+@pytest.fixture
+def torch_here(monkeypatch):
+    """PyTorch from this environment instead of one of its own."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr(Environment, "prepare", lambda *_: None)
+    monkeypatch.setattr(Environment, "program", lambda *_: sys.executable)
+
+
+@pytest.mark.usefixtures("torch_here")
+def test_default_and_tuned_peers(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    command = f"train --batch-size 4 -n 2 -w 4 --turns 2 --peers {','.join(PEERS)} --json {path}"
+    assert main(command.split()) == 0
+    about = dict(re.findall(r"^# (torch\S* x\d) +(.*)$", capsys.readouterr().out, re.M))
+    for who in PEERS:
+        for world_size in (1, 2):
+            text = about[f"{who} x{world_size}"]
+            assert ("tuned" in text, "bfloat16" in text) == ("tuned" in who, "bf16" in who)
+            assert ("DistributedDataParallel" in text) == (world_size == 2)
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["who"] for row in rows[::2]] == ["distopt", *PEERS]
+    assert all(row["equal"] for row in rows)
+
+
+@pytest.mark.parametrize("who", PEERS)
+def test_only_tuned_peers_keep_freed_memory(who, monkeypatch):
+    monkeypatch.setattr(Environment, "prepare", lambda *_: None)
+    monkeypatch.setattr(lineup, "Crew", lambda *_, env, **__: env)
+    env, _ = train._crew(who, Site(1), argparse.Namespace(batch_size=4))
+    if who == "torch-ddp":
+        assert not any(name.startswith("MALLOC") for name in env)
+    else:
+        assert env["MALLOC_TRIM_THRESHOLD_"] == env["MALLOC_MMAP_THRESHOLD_"] == "1073741824"
+        assert env["MALLOC_TOP_PAD_"] == "67108864"
+
+
+def test_tuned_torch_trains_the_same_model():
+    train_torch = pytest.importorskip("benchmarks.peers.ranks.train_torch")
+
+    def trained(*, tuned, bfloat16=False):
+        trainer = train_torch.trainer(0, 1, {"batch_size": 4, "tuned": tuned, "bfloat16": bfloat16})
+        for _ in range(3):
+            trainer.step()
+        return np.frombuffer(trainer.parameters(), np.float32)
+
+    default = trained(tuned=False)
+    np.testing.assert_allclose(trained(tuned=True), default, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(trained(tuned=True, bfloat16=True), default, atol=1e-2)
+
+
+@pytest.mark.parametrize("fault", ["differ", "die"])
+def test_a_fault_is_said_and_changes_the_exit_code(monkeypatch, capsys, fault):
+    def take_turn(candidate, result, args):
+        if fault == "die" and result.world_size == 2:
+            raise CrewError("a rank ended")
+        ranks = range(result.world_size)
+        result.add([answer([1.0], parameters="pq"[rank] if fault == "differ" else "p") for rank in ranks])
+
+    monkeypatch.setattr(train, "_take_turn", take_turn)
+    assert main(["train", "--batch-size", "2", "--turns", "1"]) == 1
+    out = capsys.readouterr().out
+    assert ("# distopt: the ranks' parameters differ" if fault == "differ" else "# not measured: distopt x2") in out
+    assert "\n distopt               1 " in out
+
+
+def test_between_hosts_contradictions_are_told(capsys):
+    for words, text in (
+        (["--rate", "1gbit"], "add --emulate 2x1"),
+        (["--emulate", "2x1", "--np", "2"], "contradict each other"),
+        (["--emulate", "2x1", "--backend", "shm"], "--backend shm does not reach another host"),
+    ):
+        assert main(["train", *words]) == 2
+        assert text in capsys.readouterr().err
