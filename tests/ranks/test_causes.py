@@ -107,7 +107,14 @@ def test_of_ranks_that_all_raise_the_first_is_the_cause_of_a_restart(tmp_path):
 @all_raise
 def test_of_ranks_of_two_hosts_that_all_raise_the_first_is_named_on_both(tmp_path, net):
     run, script = command(
-        tmp_path, ALL_RAISE, "--nproc-per-node", "2", "--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29411"
+        tmp_path,
+        ALL_RAISE,
+        "--nproc-per-node",
+        "2",
+        "--nnodes",
+        "2",
+        "--rdzv-endpoint",
+        f"{net.hosts[0].address}:29411",
     )
     programs = [Program(host.inside([*run, *script, "foreign"])) for host in net.hosts]
     ended = [program.end() for program in programs]
@@ -123,7 +130,8 @@ def test_of_ranks_of_two_hosts_that_all_raise_the_first_is_named_on_both(tmp_pat
         pytest.param(
             "abort",
             marks=pytest.mark.xfail(
-                strict=True, reason="item 1: a rank that crashes when its agent ends it is named, not the one that failed"
+                strict=True,
+                reason="item 1: a rank that crashes when its agent ends it is named, not the one that failed",
             ),
         ),
         "exit",

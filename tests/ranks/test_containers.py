@@ -89,7 +89,9 @@ def test_ranks_of_srun_on_one_host(container, memory, request):
     if container == "process namespaces":
         pytest.skip("the ranks cannot share memory, and no launcher says so")
     command = [*CONTAINERS[container], sys.executable, SCRIPT]
-    programs = [Program(memory + command, {**slurm(rank, 2, "here", 1), "SLURM_LOCALID": str(rank)}) for rank in range(2)]
+    programs = [
+        Program(memory + command, {**slurm(rank, 2, "here", 1), "SLURM_LOCALID": str(rank)}) for rank in range(2)
+    ]
     assert_sums([program.end() for program in programs], 2, "shm")
 
 
@@ -110,7 +112,9 @@ def test_ranks_of_srun_on_two_hosts(container, memory, net):
 @each_container
 def test_ranks_of_distopt_run_on_two_hosts(container, memory, net, tmp_path):
     script = tmp_path / "contained.py"
-    script.write_text(f"import os\nos.execvp({CONTAINERS[container][0]!r}, {[*CONTAINERS[container], sys.executable, SCRIPT]})\n")
+    script.write_text(
+        f"import os\nos.execvp({CONTAINERS[container][0]!r}, {[*CONTAINERS[container], sys.executable, SCRIPT]})\n"
+    )
     run = [sys.executable, "-m", "distopt", "run", "--nnodes", "2", "--nproc-per-node", "2"]
     run += ["--rdzv-endpoint", f"{net.hosts[0].address}:29421", str(script)]
     ended = [program.end() for program in [Program(memory + host.inside(run), WIRE) for host in net.hosts]]

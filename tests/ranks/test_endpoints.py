@@ -44,7 +44,10 @@ WIRE = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
 def test_nodes_with_the_same_host_name_meet(net, numbers):
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29461", "--node-rank"]
     programs = [
-        Program(replace(host, name="clone").inside([*RUN, *meet, str(number), SCRIPT, "ok"]), {**WIRE, "DISTOPT_TIMEOUT": "5"})
+        Program(
+            replace(host, name="clone").inside([*RUN, *meet, str(number), SCRIPT, "ok"]),
+            {**WIRE, "DISTOPT_TIMEOUT": "5"},
+        )
         for host, number in zip(net.hosts, numbers, strict=True)
     ]
     ended = [program.end() for program in programs]
@@ -56,7 +59,8 @@ def test_nodes_with_the_same_host_name_meet(net, numbers):
 def test_nodes_with_different_host_names_meet_whichever_is_node_0(net):
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29462", "--node-rank"]
     programs = [
-        Program(host.inside([*RUN, *meet, str(1 - number), SCRIPT, "ok"]), WIRE) for number, host in enumerate(net.hosts)
+        Program(host.inside([*RUN, *meet, str(1 - number), SCRIPT, "ok"]), WIRE)
+        for number, host in enumerate(net.hosts)
     ]
     ended = [program.end() for program in programs]
     assert [one.code for one in ended] == [0, 0], ended

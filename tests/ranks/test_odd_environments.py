@@ -63,13 +63,34 @@ ENVIRONMENTS = {
     "a process namespace": ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"],
     "a user namespace": ["unshare", "--user", "--map-root-user"],
     "a host name that nobody knows": ["unshare", "--uts", "sh", "-c", 'hostname no.such-host && exec "$@"', "sh"],
-    "a file system that is read only": ["unshare", "--mount", "sh", "-c", 'mount -o remount,bind,ro / && exec "$@"', "sh"],
+    "a file system that is read only": [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        'mount -o remount,bind,ro / && exec "$@"',
+        "sh",
+    ],
     "no /dev/shm": ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro tmpfs /dev/shm && exec "$@"', "sh"],
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("name", ENVIRONMENTS)
+# Where launch.main starts processes in other ways than distopt run does.
+OF_MAIN = (
+    "no variables",
+    "C locale",
+    "stdin closed",
+    "signals ignored",
+    "a process namespace",
+    "a file system that is read only",
+    "no /dev/shm",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [*((name, "distopt run") for name in ENVIRONMENTS), *((name, "launch.main") for name in OF_MAIN)],
+)
 def test_ranks_start_and_meet(name, launcher):
     prefix = ENVIRONMENTS[name]
     if prefix[0] == "unshare":

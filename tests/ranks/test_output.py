@@ -44,7 +44,9 @@ Path(sys.argv[1], os.environ["RANK"]).touch()
 """
 
 stands_still = pytest.mark.xfail(strict=True, reason="item 4: distopt run hears no signal while its output is not read")
-full_disk = pytest.mark.xfail(strict=True, reason="item 5: output on a full disk ends the job with an internal traceback")
+full_disk = pytest.mark.xfail(
+    strict=True, reason="item 5: output on a full disk ends the job with an internal traceback"
+)
 
 
 def redirected(how: str, command: list[str]) -> list[str]:
@@ -113,7 +115,9 @@ def test_ranks_of_a_job_whose_output_nobody_reads_get_its_preemption(tmp_path, f
 @stands_still
 def test_a_failed_rank_ends_a_job_whose_output_nobody_reads(tmp_path, folder):
     program = chatter(tmp_path, folder)
-    ranks = [pid for pid, command in program.pids().items() if f"chatter.py {folder}" in command and "run" not in command]
+    ranks = [
+        pid for pid, command in program.pids().items() if f"chatter.py {folder}" in command and "run" not in command
+    ]
     os.kill(max(ranks), signal.SIGKILL)
     assert wait_for_the_end(program) == 137
 

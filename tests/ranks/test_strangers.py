@@ -45,7 +45,7 @@ def names_of(program: Program, *, listening: bool) -> list[str]:
     for pid in program.pids():
         for fd in Path(f"/proc/{pid}/fd").glob("*"):
             with contextlib.suppress(OSError):  # closed, or the process has ended
-                if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(fd)):
+                if match := re.fullmatch(r"socket:\[(\d+)\]", str(fd.readlink())):
                     found += [names[match[1]]] if match[1] in names else []
     return found
 
@@ -70,7 +70,9 @@ def names_of_job(env: dict[str, str], *, listening: bool) -> list[str]:
     [
         pytest.param(
             names,
-            marks=pytest.mark.xfail(strict=True, reason=f"item 10: another local user who occupies {names} denies a job"),
+            marks=pytest.mark.xfail(
+                strict=True, reason=f"item 10: another local user who occupies {names} denies a job"
+            ),
         )
         for names in ("the abstract name on which rank 0 listens", "all abstract names of rank 0")
     ],

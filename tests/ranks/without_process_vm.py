@@ -1,6 +1,6 @@
 """Run a command to which the kernel refuses process_vm_readv and process_vm_writev, as seccomp does in many containers.
 
-    python without_process_vm.py COMMAND...
+python without_process_vm.py COMMAND...
 """
 
 from __future__ import annotations

@@ -13,7 +13,15 @@ from tests.processes import Ended, Program
 def start(folder, epochs: int) -> Ended:
     results = folder / "results"
     results.mkdir(exist_ok=True)
-    job = ["-m", "tests.ranks.checkpoint_job", "2", str(folder / "checkpoints"), "sparseTopK", str(epochs), str(results)]
+    job = [
+        "-m",
+        "tests.ranks.checkpoint_job",
+        "2",
+        str(folder / "checkpoints"),
+        "sparseTopK",
+        str(epochs),
+        str(results),
+    ]
     return Program([sys.executable, *job]).end(100.0)
 
 
@@ -41,8 +49,9 @@ def copied(newest) -> None:
         pytest.param(
             copied,
             marks=pytest.mark.xfail(
-                strict=True, reason="item 7: one rank's checkpoint file is refused in another's place for what it lacks, "
-                "not because it is another rank's"
+                strict=True,
+                reason="item 7: one rank's checkpoint file is refused in another's place for what it lacks, "
+                "not because it is another rank's",
             ),
         ),
     ],
