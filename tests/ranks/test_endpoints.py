@@ -156,7 +156,7 @@ class SlowWay:
             1.2,
             marks=pytest.mark.xfail(
                 strict=True,
-                reason="item 10: a node whose handshake has a round trip of 2.4 s is told that it has another --rdzv-id, "
+                reason="item 10: a node whose handshake has a round trip of 2.4 s is told of another --rdzv-id, "
                 "and never joins",
             ),
         ),
