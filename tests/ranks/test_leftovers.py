@@ -35,7 +35,7 @@ import subprocess, sys, time
 from distopt import launch
 
 def train(rank=0, n=0):
-    subprocess.Popen(["sleep", "60"])
+    subprocess.Popen(["sleep", "1000"])
     print("started", flush=True)
     time.sleep(60)
 
@@ -99,7 +99,7 @@ def test_processes_that_ranks_have_started_end_with_a_killed_launcher(tmp_path, 
     run = [*RUN, "--nproc-per-node", "2", str(script)]
     program = Program(run if launcher == "distopt run" else [sys.executable, str(script), "main"])
     program.read_lines(2)
-    assert sorted(command for command in program.pids().values() if command.startswith("sleep")) == ["sleep 60 "] * 2
+    assert sorted(command for command in program.pids().values() if command.startswith("sleep")) == ["sleep 1000 "] * 2
     os.kill(program.process.pid, signal.SIGKILL)
     program.assert_nothing_left()  # before the end of the output, which they hold open
     assert program.end().code == -signal.SIGKILL
