@@ -24,7 +24,7 @@ import numpy as np
 
 from distopt import device, launch, layer, model, opt, singa_wrap, tensor
 
-from .kinds import BETWEEN, GOES_ON, INSIDE, KINDS, LAUNCH, START, LeftError
+from .kinds import ALL_KINDS, BETWEEN, GOES_ON, INSIDE, LAUNCH, MAY_GO_ON, START, LeftError
 
 STEPS = 3
 LARGE = 4_000_003  # elements: a collective that other threads can hit
@@ -74,7 +74,7 @@ class Rank:
     def __init__(self, rank: int, plan: Plan) -> None:
         self.plan = plan
         self.number = rank
-        self.kind = KINDS.get(plan.kind)
+        self.kind = ALL_KINDS.get(plan.kind)
         self.is_faulty = rank == plan.rank
         self.x = tensor.from_numpy(np.random.default_rng(rank).standard_normal((4, 6), np.float32))
         self.y = tensor.from_numpy(np.arange(4, dtype=np.int32) % 3)
@@ -154,7 +154,7 @@ def reduce_large_arrays(rank: Rank, plan: Plan) -> None:
         return
     if rank.is_faulty:
         threading.Timer(plan.delay, rank.arrive, (INSIDE,)).start()
-    end = time.monotonic() + (plan.delay + 3.0 if kind.end == GOES_ON else 60.0)
+    end = time.monotonic() + {GOES_ON: plan.delay + 3.0, MAY_GO_ON: 12.0}.get(kind.end, 60.0)
     while True:
         left = np.array([end - time.monotonic()])
         works = [communicator.all_reduce(array) for array in (wire, ordinary, small)]

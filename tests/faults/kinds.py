@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import os
@@ -27,8 +28,8 @@ COUNT = 50_000  # elements of arrays in which ranks differ
 CODE = 3
 # Where a fault comes: before MPI_Init; before the ranks have met; between two steps; in a collective.
 LAUNCH, START, BETWEEN, INSIDE = PLACES = ("launch", "start", "between", "inside")
-# What must come of it: the job fails and names the rank; it fails; it goes on.
-NAMED, ENDED, GOES_ON = "fails, names the rank", "fails", "goes on"
+# What must come of it: the job fails and names the rank; it fails; it goes on; it may do either, but not fail silently.
+NAMED, ENDED, GOES_ON, MAY_GO_ON = "fails, names the rank", "fails", "goes on", "goes on, or fails and names the rank"
 
 
 class LeftError(Exception):
@@ -312,3 +313,35 @@ SETTINGS = {
 }
 
 KINDS: dict[str, Kind] = {**ENDS, **STALLS, **MISTAKES, **LAUNCHERS, **SETTINGS}
+
+
+# -- what does not hold yet --------------------------------------------------------------------------------------------
+def raise_in_all(rank: Rank, faulty: bool) -> None:
+    """The other ranks print their tracebacks and take their time to end: what ends them is their launcher."""
+    folder = Path(rank.plan.folder)
+    if faulty:
+        while len([*folder.glob("raised[0-9]")]) < rank.plan.world_size - 1:
+            time.sleep(0.02)
+    else:
+        atexit.register(time.sleep, 60.0)
+        atexit.register(rank.plan.tell, f"raised{rank.number}", "")
+    raise ValueError("the cause")
+
+
+def write_without_end(rank: Rank) -> None:
+    while True:
+        print("x" * 100, flush=True)
+
+
+def write(rank: Rank) -> None:
+    print("x" * 100, flush=True)
+
+
+# Not drawn, but known by their names; each moves to one of the kinds above as soon as it holds.
+PENDING: dict[str, Kind] = {
+    "all raise": mistake(raise_in_all, "ValueError: the cause", places=(BETWEEN,), code=1, backends="^run"),
+    "output not read": Kind(write_without_end, ENDED, (BETWEEN,), inline=True, backends="^run|hosts run"),
+    "output on a full disk": Kind(write, GOES_ON, (START, BETWEEN), inline=True, backends="^run|hosts run"),
+    "short outage": Kind(wait_for_harm, MAY_GO_ON, (INSIDE,), backends="hosts run"),
+}
+ALL_KINDS: dict[str, Kind] = {**KINDS, **PENDING}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tests.processes import Program, is_open_mpi, patience
 
 from .backends import BACKENDS, Backend, own_memory
-from .kinds import GOES_ON, KINDS, LAUNCH, LINKS, MISTAKES, NAMED, STALLS, START, Kind
+from .kinds import ALL_KINDS, ENDED, GOES_ON, LAUNCH, LINKS, MAY_GO_ON, MISTAKES, STALLS, START, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,7 @@ LAUNCH_BACKENDS = [name for name, backend in BACKENDS.items() if backend.by_mpie
 
 
 class Trial(NamedTuple):
-    """One job and its fault, by names of `KINDS`, `BACKENDS` and `PLACES`. `delay`: seconds into a collective."""
+    """One job and its fault, by names of `ALL_KINDS`, `BACKENDS` and `PLACES`. `delay`: seconds into a collective."""
 
     kind: str
     backend: str
@@ -56,16 +56,16 @@ class Trial(NamedTuple):
     @classmethod
     def draw(cls, rng: random.Random, kind: str, backend: str) -> Trial:
         """A trial of this kind with what is left to chance."""
-        places = [place for place in KINDS[kind].places if place != LAUNCH or backend in LAUNCH_BACKENDS]
+        places = [place for place in ALL_KINDS[kind].places if place != LAUNCH or backend in LAUNCH_BACKENDS]
         size = rng.choice(BACKENDS[backend].sizes)
         # What others see of a mistake of rank 0 is that they all differ from it.
-        rank = size - 1 if KINDS[kind].last else rng.randrange(1 if kind in MISTAKES else 0, size)
+        rank = size - 1 if ALL_KINDS[kind].last else rng.randrange(1 if kind in MISTAKES else 0, size)
         return cls(kind, backend, rng.choice(places), size, rank, round(rng.uniform(0.0, 0.4), 2))
 
     @property
     def waits(self) -> bool:
         """Whether nothing but the time-out ends the job."""
-        kind, backend = KINDS[self.kind], BACKENDS[self.backend]
+        kind, backend = ALL_KINDS[self.kind], BACKENDS[self.backend]
         # MPI does not tell of such an end before the ranks have met; of a death between hosts, not always.
         missed = (kind.leaves and backend.by_mpi) or (kind.silent and backend.hosts == 2)
         return kind.waits or self.place == LAUNCH or (missed and self.place == START)
@@ -73,14 +73,14 @@ class Trial(NamedTuple):
 
 def explanation(trial: Trial) -> str:
     """Why the rank may go without a name; empty if it may not."""
-    if KINDS[trial.kind].silent and BACKENDS[trial.backend].by_mpiexec:
+    if ALL_KINDS[trial.kind].silent and BACKENDS[trial.backend].by_mpiexec:
         return "mpiexec ends all ranks at once, and its report may be about another one"
     return ""
 
 
 def is_possible(kind: str, backend: str) -> bool:
     """Whether a fault of this kind can come to that backend."""
-    return re.search(KINDS[kind].backends, backend) is not None
+    return re.search(ALL_KINDS[kind].backends, backend) is not None
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Job:
 
     def __init__(self, trial: Trial, net: TwoHosts | None, folder: Path) -> None:
         self.trial, self.net = trial, net
-        self.kind: Kind = KINDS[trial.kind]
+        self.kind: Kind = ALL_KINDS[trial.kind]
         self.backend: Backend = BACKENDS[trial.backend]
         self.told, memory, temporary = self.folders = [folder / name for name in ("told", "shm", "tmp")]
         for path in self.folders:
@@ -148,12 +148,16 @@ class Job:
             Program(own_memory(memory) + command, {**env, **more})
             for command, more in self.backend.programs(trial.world_size, script, net)
         ]
+        self.may_read = threading.Event()
+        if trial.kind != "output not read":
+            self.may_read.set()
         streams = [stream for program in self.programs for stream in (program.process.stdout, program.process.stderr)]
         self._readers = [threading.Thread(target=self._read, args=(stream,)) for stream in streams]
         for reader in self._readers:
             reader.start()
 
     def _read(self, stream) -> None:
+        self.may_read.wait()
         with stream:
             for line in stream:
                 self.lines.append(line.rstrip("\n")[:2000])
@@ -181,7 +185,7 @@ class Job:
         for path in self.told.glob("rank[0-9]"):
             pid, host = path.read_text().split()
             ranks.append(Gone(int(path.name[4:]), int(pid), host))
-        if self.trial.kind in LINKS:
+        if self.trial.kind in (*LINKS, "short outage"):
             return [gone for gone in ranks if gone.host != self.net.hosts[0].name]
         return [gone for gone in ranks if gone.rank == self.trial.rank]
 
@@ -195,6 +199,7 @@ class Job:
 
     def end(self) -> None:
         """End what is left."""
+        self.may_read.set()
         for program in self.programs:
             program.kill()
             program.process.wait()
@@ -207,6 +212,7 @@ def inherited(kind: str) -> list[str]:
     return {
         "SIGCHLD ignored": ["env", "--ignore-signal=CHLD"],
         "stdout closed": ["sh", "-c", 'exec "$@" >&-', "sh"],
+        "output on a full disk": ["sh", "-c", 'exec "$@" >/dev/full', "sh"],
     }.get(kind, [])
 
 
@@ -227,7 +233,7 @@ def run(trial: Trial, net: TwoHosts | None = None) -> Outcome:
             outcome.others.append(str(error))
         finally:
             job.end()
-            if trial.kind in LINKS:
+            if trial.kind in (*LINKS, "short outage"):
                 net.mend()
         # Sockets need no look: abstract ones end with the last process, others would be files.
         outcome.left = [
@@ -256,10 +262,10 @@ def watch(job: Job, outcome: Outcome) -> None:
         return
     at, pid = found
     harm_from_outside(job, pid)
-    if job.kind.end == GOES_ON:
+    if job.kind.end in (GOES_ON, MAY_GO_ON):
         wait_for(lambda: not job.pids(), FINISH, job)
         return
-    if job.trial.kind in LINKS:
+    if job.trial.kind in (*LINKS, "output not read"):
         at = time.monotonic()
     limit = LINK_SURVIVAL if job.trial.kind in LINKS else SURVIVAL
     wait_for(lambda: not survivors(job, pid), limit + (job.timeout if job.trial.waits else 0.0), job, since=at)
@@ -292,6 +298,13 @@ def harm_from_outside(job: Job, pid: int) -> None:
         program.kill()
     elif kind == "terminated":
         program.terminate()
+    elif kind == "output not read":
+        time.sleep(1.0 + job.trial.delay)  # for pipes to fill
+        program.terminate()
+    elif kind == "short outage":
+        job.net.cut(silently=False)
+        time.sleep(4.5 + 4.0 * job.trial.delay)
+        job.net.mend()
     elif kind == "interrupt":
         os.killpg(program.pid, signal.SIGINT)
     elif kind in LINKS:
@@ -319,7 +332,7 @@ def judge(job: Job, outcome: Outcome) -> None:
     """Note what did not hold of a job that has ended."""
     trial, kind = job.trial, job.kind
     codes = [program.process.returncode for program in job.programs]
-    if kind.end == GOES_ON:
+    if kind.end == GOES_ON or (kind.end == MAY_GO_ON and not any(codes)):
         if any(codes) or job.finished != trial.world_size:
             outcome.others.append(f"does not go on: exit codes {codes}, {job.finished} ranks finished")
         return
@@ -331,7 +344,7 @@ def judge(job: Job, outcome: Outcome) -> None:
     speechless = trial.kind == "interrupt" and job.backend.by_mpiexec and is_open_mpi()  # mpiexec ends all at once
     if kind.says and not speechless and not re.search(kind.says, job.text):
         outcome.others.append(f"does not say {kind.says!r}")
-    outcome.unnamed = kind.end == NAMED and not is_named(job)
+    outcome.unnamed = kind.end != ENDED and not is_named(job)
 
 
 def is_named(job: Job) -> bool:

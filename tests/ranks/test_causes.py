@@ -1,0 +1,222 @@
+"""What `distopt run` names as the cause when several ranks end: the first that ended otherwise than by its agent."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+
+import pytest
+
+from tests.processes import Ended, Program
+
+HERE = os.uname().nodename
+RAISED = "left with exit code 1: ValueError: the cause of rank"
+
+# All ranks print a traceback. The last one ends with it, the others take their time, as a rank with threads does.
+# `how` is "foreign" or "distopt": whether the ranks know distopt.
+ALL_RAISE = """
+import atexit, os, sys, time
+from pathlib import Path
+
+rank, size, folder, how = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1]), sys.argv[2]
+
+def wait(count):
+    while len([*folder.iterdir()]) < count:
+        time.sleep(0.01)
+
+def linger():
+    if rank < size - 1:
+        (folder / str(rank)).touch()  # its traceback has been printed
+        time.sleep(60)
+
+def main():
+    if rank == size - 1:
+        wait(size - 1)
+    raise ValueError(f"the cause of rank {rank}")
+
+atexit.register(linger)
+if how == "distopt":
+    from distopt import launch
+    launch.main(main)
+else:
+    main()
+"""
+
+# Rank 0 fails, and SIGTERM, which its agent sends then, has rank 1 end in a way of its own.
+LATER = """
+import os, signal, sys, time
+from pathlib import Path
+
+def end(*_):
+    print("rank 1 ends, too", file=sys.stderr, flush=True)
+    if sys.argv[2] == "exit":
+        os._exit(7)
+    os.abort()
+
+ready = Path(sys.argv[1], "ready")
+if os.environ["RANK"] == "1":
+    signal.signal(signal.SIGTERM, end)
+    ready.touch()
+    time.sleep(60)
+while not ready.exists():
+    time.sleep(0.01)
+sys.exit(3)
+"""
+
+all_raise = pytest.mark.xfail(
+    strict=True, reason="item 1: when all ranks raise, one that the agent has ended is named, with exit code 143"
+)
+
+
+def command(tmp_path, text: str, *options: str) -> tuple[list[str], list[str]]:
+    script, folder = tmp_path / "script.py", tmp_path / "ranks"
+    script.write_text(text)
+    folder.mkdir()
+    return [sys.executable, "-m", "distopt", "run", *options], [str(script), str(folder)]
+
+
+def told(ended: Ended) -> list[str]:
+    return [line for line in ended.stderr.splitlines() if line.startswith("distopt run: ")]
+
+
+@all_raise
+@pytest.mark.parametrize("how", ["foreign", "distopt"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_of_ranks_that_all_raise_the_first_that_has_ended_is_the_cause(tmp_path, n, how):
+    run, script = command(tmp_path, ALL_RAISE, "--nproc-per-node", str(n))
+    ended = Program([*run, *script, how]).end()
+    assert ended.stderr.count("Traceback") == n
+    assert ended.code == 1
+    (line,) = told(ended)
+    assert re.fullmatch(rf"distopt run: rank {n - 1} on {re.escape(HERE)} \(pid \d+\) {RAISED} {n - 1}", line)
+
+
+@all_raise
+def test_of_ranks_that_all_raise_the_first_is_the_cause_of_a_restart(tmp_path):
+    run, script = command(tmp_path, ALL_RAISE, "--nproc-per-node", "2", "--max-restarts", "1")
+    ended = Program([*run, *script, "foreign"]).end()
+    assert ended.code == 1
+    first, last = told(ended)
+    assert RAISED in first
+    assert first.endswith("; starting all ranks again (1 of 1)")
+    assert RAISED in last
+
+
+@all_raise
+def test_of_ranks_of_two_hosts_that_all_raise_the_first_is_named_on_both(tmp_path, net):
+    run, script = command(
+        tmp_path,
+        ALL_RAISE,
+        "--nproc-per-node",
+        "2",
+        "--nnodes",
+        "2",
+        "--rdzv-endpoint",
+        f"{net.hosts[0].address}:29411",
+    )
+    programs = [Program(host.inside([*run, *script, "foreign"])) for host in net.hosts]
+    ended = [program.end() for program in programs]
+    assert [one.code for one in ended] == [1, 1], ended
+    assert told(ended[0]) == told(ended[1])
+    (line,) = told(ended[0])
+    assert re.fullmatch(rf"distopt run: rank 3 on {net.hosts[1].name} \(pid \d+\) {RAISED} 3", line)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(
+            "abort",
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="item 1: a rank that crashes when its agent ends it is named, not the one that failed",
+            ),
+        ),
+        "exit",
+    ],
+)
+def test_how_a_rank_ends_that_its_agent_ends_is_not_the_cause(tmp_path, how):
+    run, script = command(tmp_path, LATER, "--nproc-per-node", "2")
+    ended = Program([*run, *script, how]).end()
+    assert "rank 1 ends, too" in ended.stderr
+    assert ended.code == 3
+    (line,) = told(ended)
+    assert re.fullmatch(rf"distopt run: rank 0 on {re.escape(HERE)} \(pid \d+\) left with exit code 3", line)
+
+
+def test_last_lines_of_a_foreign_program_are_shown_with_its_exit_code(tmp_path):
+    text = "import os, sys, time\nif os.environ['RANK'] == '0': time.sleep(60)\nraise KeyError('what is missing')\n"
+    run, (script, _) = command(tmp_path, text, "--nproc-per-node", "2")
+    ended = Program([*run, script]).end()
+    assert ended.code == 1
+    assert told(ended)[0].endswith("left with exit code 1: KeyError: 'what is missing'")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_from_outside_ends_ranks_that_raise_because_of_it_in_one_line(tmp_path, signum):
+    text = (
+        "import signal, time\n"
+        "def fail(*_):\n    raise RuntimeError('interrupted')\n"
+        f"signal.signal({int(signum)}, fail)\nprint('ready', flush=True)\ntime.sleep(60)\n"
+    )
+    run, (script, _) = command(tmp_path, text, "--nproc-per-node", "2")
+    program = Program([*run, script])
+    program.read_lines(2)
+    program.process.send_signal(signum)
+    ended = program.end()
+    assert ended.stderr.count("RuntimeError: interrupted") >= 2
+    assert ended.code in {1, 128 + signum}
+    assert len(told(ended)) == 1
+
+
+def test_a_storm_of_signals_ends_the_job_and_leaves_nothing(tmp_path):
+    """Of each kind that agents pass on, dozens, to the agent and to its ranks."""
+    text = "import time\nprint('ready', flush=True)\ntime.sleep(60)\n"
+    run, (script, _) = command(tmp_path, text, "--nproc-per-node", "3")
+    program = Program([*run, script])
+    program.read_lines(3)
+    for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGWINCH, signal.SIGCONT) * 20:
+        if program.process.poll() is None:
+            program.process.send_signal(signum)
+    ended = program.end()
+    assert ended.code in {128 + signum for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)}
+    assert len(told(ended)) == 1
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_storm_of_signals_does_not_end_ranks_that_handle_them(tmp_path):
+    text = (
+        "import signal, time\n"
+        "for signum in (signal.SIGUSR1, signal.SIGUSR2): signal.signal(signum, lambda *_: None)\n"
+        "print('ready', flush=True)\nend = time.monotonic() + 2\nwhile time.monotonic() < end: time.sleep(0.1)\n"
+        "print('done', flush=True)\n"
+    )
+    run, (script, _) = command(tmp_path, text, "--nproc-per-node", "2")
+    program = Program([*run, script])
+    program.read_lines(2)
+    for signum in (signal.SIGUSR1, signal.SIGUSR2) * 100:
+        program.process.send_signal(signum)
+    ended = program.end()
+    assert (ended.code, ended.stderr) == (0, "")
+    assert sorted(ended.stdout.splitlines()) == ["[rank 1] done", "done"]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_storm_of_signals_to_a_script_that_starts_its_ranks(tmp_path, signum):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time\nfrom distopt import launch\n"
+        "def train(rank, n):\n    print('ready', flush=True)\n    time.sleep(60)\n"
+        "if __name__ == '__main__':\n    launch.main(train, 3)\n"
+    )
+    program = Program([sys.executable, str(script)])
+    program.read_lines(3)
+    for _ in range(50):
+        if program.process.poll() is None:
+            program.process.send_signal(signum)
+    ended = program.end()
+    assert ended.code == 128 + signum
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.endswith(f"{signum.name}: all 3 ranks have been ended\n")

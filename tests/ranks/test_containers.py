@@ -1,0 +1,131 @@
+"""Ranks in containers of their own, between which the kernel refuses what MPICH relies on: reads of other processes.
+
+As under `srun apptainer exec` without root: a user namespace for each rank; or a process namespace; or a filter of
+system calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sys
+
+import pytest
+
+from distopt.cli.bench.emulation import LINK
+from tests.faults.backends import own_memory
+from tests.processes import ROOT, Ended, Program, is_open_mpi, mpiexec_command
+from tests.ranks.test_launchers import slurm
+
+SCRIPT = str(ROOT / "tests" / "ranks" / "large_sums_script.py")
+CONTAINERS = {
+    "user namespaces": ("unshare", "--user", "--map-root-user"),
+    "process namespaces": ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
+    "a filter of system calls": (sys.executable, str(ROOT / "tests" / "ranks" / "without_process_vm.py")),
+}
+WIRE = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK, "DISTOPT_TIMEOUT": "20"}
+
+each_container = pytest.mark.parametrize("container", CONTAINERS)
+
+
+def fails_today(fact: str) -> pytest.MarkDecorator:
+    return pytest.mark.xfail(strict=True, reason=f"item 3: MPICH reads other processes' memory, and {fact}")
+
+
+@functools.cache
+def can_contain(container: str) -> bool:
+    done = subprocess.run([*CONTAINERS[container], "true"], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+@pytest.fixture(autouse=True)
+def available(request):
+    if (container := request.getfixturevalue("container")) and not can_contain(container):
+        pytest.skip(f"this kernel, or this user, cannot make {container}")
+    if is_open_mpi():
+        pytest.skip("MPICH is absent: pip install 'distopt[mpi]'")
+
+
+@pytest.fixture
+def memory(tmp_path) -> list[str]:
+    """The start of a command line with a /dev/shm of the test's own, in which MPICH may leave what it likes."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    return own_memory(folder)
+
+
+def assert_sums(ended: list[Ended], size: int, name: str) -> None:
+    assert [one.code for one in ended] == [0] * len(ended), ended
+    said = sorted(line for one in ended for line in re.findall(r"rank \d of \d: [a-z]+", one.stdout))
+    assert said == [f"rank {rank} of {size}: {name}" for rank in range(size)]
+
+
+def assert_said(ended: list[Ended]) -> None:
+    """That MPICH has been kept from it: it costs a copy."""
+    assert any("MPIR_CVAR_CH4_CMA_ENABLE" in one.stderr for one in ended), ended
+
+
+@fails_today("where the kernel refuses that, the first large sum fails")
+@each_container
+def test_large_sums_by_mpi_on_one_host(container, memory):
+    command = [*mpiexec_command(2), *CONTAINERS[container], sys.executable, SCRIPT]
+    ended = [Program(memory + command, {"DISTOPT_BACKEND": "mpi", "DISTOPT_TIMEOUT": "20"}).end()]
+    assert_sums(ended, 2, "mpi")
+    assert_said(ended)
+
+
+@each_container
+def test_ranks_of_one_host_share_memory_or_find_out_that_they_cannot(container, memory, request):
+    if container == "process namespaces":
+        request.applymarker(fails_today("ranks in process namespaces of their own, which are hosts, fail"))
+    command = [*mpiexec_command(2), *CONTAINERS[container], sys.executable, SCRIPT]
+    ended = [Program(memory + command, {"DISTOPT_TIMEOUT": "20"}).end()]
+    assert_sums(ended, 2, "hierarchical" if container == "process namespaces" else "shm")
+
+
+@each_container
+def test_ranks_of_srun_on_one_host(container, memory, request):
+    if container == "process namespaces":
+        pytest.skip("the ranks cannot share memory, and no launcher says so")
+    command = [*CONTAINERS[container], sys.executable, SCRIPT]
+    programs = [
+        Program(memory + command, {**slurm(rank, 2, "here", 1), "SLURM_LOCALID": str(rank)}) for rank in range(2)
+    ]
+    assert_sums([program.end() for program in programs], 2, "shm")
+
+
+@fails_today("on two hosts with two ranks each, MPI_Init fails where the kernel refuses that")
+@each_container
+def test_ranks_of_srun_on_two_hosts(container, memory, net):
+    command = [*CONTAINERS[container], sys.executable, SCRIPT]
+    programs = []
+    for rank in range(4):
+        env = {**slurm(rank, 4, net.hosts[0].address, 2), "SLURM_LOCALID": str(rank % 2), **WIRE}
+        programs.append(Program(memory + net.hosts[rank // 2].inside(command), env))
+    ended = [program.end() for program in programs]
+    assert_sums(ended, 4, "hierarchical")
+    assert_said(ended)
+
+
+@fails_today("on two hosts with two ranks each, MPI_Init fails where the kernel refuses that")
+@each_container
+def test_ranks_of_distopt_run_on_two_hosts(container, memory, net, tmp_path):
+    script = tmp_path / "contained.py"
+    script.write_text(
+        f"import os\nos.execvp({CONTAINERS[container][0]!r}, {[*CONTAINERS[container], sys.executable, SCRIPT]})\n"
+    )
+    run = [sys.executable, "-m", "distopt", "run", "--nnodes", "2", "--nproc-per-node", "2"]
+    run += ["--rdzv-endpoint", f"{net.hosts[0].address}:29421", str(script)]
+    ended = [program.end() for program in [Program(memory + host.inside(run), WIRE) for host in net.hosts]]
+    assert_sums(ended, 4, "hierarchical")
+    assert_said(ended)
+
+
+@fails_today("on two hosts with two ranks each, MPI_Init fails where the kernel refuses that")
+@each_container
+def test_ranks_of_mpiexec_on_two_hosts(container, memory, net):
+    command = memory + net.mpiexec(2, [*CONTAINERS[container], sys.executable, SCRIPT])
+    ended = [Program(command, {"DISTOPT_TIMEOUT": "20"}).end()]
+    assert_sums(ended, 4, "hierarchical")
+    assert_said(ended)

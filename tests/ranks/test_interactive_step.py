@@ -1,0 +1,87 @@
+"""The shell of `salloc` is a step of one task (LaunchParameters=use_interactive_step) in a job of several: no rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from tests.processes import ROOT, Program, mpiexec_command
+from tests.ranks.test_launchers import said, slurm
+
+SCRIPT = str(ROOT / "tests" / "ranks" / "launched_script.py")
+MAIN = str(ROOT / "tests" / "ranks" / "launched_main.py")
+HERE = os.uname().nodename
+
+
+def interactive(nodes: int = 1) -> dict[str, str]:
+    """The variables of the shell: those of the job for 4 tasks on so many nodes, and those of its own step."""
+    per_node = f"{4 // nodes}" if nodes == 1 else f"{4 // nodes}(x{nodes})"
+    return {
+        **slurm(0, 4, "here", 1),
+        "SLURM_STEP_ID": "4294967290",
+        "SLURM_STEPID": "4294967290",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "1",
+        "SLURM_NPROCS": "4",
+        "SLURM_NNODES": str(nodes),
+        "SLURM_JOB_NUM_NODES": str(nodes),
+        "SLURM_TASKS_PER_NODE": per_node,
+        "DISTOPT_TIMEOUT": "3",
+    }
+
+
+def interactive_step(fact: str) -> pytest.MarkDecorator:
+    return pytest.mark.xfail(strict=True, reason=f"item 2: in the shell of salloc, {fact}")
+
+
+@interactive_step("a script waits for ranks that nobody has started")
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_script_is_a_job_of_one_rank(nodes):
+    ended = Program([sys.executable, SCRIPT, "ok"], interactive(nodes)).end()
+    assert ended.code == 0, ended
+    (line,) = said(ended.stdout)
+    assert line.startswith(f"rank 0 of 1, 0 of 1 on {HERE}: ")
+    # As outside any step: the user has asked for 4 tasks.
+    assert f"srun python {SCRIPT} ok" in ended.stderr
+
+
+@interactive_step("distopt run is taken for one of 4 copies")
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_distopt_run_starts_its_ranks(nodes):
+    run = [sys.executable, "-m", "distopt", "run", "--nproc-per-node", "2"]
+    ended = Program([*run, SCRIPT, "ok"], interactive(nodes)).end()
+    assert ended.code == 0, ended
+    assert sorted(ended.stdout.splitlines()) == [
+        f"[rank 1] rank 1 of 2, 1 of 2 on {HERE}: LaunchedJob shm mpi=False",
+        f"rank 0 of 2, 0 of 2 on {HERE}: LaunchedJob shm mpi=False",
+    ]
+
+
+@interactive_step("a script is taken for one of 4 ranks and cannot start its own")
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_main_starts_its_ranks(nodes):
+    ended = Program([sys.executable, MAIN, "2"], interactive(nodes)).end()
+    assert ended.code == 0, ended
+    assert sorted(ended.stdout.splitlines()) == ["[rank 1] rank 1 of 2: sum 3", "rank 0 of 2: sum 3"]
+
+
+def test_ranks_of_mpiexec_are_those_of_mpiexec():
+    ended = Program([*mpiexec_command(2), sys.executable, SCRIPT, "ok"], interactive()).end()
+    assert ended.code == 0, ended
+    assert len(said(ended.stdout)) == 2
+
+
+def test_tasks_that_srun_starts_from_there_are_the_ranks_of_their_step():
+    """srun overwrites the variables of the step, and those of the job that it changes."""
+    job = {**interactive(), "DISTOPT_TIMEOUT": "30"}
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEPID": "0", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NPROCS": "2"}
+    programs = [
+        Program([sys.executable, SCRIPT, "ok"], {**job, **slurm(rank, 2, "here", 1), **step}) for rank in range(2)
+    ]
+    ended = [program.end() for program in programs]
+    assert [one.code for one in ended] == [0, 0], ended
+    assert [said(one.stdout) for one in ended] == [
+        [f"rank {rank} of 2, {rank} of 2 on {HERE}: LaunchedJob shm mpi=False"] for rank in range(2)
+    ]

@@ -1,0 +1,115 @@
+"""What a job leaves behind that ends badly: no files of MPICH, no processes that ranks have started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+
+from tests.faults.backends import can_mount, own_memory
+from tests.processes import ROOT, Program, is_open_mpi, mpiexec_command
+from tests.ranks.test_launchers import slurm
+
+SCRIPT = str(ROOT / "tests" / "ranks" / "large_sums_script.py")
+RUN = [sys.executable, "-m", "distopt", "run"]
+
+# Rank 1 ends when rank 0 waits for it in MPI_Init.
+EARLY_END = """
+import os, time
+from distopt import launch
+
+def main():
+    launch.join()
+
+if os.environ["PMI_RANK"] == "1":
+    time.sleep(1)
+    os._exit(3)
+launch.main(main)
+"""
+
+# Each rank starts a program, says so, and waits.
+PARENTS = """
+import subprocess, sys, time
+from distopt import launch
+
+def train(rank=0, n=0):
+    subprocess.Popen(["sleep", "1000"])
+    print("started", flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    launch.main(train, 2) if len(sys.argv) > 1 else train()
+"""
+
+files_of_mpich = pytest.mark.xfail(strict=True, reason="item 9: MPICH's files stay in /dev/shm when MPI_Init fails")
+processes_of_ranks = pytest.mark.xfail(
+    strict=True, reason="item 9: processes that ranks have started survive a killed parent of the ranks"
+)
+
+
+@pytest.fixture
+def memory(tmp_path):
+    """A folder that becomes /dev/shm."""
+    if not can_mount():
+        pytest.skip("mounting a /dev/shm takes privileges")
+    if is_open_mpi():
+        pytest.skip("MPICH is absent: pip install 'distopt[mpi]'")
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    return folder
+
+
+@files_of_mpich
+@pytest.mark.parametrize("launcher", ["srun", "distopt run"])
+def test_no_file_remains_of_an_mpi_init_that_cannot_connect_hosts(net, memory, launcher):
+    """MPICH's network is the loopback, which each host has for itself."""
+    env = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "DISTOPT_TIMEOUT": "20"}
+    programs = []
+    if launcher == "srun":
+        for rank in range(4):
+            numbers = {**slurm(rank, 4, net.hosts[0].address, 2), "SLURM_LOCALID": str(rank % 2)}
+            command = net.hosts[rank // 2].inside([sys.executable, SCRIPT])
+            programs.append(Program(own_memory(memory) + command, {**env, **numbers}))
+    else:
+        meet = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29431"]
+        programs = [Program(own_memory(memory) + host.inside([*RUN, *meet, SCRIPT]), env) for host in net.hosts]
+    ended = [program.end() for program in programs]
+    assert all(one.code != 0 for one in ended), ended
+    assert "MPI_Init" in "".join(one.stderr for one in ended)
+    assert [path.name for path in memory.iterdir()] == []
+
+
+@files_of_mpich
+def test_no_file_remains_of_an_mpi_init_that_misses_a_rank(memory, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(EARLY_END)
+    ended = Program([*own_memory(memory), *mpiexec_command(2), sys.executable, str(script)]).end()
+    assert ended.code != 0
+    assert "waits in MPI_Init, and a process of this job" in ended.stderr
+    assert [path.name for path in memory.iterdir()] == []
+
+
+@processes_of_ranks
+@pytest.mark.parametrize("launcher", ["launch.main", "distopt run"])
+def test_processes_that_ranks_have_started_end_with_a_killed_launcher(tmp_path, launcher):
+    script = tmp_path / "script.py"
+    script.write_text(PARENTS)
+    run = [*RUN, "--nproc-per-node", "2", str(script)]
+    program = Program(run if launcher == "distopt run" else [sys.executable, str(script), "main"])
+    program.read_lines(2)
+    assert sorted(command for command in program.pids().values() if command.startswith("sleep")) == ["sleep 1000 "] * 2
+    os.kill(program.process.pid, signal.SIGKILL)
+    program.assert_nothing_left()  # before the end of the output, which they hold open
+    assert program.end().code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_processes_that_ranks_have_started_end_with_the_job(tmp_path, signum):
+    script = tmp_path / "script.py"
+    script.write_text(PARENTS)
+    program = Program([*RUN, "--nproc-per-node", "2", str(script)])
+    program.read_lines(2)
+    program.process.send_signal(signum)
+    assert program.end().code == 128 + signum
