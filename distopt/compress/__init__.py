@@ -10,7 +10,7 @@ from .dense import Fp32
 from .error_feedback import ErrorFeedback
 from .half import BFloat16, Fp16
 from .power_sgd import PowerSGD
-from .reducer import BadGradient, Part, Reducer
+from .state import BadGradient, Part, CodecState
 from .sparse import SparseCodec
 from .statistics import Statistics
 from .threshold import Threshold
@@ -26,7 +26,7 @@ __all__ = [
     "Fp32",
     "Part",
     "PowerSGD",
-    "Reducer",
+    "CodecState",
     "Reduction",
     "SparseCodec",
     "Statistics",

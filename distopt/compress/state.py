@@ -1,24 +1,25 @@
-"""What a codec has to work with on one bucket, and what it keeps there between steps."""
+"""What belongs to a bucket for as long as it lives: what codecs of one kind work with on it, and keep between steps."""
 
 from __future__ import annotations
 
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from ..comm.sparse import dense_wire_bytes
 from ..errors import GradientError, StateError
 from ..kernels import FINDINGS, array_module, kernels_of
 from .statistics import Statistics
 from .wire import Wire
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ..comm import Communicator, Work
     from ..comm.base import Array
 
-__all__ = ["BadGradient", "Header", "Part", "Reducer", "State"]
+__all__ = ["BadGradient", "Header", "Part", "CodecState", "SavedState"]
 
-State: TypeAlias = "dict[str, Array]"  # by "NAME/PARAMETER"
+SavedState: TypeAlias = "dict[str, Array]"  # by "NAME/PARAMETER"
 
 _FIELDS = 3  # of the findings: all but the last are for the other ranks
 
@@ -68,7 +69,7 @@ class Header(NamedTuple):
     verdict: BadGradient | None
 
 
-class Reducer:
+class CodecState:
     """One bucket as codecs of one kind see it. Codecs are options; whatever outlives a step is here.
 
     Attributes:
@@ -76,6 +77,7 @@ class Reducer:
         bucket: flat array, reduced in place; what lies between and behind the parts is zero and stays zero.
         parts: the parameters in it.
         size: number of elements of the parts, without padding.
+        dense_bytes: what each rank sends in a bandwidth-optimal all_reduce of the bucket.
         label: name of the bucket in diagnostics.
         check_finite: whether a codec that could carry NaN and infinity looks for them.
         wire: what the bytes go through.
@@ -87,13 +89,23 @@ class Reducer:
     """
 
     def __init__(
-        self, kind: str, bucket: Array, comm: Communicator, parts: Sequence[Part], label: str, check_finite: bool
+        self,
+        kind: str,
+        bucket: Array,
+        comm: Communicator,
+        parts: Sequence[Part],
+        label: str,
+        check_finite: bool,
+        statistics: Statistics | None,
+        empty: Callable[..., Array] | None,
     ) -> None:
+        """Local. See `Codec.attach`."""
         self.kind, self.bucket, self.label, self.check_finite = kind, bucket, label, check_finite
         self.parts = tuple(parts) or (Part(label, 0, (bucket.size,)),)
         self.size = sum(part.size for part in self.parts)
-        self.statistics = Statistics()
-        self.wire = Wire(comm, label, self.statistics)
+        self.statistics = Statistics() if statistics is None else statistics
+        self.wire = Wire(comm, label, self.statistics, empty)
+        self.dense_bytes = dense_wire_bytes(bucket.nbytes, comm.topology.world_size)
         self.kernels = kernels_of(bucket)
         self.memory: dict[str, Any] = {}
         self.findings: Array = None
@@ -124,11 +136,11 @@ class Reducer:
             self._state[name], self._initial[name] = array, initial
         return array
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> SavedState:
         """Local. Copies, in NumPy arrays, of what the next steps depend on; they differ between ranks."""
         return {key: kernels_of(view).to_host(view) for key, view in self._views().items()}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         """Local. Continue from what `state_dict` returned.
 
         Raises:
@@ -139,11 +151,11 @@ class Reducer:
             kernels_of(view).copy_into(view, state[key])
 
     def reset(self) -> None:
-        """Local. Go back to the state of a new reducer."""
+        """Local. Go back to the state of a new one."""
         for name, array in self._state.items():
             array[...] = 0 if self._initial[name] is None else self._initial[name]
 
-    def check_state_dict(self, state: State) -> None:
+    def check_state_dict(self, state: SavedState) -> None:
         """Local. Whether `load_state_dict` would accept `state`.
 
         Raises:
@@ -163,9 +175,9 @@ class Reducer:
                     f"shape {view.shape}; load it into the same model and bucket size"
                 )
 
-    def _views(self) -> State:
+    def _views(self) -> SavedState:
         """The state by "NAME/PARAMETER". What holds for all parts is there for each."""
-        views: State = {}
+        views: SavedState = {}
         for name, array in self._state.items():
             if "/" in name:
                 views[name] = array
