@@ -9,7 +9,6 @@ many steps, by digests.
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -96,15 +95,18 @@ class Drift:
             self.explain(error)
 
     def explain(self, error: MismatchError) -> None:
-        """Local. Raise the error anew with its reason, if a label that it shows tells of constants.
+        """Local. Raise the error anew with its reason, if the label of a call tells of constants.
 
         Raises:
             MismatchError: a label does.
         """
-        if re.search(r"\Wnow \w+ = ", str(error)):
+        if any(call.label.removeprefix(self.prefix).startswith("now ") for call in error.calls):
             raise MismatchError(
                 f"{error}. If they differ in what follows 'now': a rank has changed this constant of its optimizer "
-                "since its last step; make the same assignments on all ranks, between the same steps"
+                "since its last step",
+                cure="make the same assignments on all ranks, between the same steps",
+                ranks=error.ranks,
+                calls=error.calls,
             ) from None
 
     # -- parameters --------------------------------------------------------------------------------------------------
