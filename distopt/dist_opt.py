@@ -342,7 +342,9 @@ class DistOpt:
 
     def shared_states(self, names: Iterable[str]) -> set[str]:
         """Local. Which of these states are the same on all ranks, so that a checkpoint saves them once."""
-        return set() if self._engine.partial.slots_pending else {name for name in names if name.startswith("optimizer/")}
+        return (
+            set() if self._engine.partial.slots_pending else {name for name in names if name.startswith("optimizer/")}
+        )
 
     @property
     def states_are_copies(self) -> bool:

@@ -5,10 +5,10 @@ a bucket and completes its `CodecState`: wire memory, residual and what else out
 that runs in every step and reads as the algorithm in its paper: it encodes, starts collectives, yields every `Work`
 that it waits for, decodes, and returns its verdict.
 
-A `Reduction`, one step's, drives one such generator. What stands before the first `yield` runs as soon as the bucket is full, in the
-middle of the backward pass; so it must not wait for other ranks. The rest may start further collectives, which must
-come in the same order on all ranks: **a generator is resumed only at points that are the same on all ranks**, after the
-last gradient, in rounds, in the order of the buckets (`finish_all`).
+A `Reduction`, that of one step, drives one such generator. What stands before the first `yield` runs as soon as the
+bucket is full, in the middle of the backward pass; so it must not wait for other ranks. The rest may start further
+collectives, which must come in the same order on all ranks: **a generator is resumed only at points that are the same
+on all ranks**, after the last gradient, in rounds, in the order of the buckets (`finish_all`).
 """
 
 from __future__ import annotations

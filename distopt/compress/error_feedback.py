@@ -21,8 +21,8 @@ class ErrorFeedback(Codec):
     """Any lossy codec, with a residual per bucket (Karimireddy et al., arXiv 1901.09847, algorithm 2).
 
     A step reduces residual + gradient, and the residual becomes what of that this rank did not send. The residual is in
-    `CodecState.state_dict()` and belongs in checkpoints, each rank's own. For a 16-bit codec it covers this rank's cast,
-    not the one rounding of the sum.
+    `CodecState.state_dict()` and belongs in checkpoints, each rank's own. For a 16-bit codec it covers this rank's
+    cast, not the one rounding of the sum.
 
     Args:
         codec: the codec that loses something.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..comm import Communicator, Work
     from ..comm.base import Array
 
-__all__ = ["BadGradient", "Header", "Part", "CodecState", "SavedState"]
+__all__ = ["BadGradient", "CodecState", "Header", "Part", "SavedState"]
 
 SavedState: TypeAlias = "dict[str, Array]"  # by "NAME/PARAMETER"
 
@@ -112,6 +112,7 @@ class CodecState:
         self.pending: Work | None = None
         self._state: dict[str, Array] = {}  # by name, or by "NAME/PARAMETER" where it is of one parameter
         self._initial: dict[str, Array | None] = {}
+        self._loaded: SavedState = {}  # what no options have used yet
 
     # -- state -------------------------------------------------------------------------------------------------------
     @property
@@ -134,24 +135,36 @@ class CodecState:
             else:
                 array = initial.copy()
             self._state[name], self._initial[name] = array, initial
+            self._claim()
         return array
 
     def state_dict(self) -> SavedState:
         """Local. Copies, in NumPy arrays, of what the next steps depend on; they differ between ranks."""
-        return {key: kernels_of(view).to_host(view) for key, view in self._views().items()}
+        views = {key: kernels_of(view).to_host(view) for key, view in self._views().items()}
+        return {key: array.copy() for key, array in self._loaded.items()} | views
 
     def load_state_dict(self, state: SavedState) -> None:
-        """Local. Continue from what `state_dict` returned.
+        """Local. Continue from what `state_dict` returned, perhaps under other options of the codec.
+
+        What these do not use is kept for options that do; what is missing begins anew.
 
         Raises:
             StateError: see `check_state_dict`; nothing was changed.
         """
         self.check_state_dict(state)
+        self._loaded = dict(state)
+        self._claim()
+
+    def _claim(self) -> None:
         for key, view in self._views().items():
-            kernels_of(view).copy_into(view, state[key])
+            if key in self._loaded:
+                given = self._loaded.pop(key)
+                self._check_like(view, given, key)
+                kernels_of(view).copy_into(view, given)
 
     def reset(self) -> None:
         """Local. Go back to the state of a new one."""
+        self._loaded.clear()
         for name, array in self._state.items():
             array[...] = 0 if self._initial[name] is None else self._initial[name]
 
@@ -159,21 +172,25 @@ class CodecState:
         """Local. Whether `load_state_dict` would accept `state`.
 
         Raises:
-            StateError: names, types or shapes do not fit this bucket.
+            StateError: parameters, types or shapes do not fit this bucket, or nothing is there that the codec keeps.
         """
-        views = self._views()
-        if state.keys() != views.keys():
+        views, names = self._views(), {key.split("/", 1)[0] for key in state}
+        expected = {key: view for key, view in views.items() if key.split("/", 1)[0] in names}
+        params = {part.name for part in self.parts}
+        if expected.keys() - state.keys() or bool(expected) < bool(views) or {key.split("/", 1)[1] for key in state} - params:
             raise StateError(
                 f"state of bucket {self.label!r} has {sorted(state)}, its codec keeps {sorted(views)}; load it with "
                 "the codec that saved it"
             )
-        for key, view in views.items():
-            given = state[key]
-            if given.dtype != view.dtype or given.shape != view.shape:
-                raise StateError(
-                    f"{key} of bucket {self.label!r} is {given.dtype} of shape {given.shape}, not {view.dtype} of "
-                    f"shape {view.shape}; load it into the same model and bucket size"
-                )
+        for key, view in expected.items():
+            self._check_like(view, state[key], key)
+
+    def _check_like(self, view: Array, given: Array, key: str) -> None:
+        if given.dtype != view.dtype or given.shape != view.shape:
+            raise StateError(
+                f"{key} of bucket {self.label!r} is {given.dtype} of shape {given.shape}, not {view.dtype} of "
+                f"shape {view.shape}; load it into the same model"
+            )
 
     def _views(self) -> SavedState:
         """The state by "NAME/PARAMETER". What holds for all parts is there for each."""

@@ -97,7 +97,7 @@ class Agreement:
         Raises:
             MismatchError: see `check`.
         """
-        self.check(params, constants=constants | {"check_every": self.drift.every})
+        self.check(params, constants={**constants, "check_every": self.drift.every})
         self.drift.agree(constants, progress.steps - progress.skipped)
         strangers = [p for p in params if id(p) not in self.attached]
         if not equal or not strangers:

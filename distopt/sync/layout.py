@@ -189,20 +189,20 @@ class Layout:
 
 
 def check_names(saved: SavedState, names: Sequence[str]) -> None:
-    """Local. Whether every kind of codec has saved states of these parameters, and of no others.
+    """Local. Whether saved states are those of these parameters, of all or none for each array of a kind of codec.
 
     Raises:
-        StateError: it has not.
+        StateError: they are not.
     """
     params: dict[str, set[str]] = {}
     for key in saved:
-        kind, _, param = key.split("/", 2)
+        kind, name, param = key.split("/", 2)
         if param not in names:
             raise StateError(f"{key}: the model has no parameter {param}; load the states of this model")
-        params.setdefault(kind, set()).add(param)
-    for kind, found in params.items():
+        params.setdefault(f"{kind}/{name}", set()).add(param)
+    for array, found in params.items():
         if missing := [name for name in names if name not in found]:
-            raise StateError(f"the states of {kind} lack those of {missing[0]}; load all that were saved")
+            raise StateError(f"the states {array} lack that of {missing[0]}; load all that were saved")
 
 
 def under(prefix: str, states: Mapping[str, Array]) -> SavedState:

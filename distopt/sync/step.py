@@ -233,7 +233,8 @@ class Step(GradientCounter):
 
     def _give_up(self, reason: str) -> None:
         for bucket in self.layout.buckets[len(self._started) :]:
-            bucket.flat.fill(np.nan)
+            for grad in bucket.grads:  # and not the padding, which stays zero
+                grad.fill(np.nan)
         self._missing = [0] * len(self._missing)
         self._start_full()
         if any(finish_all(self._started)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass
 from itertools import product
 
@@ -67,9 +69,7 @@ class Rank:
 
     def begin(self, codec, clip=None):
         order = lambda: self.params  # noqa: E731
-        return self.engine.begin(
-            codec, self.bucket_elements, order, self.slots, version=self.version, clip=clip
-        )
+        return self.engine.begin(codec, self.bucket_elements, order, self.slots, version=self.version, clip=clip)
 
     def begin_partial(self, elements, params=None):
         order = lambda: self.params if params is None else params  # noqa: E731
@@ -624,3 +624,145 @@ def test_the_first_bucket_is_small_where_bytes_move_during_backward(monkeypatch)
     assert on_ranks(2, body) == [([12], 1)] * 2
     monkeypatch.setattr(OracleCommunicator, "overlaps", True)
     assert on_ranks(2, body) == [([5, 7], 1)] * 2
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_buckets_of_other_sizes_take_the_place_of_those_before(partial):
+    """And their memory, so that a size which changes all the time costs no more of it than the largest layout."""
+
+    class Counts(OracleCommunicator):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.bytes = []
+
+        def _empty(self, count, dtype, xp):
+            self.bytes.append(count * np.dtype(dtype).itemsize)
+            return super()._empty(count, dtype, xp)
+
+    def body(comm):
+        own, layouts, held = Rank(comm), [], []
+        for number in range(160):
+            own.bucket_elements = 10 + 97 * number % 1009
+            if partial:
+                step = own.begin_partial(own.bucket_elements)
+                own.write(step, gradients(own.rank, number))
+                step.finish()
+                own.engine.partial.average(step.layout)
+            else:
+                own.run(CODECS[number % len(CODECS)], gradients(own.rank, number))
+                step = own.engine
+            layouts.append(weakref.ref(step.layout))
+            held.append(sum(comm.bytes))
+        del step
+        gc.collect()
+        assert [layout() is None for layout in layouts] == [True] * 159 + [False]
+        assert held[-1] <= 6 * 4 * sum(-(-int(np.prod(shape)) // 64) * 64 for shape in SHAPES.values())
+        assert held[-1] == held[80], "no more from some size on"
+
+    on_ranks(2, body, cls=Counts)
+
+
+@pytest.mark.parametrize("codec", CORRECTED, ids=repr)
+def test_residuals_go_on_in_buckets_of_another_size(codec):
+    def body(comm):
+        usual, other = Rank(comm, bucket_elements=10**6), Rank(comm, bucket_elements=10**6)
+        for own in (usual, other):
+            own.run(codec, gradients(own.rank))
+        before = {key: array for key, array in other.engine.get_states().items() if key != "steps"}
+        other.bucket_elements = SMALL
+        with other.begin(codec) as step:
+            now = other.engine.get_states()
+            assert now.keys() - {"steps"} == before.keys()
+            assert all(np.array_equal(now[key], array) for key, array in before.items())
+            other.write(step, gradients(other.rank, 1))
+            assert step.finish() is None
+
+    on_ranks(2, body)
+
+
+# -- exceptions -------------------------------------------------------------------------------------------------------
+class Trouble(Exception):
+    pass
+
+
+def leave(own, codec, number, after):
+    """A step that an exception ends after so many gradients; all of them: after the end of the pass."""
+    with own.begin_partial(SMALL) if codec is None else own.begin(codec) as step:
+        grads = gradients(own.rank, number)
+        own.write(step, grads, order=range(after))
+        raise Trouble(f"rank {own.rank} gives up")
+
+
+EXCEPTIONS = [*CODECS, None]
+
+
+@pytest.mark.parametrize("after", range(len(SHAPES)))
+@pytest.mark.parametrize("codec", EXCEPTIONS, ids=repr)
+def test_a_step_that_an_exception_ends_on_one_rank_ends_on_all_and_training_goes_on(codec, after):
+    def body(comm):
+        own, results = Rank(comm), []
+        for number in range(4):
+            if number in (1, 2) and own.rank == 1:
+                with pytest.raises(Trouble):
+                    leave(own, codec, number, after)
+            elif number in (1, 2):
+                with pytest.raises(
+                    GradientError, match=rf"step {number}: rank 1 \(host\) .*Trouble: rank 1 gives up"
+                ) as caught:
+                    with own.begin_partial(SMALL) if codec is None else own.begin(codec) as step:
+                        own.write(step, gradients(own.rank, number))
+                        step.finish()
+                assert caught.value.rank == 1
+            elif codec is None:
+                step = own.begin_partial(SMALL)
+                own.write(step, gradients(own.rank, number))
+                assert step.finish() is None
+                own.engine.partial.average(step.layout)
+            else:
+                results.append(own.run(codec, gradients(own.rank, number)))
+        assert (own.engine.progress.steps, own.engine.progress.skipped) == (4, 2)
+        return results
+
+    first, *others = on_ranks(3, body)
+    for means, expected in zip(first, (mean_of(3, number) for number in (0, 3)), strict=False):
+        assert codec not in DENSE[:1] or same_bits(means, expected)
+    for results in others:
+        assert all(same_bits(a, b) for a, b in zip(results, first, strict=True))
+
+
+@pytest.mark.parametrize("codec", EXCEPTIONS, ids=repr)
+def test_a_step_that_exceptions_end_at_different_places_on_all_ranks_leaves_them_in_step(codec):
+    def body(comm):
+        own = Rank(comm)
+        with pytest.raises(Trouble):
+            leave(own, codec, 0, 2 * own.rank)
+        return own.run(Fp32(), gradients(own.rank, 1))
+
+    for means in on_ranks(3, body):
+        assert same_bits(means, mean_of(3, 1))
+
+
+@pytest.mark.parametrize("how", ["in the middle of a call", "nobody looks for NaN", "partial, nobody looks"])
+def test_where_the_ranks_cannot_go_on_together_the_others_get_an_error(how):
+    class Interrupted(Fp32):
+        def reduce(self, state):
+            yield from super().reduce(state)
+
+        def start(self, state):
+            if state.wire.rank == 1:
+                raise Trouble
+            return super().start(state)
+
+    def body(comm):
+        own = Rank(comm, non_finite="ignore" if "looks" in how else "raise")
+        codec = Interrupted() if "middle" in how else None if "partial" in how else Fp32()
+        if own.rank == 1:
+            with pytest.raises(Trouble):
+                leave(own, codec, 0, 5)
+            return
+        with own.begin_partial(SMALL) if codec is None else own.begin(codec) as step, pytest.raises(MismatchError):
+            own.write(step, gradients(own.rank))
+            step.finish()
+            own.engine.partial.average(step.layout)
+
+    on_ranks(2, body)
