@@ -177,7 +177,11 @@ class CodecState:
         views, names = self._views(), {key.split("/", 1)[0] for key in state}
         expected = {key: view for key, view in views.items() if key.split("/", 1)[0] in names}
         params = {part.name for part in self.parts}
-        if expected.keys() - state.keys() or bool(expected) < bool(views) or {key.split("/", 1)[1] for key in state} - params:
+        if (
+            expected.keys() - state.keys()
+            or bool(expected) < bool(views)
+            or {key.split("/", 1)[1] for key in state} - params
+        ):
             raise StateError(
                 f"state of bucket {self.label!r} has {sorted(state)}, its codec keeps {sorted(views)}; load it with "
                 "the codec that saved it"

@@ -681,7 +681,7 @@ def test_residuals_go_on_in_buckets_of_another_size(codec):
 
 
 # -- exceptions -------------------------------------------------------------------------------------------------------
-class Trouble(Exception):
+class TroubleError(Exception):
     pass
 
 
@@ -690,7 +690,16 @@ def leave(own, codec, number, after):
     with own.begin_partial(SMALL) if codec is None else own.begin(codec) as step:
         grads = gradients(own.rank, number)
         own.write(step, grads, order=range(after))
-        raise Trouble(f"rank {own.rank} gives up")
+        raise TroubleError(f"rank {own.rank} gives up")
+
+
+def whole(own, codec, number):
+    with own.begin_partial(SMALL) if codec is None else own.begin(codec) as step:
+        own.write(step, gradients(own.rank, number))
+        assert step.finish() is None
+        if codec is None:
+            own.engine.partial.average(step.layout)
+    return own.means(step)
 
 
 EXCEPTIONS = [*CODECS, None]
@@ -703,23 +712,16 @@ def test_a_step_that_an_exception_ends_on_one_rank_ends_on_all_and_training_goes
         own, results = Rank(comm), []
         for number in range(4):
             if number in (1, 2) and own.rank == 1:
-                with pytest.raises(Trouble):
+                with pytest.raises(TroubleError):
                     leave(own, codec, number, after)
             elif number in (1, 2):
-                with pytest.raises(
-                    GradientError, match=rf"step {number}: rank 1 \(host\) .*Trouble: rank 1 gives up"
-                ) as caught:
-                    with own.begin_partial(SMALL) if codec is None else own.begin(codec) as step:
-                        own.write(step, gradients(own.rank, number))
-                        step.finish()
+                where = rf"step {number}: rank 1 \(host\) .*TroubleError: rank 1 gives up"
+                with pytest.raises(GradientError, match=where) as caught:
+                    whole(own, codec, number)
                 assert caught.value.rank == 1
-            elif codec is None:
-                step = own.begin_partial(SMALL)
-                own.write(step, gradients(own.rank, number))
-                assert step.finish() is None
-                own.engine.partial.average(step.layout)
             else:
-                results.append(own.run(codec, gradients(own.rank, number)))
+                means = whole(own, codec, number)
+                results += [means] if codec is not None else []
         assert (own.engine.progress.steps, own.engine.progress.skipped) == (4, 2)
         return results
 
@@ -734,7 +736,7 @@ def test_a_step_that_an_exception_ends_on_one_rank_ends_on_all_and_training_goes
 def test_a_step_that_exceptions_end_at_different_places_on_all_ranks_leaves_them_in_step(codec):
     def body(comm):
         own = Rank(comm)
-        with pytest.raises(Trouble):
+        with pytest.raises(TroubleError):
             leave(own, codec, 0, 2 * own.rank)
         return own.run(Fp32(), gradients(own.rank, 1))
 
@@ -750,19 +752,17 @@ def test_where_the_ranks_cannot_go_on_together_the_others_get_an_error(how):
 
         def start(self, state):
             if state.wire.rank == 1:
-                raise Trouble
+                raise TroubleError
             return super().start(state)
 
     def body(comm):
         own = Rank(comm, non_finite="ignore" if "looks" in how else "raise")
         codec = Interrupted() if "middle" in how else None if "partial" in how else Fp32()
         if own.rank == 1:
-            with pytest.raises(Trouble):
+            with pytest.raises(TroubleError):
                 leave(own, codec, 0, 5)
             return
-        with own.begin_partial(SMALL) if codec is None else own.begin(codec) as step, pytest.raises(MismatchError):
-            own.write(step, gradients(own.rank))
-            step.finish()
-            own.engine.partial.average(step.layout)
+        with pytest.raises(MismatchError):
+            whole(own, codec, 0)
 
     on_ranks(2, body)

@@ -189,7 +189,7 @@ def interrupted(optimizer) -> dict[str, np.ndarray]:
                 yield pair
 
         for number, after in ((2, 2 if rank == 1 else 9), (3, rank)):
-            autograd.backward = lambda loss, after=after, **options: ended(loss, after, **options)  # noqa: B023
+            autograd.backward = lambda loss, after=after, **options: ended(loss, after, **options)
             try:
                 with pytest.raises(GradientError if after == 9 else KeyboardInterrupt) as caught:
                     train(optimizer, net, range(number, number + 1), strategy)
