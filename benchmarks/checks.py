@@ -62,7 +62,7 @@ def measure(backend: str, rounds: int) -> None:
     engine = optimizer._engine
     parts = {
         "collectives": (communicator.barrier, BARRIERS, collectives),
-        "constants": (lambda: look(engine), CALLS, 1),
+        "constants": (lambda: look(engine, optimizer.opt), CALLS, 1),
         "labels": (lambda: engine.drift.label("bucket 0: linear2.b ... linear1.W"), CALLS, collectives),
         "order": (lambda: f"{engine.drift.prefix}bucket 0", CALLS, collectives),
         "digests": (
@@ -90,10 +90,10 @@ def measure(backend: str, rounds: int) -> None:
     communicator.barrier()
 
 
-def look(engine) -> None:
+def look(engine, slots) -> None:
     """What begins a step."""
     with engine.drift:
-        engine.drift.look(engine.slots.constants(), engine.steps - engine.skipped)
+        engine.drift.look(slots.constants(), engine.progress.steps - engine.progress.skipped)
 
 
 def seconds_per_call(call, repeats: int) -> float:

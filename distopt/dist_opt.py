@@ -1,15 +1,15 @@
 """DistOpt: where the numerics meet the engine.
 
-The way of a gradient: `autograd.backward` writes it into its bucket and yields it (`_backward`, the one loop over
+The way of a gradient: `autograd.backward` writes it into its bucket and yields it (`_step`, the one loop over
 gradients); the engine (`distopt.sync`) encodes and sends the bucket when it is full, and leaves the mean over ranks
 where the gradient was; the wrapped optimizer applies it (`_update`).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakKeyDictionary
 
 from . import comm, compress, launch
 from .comm.world import current
@@ -21,11 +21,11 @@ from .nn.mode import mode
 from .nn.optim import Optimizer
 from .nn.tensor import Tensor
 from .settings import Settings
-from .sync.bucket import under
 from .sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
+from .sync.layout import under
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
     import numpy as np
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .sync.layout import Layout
     from .sync.slots import States
     from .sync.stats import CommunicationStatistics
-    from .sync.step import PartialStep, Step
+    from .sync.step import GradientCounter
 
 __all__ = ["DEFAULT_BUCKET_ELEMENTS", "DistOpt", "NonFinite"]
 
@@ -115,9 +115,9 @@ class DistOpt:
         self.local_rank = communicator.topology.local_rank
         self.bucket_elements = bucket_elements
         self.partition_elements = bucket_elements if partition_elements is None else partition_elements
-        self._engine = Engine(communicator, opt, non_finite, check_every)
-        self._pairs: WeakKeyDictionary[Layout, list[tuple[Tensor, Tensor]]] = WeakKeyDictionary()
-        self._adopted: Layout | None = None  # whose views autograd writes into
+        self._engine = Engine(communicator, non_finite, check_every)
+        self._layout: Layout | None = None  # whose views autograd writes into
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # its parameters, each with its view as a tensor
         self._accumulation = Accumulation()
 
     def __call__(self, loss: Tensor) -> None:
@@ -199,20 +199,13 @@ class DistOpt:
             GradientError: see `non_finite`; on all ranks, and no parameter has been changed.
             UsageError: the set of parameters under `loss` is not that of the first step, or `clip` is not positive.
         """
-        if self._accumulation.active:
-            self._accumulate(loss)
-            return
-        engine = self._ready_engine()
-        with engine.drift:
-            step = engine.begin(bucket_elements, lambda: autograd.gradient_order(loss), codec, clip)
-            if self._backward(loss, step):
-                self._update(step.layout)
+        self._step(loss, partial(self._engine.begin, codec, bucket_elements, clip=clip))
 
     def update_partially(self, loss: Tensor, partition_elements: int = DEFAULT_BUCKET_ELEMENTS) -> None:
         """Collective. Update the parameters by this rank's own gradients, then average one partition of them.
 
-        Successive steps visit the partitions in a cycle. In between the ranks' parameters drift apart: call
-        `synchronize` before evaluating or saving.
+        Successive steps visit the partitions in a cycle. In between the ranks' parameters differ: call `synchronize`
+        before evaluating or saving.
 
         Args:
             loss: what to differentiate.
@@ -222,20 +215,8 @@ class DistOpt:
             GradientError: see `non_finite`; on all ranks, and no parameter has been changed.
             UsageError: the set of parameters under `loss` is not that of the first step.
         """
-        if self._accumulation.active:
-            self._accumulate(loss)
-            return
-        engine = self._ready_engine()
-        with engine.drift:
-            step = engine.begin_partial(partition_elements, lambda: autograd.gradient_order(loss))
-            if self._backward(loss, step):
-                self._update(step.layout)
-                engine.average_partition(step.layout)
-
-    def _ready_engine(self) -> Engine:
-        """The engine, told of what the script may have changed since the last step."""
-        self._engine.version, self._engine.slots = mode.freezes, self.opt
-        return self._engine
+        if layout := self._step(loss, partial(self._engine.begin_partial, partition_elements)):
+            self._engine.partial.average(layout)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Local. In the body of a `with`, a step only adds the gradients of its loss to earlier ones; nothing is sent.
@@ -249,14 +230,14 @@ class DistOpt:
 
     def _accumulate(self, loss: Tensor) -> None:
         # With the pauses of a step, so that a graph that is captured here serves for it, too.
-        self._accumulation.add(autograd.backward(loss, pauses=self._adopted.last if self._adopted else ()))
+        self._accumulation.add(autograd.backward(loss, pauses=self._layout.last if self._layout else ()))
 
     def synchronize(self) -> None:
-        """Collective. Make the parameters of all ranks equal to their mean, where partial updates have let them drift.
+        """Collective. Make the parameters of all ranks equal to their mean, where partial updates let them differ.
 
         Call it before evaluating or saving; otherwise it does nothing.
         """
-        self._engine.synchronize()
+        self._engine.partial.synchronize()
 
     def join(self) -> AbstractContextManager[None]:
         """Collective. Let ranks take different numbers of steps in the body of a `with`.
@@ -273,45 +254,51 @@ class DistOpt:
             UsageError: a rank had no batch, or a step is of a kind that cannot be taken without all ranks.
             MismatchError: the ranks took different kinds of steps.
         """
-        return self._engine.join(self._update)
+        return self._engine.join(self.opt, self._update)
 
-    def _backward(self, loss: Tensor, step: Step | PartialStep) -> bool:
-        """Run backward, hand each gradient to the engine as soon as it is final; whether the means may be applied."""
+    def _step(self, loss: Tensor, begin: Callable[..., GradientCounter]) -> Layout | None:
+        """Run backward, hand each gradient to the engine as soon as it is final, and update; None if nothing was."""
+        if self._accumulation.active:
+            self._accumulate(loss)
+            return None
+        step = begin(order=partial(autograd.gradient_order, loss), slots=self.opt, version=mode.freezes)
         layout = step.layout
-        if layout is not self._adopted:
-            for param, _ in () if self._adopted is None else self._pairs_of(self._adopted):
-                param.grad = None  # should it be frozen by now, its old bucket can go
-            self._adopted = layout
-        for param, grad in self._pairs_of(layout):
+        if layout is not self._layout:
+            self._adopt(layout)
+        for param, grad in self._pairs:
             param.grad = grad  # in every step: scripts may have assigned None, as they do for PyTorch
-        final = step.final
-        pairs: Iterable[tuple[Tensor, Tensor]] = autograd.backward(loss, pauses=layout.last)
-        if self._accumulation.sums:
-            pairs = self._accumulation.taken(pairs)
-        for param, _ in pairs:
-            final(param)
-        verdict = step.finish()
+        with step:
+            pairs: Iterable[tuple[Tensor, Tensor]] = autograd.backward(loss, pauses=layout.last)
+            if self._accumulation.sums:
+                pairs = self._accumulation.taken(pairs)
+            for param, _ in pairs:
+                step.final(param)
+            verdict = step.finish()
         if verdict is not None:
             loss.device.check()  # a wrong label tells more than the NaN that comes of it
-        return self._engine.may_update(verdict)
+            self._engine.refuse(verdict)
+            return None
+        self._update(layout)
+        return layout
+
+    def _adopt(self, layout: Layout) -> None:
+        """Let autograd write into the views of other buckets."""
+        for param, _ in self._pairs:
+            param.grad = None  # should it be frozen by now, its old bucket can go
+        self._layout = layout
+        self._pairs = [
+            (param, Tensor.of(grad, param.device, requires_grad=False))
+            for bucket in layout.buckets
+            for param, grad in zip(cast("tuple[Tensor, ...]", bucket.params), bucket.grads, strict=True)
+        ]
 
     def _update(self, layout: Layout) -> None:
         if self.opt.clip_grad_norm is not None:
             self.opt.clip_gradients([bucket.flat for bucket in layout.buckets])
         update = self.opt.update
-        for param, grad in self._pairs_of(layout):
+        for param, grad in self._pairs:
             update(param, grad)
         self.opt.step()
-
-    def _pairs_of(self, layout: Layout) -> list[tuple[Tensor, Tensor]]:
-        """The parameters of a layout, each with the view of its bucket that is its gradient, as a tensor."""
-        if layout not in self._pairs:
-            self._pairs[layout] = [
-                (param, Tensor.of(grad, param.device, requires_grad=False))
-                for bucket in layout.buckets
-                for param, grad in zip(cast("tuple[Tensor, ...]", bucket.params), bucket.grads, strict=True)
-            ]
-        return self._pairs[layout]
 
     # -- statistics and states ---------------------------------------------------------------------------------------
     def stats(self) -> CommunicationStatistics:
@@ -355,7 +342,9 @@ class DistOpt:
 
     def shared_states(self, names: Iterable[str]) -> set[str]:
         """Local. Which of these states are the same on all ranks, so that a checkpoint saves them once."""
-        return set() if self._engine.own_slots else {name for name in names if name.startswith("optimizer/")}
+        return (
+            set() if self._engine.partial.slots_pending else {name for name in names if name.startswith("optimizer/")}
+        )
 
     @property
     def states_are_copies(self) -> bool:
@@ -365,7 +354,7 @@ class DistOpt:
     @property
     def parameters_agree(self) -> bool:
         """Local. Whether all ranks have the same parameters; between partial updates they do not."""
-        return not self._engine.drifted
+        return not self._engine.partial.pending
 
 
 def _has(opt: Optimizer | None, name: str) -> bool:

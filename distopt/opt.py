@@ -91,7 +91,7 @@ class DistOpt(dist_opt.DistOpt):
             options["job"] = launch.join(*asked)
         super().__init__(SGD() if opt is None else opt, **options)
         self._pending: list[Work] = []
-        self._fusion = Fusion(self.communicator, buffSize, self._engine.label)
+        self._fusion = Fusion(self.communicator, buffSize, self._engine.drift.label)
         self._raw_params: dict[tuple[int, int, str], Tensor] = {}
 
     # -- tensors, raw tensors and arrays, by hand ----------------------------------------------------------------------
@@ -139,12 +139,13 @@ class DistOpt(dist_opt.DistOpt):
             UsageError: it is something else, of another type than can be sent, strided or read-only.
         """
         array = self._array(tensor)
-        with self._engine.drift:
-            self._pending.append(self.communicator.all_reduce(array, label=self._engine.label("by hand")))
+        with self._engine.by_hand(self.opt):
+            self._pending.append(self.communicator.all_reduce(array, label=self._engine.drift.label("by hand")))
 
     def all_reduce_half(self, tensor: Tensor | Array) -> None:
         """Collective. As `all_reduce`, with 16-bit values on the wire; float32 only."""
-        self._fusion.send([self._array(tensor)], Fp16())
+        with self._engine.by_hand(self.opt):
+            self._fusion.send([self._array(tensor)], Fp16())
 
     def fused_all_reduce(self, tensor: Sequence[Tensor | Array], send: bool = True) -> None:
         """Collective. Sum small tensors over the ranks as one message.
@@ -188,7 +189,7 @@ class DistOpt(dist_opt.DistOpt):
         `accumulation` has as many elements as all of them.
         """
         residual = None if accumulation is None else self._array(accumulation).reshape(-1)
-        with self._engine.drift:
+        with self._engine.by_hand(self.opt):
             self._fusion.send(self._arrays(tensor), _sparse_codec(spars, topK, residual is not None), residual)
 
     def wait(self) -> None:
@@ -198,13 +199,13 @@ class DistOpt(dist_opt.DistOpt):
             GradientError: a value was NaN or infinite on some rank.
         """
         pending, self._pending = self._pending, []
-        with self._engine.drift:
+        with self._engine.by_hand(self.opt):
             for work in pending:
                 work.wait()
             self._fusion.wait()
 
     def _fuse(self, tensors: Sequence[Tensor | Array], codec: Codec, send: bool) -> None:
-        with self._engine.drift:
+        with self._engine.by_hand(self.opt):
             self._fusion.stage(self._arrays(tensors), codec)
             if send:
                 self._fusion.send_staged()

@@ -15,6 +15,7 @@ follows may start a collective.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -35,6 +36,7 @@ T = TypeVar("T")
 ENTRY_BYTES = 8  # an int32 index and a float32 value
 
 
+@lru_cache(maxsize=1024)  # every reduction asks, and mostly for the same sizes
 def dense_wire_bytes(nbytes: int, world_size: int) -> int:
     """Bytes that each rank sends in a bandwidth-optimal dense all_reduce of `nbytes`: a ring's 2 (n - 1) / n."""
     return 2 * nbytes * (world_size - 1) // world_size

@@ -10,8 +10,8 @@ from .dense import Fp32
 from .error_feedback import ErrorFeedback
 from .half import BFloat16, Fp16
 from .power_sgd import PowerSGD
-from .reducer import BadGradient, Part, Reducer
 from .sparse import SparseCodec
+from .state import BadGradient, CodecState, Part
 from .statistics import Statistics
 from .threshold import Threshold
 from .top_k import TopK
@@ -21,12 +21,12 @@ __all__ = [
     "BFloat16",
     "BadGradient",
     "Codec",
+    "CodecState",
     "ErrorFeedback",
     "Fp16",
     "Fp32",
     "Part",
     "PowerSGD",
-    "Reducer",
     "Reduction",
     "SparseCodec",
     "Statistics",

@@ -1,29 +1,33 @@
 """What every codec is: a way to replace a bucket of gradients by its mean over the ranks.
 
 A *bucket* is a flat array of gradients. A `Codec` is a set of frozen options with two methods. `prepare` runs once for
-a bucket and makes wire memory and state. `reduce` is a generator that runs in every step and reads as the algorithm in
-its paper: it encodes, starts collectives, yields every `Work` that it waits for, decodes, and returns its verdict.
+a bucket and completes its `CodecState`: wire memory, residual and what else outlives a step. `reduce` is a generator
+that runs in every step and reads as the algorithm in its paper: it encodes, starts collectives, yields every `Work`
+that it waits for, decodes, and returns its verdict.
 
-A `Reduction` drives one such generator. What stands before the first `yield` runs as soon as the bucket is full, in the
-middle of the backward pass; so it must not wait for other ranks. The rest may start further collectives, which must
-come in the same order on all ranks: **a generator is resumed only at points that are the same on all ranks**, after the
-last gradient, in rounds, in the order of the buckets (`finish_all`).
+A `Reduction`, that of one step, drives one such generator. What stands before the first `yield` runs as soon as the
+bucket is full, in the middle of the backward pass; so it must not wait for other ranks. The rest may start further
+collectives, which must come in the same order on all ranks: **a generator is resumed only at points that are the same
+on all ranks**, after the last gradient, in rounds, in the order of the buckets (`finish_all`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
+from operator import attrgetter
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from ..errors import UsageError
-from .reducer import BadGradient, Part, Reducer
+from .state import BadGradient, CodecState, Part
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from ..comm import Communicator, Work
     from ..comm.base import Array
+    from .statistics import Statistics
 
 __all__ = ["Codec", "Reduction", "Steps", "finish_all"]
 
@@ -36,16 +40,16 @@ class Codec(ABC):
 
     Attributes:
         lossy: whether something of a gradient may stay unsent, so that error feedback has something to feed back. The
-            ranks of a lossy codec exchange a header with every reduction; see `Reducer.findings`.
+            ranks of a lossy codec exchange a header with every reduction; see `CodecState.findings`.
         dtypes: types of bucket that it can reduce.
     """
 
     lossy: ClassVar[bool] = True
     dtypes: ClassVar[tuple[str, ...]] = ("float32",)
 
-    @property
+    @cached_property
     def kind(self) -> str:
-        """Name of the codec. Codecs of one kind differ in options only, and share a `Reducer`."""
+        """Name of the codec. Codecs of one kind differ in options only, and share a `CodecState`."""
         return type(self).__name__
 
     def attach(
@@ -56,8 +60,10 @@ class Codec(ABC):
         parts: Sequence[Part] = (),
         label: str = "",
         check_finite: bool = True,
-    ) -> Reducer:
-        """Collective. What this kind of codec needs to work on `bucket`.
+        statistics: Statistics | None = None,
+        empty: Callable[..., Array] | None = None,
+    ) -> CodecState:
+        """Collective. What this kind of codec needs to work on `bucket`, and keeps from step to step.
 
         Args:
             bucket: flat, contiguous, of a type in `dtypes`, all ranks of equal length; best in wire memory of `comm`.
@@ -65,6 +71,8 @@ class Codec(ABC):
             parts: where the parameters lie in it, with zeros between them (default: one parameter that fills it).
             label: name of the bucket in diagnostics.
             check_finite: whether NaN and infinity are looked for. Lossy codecs always do: they could not carry them.
+            statistics: what costs are added to (default: new ones).
+            empty: gives wire memory in place of `Communicator.empty`.
 
         Raises:
             UsageError: the array cannot be a bucket, or the codec's options need error feedback.
@@ -78,33 +86,33 @@ class Codec(ABC):
         # CuPy's arrays are all writable.
         if bucket.ndim != 1 or not bucket.flags.c_contiguous or not getattr(bucket.flags, "writeable", True):
             raise UsageError(f"a bucket of shape {bucket.shape} is not a flat, contiguous, writable array")
-        reducer = Reducer(self.kind, bucket, comm, parts, label, check_finite)
+        state = CodecState(self.kind, bucket, comm, parts, label, check_finite, statistics, empty)
         if self.lossy:
-            reducer.prepare_header()
-        self.prepare(reducer)
-        return reducer
+            state.prepare_header()
+        self.prepare(state)
+        return state
 
-    def start(self, reducer: Reducer) -> Reduction:
-        """Collective. Encode the bucket of `reducer` and start its reduction; leave the bucket alone until the end.
+    def start(self, state: CodecState) -> Reduction:
+        """Collective. Encode the bucket of `state` and start its reduction; leave the bucket alone until the end.
 
         The options may be other ones than in the step before, on all ranks alike; residual and other state stay.
 
         Raises:
-            UsageError: the reducer is of another kind of codec, the previous reduction has not been finished, or the
+            UsageError: the state is of another kind of codec, the previous reduction has not been finished, or the
                 options need error feedback.
             CommunicatorError: the previous reduction has failed.
         """
-        if reducer.kind != self.kind:
-            raise UsageError(f"a reducer of {reducer.kind} cannot go on as {self.kind}; attach the new codec instead")
-        if reducer.pending is not None:
-            reducer.pending.done()  # raises where the communicator has failed, which tells more
+        if state.kind != self.kind:
+            raise UsageError(f"a state of {state.kind} cannot go on as {self.kind}; attach the new codec instead")
+        if state.pending is not None:
+            state.pending.done()  # raises where the communicator has failed, which tells more
             raise UsageError(
-                f"bucket {reducer.label!r} is still being reduced; wait for it before the next start, or make a new "
+                f"bucket {state.label!r} is still being reduced; wait for it before the next start, or make a new "
                 "DistOpt where an exception has ended the step"
             )
-        return Reduction(self, reducer)
+        return Reduction(self, state)
 
-    def prepare(self, reducer: Reducer) -> None:  # noqa: B027 - a codec without memory or state has nothing to do
+    def prepare(self, state: CodecState) -> None:  # noqa: B027 - a codec without memory or state has nothing to do
         """Collective. Make wire memory and state.
 
         Raises:
@@ -112,7 +120,7 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def reduce(self, reducer: Reducer) -> Steps:
+    def reduce(self, state: CodecState) -> Steps:
         """Collective. The steps that replace the bucket by its mean over the ranks.
 
         Returns:
@@ -121,28 +129,28 @@ class Codec(ABC):
 
 
 class Reduction:
-    """A bucket on its way to being the mean over ranks.
+    """One step's reduction: a bucket on its way to being the mean over ranks.
 
     Attributes:
         finished: whether the bucket holds the mean, or there is none.
         verdict: what `Codec.reduce` returned, when it has finished.
     """
 
-    def __init__(self, codec: Codec, reducer: Reducer) -> None:
+    def __init__(self, codec: Codec, state: CodecState) -> None:
         """Collective: runs up to the first wait."""
         self.finished = False
         self.verdict: BadGradient | None = None
-        self._reducer = reducer
-        self._steps = codec.reduce(reducer)
-        cost, began = reducer.statistics, perf_counter()
+        self._state = state
+        self._steps = codec.reduce(state)
+        cost, began = state.statistics, perf_counter()
         before = cost.comm_seconds
         self._run()
         cost.select_seconds += perf_counter() - began - (cost.comm_seconds - before)
-        cost.dense_bytes += reducer.wire.dense_bytes(reducer.bucket.nbytes)
+        cost.dense_bytes += state.dense_bytes
 
     def done(self) -> bool:
         """Local. Whether `resume` would return without waiting. Moves bytes, but never goes on to the next step."""
-        pending = self._reducer.pending
+        pending = self._state.pending
         return self.finished or pending is None or pending.done()
 
     def resume(self, timeout: float | None = None) -> None:
@@ -150,10 +158,10 @@ class Reduction:
 
         An error of the communicator is raised by every further call.
         """
-        pending = self._reducer.pending
+        pending = self._state.pending
         if self.finished or pending is None:
             return
-        cost, began = self._reducer.statistics, perf_counter()
+        cost, began = self._state.statistics, perf_counter()
         pending.wait(timeout)
         waited, before = perf_counter(), cost.comm_seconds
         self._run()
@@ -168,10 +176,10 @@ class Reduction:
 
     def _run(self) -> None:
         try:
-            self._reducer.pending = next(self._steps)
+            self._state.pending = next(self._steps)
         except StopIteration as end:
-            self.verdict, self.finished, self._reducer.pending = end.value, True, None
-            self._reducer.statistics.reductions += 1
+            self.verdict, self.finished, self._state.pending = end.value, True, None
+            self._state.statistics.reductions += 1
         except BaseException as error:
             self._steps = _failed(error)  # where a generator that has raised would look as if it had finished
             raise
@@ -184,9 +192,10 @@ def _failed(error: BaseException) -> Steps:
 
 def finish_all(reductions: Sequence[Reduction]) -> list[BadGradient | None]:
     """Collective. Finish reductions that are under way together: in rounds, in their order. Their verdicts."""
-    waiting = reductions
-    while waiting:
-        for reduction in waiting:
+    under_way = True
+    while under_way:
+        under_way = False
+        for reduction in reductions:
             reduction.resume()
-        waiting = [reduction for reduction in waiting if not reduction.finished]
-    return [reduction.verdict for reduction in reductions]
+            under_way |= not reduction.finished
+    return list(map(attrgetter("verdict"), reductions))

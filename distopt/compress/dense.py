@@ -12,7 +12,7 @@ from .base import Codec
 
 if TYPE_CHECKING:
     from .base import Steps
-    from .reducer import Reducer
+    from .state import CodecState
 
 __all__ = ["Fp32"]
 
@@ -30,37 +30,37 @@ class Fp32(Codec):
     lossy: ClassVar[bool] = False
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float64")
 
-    def prepare(self, reducer: Reducer) -> None:
+    def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""
-        if reducer.check_finite and not reducer.wire.finds_nonfinite:
-            reducer.memory["from_bad"] = reducer.kernels.empty(1, "int64"), _limit(reducer)
+        if state.check_finite and not state.wire.finds_nonfinite:
+            state.memory["from_bad"] = state.kernels.empty(1, "int64"), _limit(state)
 
-    def reduce(self, reducer: Reducer) -> Steps:
+    def reduce(self, state: CodecState) -> Steps:
         """Collective. See `Codec.reduce`."""
-        bucket, wire = reducer.bucket, reducer.wire
-        from_bad, limit = reducer.memory.get("from_bad", (None, 0.0))
+        bucket, wire = state.bucket, state.wire
+        from_bad, limit = state.memory.get("from_bad", (None, 0.0))
         if from_bad is not None:
-            reducer.kernels.mark_beyond(bucket, limit, from_bad)
-        looks = reducer.check_finite and from_bad is None
+            state.kernels.mark_beyond(bucket, limit, from_bad)
+        looks = state.check_finite and from_bad is None
         work = wire.all_reduce(bucket, "mean", find_nonfinite=looks)
         yield work
         if looks and (found := work.nonfinite):
             rank, index = found
-            return reducer.verdict([0] * rank + [bucket.size - index], _fault(reducer))
+            return state.verdict([0] * rank + [bucket.size - index], _fault(state))
         # Of an empty bucket there is no first element.
-        if from_bad is not None and any(map(math.isnan, reducer.read(bucket[:1], work))):
+        if from_bad is not None and any(map(math.isnan, state.read(bucket[:1], work))):
             gathered = wire.all_gather_ragged(from_bad)
             yield gathered
-            return reducer.verdict([int(own[0]) for own in gathered.parts], _fault(reducer))
+            return state.verdict([int(own[0]) for own in gathered.parts], _fault(state))
         return None
 
 
-def _limit(reducer: Reducer) -> float:
+def _limit(state: CodecState) -> float:
     """The largest magnitude of which a sum over the ranks is surely finite."""
-    largest, ranks = float(np.finfo(reducer.bucket.dtype).max), reducer.wire.world_size
+    largest, ranks = float(np.finfo(state.bucket.dtype).max), state.wire.world_size
     return largest / (2 * ranks) if ranks > 1 else largest  # half of a share, as rounding goes up as well
 
 
-def _fault(reducer: Reducer) -> str:
-    ranks = reducer.wire.world_size
-    return f"NaN, infinite or, beyond {_limit(reducer):.2g}, too large for a sum over {ranks} ranks"
+def _fault(state: CodecState) -> str:
+    ranks = state.wire.world_size
+    return f"NaN, infinite or, beyond {_limit(state):.2g}, too large for a sum over {ranks} ranks"

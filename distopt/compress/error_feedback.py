@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
@@ -10,7 +11,7 @@ from .base import Codec
 
 if TYPE_CHECKING:
     from .base import Steps
-    from .reducer import Reducer
+    from .state import CodecState
 
 __all__ = ["ErrorFeedback"]
 
@@ -20,8 +21,8 @@ class ErrorFeedback(Codec):
     """Any lossy codec, with a residual per bucket (Karimireddy et al., arXiv 1901.09847, algorithm 2).
 
     A step reduces residual + gradient, and the residual becomes what of that this rank did not send. The residual is in
-    `Reducer.state_dict()` and belongs in checkpoints, each rank's own. For a 16-bit codec it covers this rank's cast,
-    not the one rounding of the sum.
+    `CodecState.state_dict()` and belongs in checkpoints, each rank's own. For a 16-bit codec it covers this rank's
+    cast, not the one rounding of the sum.
 
     Args:
         codec: the codec that loses something.
@@ -33,16 +34,16 @@ class ErrorFeedback(Codec):
         if not isinstance(self.codec, Codec) or isinstance(self.codec, ErrorFeedback) or not self.codec.lossy:
             raise UsageError(f"error feedback wraps a codec that loses something, not {self.codec!r}")
 
-    @property
+    @cached_property
     def kind(self) -> str:
         """Name of the codec, that of the wrapped one included."""
         return f"ErrorFeedback({self.codec.kind})"
 
-    def prepare(self, reducer: Reducer) -> None:
+    def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""
-        reducer.keep("residual")
-        self.codec.prepare(reducer)
+        state.keep("residual")
+        self.codec.prepare(state)
 
-    def reduce(self, reducer: Reducer) -> Steps:
-        """Collective. See `Codec.reduce`: the passes of a codec apply `Reducer.residual` where there is one."""
-        return self.codec.reduce(reducer)
+    def reduce(self, state: CodecState) -> Steps:
+        """Collective. See `Codec.reduce`: the passes of a codec apply `CodecState.residual` where there is one."""
+        return self.codec.reduce(state)

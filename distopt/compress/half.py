@@ -16,7 +16,7 @@ from .base import Codec
 if TYPE_CHECKING:
     from ..comm.base import Array
     from .base import Steps
-    from .reducer import Reducer
+    from .state import CodecState
 
 __all__ = ["BFloat16", "Fp16"]
 
@@ -42,33 +42,33 @@ class _Half(Codec):
         if self.scale != "dynamic" and not (isinstance(self.scale, int | float) and 0 < self.scale < math.inf):
             raise UsageError(f"scale {self.scale!r} is neither a positive number nor 'dynamic'")
 
-    def prepare(self, reducer: Reducer) -> None:
+    def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""
-        reducer.memory["wire"] = reducer.wire.empty(reducer.bucket.size, self.wire, array_module(reducer.bucket))
-        self._scale_state(reducer)
+        state.memory["wire"] = state.wire.empty(state.bucket.size, self.wire, array_module(state.bucket))
+        self._scale_state(state)
 
-    def reduce(self, reducer: Reducer) -> Steps:
+    def reduce(self, state: CodecState) -> Steps:
         """Collective. See `Codec.reduce`."""
-        on_wire, dynamic = reducer.memory["wire"], self._scale_state(reducer)
+        on_wire, dynamic = state.memory["wire"], self._scale_state(state)
         scale = float(self.scale) if dynamic is None else float(dynamic[0])
-        limit = _core.cast_limit(self.wire, reducer.wire.world_size)
-        bits, factor = on_wire.view(np.uint16), scale / reducer.wire.world_size
+        limit = _core.cast_limit(self.wire, state.wire.world_size)
+        bits, factor = on_wire.view(np.uint16), scale / state.wire.world_size
         # Without a residual infinity is saturated and counted; a residual would keep it for ever.
-        reducer.kernels.encode16(reducer.bucket, reducer.residual, bits, self.wire, factor, limit, reducer.findings)
-        sent = reducer.send_header()
-        work = reducer.wire.all_reduce(on_wire, "sum", wire=self.wire)
+        state.kernels.encode16(state.bucket, state.residual, bits, self.wire, factor, limit, state.findings)
+        sent = state.send_header()
+        work = state.wire.all_reduce(on_wire, "sum", wire=self.wire)
         yield sent
         yield work
-        header = reducer.read_header(sent)
+        header = state.read_header(sent)
         if dynamic is not None:
             _adapt(dynamic, header.overflowed)
         if header.verdict is None:
-            reducer.kernels.decode16(bits, reducer.bucket, self.wire, 1 / scale)
+            state.kernels.decode16(bits, state.bucket, self.wire, 1 / scale)
         return header.verdict
 
-    def _scale_state(self, reducer: Reducer) -> Array | None:
+    def _scale_state(self, state: CodecState) -> Array | None:
         """With a dynamic scale: the scale, and the number of reductions since it last changed."""
-        return reducer.keep("scale", np.array([1.0, 0.0])) if self.scale == "dynamic" else None
+        return state.keep("scale", np.array([1.0, 0.0])) if self.scale == "dynamic" else None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +16,7 @@ from .base import Codec
 if TYPE_CHECKING:
     from ..comm.base import Array
     from .base import Steps
-    from .reducer import Reducer
+    from .state import CodecState
 
 __all__ = ["PowerSGD"]
 
@@ -59,62 +60,62 @@ class PowerSGD(Codec):
         if not isinstance(self.rank, int) or self.rank < 1:
             raise UsageError(f"rank={self.rank!r} of PowerSGD is not a positive whole number")
 
-    @property
+    @cached_property
     def kind(self) -> str:
         """Name of the codec with its rank, on which memory and state depend."""
         return f"PowerSGD({self.rank})"
 
-    def prepare(self, reducer: Reducer) -> None:
+    def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""
-        xp, dtype, r = array_module(reducer.bucket), reducer.bucket.dtype.name, self.rank
-        sides = {part: (part.shape[0], prod(part.shape[1:])) for part in reducer.parts if len(part.shape) > 1}
+        xp, dtype, r = array_module(state.bucket), state.bucket.dtype.name, self.rank
+        sides = {part: (part.shape[0], prod(part.shape[1:])) for part in state.parts if len(part.shape) > 1}
         sides = {part: (n, m) for part, (n, m) in sides.items() if r * (n + m) < n * m}
         rows, columns = (r * sum(side[i] for side in sides.values()) for i in (0, 1))
-        others = reducer.size - sum(part.size for part in sides)
-        ps = reducer.memory["p"] = reducer.wire.empty(rows + others, dtype, xp)  # dense ones travel behind P
-        qs = reducer.memory["q"] = reducer.wire.empty(columns, dtype, xp)
+        others = state.size - sum(part.size for part in sides)
+        ps = state.memory["p"] = state.wire.empty(rows + others, dtype, xp)  # dense ones travel behind P
+        qs = state.memory["q"] = state.wire.empty(columns, dtype, xp)
         start = np.random.default_rng(0).standard_normal(columns).astype(dtype)  # the same on all ranks
         # Sums of up to so many products, over the ranks, stay finite below it.
-        longest = 4 * max([1, *map(max, sides.values())]) * reducer.wire.world_size
-        reducer.memory["limit"] = float(np.finfo(dtype).max) / longest
-        reducer.memory["matrices"], reducer.memory["vectors"] = [], []
+        longest = 4 * max([1, *map(max, sides.values())]) * state.wire.world_size
+        state.memory["limit"] = float(np.finfo(dtype).max) / longest
+        state.memory["matrices"], state.memory["vectors"] = [], []
         p, q, dense = 0, 0, rows
-        for part in reducer.parts:
+        for part in state.parts:
             place = slice(part.offset, part.offset + part.size)
-            mean = reducer.bucket[place]
-            gradient = mean if reducer.residual is None else reducer.residual[place]
+            mean = state.bucket[place]
+            gradient = mean if state.residual is None else state.residual[place]
             if part in sides:
                 n, m = sides[part]
                 in_p, in_q = slice(p, p + n * r), slice(q, q + m * r)
-                last_q = reducer.keep("q", xp.asarray(start[in_q]), part)
+                last_q = state.keep("q", xp.asarray(start[in_q]), part)
                 factors = ps[in_p].reshape(n, r), qs[in_q].reshape(m, r), last_q.reshape(m, r)
-                reducer.memory["matrices"].append(_Matrix(gradient.reshape(n, m), mean.reshape(n, m), *factors))
+                state.memory["matrices"].append(_Matrix(gradient.reshape(n, m), mean.reshape(n, m), *factors))
                 p, q = in_p.stop, in_q.stop
             else:
-                reducer.keep("q", xp.empty(0, dtype), part)  # every parameter has states, or some are missing
-                reducer.memory["vectors"].append(_Vector(gradient, mean, ps[dense : dense + part.size]))
+                state.keep("q", xp.empty(0, dtype), part)  # every parameter has states, or some are missing
+                state.memory["vectors"].append(_Vector(gradient, mean, ps[dense : dense + part.size]))
                 dense += part.size
 
-    def reduce(self, reducer: Reducer) -> Steps:
+    def reduce(self, state: CodecState) -> Steps:
         """Collective. See `Codec.reduce`."""
-        xp = array_module(reducer.bucket)
-        matrices, vectors = reducer.memory["matrices"], reducer.memory["vectors"]
-        residual, limit = reducer.residual, reducer.memory["limit"]
+        xp = array_module(state.bucket)
+        matrices, vectors = state.memory["matrices"], state.memory["vectors"]
+        residual, limit = state.residual, state.memory["limit"]
         if residual is not None:
-            residual += reducer.bucket
-        reducer.findings.fill(0)
-        bad = reducer.findings[FROM_BAD : FROM_BAD + 1]
-        reducer.kernels.mark_beyond(reducer.bucket if residual is None else residual, limit, bad)
+            residual += state.bucket
+        state.findings.fill(0)
+        bad = state.findings[FROM_BAD : FROM_BAD + 1]
+        state.kernels.mark_beyond(state.bucket if residual is None else residual, limit, bad)
         with np.errstate(over="ignore", invalid="ignore"):  # of bad gradients
             for own in matrices:
                 xp.matmul(own.gradient, own.last_q, out=own.p)
         for vector in vectors:
             vector.sent[...] = vector.gradient
-        header = reducer.send_header()
-        work = reducer.wire.all_reduce(reducer.memory["p"], "mean")
+        header = state.send_header()
+        work = state.wire.all_reduce(state.memory["p"], "mean")
         yield header
         yield work
-        verdict = reducer.read_header(header, f"NaN, infinite or, beyond {limit:.2g}, too large for PowerSGD").verdict
+        verdict = state.read_header(header, f"NaN, infinite or, beyond {limit:.2g}, too large for PowerSGD").verdict
         if verdict is not None:
             if residual is not None and int(bad[0]):
                 residual.fill(0)  # it could never be sent
@@ -122,7 +123,7 @@ class PowerSGD(Codec):
         for own in matrices:
             _orthogonalise(own.p)
             xp.matmul(own.gradient.T, own.p, out=own.q)
-        yield reducer.wire.all_reduce(reducer.memory["q"], "mean")
+        yield state.wire.all_reduce(state.memory["q"], "mean")
         for own in matrices:
             own.last_q[...] = xp.where(own.p.any(axis=0), own.q, own.last_q)  # a column of zeros would stay so
             _orthogonalise(own.last_q)  # of which the next P keeps the directions, and no tiny scale
@@ -132,7 +133,7 @@ class PowerSGD(Codec):
         for vector in vectors:
             vector.mean[...] = vector.sent
         if residual is not None:
-            residual -= reducer.bucket
+            residual -= state.bucket
         return None
 
 

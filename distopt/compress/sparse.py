@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ..comm.base import Array, Work
     from .base import Steps
-    from .reducer import Reducer
+    from .state import CodecState
 
 __all__ = ["SparseCodec"]
 
@@ -58,96 +58,96 @@ class SparseCodec(Codec):
 
     # -- for the codec -----------------------------------------------------------------------------------------------
     @abstractmethod
-    def _known_count(self, reducer: Reducer) -> int | None:
+    def _known_count(self, state: CodecState) -> int | None:
         """Local. Entries that every rank sends in this step, if that is known beforehand."""
 
     @abstractmethod
-    def _select(self, reducer: Reducer, accumulation: Accumulation, count: int | None) -> None:
+    def _select(self, state: CodecState, accumulation: Accumulation, count: int | None) -> None:
         """Local. Accumulate; fill the lists and the findings. `count` is what `_known_count` gave."""
 
     def _room(self, size: int) -> int:
         """Local. Entries that the lists of a bucket of `size` begin with."""
         return 0
 
-    def _complete(self, reducer: Reducer, count: int) -> None:
+    def _complete(self, state: CodecState, count: int) -> None:
         """Local. Make sure that the lists hold all `count` entries that the findings promised."""
 
     # -- the reduction -----------------------------------------------------------------------------------------------
-    def prepare(self, reducer: Reducer) -> None:
+    def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""
-        size = reducer.bucket.size
+        size = state.bucket.size
         if size >= 2**31:
             raise UsageError(f"int32 indices do not reach into a bucket of {size}; use smaller buckets")
-        self._velocity(reducer)
-        reducer.memory["lists"] = reducer.kernels.new_lists(self._room(size))
+        self._velocity(state)
+        state.memory["lists"] = state.kernels.new_lists(self._room(size))
 
-    def reduce(self, reducer: Reducer) -> Steps:
+    def reduce(self, state: CodecState) -> Steps:
         """Collective. See `Codec.reduce`."""
-        kernels, lists = reducer.kernels, reducer.memory["lists"]
-        accumulation = self._accumulation(reducer)
-        count = self._known_count(reducer)
-        counts = None if count is None else [count] * reducer.wire.world_size
-        if counts is not None and _goes_dense(reducer, counts):
-            kernels.accumulate(reducer.bucket, accumulation, lists, reducer.findings)
+        kernels, lists = state.kernels, state.memory["lists"]
+        accumulation = self._accumulation(state)
+        count = self._known_count(state)
+        counts = None if count is None else [count] * state.wire.world_size
+        if counts is not None and _goes_dense(state, counts):
+            kernels.accumulate(state.bucket, accumulation, lists, state.findings)
         else:
-            self._select(reducer, accumulation, count)
-        sent = reducer.send_header()
+            self._select(state, accumulation, count)
+        sent = state.send_header()
         # Lists of known lengths set out with the header, others follow it.
-        payload = None if counts is None else self._send(reducer, counts)
+        payload = None if counts is None else self._send(state, counts)
         under_way = [] if payload is None else [next(payload)]
         yield sent
-        header = reducer.read_header(sent)
+        header = state.read_header(sent)
         yield from under_way
         if payload is None and header.verdict is None:
-            payload = self._send(reducer, header.counts)
+            payload = self._send(state, header.counts)
         if payload is not None:
             yield from payload
         return header.verdict
 
-    def _send(self, reducer: Reducer, counts: Sequence[int]) -> Generator[Work, None, None]:
-        if _goes_dense(reducer, counts):
-            yield from self._send_dense(reducer, counts)
+    def _send(self, state: CodecState, counts: Sequence[int]) -> Generator[Work, None, None]:
+        if _goes_dense(state, counts):
+            yield from self._send_dense(state, counts)
             return
-        count, velocity = counts[reducer.wire.rank], self._velocity(reducer)
-        self._complete(reducer, count)
-        lists = reducer.memory["lists"]
+        count, velocity = counts[state.wire.rank], self._velocity(state)
+        self._complete(state, count)
+        lists = state.memory["lists"]
         indices, values = lists.indices[:count], lists.values[:count]
-        if reducer.residual is not None:
-            reducer.kernels.clear_at(reducer.residual, indices)
+        if state.residual is not None:
+            state.kernels.clear_at(state.residual, indices)
         if velocity is not None and self.factor_masking:
-            reducer.kernels.clear_at(velocity, indices)
-        yield from reducer.wire.sparse_all_reduce(indices, values, reducer.bucket, counts, 1 / len(counts))
+            state.kernels.clear_at(velocity, indices)
+        yield from state.wire.sparse_all_reduce(indices, values, state.bucket, counts, 1 / len(counts))
 
-    def _send_dense(self, reducer: Reducer, counts: Sequence[int]) -> Generator[Work, None, None]:
-        if not reducer.statistics.fell_back:
+    def _send_dense(self, state: CodecState, counts: Sequence[int]) -> Generator[Work, None, None]:
+        if not state.statistics.fell_back:
             log.info(
                 "bucket %r: %d of %d elements per rank on %d ranks are more bytes than the dense bucket; reducing it "
-                "densely", reducer.label, max(counts), reducer.size, len(counts),
+                "densely", state.label, max(counts), state.size, len(counts),
             )  # fmt: skip
-        reducer.statistics.fell_back += 1
+        state.statistics.fell_back += 1
         # Everything is sent, so nothing is left over. Velocity goes on: masked everywhere, there would be no momentum.
-        if reducer.residual is not None:
-            reducer.kernels.copy_into(reducer.bucket, reducer.residual)
-            reducer.residual.fill(0)
-        yield reducer.wire.all_reduce(reducer.bucket, "mean")
+        if state.residual is not None:
+            state.kernels.copy_into(state.bucket, state.residual)
+            state.residual.fill(0)
+        yield state.wire.all_reduce(state.bucket, "mean")
 
     # -- the residual ------------------------------------------------------------------------------------------------
-    def _velocity(self, reducer: Reducer) -> Array | None:
-        if reducer.residual is None and (self.momentum or self.clip_norm is not None):
+    def _velocity(self, state: CodecState) -> Array | None:
+        if state.residual is None and (self.momentum or self.clip_norm is not None):
             raise UsageError(
                 "momentum correction and local clipping act on the residual; wrap the codec: "
                 f"ErrorFeedback({type(self).__name__}(...))"
             )
-        return reducer.keep("velocity") if self.momentum else None
+        return state.keep("velocity") if self.momentum else None
 
-    def _accumulation(self, reducer: Reducer) -> Accumulation:
-        scale, velocity = 1.0, self._velocity(reducer)
+    def _accumulation(self, state: CodecState) -> Accumulation:
+        scale, velocity = 1.0, self._velocity(state)
         if self.clip_norm is not None:
-            limit = self.clip_norm / math.sqrt(reducer.wire.world_size)
-            scale = reducer.kernels.clip_scale(reducer.bucket, limit)
-        return Accumulation(reducer.residual, velocity, scale, self.momentum)
+            limit = self.clip_norm / math.sqrt(state.wire.world_size)
+            scale = state.kernels.clip_scale(state.bucket, limit)
+        return Accumulation(state.residual, velocity, scale, self.momentum)
 
 
-def _goes_dense(reducer: Reducer, counts: Sequence[int]) -> bool:
-    route = choose_route(counts, reducer.size, splits=reducer.wire.sends_parts)
+def _goes_dense(state: CodecState, counts: Sequence[int]) -> bool:
+    route = choose_route(counts, state.size, splits=state.wire.sends_parts)
     return route == "dense"

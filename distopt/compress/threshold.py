@@ -11,7 +11,7 @@ from ..kernels import FINDINGS, Accumulation
 from .sparse import SparseCodec
 
 if TYPE_CHECKING:
-    from .reducer import Reducer
+    from .state import CodecState
 
 __all__ = ["Threshold"]
 
@@ -37,22 +37,22 @@ class Threshold(SparseCodec):
         if not 0 <= self.bound < math.inf:
             raise UsageError(f"the threshold {self.bound!r} is not a number from 0 up")
 
-    def _known_count(self, reducer: Reducer) -> int | None:
-        return reducer.size if self.bound == 0 else None
+    def _known_count(self, state: CodecState) -> int | None:
+        return state.size if self.bound == 0 else None
 
     def _room(self, size: int) -> int:
         return size // 32  # more than any threshold that is worth it selects
 
-    def _select(self, reducer: Reducer, accumulation: Accumulation, count: int | None) -> None:
-        lists = reducer.memory["lists"]
-        reducer.kernels.threshold(reducer.bucket, self.bound, accumulation, lists, reducer.findings)
+    def _select(self, state: CodecState, accumulation: Accumulation, count: int | None) -> None:
+        lists = state.memory["lists"]
+        state.kernels.threshold(state.bucket, self.bound, accumulation, lists, state.findings)
 
-    def _complete(self, reducer: Reducer, count: int) -> None:
-        lists = reducer.memory["lists"]
+    def _complete(self, state: CodecState, count: int) -> None:
+        lists = state.memory["lists"]
         if count <= lists.values.size:
             return
         # A GPU does not wait for the host to make room. What was accumulated is in the residual by now.
         lists.reserve(count + count // 4)
-        source = reducer.bucket if reducer.residual is None else reducer.residual
-        scratch = reducer.kernels.empty(FINDINGS, "int64")
-        reducer.kernels.threshold(source, self.bound, Accumulation(), lists, scratch)
+        source = state.bucket if state.residual is None else state.residual
+        scratch = state.kernels.empty(FINDINGS, "int64")
+        state.kernels.threshold(source, self.bound, Accumulation(), lists, scratch)

@@ -14,7 +14,7 @@ from .sparse import SparseCodec
 if TYPE_CHECKING:
     from ..comm.base import Array
     from ..kernels import Accumulation
-    from .reducer import Reducer
+    from .state import CodecState
 
 __all__ = ["TopK"]
 
@@ -63,25 +63,25 @@ class TopK(SparseCodec):
         # Rounded first: 0.07 * 100 is a little above 7.
         return min(math.ceil(round(ratio * size, 6)), size)
 
-    def prepare(self, reducer: Reducer) -> None:
+    def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""
-        super().prepare(reducer)
-        self._step(reducer)
+        super().prepare(state)
+        self._step(state)
 
-    def _step(self, reducer: Reducer) -> Array:
+    def _step(self, state: CodecState) -> Array:
         """Number of the reduction, which warm-up needs."""
         first = np.zeros(1, np.int64)
-        return reducer.keep("step", first) if self.warm_up_steps else first
+        return state.keep("step", first) if self.warm_up_steps else first
 
-    def _known_count(self, reducer: Reducer) -> int:
-        step = self._step(reducer)
-        count = self.count(reducer.size, int(step[0]))
+    def _known_count(self, state: CodecState) -> int:
+        step = self._step(state)
+        count = self.count(state.size, int(step[0]))
         step += 1
         return count
 
-    def _select(self, reducer: Reducer, accumulation: Accumulation, count: int | None) -> None:
-        kernels, lists = reducer.kernels, reducer.memory["lists"]
+    def _select(self, state: CodecState, accumulation: Accumulation, count: int | None) -> None:
+        kernels, lists = state.kernels, state.memory["lists"]
         if count:
-            kernels.top_k(reducer.bucket, count, accumulation, lists, reducer.findings)
+            kernels.top_k(state.bucket, count, accumulation, lists, state.findings)
         else:  # the bucket is empty
-            kernels.accumulate(reducer.bucket, accumulation, lists, reducer.findings)
+            kernels.accumulate(state.bucket, accumulation, lists, state.findings)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..comm.sparse import dense_wire_bytes, sparse_all_reduce
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from ..comm import Communicator, Work
     from ..comm.base import Array, RaggedWork, ReduceOp
     from .statistics import Statistics
 
 __all__ = ["Wire"]
+
+AnyWork = TypeVar("AnyWork")
 
 
 class Wire:
@@ -29,39 +31,34 @@ class Wire:
         label: of the collectives that follow, alike on all ranks; communicators compare it.
     """
 
-    def __init__(self, comm: Communicator, label: str, cost: Statistics) -> None:
+    def __init__(
+        self, comm: Communicator, label: str, cost: Statistics, empty: Callable[..., Array] | None = None
+    ) -> None:
         topology = comm.topology
         self.cost = cost
         self.rank, self.world_size, self.hosts = topology.rank, topology.world_size, topology.hosts
         self.finds_nonfinite = comm.finds_nonfinite
         self.sends_parts = comm.sends_parts
         self._comm = comm
+        self._empty = empty or comm.empty
         self.label = label
 
     def empty(self, count: int, dtype: str, xp: Any) -> Array:
         """Collective. Wire memory; see `Communicator.empty`."""
-        return self._comm.empty(count, dtype, xp=xp)
+        return self._empty(count, dtype, xp=xp)
 
     def all_reduce(self, array: Array, op: ReduceOp, *, wire: str | None = None, find_nonfinite: bool = False) -> Work:
         """Collective. See `Communicator.all_reduce`."""
-        began = perf_counter()
-        work = self._comm.all_reduce(array, op, wire=wire, label=self.label, find_nonfinite=find_nonfinite)
-        self._book(dense_wire_bytes(array.nbytes, self.world_size), began)
-        return work
+        n_bytes = dense_wire_bytes(array.nbytes, self.world_size)
+        return self._booked(n_bytes, self._comm.all_reduce, array, op, wire=wire, find_nonfinite=find_nonfinite)
 
     def all_gather(self, array: Array, out: Array) -> Work:
         """Collective. See `Communicator.all_gather`."""
-        began = perf_counter()
-        work = self._comm.all_gather(array, out, label=self.label)
-        self._book(array.nbytes * (self.world_size - 1), began)
-        return work
+        return self._booked(array.nbytes * (self.world_size - 1), self._comm.all_gather, array, out)
 
     def all_gather_ragged(self, array: Array) -> RaggedWork:
         """Collective. See `Communicator.all_gather_ragged`."""
-        began = perf_counter()
-        work = self._comm.all_gather_ragged(array, label=self.label)
-        self._book(array.nbytes * (self.world_size - 1), began)
-        return work
+        return self._booked(array.nbytes * (self.world_size - 1), self._comm.all_gather_ragged, array)
 
     def sparse_all_reduce(
         self, indices: Array, values: Array, dense: Array, counts: Sequence[int], scale: float
@@ -71,10 +68,9 @@ class Wire:
             self._comm, indices, values, dense, counts=counts, scale=scale, label=self.label
         )
 
-    def _book(self, n_bytes: int, began: float) -> None:
+    def _booked(self, n_bytes: int, start: Callable[..., AnyWork], *args: Any, **options: Any) -> AnyWork:
+        began = perf_counter()
+        work = start(*args, label=self.label, **options)
         self.cost.wire_bytes += n_bytes
         self.cost.comm_seconds += perf_counter() - began
-
-    def dense_bytes(self, n_bytes: int) -> int:
-        """Local. What each rank sends in a bandwidth-optimal all_reduce of `n_bytes`."""
-        return dense_wire_bytes(n_bytes, self.world_size)
+        return work

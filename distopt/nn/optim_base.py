@@ -80,7 +80,8 @@ class Optimizer:
     if not TYPE_CHECKING:  # with it, type checkers accept every name
 
         def __setattr__(self, name: str, value: Any) -> None:
-            check_assignment(self, name)
+            if name not in vars(self):
+                check_assignment(self, name)
             object.__setattr__(self, name, value)
 
     @property

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ..comm.base import Array, Communicator
-    from ..compress import Codec, Reducer, Reduction
+    from ..compress import Codec, CodecState, Reduction
 
 __all__ = ["Fusion", "memory_of"]
 
 
 @dataclass
 class _Message:
-    reducer: Reducer
+    reducer: CodecState
     arrays: Sequence[Array]
     residual: Array | None
     reduction: Reduction
@@ -41,7 +41,7 @@ class Fusion:
         Args:
             communicator: what the messages go through.
             capacity: elements of a message, from which on it is sent. A larger array is a message of its own.
-            label: makes the label of each message, see `Engine.label`.
+            label: makes the label of each message, see `Drift.label`.
         """
         if capacity < 1:
             raise UsageError(f"a fusion buffer of {capacity} elements holds nothing; pass 1 or more")
@@ -50,7 +50,7 @@ class Fusion:
         self._label = label
         self._staged: dict[tuple[str, str], tuple[Codec, list[Array]]] = {}
         self._sent: list[_Message] = []
-        self._free: dict[tuple[str, str, int], list[Reducer]] = {}
+        self._free: dict[tuple[str, str, int], list[CodecState]] = {}
 
     def stage(self, arrays: Sequence[Array], codec: Codec) -> None:
         """Collective. Put each array into the message of its codec and type, once; a full message is sent first.
@@ -130,7 +130,7 @@ class Fusion:
             raise verdict.error()
 
     @staticmethod
-    def _parts(arrays: Sequence[Array], reducer: Reducer) -> list[tuple[Array, Array]]:
+    def _parts(arrays: Sequence[Array], reducer: CodecState) -> list[tuple[Array, Array]]:
         stops = list(accumulate(array.size for array in arrays))
         return [(array, reducer.bucket[stop - array.size : stop]) for array, stop in zip(arrays, stops, strict=True)]
 

@@ -9,7 +9,6 @@ many steps, by digests.
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -81,11 +80,8 @@ class Drift:
         self._agreed, self._updates, self._news = dict(constants), updates, ("", "")
 
     def label(self, text: str) -> str:
-        """Local. The label of a collective that all ranks call next: `text`, which has the prefix, with the news."""
-        short, exact = self._news
-        if not short:
-            return text
-        self._news = "", ""
+        """Local. The label of a collective that all ranks call next: `text`, with the prefix and the news."""
+        (short, exact), self._news = self._news, ("", "")
         # Messages show the beginning of a label.
         return f"{self.prefix}{short}{text.removeprefix(self.prefix)}{exact}"
 
@@ -95,10 +91,22 @@ class Drift:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, MismatchError) and re.search(r"\Wnow \w+ = ", str(error)):
+        if isinstance(error, MismatchError):
+            self.explain(error)
+
+    def explain(self, error: MismatchError) -> None:
+        """Local. Raise the error anew with its reason, if the label of a call tells of constants.
+
+        Raises:
+            MismatchError: a label does.
+        """
+        if any(call.label.removeprefix(self.prefix).startswith("now ") for call in error.calls):
             raise MismatchError(
                 f"{error}. If they differ in what follows 'now': a rank has changed this constant of its optimizer "
-                "since its last step; make the same assignments on all ranks, between the same steps"
+                "since its last step",
+                cure="make the same assignments on all ranks, between the same steps",
+                ranks=error.ranks,
+                calls=error.calls,
             ) from None
 
     # -- parameters --------------------------------------------------------------------------------------------------
@@ -109,6 +117,13 @@ class Drift:
             return False
         self._wait = self.every
         return True
+
+    def gather(self, params: Sequence[Parameter]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Collective. Digests of the parameters of every rank, int64 [world_size, len(params)]."""
+        mine = digests([param.array for param in params]).view(np.int64)
+        gathered = np.empty(self._communicator.topology.world_size * mine.size, np.int64)
+        self._communicator.all_gather(mine, gathered, label=f"{self.prefix}digests of parameters").wait()
+        return gathered.reshape(self._communicator.topology.world_size, mine.size)
 
     def compare(self, params: Sequence[Parameter], step: int) -> None:
         """Collective. Compare parameters over the ranks, bit by bit.
@@ -121,11 +136,8 @@ class Drift:
             MismatchError: on all ranks; the message names the first parameter that differs, and the ranks.
         """
         topology = self._communicator.topology
-        mine = digests([param.array for param in params]).view(np.int64)
-        gathered = np.empty(topology.world_size * mine.size, np.int64)
-        self._communicator.all_gather(mine, gathered, label=f"{self.prefix}digests of parameters").wait()
-        everyone = gathered.reshape(topology.world_size, mine.size)
-        if (everyone == mine).all():
+        everyone = self.gather(params)
+        if (everyone == everyone[0]).all():
             return
         differing = np.flatnonzero((everyone != everyone[0]).any(axis=0))
         found = everyone[:, differing[0]].tolist()

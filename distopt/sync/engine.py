@@ -10,7 +10,6 @@ rounds in the same order, so that all ranks make the same calls whatever order g
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
@@ -18,13 +17,13 @@ import numpy as np
 
 from ..compress import Statistics
 from ..errors import StateError, UsageError
-from .agreement import check_alike, make_equal, send_first
-from .bucket import under
+from .agreement import Agreement
 from .drift import Drift
-from .layout import Layout
-from .slots import average
-from .stats import CommunicationStatistics
-from .step import PartialStep, Step
+from .layout import Layout, check_names, unique_names
+from .memory import WireMemory
+from .partial import PartialUpdates
+from .stats import CommunicationStatistics, Progress
+from .step import Step
 from .uneven import Recipe, RollCall
 
 if TYPE_CHECKING:
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
     from ..comm import Communicator
     from ..compress import BadGradient, Codec
     from .bucket import Parameter
+    from .layout import Costs
+    from .partial import PartialStep
     from .slots import Slots, States
 
 __all__ = ["DEFAULT_BUCKET_ELEMENTS", "Engine", "NonFinite"]
@@ -40,7 +41,7 @@ __all__ = ["DEFAULT_BUCKET_ELEMENTS", "Engine", "NonFinite"]
 NonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
 
 DEFAULT_BUCKET_ELEMENTS = 2097152  # SINGA's default
-_OWN = {"steps", "partitions"}  # states that are not of a layout
+_OWN = {"steps", "partitions"}  # states that are not of a codec
 
 log = logging.getLogger("distopt")
 
@@ -50,40 +51,33 @@ class Engine:
 
     Args:
         communicator: how bytes move.
-        slots: the optimizer. Its states are averaged where partial updates have let them differ between ranks.
         non_finite: what to do about a gradient that is NaN or infinite on any rank: "raise" a GradientError on all
             ranks; "skip" the update of this step on all ranks, with a warning; "ignore" it: fp32 then does not look,
             and the other codecs, which cannot carry such a value, raise.
         check_every: compare the parameters of all ranks in the first step and then in one of so many; 0: never.
 
     Attributes:
-        slots: see above; the front may change it between steps, alike on all ranks.
+        non_finite: see above; all ranks may change it between steps.
         drift: finds ranks that go another way than the others.
-        version: a number that the front changes when other parameters than before may have gradients.
-        steps: number of steps that have begun.
-        skipped: those of them without update.
-        drifted: whether partial updates have let the ranks' parameters differ.
-        own_slots: whether they have let the optimizer's states differ.
+        partial: partial updates.
+        progress: numbers of steps.
+        layout: the buckets in use.
     """
 
-    def __init__(
-        self, communicator: Communicator, slots: Slots, non_finite: NonFinite = "raise", check_every: int = 0
-    ) -> None:
+    def __init__(self, communicator: Communicator, non_finite: NonFinite = "raise", check_every: int = 0) -> None:
         """Local."""
         self.check_options(non_finite, check_every)
         self.communicator = communicator
         self.non_finite = non_finite
-        self.version = self.steps = self.skipped = 0
-        self.drifted = self.own_slots = False
-        self.slots = slots
         self.drift = Drift(communicator, check_every)
-        self._attached: dict[int, Parameter] = {}  # by id
-        self._layouts: dict[tuple[int, bool], Layout] = {}  # by bucket size, and whether for partial updates
-        self._unclaimed: States = {}  # loaded, of bucket sizes that have not been used yet
-        self._partition = 0  # the next one to be averaged
-        self._partial: tuple[int, list[str]] | None = None  # size and order of the partitions that have drifted
+        self.progress = Progress()
+        self.layout: Layout | None = None
+        self._agreement = Agreement(communicator, self.drift)
+        self._costs: Costs = {}
+        self.partial = PartialUpdates(self._agreement, self._costs)
+        self._memory = WireMemory(communicator)
+        self._loaded: States = {}  # states of kinds of codec that have not been used yet
         self._roll_call: RollCall | None = None  # inside `join`
-        self._past_costs: dict[tuple[str, str], Statistics] = {}  # of layouts that are gone
 
     @staticmethod
     def check_options(non_finite: str, check_every: Any = 0) -> None:
@@ -97,10 +91,12 @@ class Engine:
         if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
             raise UsageError(f"check_every={check_every!r} is no number of steps; pass 1 or more, or 0 for no check")
 
-    def label(self, text: str) -> str:
-        """Local. The label of a collective that the front starts by itself: `text`, with news as in steps."""
-        self.drift.look(self.slots.constants(), self.steps - self.skipped, by_hand=True)
-        return self.drift.label(f"{self.drift.prefix}{text}")
+    @contextlib.contextmanager
+    def by_hand(self, slots: Slots) -> Iterator[None]:
+        """Local. Around collectives that the front starts by itself, with labels of `drift.label`: news as in steps."""
+        self.drift.look(slots.constants(), self.progress.steps - self.progress.skipped, by_hand=True)
+        with self.drift:
+            yield
 
     def attach(self, params: Sequence[Parameter]) -> None:
         """Collective. Check that all ranks train the same model, and give all of them the parameters of rank 0.
@@ -108,180 +104,118 @@ class Engine:
         Raises:
             MismatchError: names, shapes or types differ; the message names the ranks and the first difference.
         """
-        check_alike(self.communicator, self.drift.number, params)
-        send_first(self.communicator, params)
-        self._attached = {id(p): p for p in params}
-
-    def layout(self, bucket_elements: int, order: Callable[[], Sequence[Parameter]], partial: bool = False) -> Layout:
-        """Collective on first use of a bucket size. The buckets of that size.
-
-        Args:
-            bucket_elements: bucket size in elements, see `layout.plan`.
-            order: gives the parameters in the order in which their gradients become final; called on first use.
-            partial: for partial updates, whose partitions are the buckets.
-
-        Raises:
-            MismatchError: the ranks have different models or rules.
-        """
-        key = bucket_elements, partial
-        layout = self._layouts.get(key)
-        if layout is None:
-            layout = self._layouts[key] = self._new_layout(bucket_elements, order(), partial)
-        return layout
-
-    def _new_layout(self, bucket_elements: int, order: Sequence[Parameter], partial: bool) -> Layout:
-        constants = self.slots.constants()
-        rule = constants | {"check_every": self.drift.every}
-        check_alike(self.communicator, self.drift.number, order, self._attached, rule)
-        self.drift.agree(constants, self.steps - self.skipped)
-        if not self.drifted:
-            make_equal(self.communicator, [p for p in order if id(p) not in self._attached])
-        layout = Layout(
-            order,
-            bucket_elements,
-            self.communicator,
-            small_first=self.communicator.overlaps and not partial,
-            check_finite=self.non_finite != "ignore",
-            prefix=self.drift.prefix,
-        )
-        layout.version = self.version
-        if partial:
-            self._partial = bucket_elements, layout.names
-        else:
-            self._load(layout, bucket_elements)
-        return layout
-
-    def _renew(self, bucket_elements: int, order: Callable[[], Sequence[Parameter]], partial: bool = False) -> None:
-        """Collective. Drop the buckets of that size if other parameters have gradients than when they were made."""
-        layout = self._layouts.get((bucket_elements, partial))
-        if layout is None or layout.version == self.version:
-            return
-        layout.version = self.version
-        params = order()
-        if {id(param) for param in params} == layout.places.keys():
-            return
-        self.synchronize()  # while those that have drifted are known
-        layout.add_costs(self._past_costs)
-        del self._layouts[bucket_elements, partial]
-        log.info("other parameters train than before: new buckets for %d of them, without residuals", len(params))
+        self._agreement.attach(params)
 
     # -- steps -------------------------------------------------------------------------------------------------------
     def begin(
         self,
+        codec: Codec,
         bucket_elements: int,
         order: Callable[[], Sequence[Parameter]],
-        codec: Codec,
+        slots: Slots,
+        *,
+        version: int = 0,
         clip: float | None = None,
     ) -> Step:
         """Collective. Open a step in which gradients are averaged.
 
         Args:
-            bucket_elements: see `layout`.
-            order: see `layout`.
             codec: what is sent. Options and kind may change from step to step, alike on all ranks: a kind that returns
                 goes on from the residuals that it has left.
+            bucket_elements: bucket size in elements, see `layout.plan`. Buckets of another size than before take the
+                place of those, and their residuals over.
+            order: gives the parameters in the order in which their gradients become final. Called in the first step,
+                and where size or version are others than in the step before.
+            slots: the optimizer, the same rule on all ranks.
+            version: a number that changes when other parameters than before may have gradients.
             clip: limit every element of a gradient to [-clip, clip] before it is sent.
 
         Raises:
             UsageError: `clip` is not positive.
+            MismatchError: the ranks have different models or rules, or parameters have drifted apart.
         """
         if clip is not None and not clip > 0:
             raise UsageError(f"a clipping value of {clip} leaves nothing of a gradient; pass a positive one")
         recipe = Recipe(codec, bucket_elements, clip)
-        self._renew(bucket_elements, order)
         weight = 1.0 if self._roll_call is None else self._roll_call.step(recipe)
-        return self._open(recipe, order, weight)
+        if self.partial.slots_pending:
+            self.partial.end(slots)
+        layout = self.layout
+        if layout is None or (layout.bucket_elements, layout.version) != (bucket_elements, version):
+            layout = self.layout = self._fitting(bucket_elements, order(), slots, version)
+        return self._open(layout, recipe, slots, weight)
 
-    def _open(self, recipe: Recipe, order: Callable[[], Sequence[Parameter]], weight: float) -> Step:
-        layout = self.layout(recipe.bucket_elements, order)
-        self._leave_partial()
-        self.drift.look(self.slots.constants(), self.steps - self.skipped)
+    def _fitting(self, elements: int, params: Sequence[Parameter], slots: Slots, version: int) -> Layout:
+        """Collective. Buckets of that size for the parameters that train now."""
+        old = self.layout
+        if old is None or old.places.keys() != {id(param) for param in params}:
+            self._agreement.reach(params, slots.constants(), self.progress)
+        elif old.bucket_elements == elements:
+            old.version = version
+            return old
+        else:
+            self._loaded |= old.get_states()
+            old = None
+        check_names(self._loaded, list(unique_names(params).values()))
+        if old is not None:
+            log.info("other parameters train than before: new buckets for %d of them, without residuals", len(params))
+        small_first = self.communicator.overlaps
+        return Layout(params, elements, version, self._memory, small_first=small_first, prefix=self.drift.prefix)
+
+    def _open(self, layout: Layout, recipe: Recipe, slots: Slots, weight: float) -> Step:
+        codec = recipe.codec
+        states = layout.states.get(codec.kind)
+        if states is None:
+            look = self.non_finite != "ignore"
+            states = layout.attach(codec, self.communicator, self._costs, self._loaded, look)
+        self.drift.look(slots.constants(), self.progress.steps - self.progress.skipped)
         if self.drift.is_due():
             trained = {id(param): param for bucket in layout.buckets for param in bucket.params}
-            self.drift.compare([*(self._attached | trained).values()], self.steps)
-        self.steps += 1
-        return Step(layout, self.communicator, self.steps - 1, recipe, self.drift.label, weight)
+            self.drift.compare([*(self._agreement.attached | trained).values()], self.progress.steps)
+        states[0].wire.label = self.drift.label(layout.buckets[0].label)
+        return Step(
+            layout, self.communicator, self.drift, self.progress, codec, states, clip=recipe.clip, weight=weight
+        )
 
-    def begin_partial(self, partition_elements: int, order: Callable[[], Sequence[Parameter]]) -> PartialStep:
+    def begin_partial(
+        self, partition_elements: int, order: Callable[[], Sequence[Parameter]], slots: Slots, *, version: int = 0
+    ) -> PartialStep:
         """Collective. Open a step whose gradients stay with this rank.
 
-        After its update comes `average_partition`. In between the ranks' parameters drift apart.
+        After its update comes `partial.average`. In between the ranks' parameters differ.
 
         Args:
             partition_elements: partition size in elements.
-            order: see `layout`.
+            order: see `begin`.
+            slots: see `begin`. Its states are averaged before the next step of the other kind.
+            version: see `begin`.
 
         Raises:
             UsageError: inside `join`.
+            MismatchError: the ranks have different models or rules.
         """
         if self._roll_call is not None:
             raise UsageError(
                 "partial updates need all ranks at every step; send gradients by a codec inside DistOpt.join"
             )
-        self._renew(partition_elements, order, partial=True)
-        layout = self.layout(partition_elements, order, partial=True)
-        self.drift.look(self.slots.constants(), self.steps - self.skipped)
-        self.drifted = self.own_slots = True  # even if an exception ends the update half-way
-        self.steps += 1
         look = self.non_finite != "ignore"
-        return PartialStep(layout, self.communicator, self.steps - 1, self.drift.label, look)
+        return self.partial.begin(partition_elements, order, slots, version, self.progress, look)
 
-    def may_update(self, verdict: BadGradient | None) -> bool:
-        """Local. Whether the gradients of this step may be applied, given what `finish` returned; alike on all ranks.
+    def refuse(self, verdict: BadGradient) -> None:
+        """Local. The gradients of this step may not be applied, by the verdict of `finish`; alike on all ranks.
 
         Raises:
-            GradientError: they may not, and `non_finite` is not "skip".
+            GradientError: unless `non_finite` is "skip".
         """
-        if verdict is None:
-            return True
         error = verdict.error()
         if self.non_finite != "skip":
             raise error
-        self.skipped += 1
-        log.warning("update skipped, step %d of %d skipped so far: %s", self.skipped, self.steps, error)
-        return False
-
-    # -- partial updates ---------------------------------------------------------------------------------------------
-    def average_partition(self, layout: Layout) -> None:
-        """Collective. After a partial update: average one partition of the parameters; steps visit them in a cycle."""
-        bucket = layout.buckets[self._partition % len(layout.buckets)]
-        bucket.average_params(self.drift.label(bucket.label))
-        self._partition += 1
-
-    def synchronize(self) -> None:
-        """Collective. Set the parameters to their means over the ranks, where partial updates have let them drift.
-
-        Raises:
-            UsageError: states have been loaded, and neither `attach` nor a step has told whose they are.
-        """
-        if self.drifted and self._partial is not None:
-            # The partial updates' layout, which loaded states name: other losses may have had fewer parameters.
-            elements, names = self._partial
-            layout = self.layout(elements, lambda: self._attached_in(names), partial=True)
-            for bucket in layout.buckets:
-                bucket.average_params()
-            self.drifted = False
-
-    def _attached_in(self, names: Sequence[str]) -> list[Parameter]:
-        """The attached parameters in that order."""
-        known = {str(param.name): param for param in self._attached.values()}
-        if missing := [name for name in names if name not in known]:
-            raise UsageError(
-                f"the parameter {missing[0]} of the loaded states is not known yet; call DistOpt.attach(params) before "
-                "DistOpt.synchronize"
-            )
-        return [known[name] for name in names]
-
-    def _leave_partial(self) -> None:
-        """Collective. Make the ranks equal after partial updates: equal gradients then keep them so."""
-        self.synchronize()
-        if self.own_slots:
-            average(self.communicator, self.slots)
-            self.own_slots = False
+        skipped, steps = self.progress.skipped, self.progress.steps
+        log.warning("update skipped, step %d of %d skipped so far: %s", skipped, steps, error)
 
     # -- uneven data -------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
-    def join(self, update: Callable[[Layout], None]) -> Iterator[None]:
+    def join(self, slots: Slots, update: Callable[[Layout], None]) -> Iterator[None]:
         """Collective. Let ranks take different numbers of steps in the body of a `with`.
 
         A rank that leaves the body waits in it until all have left. Meanwhile it contributes gradients of zero to the
@@ -298,40 +232,34 @@ class Engine:
         try:
             yield
             while weight := roll_call.without_data():
-                with self.drift:
-                    step = self._open(roll_call.last, list, weight)
-                    if self.may_update(step.finish(unused="zero")):
-                        update(step.layout)
+                assert self.layout is not None, "a rank without any batch is refused"
+                with self._open(self.layout, roll_call.last, slots, weight) as step:
+                    verdict = step.finish(unused="zero")
+                if verdict is None:
+                    update(step.layout)
+                else:
+                    self.refuse(verdict)
         finally:
             self._roll_call = None
 
     # -- statistics and states ---------------------------------------------------------------------------------------
     def stats(self) -> CommunicationStatistics:
         """Local. What communication has cost since the first step; the difference of two is what lies between them."""
-        costs = {key: cost - Statistics() for key, cost in self._past_costs.items()}
-        for layout in self._layouts.values():
-            layout.add_costs(costs)
-        return CommunicationStatistics(self.steps, self.skipped, costs)
+        costs = {key: cost - Statistics() for key, cost in self._costs.items()}
+        return CommunicationStatistics(self.progress.steps, self.progress.skipped, costs)
 
     def get_states(self) -> States:
         """Local. Copies of all that a later run needs to go on, except for the optimizer's slots.
 
         Residuals differ between ranks: every rank saves its own. The keys are `steps`; `partitions`, while partial
-        updates have let the ranks drift; and `ELEMENTS/KIND/NAME/PARAMETER` for the array that codecs of a kind keep
-        for a parameter with buckets of so many elements.
+        updates let the ranks differ; and `KIND/NAME/PARAMETER` for the array that codecs of a kind keep for a
+        parameter.
         """
-        flags = (self.drifted, self.own_slots)
-        counts = np.array([self.steps, self.skipped, self._partition, *flags], np.int64)
-        own = {"steps": counts}
-        if self.drifted:
-            own["partitions"] = np.frombuffer(json.dumps(self._partial).encode(), np.uint8)
-        existing = {
-            f"{elements}/{key}": array
-            for (elements, partial), layout in self._layouts.items()
-            if not partial
-            for key, array in layout.get_states().items()
-        }
-        return own | {key: array.copy() for key, array in self._unclaimed.items()} | existing
+        progress, partial = self.progress, self.partial
+        flags = partial.pending, partial.slots_pending
+        own = {"steps": np.array([progress.steps, progress.skipped, partial.next, *flags], np.int64)}
+        loaded = {key: array.copy() for key, array in self._loaded.items()}
+        return own | partial.get_states() | loaded | ({} if self.layout is None else self.layout.get_states())
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Local. Go on from what `get_states` gave on the same rank of a job of the same size.
@@ -339,18 +267,14 @@ class Engine:
         Raises:
             StateError: see `check_states`; nothing was changed.
         """
-        self.check_states(states)
-        self._unclaimed = {key: array for key, array in states.items() if key not in _OWN}
-        for (elements, partial), layout in self._layouts.items():
-            if not partial:
-                self._load(layout, elements)
-        self.steps, self.skipped, self._partition, *flags = map(int, states["steps"])
-        self.drifted, self.own_slots = map(bool, flags)
-        if self.drifted:
-            self._partial = _partitions(states)
+        self._loaded = self.check_states(states)
+        if self.layout is not None:
+            self.layout.set_states(self._loaded)
+        self.progress.steps, self.progress.skipped, partition, *flags = map(int, states["steps"])
+        self.partial.set_states(partition, flags, states)
 
-    def check_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Local. Whether `set_states` would accept them.
+    def check_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> States:
+        """Local. The states of codecs among them, if `set_states` would accept all.
 
         Raises:
             StateError: they are not of an engine, or do not fit.
@@ -360,26 +284,14 @@ class Engine:
         if counts.shape != (5,) or counts.dtype.kind != "i" or (counts < 0).any() or (counts > 2**53).any():
             raise StateError("these are no states of a DistOpt: steps is missing or negative, or a value is no array")
         if counts[3]:
-            _partitions(states)
+            self.partial.partitions(states)
+        of_codecs: States = {}
         for key in states.keys() - _OWN:
-            if key.count("/") < 3 or not key.split("/")[0].isdecimal():
+            size, _, rest = key.partition("/")
+            name = rest if size.isdecimal() else key  # once, the size of the buckets came first
+            if name.count("/") < 2:
                 raise StateError(f"{key} is no state of a DistOpt; pass what DistOpt.get_states gave")
-        for (elements, partial), layout in self._layouts.items():
-            if not partial:
-                layout.check_states(under(str(elements), states))
-
-    def _load(self, layout: Layout, elements: int) -> None:
-        """Give the loaded states of buckets of that size to `layout`, if they fit."""
-        own = under(str(elements), self._unclaimed)
-        layout.set_states(own)
-        for key in own:
-            del self._unclaimed[f"{elements}/{key}"]
-
-
-def _partitions(states: Mapping[str, np.ndarray[Any, Any]]) -> tuple[int, list[str]]:
-    """Size in elements and parameters, in order, of the partitions of partial updates."""
-    try:
-        elements, names = json.loads(states["partitions"].tobytes())
-    except (KeyError, ValueError, TypeError):
-        raise StateError("these are no states of a DistOpt with partial updates: partitions is missing") from None
-    return elements, names
+            of_codecs[name] = states[key]
+        if self.layout is not None:
+            self.layout.check_states(of_codecs)
+        return of_codecs

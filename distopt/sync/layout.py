@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..compress import Statistics
 from ..errors import StateError, UsageError
-from .bucket import Bucket, under
+from .bucket import Bucket
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ..comm import Communicator
-    from ..compress.reducer import State
+    from ..comm.base import Array
+    from ..compress import Codec, CodecState
+    from ..compress.state import SavedState
     from .bucket import Parameter
+    from .memory import WireMemory
 
-__all__ = ["FIRST_BUCKET_BYTES", "Layout", "plan", "unique_names"]
+__all__ = ["FIRST_BUCKET_BYTES", "Costs", "Layout", "check_names", "plan", "under", "unique_names"]
+
+Costs: TypeAlias = "dict[tuple[str, str], Statistics]"  # by label of the bucket and kind of reduction
 
 # The last layers' gradients are final first. A small bucket of them sets out early, where bytes move while the rest of
 # the backward pass runs (Li et al., arXiv 2006.15704, section 3.2.3; the size is that of PyTorch's DDP).
@@ -70,88 +75,150 @@ def unique_names(params: Sequence[Parameter]) -> dict[int, str]:
 
 
 class Layout:
-    """The buckets of one model.
+    """The buckets of one model, and what codecs keep for them.
 
     Attributes:
+        bucket_elements: bucket size in elements, see `plan`.
+        version: see `Engine.begin`.
         buckets: in the order in which their gradients become final.
         names: of all parameters, in this order.
         places: index of the bucket of each parameter, by its id.
         last: the parameters with which a bucket becomes full, if gradients come in that order.
-        version: the value of `Engine.version` with which it is known to fit.
+        states: of each bucket, by kind of codec.
     """
-
-    version: int = 0
 
     def __init__(
         self,
         order: Sequence[Parameter],
         bucket_elements: int,
-        communicator: Communicator,
+        version: int,
+        memory: WireMemory,
         *,
         small_first: bool = False,
-        check_finite: bool = True,
         prefix: str = "",
     ) -> None:
         """Collective: allocates wire memory.
 
         Args:
             order: the parameters in the order in which their gradients become final.
-            bucket_elements: bucket size in elements, see `plan`.
-            communicator: what the buckets are reduced by.
+            bucket_elements: see above.
+            version: see above.
+            memory: what the buckets lie in; layouts before this one are void.
             small_first: whether the first bucket is one of `FIRST_BUCKET_BYTES`.
-            check_finite: whether NaN and infinity are looked for.
             prefix: of the buckets' labels.
         """
         first = FIRST_BUCKET_BYTES // order[0].array.itemsize if small_first and order else None
         groups = plan(order, bucket_elements, first)
-        self._names = unique_names(order)
+        names = unique_names(order)
+        memory.clear()
+        self.bucket_elements = bucket_elements
+        self.version = version
         self.buckets = [
-            Bucket(
-                i, group, [self._names[id(p)] for p in group], communicator, check_finite=check_finite, prefix=prefix
-            )
-            for i, group in enumerate(groups)
+            Bucket(i, group, [names[id(p)] for p in group], memory, prefix) for i, group in enumerate(groups)
         ]
-        self.names = [self._names[id(p)] for p in order]
+        self.names = list(names.values())
         self.last = frozenset(group[-1] for group in groups)
         self.places = {id(param): bucket.index for bucket in self.buckets for param in bucket.params}
+        self.states: dict[str, list[CodecState]] = {}
+        self._memory = memory
 
-    def add_costs(self, costs: dict[tuple[str, str], Statistics]) -> None:
-        """Local. Add what reductions have cost, by label of the bucket and kind of reduction."""
-        for bucket in self.buckets:
-            for kind, cost in bucket.statistics.items():
-                total = costs.setdefault((bucket.label, kind), Statistics())
-                total += cost
+    def attach(
+        self, codec: Codec, communicator: Communicator, costs: Costs, loaded: SavedState, check_finite: bool
+    ) -> list[CodecState]:
+        """Collective. What a kind of codec that is new here keeps for each bucket.
 
-    # -- states ------------------------------------------------------------------------------------------------------
-    def get_states(self) -> State:
-        """Local. Copies of what the reducers keep between steps, by "KIND/NAME/PARAMETER"."""
-        return {key: array for bucket in self.buckets for key, array in bucket.get_states().items()}
+        There is one state for each kind. It keeps its residual while other kinds are at work.
 
-    def check_states(self, states: State) -> list[State]:
-        """Local. The states of each bucket, if `set_states` would accept them, as far as reducers exist.
+        Args:
+            codec: of that kind.
+            communicator: what the buckets are reduced by.
+            costs: where reductions count what they cost.
+            loaded: saved states; those of this kind are taken out of it.
+            check_finite: whether NaN and infinity are looked for.
+
+        Raises:
+            StateError: the loaded states do not fit.
+        """
+        states = [
+            codec.attach(
+                bucket.flat,
+                communicator,
+                parts=bucket.parts,
+                label=bucket.label,
+                check_finite=check_finite,
+                statistics=costs.setdefault((bucket.label, codec.kind), Statistics()),
+                empty=self._memory.empty,
+            )
+            for bucket in self.buckets
+        ]
+        _load(codec.kind, states, loaded)
+        self.states[codec.kind] = states
+        return states
+
+    # -- saved states ------------------------------------------------------------------------------------------------
+    def get_states(self) -> SavedState:
+        """Local. Copies of what codecs keep between steps, by "KIND/NAME/PARAMETER"."""
+        return {
+            f"{kind}/{key}": array
+            for kind, states in self.states.items()
+            for state in states
+            for key, array in state.state_dict().items()
+        }
+
+    def check_states(self, saved: SavedState) -> None:
+        """Local. Whether `set_states` would accept them, as far as codecs have been used.
 
         Raises:
             StateError: they do not fit.
         """
-        index_of = {self._names[key]: index for key, index in self.places.items()}
-        shares: list[State] = [{} for _ in self.buckets]
-        for key, array in states.items():
-            param = key.split("/", 2)[-1]
-            if param not in index_of:
-                raise StateError(f"{key}: the model has no parameter {param}; load the states of this model")
-            shares[index_of[param]][key] = array
-        for bucket, own in zip(self.buckets, shares, strict=True):
-            for kind in {key.split("/")[0] for key in states}:
-                if not under(kind, own):
-                    raise StateError(f"the states of {kind} lack those of {bucket.label!r}; load all that were saved")
-            bucket.check_states(own)
-        return shares
+        check_names(saved, self.names)
+        for kind, states in self.states.items():
+            if own := under(kind, saved):
+                for state in states:
+                    state.check_state_dict(_share(own, state))
 
-    def set_states(self, states: State) -> None:
-        """Local. Go on from what `get_states` gave; reducers without states begin anew.
+    def set_states(self, loaded: SavedState) -> None:
+        """Local. Go on from what `get_states` gave, as `check_states` has accepted it; without states, begin anew.
 
-        Raises:
-            StateError: see `check_states`.
+        What is used is taken out of `loaded`.
         """
-        for bucket, own in zip(self.buckets, self.check_states(states), strict=True):
-            bucket.set_states(own)
+        for kind, states in self.states.items():
+            for state in states:
+                state.reset()
+            _load(kind, states, loaded)
+
+
+def check_names(saved: SavedState, names: Sequence[str]) -> None:
+    """Local. Whether saved states are those of these parameters, of all or none for each array of a kind of codec.
+
+    Raises:
+        StateError: they are not.
+    """
+    params: dict[str, set[str]] = {}
+    for key in saved:
+        kind, name, param = key.split("/", 2)
+        if param not in names:
+            raise StateError(f"{key}: the model has no parameter {param}; load the states of this model")
+        params.setdefault(f"{kind}/{name}", set()).add(param)
+    for array, found in params.items():
+        if missing := [name for name in names if name not in found]:
+            raise StateError(f"the states {array} lack that of {missing[0]}; load all that were saved")
+
+
+def under(prefix: str, states: Mapping[str, Array]) -> SavedState:
+    """Those of `states` whose keys begin with `prefix` and a slash, without these."""
+    return {key[len(prefix) + 1 :]: array for key, array in states.items() if key.startswith(f"{prefix}/")}
+
+
+def _share(saved: SavedState, state: CodecState) -> SavedState:
+    """Those of the parameters in its bucket."""
+    names = {part.name for part in state.parts}
+    return {key: array for key, array in saved.items() if key.split("/", 1)[1] in names}
+
+
+def _load(kind: str, states: Sequence[CodecState], loaded: SavedState) -> None:
+    if own := under(kind, loaded):
+        for state in states:
+            state.load_state_dict(_share(own, state))
+        for key in own:
+            del loaded[f"{kind}/{key}"]

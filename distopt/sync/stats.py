@@ -10,7 +10,20 @@ from ..compress import Statistics
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CommunicationStatistics"]
+__all__ = ["CommunicationStatistics", "Progress"]
+
+
+@dataclass
+class Progress:
+    """How far training is.
+
+    Attributes:
+        steps: number of steps that have begun.
+        skipped: those of them without update, because of a gradient that was NaN or infinite, or of an exception.
+    """
+
+    steps: int = 0
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -19,7 +32,7 @@ class CommunicationStatistics:
 
     Attributes:
         steps: training steps.
-        skipped: those of them without update, because of a gradient that was NaN or infinite.
+        skipped: those of them without update, because of a gradient that was NaN or infinite, or of an exception.
         buckets: what it cost, by label of the bucket and kind of reduction.
     """
 

@@ -2,48 +2,90 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import contextlib
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
 from ..compress import BadGradient, finish_all
-from ..errors import UsageError
+from ..errors import CommunicatorError, GradientError, MismatchError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
+    from types import TracebackType
 
     from ..comm import Communicator
-    from ..compress import Reduction
+    from ..compress import Codec, CodecState, Reduction
     from .bucket import Bucket, Parameter
+    from .drift import Drift
     from .layout import Layout
-    from .uneven import Recipe
+    from .stats import Progress
 
-__all__ = ["PartialStep", "Step"]
+__all__ = ["GradientCounter", "Step"]
+
+AnyStep = TypeVar("AnyStep", bound="GradientCounter")
 
 
-class _Counter:
-    """Which gradients of a layout have come.
+class GradientCounter(ABC):
+    """Which gradients of a step have come.
+
+    As a context manager, it keeps the ranks in step where an exception ends the body: this rank takes part in what is
+    left of the step, and all others get a GradientError that names it. Where that cannot be done they get a
+    MismatchError, and no rank can go on with its communicator: after an exception in the middle of a collective call,
+    and where nobody looks for NaN.
 
     Attributes:
         layout: the buckets of this step.
     """
 
-    def __init__(self, layout: Layout, communicator: Communicator, number: int, label: Callable[[str], str]) -> None:
-        """Local.
-
-        Args:
-            layout: see above.
-            communicator: of the ranks.
-            number: that of the step, for messages.
-            label: makes the label of the first collective, see `Drift.label`.
-        """
+    def __init__(
+        self, layout: Layout, communicator: Communicator, drift: Drift, progress: Progress, looks: bool
+    ) -> None:
+        """Local. The step is the next one of `progress`, and counted there; `looks`: whether NaN is looked for."""
         self.layout = layout
+        self._looks = looks
         self._communicator = communicator
-        self._number = number
-        self._label = label
+        self._drift = drift
+        self._progress = progress
+        self._number = progress.steps
+        progress.steps += 1
+        self._ended = False  # whether all collectives of the step have
+        self._calling = False  # whether a collective is being started, or waited for where that cannot be repeated
+        self._started: list[Reduction] = []
         self._awaited = layout.places.copy()  # index of the bucket by id of the parameter
         self._missing = [len(bucket.params) for bucket in layout.buckets]
-        self._started: list[Reduction] = []
+
+    def __enter__(self: AnyStep) -> AnyStep:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, MismatchError):
+            self._drift.explain(error)
+        elif error is not None and not self._ended and not isinstance(error, CommunicatorError):
+            self._leave(error)
+
+    @abstractmethod
+    def finish(self, unused: Literal["raise", "zero"] = "raise") -> BadGradient | None:
+        """Collective. Wait for the end of the step; the verdict on its gradients, the same on all ranks.
+
+        Args:
+            unused: what to do where a parameter had no gradient in this step: raise an error, or take part with zeros.
+
+        Raises:
+            UsageError: see `unused`.
+            GradientError: an exception has ended the step on another rank.
+        """
+
+    @abstractmethod
+    def _start_full(self) -> None:
+        """A bucket is full."""
+
+    @abstractmethod
+    def _give_up(self, reason: str) -> None:
+        """Collective. Take part in the rest of the step without gradients; the other ranks get to know `reason`."""
 
     def final(self, param: Parameter) -> None:
         """Collective. The gradient of `param` is in its place, and will not change any more.
@@ -65,9 +107,6 @@ class _Counter:
             self._start_full()
         elif self._started:
             self._communicator.progress()
-
-    def _start_full(self) -> None:
-        """A bucket is full."""
 
     def _complete(self, unused: Literal["raise", "zero"]) -> None:
         """Give the parameters that had no gradient one of zeros, or raise."""
@@ -93,40 +132,90 @@ class _Counter:
             "leave such steps out with DistOpt(non_finite='skip')",
         )
 
+    # -- exceptions --------------------------------------------------------------------------------------------------
+    def _leave(self, error: BaseException) -> None:
+        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        try:
+            if self._looks and not self._calling:
+                self._give_up(reason)
+                return
+        except GradientError:  # another rank has left, too
+            return
+        except BaseException as second:
+            if isinstance(second, CommunicatorError):
+                return
+        # A collective that no other rank calls: they find that out at once, and wait for nothing.
+        topology = self._communicator.topology
+        with contextlib.suppress(CommunicatorError):
+            self._communicator.all_gather(
+                np.zeros(1, np.int64),
+                np.empty(topology.world_size, np.int64),
+                label=f"rank {topology.rank} left step {self._number}: {reason}",
+            )
 
-class Step(_Counter):
+    def _refuse(self, reason: str = "") -> None:
+        """Collective, where the verdict is that a gradient is unusable. Whether it is one, or a rank has left the step.
+
+        Args:
+            reason: why this rank has left, if it has.
+
+        Raises:
+            GradientError: a rank has left.
+        """
+        self._progress.skipped += 1
+        reasons = self._communicator.all_gather_bytes(reason.encode())
+        self._ended = True
+        for rank, other in enumerate(reasons):
+            if other:
+                raise GradientError(
+                    f"step {self._number}: rank {rank} ({self._communicator.topology.hosts[rank]}) has no gradients, "
+                    f"because of {other.decode()}; no rank has changed its parameters: go on with the next step on all "
+                    "ranks, or end all of them",
+                    rank=rank,
+                )
+
+
+class Step(GradientCounter):
     """A step in which gradients are averaged over the ranks."""
 
     def __init__(
         self,
         layout: Layout,
         communicator: Communicator,
-        number: int,
-        recipe: Recipe,
-        label: Callable[[str], str],
+        drift: Drift,
+        progress: Progress,
+        codec: Codec,
+        states: Sequence[CodecState],
+        *,
+        clip: float | None = None,
         weight: float = 1.0,
     ) -> None:
-        """Local. `weight` is a factor on the means."""
-        super().__init__(layout, communicator, number, label)
-        self._codec, _, self._clip = recipe
-        self._weight = weight
-
-    def finish(self, unused: Literal["raise", "zero"] = "raise") -> BadGradient | None:
-        """Collective. Wait until all gradients are the means over the ranks; the verdict, the same on all ranks.
+        """Local.
 
         Args:
-            unused: what to do where a parameter had no gradient in this step: raise an error, or take part with zeros.
-
-        Raises:
-            UsageError: see `unused`.
+            layout: the buckets.
+            communicator: of the ranks.
+            drift: makes the label of the first collective.
+            progress: see `GradientCounter`.
+            codec: what is sent.
+            states: what it keeps for each bucket.
+            clip: see `Engine.begin`.
+            weight: a factor on the means.
         """
+        super().__init__(layout, communicator, drift, progress, codec.lossy or states[0].check_finite)
+        self._codec, self._states, self._clip, self._weight = codec, states, clip, weight
+
+    def finish(self, unused: Literal["raise", "zero"] = "raise") -> BadGradient | None:
+        """Collective. Wait until all gradients are the means over the ranks; see `GradientCounter.finish`."""
         if self._awaited:
             self._complete(unused)
             self._start_full()
         verdicts = finish_all(self._started)
         if any(verdicts):
+            self._refuse()
             place, verdict = next((i, verdict) for i, verdict in enumerate(verdicts) if verdict)
             return self._named(self.layout.buckets[place], verdict.rank, verdict.element)
+        self._ended = True
         if self._weight != 1:
             for bucket in self.layout.buckets:
                 bucket.flat *= self._weight
@@ -134,38 +223,19 @@ class Step(_Counter):
 
     def _start_full(self) -> None:
         """Start full buckets in the order of their indices, which is the same on all ranks."""
-        while len(self._started) < len(self._missing) and not self._missing[len(self._started)]:
-            bucket = self.layout.buckets[len(self._started)]
+        while (index := len(self._started)) < len(self._missing) and not self._missing[index]:
+            bucket = self.layout.buckets[index]
             if self._clip is not None:
                 bucket.flat.clip(-self._clip, self._clip, out=bucket.flat)
-            reducer = bucket.reducer(self._codec)
-            if not self._started:
-                reducer.wire.label = self._label(bucket.label)
-            self._started.append(self._codec.start(reducer))
+            self._calling = True
+            self._started.append(self._codec.start(self._states[index]))
+            self._calling = False
 
-
-class PartialStep(_Counter):
-    """A step in which every rank uses its own gradients."""
-
-    def __init__(
-        self, layout: Layout, communicator: Communicator, number: int, label: Callable[[str], str], look: bool
-    ) -> None:
-        """Local. `look`: whether NaN and infinity are looked for."""
-        super().__init__(layout, communicator, number, label)
-        self._look = look
-
-    def finish(self, unused: Literal["raise", "zero"] = "raise") -> BadGradient | None:
-        """Collective. The verdict on the gradients of all ranks, which are left as they are; see `Step.finish`."""
-        self._complete(unused)
-        for bucket in self.layout.buckets:
-            bucket.keep_local()
-        if not self._look:
-            return None
-        found = ((bucket.index, bucket.first_nonfinite()) for bucket in self.layout.buckets)
-        own = next(((index, element) for index, element in found if element is not None), (-1, -1))
-        everyone = np.empty(2 * self._communicator.topology.world_size, np.int64)
-        self._communicator.all_gather(np.array(own, np.int64), everyone, label=self._label("non-finite")).wait()
-        for rank, (index, element) in enumerate(everyone.reshape(-1, 2).tolist()):
-            if index >= 0:
-                return self._named(self.layout.buckets[index], rank, element)
-        return None
+    def _give_up(self, reason: str) -> None:
+        for bucket in self.layout.buckets[len(self._started) :]:
+            for grad in bucket.grads:  # and not the padding, which stays zero
+                grad.fill(np.nan)
+        self._missing = [0] * len(self._missing)
+        self._start_full()
+        if any(finish_all(self._started)):
+            self._refuse(reason)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass
 from itertools import product
 
@@ -10,9 +12,9 @@ import pytest
 
 from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
 from distopt.errors import GradientError, MismatchError, StateError, UsageError
-from distopt.sync.bucket import ALIGNMENT_BYTES
 from distopt.sync.engine import Engine
 from distopt.sync.layout import FIRST_BUCKET_BYTES, Layout, plan
+from distopt.sync.memory import ALIGNMENT_BYTES, WireMemory
 from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
 
 F32 = np.float32
@@ -60,11 +62,18 @@ class Rank:
         self.comm = comm
         self.rank = comm.topology.rank
         self.params = [Parameter(name, np.full(shape, 1 + spread * self.rank, F32)) for name, shape in SHAPES.items()]
-        self.engine = Engine(comm, slots or NoSlots(), non_finite, check_every)
+        self.engine = Engine(comm, non_finite, check_every)
+        self.slots = slots or NoSlots()
+        self.version = 0
         self.bucket_elements = bucket_elements
 
     def begin(self, codec, clip=None):
-        return self.engine.begin(self.bucket_elements, lambda: self.params, codec, clip)
+        order = lambda: self.params  # noqa: E731
+        return self.engine.begin(codec, self.bucket_elements, order, self.slots, version=self.version, clip=clip)
+
+    def begin_partial(self, elements, params=None):
+        order = lambda: self.params if params is None else params  # noqa: E731
+        return self.engine.begin_partial(elements, order, self.slots, version=self.version)
 
     def write(self, step, grads, order=None, without=()):
         """Every gradient to its place, and final, in any order."""
@@ -127,9 +136,9 @@ def test_buckets_start_in_the_order_of_their_indices():
         own, started = Rank(comm), []
 
         class Tells(Fp32):
-            def start(self, reducer):
-                started.append(reducer.label)
-                return super().start(reducer)
+            def start(self, state):
+                started.append(state.label)
+                return super().start(state)
 
         step = own.begin(Tells())
         assert len(step.layout.buckets) > 2
@@ -193,11 +202,11 @@ def test_the_verdict_is_a_value_that_names_parameter_step_and_rank(codec, world_
             verdict.text.replace(f"rank {world_size - 1} ", f"rank {own.rank} ")
         )
         assert verdict.rank == world_size - 1
-        assert not own.engine.may_update(verdict)
-        assert (own.engine.steps, own.engine.skipped) == (2, 1)
+        own.engine.refuse(verdict)
+        assert (own.engine.progress.steps, own.engine.progress.skipped) == (2, 1)
         own.engine.non_finite = "raise"
         with pytest.raises(GradientError, match=r"fc\.W"):
-            own.engine.may_update(verdict)
+            own.engine.refuse(verdict)
         return own.run(codec, gradients(own.rank, 2))
 
     for means in on_ranks(world_size, body):
@@ -240,23 +249,23 @@ def test_partial_updates_average_one_partition_after_the_other():
         own = Rank(comm, slots=slots)
         averaged = []
         for number in range(4):
-            step = own.engine.begin_partial(SMALL, lambda: own.params)
+            step = own.begin_partial(SMALL)
             own.write(step, gradients(own.rank, number))
-            assert own.engine.may_update(step.finish())
+            assert step.finish() is None
             own_grads = own.means(step)
             assert same_bits(own_grads, gradients(own.rank, number)), "they stay as they are"
             for param, grad in zip(own.params, own_grads, strict=True):
                 param.array -= grad
-            own.engine.average_partition(step.layout)
+            own.engine.partial.average(step.layout)
             averaged.append([param.array.copy() for param in own.params])
         drifted = [param.array.copy() for param in own.params]
-        own.engine.synchronize()
+        own.engine.partial.synchronize()
         synchronized = [param.array.copy() for param in own.params]
         own.run(Fp32(), gradients(own.rank))
         return averaged, drifted, synchronized, slots.states
 
     ranks = on_ranks(3, body)
-    layout = Layout(Rank(ranks_of_one()).params, SMALL, ranks_of_one())
+    layout = Layout(Rank(ranks_of_one()).params, SMALL, 0, WireMemory(ranks_of_one()))
     for number in range(4):
         names = {p.name for p in layout.buckets[number % len(layout.buckets)].params}
         for i, name in enumerate(SHAPES):
@@ -276,14 +285,14 @@ def test_partial_updates_average_one_partition_after_the_other():
 def test_ranks_that_drifted_are_made_equal_whatever_losses_came_before():
     def body(comm):
         own = Rank(comm)
-        step = own.engine.begin(10, lambda: own.params[:2], Fp32())
+        step = own.engine.begin(Fp32(), 10, lambda: own.params[:2], own.slots)
         for param in own.params[:2]:
             step.final(param)
         step.finish()
-        own.engine.begin_partial(SMALL, lambda: own.params)
+        own.begin_partial(SMALL)
         for param in own.params:  # and an exception comes before average_partition
             param.array += own.rank
-        own.engine.synchronize()
+        own.engine.partial.synchronize()
         return [param.array for param in own.params]
 
     for params in on_ranks(2, body):
@@ -299,7 +308,7 @@ def test_other_parameters_have_new_buckets(codec):
         own, results, layouts = Rank(comm), [], []
         everyone = own.params
         for number, some in enumerate([everyone, everyone, everyone[1:], everyone[1:], everyone]):
-            own.params, own.engine.version = some, number  # a version may change without effect
+            own.params, own.version = some, number  # a version may change without effect
             step = own.begin(codec)
             own.write(step, gradients(own.rank, number)[-len(some) :])
             assert step.finish() is None
@@ -322,14 +331,14 @@ def test_a_parameter_that_drifted_is_averaged_before_it_is_left_out():
     def body(comm):
         own = Rank(comm)
         for params in (own.params, own.params[1:]):
-            step = own.engine.begin_partial(SMALL, lambda params=params: params)
+            step = own.begin_partial(SMALL, params)
             for param in params:
                 param.array += own.rank
                 step.final(param)
             assert step.finish() is None
-            own.engine.average_partition(step.layout)
-            own.engine.version += 1
-        own.engine.synchronize()
+            own.engine.partial.average(step.layout)
+            own.version += 1
+        own.engine.partial.synchronize()
         return [param.array for param in own.params]
 
     first, second = on_ranks(2, body)
@@ -345,7 +354,7 @@ def ranks_of_one():
 def test_a_bad_gradient_of_a_partial_update_is_named_on_all_ranks():
     def body(comm):
         own = Rank(comm)
-        step = own.engine.begin_partial(10**6, lambda: own.params)
+        step = own.begin_partial(10**6)
         grads = gradients(own.rank)
         if own.rank == 1:
             grads[3][4] = np.inf
@@ -368,13 +377,13 @@ def test_ranks_with_other_numbers_of_batches_end_with_the_same_parameters(codec,
                 for param, grad in zip(bucket.params, bucket.grads, strict=True):
                     param.array -= F32(0.1) * grad
 
-        with own.engine.join(update):
+        with own.engine.join(own.slots, update):
             for number in range(batches[own.rank]):
                 step = own.begin(codec)
                 own.write(step, gradients(own.rank, number))
                 assert step.finish() is None
                 update(step.layout)
-        assert own.engine.steps == max(batches)
+        assert own.engine.progress.steps == max(batches)
         return [param.array for param in own.params]
 
     ranks = on_ranks(len(batches), body)
@@ -401,21 +410,21 @@ def test_states_are_saved_per_parameter_and_go_on_to_the_bit(codec):
             whole.run(codec, gradients(whole.rank, number))
         states = whole.engine.get_states()
         residuals = {key: array for key, array in states.items() if "/residual/" in key}
-        assert {key.split("/", 3)[3]: array.shape for key, array in residuals.items()} == SHAPES
+        assert {key.split("/", 2)[2]: array.shape for key, array in residuals.items()} == SHAPES
         expected = whole.run(codec, gradients(whole.rank, 2))
         fresh = Rank(comm)
         for target in (fresh, whole):  # one without buckets, and one with
             target.engine.set_states(states)
             assert target.engine.get_states().keys() == states.keys()
             assert same_bits(target.run(codec, gradients(target.rank, 2)), expected)
-            assert target.engine.steps == 3
+            assert target.engine.progress.steps == 3
         key = next(iter(residuals))
         others = {k: a for k, a in states.items() if k != key}
         before = whole.engine.get_states()
         for bad in (
             {**states, "x/y": np.zeros(1)},
             {**states, "steps": np.full(5, np.nan)},
-            {**states, f"{SMALL}/{codec.kind}/residual/other": np.zeros(3, F32)},
+            {**states, f"{codec.kind}/residual/other": np.zeros(3, F32)},
             others,
             {**states, key: states[key].reshape(-1)[1:]},
             {},
@@ -439,14 +448,12 @@ def test_states_do_not_depend_on_which_parameters_share_a_bucket(codec, monkeypa
     def save(comm):
         own = Rank(comm, bucket_elements=10**6)
         own.run(codec, gradients(own.rank))
-        return len(own.engine.layout(10**6, list).buckets), own.engine.get_states()
+        return len(own.engine.layout.buckets), own.engine.get_states()
 
     def load(comm):
         own = Rank(comm, bucket_elements=10**6)
         own.engine.set_states(saved)
         begun = own.begin(codec)
-        for bucket in begun.layout.buckets:
-            bucket.reducer(codec)
         states = own.engine.get_states()
         assert all(np.array_equal(states[key], array) for key, array in saved.items() if key != "steps")
         own.write(begun, gradients(own.rank))
@@ -466,7 +473,7 @@ def test_partial_updates_are_averaged_in_the_order_that_loaded_states_name():
     def body(comm):
         own = Rank(comm)
         order = own.params[::-1]
-        step = own.engine.begin_partial(SMALL, lambda: order)
+        step = own.begin_partial(SMALL, order)
         own.write(step, gradients(own.rank))
         assert step.finish() is None
         for param in own.params:
@@ -475,14 +482,14 @@ def test_partial_updates_are_averaged_in_the_order_that_loaded_states_name():
         fresh = Rank(comm)
         fresh.engine.set_states(states)
         with pytest.raises(UsageError, match=r"scale of the loaded .* not known yet; call DistOpt.attach"):
-            fresh.engine.synchronize()
+            fresh.engine.partial.synchronize()
         fresh.engine.attach(fresh.params)
         for param, saved in zip(fresh.params, own.params, strict=True):
             param.array[...] = saved.array
         for rank in (fresh, own):
-            rank.engine.synchronize()
+            rank.engine.partial.synchronize()
         assert same_bits([p.array for p in fresh.params], [p.array for p in own.params])
-        assert fresh.engine.layout(SMALL, list, partial=True).names == [p.name for p in order]
+        assert fresh.engine.partial.layout.names == [p.name for p in order]
         for bad in ({k: a for k, a in states.items() if k != "partitions"}, {**states, "partitions": np.zeros(2)}):
             with pytest.raises(StateError, match="partitions is missing"):
                 fresh.engine.check_states(bad)
@@ -493,7 +500,7 @@ def test_partial_updates_are_averaged_in_the_order_that_loaded_states_name():
 def test_states_of_another_model_are_refused_at_every_step():
     def body(comm):
         own = Rank(comm)
-        foreign = {f"{SMALL}/ErrorFeedback(TopK)/residual/other": np.zeros(3, F32)}
+        foreign = {"ErrorFeedback(TopK)/residual/other": np.zeros(3, F32)}
         own.engine.set_states(own.engine.get_states() | foreign)
         for _ in range(2):
             with pytest.raises(StateError, match="no parameter other"):
@@ -509,7 +516,7 @@ def test_parameters_without_names_have_states_too():
         for param in own.params[1:]:
             param.name = None
         own.run(ErrorFeedback(TopK(0.1)), gradients(own.rank))
-        names = {key.split("/", 3)[3] for key in own.engine.get_states() if "/residual/" in key}
+        names = {key.split("/", 2)[2] for key in own.engine.get_states() if "/residual/" in key}
         assert names == {"conv.W", "parameter 1", "parameter 2", "parameter 3", "parameter 4"}
 
     on_ranks(2, body)
@@ -611,9 +618,151 @@ def test_the_first_bucket_is_small_where_bytes_move_during_backward(monkeypatch)
         own.params = [Parameter(f"p{i}", np.zeros(quarter, F32)) for i in range(12)]
         own.engine.attach(own.params)
         dense = own.begin(Fp32()).layout
-        partial = own.engine.begin_partial(10**7, lambda: own.params).layout
+        partial = own.begin_partial(10**7).layout
         return [len(bucket.params) for bucket in dense.buckets], len(partial.buckets)
 
     assert on_ranks(2, body) == [([12], 1)] * 2
     monkeypatch.setattr(OracleCommunicator, "overlaps", True)
     assert on_ranks(2, body) == [([5, 7], 1)] * 2
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_buckets_of_other_sizes_take_the_place_of_those_before(partial):
+    """And their memory, so that a size which changes all the time costs no more of it than the largest layout."""
+
+    class Counts(OracleCommunicator):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.bytes = []
+
+        def _empty(self, count, dtype, xp):
+            self.bytes.append(count * np.dtype(dtype).itemsize)
+            return super()._empty(count, dtype, xp)
+
+    def body(comm):
+        own, layouts, held = Rank(comm), [], []
+        for number in range(160):
+            own.bucket_elements = 10 + 97 * number % 1009
+            if partial:
+                step = own.begin_partial(own.bucket_elements)
+                own.write(step, gradients(own.rank, number))
+                step.finish()
+                own.engine.partial.average(step.layout)
+            else:
+                own.run(CODECS[number % len(CODECS)], gradients(own.rank, number))
+                step = own.engine
+            layouts.append(weakref.ref(step.layout))
+            held.append(sum(comm.bytes))
+        del step
+        gc.collect()
+        assert [layout() is None for layout in layouts] == [True] * 159 + [False]
+        assert held[-1] <= 6 * 4 * sum(-(-int(np.prod(shape)) // 64) * 64 for shape in SHAPES.values())
+        assert held[-1] == held[80], "no more from some size on"
+
+    on_ranks(2, body, cls=Counts)
+
+
+@pytest.mark.parametrize("codec", CORRECTED, ids=repr)
+def test_residuals_go_on_in_buckets_of_another_size(codec):
+    def body(comm):
+        usual, other = Rank(comm, bucket_elements=10**6), Rank(comm, bucket_elements=10**6)
+        for own in (usual, other):
+            own.run(codec, gradients(own.rank))
+        before = {key: array for key, array in other.engine.get_states().items() if key != "steps"}
+        other.bucket_elements = SMALL
+        with other.begin(codec) as step:
+            now = other.engine.get_states()
+            assert now.keys() - {"steps"} == before.keys()
+            assert all(np.array_equal(now[key], array) for key, array in before.items())
+            other.write(step, gradients(other.rank, 1))
+            assert step.finish() is None
+
+    on_ranks(2, body)
+
+
+# -- exceptions -------------------------------------------------------------------------------------------------------
+class TroubleError(Exception):
+    pass
+
+
+def leave(own, codec, number, after):
+    """A step that an exception ends after so many gradients; all of them: after the end of the pass."""
+    with own.begin_partial(SMALL) if codec is None else own.begin(codec) as step:
+        grads = gradients(own.rank, number)
+        own.write(step, grads, order=range(after))
+        raise TroubleError(f"rank {own.rank} gives up")
+
+
+def whole(own, codec, number):
+    with own.begin_partial(SMALL) if codec is None else own.begin(codec) as step:
+        own.write(step, gradients(own.rank, number))
+        assert step.finish() is None
+        if codec is None:
+            own.engine.partial.average(step.layout)
+    return own.means(step)
+
+
+EXCEPTIONS = [*CODECS, None]
+
+
+@pytest.mark.parametrize("after", range(len(SHAPES)))
+@pytest.mark.parametrize("codec", EXCEPTIONS, ids=repr)
+def test_a_step_that_an_exception_ends_on_one_rank_ends_on_all_and_training_goes_on(codec, after):
+    def body(comm):
+        own, results = Rank(comm), []
+        for number in range(4):
+            if number in (1, 2) and own.rank == 1:
+                with pytest.raises(TroubleError):
+                    leave(own, codec, number, after)
+            elif number in (1, 2):
+                where = rf"step {number}: rank 1 \(host\) .*TroubleError: rank 1 gives up"
+                with pytest.raises(GradientError, match=where) as caught:
+                    whole(own, codec, number)
+                assert caught.value.rank == 1
+            else:
+                means = whole(own, codec, number)
+                results += [means] if codec is not None else []
+        assert (own.engine.progress.steps, own.engine.progress.skipped) == (4, 2)
+        return results
+
+    first, *others = on_ranks(3, body)
+    for means, expected in zip(first, (mean_of(3, number) for number in (0, 3)), strict=False):
+        assert codec not in DENSE[:1] or same_bits(means, expected)
+    for results in others:
+        assert all(same_bits(a, b) for a, b in zip(results, first, strict=True))
+
+
+@pytest.mark.parametrize("codec", EXCEPTIONS, ids=repr)
+def test_a_step_that_exceptions_end_at_different_places_on_all_ranks_leaves_them_in_step(codec):
+    def body(comm):
+        own = Rank(comm)
+        with pytest.raises(TroubleError):
+            leave(own, codec, 0, 2 * own.rank)
+        return own.run(Fp32(), gradients(own.rank, 1))
+
+    for means in on_ranks(3, body):
+        assert same_bits(means, mean_of(3, 1))
+
+
+@pytest.mark.parametrize("how", ["in the middle of a call", "nobody looks for NaN", "partial, nobody looks"])
+def test_where_the_ranks_cannot_go_on_together_the_others_get_an_error(how):
+    class Interrupted(Fp32):
+        def reduce(self, state):
+            yield from super().reduce(state)
+
+        def start(self, state):
+            if state.wire.rank == 1:
+                raise TroubleError
+            return super().start(state)
+
+    def body(comm):
+        own = Rank(comm, non_finite="ignore" if "looks" in how else "raise")
+        codec = Interrupted() if "middle" in how else None if "partial" in how else Fp32()
+        if own.rank == 1:
+            with pytest.raises(TroubleError):
+                leave(own, codec, 0, 2)
+            return
+        with pytest.raises(MismatchError):
+            whole(own, codec, 0)
+
+    on_ranks(2, body)

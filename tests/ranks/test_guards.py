@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -167,6 +170,69 @@ def another_loss(optimizer) -> dict[str, np.ndarray]:
 
 def test_another_set_of_parameters_is_an_error(tmp_path):
     on_ranks(tmp_path, 2, another_loss)
+
+
+def interrupted(optimizer) -> dict[str, np.ndarray]:
+    """A script that catches what ends its steps: in rank 1 alone, then at another place in every rank."""
+    rank, results = optimizer.global_rank, {}
+    for name, strategy in {**CODECS, "partial": "partialUpdate"}.items():
+        optimizer = opt.DistOpt(opt.SGD(lr=0.05, momentum=0.5), communicator=optimizer.communicator)
+        optimizer.bucket_elements = optimizer.partition_elements = SMALL
+        net = build(optimizer)
+        train(optimizer, net, range(2), strategy)
+        backward, before = autograd.backward, parameters(net)
+
+        def ended(loss, after, **options):
+            for number, pair in enumerate(backward(loss, **options)):  # noqa: B023
+                if number == after:
+                    raise KeyboardInterrupt
+                yield pair
+
+        for number, after in ((2, 2 if rank == 1 else 9), (3, rank)):
+            autograd.backward = lambda loss, after=after, **options: ended(loss, after, **options)
+            try:
+                with pytest.raises(GradientError if after == 9 else KeyboardInterrupt) as caught:
+                    train(optimizer, net, range(number, number + 1), strategy)
+            finally:
+                autograd.backward = backward
+            assert after != 9 or (caught.value.rank, "KeyboardInterrupt" in str(caught.value)) == (1, True)
+        np.testing.assert_array_equal(parameters(net), before)
+        train(optimizer, net, range(4, 8), strategy)
+        optimizer.synchronize()
+        assert (optimizer.stats().steps, optimizer.stats().skipped) == (8, 2)
+        results[name] = parameters(net)
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_interrupted_step_leaves_an_optimizer_that_trains_on(tmp_path, world_size):
+    ranks = on_ranks(tmp_path, world_size, interrupted)
+    for name in ranks[0]:
+        assert np.isfinite(ranks[0][name]).all()
+        assert_equal_bits(ranks, name)
+
+
+def shared_bytes() -> int:
+    """Of all mappings of the job's memory."""
+    places = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd" in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in (place.split("-") for place in places))
+
+
+def with_many_sizes(optimizer) -> dict[str, np.ndarray]:
+    net, held = build(optimizer), []
+    for number in range(40):
+        for strategy in (Fp32(), ErrorFeedback(TopK(0.1))):
+            sized = functools.partial(
+                optimizer.reduce_and_update, codec=strategy, bucket_elements=50 + 67 * number % 900
+            )
+            net(*batch(number, optimizer.global_rank), sized)
+        held.append(shared_bytes())
+    assert held[20] == held[-1] > 0, held
+    return {"parameters": parameters(net)}
+
+
+def test_bucket_sizes_that_change_take_no_more_memory(tmp_path):
+    assert_equal_bits(on_ranks(tmp_path, 2, with_many_sizes), "parameters")
 
 
 @pytest.fixture

@@ -1,24 +1,25 @@
-"""What a codec has to work with on one bucket, and what it keeps there between steps."""
+"""What belongs to a bucket for as long as it lives: what codecs of one kind work with on it, and keep between steps."""
 
 from __future__ import annotations
 
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from ..comm.sparse import dense_wire_bytes
 from ..errors import GradientError, StateError
 from ..kernels import FINDINGS, array_module, kernels_of
 from .statistics import Statistics
 from .wire import Wire
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ..comm import Communicator, Work
     from ..comm.base import Array
 
-__all__ = ["BadGradient", "Header", "Part", "Reducer", "State"]
+__all__ = ["BadGradient", "CodecState", "Header", "Part", "SavedState"]
 
-State: TypeAlias = "dict[str, Array]"  # by "NAME/PARAMETER"
+SavedState: TypeAlias = "dict[str, Array]"  # by "NAME/PARAMETER"
 
 _FIELDS = 3  # of the findings: all but the last are for the other ranks
 
@@ -68,7 +69,7 @@ class Header(NamedTuple):
     verdict: BadGradient | None
 
 
-class Reducer:
+class CodecState:
     """One bucket as codecs of one kind see it. Codecs are options; whatever outlives a step is here.
 
     Attributes:
@@ -76,6 +77,7 @@ class Reducer:
         bucket: flat array, reduced in place; what lies between and behind the parts is zero and stays zero.
         parts: the parameters in it.
         size: number of elements of the parts, without padding.
+        dense_bytes: what each rank sends in a bandwidth-optimal all_reduce of the bucket.
         label: name of the bucket in diagnostics.
         check_finite: whether a codec that could carry NaN and infinity looks for them.
         wire: what the bytes go through.
@@ -87,19 +89,30 @@ class Reducer:
     """
 
     def __init__(
-        self, kind: str, bucket: Array, comm: Communicator, parts: Sequence[Part], label: str, check_finite: bool
+        self,
+        kind: str,
+        bucket: Array,
+        comm: Communicator,
+        parts: Sequence[Part],
+        label: str,
+        check_finite: bool,
+        statistics: Statistics | None,
+        empty: Callable[..., Array] | None,
     ) -> None:
+        """Local. See `Codec.attach`."""
         self.kind, self.bucket, self.label, self.check_finite = kind, bucket, label, check_finite
         self.parts = tuple(parts) or (Part(label, 0, (bucket.size,)),)
         self.size = sum(part.size for part in self.parts)
-        self.statistics = Statistics()
-        self.wire = Wire(comm, label, self.statistics)
+        self.statistics = Statistics() if statistics is None else statistics
+        self.wire = Wire(comm, label, self.statistics, empty)
+        self.dense_bytes = dense_wire_bytes(bucket.nbytes, comm.topology.world_size)
         self.kernels = kernels_of(bucket)
         self.memory: dict[str, Any] = {}
         self.findings: Array = None
         self.pending: Work | None = None
         self._state: dict[str, Array] = {}  # by name, or by "NAME/PARAMETER" where it is of one parameter
         self._initial: dict[str, Array | None] = {}
+        self._loaded: SavedState = {}  # what no options have used yet
 
     # -- state -------------------------------------------------------------------------------------------------------
     @property
@@ -122,50 +135,70 @@ class Reducer:
             else:
                 array = initial.copy()
             self._state[name], self._initial[name] = array, initial
+            self._claim()
         return array
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> SavedState:
         """Local. Copies, in NumPy arrays, of what the next steps depend on; they differ between ranks."""
-        return {key: kernels_of(view).to_host(view) for key, view in self._views().items()}
+        views = {key: kernels_of(view).to_host(view) for key, view in self._views().items()}
+        return {key: array.copy() for key, array in self._loaded.items()} | views
 
-    def load_state_dict(self, state: State) -> None:
-        """Local. Continue from what `state_dict` returned.
+    def load_state_dict(self, state: SavedState) -> None:
+        """Local. Continue from what `state_dict` returned, perhaps under other options of the codec.
+
+        What these do not use is kept for options that do; what is missing begins anew.
 
         Raises:
             StateError: see `check_state_dict`; nothing was changed.
         """
         self.check_state_dict(state)
+        self._loaded = dict(state)
+        self._claim()
+
+    def _claim(self) -> None:
         for key, view in self._views().items():
-            kernels_of(view).copy_into(view, state[key])
+            if key in self._loaded:
+                given = self._loaded.pop(key)
+                self._check_like(view, given, key)
+                kernels_of(view).copy_into(view, given)
 
     def reset(self) -> None:
-        """Local. Go back to the state of a new reducer."""
+        """Local. Go back to the state of a new one."""
+        self._loaded.clear()
         for name, array in self._state.items():
             array[...] = 0 if self._initial[name] is None else self._initial[name]
 
-    def check_state_dict(self, state: State) -> None:
+    def check_state_dict(self, state: SavedState) -> None:
         """Local. Whether `load_state_dict` would accept `state`.
 
         Raises:
-            StateError: names, types or shapes do not fit this bucket.
+            StateError: parameters, types or shapes do not fit this bucket, or nothing is there that the codec keeps.
         """
-        views = self._views()
-        if state.keys() != views.keys():
+        views, names = self._views(), {key.split("/", 1)[0] for key in state}
+        expected = {key: view for key, view in views.items() if key.split("/", 1)[0] in names}
+        params = {part.name for part in self.parts}
+        if (
+            expected.keys() - state.keys()
+            or bool(expected) < bool(views)
+            or {key.split("/", 1)[1] for key in state} - params
+        ):
             raise StateError(
                 f"state of bucket {self.label!r} has {sorted(state)}, its codec keeps {sorted(views)}; load it with "
                 "the codec that saved it"
             )
-        for key, view in views.items():
-            given = state[key]
-            if given.dtype != view.dtype or given.shape != view.shape:
-                raise StateError(
-                    f"{key} of bucket {self.label!r} is {given.dtype} of shape {given.shape}, not {view.dtype} of "
-                    f"shape {view.shape}; load it into the same model and bucket size"
-                )
+        for key, view in expected.items():
+            self._check_like(view, state[key], key)
 
-    def _views(self) -> State:
+    def _check_like(self, view: Array, given: Array, key: str) -> None:
+        if given.dtype != view.dtype or given.shape != view.shape:
+            raise StateError(
+                f"{key} of bucket {self.label!r} is {given.dtype} of shape {given.shape}, not {view.dtype} of "
+                f"shape {view.shape}; load it into the same model"
+            )
+
+    def _views(self) -> SavedState:
         """The state by "NAME/PARAMETER". What holds for all parts is there for each."""
-        views: State = {}
+        views: SavedState = {}
         for name, array in self._state.items():
             if "/" in name:
                 views[name] = array
