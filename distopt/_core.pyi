@@ -7,6 +7,7 @@ from numpy import float32, float64, int32, uint16
 from numpy.typing import NDArray
 
 from .comm.base import MessageWork, RaggedWork, Work
+from .errors import Process
 
 # Any contiguous CPU array. Types and reductions are the codes of distopt.comm.base.
 _Array = Any
@@ -96,7 +97,7 @@ class ShmCommunicator:
         self,
         fd: int,
         rank: int,
-        names: Sequence[str],
+        processes: Sequence[Process],
         timeout: float,
         stall_warning: float,
         warn: Callable[[str], object],
@@ -145,7 +146,7 @@ class MpiCommunicator:
         handle_bytes: int,
         status_bytes: int,
         rank: int,
-        names: Sequence[str],
+        processes: Sequence[Process],
         inline_bytes: int,
         chunk_bytes: int,
     ) -> None: ...
@@ -170,7 +171,7 @@ class MpiCommunicator:
     def test(self, operation: MpiOperation) -> bool: ...
     def wait(self, operation: MpiOperation, quiet_seconds: float) -> bool: ...
     def wait_on(self, operation: MpiOperation, quiet_seconds: float) -> bool: ...
-    def fail(self, kind: str, text: str) -> NoReturn: ...
+    def fail(self, kind: str, fact: str, cure: str, ranks: Sequence[Process]) -> NoReturn: ...
     def close(self) -> bool: ...
 
 # cpu_elementwise.cpp and cpu_images.cpp: called by distopt.nn.kernels alone

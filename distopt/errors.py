@@ -10,12 +10,13 @@ import functools
 import inspect
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
+    "Call",
     "CheckpointError",
     "CommunicatorClosedError",
     "CommunicatorError",
@@ -27,6 +28,7 @@ __all__ = [
     "MissingDependencyError",
     "PeerLostError",
     "Preempted",
+    "Process",
     "RankFailedError",
     "ShapeError",
     "StalledError",
@@ -100,8 +102,64 @@ class Preempted(SystemExit):
     """
 
 
+class Process(NamedTuple):
+    """A rank, and where it runs.
+
+    Attributes:
+        rank: its number in the job.
+        host: name of its host.
+        pid: its process id there.
+        name: how messages call it.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    name: str
+
+
+class Call(NamedTuple):
+    """A collective as one rank has called it.
+
+    Attributes:
+        rank: number of that rank in the job.
+        operation: such as "all_reduce".
+        number: its place in the order of the communicator's operations.
+        count: elements.
+        dtype: wire type.
+        reduction: such as "sum"; empty where nothing is reduced.
+        root: from which rank a broadcast comes.
+        label: its label, of which at most 31 bytes are kept.
+    """
+
+    rank: int
+    operation: str
+    number: int
+    count: int
+    dtype: str
+    reduction: str
+    root: int
+    label: str
+
+
 class CommunicatorError(DistoptError, RuntimeError):
-    """A collective failed. The communicator cannot be used any more."""
+    """A collective failed. The communicator cannot be used any more.
+
+    Attributes:
+        fact: what has happened, and where.
+        cure: what to do about it; the message is both.
+        ranks: who is at fault, or who disagree, where known.
+        calls: what these ranks have called, where they disagree.
+    """
+
+    def __init__(
+        self, fact: str = "", *, cure: str = "", ranks: Sequence[Process] = (), calls: Sequence[Call] = ()
+    ) -> None:
+        super().__init__(f"{fact}; {cure}" if cure else fact)
+        self.fact = fact
+        self.cure = cure
+        self.ranks = tuple(ranks)
+        self.calls = tuple(calls)
 
 
 class CommunicatorClosedError(CommunicatorError):

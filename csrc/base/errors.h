@@ -2,19 +2,46 @@
 
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
+
+#include "base/types.h"
 
 namespace distopt {
 
 // What went wrong in a communicator of ours; the binding turns each kind into the class of distopt.errors of that name.
 enum class ErrorKind : int { other, usage, launch, closed, peer_lost, stalled, mismatch, memory };
 
+// A rank, and how messages call it, e.g. "rank 3 (host a, pid 77)".
+struct Process {
+  int rank;  // in the job
+  std::string host;
+  int pid;
+  std::string name;
+};
+
+// The fields of distopt.errors.CommunicatorError.
+struct Failure {
+  ErrorKind kind;
+  std::string fact;
+  std::string cure{};
+  std::vector<Process> ranks{};  // at fault, or who disagree
+  std::vector<Call> calls{};     // what those called, where they disagree
+
+  std::string text() const { return cure.empty() ? fact : fact + "; " + cure; }
+};
+
 class CommunicatorError : public std::runtime_error {
  public:
-  CommunicatorError(ErrorKind kind, const std::string& text) : std::runtime_error(text), kind_(kind) {}
-  ErrorKind kind() const { return kind_; }
+  explicit CommunicatorError(Failure failure) : runtime_error(failure.text()), failure_(std::move(failure)) {}
+  CommunicatorError(ErrorKind kind, std::string fact, std::string cure = "")
+      : CommunicatorError(Failure{kind, std::move(fact), std::move(cure)}) {}
+
+  ErrorKind kind() const { return failure_.kind; }
+  const Failure& failure() const { return failure_; }
 
  private:
-  ErrorKind kind_;
+  Failure failure_;
 };
 
 }  // namespace distopt

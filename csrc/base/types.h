@@ -1,4 +1,4 @@
-// The element types and reductions of the wire, shared by every communicator.
+// The collectives, element types and reductions of the wire, shared by every communicator.
 #pragma once
 
 #include <cstddef>
@@ -8,6 +8,29 @@ namespace distopt {
 
 enum class DType : std::int32_t { float32 = 0, float64, float16, bfloat16, int32, int64, int8, uint8, int16, boolean };
 enum class RedOp : std::int32_t { sum = 0, max, min, mean, product, bit_and, bit_or, bit_xor };
+enum class OpKind : std::uint8_t {
+  barrier,
+  all_reduce,
+  reduce_scatter,
+  all_gather,
+  all_gather_ragged,
+  broadcast,
+  empty,
+  all_to_all_ragged
+};
+
+constexpr std::size_t label_bytes = 32;
+
+// A collective as one rank has called it.
+struct Call {
+  std::int32_t rank;  // in the job
+  OpKind kind;
+  std::uint8_t dtype, op;
+  bool looks;         // for NaN and infinity
+  std::int32_t root;  // of a broadcast
+  std::uint64_t number, count;
+  char label[label_bytes];
+};
 
 inline bool is_float(DType dtype) { return dtype <= DType::bfloat16; }
 // A mean is one of floats, operations on bits are for the others.

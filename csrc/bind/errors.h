@@ -2,12 +2,18 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <exception>
 #include <iterator>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "base/errors.h"
+#include "host/describe.h"
 
 namespace distopt {
 
@@ -16,19 +22,35 @@ inline constexpr const char* error_names[] = {"CommunicatorError",       "UsageE
                                               "CommunicatorClosedError", "PeerLostError",  "StalledError",
                                               "MismatchError",           "WireMemoryError"};
 
-inline ErrorKind kind_of(const std::string& name) {
-  for (int kind = 0; kind < static_cast<int>(std::size(error_names)); ++kind)
-    if (name == error_names[kind]) return static_cast<ErrorKind>(kind);
-  return ErrorKind::other;
+// distopt.errors.Process, which is a tuple.
+using ProcessFields = std::tuple<int, std::string, int, std::string>;
+
+inline std::vector<Process> processes_of(const std::vector<ProcessFields>& tuples) {
+  std::vector<Process> processes;
+  for (const auto& [rank, host, pid, name] : tuples) processes.push_back({rank, host, pid, name});
+  return processes;
+}
+
+inline nanobind::object as_python(const Failure& failure) {
+  namespace nb = nanobind;
+  const nb::module_ errors = nb::module_::import_("distopt.errors");
+  const nb::object type = errors.attr(error_names[static_cast<int>(failure.kind)]);
+  if (failure.kind == ErrorKind::usage || failure.kind == ErrorKind::launch) return type(failure.text());
+  nb::list ranks, calls;
+  for (const Process& one : failure.ranks) ranks.append(errors.attr("Process")(one.rank, one.host, one.pid, one.name));
+  for (const Call& call : failure.calls)
+    calls.append(errors.attr("Call")(call.rank, kind_name(call.kind), call.number, call.count, dtype_name(call.dtype),
+                                     reduces(call.kind) ? op_name(call.op) : "", call.root, call.label));
+  return type(failure.fact, nb::arg("cure") = failure.cure, nb::arg("ranks") = nb::tuple(ranks),
+              nb::arg("calls") = nb::tuple(calls));
 }
 
 inline void raise_as_python(const std::exception_ptr& pointer, void*) {
   try {
     std::rethrow_exception(pointer);
   } catch (const CommunicatorError& error) {
-    namespace nb = nanobind;
-    const nb::object type = nb::module_::import_("distopt.errors").attr(error_names[static_cast<int>(error.kind())]);
-    PyErr_SetString(type.ptr(), error.what());
+    const nanobind::object raised = as_python(error.failure());
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
   }
 }
 

@@ -4,7 +4,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
@@ -91,12 +93,12 @@ std::shared_ptr<Exchange> all_to_all_ragged(Communicator& communicator, const st
 using Address = std::uintptr_t;
 
 std::shared_ptr<Communicator> create(std::string module, Address communicator, Address byte, std::size_t handle_bytes,
-                                     std::size_t status_bytes, int rank, std::vector<std::string> names,
+                                     std::size_t status_bytes, int rank, const std::vector<ProcessFields>& processes,
                                      std::size_t inline_bytes, std::size_t chunk_bytes) {
   const auto at = [](Address address) { return reinterpret_cast<const void*>(address); };
   return std::make_shared<Communicator>(
-      mpi::Library{std::move(module), at(communicator), at(byte), handle_bytes, status_bytes}, rank, std::move(names),
-      inline_bytes, chunk_bytes);
+      mpi::Library{std::move(module), at(communicator), at(byte), handle_bytes, status_bytes}, rank,
+      processes_of(processes), inline_bytes, chunk_bytes);
 }
 
 void use_hierarchy(Communicator& communicator, std::vector<int> local, std::size_t local_place,
@@ -110,8 +112,11 @@ void use_hierarchy(Communicator& communicator, std::vector<int> local, std::size
   communicator.use_hierarchy(std::move(levels));
 }
 
-void fail(Communicator& communicator, const std::string& kind, const std::string& text) {
-  communicator.fail(kind_of(kind), text);
+void fail(Communicator& communicator, const std::string& kind, std::string fact, std::string cure,
+          const std::vector<ProcessFields>& ranks) {
+  const auto* const named = std::find(std::begin(error_names), std::end(error_names), kind);
+  communicator.fail(
+      {static_cast<ErrorKind>(named - error_names), std::move(fact), std::move(cure), processes_of(ranks)});
   communicator.progress();  // which throws it
 }
 
@@ -133,7 +138,8 @@ void bind_mpi(nb::module_& m) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Communicator>(m, "MpiCommunicator", "Collectives over the ranks of several hosts; arguments are trusted.")
       .def(nb::new_(&create), nb::arg("module"), nb::arg("communicator"), nb::arg("byte"), nb::arg("handle_bytes"),
-           nb::arg("status_bytes"), nb::arg("rank"), nb::arg("names"), nb::arg("inline_bytes"), nb::arg("chunk_bytes"))
+           nb::arg("status_bytes"), nb::arg("rank"), nb::arg("processes"), nb::arg("inline_bytes"),
+           nb::arg("chunk_bytes"))
       .def("use_hierarchy", &use_hierarchy, nb::arg("local"), nb::arg("local_place"), nb::arg("between"),
            nb::arg("host"), nb::arg("scatter").none(), nb::arg("collect").none(),
            "See Hierarchy in csrc/mpi/hierarchy.h; without shared memory the ranks of a host send each other messages.")
@@ -156,7 +162,8 @@ void bind_mpi(nb::module_& m) {
       .def("wait_on", &Communicator::wait_on, Unlocked(), nb::arg("operation"), nb::arg("quiet_seconds"),
            "Continue such a wait.")
       .def_prop_ro("quiet_seconds", &Communicator::quiet_seconds, "For how long nothing has moved.")
-      .def("fail", &fail, nb::arg("kind"), nb::arg("text"), "Raise an error, now and in all later calls.")
+      .def("fail", &fail, nb::arg("kind"), nb::arg("fact"), nb::arg("cure"), nb::arg("ranks"),
+           "Raise an error, now and in all later calls.")
       .def("close", &Communicator::close)
       .def_prop_ro("oldest", &Communicator::oldest, "The oldest operation that has not ended, or None.")
       .def_prop_ro("inline_bytes", &Communicator::inline_bytes, "Size of the data that travel with an announcement.")

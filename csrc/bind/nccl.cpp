@@ -195,7 +195,12 @@ void bind_work(nb::module_& m) {
           "wait", [](NcclWork& work, double timeout) { work.communicator->wait(*work.operation, timeout); },
           nb::arg("timeout"), WithoutGil(), "Wait on the host, at most `timeout` seconds.");
   nb::class_<Board>(m, "NcclBoard", "Where the ranks of one host see each other.")
-      .def(nb::init<int, int, std::vector<std::string>>(), nb::arg("fd"), nb::arg("rank"), nb::arg("names"));
+      .def(
+          "__init__",
+          [](Board* board, int fd, int rank, const std::vector<ProcessFields>& processes) {
+            new (board) Board(fd, rank, processes_of(processes));
+          },
+          nb::arg("fd"), nb::arg("rank"), nb::arg("processes"));
   nb::class_<NcclMemory>(m, "NcclMemory", "Memory that NCCL has registered.")
       .def_prop_ro("address", &NcclMemory::address);
 }

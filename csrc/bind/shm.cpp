@@ -160,7 +160,7 @@ void barrier(ShmCommunicator& communicator) {
   wait(communicator, *work.operation, {});
 }
 
-std::shared_ptr<ShmCommunicator> create(int fd, int rank, std::vector<std::string> names, double timeout,
+std::shared_ptr<ShmCommunicator> create(int fd, int rank, const std::vector<ProcessFields>& processes, double timeout,
                                         double stall_warning, nb::callable warn) {
   Hooks hooks;
   hooks.check_signals = [] {
@@ -171,7 +171,7 @@ std::shared_ptr<ShmCommunicator> create(int fd, int rank, std::vector<std::strin
     nb::gil_scoped_acquire gil;
     warn(text);
   };
-  return std::make_shared<ShmCommunicator>(fd, rank, std::move(names), Limits{timeout, stall_warning},
+  return std::make_shared<ShmCommunicator>(fd, rank, processes_of(processes), Limits{timeout, stall_warning},
                                            std::move(hooks));
 }
 
@@ -248,7 +248,7 @@ void bind_shm(nb::module_& m) {
       .def_prop_ro("nonfinite", [](const ShmMessage&) { return nb::none(); });
 
   nb::class_<ShmCommunicator>(m, "ShmCommunicator", "Collectives over the ranks of one host; arguments are trusted.")
-      .def(nb::new_(&create), nb::arg("fd"), nb::arg("rank"), nb::arg("names"), nb::arg("timeout"),
+      .def(nb::new_(&create), nb::arg("fd"), nb::arg("rank"), nb::arg("processes"), nb::arg("timeout"),
            nb::arg("stall_warning"), nb::arg("warn"))
       .def("count_cores", &ShmCommunicator::count_cores)
       .def("use_wire_memory_of", &ShmCommunicator::use_wire_memory_of, nb::keep_alive<1, 2>())

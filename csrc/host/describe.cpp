@@ -12,6 +12,15 @@ std::string with_commas(std::uint64_t value) {
   return digits;
 }
 
+// FNV-1a, which every build computes alike.
+std::uint64_t hash_of(const std::string& text) {
+  std::uint64_t hash = 0xcbf29ce484222325;
+  for (unsigned char c : text) hash = (hash ^ c) * 0x100000001b3;
+  return hash;
+}
+
+}  // namespace
+
 const char* kind_name(OpKind kind) {
   switch (kind) {
     case OpKind::barrier:
@@ -45,14 +54,7 @@ const char* op_name(std::uint8_t op) {
   return op < sizeof(names) / sizeof(*names) ? names[op] : "an unknown reduction";
 }
 
-// FNV-1a, which every build computes alike.
-std::uint64_t hash_of(const std::string& text) {
-  std::uint64_t hash = 0xcbf29ce484222325;
-  for (unsigned char c : text) hash = (hash ^ c) * 0x100000001b3;
-  return hash;
-}
-
-}  // namespace
+bool reduces(OpKind kind) { return kind == OpKind::all_reduce || kind == OpKind::reduce_scatter; }
 
 std::string amount(std::uint64_t count, DType dtype) {
   return with_commas(count) + " " + dtype_name(static_cast<std::uint8_t>(dtype));
@@ -78,29 +80,36 @@ bool alike(const Descriptor& a, const Descriptor& b) {
          a.looks == b.looks && (a.count == b.count || ragged);
 }
 
-std::string mismatch_between(const std::string& who, const std::string& does, const std::string& me,
-                             const std::string& mine) {
-  return who + " is in " + does + ", " + me + " in " + mine +
-         "; all ranks must call the same collectives in the same order with equal types and counts";
+CommunicatorError mismatch_between(const Process& other, const Call& theirs, const Process& me, const Call& mine) {
+  return CommunicatorError({ErrorKind::mismatch,
+                            other.name + " is in " + describe(theirs) + ", " + me.name + " in " + describe(mine),
+                            "all ranks must call the same collectives in the same order with equal types and counts",
+                            {other, me},
+                            {theirs, mine}});
 }
 
-std::string describe(const Descriptor& descriptor, std::uint64_t sequence, const char* label) {
-  std::string text = std::string(kind_name(descriptor.kind)) + " #" + with_commas(sequence);
-  if (descriptor.kind != OpKind::barrier)
-    text += " of " + amount(descriptor.count, static_cast<DType>(descriptor.dtype));
-  if (descriptor.kind == OpKind::all_reduce || descriptor.kind == OpKind::reduce_scatter)
-    text += std::string(", ") + op_name(descriptor.op);
-  if (descriptor.looks) text += ", looked at for NaN";
-  if (descriptor.kind == OpKind::broadcast) text += " from rank " + std::to_string(descriptor.root);
-  const std::string shown(label, ::strnlen(label, label_bytes));
-  return shown.empty() ? text : text + " (" + shown + ")";
+Call call_of(int rank, const Descriptor& descriptor, std::uint64_t number, const char* label) {
+  Call call{rank,          descriptor.kind,  descriptor.dtype,
+            descriptor.op, descriptor.looks, descriptor.root,
+            number,        descriptor.count, ""};
+  std::memcpy(call.label, label, ::strnlen(label, label_bytes - 1));
+  return call;
 }
 
-std::string describe(const Request& request, std::uint64_t sequence) {
+std::string describe(const Call& call) {
+  std::string text = std::string(kind_name(call.kind)) + " #" + with_commas(call.number);
+  if (call.kind != OpKind::barrier) text += " of " + amount(call.count, static_cast<DType>(call.dtype));
+  if (reduces(call.kind)) text += std::string(", ") + op_name(call.op);
+  if (call.looks) text += ", looked at for NaN";
+  if (call.kind == OpKind::broadcast) text += " from rank " + std::to_string(call.root);
+  return call.label[0] == '\0' ? text : text + " (" + call.label + ")";
+}
+
+std::string describe(const Request& request, std::uint64_t number) {
   Descriptor descriptor{};
   char label[label_bytes];
   fill(descriptor, label, request);
-  return describe(descriptor, sequence, label);
+  return describe(call_of(0, descriptor, number, label));
 }
 
 std::string last_operation(const Peers& peers, int rank) {
@@ -111,7 +120,7 @@ std::string last_operation(const Peers& peers, int rank) {
   }
   if (last == 0) return "it has started no operation";
   const RingEntry& entry = peers.entry(rank, last);
-  return "the last operation it started is " + describe(entry.descriptor, last, entry.label);
+  return "the last operation it started is " + describe(call_of(rank, entry.descriptor, last, entry.label));
 }
 
 }  // namespace distopt

@@ -11,14 +11,19 @@ namespace distopt {
 void fill(Descriptor& descriptor, char (&label)[label_bytes], const Request& request);
 // Whether two ranks take part in the same operation.
 bool alike(const Descriptor& a, const Descriptor& b);
+// That they do not.
+CommunicatorError mismatch_between(const Process& other, const Call& theirs, const Process& me, const Call& mine);
+Call call_of(int rank, const Descriptor& descriptor, std::uint64_t number, const char* label);
+
+const char* kind_name(OpKind kind);
+const char* dtype_name(std::uint8_t dtype);
+const char* op_name(std::uint8_t op);
+bool reduces(OpKind kind);
 // "50,000 float32"
 std::string amount(std::uint64_t count, DType dtype);
-// That they do not; `does` and `mine` are descriptions.
-std::string mismatch_between(const std::string& who, const std::string& does, const std::string& me,
-                             const std::string& mine);
 // "all_reduce #412 of 50,000 float32 (bucket 3)"
-std::string describe(const Descriptor& descriptor, std::uint64_t sequence, const char* label);
-std::string describe(const Request& request, std::uint64_t sequence);
+std::string describe(const Call& call);
+std::string describe(const Request& request, std::uint64_t number);
 // What that rank posted last.
 std::string last_operation(const Peers& peers, int rank);
 

@@ -15,7 +15,7 @@
 namespace distopt {
 
 constexpr std::uint64_t segment_magic = 0x74706f7473696400;
-constexpr std::uint32_t segment_version = 5;
+constexpr std::uint32_t segment_version = 6;
 // Two lines, because x86 prefetches lines in pairs.
 constexpr std::size_t line_bytes = 128;
 // Operations that a rank may have posted before its slowest peer has finished the first of them.
@@ -26,7 +26,6 @@ constexpr std::size_t inline_bytes = 4096;
 // run one chunk ahead of the slowest peer.
 constexpr std::uint64_t staging_buffers = 4;
 static_assert(staging_buffers >= 3, "with two, each rank waits to copy in until the others have copied out");
-constexpr std::size_t label_bytes = 32;
 
 // What a rank says when it starts an operation. `sequence` is written last and makes the rest valid.
 struct alignas(64) Descriptor {
@@ -81,7 +80,10 @@ constexpr std::uint32_t record_valid = UINT32_MAX;
 struct FailureRecord {
   std::atomic<std::uint32_t> state;
   std::int32_t kind;
-  char text[2048];
+  std::uint32_t call_count;
+  Call calls[2];
+  std::uint64_t ranks[16];  // bit set of those at fault, by their numbers in the segment
+  char fact[2048], cure[256];
 };
 
 struct alignas(4096) Header {

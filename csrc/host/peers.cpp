@@ -79,14 +79,27 @@ void relax() {
 #endif
 }
 
+template <std::size_t size>
+void copy(char (&to)[size], const std::string& from) {
+  const std::size_t length = std::min(from.size(), size - 1);
+  std::memcpy(to, from.data(), length);
+  to[length] = '\0';
+}
+
 }  // namespace
 
-Peers::Peers(Segment& segment, std::vector<std::string> names)
+Peers::Peers(Segment& segment, std::vector<Process> processes)
     : segment_(segment),
       rank_(segment.rank()),
       size_(segment.world_size()),
-      names_(std::move(names)),
+      processes_(std::move(processes)),
       scratch_(size_) {}
+
+std::vector<Process> Peers::processes(const std::vector<int>& ranks) const {
+  std::vector<Process> found;
+  for (int rank : ranks) found.push_back(processes_[rank]);
+  return found;
+}
 
 void Peers::count_cores() {
   int cores = 0;
@@ -162,17 +175,20 @@ bool Peers::all_finished(std::uint64_t sequence) {
   return sequence <= finished_seen_;
 }
 
-CommunicatorError Peers::fail(ErrorKind kind, const std::string& text) {
+CommunicatorError Peers::fail(const Failure& failure) {
   FailureRecord& record = segment_.header().failure;
   std::uint32_t none = 0;
   if (record.state.compare_exchange_strong(none, 1 + static_cast<std::uint32_t>(rank_))) {
-    record.kind = static_cast<std::int32_t>(kind);
-    const std::size_t length = std::min(text.size(), sizeof(record.text) - 1);
-    std::memcpy(record.text, text.data(), length);
-    record.text[length] = '\0';
+    record.kind = static_cast<std::int32_t>(failure.kind);
+    copy(record.fact, failure.fact);
+    copy(record.cure, failure.cure);
+    for (std::size_t q = 0; q < std::min(processes_.size(), 8 * sizeof(record.ranks)); ++q)
+      for (const Process& one : failure.ranks)
+        if (one.rank == processes_[q].rank) record.ranks[q / 64] |= std::uint64_t{1} << q % 64;
+    for (const Call& call : failure.calls) record.calls[record.call_count++] = call;
     record.state.store(record_valid, std::memory_order_release);
   }
-  return failure();
+  return this->failure();
 }
 
 CommunicatorError Peers::failure() const {
@@ -186,12 +202,16 @@ CommunicatorError Peers::failure() const {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     // Asked once more: it may have written all of it and ended between the two questions.
     if (state() != record_valid)
-      return CommunicatorError(ErrorKind::peer_lost,
-                               names_[writer] +
-                                   " failed, but ended or was stopped before it could say why; see that "
-                                   "rank's output for the cause, then restart the job");
+      return CommunicatorError({ErrorKind::peer_lost,
+                                name(writer) + " failed, but ended or was stopped before it could say why",
+                                "see that rank's output for the cause, then restart the job",
+                                {process(writer)}});
   }
-  return CommunicatorError(static_cast<ErrorKind>(record.kind), record.text);
+  Failure failure{static_cast<ErrorKind>(record.kind), record.fact, record.cure};
+  for (std::size_t q = 0; q < std::min(processes_.size(), 8 * sizeof(record.ranks)); ++q)
+    if (record.ranks[q / 64] >> q % 64 & 1) failure.ranks.push_back(processes_[q]);
+  failure.calls.assign(record.calls, record.calls + record.call_count);
+  return CommunicatorError(std::move(failure));
 }
 
 bool Peers::glance(const Blocker& blocker, int& polls) {

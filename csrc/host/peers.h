@@ -20,13 +20,14 @@ struct Blocker {
 
 class Peers {
  public:
-  // `names` says for every rank how messages call it, e.g. "rank 3 (host a, pid 77)".
-  Peers(Segment& segment, std::vector<std::string> names);
+  Peers(Segment& segment, std::vector<Process> processes);
 
   Segment& segment() const { return segment_; }
   int rank() const { return rank_; }
   int size() const { return size_; }
-  const std::string& name(int rank) const { return names_[rank]; }
+  const Process& process(int rank) const { return processes_[rank]; }
+  const std::string& name(int rank) const { return processes_[rank].name; }
+  std::vector<Process> processes(const std::vector<int>& ranks) const;
   RingEntry& entry(int rank, std::uint64_t sequence) const { return segment_.slot(rank).ring[sequence % ring_size]; }
 
   // Own counters. Publishing makes everything written before visible to the peers that see the new value.
@@ -41,7 +42,7 @@ class Peers {
   // Whether every peer has finished that operation.
   bool all_finished(std::uint64_t sequence);
   // Records a failure; the first of all ranks is kept and returned, as what others see later only follows from it.
-  CommunicatorError fail(ErrorKind kind, const std::string& text);
+  CommunicatorError fail(const Failure& failure);
   // Whether any rank has recorded one, or is about to.
   bool failed() const { return segment_.header().failure.state.load(std::memory_order_acquire) != 0; }
   // What has been recorded; once failed().
@@ -71,7 +72,7 @@ class Peers {
   Segment& segment_;
   int rank_;
   int size_;
-  std::vector<std::string> names_;
+  std::vector<Process> processes_;
   bool cores_shared_ = false;
   unsigned failed_spins_ = 0;        // since one succeeded
   std::uint64_t finished_seen_ = 0;  // operations that all peers had finished when last looked at

@@ -10,17 +10,6 @@
 
 namespace distopt {
 
-enum class OpKind : std::uint8_t {
-  barrier,
-  all_reduce,
-  reduce_scatter,
-  all_gather,
-  all_gather_ragged,
-  broadcast,
-  empty,
-  all_to_all_ragged
-};
-
 struct Piece {
   char* data = nullptr;
   std::size_t bytes = 0;

@@ -73,9 +73,10 @@ std::shared_ptr<char> map(int fd, std::uint64_t offset, std::size_t bytes) {
   void* memory =
       ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, static_cast<off_t>(offset));
   if (memory == MAP_FAILED)
-    throw CommunicatorError(ErrorKind::memory, "mapping " + std::to_string(bytes) + " bytes of shared memory failed (" +
-                                                   std::strerror(errno) +
-                                                   "); free memory or raise the limit (ulimit -v)");
+    throw CommunicatorError(
+        ErrorKind::memory,
+        "mapping " + std::to_string(bytes) + " bytes of shared memory failed (" + std::strerror(errno) + ")",
+        "free memory or raise the limit (ulimit -v)");
   return {static_cast<char*>(memory), [bytes](char* p) { ::munmap(p, bytes); }};
 }
 
@@ -90,16 +91,18 @@ int create_segment(int world_size, std::size_t chunk_bytes, bool named_fallback)
   if (!named_fallback) fd = ::memfd_create("distopt", MFD_CLOEXEC);
   if (fd < 0) fd = ::open("/dev/shm", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
   if (fd < 0)
-    throw CommunicatorError(ErrorKind::memory, std::string("neither memfd_create nor /dev/shm gives shared memory (") +
-                                                   std::strerror(errno) +
-                                                   "); allow one of them, or use the MPI communicator");
+    throw CommunicatorError(
+        ErrorKind::memory,
+        std::string("neither memfd_create nor /dev/shm gives shared memory (") + std::strerror(errno) + ")",
+        "allow one of them, or use the MPI communicator");
   File file(fd);
   ::fchmod(fd, 0600);  // a memfd is open to all who can reach it through /proc
   const std::size_t bytes = control_bytes(world_size, chunk_bytes);
   if (int error = allocate(fd, 0, bytes))
-    throw CommunicatorError(ErrorKind::memory, std::to_string(bytes) +
-                                                   " bytes of shared memory for the ranks of this host: " +
-                                                   std::strerror(error) + "; free memory or enlarge /dev/shm");
+    throw CommunicatorError(
+        ErrorKind::memory,
+        std::to_string(bytes) + " bytes of shared memory for the ranks of this host: " + std::strerror(error),
+        "free memory or enlarge /dev/shm");
   std::shared_ptr<char> memory = map(fd, 0, sizeof(Header));
   auto* header = reinterpret_cast<Header*>(memory.get());
   header->magic = segment_magic;

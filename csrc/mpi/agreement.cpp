@@ -73,14 +73,14 @@ std::vector<int> Agreement::unheard() const {
 }
 
 void Agreement::compare() const {
-  const auto text_of = [](const Said& said) {
-    return describe(said.descriptor, said.descriptor.sequence.load(std::memory_order_relaxed), said.label);
+  const auto call = [this](int rank) {
+    const Said& said = *said_[rank];
+    const std::uint64_t number = said.descriptor.sequence.load(std::memory_order_relaxed);
+    return call_of(world_.processes[rank].rank, said.descriptor, number, said.label);
   };
-  const Said& mine = *said_[world_.rank];
   for (int rank = 0; rank < world_.size(); ++rank)
-    if (const Said& theirs = *said_[rank]; !alike(mine.descriptor, theirs.descriptor))
-      throw CommunicatorError(ErrorKind::mismatch, mismatch_between(world_.names[rank], text_of(theirs),
-                                                                    world_.names[world_.rank], text_of(mine)));
+    if (!alike(said_[world_.rank]->descriptor, said_[rank]->descriptor))
+      throw mismatch_between(world_.processes[rank], call(rank), world_.processes[world_.rank], call(world_.rank));
 }
 
 }  // namespace distopt::mpi

@@ -61,11 +61,11 @@ class Communicator::Guard {
   Communicator& owner_;
 };
 
-Communicator::Communicator(const Library& library, int rank, std::vector<std::string> names, std::size_t inline_bytes,
+Communicator::Communicator(const Library& library, int rank, std::vector<Process> processes, std::size_t inline_bytes,
                            std::size_t chunk_bytes)
-    : names_(std::move(names)),
+    : processes_(std::move(processes)),
       transport_(make_transport(library)),
-      world_{*transport_, pool_, rank, names_, inline_bytes, chunk_bytes, everyone(rank, names_.size())} {
+      world_{*transport_, pool_, rank, processes_, inline_bytes, chunk_bytes, everyone(rank, processes_.size())} {
   Listening& all = listening();
   const std::lock_guard<std::mutex> lock(all.mutex);
   all.communicators.push_back(this);
@@ -204,16 +204,18 @@ std::string Communicator::last_agreed() const {
 void Communicator::require_usable() const {
   if (fork_count() != fork_count_)
     throw CommunicatorError(ErrorKind::usage,
-                            "this process was forked from " + names_[world_.rank] +
+                            "this process was forked from " + processes_[world_.rank].name +
                                 " and is no rank of the job; use the communicator in the parent only");
   if (failure_) throw *failure_;
   if (closed_)
-    throw CommunicatorError(ErrorKind::closed,
-                            names_[world_.rank] + " used its communicator after close(); create a new one");
+    throw CommunicatorError({ErrorKind::closed,
+                             processes_[world_.rank].name + " used its communicator after close()",
+                             "create a new one",
+                             {processes_[world_.rank]}});
 }
 
-void Communicator::fail(ErrorKind kind, const std::string& text) {
-  if (!failure_) failure_ = CommunicatorError(kind, text);
+void Communicator::fail(Failure failure) {
+  if (!failure_) failure_ = CommunicatorError(std::move(failure));
 }
 
 bool Communicator::close() {

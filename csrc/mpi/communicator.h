@@ -23,9 +23,8 @@ namespace distopt::mpi {
 
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
-  // `names` says for every rank how messages call it, e.g. "rank 3 on host a (pid 77)".
   // `inline_bytes` and `chunk_bytes`: see World.
-  Communicator(const Library& library, int rank, std::vector<std::string> names, std::size_t inline_bytes,
+  Communicator(const Library& library, int rank, std::vector<Process> processes, std::size_t inline_bytes,
                std::size_t chunk_bytes);
   ~Communicator();
   Communicator(const Communicator&) = delete;
@@ -49,7 +48,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   double quiet_seconds() const;
 
   // Records the failure of this rank, with which all later calls end.
-  void fail(ErrorKind kind, const std::string& text);
+  void fail(Failure failure);
   // Local. Later calls fail. Whether this was the first call, nothing is outstanding and nothing has failed: else it
   // lives as long as the process.
   bool close();
@@ -75,7 +74,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void advance(Operation& operation);
   bool may_begin(const Operation& operation) const;
 
-  const std::vector<std::string> names_;
+  const std::vector<Process> processes_;
   std::unique_ptr<Transport> transport_;
   Pool pool_;
   World world_;

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "base/errors.h"
 #include "mpi/memory.h"
 #include "mpi/transport.h"
 
@@ -22,13 +23,13 @@ struct World {
   Transport& transport;
   Pool& pool;
   int rank;
-  const std::vector<std::string>& names;  // of each rank, in messages
+  const std::vector<Process>& processes;  // of each rank
   std::size_t inline_bytes;               // of data that may travel with what a rank says
   std::size_t chunk_bytes;                // of a message that carries data
 
   Group everyone;
 
-  int size() const { return static_cast<int>(names.size()); }
+  int size() const { return static_cast<int>(processes.size()); }
 };
 
 }  // namespace distopt::mpi

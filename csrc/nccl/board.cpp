@@ -1,7 +1,5 @@
 #include "nccl/board.h"
 
-#include <cstring>
-
 namespace distopt {
 namespace {
 
@@ -16,7 +14,7 @@ void copy(Descriptor& to, const Descriptor& from) {
 
 }  // namespace
 
-std::string Board::post(std::uint64_t sequence, const Request& request) {
+std::optional<CommunicatorError> Board::post(std::uint64_t sequence, const Request& request) {
   RingEntry& entry = peers_.entry(peers_.rank(), sequence);
   // Unlike in the shared-memory communicator, peers may still read the entry: it is invalid while it is written.
   entry.descriptor.sequence.store(0, std::memory_order_relaxed);
@@ -26,25 +24,23 @@ std::string Board::post(std::uint64_t sequence, const Request& request) {
   return mismatch(sequence);
 }
 
-bool Board::read(int rank, std::uint64_t sequence, Descriptor& descriptor, std::string& label) const {
+bool Board::read(int rank, std::uint64_t sequence, Descriptor& descriptor, Call& call) const {
   const RingEntry& entry = peers_.entry(rank, sequence);
   if (entry.descriptor.sequence.load(std::memory_order_acquire) != sequence) return false;
   copy(descriptor, entry.descriptor);
-  label.assign(entry.label, ::strnlen(entry.label, label_bytes - 1));
+  call = call_of(process(rank).rank, descriptor, sequence, entry.label);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   return entry.descriptor.sequence.load(std::memory_order_relaxed) == sequence;
 }
 
-std::string Board::mismatch(std::uint64_t sequence) const {
+std::optional<CommunicatorError> Board::mismatch(std::uint64_t sequence) const {
   Descriptor mine{}, other{};
-  std::string my_label, other_label;
-  if (!read(peers_.rank(), sequence, mine, my_label)) return "";
-  for (int q = 0; q < peers_.size(); ++q) {
-    if (q == peers_.rank() || !read(q, sequence, other, other_label) || alike(mine, other)) continue;
-    return mismatch_between(peers_.name(q), describe(other, sequence, other_label.c_str()), me(),
-                            describe(mine, sequence, my_label.c_str()));
-  }
-  return "";
+  Call my_call{}, their_call{};
+  if (!read(peers_.rank(), sequence, mine, my_call)) return {};
+  for (int q = 0; q < peers_.size(); ++q)
+    if (q != peers_.rank() && read(q, sequence, other, their_call) && !alike(mine, other))
+      return mismatch_between(process(q), their_call, process(peers_.rank()), my_call);
+  return {};
 }
 
 Board::Presence Board::presence(int rank) const {

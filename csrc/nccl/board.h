@@ -3,6 +3,7 @@
 // communicator, without its data.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,14 +14,14 @@ namespace distopt {
 
 class Board {
  public:
-  // Takes over `fd`, of create_segment(). `rank` counts the ranks of this host; `names` says how messages call them.
-  Board(int fd, int rank, std::vector<std::string> names)
-      : segment_(fd, rank, static_cast<int>(names.size())), peers_(segment_, std::move(names)) {}
+  // Takes over `fd`, of create_segment(). `rank` counts `processes`, which are those of this host.
+  Board(int fd, int rank, std::vector<Process> processes)
+      : segment_(fd, rank, static_cast<int>(processes.size())), peers_(segment_, std::move(processes)) {}
 
   const std::string& me() const { return peers_.name(peers_.rank()); }
 
-  // Says what this rank starts. The mismatch with a peer that has started something else under that number, or "".
-  std::string post(std::uint64_t sequence, const Request& request);
+  // Says what this rank starts. The mismatch with a peer that has started something else under that number, if any.
+  std::optional<CommunicatorError> post(std::uint64_t sequence, const Request& request);
 
   // Ranks of this host that have not started operation `sequence`.
   std::vector<int> absent(std::uint64_t sequence) const { return peers_.absent({Signal::posted, sequence, 0}); }
@@ -32,7 +33,9 @@ class Board {
   std::string tell(int rank) const { return peers_.name(rank) + ": " + last_operation(peers_, rank); }
 
   // See Peers.
-  CommunicatorError fail(ErrorKind kind, const std::string& text) { return peers_.fail(kind, text); }
+  const Process& process(int rank) const { return peers_.process(rank); }
+  std::vector<Process> processes(const std::vector<int>& ranks) const { return peers_.processes(ranks); }
+  CommunicatorError fail(const Failure& failure) { return peers_.fail(failure); }
   bool failed() const { return peers_.failed(); }
   CommunicatorError failure() const { return peers_.failure(); }
 
@@ -40,8 +43,8 @@ class Board {
   void close();
 
  private:
-  std::string mismatch(std::uint64_t sequence) const;
-  bool read(int rank, std::uint64_t sequence, Descriptor& descriptor, std::string& label) const;
+  std::optional<CommunicatorError> mismatch(std::uint64_t sequence) const;
+  bool read(int rank, std::uint64_t sequence, Descriptor& descriptor, Call& call) const;
 
   Segment segment_;
   Peers peers_;

@@ -127,8 +127,7 @@ NcclCommunicator::Work NcclCommunicator::enqueue(const Request& request, cudaStr
   ++sequence_;
   auto operation =
       std::make_shared<NcclOperation>(sequence_, describe(request, sequence_), events_.take(), events_.take());
-  if (const std::string mismatch = board_->post(sequence_, request); !mismatch.empty())
-    fail_and_throw(ErrorKind::mismatch, mismatch);
+  if (const auto mismatch = board_->post(sequence_, request)) fail_and_throw(mismatch->failure());
   operation->ready->record(caller);
   operation->ready->hold_up(stream_.get());
   call(lock, operation->text.c_str(), [&] { return start(comm_, stream_.get()); });
@@ -157,19 +156,18 @@ void NcclCommunicator::call(Lock& lock, const char* what, const std::function<Re
     if (failure_) throw CommunicatorError(*failure_);
     if (interruption) {
       // What is half made can neither be taken up again nor be left alone.
-      fail(ErrorKind::closed, board_->me() + " left " + what + " because of an exception; restart the job");
+      fail({ErrorKind::closed, board_->me() + " left " + what + " because of an exception", "restart the job"});
       std::rethrow_exception(interruption);
     }
     if (look) {
       looked = Clock::now();
       check_host(sequence_, what);
       if (failure_) throw CommunicatorError(*failure_);
-      if (waited > limits_.timeout)
-        fail_and_throw(ErrorKind::stalled, "no answer" + stalled(limits_.timeout, what, sequence_));
+      if (waited > limits_.timeout) fail_and_throw(stalled("no answer", limits_.timeout, what, sequence_));
     }
     if (const Result asked = api_.comm_get_async_error(comm_, &result); asked != Result::success) result = asked;
   }
-  if (result != Result::success) fail_and_throw(ErrorKind::other, nccl_error(what, result));
+  if (result != Result::success) fail_and_throw(nccl_error(what, result));
 }
 
 bool NcclCommunicator::done(const NcclOperation& operation) {
@@ -194,7 +192,7 @@ void NcclCommunicator::wait(const NcclOperation& operation, double timeout_secon
     if (waited > timeout_seconds) {
       const Lock lock(mutex_);
       if (failure_) throw CommunicatorError(*failure_);
-      fail_and_throw(ErrorKind::stalled, "no result" + stalled(timeout_seconds, operation.text, operation.sequence));
+      fail_and_throw(stalled("no result", timeout_seconds, operation.text, operation.sequence));
     }
     pause(waited);
     if (Clock::now() - looked > look_period) {

@@ -101,14 +101,13 @@ class NcclCommunicator {
   void require_usable() const;
   // Fails if a rank of this host has failed, or has gone without starting `sequence`. Whether any has gone.
   bool check_host(std::uint64_t sequence, const std::string& text);
-  void fail(ErrorKind kind, const std::string& text);
-  [[noreturn]] void fail_and_throw(ErrorKind kind, const std::string& text);
+  void fail(const Failure& failure);
+  [[noreturn]] void fail_and_throw(const Failure& failure);
   bool end_comm(bool orderly);
-  std::string nccl_error(const char* what, nccl::Result result) const;
+  Failure nccl_error(const char* what, nccl::Result result) const;
   // "rank 0 (...) waits in all_reduce #3 ... for rank 1 (...): the last operation it started is ..."
   std::string waiting_in(const std::string& text, std::uint64_t sequence) const;
-  // " within 3 s: rank 0 (...) waits in ...", and what to do.
-  std::string stalled(double seconds, const std::string& text, std::uint64_t sequence) const;
+  Failure stalled(const char* lacking, double seconds, const std::string& text, std::uint64_t sequence) const;
 
   void watch();
   void look_after_oldest(Lock& lock);

@@ -35,15 +35,15 @@ bool run_bounded(double seconds, std::function<void()> body) {
 void NcclCommunicator::require_usable() const {
   if (failure_) throw CommunicatorError(*failure_);
   if (closed_)
-    throw CommunicatorError(ErrorKind::closed, board_->me() + " has closed this communicator; use it before close()");
+    throw CommunicatorError(ErrorKind::closed, board_->me() + " has closed this communicator", "use it before close()");
 }
 
-std::string NcclCommunicator::nccl_error(const char* what, Result result) const {
+Failure NcclCommunicator::nccl_error(const char* what, Result result) const {
   std::string text = board_->me() + ": NCCL failed in " + what + ": " + api_.get_error_string(result);
   const char* last = comm_ == nullptr ? nullptr : api_.get_last_error(comm_);
   if (last != nullptr && *last != '\0') text += std::string(" (") + last + ")";
   while (!text.empty() && text.back() == '\n') text.pop_back();
-  return text + "; NCCL_DEBUG=WARN tells more";
+  return {ErrorKind::other, text, "NCCL_DEBUG=WARN tells more", {board_->process(board_->rank())}};
 }
 
 std::string NcclCommunicator::waiting_in(const std::string& text, std::uint64_t sequence) const {
@@ -55,14 +55,15 @@ std::string NcclCommunicator::waiting_in(const std::string& text, std::uint64_t 
                                                : "data of ranks that have all started it (NCCL_DEBUG=INFO tells more)");
 }
 
-std::string NcclCommunicator::stalled(double seconds, const std::string& text, std::uint64_t sequence) const {
-  return " within " + seconds_text(seconds) + ": " + waiting_in(text, sequence) +
-         "; find out what holds it, or raise DISTOPT_TIMEOUT";
+Failure NcclCommunicator::stalled(const char* lacking, double seconds, const std::string& text,
+                                  std::uint64_t sequence) const {
+  return {ErrorKind::stalled, lacking + (" within " + seconds_text(seconds)) + ": " + waiting_in(text, sequence),
+          "find out what holds it, or raise DISTOPT_TIMEOUT", board_->processes(board_->absent(sequence))};
 }
 
 bool NcclCommunicator::check_host(std::uint64_t sequence, const std::string& text) {
   if (board_->failed()) {
-    fail(ErrorKind::other, "");  // gives the recorded one
+    fail({ErrorKind::other, ""});  // gives the recorded one
     return true;
   }
   bool any_gone = false;
@@ -73,32 +74,36 @@ bool NcclCommunicator::check_host(std::uint64_t sequence, const std::string& tex
     const std::vector<int> absent = board_->absent(sequence);
     if (std::find(absent.begin(), absent.end(), q) == absent.end()) continue;
     const bool closed = presence == Board::Presence::closed;
-    fail(closed ? ErrorKind::closed : ErrorKind::peer_lost,
-         board_->me() + " waits in " + text + ", but a peer " + (closed ? "has closed its communicator" : "has ended") +
-             ": " + board_->tell(q) + "; see that rank's output for the cause, then restart the job");
+    fail({closed ? ErrorKind::closed : ErrorKind::peer_lost,
+          board_->me() + " waits in " + text + ", but a peer " +
+              (closed ? "has closed its communicator" : "has ended") + ": " + board_->tell(q),
+          "see that rank's output for the cause, then restart the job",
+          {board_->process(q)}});
     return true;
   }
   return any_gone;
 }
 
-void NcclCommunicator::fail(ErrorKind kind, const std::string& text) {
+void NcclCommunicator::fail(const Failure& failure) {
   if (failure_) return;
-  failure_ = board_->fail(kind, text);
-  if (!end_comm(false))
-    failure_.emplace(failure_->kind(), std::string(failure_->what()) +
-                                           "; besides, ncclCommAbort has not come back within " +
-                                           seconds_text(limits_.abort) + ", so end this process");
+  failure_ = board_->fail(failure);
+  if (!end_comm(false)) {
+    Failure both = failure_->failure();
+    both.cure +=
+        "; besides, ncclCommAbort has not come back within " + seconds_text(limits_.abort) + ", so end this process";
+    failure_ = CommunicatorError(std::move(both));
+  }
   changed_.notify_all();
 }
 
-void NcclCommunicator::fail_and_throw(ErrorKind kind, const std::string& text) {
-  fail(kind, text);
+void NcclCommunicator::fail_and_throw(const Failure& failure) {
+  fail(failure);
   throw CommunicatorError(*failure_);
 }
 
 void NcclCommunicator::abort(const std::string& text) {
   const Lock lock(mutex_);
-  if (!closed_) fail(ErrorKind::other, board_->me() + " has aborted the communicator: " + text);
+  if (!closed_) fail({ErrorKind::other, board_->me() + " has aborted the communicator: " + text});
 }
 
 // Whether NCCL came back in time. Orderly: finalize, which waits for the proxies of this rank, then destroy.
@@ -163,7 +168,7 @@ void NcclCommunicator::watch() {
       forget_finished();
       if (!outstanding_.empty() && !failure_) look_after_oldest(lock);
     } catch (const std::exception& error) {
-      fail(ErrorKind::other, board_->me() + ": " + error.what() + "; the GPU has failed, restart the job");
+      fail({ErrorKind::other, board_->me() + ": " + error.what(), "the GPU has failed, restart the job"});
     }
   }
 }
@@ -179,17 +184,17 @@ void NcclCommunicator::look_after_oldest(Lock& lock) {
   Result result = Result::success;
   if (comm_ != nullptr && api_.comm_get_async_error(comm_, &result) == Result::success && result != Result::success &&
       result != Result::in_progress)
-    return fail(ErrorKind::other, nccl_error(oldest->text.c_str(), result));
+    return fail(nccl_error(oldest->text.c_str(), result));
   const bool any_gone = check_host(oldest->sequence, oldest->text);
   if (failure_ || !oldest->ready->reached()) return;
   if (!waits_since_) waits_since_.emplace();
   if (any_gone && !gone_since_) gone_since_.emplace();
   if (gone_since_ && gone_since_->seconds() > grace_seconds)
-    return fail(ErrorKind::peer_lost, board_->me() + " waits in " + oldest->text +
-                                          " for the data of a rank that has left; see the ranks' output");
+    return fail({ErrorKind::peer_lost,
+                 board_->me() + " waits in " + oldest->text + " for the data of a rank that has left",
+                 "see the ranks' output"});
   const double waited = waits_since_->seconds();
-  if (waited > limits_.timeout)
-    return fail(ErrorKind::stalled, "no result" + stalled(limits_.timeout, oldest->text, oldest->sequence));
+  if (waited > limits_.timeout) return fail(stalled("no result", limits_.timeout, oldest->text, oldest->sequence));
   if (waited > limits_.stall_warning && !std::exchange(warned_, true)) {
     const std::string text = "for " + seconds_text(waited) + " now " + waiting_in(oldest->text, oldest->sequence);
     lock.unlock();

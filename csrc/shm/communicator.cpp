@@ -45,9 +45,9 @@ class ShmCommunicator::Guard {
   ShmCommunicator& owner_;
 };
 
-ShmCommunicator::ShmCommunicator(int fd, int rank, std::vector<std::string> names, Limits limits, Hooks hooks)
-    : segment_(fd, rank, static_cast<int>(names.size())),
-      peers_(segment_, std::move(names)),
+ShmCommunicator::ShmCommunicator(int fd, int rank, std::vector<Process> processes, Limits limits, Hooks hooks)
+    : segment_(fd, rank, static_cast<int>(processes.size())),
+      peers_(segment_, std::move(processes)),
       limits_(limits),
       hooks_(std::move(hooks)),
       messages_(
@@ -80,15 +80,17 @@ void ShmCommunicator::require_open() const {
                             "this process was forked from " + peers_.name(peers_.rank()) +
                                 " and is no rank of the job; use the communicator in the parent only");
   if (closed_)
-    throw CommunicatorError(ErrorKind::closed,
-                            peers_.name(peers_.rank()) + " has closed this communicator; use it before close()");
+    throw CommunicatorError({ErrorKind::closed,
+                             peers_.name(peers_.rank()) + " has closed this communicator",
+                             "use it before close()",
+                             {peers_.process(peers_.rank())}});
 }
 
 void ShmCommunicator::raise_recorded_failure() const {
   if (peers_.failed()) throw peers_.failure();
 }
 
-void ShmCommunicator::fail(ErrorKind kind, const std::string& text) { throw peers_.fail(kind, text); }
+void ShmCommunicator::fail(const Failure& failure) { throw peers_.fail(failure); }
 
 // A collective that needs both sides at every step cannot be left half done.
 template <typename Body>
@@ -99,8 +101,10 @@ auto ShmCommunicator::or_fail(const char* what, Body body) {
     throw;  // recorded already
   } catch (...) {
     try {
-      fail(ErrorKind::closed,
-           peers_.name(peers_.rank()) + " left " + what + " because of an exception; restart the job");
+      fail({ErrorKind::closed,
+            peers_.name(peers_.rank()) + " left " + what + " because of an exception",
+            "restart the job",
+            {peers_.process(peers_.rank())}});
     } catch (const CommunicatorError&) {  // the exception itself tells this rank more
     }
     throw;
@@ -151,15 +155,16 @@ void ShmCommunicator::check_peers(double waited, double timeout_seconds, bool& w
     const bool gone = closed || !segment_.holds_lock(q);
     if (!gone || peers_.reached({blocker_.signal, blocker_.target, q})) continue;
     const bool closed_first = closed || segment_.slot(q).closed.load(std::memory_order_acquire) != 0;
-    fail(closed_first ? ErrorKind::closed : ErrorKind::peer_lost,
-         peers_.name(q) + (closed_first ? " closed its communicator" : " ended") + " while " + waiting_for({q}) +
-             "; see that rank's output for the cause, then restart the job");
+    fail({closed_first ? ErrorKind::closed : ErrorKind::peer_lost,
+          peers_.name(q) + (closed_first ? " closed its communicator" : " ended") + " while " + waiting_for({q}),
+          "see that rank's output for the cause, then restart the job",
+          {peers_.process(q)}});
   }
   const std::vector<int> absent = peers_.absent(blocker_);
   if (absent.empty()) return;
   if (waited >= timeout_seconds)
-    fail(ErrorKind::stalled, "no answer within " + seconds_text(timeout_seconds) + ": " + waiting_for(absent) +
-                                 "; find out what it is busy with, or raise DISTOPT_TIMEOUT");
+    fail({ErrorKind::stalled, "no answer within " + seconds_text(timeout_seconds) + ": " + waiting_for(absent),
+          "find out what it is busy with, or raise DISTOPT_TIMEOUT", peers_.processes(absent)});
   if (!warned && waited >= limits_.warning_seconds) {
     warned = true;
     const std::string text = "for " + seconds_text(waited) + " now " + waiting_for(absent);
@@ -170,9 +175,8 @@ void ShmCommunicator::check_peers(double waited, double timeout_seconds, bool& w
 // "rank 0 (...) waited in all_reduce #412 of 50,000 float32 for rank 1 (...): the last operation it started is ..."
 std::string ShmCommunicator::waiting_for(const std::vector<int>& ranks) const {
   const Operation& front = *queue_.front();
-  const RingEntry& own = peers_.entry(peers_.rank(), front.sequence());
   std::string text = peers_.name(peers_.rank()) + " waits ";
-  if (posted_ != 0) text += "in " + describe(own.descriptor, front.sequence(), own.label) + " ";
+  if (posted_ != 0) text += "in " + describe(front.request(), front.sequence()) + " ";
   text += "for ";
   for (std::size_t i = 0; i < ranks.size(); ++i)
     text += (i ? "; " : "") + peers_.name(ranks[i]) + ": " + last_operation(peers_, ranks[i]);
@@ -242,11 +246,13 @@ void ShmCommunicator::advance(bool helps) {
     try {
       if (!front.advance(peers_, blocker_)) return;
     } catch (const CommunicatorError& error) {
-      fail(error.kind(), error.what());
+      fail(error.failure());
     } catch (const std::bad_alloc&) {
-      const RingEntry& own = peers_.entry(peers_.rank(), front.sequence());
-      fail(ErrorKind::memory, peers_.name(peers_.rank()) + " cannot allocate the result of " +
-                                  describe(own.descriptor, front.sequence(), own.label) + "; send smaller parts");
+      fail(
+          {ErrorKind::memory,
+           peers_.name(peers_.rank()) + " cannot allocate the result of " + describe(front.request(), front.sequence()),
+           "send smaller parts",
+           {peers_.process(peers_.rank())}});
     }
     front.finish();
     // To let go of its arrays takes Python's lock, which a thread may hold that waits for its turn.
@@ -315,18 +321,23 @@ std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, s
     const std::string what =
         std::to_string(bytes >> 20) + " MiB of wire memory for each of " + std::to_string(peers_.size()) + " ranks";
     if (operation->request().refused)
-      fail(ErrorKind::memory, what + " do not fit in the memory that " + peers_.name(0) +
-                                  " finds available; use fewer ranks or a smaller model");
+      fail({ErrorKind::memory, what + " do not fit in the memory that " + peers_.name(0) + " finds available",
+            "use fewer ranks or a smaller model"});
     for (int q = 0; q < peers_.size(); ++q)
       if (const auto error = segment_.slot(q).allocation_errno.load(std::memory_order_relaxed))
-        fail(ErrorKind::memory, peers_.name(q) + " cannot allocate its share of " + what + " (" +
-                                    std::strerror(static_cast<int>(error)) + "); free memory or enlarge /dev/shm");
+        fail({ErrorKind::memory,
+              peers_.name(q) + " cannot allocate its share of " + what + " (" + std::strerror(static_cast<int>(error)) +
+                  ")",
+              "free memory or enlarge /dev/shm",
+              {peers_.process(q)}});
     if (bytes == 0) return {};
     Block block;
     try {
       block = segment_.map_block(bytes);
     } catch (const CommunicatorError& error) {
-      fail(error.kind(), peers_.name(peers_.rank()) + ": " + error.what());
+      Failure failure = error.failure();
+      failure.fact = peers_.name(peers_.rank()) + ": " + failure.fact;
+      fail(failure);
     }
     char* own = block.memory.get() + block.stride * static_cast<std::size_t>(peers_.rank());
     return {block.memory, own};

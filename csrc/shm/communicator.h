@@ -22,8 +22,8 @@ namespace distopt {
 class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
  public:
   // Takes over the descriptor from create_segment. Every rank must have constructed its own before any starts an
-  // operation. `names`: see Peers.
-  ShmCommunicator(int fd, int rank, std::vector<std::string> names, Limits limits, Hooks hooks);
+  // operation.
+  ShmCommunicator(int fd, int rank, std::vector<Process> processes, Limits limits, Hooks hooks);
   ~ShmCommunicator();
   ShmCommunicator(const ShmCommunicator&) = delete;
   ShmCommunicator& operator=(const ShmCommunicator&) = delete;
@@ -60,7 +60,7 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
 
   void require_open() const;
   void raise_recorded_failure() const;
-  [[noreturn]] void fail(ErrorKind kind, const std::string& text);
+  [[noreturn]] void fail(const Failure& failure);
   void enqueue(std::shared_ptr<Operation> operation);
   bool only_brief() const { return queue_.size() == 1 && queue_.front()->brief(peers_.size()); }
   void check_arguments(const Operation& operation) const;

@@ -284,11 +284,12 @@ void Messages::await(const std::shared_ptr<Message>& message) {
 
 void Messages::check(const Header& header, int from, const Message& message) {
   if (header.count == message.count() && header.dtype == static_cast<std::uint32_t>(message.dtype())) return;
-  throw peers_.fail(ErrorKind::mismatch, peers_.name(from) + " sent " +
-                                             amount(header.count, static_cast<DType>(header.dtype)) + " with tag " +
-                                             std::to_string(header.tag) + ", where " + peers_.name(peers_.rank()) +
-                                             " receives " + amount(message.count(), message.dtype()) +
-                                             "; both sides of a message must agree on type and count");
+  throw peers_.fail({ErrorKind::mismatch,
+                     peers_.name(from) + " sent " + amount(header.count, static_cast<DType>(header.dtype)) +
+                         " with tag " + std::to_string(header.tag) + ", where " + peers_.name(peers_.rank()) +
+                         " receives " + amount(message.count(), message.dtype()),
+                     "both sides of a message must agree on type and count",
+                     {peers_.process(from), peers_.process(peers_.rank())}});
 }
 
 // -- waiting ----------------------------------------------------------------------------------------------------------
@@ -349,15 +350,17 @@ void Messages::check_peers(const Message& message, double waited, double timeout
     const auto all_gone = gone.size() == ranks.size();
     if (died || all_gone) {
       const auto lost = died ? *std::find_if(gone.begin(), gone.end(), [&](int q) { return !closed(q); }) : gone[0];
-      throw peers_.fail(died ? ErrorKind::peer_lost : ErrorKind::closed,
-                        peers_.name(lost) + (died ? " ended" : " closed its communicator") + " while " +
-                            describe(message) + "; see that rank's output for the cause, then restart the job");
+      throw peers_.fail(
+          {died ? ErrorKind::peer_lost : ErrorKind::closed,
+           peers_.name(lost) + (died ? " ended" : " closed its communicator") + " while " + describe(message),
+           "see that rank's output for the cause, then restart the job",
+           {peers_.process(lost)}});
     }
   }
   if (waited >= timeout_seconds)
-    throw peers_.fail(ErrorKind::stalled, "no answer within " + seconds_text(timeout_seconds) + ": " +
-                                              describe(message) +
-                                              "; find out what it is busy with, or raise DISTOPT_TIMEOUT");
+    throw peers_.fail({ErrorKind::stalled,
+                       "no answer within " + seconds_text(timeout_seconds) + ": " + describe(message),
+                       "find out what it is busy with, or raise DISTOPT_TIMEOUT", peers_.processes(ranks)});
   if (!warned && waited >= limits_.warning_seconds) {
     warned = true;
     const std::string text = "for " + seconds_text(waited) + " now " + describe(message);

@@ -123,12 +123,10 @@ void Operation::publish_reduced(Peers& peers) {
 void Operation::check_peer(const Peers& peers, int peer) const {
   const RingEntry& own = peers.entry(peers.rank(), sequence_);
   const RingEntry& other = peers.entry(peer, sequence_);
-  const Descriptor& a = own.descriptor;
-  const Descriptor& b = other.descriptor;
-  if (alike(a, b)) return;
-  throw CommunicatorError(ErrorKind::mismatch,
-                          mismatch_between(peers.name(peer), describe(b, sequence_, other.label),
-                                           peers.name(peers.rank()), describe(a, sequence_, own.label)));
+  if (alike(own.descriptor, other.descriptor)) return;
+  const Process &me = peers.process(peers.rank()), &them = peers.process(peer);
+  throw mismatch_between(them, call_of(them.rank, other.descriptor, sequence_, other.label), me,
+                         call_of(me.rank, own.descriptor, sequence_, own.label));
 }
 
 Operation::Mode Operation::choose_mode(Peers& peers) const {

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 
 from .. import _core
-from ..errors import UsageError, WireMemoryError
+from ..errors import Process, UsageError, WireMemoryError
 from ..launch.gpu import GpuStack, Place, choose_devices, exchange_places, gpu_stack
 from ..settings import Settings
 from .base import DTYPES, OPS, Array, Communicator, DoneWork, RaggedWork, ReduceOp, Work, storage_of
@@ -122,9 +122,17 @@ class NcclCommunicator(Communicator):
         unique_id = job.all_gather(mine)[0]
         group = job.host_group()
         of_pid = {place.pid: rank for rank, place in enumerate(places) if place.host == topology.host}
-        names = [f"rank {of_pid.get(pid, '?')} (host {topology.host}, pid {pid})" for pid in group.pids]
+        processes = [
+            Process(
+                of_pid.get(pid, -1),
+                topology.host,
+                pid,
+                f"rank {of_pid.get(pid, '?')} (host {topology.host}, pid {pid})",
+            )
+            for pid in group.pids
+        ]
         fd = group.share_fd(lambda: _core.create_segment(group.size, _BOARD_CHUNK_BYTES))
-        board = stack.cuda.NcclBoard(fd, group.rank, names)
+        board = stack.cuda.NcclBoard(fd, group.rank, processes)
         group.all_gather(b"")  # nobody may miss a peer before that peer has shown that it lives
         self._timeout = settings.timeout
         self._core = stack.cuda.NcclCommunicator(

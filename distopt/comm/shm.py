@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
-from ..errors import UsageError
+from ..errors import Process, UsageError
 from ..launch.rendezvous import HostGroup
 from ..launch.topology import Topology
 from ..settings import Settings
@@ -70,12 +70,14 @@ class ShmCommunicator(Communicator):
         self._settings = settings = settings or Settings.from_env()
         self._numbers = ranks or range(group.size)
         self.topology = topology
-        names = [
-            f"rank {q} (host {host}, pid {pid})"
+        processes = [
+            Process(q, host, pid, f"rank {q} (host {host}, pid {pid})")
             for q, host, pid in zip(self._numbers, topology.hosts, group.pids, strict=True)
         ]
         fd = group.share_fd(lambda: _core.create_segment(group.size, chunk_bytes))
-        self.core = _core.ShmCommunicator(fd, group.rank, names, settings.timeout, settings.stall_warning, _log.warning)
+        self.core = _core.ShmCommunicator(
+            fd, group.rank, processes, settings.timeout, settings.stall_warning, _log.warning
+        )
         if wire_of is not None:
             self.core.use_wire_memory_of(wire_of.core)
         group.all_gather(b"")  # nobody may miss a peer before that peer has shown that it lives

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ..errors import UsageError
+from ..errors import StalledError, UsageError
 
 if TYPE_CHECKING:
     from ..errors import DistoptError
@@ -18,4 +18,7 @@ def as_torch(error: DistoptError) -> Any:
     """Local. `error` as a ValueError, if an argument is wrong, or a DistBackendError."""
     if isinstance(error, UsageError):
         return ValueError(str(error))
-    return dist.DistBackendError(str(error).replace("raise DISTOPT_TIMEOUT", "raise the timeout of the process group"))
+    if isinstance(error, StalledError):  # a process group has a time-out of its own, not that of the environment
+        cure = "find out what it is busy with, or raise the timeout of the process group"
+        return dist.DistBackendError(f"{error.fact}; {cure}")
+    return dist.DistBackendError(str(error))

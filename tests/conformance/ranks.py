@@ -8,10 +8,11 @@ import secrets
 import socket
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from distopt.comm.shm import ShmCommunicator
+from distopt.errors import CommunicatorError
 from distopt.launch.job import Job
 from distopt.launch.rendezvous import HostGroup
 from distopt.launch.topology import Topology
@@ -58,6 +59,7 @@ class Outcome:
     value: Any = None
     error: str | None = None  # class name of the exception
     text: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)  # of a CommunicatorError
     trace: str = ""
     pid: int = 0
     exit_code: int | None = None
@@ -124,6 +126,8 @@ def _rank_main(
             job.close()
     except BaseException as error:
         outcome.error, outcome.text, outcome.trace = type(error).__name__, str(error), traceback.format_exc()
+        if isinstance(error, CommunicatorError):
+            outcome.fields = vars(error)
     outcome.ended = time.monotonic()
     sender.send(outcome)
     sender.close()

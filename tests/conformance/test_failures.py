@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from distopt import _core
-from distopt.errors import CommunicatorError
+from distopt.errors import Call, CommunicatorError
 from distopt.settings import Settings
 
 from .ranks import PATIENT, LocalJob, connect, run_ranks, run_ranks_ok
@@ -63,6 +63,17 @@ def test_different_collectives_are_named_on_all_ranks(world_size: int, which: st
         assert re.search(r"all_reduce #2 of 50,000 float64, sum \(bucket 3\)", outcomes[0].text)
         assert re.search(r"broadcast #2 of 10 float64 from rank 0", outcomes[0].text)
         assert f"rank {world_size - 1} (host" in outcomes[0].text
+    for outcome in outcomes:
+        assert outcome.text == "{fact}; {cure}".format(**outcome.fields)
+        ours, theirs = sorted(outcome.fields["calls"])
+        assert ours.rank < theirs.rank == world_size - 1
+        assert [(one.rank, one.pid) for one in sorted(outcome.fields["ranks"])] == [
+            (call.rank, outcomes[call.rank].pid) for call in (ours, theirs)
+        ]
+        assert ours.number == theirs.number > 0
+        if which == "operation":
+            assert ours == Call(ours.rank, "all_reduce", 2, 50_000, "float64", "sum", 0, "bucket 3")
+            assert theirs == Call(world_size - 1, "broadcast", 2, 10, "float64", "", 0, "")
 
 
 # -- lost peers ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from distopt import _core
-from distopt.errors import CommunicatorClosedError, UsageError, WireMemoryError
+from distopt.errors import CommunicatorClosedError, Process, UsageError, WireMemoryError
 
 from .ranks import LocalJob, connect, run_ranks, run_ranks_ok
 
@@ -270,7 +270,9 @@ def use_named_file(job: LocalJob) -> None:
     fd = job.host_group().share_fd(lambda: _core.create_segment(2, 4096, True))
     assert str(Path(f"/proc/self/fd/{fd}").readlink()).startswith("/dev/shm/")
     assert os.fstat(fd).st_nlink == 0
-    core = _core.ShmCommunicator(fd, job.topology.rank, ["rank 0", "rank 1"], 10.0, 5.0, print)
+    core = _core.ShmCommunicator(
+        fd, job.topology.rank, [Process(rank, "host", 7, f"rank {rank}") for rank in range(2)], 10.0, 5.0, print
+    )
     job.all_gather(b"")
     array = core.empty(30_000, 0, 1 << 30)
     for target in (array, np.empty(30_001, np.float32)):

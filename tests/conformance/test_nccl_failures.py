@@ -56,6 +56,10 @@ def test_different_collectives_are_named_on_all_ranks(which: str) -> None:
     if which == "operation":
         assert re.search(r"all_reduce #2 of 50,000 float64, sum \(bucket 3\)", outcomes[0].text)
         assert re.search(r"rank 2 \(host .*broadcast #2 of 10 float64 from rank 0", outcomes[0].text)
+        assert all(o.fields["calls"] == outcomes[0].fields["calls"] for o in outcomes)
+        assert ("broadcast", 10, "") in [
+            (call.operation, call.count, call.label) for call in outcomes[0].fields["calls"]
+        ]
 
 
 # -- lost peers --------------------------------------------------------------------------------------------------------

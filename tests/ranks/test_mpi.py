@@ -295,6 +295,9 @@ def test_mismatch_names_both_sides(peers, kind):
     }
     with pytest.raises(MismatchError, match=r"rank \d on .* is in .*#0.*, rank \d on .* in .*#0") as caught:
         calls[kind]().wait()
+    mine = next(call for call in caught.value.calls if call.rank == peers.topology.rank)
+    assert len(caught.value.ranks) == len(caught.value.calls) == 2
+    assert (mine.number, mine.label) == (0, ("bias" if last else "weight") if kind == "label" else "")
     with pytest.raises(MismatchError) as again:
         peers.all_reduce(np.zeros(4))
     assert str(again.value) == str(caught.value)

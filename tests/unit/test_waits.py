@@ -11,9 +11,9 @@ pytest.importorskip("mpi4py", reason="mpi4py is absent: pip install 'distopt[mpi
 
 from distopt.comm.mpi import waits
 from distopt.comm.mpi.waits import Waits
-from distopt.errors import StalledError
+from distopt.errors import Process, StalledError
 
-NAMES = [f"rank {rank}" for rank in range(4)]
+PROCESSES = [Process(rank, "host", 7, f"rank {rank}") for rank in range(4)]
 
 
 class Clock:
@@ -58,8 +58,8 @@ class Core:
         self.clock.now += seconds
         return False
 
-    def fail(self, kind: str, text: str) -> None:
-        raise StalledError(text)
+    def fail(self, kind: str, fact: str, cure: str, ranks: list[Process]) -> None:
+        raise StalledError(fact, cure=cure, ranks=ranks)
 
 
 def test_who_is_accused(monkeypatch, caplog):
@@ -67,7 +67,7 @@ def test_who_is_accused(monkeypatch, caplog):
     monkeypatch.setattr(waits, "time", clock)
     monkeypatch.setattr(waits, "Stopwatch", lambda: SimpleNamespace(seconds=lambda: clock.now - 50.0))
     one = object.__new__(Waits)
-    one.names, one._rank, one._notes = NAMES, 0, Notes(clock)
+    one.processes, one._rank, one._notes = PROCESSES, 0, Notes(clock)
     one.settings = SimpleNamespace(timeout=10.0, stall_warning=2.0)
     one._peers, one.help = SimpleNamespace(lost=lambda: None), lambda: None
     with caplog.at_level(logging.WARNING, "distopt"), pytest.raises(StalledError) as raised:
@@ -75,4 +75,5 @@ def test_who_is_accused(monkeypatch, caplog):
     (warning,) = caplog.messages
     assert " for rank 3;" in warning
     assert " for rank 2, rank 3;" in str(raised.value)
+    assert raised.value.ranks == tuple(PROCESSES[2:])
     assert one._notes.told <= 5  # no answers to answers without end

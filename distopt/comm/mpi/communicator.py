@@ -117,7 +117,7 @@ class MpiCommunicator(Communicator):
             mpi._sizeof(mpi.Comm),
             mpi._sizeof(mpi.Status),
             job.topology.rank,
-            self._waits.names,
+            self._waits.processes,
             inline_bytes,
             chunk_bytes,
         )
@@ -204,7 +204,7 @@ class MpiCommunicator(Communicator):
         try:
             memory = np.empty(n_bytes + _ALIGNMENT, np.uint8)
         except MemoryError as error:
-            me = self._waits.names[self.topology.rank]
+            me = self._waits.me.name
             raise WireMemoryError(f"{me}: {count} elements of {dtype} do not fit into memory") from error
         start = -memory.ctypes.data % _ALIGNMENT
         return memory[start : start + n_bytes].view(storage_of(dtype))

@@ -109,7 +109,6 @@ class MpiMessages:
         self._comm = comm
         self._core = core
         self._waits = waits
-        self._rank: int = comm.rank
         self._awaiting: list[MpiMessage] = []
         self._aside: deque[_Aside] = deque()
         self._moving: list[MpiMessage] = []  # kept, with their arrays, if the caller does not
@@ -160,8 +159,9 @@ class MpiMessages:
             if waited > timeout:
                 self._core.fail(
                     "StalledError",
-                    f"no answer within {timeout:g} s: {self._waiting(message)}; find out what it is busy with, or "
-                    "raise DISTOPT_TIMEOUT",
+                    f"no answer within {timeout:g} s: {self._waiting(message)}",
+                    "find out what it is busy with, or raise DISTOPT_TIMEOUT",
+                    [] if message.peer == _ANYONE else [self._waits.processes[message.peer]],
                 )
 
     def close(self) -> None:
@@ -170,10 +170,9 @@ class MpiMessages:
             self._comm.Free()
 
     def _waiting(self, message: MpiMessage) -> str:
-        names = self._waits.names
-        peer = "any rank" if message.peer == _ANYONE else names[message.peer]
+        peer = "any rank" if message.peer == _ANYONE else self._waits.processes[message.peer].name
         verb, word = ("send", "to") if message.sends else ("receive", "from")
-        return f"{names[self._rank]} waits to {verb} {message.what} with tag {message.header[0]} {word} {peer}"
+        return f"{self._waits.me.name} waits to {verb} {message.what} with tag {message.header[0]} {word} {peer}"
 
     def _await(self, message: MpiMessage) -> None:
         for early in self._aside:
@@ -203,11 +202,13 @@ class MpiMessages:
         if message.header[0] != header[0] or message.peer not in (source, _ANYONE):
             return False
         if not np.array_equal(message.header, header):
-            names = self._waits.names
+            sender, me = self._waits.processes[source], self._waits.me
             self._core.fail(
                 "MismatchError",
-                f"{names[source]} sent {header[2]:,} {_NAMES[header[1]]} with tag {header[0]}, where "
-                f"{names[self._rank]} receives {message.what}; both sides of a message must agree on type and count",
+                f"{sender.name} sent {header[2]:,} {_NAMES[header[1]]} with tag {header[0]}, where {me.name} receives "
+                f"{message.what}",
+                "both sides of a message must agree on type and count",
+                [sender, me],
             )
         return True
 

@@ -7,6 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from ...errors import Process
 from ...launch.mpi import after_closing
 from ...launch.stopwatch import Stopwatch
 from ...settings import Settings
@@ -37,7 +38,7 @@ class Waits:
     """One rank's waits.
 
     Attributes:
-        names: of every rank, for messages.
+        processes: of every rank.
         settings: time-outs.
         help: moves what is under way beside the collectives.
     """
@@ -49,13 +50,18 @@ class Waits:
         self.settings = Settings.from_env()
         # First, because it does not wait without end for a rank that will not come, as Dup does.
         pids = [int.from_bytes(pid, "little") for pid in job.all_gather(os.getpid().to_bytes(4, "little"))]
-        self.names = [
-            f"rank {number} on {host} (pid {pid})"
+        self.processes = [
+            Process(number, host, pid, f"rank {number} on {host} (pid {pid})")
             for number, host, pid in zip(job.numbers, job.topology.hosts, pids, strict=True)
         ]
         self._peers = LocalPeers({r: pids[r] for r in job.local_ranks if r != self._rank})
         self._notes = MpiNotes(mpi, job.comm.Dup())
         self.help: Callable[[], object] = lambda: None
+
+    @property
+    def me(self) -> Process:
+        """Local. This rank."""
+        return self.processes[self._rank]
 
     def wait_for(self, core: _core.MpiCommunicator, operation: _core.MpiOperation, timeout: float | None) -> None:
         """Wait for `operation`, at most `timeout` seconds (default: `Settings.timeout`); see `Work.wait`."""
@@ -82,10 +88,11 @@ class Waits:
             self._check_peers(core, operation)
             if waited > warn_at:
                 warn_at = float("inf")
-                _log.warning("%s", self._waiting_for(core, operation, waited))
+                _log.warning("%s", self._waiting_for(core, operation, waited, self._absent(core)))
             if waited > timeout:
-                text = self._waiting_for(core, operation, waited)
-                core.fail("StalledError", f"{text}; find out what holds them, or raise DISTOPT_TIMEOUT")
+                absent = self._absent(core)
+                text = self._waiting_for(core, operation, waited, absent)
+                core.fail("StalledError", text, "find out what holds them, or raise DISTOPT_TIMEOUT", absent)
 
     def check_sender(
         self, core: _core.MpiCommunicator, peer: int, waiting: Callable[[], str], done: Callable[[], bool]
@@ -99,13 +106,14 @@ class Waits:
             done: looks once more.
         """
         self._notes.read()
-        others = [rank for rank in range(len(self.names)) if rank != self._rank] if peer < 0 else [peer]
+        others = [rank for rank in range(len(self.processes)) if rank != self._rank] if peer < 0 else [peer]
         if all(rank in self._notes.closed for rank in others) and not done():
-            names = ", ".join(self.names[rank] for rank in others)
-            core.fail("CommunicatorClosedError", f"{names} closed the communicator while {waiting()}; see its output")
-        lost = self._peers.lost()
-        if lost is not None:
-            core.fail("PeerLostError", f"{self.names[lost]} ended while {waiting()}; see its output")
+            left = [self.processes[rank] for rank in others]
+            names = ", ".join(one.name for one in left)
+            core.fail(
+                "CommunicatorClosedError", f"{names} closed the communicator while {waiting()}", "see its output", left
+            )
+        self._check_lost(core, waiting)
 
     def close(self, core: _core.MpiCommunicator) -> None:
         """Local. Tell the others that this rank leaves."""
@@ -119,30 +127,39 @@ class Waits:
         """Number of the first operation that this rank has not finished."""
         return core.started if core.oldest is None else core.oldest.sequence
 
-    def _waiting_for(self, core: _core.MpiCommunicator, operation: _core.MpiOperation, seconds: float) -> str:
+    def _absent(self, core: _core.MpiCommunicator) -> list[Process]:
         since = time.monotonic() - 3 * _ANSWER_SECONDS
-        others = [rank for rank in range(len(self.names)) if rank != self._rank]
+        others = [rank for rank in range(len(self.processes)) if rank != self._rank]
         # Where all have begun, one may have stopped since. Whoever waits itself has not, be it in an earlier operation.
         suspects = (core.oldest and core.oldest.unheard) or others
-        absent = [self.names[rank] for rank in suspects if self._notes.waiting.get(rank, 0.0) < since]
+        return [self.processes[rank] for rank in suspects if self._notes.waiting.get(rank, 0.0) < since]
+
+    def _waiting_for(
+        self, core: _core.MpiCommunicator, operation: _core.MpiOperation, seconds: float, absent: list[Process]
+    ) -> str:
         last = f"the last operation that all have started is {core.last_agreed}"
         return (
-            f"{self.names[self._rank]} has waited {seconds:.1f} s in {operation} for "
-            f"{', '.join(absent) or 'slow transfers'}; {last if core.last_agreed else 'none was started'}"
+            f"{self.me.name} has waited {seconds:.1f} s in {operation} for "
+            f"{', '.join(one.name for one in absent) or 'slow transfers'}; "
+            f"{last if core.last_agreed else 'none was started'}"
         )
 
     def _check_peers(self, core: _core.MpiCommunicator, operation: _core.MpiOperation) -> None:
-        me = self.names[self._rank]
         for rank, finished in self._notes.closed.items():
             if operation.sequence >= finished:
                 core.fail(
                     "CommunicatorClosedError",
-                    f"{me} waits in {operation}, but {self.names[rank]} has closed the communicator; every rank must "
-                    "call the same collectives before it ends",
+                    f"{self.me.name} waits in {operation}, but {self.processes[rank].name} has closed the communicator",
+                    "every rank must call the same collectives before it ends",
+                    [self.processes[rank]],
                 )
+        self._check_lost(core, lambda: f"{self.me.name} waits in {operation}")
+
+    def _check_lost(self, core: _core.MpiCommunicator, waiting: Callable[[], str]) -> None:
         lost = self._peers.lost()
         if lost is not None:
-            core.fail("PeerLostError", f"{self.names[lost]} ended while {me} waits in {operation}; see its output")
+            ended = self.processes[lost]
+            core.fail("PeerLostError", f"{ended.name} ended while {waiting()}", "see its output", [ended])
 
 
 def _read_farewells() -> None:

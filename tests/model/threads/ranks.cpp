@@ -69,7 +69,7 @@ class Rank {
   Rank(int fd, int rank, int size, Limits limits)
       : rank_(rank),
         size_(size),
-        communicator_(std::make_shared<ShmCommunicator>(fd, rank, names(size), limits, hooks())) {}
+        communicator_(std::make_shared<ShmCommunicator>(fd, rank, processes(size), limits, hooks())) {}
 
   ShmCommunicator& communicator() { return *communicator_; }
 
@@ -118,9 +118,9 @@ class Rank {
  private:
   static constexpr std::uint64_t wire_count = 8192;
 
-  static std::vector<std::string> names(int size) {
-    std::vector<std::string> result;
-    for (int q = 0; q < size; ++q) result.push_back("rank " + std::to_string(q));
+  static std::vector<Process> processes(int size) {
+    std::vector<Process> result;
+    for (int q = 0; q < size; ++q) result.push_back({q, "host", 0, "rank " + std::to_string(q)});
     return result;
   }
   static Hooks hooks() {
