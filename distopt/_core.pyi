@@ -152,12 +152,11 @@ class MpiCommunicator:
     ) -> None: ...
     def use_hierarchy(
         self,
-        local: Sequence[int],
-        local_place: int,
+        local: int,
         between: Sequence[int],
         host: int,
-        scatter: ShmCommunicator | None,
-        collect: ShmCommunicator | None,
+        scatter: ShmCommunicator,
+        collect: ShmCommunicator,
     ) -> None: ...
     def all_reduce(self, array: _Array, dtype: int, op: int, label: str, /) -> MpiOperation: ...
     def all_reduce_plain(self, array: _Array, op: str, wire: str | None, label: str) -> MpiOperation | None: ...

@@ -101,15 +101,10 @@ std::shared_ptr<Communicator> create(std::string module, Address communicator, A
       processes_of(processes), inline_bytes, chunk_bytes);
 }
 
-void use_hierarchy(Communicator& communicator, std::vector<int> local, std::size_t local_place,
-                   std::vector<int> between, std::size_t host, std::shared_ptr<ShmCommunicator> scatter,
-                   std::shared_ptr<ShmCommunicator> collect) {
-  auto levels = std::make_shared<Hierarchy>();
-  levels->local = {std::move(local), local_place};
-  levels->between = {std::move(between), host};
-  levels->scatter = std::move(scatter);
-  levels->collect = std::move(collect);
-  communicator.use_hierarchy(std::move(levels));
+void use_hierarchy(Communicator& communicator, std::size_t local, std::vector<int> between, std::size_t host,
+                   std::shared_ptr<ShmCommunicator> scatter, std::shared_ptr<ShmCommunicator> collect) {
+  communicator.use_hierarchy(std::make_shared<Hierarchy>(
+      Hierarchy{local, {std::move(between), host}, std::move(scatter), std::move(collect)}));
 }
 
 void fail(Communicator& communicator, const std::string& kind, std::string fact, std::string cure,
@@ -140,9 +135,8 @@ void bind_mpi(nb::module_& m) {
       .def(nb::new_(&create), nb::arg("module"), nb::arg("communicator"), nb::arg("byte"), nb::arg("handle_bytes"),
            nb::arg("status_bytes"), nb::arg("rank"), nb::arg("processes"), nb::arg("inline_bytes"),
            nb::arg("chunk_bytes"))
-      .def("use_hierarchy", &use_hierarchy, nb::arg("local"), nb::arg("local_place"), nb::arg("between"),
-           nb::arg("host"), nb::arg("scatter").none(), nb::arg("collect").none(),
-           "See Hierarchy in csrc/mpi/hierarchy.h; without shared memory the ranks of a host send each other messages.")
+      .def("use_hierarchy", &use_hierarchy, nb::arg("local"), nb::arg("between"), nb::arg("host"), nb::arg("scatter"),
+           nb::arg("collect"), "See Hierarchy in csrc/mpi/hierarchy.h.")
       .def("all_reduce", &all_reduce)
       .def("all_reduce_plain", &all_reduce_plain, nb::arg("array"), nb::arg("op"), nb::arg("wire").none(),
            nb::arg("label"),

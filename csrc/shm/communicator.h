@@ -53,6 +53,7 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   // Local. Outstanding operations and messages are dropped. Idempotent.
   void close();
 
+  int size() const { return peers_.size(); }
   double default_timeout() const { return limits_.timeout_seconds; }
 
  private:
