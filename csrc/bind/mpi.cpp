@@ -115,9 +115,27 @@ void fail(Communicator& communicator, const std::string& kind, std::string fact,
   communicator.progress();  // which throws it
 }
 
+// `tell` gives who has not arrived, as processes, and the wait in words.
+void look(Communicator& communicator, Patience& patience, double waited, nb::callable tell, nb::callable warn) {
+  patience.look(
+      waited,
+      [&]() -> Waiting {
+        const auto [text, late] = nb::cast<std::pair<std::string, std::vector<ProcessFields>>>(tell());
+        return {text, processes_of(late)};
+      },
+      [&](const std::string& text) { warn(text); }, [&](Failure failure) { communicator.fail(std::move(failure)); });
+  communicator.progress();
+}
+
 }  // namespace
 
 void bind_mpi(nb::module_& m) {
+  nb::class_<Patience>(m, "Patience", "How long one wait goes on, and what it says.")
+      .def("__init__",
+           [](Patience* made, double timeout, double warning) { new (made) Patience(Limits{timeout, warning}); });
+  m.attr("yield_seconds") = yield_seconds;
+  m.def("pause", &pause, nb::arg("quiet_seconds"), nb::call_guard<nb::gil_scoped_release>(),
+        "Yield the core or sleep between two looks, nothing having moved for that long.");
   using Operation = mpi::Operation;  // there is one of shared memory, too
   nb::class_<Operation>(m, "MpiOperation", "A collective over MPI.")
       .def_prop_ro("finished", &Operation::finished)
@@ -156,6 +174,8 @@ void bind_mpi(nb::module_& m) {
       .def("wait_on", &Communicator::wait_on, Unlocked(), nb::arg("operation"), nb::arg("quiet_seconds"),
            "Continue such a wait.")
       .def_prop_ro("quiet_seconds", &Communicator::quiet_seconds, "For how long nothing has moved.")
+      .def("look", &look, nb::arg("patience"), nb::arg("waited"), nb::arg("tell"), nb::arg("warn"),
+           "Warn or raise an error, if it is time to. `tell` gives the wait in words, and the processes awaited.")
       .def("fail", &fail, nb::arg("kind"), nb::arg("fact"), nb::arg("cure"), nb::arg("ranks"),
            "Raise an error, now and in all later calls.")
       .def("close", &Communicator::close)

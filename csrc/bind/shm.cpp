@@ -162,17 +162,8 @@ void barrier(ShmCommunicator& communicator) {
 
 std::shared_ptr<ShmCommunicator> create(int fd, int rank, const std::vector<ProcessFields>& processes, double timeout,
                                         double stall_warning, nb::callable warn) {
-  Hooks hooks;
-  hooks.check_signals = [] {
-    nb::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
-  };
-  hooks.warn = [warn](const std::string& text) {
-    nb::gil_scoped_acquire gil;
-    warn(text);
-  };
   return std::make_shared<ShmCommunicator>(fd, rank, processes_of(processes), Limits{timeout, stall_warning},
-                                           std::move(hooks));
+                                           make_hooks(std::move(warn)));
 }
 
 std::optional<std::pair<int, std::uint64_t>> rank_and_index(const Nonfinite& found) {

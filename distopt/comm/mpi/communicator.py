@@ -16,7 +16,7 @@ from ...errors import UsageError, WireMemoryError
 from ...launch.mpi import MpiJob, close_at_exit, import_mpi
 from ..base import DTYPES, OPS, Array, Communicator, MessageWork, RaggedWork, ReduceOp, Work, storage_of
 from .messages import MpiMessages
-from .waits import YIELD_SECONDS, Waits
+from .waits import Waits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ class MpiWork(Work):
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the end; see `Work.wait`."""
-        seconds = YIELD_SECONDS if timeout is None else min(timeout, YIELD_SECONDS)
+        seconds = _core.yield_seconds if timeout is None else min(timeout, _core.yield_seconds)
         if not self._core.wait(self._operation, seconds):
             self._waits.wait_for(self._core, self._operation, timeout)
 
