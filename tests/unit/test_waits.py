@@ -73,7 +73,7 @@ class Core:
 def test_who_is_accused(monkeypatch, caplog):
     clock = Clock()
     monkeypatch.setattr(waits, "time", clock)
-    monkeypatch.setattr(_core, "pause", clock.sleep)
+    monkeypatch.setattr(_core, "pause", lambda quiet: clock.sleep(1e-3))
     monkeypatch.setattr(waits, "Stopwatch", lambda: SimpleNamespace(seconds=lambda: clock.now - 50.0))
     one = object.__new__(Waits)
     one.processes, one._rank, one._notes = PROCESSES, 0, Notes(clock)
