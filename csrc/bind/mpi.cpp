@@ -61,32 +61,12 @@ Started all_reduce_plain(Communicator& communicator, nb::handle array, nb::handl
   return request ? start(communicator, std::move(*request), std::move(buffers)) : nullptr;
 }
 
-Started reduce_scatter(Communicator& communicator, nb::handle array, nb::handle out, int dtype, int op,
-                       const char* label) {
-  return start(communicator, make_request(OpKind::reduce_scatter, dtype, label, op), array, out);
-}
-
-Started all_gather(Communicator& communicator, nb::handle array, nb::handle out, int dtype, const char* label) {
-  return start(communicator, make_request(OpKind::all_gather, dtype, label), array, out);
-}
-
-Started broadcast(Communicator& communicator, nb::handle array, int root, int dtype, const char* label) {
-  return start(communicator, make_request(OpKind::broadcast, dtype, label, 0, root), array, nb::none());
-}
-
 Started barrier(Communicator& communicator) { return start(communicator, Request{}, Buffers()); }
 
-std::shared_ptr<Ragged> all_gather_ragged(Communicator& communicator, nb::handle array, int dtype, const char* label) {
-  Request request = make_request(OpKind::all_gather_ragged, dtype, label);
-  Buffers held = hold_input(request, array);
-  return start(communicator, std::make_shared<Ragged>(std::move(request), std::move(held)));
-}
-
-std::shared_ptr<Exchange> all_to_all_ragged(Communicator& communicator, const std::vector<nb::object>& arrays,
-                                            int dtype, const char* label) {
-  Request request = make_request(OpKind::all_to_all_ragged, dtype, label);
-  std::vector<Buffers> held = hold_parts(request, arrays);
-  return start(communicator, std::make_shared<Exchange>(std::move(request), std::move(held)));
+template <typename Arrays>
+auto start_ragged(Communicator& communicator, Request request, Arrays arrays) {
+  return start(communicator,
+               std::make_shared<Receiving<Held<Operation, Arrays>>>(std::move(request), std::move(arrays)));
 }
 
 // Addresses of MPI handles, as numbers.
@@ -149,7 +129,9 @@ void bind_mpi(nb::module_& m) {
            "To be called once, when it has finished.");
 
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
-  nb::class_<Communicator>(m, "MpiCommunicator", "Collectives over the ranks of several hosts; arguments are trusted.")
+  nb::class_<Communicator> communicator(m, "MpiCommunicator",
+                                        "Collectives over the ranks of several hosts; arguments are trusted.");
+  communicator
       .def(nb::new_(&create), nb::arg("module"), nb::arg("communicator"), nb::arg("byte"), nb::arg("handle_bytes"),
            nb::arg("status_bytes"), nb::arg("rank"), nb::arg("processes"), nb::arg("inline_bytes"),
            nb::arg("chunk_bytes"))
@@ -160,11 +142,6 @@ void bind_mpi(nb::module_& m) {
            nb::arg("label"),
            "all_reduce of an array whose buffer says all; None, without having started anything, of another one or if "
            "an argument is wrong.")
-      .def("reduce_scatter", &reduce_scatter)
-      .def("all_gather", &all_gather)
-      .def("all_gather_ragged", &all_gather_ragged)
-      .def("all_to_all_ragged", &all_to_all_ragged)
-      .def("broadcast", &broadcast)
       .def("barrier", &barrier)
       .def("progress", &Communicator::progress, Unlocked())
       .def("test", &Communicator::test, Unlocked())
@@ -184,6 +161,9 @@ void bind_mpi(nb::module_& m) {
       .def_prop_ro("started", &Communicator::started, "Number of operations.")
       .def_prop_ro("last_agreed", &Communicator::last_agreed, "The last operation that all ranks have begun, in words.")
       .def_prop_ro("scratch_count", &Communicator::scratch_count, "Number of unused buffers (tests).");
+  bind_collectives<Communicator>(
+      communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); },
+      [](auto&&... given) { return start_ragged(std::forward<decltype(given)>(given)...); });
 }
 
 }  // namespace distopt
