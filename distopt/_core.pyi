@@ -131,6 +131,13 @@ class MpiGather(MpiOperation):
 class MpiExchange(MpiOperation):
     def take_parts(self) -> list[_Array]: ...
 
+yield_seconds: float
+
+def pause(quiet_seconds: float) -> None: ...
+
+class Patience:
+    def __init__(self, timeout: float, warning: float, /) -> None: ...
+
 class MpiCommunicator:
     oldest: MpiOperation | None
     quiet_seconds: float
@@ -152,12 +159,11 @@ class MpiCommunicator:
     ) -> None: ...
     def use_hierarchy(
         self,
-        local: Sequence[int],
-        local_place: int,
+        local: int,
         between: Sequence[int],
         host: int,
-        scatter: ShmCommunicator | None,
-        collect: ShmCommunicator | None,
+        scatter: ShmCommunicator,
+        collect: ShmCommunicator,
     ) -> None: ...
     def all_reduce(self, array: _Array, dtype: int, op: int, label: str, /) -> MpiOperation: ...
     def all_reduce_plain(self, array: _Array, op: str, wire: str | None, label: str) -> MpiOperation | None: ...
@@ -171,6 +177,13 @@ class MpiCommunicator:
     def test(self, operation: MpiOperation) -> bool: ...
     def wait(self, operation: MpiOperation, quiet_seconds: float) -> bool: ...
     def wait_on(self, operation: MpiOperation, quiet_seconds: float) -> bool: ...
+    def look(
+        self,
+        patience: Patience,
+        waited: float,
+        tell: Callable[[], tuple[str, Sequence[Process]]],
+        warn: Callable[[str], object],
+    ) -> None: ...
     def fail(self, kind: str, fact: str, cure: str, ranks: Sequence[Process]) -> NoReturn: ...
     def close(self) -> bool: ...
 

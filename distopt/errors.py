@@ -118,7 +118,8 @@ class Process(NamedTuple):
     name: str
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True)
+class Call:
     """A collective as one rank has called it.
 
     Attributes:

@@ -5,6 +5,8 @@
 
 #include <atomic>
 
+#include "base/errors.h"
+
 namespace distopt {
 
 class Turn {
@@ -30,6 +32,39 @@ class Turn {
   enum class Holder { none, caller, helper };
 
   std::atomic<Holder> holder_{Holder::none};
+};
+
+// A caller's turn, as long as this lives. Two threads in one communicator would make the order of operations a matter
+// of luck.
+class CallersTurn {
+ public:
+  explicit CallersTurn(Turn& turn) : turn_(turn) {
+    if (!turn.take())
+      throw CommunicatorError(ErrorKind::usage,
+                              "two threads use one communicator at the same time; call collectives from one thread");
+  }
+  ~CallersTurn() { turn_.give_back(); }
+  CallersTurn(const CallersTurn&) = delete;
+  CallersTurn& operator=(const CallersTurn&) = delete;
+
+ private:
+  Turn& turn_;
+};
+
+// A helper's, if it has got it.
+class HelpersTurn {
+ public:
+  explicit HelpersTurn(Turn& turn) : turn_(turn), taken_(turn.help()) {}
+  ~HelpersTurn() {
+    if (taken_) turn_.give_back();
+  }
+  HelpersTurn(const HelpersTurn&) = delete;
+  HelpersTurn& operator=(const HelpersTurn&) = delete;
+  explicit operator bool() const { return taken_; }
+
+ private:
+  Turn& turn_;
+  const bool taken_;
 };
 
 }  // namespace distopt

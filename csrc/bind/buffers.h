@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "host/describe.h"
 #include "host/request.h"
 
 namespace distopt {
@@ -110,31 +111,23 @@ inline bool equals(nb::handle text, const char* name) {
 // The element type of a buffer, if its format tells, `wire` (a name or None) agrees, and it is aligned. A format of the
 // other byte order has two characters.
 inline std::optional<DType> plain_dtype(const Py_buffer& view, nb::handle wire) {
-  struct Plain {
-    char format;
-    Py_ssize_t bytes;
-    DType dtype;
-    const char* name;
-  };
-  constexpr Plain types[] = {{'f', 4, DType::float32, "float32"}, {'d', 8, DType::float64, "float64"},
-                             {'e', 2, DType::float16, "float16"}, {'i', 4, DType::int32, "int32"},
-                             {'l', 8, DType::int64, "int64"},     {'q', 8, DType::int64, "int64"},
-                             {'b', 1, DType::int8, "int8"},       {'B', 1, DType::uint8, "uint8"},
-                             {'h', 2, DType::int16, "int16"},     {'?', 1, DType::boolean, "bool"}};
+  constexpr std::pair<char, DType> types[] = {
+      {'f', DType::float32}, {'d', DType::float64}, {'e', DType::float16}, {'i', DType::int32}, {'l', DType::int64},
+      {'q', DType::int64},   {'b', DType::int8},    {'B', DType::uint8},   {'h', DType::int16}, {'?', DType::boolean}};
   if (view.format == nullptr || view.format[0] == 0 || view.format[1] != 0) return {};
-  for (const Plain& type : types)
-    if (view.format[0] == type.format && view.itemsize == type.bytes && (wire.is_none() || equals(wire, type.name)) &&
-        reinterpret_cast<std::uintptr_t>(view.buf) % static_cast<std::uintptr_t>(type.bytes) == 0)
-      return type.dtype;
+  for (const auto& [format, dtype] : types)
+    if (view.format[0] == format && static_cast<std::size_t>(view.itemsize) == item_bytes(dtype) &&
+        (wire.is_none() || equals(wire, dtype_name(static_cast<std::uint8_t>(dtype)))) &&
+        reinterpret_cast<std::uintptr_t>(view.buf) % item_bytes(dtype) == 0)
+      return dtype;
   return {};
 }
 
 inline std::optional<RedOp> plain_op(nb::handle op, DType dtype) {
-  constexpr std::pair<const char*, RedOp> names[] = {
-      {"sum", RedOp::sum},         {"mean", RedOp::mean},   {"max", RedOp::max},   {"min", RedOp::min},
-      {"product", RedOp::product}, {"and", RedOp::bit_and}, {"or", RedOp::bit_or}, {"xor", RedOp::bit_xor}};
-  for (const auto& [name, code] : names)
-    if (equals(op, name)) return can_reduce(dtype, code) ? std::optional(code) : std::nullopt;
+  for (const RedOp code :
+       {RedOp::sum, RedOp::mean, RedOp::max, RedOp::min, RedOp::product, RedOp::bit_and, RedOp::bit_or, RedOp::bit_xor})
+    if (equals(op, op_name(static_cast<std::uint8_t>(code))))
+      return can_reduce(dtype, code) ? std::optional(code) : std::nullopt;
   return {};
 }
 
@@ -162,28 +155,12 @@ inline std::optional<Request> plain_all_reduce(Buffers& buffers, nb::handle arra
 }
 
 inline nb::dlpack::dtype storage_of(DType dtype) {
-  switch (dtype) {
-    case DType::float64:
-      return nb::dtype<double>();
-    case DType::float16:
-      return {static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
-    case DType::bfloat16:
-      return nb::dtype<std::uint16_t>();
-    case DType::int32:
-      return nb::dtype<std::int32_t>();
-    case DType::int64:
-      return nb::dtype<std::int64_t>();
-    case DType::int8:
-      return nb::dtype<std::int8_t>();
-    case DType::uint8:
-      return nb::dtype<std::uint8_t>();
-    case DType::int16:
-      return nb::dtype<std::int16_t>();
-    case DType::boolean:
-      return nb::dtype<bool>();
-    default:
-      return nb::dtype<float>();
-  }
+  using Code = nb::dlpack::dtype_code;
+  const Code code = dtype == DType::boolean                             ? Code::Bool
+                    : dtype == DType::bfloat16 || dtype == DType::uint8 ? Code::UInt
+                    : is_float(dtype)                                   ? Code::Float
+                                                                        : Code::Int;
+  return {static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(8 * item_bytes(dtype)), 1};
 }
 
 // A flat NumPy array on memory that `owner` keeps alive.
@@ -224,6 +201,33 @@ nb::list take_parts(Receiving<Operation>& operation) {
   for (std::size_t q = 0; q < memory.size(); ++q)
     parts.append(flat_array(std::move(memory[q]), operation.counts()[q], operation.request().dtype));
   return parts;
+}
+
+// The collectives that both communicators of _core bind alike. `start` begins one, given the communicator, its request,
+// the array, and the output or None; `hold` begins a ragged one, given what keeps its arrays alive.
+template <typename Communicator, typename Class, typename Start, typename Hold>
+void bind_collectives(Class& cls, Start start, Hold hold) {
+  cls.def("reduce_scatter",
+          [start](Communicator& on, nb::handle array, nb::handle out, int dtype, int op, const char* label) {
+            return start(on, make_request(OpKind::reduce_scatter, dtype, label, op), array, out);
+          });
+  cls.def("all_gather", [start](Communicator& on, nb::handle array, nb::handle out, int dtype, const char* label) {
+    return start(on, make_request(OpKind::all_gather, dtype, label), array, out);
+  });
+  cls.def("broadcast", [start](Communicator& on, nb::handle array, int root, int dtype, const char* label) {
+    return start(on, make_request(OpKind::broadcast, dtype, label, 0, root), array, nb::none());
+  });
+  cls.def("all_gather_ragged", [hold](Communicator& on, nb::handle array, int dtype, const char* label) {
+    Request request = make_request(OpKind::all_gather_ragged, dtype, label);
+    Buffers held = hold_input(request, array);
+    return hold(on, std::move(request), std::move(held));
+  });
+  cls.def("all_to_all_ragged",
+          [hold](Communicator& on, const std::vector<nb::object>& arrays, int dtype, const char* label) {
+            Request request = make_request(OpKind::all_to_all_ragged, dtype, label);
+            std::vector<Buffers> held = hold_parts(request, arrays);
+            return hold(on, std::move(request), std::move(held));
+          });
 }
 
 }  // namespace distopt

@@ -1,4 +1,4 @@
-// Errors of the communicators as Python exceptions.
+// Errors of the communicators as Python exceptions, and what their waits ask of Python.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -8,11 +8,13 @@
 
 #include <exception>
 #include <iterator>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "base/errors.h"
+#include "base/patience.h"
 #include "host/describe.h"
 
 namespace distopt {
@@ -52,6 +54,26 @@ inline void raise_as_python(const std::exception_ptr& pointer, void*) {
     const nanobind::object raised = as_python(error.failure());
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
   }
+}
+
+inline Hooks make_hooks(nanobind::callable warn) {
+  namespace nb = nanobind;
+  // Shared, so that the last to let go need not hold the GIL.
+  std::shared_ptr<nb::callable> callable(new nb::callable(std::move(warn)), [](nb::callable* pointer) {
+    if (!Py_IsInitialized()) return;  // leaked at the end of the process
+    const nb::gil_scoped_acquire gil;
+    delete pointer;
+  });
+  Hooks hooks;
+  hooks.check_signals = [] {
+    const nb::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  };
+  hooks.warn = [callable](const std::string& text) {
+    const nb::gil_scoped_acquire gil;
+    (*callable)(text);
+  };
+  return hooks;
 }
 
 }  // namespace distopt

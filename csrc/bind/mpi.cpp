@@ -61,32 +61,12 @@ Started all_reduce_plain(Communicator& communicator, nb::handle array, nb::handl
   return request ? start(communicator, std::move(*request), std::move(buffers)) : nullptr;
 }
 
-Started reduce_scatter(Communicator& communicator, nb::handle array, nb::handle out, int dtype, int op,
-                       const char* label) {
-  return start(communicator, make_request(OpKind::reduce_scatter, dtype, label, op), array, out);
-}
-
-Started all_gather(Communicator& communicator, nb::handle array, nb::handle out, int dtype, const char* label) {
-  return start(communicator, make_request(OpKind::all_gather, dtype, label), array, out);
-}
-
-Started broadcast(Communicator& communicator, nb::handle array, int root, int dtype, const char* label) {
-  return start(communicator, make_request(OpKind::broadcast, dtype, label, 0, root), array, nb::none());
-}
-
 Started barrier(Communicator& communicator) { return start(communicator, Request{}, Buffers()); }
 
-std::shared_ptr<Ragged> all_gather_ragged(Communicator& communicator, nb::handle array, int dtype, const char* label) {
-  Request request = make_request(OpKind::all_gather_ragged, dtype, label);
-  Buffers held = hold_input(request, array);
-  return start(communicator, std::make_shared<Ragged>(std::move(request), std::move(held)));
-}
-
-std::shared_ptr<Exchange> all_to_all_ragged(Communicator& communicator, const std::vector<nb::object>& arrays,
-                                            int dtype, const char* label) {
-  Request request = make_request(OpKind::all_to_all_ragged, dtype, label);
-  std::vector<Buffers> held = hold_parts(request, arrays);
-  return start(communicator, std::make_shared<Exchange>(std::move(request), std::move(held)));
+template <typename Arrays>
+auto start_ragged(Communicator& communicator, Request request, Arrays arrays) {
+  return start(communicator,
+               std::make_shared<Receiving<Held<Operation, Arrays>>>(std::move(request), std::move(arrays)));
 }
 
 // Addresses of MPI handles, as numbers.
@@ -101,15 +81,10 @@ std::shared_ptr<Communicator> create(std::string module, Address communicator, A
       processes_of(processes), inline_bytes, chunk_bytes);
 }
 
-void use_hierarchy(Communicator& communicator, std::vector<int> local, std::size_t local_place,
-                   std::vector<int> between, std::size_t host, std::shared_ptr<ShmCommunicator> scatter,
-                   std::shared_ptr<ShmCommunicator> collect) {
-  auto levels = std::make_shared<Hierarchy>();
-  levels->local = {std::move(local), local_place};
-  levels->between = {std::move(between), host};
-  levels->scatter = std::move(scatter);
-  levels->collect = std::move(collect);
-  communicator.use_hierarchy(std::move(levels));
+void use_hierarchy(Communicator& communicator, std::size_t local, std::vector<int> between, std::size_t host,
+                   std::shared_ptr<ShmCommunicator> scatter, std::shared_ptr<ShmCommunicator> collect) {
+  communicator.use_hierarchy(std::make_shared<Hierarchy>(
+      Hierarchy{local, {std::move(between), host}, std::move(scatter), std::move(collect)}));
 }
 
 void fail(Communicator& communicator, const std::string& kind, std::string fact, std::string cure,
@@ -120,9 +95,27 @@ void fail(Communicator& communicator, const std::string& kind, std::string fact,
   communicator.progress();  // which throws it
 }
 
+// `tell` gives who has not arrived, as processes, and the wait in words.
+void look(Communicator& communicator, Patience& patience, double waited, nb::callable tell, nb::callable warn) {
+  patience.look(
+      waited,
+      [&]() -> Waiting {
+        const auto [text, late] = nb::cast<std::pair<std::string, std::vector<ProcessFields>>>(tell());
+        return {text, processes_of(late)};
+      },
+      [&](const std::string& text) { warn(text); }, [&](Failure failure) { communicator.fail(std::move(failure)); });
+  communicator.progress();
+}
+
 }  // namespace
 
 void bind_mpi(nb::module_& m) {
+  nb::class_<Patience>(m, "Patience", "How long one wait goes on, and what it says.")
+      .def("__init__",
+           [](Patience* made, double timeout, double warning) { new (made) Patience(Limits{timeout, warning}); });
+  m.attr("yield_seconds") = yield_seconds;
+  m.def("pause", &pause, nb::arg("quiet_seconds"), nb::call_guard<nb::gil_scoped_release>(),
+        "Yield the core or sleep between two looks, nothing having moved for that long.");
   using Operation = mpi::Operation;  // there is one of shared memory, too
   nb::class_<Operation>(m, "MpiOperation", "A collective over MPI.")
       .def_prop_ro("finished", &Operation::finished)
@@ -136,23 +129,19 @@ void bind_mpi(nb::module_& m) {
            "To be called once, when it has finished.");
 
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
-  nb::class_<Communicator>(m, "MpiCommunicator", "Collectives over the ranks of several hosts; arguments are trusted.")
+  nb::class_<Communicator> communicator(m, "MpiCommunicator",
+                                        "Collectives over the ranks of several hosts; arguments are trusted.");
+  communicator
       .def(nb::new_(&create), nb::arg("module"), nb::arg("communicator"), nb::arg("byte"), nb::arg("handle_bytes"),
            nb::arg("status_bytes"), nb::arg("rank"), nb::arg("processes"), nb::arg("inline_bytes"),
            nb::arg("chunk_bytes"))
-      .def("use_hierarchy", &use_hierarchy, nb::arg("local"), nb::arg("local_place"), nb::arg("between"),
-           nb::arg("host"), nb::arg("scatter").none(), nb::arg("collect").none(),
-           "See Hierarchy in csrc/mpi/hierarchy.h; without shared memory the ranks of a host send each other messages.")
+      .def("use_hierarchy", &use_hierarchy, nb::arg("local"), nb::arg("between"), nb::arg("host"), nb::arg("scatter"),
+           nb::arg("collect"), "See Hierarchy in csrc/mpi/hierarchy.h.")
       .def("all_reduce", &all_reduce)
       .def("all_reduce_plain", &all_reduce_plain, nb::arg("array"), nb::arg("op"), nb::arg("wire").none(),
            nb::arg("label"),
            "all_reduce of an array whose buffer says all; None, without having started anything, of another one or if "
            "an argument is wrong.")
-      .def("reduce_scatter", &reduce_scatter)
-      .def("all_gather", &all_gather)
-      .def("all_gather_ragged", &all_gather_ragged)
-      .def("all_to_all_ragged", &all_to_all_ragged)
-      .def("broadcast", &broadcast)
       .def("barrier", &barrier)
       .def("progress", &Communicator::progress, Unlocked())
       .def("test", &Communicator::test, Unlocked())
@@ -162,6 +151,8 @@ void bind_mpi(nb::module_& m) {
       .def("wait_on", &Communicator::wait_on, Unlocked(), nb::arg("operation"), nb::arg("quiet_seconds"),
            "Continue such a wait.")
       .def_prop_ro("quiet_seconds", &Communicator::quiet_seconds, "For how long nothing has moved.")
+      .def("look", &look, nb::arg("patience"), nb::arg("waited"), nb::arg("tell"), nb::arg("warn"),
+           "Warn or raise an error, if it is time to. `tell` gives the wait in words, and the processes awaited.")
       .def("fail", &fail, nb::arg("kind"), nb::arg("fact"), nb::arg("cure"), nb::arg("ranks"),
            "Raise an error, now and in all later calls.")
       .def("close", &Communicator::close)
@@ -170,6 +161,9 @@ void bind_mpi(nb::module_& m) {
       .def_prop_ro("started", &Communicator::started, "Number of operations.")
       .def_prop_ro("last_agreed", &Communicator::last_agreed, "The last operation that all ranks have begun, in words.")
       .def_prop_ro("scratch_count", &Communicator::scratch_count, "Number of unused buffers (tests).");
+  bind_collectives<Communicator>(
+      communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); },
+      [](auto&&... given) { return start_ragged(std::forward<decltype(given)>(given)...); });
 }
 
 }  // namespace distopt

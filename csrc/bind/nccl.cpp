@@ -122,25 +122,6 @@ std::shared_ptr<NcclMemory> allocate(Shared communicator, std::size_t bytes) {
   return memory == nullptr ? nullptr : std::make_shared<NcclMemory>(std::move(communicator), memory);
 }
 
-NcclHooks make_hooks(nb::callable warn) {
-  // Shared, so that the last to let go need not hold the GIL.
-  std::shared_ptr<nb::callable> callable(new nb::callable(std::move(warn)), [](nb::callable* pointer) {
-    if (!Py_IsInitialized()) return;  // leaked at the end of the process
-    const nb::gil_scoped_acquire gil;
-    delete pointer;
-  });
-  NcclHooks hooks;
-  hooks.check_signals = [] {
-    const nb::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
-  };
-  hooks.warn = [callable](const std::string& text) {
-    const nb::gil_scoped_acquire gil;
-    (*callable)(text);
-  };
-  return hooks;
-}
-
 // The last reference may be dropped by Python, with the GIL, for which the watching thread may wait.
 void destroy(NcclCommunicator* communicator) {
   if (Py_IsInitialized() && PyGILState_Check()) {
@@ -156,10 +137,10 @@ Shared create(const std::string& path, nb::bytes id, int rank, int world_size, s
   nccl::UniqueId unique_id;
   if (id.size() != sizeof(unique_id)) throw std::invalid_argument("an id of NCCL has 128 bytes");
   std::memcpy(&unique_id, id.c_str(), sizeof(unique_id));
-  NcclHooks hooks = make_hooks(std::move(warn));
+  Hooks hooks = make_hooks(std::move(warn));
   const nb::gil_scoped_release release;
   return {new NcclCommunicator(nccl::load(path), unique_id, rank, world_size, std::move(board),
-                               {timeout, stall_warning, abort}, std::move(hooks)),
+                               {timeout, stall_warning}, abort, std::move(hooks)),
           destroy};
 }
 

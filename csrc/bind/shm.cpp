@@ -73,19 +73,6 @@ nb::object all_reduce_plain(ShmCommunicator& communicator, nb::handle array, nb:
   return nb::cast(start(communicator, std::move(*request), std::move(buffers)));
 }
 
-ShmWork reduce_scatter(ShmCommunicator& communicator, nb::handle array, nb::handle out, int dtype, int op,
-                       const char* label) {
-  return start(communicator, make_request(OpKind::reduce_scatter, dtype, label, op), array, out);
-}
-
-ShmWork all_gather(ShmCommunicator& communicator, nb::handle array, nb::handle out, int dtype, const char* label) {
-  return start(communicator, make_request(OpKind::all_gather, dtype, label), array, out);
-}
-
-ShmWork broadcast(ShmCommunicator& communicator, nb::handle array, int root, int dtype, const char* label) {
-  return start(communicator, make_request(OpKind::broadcast, dtype, label, 0, root), array, nb::none());
-}
-
 nb::object empty(ShmCommunicator& communicator, std::size_t count, int dtype, std::uint64_t bytes_available) {
   std::shared_ptr<char> memory;
   {
@@ -107,19 +94,6 @@ ShmRaggedWork start_ragged(ShmCommunicator& communicator, Request request, Array
   auto operation = std::make_shared<Ragged>(std::move(request), std::move(arrays));
   const auto take = [](Operation& ended) { return take_parts(static_cast<Ragged&>(ended)); };
   return {start(communicator, std::move(operation)), take, nb::none()};
-}
-
-ShmRaggedWork all_gather_ragged(ShmCommunicator& communicator, nb::handle array, int dtype, const char* label) {
-  Request request = make_request(OpKind::all_gather_ragged, dtype, label);
-  Buffers held = hold_input(request, array);
-  return start_ragged(communicator, std::move(request), std::move(held));
-}
-
-ShmRaggedWork all_to_all_ragged(ShmCommunicator& communicator, const std::vector<nb::object>& arrays, int dtype,
-                                const char* label) {
-  Request request = make_request(OpKind::all_to_all_ragged, dtype, label);
-  std::vector<Buffers> held = hold_parts(request, arrays);
-  return start_ragged(communicator, std::move(request), std::move(held));
 }
 
 nb::object parts_of(ShmRaggedWork& work) {
@@ -162,17 +136,8 @@ void barrier(ShmCommunicator& communicator) {
 
 std::shared_ptr<ShmCommunicator> create(int fd, int rank, const std::vector<ProcessFields>& processes, double timeout,
                                         double stall_warning, nb::callable warn) {
-  Hooks hooks;
-  hooks.check_signals = [] {
-    nb::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
-  };
-  hooks.warn = [warn](const std::string& text) {
-    nb::gil_scoped_acquire gil;
-    warn(text);
-  };
   return std::make_shared<ShmCommunicator>(fd, rank, processes_of(processes), Limits{timeout, stall_warning},
-                                           std::move(hooks));
+                                           make_hooks(std::move(warn)));
 }
 
 std::optional<std::pair<int, std::uint64_t>> rank_and_index(const Nonfinite& found) {
@@ -247,7 +212,9 @@ void bind_shm(nb::module_& m) {
           "See `MessageWork.source`.")
       .def_prop_ro("nonfinite", [](const ShmMessage&) { return nb::none(); });
 
-  nb::class_<ShmCommunicator>(m, "ShmCommunicator", "Collectives over the ranks of one host; arguments are trusted.")
+  nb::class_<ShmCommunicator> communicator(m, "ShmCommunicator",
+                                           "Collectives over the ranks of one host; arguments are trusted.");
+  communicator
       .def(nb::new_(&create), nb::arg("fd"), nb::arg("rank"), nb::arg("processes"), nb::arg("timeout"),
            nb::arg("stall_warning"), nb::arg("warn"))
       .def("count_cores", &ShmCommunicator::count_cores)
@@ -258,16 +225,14 @@ void bind_shm(nb::module_& m) {
            nb::arg("label"), nb::arg("find_nonfinite"),
            "all_reduce of an array whose buffer says all; None, without having started anything, of another one or if "
            "an argument is wrong.")
-      .def("reduce_scatter", &reduce_scatter)
-      .def("all_gather", &all_gather)
-      .def("all_gather_ragged", &all_gather_ragged)
-      .def("all_to_all_ragged", &all_to_all_ragged)
-      .def("broadcast", &broadcast)
       .def("barrier", &barrier)
       .def("start_message", &start_message, nb::arg("sends"), nb::arg("array"), nb::arg("peer"), nb::arg("tag"),
            nb::arg("dtype"))
       .def("progress", &ShmCommunicator::progress, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &ShmCommunicator::close);
+  bind_collectives<ShmCommunicator>(
+      communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); },
+      [](auto&&... given) { return start_ragged(std::forward<decltype(given)>(given)...); });
 
   m.def("create_segment", &create_segment, nb::arg("world_size"), nb::arg("chunk_bytes"),
         nb::arg("named_fallback") = false, "Descriptor of the memory that the ranks of one host are to share.");

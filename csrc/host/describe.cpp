@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 namespace distopt {
 namespace {
@@ -22,36 +23,21 @@ std::uint64_t hash_of(const std::string& text) {
 }  // namespace
 
 const char* kind_name(OpKind kind) {
-  switch (kind) {
-    case OpKind::barrier:
-      return "barrier";
-    case OpKind::all_reduce:
-      return "all_reduce";
-    case OpKind::reduce_scatter:
-      return "reduce_scatter";
-    case OpKind::all_gather:
-      return "all_gather";
-    case OpKind::all_gather_ragged:
-      return "all_gather_ragged";
-    case OpKind::broadcast:
-      return "broadcast";
-    case OpKind::empty:
-      return "empty";
-    case OpKind::all_to_all_ragged:
-      return "all_to_all_ragged";
-  }
-  return "an unknown operation";
+  static const char* const names[] = {"barrier",           "all_reduce", "reduce_scatter", "all_gather",
+                                      "all_gather_ragged", "broadcast",  "empty",          "all_to_all_ragged"};
+  const auto code = static_cast<std::size_t>(kind);
+  return code < std::size(names) ? names[code] : "an unknown operation";
 }
 
 const char* dtype_name(std::uint8_t dtype) {
   static const char* const names[] = {"float32", "float64", "float16", "bfloat16", "int32",
                                       "int64",   "int8",    "uint8",   "int16",    "bool"};
-  return dtype < sizeof(names) / sizeof(*names) ? names[dtype] : "an unknown type";
+  return dtype < std::size(names) ? names[dtype] : "an unknown type";
 }
 
 const char* op_name(std::uint8_t op) {
   static const char* const names[] = {"sum", "max", "min", "mean", "product", "and", "or", "xor"};
-  return op < sizeof(names) / sizeof(*names) ? names[op] : "an unknown reduction";
+  return op < std::size(names) ? names[op] : "an unknown reduction";
 }
 
 bool reduces(OpKind kind) { return kind == OpKind::all_reduce || kind == OpKind::reduce_scatter; }

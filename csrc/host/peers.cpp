@@ -58,14 +58,6 @@ namespace {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the futex is the low half of a counter, at its address");
 
-// A patient spin is longer than it takes to wake a sleeper. With less, two ranks that have once slept wake each other
-// too late for the other one's next spin, and sleep at every operation from then on. But where the peer waits for this
-// rank's own core, every spin is lost. So after some lost ones most spins are short, until one succeeds. The patient
-// ones come in a row that is long enough (13 ms) for the scheduler to notice two busy ranks on one core.
-constexpr std::chrono::microseconds patient_spin{200};
-constexpr std::chrono::microseconds short_spin{5};
-constexpr unsigned spin_cycle = 1024;
-constexpr unsigned patient_spins = 64;
 // For a failure that another rank is writing down: a second.
 constexpr int most_naps = 1000;
 
@@ -101,6 +93,34 @@ std::vector<Process> Peers::processes(const std::vector<int>& ranks) const {
   return found;
 }
 
+Peers::Presence Peers::presence(int rank) const {
+  const auto closed = [&] { return segment_.slot(rank).closed.load(std::memory_order_acquire) != 0; };
+  if (closed()) return Presence::closed;
+  if (segment_.holds_lock(rank)) return Presence::here;
+  return closed() ? Presence::closed : Presence::ended;  // it may have closed and ended between the two questions
+}
+
+CommunicatorError Peers::lost(int rank, Presence presence, const std::string& waiting) {
+  const bool closed = presence == Presence::closed;
+  return fail({closed ? ErrorKind::closed : ErrorKind::peer_lost,
+               name(rank) + (closed ? " closed its communicator" : " ended") + " while " + waiting,
+               "see that rank's output for the cause, then restart the job",
+               {process(rank)}});
+}
+
+bool futex_wait(std::atomic<std::uint64_t>& word, std::uint64_t seen, double seconds) {
+  timespec limit{};
+  limit.tv_sec = static_cast<std::time_t>(seconds);
+  limit.tv_nsec = static_cast<long>((seconds - static_cast<double>(limit.tv_sec)) * 1e9);
+  const long status =
+      ::syscall(SYS_futex, futex_of(word), FUTEX_WAIT, static_cast<std::uint32_t>(seen), &limit, nullptr, 0);
+  return status == 0 || errno == EAGAIN;
+}
+
+void futex_wake(std::atomic<std::uint64_t>& word) {
+  ::syscall(SYS_futex, futex_of(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
 void Peers::count_cores() {
   int cores = 0;
   for (std::size_t i = 0; i < sizeof(Slot::cores) / sizeof(std::uint64_t); ++i) {
@@ -131,8 +151,7 @@ void Peers::publish_post(std::uint64_t sequence) {
 // fences rule out that each side misses the other's write.
 void Peers::wake(std::atomic<std::uint64_t>& word) const {
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (segment_.slot(rank_).sleepers.load(std::memory_order_relaxed) != 0)
-    ::syscall(SYS_futex, futex_of(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  if (segment_.slot(rank_).sleepers.load(std::memory_order_relaxed) != 0) futex_wake(word);
 }
 
 std::atomic<std::uint64_t>& Peers::word(const Blocker& blocker) const {
@@ -242,21 +261,13 @@ bool Peers::spin(const Blocker& blocker) {
   return false;
 }
 
-bool Peers::sleep(const Blocker& blocker, std::chrono::nanoseconds slice) const {
+bool Peers::sleep(const Blocker& blocker, double seconds) const {
   auto& awaited = word(blocker);
   auto& sleepers = segment_.slot(blocker.peer).sleepers;
   sleepers.fetch_add(1, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   const std::uint64_t seen = awaited.load(std::memory_order_acquire);
-  bool changed = seen >= blocker.target;
-  if (!changed) {
-    constexpr long nanoseconds_per_second = 1000000000;
-    const timespec limit{static_cast<std::time_t>(slice.count() / nanoseconds_per_second),
-                         static_cast<long>(slice.count() % nanoseconds_per_second)};
-    const long status =
-        ::syscall(SYS_futex, futex_of(awaited), FUTEX_WAIT, static_cast<std::uint32_t>(seen), &limit, nullptr, 0);
-    changed = status == 0 || errno == EAGAIN;
-  }
+  const bool changed = seen >= blocker.target || futex_wait(awaited, seen, seconds);
   sleepers.fetch_sub(1, std::memory_order_relaxed);
   return changed;
 }

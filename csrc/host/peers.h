@@ -1,12 +1,12 @@
 // The counters through which ranks see each other, and the one way to wait for them.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 #include "base/errors.h"
+#include "base/patience.h"
 #include "host/segment.h"
 
 namespace distopt {
@@ -17,6 +17,10 @@ struct Blocker {
   std::uint64_t target;
   int peer;
 };
+
+// Sleeps while the word's lower half is `seen`, at most so long; whether it was woken by a change, or not at all.
+bool futex_wait(std::atomic<std::uint64_t>& word, std::uint64_t seen, double seconds);
+void futex_wake(std::atomic<std::uint64_t>& word);
 
 class Peers {
  public:
@@ -43,6 +47,10 @@ class Peers {
   bool all_finished(std::uint64_t sequence);
   // Records a failure; the first of all ranks is kept and returned, as what others see later only follows from it.
   CommunicatorError fail(const Failure& failure);
+  // Records that a rank has gone, `waiting` being this rank's wait for it in words.
+  enum class Presence { here, closed, ended };
+  Presence presence(int rank) const;
+  CommunicatorError lost(int rank, Presence presence, const std::string& waiting);
   // Whether any rank has recorded one, or is about to.
   bool failed() const { return segment_.header().failure.state.load(std::memory_order_acquire) != 0; }
   // What has been recorded; once failed().
@@ -56,9 +64,9 @@ class Peers {
   bool glance(const Blocker& blocker, int& polls);
   // Polls for a time that suits the machine; whether the blocker is gone.
   bool spin(const Blocker& blocker);
-  // Sleeps until the blocker's word changes, but at most for the slice or until a signal arrives.
+  // Sleeps until the blocker's word changes, but at most so long, or until a signal arrives.
   // Whether it was woken by a change.
-  bool sleep(const Blocker& blocker, std::chrono::nanoseconds slice) const;
+  bool sleep(const Blocker& blocker, double seconds) const;
 
   bool cores_shared() const { return cores_shared_; }
   // To be called once every rank has joined, and before the first wait. Finds out whether ranks have to share cores, in

@@ -44,23 +44,6 @@ Listening& listening() {
 
 }  // namespace
 
-// Two threads in one communicator would make the order of operations a matter of luck.
-class Communicator::Guard {
- public:
-  explicit Guard(Communicator& owner) : owner_(owner) {
-    // Where a kernel in another thread moves it, for that moment.
-    if (!owner.turn_.take())
-      throw CommunicatorError(ErrorKind::usage,
-                              "two threads use one communicator at the same time; call collectives from one thread");
-  }
-  ~Guard() { owner_.turn_.give_back(); }
-  Guard(const Guard&) = delete;
-  Guard& operator=(const Guard&) = delete;
-
- private:
-  Communicator& owner_;
-};
-
 Communicator::Communicator(const Library& library, int rank, std::vector<Process> processes, std::size_t inline_bytes,
                            std::size_t chunk_bytes)
     : processes_(std::move(processes)),
@@ -94,13 +77,13 @@ void Communicator::move_all() {
 }
 
 void Communicator::move_if_idle() {
-  if (!turn_.help()) return;
+  const HelpersTurn turn(turn_);
+  if (!turn) return;
   try {
     // What has ended stays in the queue: to let go of its arrays takes Python's lock.
-    if (!queue_.empty() && !failure_ && fork_count() == fork_count_) move();
+    if (!queue_.empty() && !failure_ && !origin_.forked()) move();
   } catch (const CommunicatorError&) {  // recorded; the next call throws it
   }
-  turn_.give_back();
 }
 
 std::shared_ptr<Hierarchy> Communicator::hierarchy_for(const Request& request) const {
@@ -109,7 +92,7 @@ std::shared_ptr<Hierarchy> Communicator::hierarchy_for(const Request& request) c
 }
 
 void Communicator::start(std::shared_ptr<Operation> operation) {
-  const Guard guard(*this);
+  const CallersTurn turn(turn_);
   require_usable();
   const std::uint64_t tags = operation->tags();
   if (next_tag_ % tag_count + tags > tag_count) next_tag_ += tag_count - next_tag_ % tag_count;
@@ -120,7 +103,7 @@ void Communicator::start(std::shared_ptr<Operation> operation) {
 }
 
 void Communicator::progress() {
-  const Guard guard(*this);
+  const CallersTurn turn(turn_);
   require_usable();
   advance();
 }
@@ -139,7 +122,7 @@ bool Communicator::wait(const Operation& operation, double quiet_seconds) {
 
 bool Communicator::wait_on(const Operation& operation, double quiet_seconds) {
   if (operation.finished()) return true;
-  const Guard guard(*this);
+  const CallersTurn turn(turn_);
   require_usable();
   const Clock::time_point began = Clock::now();
   for (;;) {
@@ -202,10 +185,7 @@ std::string Communicator::last_agreed() const {
 }
 
 void Communicator::require_usable() const {
-  if (fork_count() != fork_count_)
-    throw CommunicatorError(ErrorKind::usage,
-                            "this process was forked from " + processes_[world_.rank].name +
-                                " and is no rank of the job; use the communicator in the parent only");
+  origin_.require(processes_[world_.rank]);
   if (failure_) throw *failure_;
   if (closed_)
     throw CommunicatorError({ErrorKind::closed,

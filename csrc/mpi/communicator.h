@@ -62,7 +62,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::size_t scratch_count() const { return pool_.size(); }
 
  private:
-  class Guard;
   void stop_listening();
   // What tick() calls.
   static void move_all();
@@ -86,7 +85,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::optional<std::pair<Request, std::uint64_t>> last_finished_;
   std::optional<CommunicatorError> failure_;
   bool closed_ = false;
-  const unsigned fork_count_ = fork_count();  // where it was made
+  const Origin origin_;
   Turn turn_;
 };
 

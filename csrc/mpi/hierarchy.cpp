@@ -46,7 +46,7 @@ HierarchicalOperation::HierarchicalOperation(Request request, std::shared_ptr<Hi
     : Operation(std::move(request)), hierarchy_(std::move(hierarchy)) {
   const Request& mine = this->request();
   const std::size_t item = item_bytes(mine.dtype);
-  const std::uint64_t ranks = hierarchy_->local.size();
+  const auto ranks = static_cast<std::uint64_t>(hierarchy_->scatter->size());
   const std::uint64_t even = mine.count / ranks * ranks, most = part_bytes / item / ranks * ranks;
   for (std::uint64_t begin = 0; begin < even; begin += most)
     parts_.push_back({mine.output + begin * item, std::min(most, even - begin) / ranks});
@@ -111,7 +111,7 @@ bool HierarchicalOperation::may_start(const Part& part) {
 
 std::unique_ptr<HierarchicalOperation::Stage> HierarchicalOperation::make_stage(const Part& part) const {
   const Hierarchy& levels = *hierarchy_;
-  char* const slice = part.data + levels.local.place * part.share * item_bytes(request().dtype);
+  char* const slice = part.data + levels.local * part.share * item_bytes(request().dtype);
   Request stage = request();
   stage.op = stage_op_;
   stage.count = part.share;
@@ -125,9 +125,7 @@ std::unique_ptr<HierarchicalOperation::Stage> HierarchicalOperation::make_stage(
   stage.kind = first ? OpKind::reduce_scatter : OpKind::all_gather;
   stage.input = first ? part.data : slice;
   stage.output = first ? slice : part.data;
-  if (levels.scatter) return std::make_unique<SharedStage>(first ? *levels.scatter : *levels.collect, std::move(stage));
-  Plan plan = first ? plan_reduce_scatter(stage, levels.local) : plan_all_gather(stage, levels.local);
-  return std::make_unique<FlowStage>(world(), levels.local, part.tag + (first ? 2 : 4), std::move(plan));
+  return std::make_unique<SharedStage>(first ? *levels.scatter : *levels.collect, std::move(stage));
 }
 
 }  // namespace distopt::mpi

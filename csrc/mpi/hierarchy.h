@@ -15,10 +15,10 @@ namespace distopt::mpi {
 
 // The two levels, as one rank sees them.
 struct Hierarchy {
-  Group local;    // the ranks of this host
-  Group between;  // those of the same local rank on all hosts, host by host
-  // Shared memory for the first and for the last stage: of two operations in different stages either may come first.
-  // Without it, the ranks of a host send each other messages.
+  std::size_t local;  // this rank's place among those of its host
+  Group between;      // those of the same local rank on all hosts, host by host
+  // Of the ranks of this host, for the first and for the last stage: of two operations in different stages either may
+  // come first.
   std::shared_ptr<ShmCommunicator> scatter, collect;
   // All ranks must start their parts in the same order: given out so far, and started in the first and the last stage.
   std::uint64_t parts = 0, scattered = 0, collected = 0;
@@ -53,7 +53,7 @@ class HierarchicalOperation : public Operation {
     std::unique_ptr<Stage> running{};
   };
 
-  static constexpr std::uint64_t tags_of_part = 6;  // three flows
+  static constexpr std::uint64_t tags_of_part = 2;  // one flow
 
   bool advance(Part& part);
   bool may_start(const Part& part);

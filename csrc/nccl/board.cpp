@@ -43,13 +43,6 @@ std::optional<CommunicatorError> Board::mismatch(std::uint64_t sequence) const {
   return {};
 }
 
-Board::Presence Board::presence(int rank) const {
-  const auto closed = [&] { return segment_.slot(rank).closed.load(std::memory_order_acquire) != 0; };
-  if (closed()) return Presence::closed;
-  if (segment_.holds_lock(rank)) return Presence::here;
-  return closed() ? Presence::closed : Presence::ended;  // it may have closed and ended between the two questions
-}
-
 void Board::close() {
   segment_.slot(peers_.rank()).closed.store(1, std::memory_order_release);
   segment_.close();

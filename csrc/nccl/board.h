@@ -25,8 +25,7 @@ class Board {
 
   // Ranks of this host that have not started operation `sequence`.
   std::vector<int> absent(std::uint64_t sequence) const { return peers_.absent({Signal::posted, sequence, 0}); }
-  enum class Presence { here, closed, ended };
-  Presence presence(int rank) const;
+  Peers::Presence presence(int rank) const { return peers_.presence(rank); }
   int size() const { return peers_.size(); }
   int rank() const { return peers_.rank(); }
   // "rank 1 (host a, pid 7): the last operation it started is all_reduce #3 of 5 float32, sum"

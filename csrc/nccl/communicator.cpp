@@ -4,8 +4,6 @@
 #include <exception>
 #include <utility>
 
-#include "nccl/waiting.h"
-
 namespace distopt {
 namespace {
 
@@ -43,12 +41,13 @@ class Group {
 }  // namespace
 
 NcclCommunicator::NcclCommunicator(const nccl::Api& api, const nccl::UniqueId& id, int rank, int world_size,
-                                   std::shared_ptr<Board> board, NcclLimits limits, NcclHooks hooks)
+                                   std::shared_ptr<Board> board, Limits limits, double abort_seconds, Hooks hooks)
     : api_(api),
       rank_(rank),
       world_size_(world_size),
       board_(std::move(board)),
       limits_(limits),
+      abort_seconds_(abort_seconds),
       hooks_(std::move(hooks)) {
   DISTOPT_CUDA_CHECK(cudaGetDevice(&device_));
   nccl::Config config;
@@ -163,7 +162,7 @@ void NcclCommunicator::call(Lock& lock, const char* what, const std::function<Re
       looked = Clock::now();
       check_host(sequence_, what);
       if (failure_) throw CommunicatorError(*failure_);
-      if (waited > limits_.timeout) fail_and_throw(stalled("no answer", limits_.timeout, what, sequence_));
+      if (waited > limits_.timeout_seconds) fail_and_throw(Patience(limits_).stalled(waiting_in(what, sequence_)));
     }
     if (const Result asked = api_.comm_get_async_error(comm_, &result); asked != Result::success) result = asked;
   }
@@ -192,7 +191,8 @@ void NcclCommunicator::wait(const NcclOperation& operation, double timeout_secon
     if (waited > timeout_seconds) {
       const Lock lock(mutex_);
       if (failure_) throw CommunicatorError(*failure_);
-      fail_and_throw(stalled("no result", timeout_seconds, operation.text, operation.sequence));
+      fail_and_throw(Patience({timeout_seconds, timeout_seconds}, "result")
+                         .stalled(waiting_in(operation.text, operation.sequence)));
     }
     pause(waited);
     if (Clock::now() - looked > look_period) {

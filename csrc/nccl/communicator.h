@@ -17,24 +17,13 @@
 #include <thread>
 #include <vector>
 
+#include "base/patience.h"
 #include "base/stopwatch.h"
 #include "nccl/api.h"
 #include "nccl/board.h"
 #include "nccl/handles.h"
 
 namespace distopt {
-
-// In seconds.
-struct NcclLimits {
-  double timeout;        // of an operation whose data are ready on this rank
-  double stall_warning;  // after which such an operation warns
-  double abort;          // that ncclCommAbort may take
-};
-
-struct NcclHooks {
-  std::function<void()> check_signals;  // throws to end a wait
-  std::function<void(const std::string&)> warn;
-};
 
 class NcclOperation {
  public:
@@ -57,9 +46,10 @@ class NcclCommunicator {
  public:
   using Work = std::shared_ptr<NcclOperation>;
 
-  // Collective. Waits until all ranks have come; the device must be the current one. Throws CommunicatorError.
+  // Collective. Waits until all ranks have come; the device must be the current one. `limits` are those of operations
+  // whose data are ready on this rank; ncclCommAbort may take `abort_seconds`. Throws CommunicatorError.
   NcclCommunicator(const nccl::Api& api, const nccl::UniqueId& id, int rank, int world_size,
-                   std::shared_ptr<Board> board, NcclLimits limits, NcclHooks hooks);
+                   std::shared_ptr<Board> board, Limits limits, double abort_seconds, Hooks hooks);
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
@@ -106,8 +96,7 @@ class NcclCommunicator {
   bool end_comm(bool orderly);
   Failure nccl_error(const char* what, nccl::Result result) const;
   // "rank 0 (...) waits in all_reduce #3 ... for rank 1 (...): the last operation it started is ..."
-  std::string waiting_in(const std::string& text, std::uint64_t sequence) const;
-  Failure stalled(const char* lacking, double seconds, const std::string& text, std::uint64_t sequence) const;
+  Waiting waiting_in(const std::string& text, std::uint64_t sequence) const;
 
   void watch();
   void look_after_oldest(Lock& lock);
@@ -119,8 +108,9 @@ class NcclCommunicator {
   const int rank_, world_size_;
   int device_ = 0;
   std::shared_ptr<Board> board_;
-  const NcclLimits limits_;
-  const NcclHooks hooks_;
+  const Limits limits_;
+  const double abort_seconds_;
+  const Hooks hooks_;
   Stream stream_;
   EventPool events_;
 
@@ -137,7 +127,7 @@ class NcclCommunicator {
   // Of the watching thread: since when the oldest operation has had its data, and since when a peer has been gone.
   std::uint64_t watched_ = 0;
   std::optional<Stopwatch> waits_since_, gone_since_;
-  bool warned_ = false;
+  std::optional<Patience> patience_;
   std::thread watcher_;
 };
 

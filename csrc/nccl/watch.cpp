@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "nccl/communicator.h"
-#include "nccl/waiting.h"
 
 namespace distopt {
 namespace {
@@ -17,6 +16,10 @@ constexpr double grace_seconds = 1.0;
 // That close() waits for what is under way.
 constexpr double close_seconds = 5.0;
 
+double seconds_since(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
 // Runs `body` in a thread of its own; whether it has come back in time. If not, it goes on by itself.
 bool run_bounded(double seconds, std::function<void()> body) {
   auto finished = std::make_shared<std::promise<void>>();
@@ -25,7 +28,7 @@ bool run_bounded(double seconds, std::function<void()> body) {
     body();
     finished->set_value();
   }).detach();
-  return future.wait_for(Seconds(seconds)) == std::future_status::ready;
+  return future.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready;
 }
 
 }  // namespace
@@ -46,19 +49,14 @@ Failure NcclCommunicator::nccl_error(const char* what, Result result) const {
   return {ErrorKind::other, text, "NCCL_DEBUG=WARN tells more", {board_->process(board_->rank())}};
 }
 
-std::string NcclCommunicator::waiting_in(const std::string& text, std::uint64_t sequence) const {
+Waiting NcclCommunicator::waiting_in(const std::string& text, std::uint64_t sequence) const {
   std::string story = board_->me() + " waits in " + text + " for ";
   const std::vector<int> absent = board_->absent(sequence);
   for (std::size_t i = 0; i < absent.size(); ++i) story += (i ? "; " : "") + board_->tell(absent[i]);
-  if (!absent.empty()) return story;
-  return story + (board_->size() < world_size_ ? "ranks of other hosts, or the network (NCCL_DEBUG=INFO tells more)"
-                                               : "data of ranks that have all started it (NCCL_DEBUG=INFO tells more)");
-}
-
-Failure NcclCommunicator::stalled(const char* lacking, double seconds, const std::string& text,
-                                  std::uint64_t sequence) const {
-  return {ErrorKind::stalled, lacking + (" within " + seconds_text(seconds)) + ": " + waiting_in(text, sequence),
-          "find out what holds it, or raise DISTOPT_TIMEOUT", board_->processes(board_->absent(sequence))};
+  if (absent.empty())
+    story += board_->size() < world_size_ ? "ranks of other hosts, or the network (NCCL_DEBUG=INFO tells more)"
+                                          : "data of ranks that have all started it (NCCL_DEBUG=INFO tells more)";
+  return {story, board_->processes(absent)};
 }
 
 bool NcclCommunicator::check_host(std::uint64_t sequence, const std::string& text) {
@@ -68,12 +66,12 @@ bool NcclCommunicator::check_host(std::uint64_t sequence, const std::string& tex
   }
   bool any_gone = false;
   for (int q = 0; q < board_->size(); ++q) {
-    const Board::Presence presence = q == board_->rank() ? Board::Presence::here : board_->presence(q);
-    if (presence == Board::Presence::here) continue;
+    const Peers::Presence presence = q == board_->rank() ? Peers::Presence::here : board_->presence(q);
+    if (presence == Peers::Presence::here) continue;
     any_gone = true;
     const std::vector<int> absent = board_->absent(sequence);
     if (std::find(absent.begin(), absent.end(), q) == absent.end()) continue;
-    const bool closed = presence == Board::Presence::closed;
+    const bool closed = presence == Peers::Presence::closed;
     fail({closed ? ErrorKind::closed : ErrorKind::peer_lost,
           board_->me() + " waits in " + text + ", but a peer " +
               (closed ? "has closed its communicator" : "has ended") + ": " + board_->tell(q),
@@ -90,7 +88,7 @@ void NcclCommunicator::fail(const Failure& failure) {
   if (!end_comm(false)) {
     Failure both = failure_->failure();
     both.cure +=
-        "; besides, ncclCommAbort has not come back within " + seconds_text(limits_.abort) + ", so end this process";
+        "; besides, ncclCommAbort has not come back within " + seconds_text(abort_seconds_) + ", so end this process";
     failure_ = CommunicatorError(std::move(both));
   }
   changed_.notify_all();
@@ -114,7 +112,7 @@ bool NcclCommunicator::end_comm(bool orderly) {
   for (auto& [memory, registration] : memory_)
     if (orderly && registration != nullptr)
       static_cast<void>(api.comm_deregister(comm, std::exchange(registration, nullptr)));
-  return run_bounded(2 * limits_.abort, [&api, comm, orderly, device = device_, seconds = limits_.abort] {
+  return run_bounded(2 * abort_seconds_, [&api, comm, orderly, device = device_, seconds = abort_seconds_] {
     static_cast<void>(cudaSetDevice(device));
     Result result = orderly ? api.comm_finalize(comm) : Result::internal_error;
     const auto began = Clock::now();
@@ -179,7 +177,7 @@ void NcclCommunicator::look_after_oldest(Lock& lock) {
     watched_ = oldest->sequence;
     waits_since_.reset();
     gone_since_.reset();
-    warned_ = false;
+    patience_.emplace(limits_, "result");
   }
   Result result = Result::success;
   if (comm_ != nullptr && api_.comm_get_async_error(comm_, &result) == Result::success && result != Result::success &&
@@ -193,14 +191,14 @@ void NcclCommunicator::look_after_oldest(Lock& lock) {
     return fail({ErrorKind::peer_lost,
                  board_->me() + " waits in " + oldest->text + " for the data of a rank that has left",
                  "see the ranks' output"});
-  const double waited = waits_since_->seconds();
-  if (waited > limits_.timeout) return fail(stalled("no result", limits_.timeout, oldest->text, oldest->sequence));
-  if (waited > limits_.stall_warning && !std::exchange(warned_, true)) {
-    const std::string text = "for " + seconds_text(waited) + " now " + waiting_in(oldest->text, oldest->sequence);
-    lock.unlock();
-    hooks_.warn(text);
-    lock.lock();
-  }
+  patience_->look(
+      waits_since_->seconds(), [&] { return waiting_in(oldest->text, oldest->sequence); },
+      [&](const std::string& text) {
+        lock.unlock();
+        hooks_.warn(text);
+        lock.lock();
+      },
+      [this](const Failure& failure) { fail(failure); });
 }
 
 void NcclCommunicator::forget_finished() {

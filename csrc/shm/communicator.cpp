@@ -1,58 +1,20 @@
 #include "shm/communicator.h"
 
 #include <algorithm>
-#include <chrono>
-#include <cstdio>
 #include <cstring>
 #include <new>
 #include <optional>
 #include <utility>
 
-#include "base/fork.h"
 #include "base/stopwatch.h"
 
 namespace distopt {
-namespace {
-
-// Some microseconds, in which the calling thread keeps Python's lock from the others: longer than ranks that work in
-// step wait for each other in a small collective.
-constexpr int brief_polls = 128;
-// Of a rank that waits in a collective while messages of its own are under way.
-constexpr double helping_seconds = 1e-3;
-
-}  // namespace
-
-std::string seconds_text(double seconds) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.3g s", seconds);
-  return text;
-}
-
-// Two threads in one communicator would make the order of operations a matter of luck.
-class ShmCommunicator::Guard {
- public:
-  explicit Guard(ShmCommunicator& owner) : owner_(owner) {
-    owner.require_open();
-    if (!owner.turn_.take())
-      throw CommunicatorError(ErrorKind::usage,
-                              "two threads use one communicator at the same time; call collectives from one thread");
-  }
-  ~Guard() { owner_.turn_.give_back(); }
-  Guard(const Guard&) = delete;
-  Guard& operator=(const Guard&) = delete;
-
- private:
-  ShmCommunicator& owner_;
-};
-
 ShmCommunicator::ShmCommunicator(int fd, int rank, std::vector<Process> processes, Limits limits, Hooks hooks)
     : segment_(fd, rank, static_cast<int>(processes.size())),
       peers_(segment_, std::move(processes)),
       limits_(limits),
       hooks_(std::move(hooks)),
-      messages_(
-          segment_, peers_, limits_, hooks_, [this] { require_open(); }, [this] { help(); }),
-      fork_generation_(fork_count()) {}
+      messages_(segment_, peers_, limits_, hooks_, [this] { require_open(); }, [this] { help(); }) {}
 
 ShmCommunicator::~ShmCommunicator() { close(); }
 
@@ -70,15 +32,12 @@ void ShmCommunicator::close() {
   queue_.clear();
   ended_.clear();
   // In a forked child this is the parent's memory: only the parent may say that the rank has left.
-  if (fork_count() == fork_generation_) segment_.slot(peers_.rank()).closed.store(1, std::memory_order_release);
+  if (!origin_.forked()) segment_.slot(peers_.rank()).closed.store(1, std::memory_order_release);
   segment_.close();
 }
 
 void ShmCommunicator::require_open() const {
-  if (fork_count() != fork_generation_)
-    throw CommunicatorError(ErrorKind::usage,
-                            "this process was forked from " + peers_.name(peers_.rank()) +
-                                " and is no rank of the job; use the communicator in the parent only");
+  origin_.require(peers_.process(peers_.rank()));
   if (closed_)
     throw CommunicatorError({ErrorKind::closed,
                              peers_.name(peers_.rank()) + " has closed this communicator",
@@ -116,7 +75,7 @@ auto ShmCommunicator::or_fail(const char* what, Body body) {
 template <typename Condition>
 void ShmCommunicator::wait_until(Condition condition, double timeout_seconds) {
   std::optional<Stopwatch> watch;
-  bool warned = false;
+  Patience patience({timeout_seconds, limits_.warning_seconds});
   for (;;) {
     advance();
     if (condition()) return;
@@ -125,13 +84,12 @@ void ShmCommunicator::wait_until(Condition condition, double timeout_seconds) {
     if (!watch) watch.emplace();
     const double left = timeout_seconds - watch->seconds();
     const double slice = messages_.help() ? helping_seconds : slice_seconds;
-    const std::chrono::duration<double> nap(std::min(slice, std::max(left, 1e-6)));
-    if (peers_.sleep(blocker_, std::chrono::duration_cast<std::chrono::nanoseconds>(nap))) continue;
+    if (peers_.sleep(blocker_, std::min(slice, std::max(left, 1e-6)))) continue;
     call_hook(hooks_.check_signals);
     require_open();
     advance();
     if (condition()) return;
-    check_peers(watch->seconds(), timeout_seconds, warned);
+    check_peers(watch->seconds(), patience);
   }
 }
 
@@ -148,28 +106,19 @@ void ShmCommunicator::call_hook(Hook hook) {
 
 // The order matters: a peer that left after its last counter is read as absent only if the counter, read again, is
 // still short.
-void ShmCommunicator::check_peers(double waited, double timeout_seconds, bool& warned) {
+void ShmCommunicator::check_peers(double waited, Patience& patience) {
   raise_recorded_failure();
   for (int q : peers_.absent(blocker_)) {
-    const bool closed = segment_.slot(q).closed.load(std::memory_order_acquire) != 0;
-    const bool gone = closed || !segment_.holds_lock(q);
-    if (!gone || peers_.reached({blocker_.signal, blocker_.target, q})) continue;
-    const bool closed_first = closed || segment_.slot(q).closed.load(std::memory_order_acquire) != 0;
-    fail({closed_first ? ErrorKind::closed : ErrorKind::peer_lost,
-          peers_.name(q) + (closed_first ? " closed its communicator" : " ended") + " while " + waiting_for({q}),
-          "see that rank's output for the cause, then restart the job",
-          {peers_.process(q)}});
+    const Peers::Presence presence = peers_.presence(q);
+    if (presence != Peers::Presence::here && !peers_.reached({blocker_.signal, blocker_.target, q}))
+      throw peers_.lost(q, presence, waiting_for({q}));
   }
   const std::vector<int> absent = peers_.absent(blocker_);
   if (absent.empty()) return;
-  if (waited >= timeout_seconds)
-    fail({ErrorKind::stalled, "no answer within " + seconds_text(timeout_seconds) + ": " + waiting_for(absent),
-          "find out what it is busy with, or raise DISTOPT_TIMEOUT", peers_.processes(absent)});
-  if (!warned && waited >= limits_.warning_seconds) {
-    warned = true;
-    const std::string text = "for " + seconds_text(waited) + " now " + waiting_for(absent);
-    call_hook([&] { hooks_.warn(text); });
-  }
+  patience.look(
+      waited, [&] { return Waiting{waiting_for(absent), peers_.processes(absent)}; },
+      [this](const std::string& text) { call_hook([&] { hooks_.warn(text); }); },
+      [this](const Failure& failure) { fail(failure); });
 }
 
 // "rank 0 (...) waited in all_reduce #412 of 50,000 float32 for rank 1 (...): the last operation it started is ..."
@@ -186,7 +135,8 @@ std::string ShmCommunicator::waiting_for(const std::vector<int>& ranks) const {
 // -- operations -------------------------------------------------------------------------------------------------------
 
 bool ShmCommunicator::start(std::shared_ptr<Operation> operation) {
-  Guard guard(*this);
+  require_open();
+  const CallersTurn turn(turn_);
   enqueue(std::move(operation));
   if (!only_brief()) return false;
   advance();
@@ -266,36 +216,35 @@ void ShmCommunicator::advance(bool helps) {
 
 // For a rank that waits for a message.
 void ShmCommunicator::help() {
-  if (!turn_.help()) return;
-  struct Return {
-    Turn& turn;
-    ~Return() { turn.give_back(); }
-  } at_end{turn_};
-  advance(true);
+  if (const HelpersTurn turn(turn_); turn) advance(true);
 }
 
 bool ShmCommunicator::test(const Operation& operation) {
   if (operation.finished()) return true;
-  Guard guard(*this);
+  require_open();
+  const CallersTurn turn(turn_);
   advance();
   if (!operation.finished()) raise_recorded_failure();
   return operation.finished();
 }
 
 void ShmCommunicator::progress() {
-  Guard guard(*this);
+  require_open();
+  const CallersTurn turn(turn_);
   advance();
 }
 
 void ShmCommunicator::wait(const Operation& operation, double timeout_seconds) {
   if (operation.finished()) return;
-  Guard guard(*this);
+  require_open();
+  const CallersTurn turn(turn_);
   wait_until([&] { return operation.finished(); }, timeout_seconds);
 }
 
 bool ShmCommunicator::wait_briefly(const Operation& operation) {
   if (operation.finished()) return true;
-  Guard guard(*this);
+  require_open();
+  const CallersTurn turn(turn_);
   for (int polls = brief_polls; only_brief() && peers_.glance(blocker_, polls);) {
     advance();
     if (operation.finished()) return true;
@@ -304,7 +253,8 @@ bool ShmCommunicator::wait_briefly(const Operation& operation) {
 }
 
 std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, std::uint64_t bytes_available) {
-  Guard guard(*this);
+  require_open();
+  const CallersTurn turn(turn_);
   std::size_t bytes = 0;
   std::size_t total = 0;
   const bool overflows = __builtin_mul_overflow(count, item_bytes(dtype), &bytes) ||

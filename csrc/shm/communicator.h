@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "base/errors.h"
+#include "base/fork.h"
 #include "base/turn.h"
-#include "shm/limits.h"
 #include "shm/messages.h"
 #include "shm/operation.h"
 
@@ -53,11 +53,10 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   // Local. Outstanding operations and messages are dropped. Idempotent.
   void close();
 
+  int size() const { return peers_.size(); }
   double default_timeout() const { return limits_.timeout_seconds; }
 
  private:
-  class Guard;
-
   void require_open() const;
   void raise_recorded_failure() const;
   [[noreturn]] void fail(const Failure& failure);
@@ -70,7 +69,7 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   void help();
   template <typename Condition>
   void wait_until(Condition condition, double timeout_seconds);
-  void check_peers(double waited, double timeout_seconds, bool& warned);
+  void check_peers(double waited, Patience& patience);
   std::string waiting_for(const std::vector<int>& ranks) const;
   template <typename Hook>
   void call_hook(Hook hook);
@@ -89,7 +88,7 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   Blocker blocker_{Signal::posted, 0, 0};
   Turn turn_;
   bool closed_ = false;
-  unsigned fork_generation_;
+  const Origin origin_;
 };
 
 }  // namespace distopt

@@ -1,15 +1,10 @@
 #include "shm/messages.h"
 
-#include <linux/futex.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <climits>
+#include <chrono>
 #include <cstring>
-#include <ctime>
 #include <new>
 #include <optional>
 #include <utility>
@@ -32,8 +27,6 @@
 //           add seq_cst                   load seq_cst                other's write.
 namespace distopt {
 namespace {
-
-constexpr std::chrono::microseconds spin_time{50};
 
 // Copies from or to a ring, at a count of bytes.
 void write_ring(char* ring, std::size_t size, std::uint64_t at, const char* from, std::size_t bytes) {
@@ -128,12 +121,7 @@ void Messages::start(std::shared_ptr<Message> message) {
 
 bool Messages::help() {
   if (!under_way_.load(std::memory_order_relaxed)) return false;
-  if (!turn_.help()) return true;
-  struct Return {
-    Turn& turn;
-    ~Return() { turn.give_back(); }
-  } at_end{turn_};
-  advance();
+  if (const HelpersTurn turn(turn_); turn) advance();
   return true;
 }
 
@@ -150,7 +138,7 @@ void Messages::wait(const Message& message, double timeout_seconds) {
   const Guard guard(*this);
   const Count count(waiting_, 1);
   std::optional<Stopwatch> watch;
-  bool warned = false;
+  Patience patience({timeout_seconds, limits_.warning_seconds});
   for (;;) {
     // Read before looking: whoever changes something after the look rings after this count.
     const std::uint64_t heard = segment_.bell(peers_.rank()).rings.load(std::memory_order_acquire);
@@ -160,11 +148,10 @@ void Messages::wait(const Message& message, double timeout_seconds) {
     help_collectives_();
     if (!watch) watch.emplace();
     const double left = std::max(timeout_seconds - watch->seconds(), 1e-6);
-    const std::chrono::duration<double> nap(std::min(slice_seconds, left));
-    if (apart([&] { return listen(heard, std::chrono::duration_cast<std::chrono::nanoseconds>(nap)); })) continue;
+    if (apart([&] { return listen(heard, std::min(slice_seconds, left)); })) continue;
     call_hook(hooks_.check_signals);
     require_open_();
-    check_peers(message, watch->seconds(), timeout_seconds, warned);
+    check_peers(message, watch->seconds(), patience);
     if (message.finished()) return;
   }
 }
@@ -298,29 +285,20 @@ void Messages::check(const Header& header, int from, const Message& message) {
 void Messages::ring(int rank) const {
   Bell& bell = segment_.bell(rank);
   bell.rings.fetch_add(1, std::memory_order_seq_cst);
-  if (bell.sleepers.load(std::memory_order_seq_cst) != 0)
-    ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&bell.rings), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  if (bell.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(bell.rings);
 }
 
 // Waits until this rank's bell has rung more often than was heard; whether it has.
-bool Messages::listen(std::uint64_t heard, std::chrono::nanoseconds slice) const {
+bool Messages::listen(std::uint64_t heard, double seconds) const {
   Bell& bell = segment_.bell(peers_.rank());
   if (!peers_.cores_shared()) {
-    const auto end = std::chrono::steady_clock::now() + spin_time;
+    const auto end = std::chrono::steady_clock::now() + message_spin;
     do {
       if (bell.rings.load(std::memory_order_acquire) != heard) return true;
     } while (std::chrono::steady_clock::now() < end);
   }
   bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
-  bool rung = bell.rings.load(std::memory_order_seq_cst) != heard;
-  if (!rung) {
-    constexpr long nanoseconds_per_second = 1000000000;
-    const timespec limit{static_cast<std::time_t>(slice.count() / nanoseconds_per_second),
-                         static_cast<long>(slice.count() % nanoseconds_per_second)};
-    const long status = ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&bell.rings), FUTEX_WAIT,
-                                  static_cast<std::uint32_t>(heard), &limit, nullptr, 0);
-    rung = status == 0 || errno == EAGAIN;
-  }
+  const bool rung = bell.rings.load(std::memory_order_seq_cst) != heard || futex_wait(bell.rings, heard, seconds);
   bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
   return rung;
 }
@@ -334,38 +312,24 @@ std::vector<int> Messages::awaited(const Message& message) const {
   return ranks;
 }
 
-void Messages::check_peers(const Message& message, double waited, double timeout_seconds, bool& warned) {
+void Messages::check_peers(const Message& message, double waited, Patience& patience) {
   const std::vector<int> ranks = awaited(message);
-  const auto closed = [&](int q) { return segment_.slot(q).closed.load(std::memory_order_acquire) != 0; };
-  std::vector<int> gone;
-  bool died = false;
-  for (int q : ranks) {
-    if (!closed(q) && segment_.holds_lock(q)) continue;
-    gone.push_back(q);
-    died = died || !closed(q);
-  }
+  std::vector<std::pair<int, Peers::Presence>> gone;
+  for (int q : ranks)
+    if (const Peers::Presence presence = peers_.presence(q); presence != Peers::Presence::here)
+      gone.emplace_back(q, presence);
   if (!gone.empty()) {
     advance();  // what a rank has sent before it left still arrives
     if (message.finished()) return;
-    const auto all_gone = gone.size() == ranks.size();
-    if (died || all_gone) {
-      const auto lost = died ? *std::find_if(gone.begin(), gone.end(), [&](int q) { return !closed(q); }) : gone[0];
-      throw peers_.fail(
-          {died ? ErrorKind::peer_lost : ErrorKind::closed,
-           peers_.name(lost) + (died ? " ended" : " closed its communicator") + " while " + describe(message),
-           "see that rank's output for the cause, then restart the job",
-           {peers_.process(lost)}});
-    }
+    const auto died =
+        std::find_if(gone.begin(), gone.end(), [](const auto& one) { return one.second == Peers::Presence::ended; });
+    if (died != gone.end()) throw peers_.lost(died->first, died->second, describe(message));
+    if (gone.size() == ranks.size()) throw peers_.lost(gone[0].first, gone[0].second, describe(message));
   }
-  if (waited >= timeout_seconds)
-    throw peers_.fail({ErrorKind::stalled,
-                       "no answer within " + seconds_text(timeout_seconds) + ": " + describe(message),
-                       "find out what it is busy with, or raise DISTOPT_TIMEOUT", peers_.processes(ranks)});
-  if (!warned && waited >= limits_.warning_seconds) {
-    warned = true;
-    const std::string text = "for " + seconds_text(waited) + " now " + describe(message);
-    call_hook([&] { hooks_.warn(text); });
-  }
+  patience.look(
+      waited, [&] { return Waiting{describe(message), peers_.processes(ranks)}; },
+      [this](const std::string& text) { call_hook([&] { hooks_.warn(text); }); },
+      [this](const Failure& failure) { throw peers_.fail(failure); });
 }
 
 // "rank 0 (...) waits to receive 5 float32 with tag 3 from rank 1 (...): the last operation it started is ..."

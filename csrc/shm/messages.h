@@ -6,7 +6,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -17,7 +16,6 @@
 #include "base/errors.h"
 #include "base/turn.h"
 #include "host/describe.h"
-#include "shm/limits.h"
 
 namespace distopt {
 
@@ -110,8 +108,8 @@ class Messages {
   void await(const std::shared_ptr<Message>& message);
   void check(const Header& header, int from, const Message& message);
   void ring(int rank) const;
-  bool listen(std::uint64_t heard, std::chrono::nanoseconds slice) const;
-  void check_peers(const Message& message, double waited, double timeout_seconds, bool& warned);
+  bool listen(std::uint64_t heard, double seconds) const;
+  void check_peers(const Message& message, double waited, Patience& patience);
   std::vector<int> awaited(const Message& message) const;
   std::string describe(const Message& message) const;
   template <typename Body>

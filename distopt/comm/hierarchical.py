@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import UsageError
 from ..launch.topology import Topology
+from ..settings import Settings
 from .mpi.communicator import MpiCommunicator
 from .shm import ShmCommunicator
 
@@ -35,17 +36,31 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     name: ClassVar[str] = "hierarchical"
 
-    def _use_hierarchy(self, job: MpiJob, hosts: list[list[int]]) -> None:
+    def __init__(self, job: MpiJob) -> None:
+        """Collective."""
+        firsts = [int(first) for first in job.all_gather(b"%d" % job.local_ranks[0])]
+        hosts = [[rank for rank, first in enumerate(firsts) if first == host] for host in sorted(set(firsts))]
         if len(set(map(len, hosts))) > 1:
             counts = ", ".join(f"{len(ranks)} on {job.topology.hosts[ranks[0]]}" for ranks in hosts)
             raise UsageError(
                 f"the hierarchical communicator needs as many ranks on every host, not {counts}; choose mpi"
             )
+        super().__init__(job)
         group, local = job.host_group(), job.topology
         names = Topology.of_one_host(local.local_rank, local.local_size, local.host)
         self._scatter = ShmCommunicator(group, names, ranks=job.local_ranks)
         self._collect = ShmCommunicator(group, names, ranks=job.local_ranks, wire_of=self._scatter)
-        self._join(job, hosts, self._scatter.core, self._collect.core)
+        if Settings.from_env().sum_order == "rank":
+            return
+        self.by_host_above_bytes = self._core.inline_bytes
+        place = local.local_rank
+        self._core.use_hierarchy(
+            local=place,
+            between=[ranks[place] for ranks in hosts],
+            host=hosts.index(list(job.local_ranks)),
+            scatter=self._scatter.core,
+            collect=self._collect.core,
+        )
 
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
         # It waits without calling MPI, so no operation may be under way that needs this rank.

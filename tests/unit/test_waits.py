@@ -9,10 +9,12 @@ import pytest
 
 pytest.importorskip("mpi4py", reason="mpi4py is absent: pip install 'distopt[mpi]'", exc_type=ImportError)
 
+from distopt import _core
 from distopt.comm.mpi import waits
 from distopt.comm.mpi.waits import Waits
 from distopt.errors import Process, StalledError
 
+TIMEOUT, WARNING = 10.0, 2.0
 PROCESSES = [Process(rank, "host", 7, f"rank {rank}") for rank in range(4)]
 
 
@@ -47,6 +49,7 @@ class Notes:
 
 class Core:
     quiet_seconds = 1.0
+    warned = False
     last_agreed = "all_reduce #4"
     started = 6
     oldest = SimpleNamespace(sequence=5, unheard=[])
@@ -58,17 +61,23 @@ class Core:
         self.clock.now += seconds
         return False
 
-    def fail(self, kind: str, fact: str, cure: str, ranks: list[Process]) -> None:
-        raise StalledError(fact, cure=cure, ranks=ranks)
+    def look(self, patience: object, waited: float, tell, warn) -> None:
+        text, late = tell()
+        if waited > TIMEOUT:
+            raise StalledError(text, ranks=late)
+        if waited > WARNING + 0.2 and not self.warned:  # a rank that hears of the wait has so long to answer
+            self.warned = True
+            warn(text)
 
 
 def test_who_is_accused(monkeypatch, caplog):
     clock = Clock()
     monkeypatch.setattr(waits, "time", clock)
+    monkeypatch.setattr(_core, "pause", lambda quiet: clock.sleep(1e-3))
     monkeypatch.setattr(waits, "Stopwatch", lambda: SimpleNamespace(seconds=lambda: clock.now - 50.0))
     one = object.__new__(Waits)
     one.processes, one._rank, one._notes = PROCESSES, 0, Notes(clock)
-    one.settings = SimpleNamespace(timeout=10.0, stall_warning=2.0)
+    one.settings = SimpleNamespace(timeout=TIMEOUT, stall_warning=WARNING)
     one._peers, one.help = SimpleNamespace(lost=lambda: None), lambda: None
     with caplog.at_level(logging.WARNING, "distopt"), pytest.raises(StalledError) as raised:
         one.wait_for(Core(clock), SimpleNamespace(sequence=5), None)

@@ -14,10 +14,9 @@ import numpy as np
 from ... import _core
 from ...errors import UsageError, WireMemoryError
 from ...launch.mpi import MpiJob, close_at_exit, import_mpi
-from ...settings import Settings
 from ..base import DTYPES, OPS, Array, Communicator, MessageWork, RaggedWork, ReduceOp, Work, storage_of
 from .messages import MpiMessages
-from .waits import YIELD_SECONDS, Waits
+from .waits import Waits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,12 +31,6 @@ _ALIGNMENT = 64
 _INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 64 << 10, 48 << 10
 # Smaller ones need more turns of the processor, where ranks outnumber cores.
 CHUNK_BYTES = 1 << 20
-
-
-def _ranks_by_host(job: MpiJob) -> list[list[int]]:
-    """Collective. The ranks of every host, in the order of their first ranks."""
-    firsts = [int(first) for first in job.all_gather(b"%d" % job.local_ranks[0])]
-    return [[rank for rank, first in enumerate(firsts) if first == host] for host in sorted(set(firsts))]
 
 
 class MpiWork(Work):
@@ -56,7 +49,7 @@ class MpiWork(Work):
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the end; see `Work.wait`."""
-        seconds = YIELD_SECONDS if timeout is None else min(timeout, YIELD_SECONDS)
+        seconds = _core.yield_seconds if timeout is None else min(timeout, _core.yield_seconds)
         if not self._core.wait(self._operation, seconds):
             self._waits.wait_for(self._core, self._operation, timeout)
 
@@ -80,7 +73,10 @@ class _MpiRaggedWork(RaggedWork):
 
 
 class MpiCommunicator(Communicator):
-    """Collectives over an MPI communicator of its own. Progress happens in `done`, `wait` and `progress` only."""
+    """Collectives over an MPI communicator of its own. Progress happens in `done`, `wait` and `progress` only.
+
+    All sums run in rank order, whichever hosts the ranks are on; so they do in subgroups of every job of MPI.
+    """
 
     name: ClassVar[str] = "mpi"
     sends_parts: ClassVar[bool] = True
@@ -99,7 +95,7 @@ class MpiCommunicator(Communicator):
         Args:
             job: that of mpiexec.
             inline_bytes: size of the data that travel with what a rank says of an operation (default: 64 KiB for
-                two ranks, else 48 KiB divided by their number). Larger ones are summed host by host.
+                two ranks, else 48 KiB divided by their number).
             chunk_bytes: size of the messages in which larger ones travel.
         """
         if inline_bytes is None:
@@ -125,33 +121,7 @@ class MpiCommunicator(Communicator):
         self._waits.help = self._messages.advance
         self._farewell: Callable[[], None] = lambda: None  # of a subgroup, whose job is its own
         self._closed = False
-        self._use_hierarchy(job, _ranks_by_host(job))
         close_at_exit(self)
-
-    def _use_hierarchy(self, job: MpiJob, hosts: list[list[int]]) -> None:
-        """Collective. Have large arrays reduced inside every host first, where hosts have equal numbers of ranks."""
-        if len(hosts) > 1 and len(set(map(len, hosts))) == 1 and len(hosts[0]) > 1:
-            self._join(job, hosts)
-
-    def _join(
-        self,
-        job: MpiJob,
-        hosts: list[list[int]],
-        scatter: _core.ShmCommunicator | None = None,
-        collect: _core.ShmCommunicator | None = None,
-    ) -> None:
-        if Settings.from_env().sum_order == "rank":
-            return
-        self.by_host_above_bytes = self._core.inline_bytes
-        local = job.topology.local_rank
-        self._core.use_hierarchy(
-            job.local_ranks,
-            local,
-            between=[ranks[local] for ranks in hosts],
-            host=hosts.index(list(job.local_ranks)),
-            scatter=scatter,
-            collect=collect,
-        )
 
     def all_reduce(  # noqa: D102
         self,

@@ -6,15 +6,12 @@ receive has begun is put aside, so that it holds up no other message.
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...launch.stopwatch import Stopwatch
 from ..base import DTYPES, Array, storage_of
 from ..work import MessageWork
 
@@ -26,11 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MpiMessages"]
 
-_log = logging.getLogger("distopt")
-
 _HEADER, _DATA = 0, 1  # MPI's tags
 _MOST_BYTES = 1 << 30  # of one message of MPI, whose counts are ints
-_LONGEST_SLEEP_SECONDS = 1e-3
 _ANYONE = -1
 _NAMES = list(DTYPES)
 
@@ -145,24 +139,7 @@ class MpiMessages:
 
     def wait(self, message: MpiMessage, timeout: float | None) -> None:
         """Wait for the end of `message`; see `Work.wait`."""
-        watch = Stopwatch()
-        timeout = self._waits.settings.timeout if timeout is None else timeout
-        warn_at = self._waits.settings.stall_warning
-        while not message.done():
-            self._core.progress()
-            waited = watch.seconds()
-            time.sleep(min(_LONGEST_SLEEP_SECONDS, waited / 100))
-            self._waits.check_sender(self._core, message.peer, lambda: self._waiting(message), message.done)
-            if waited > warn_at:
-                warn_at = float("inf")
-                _log.warning("for %.1f s now %s", waited, self._waiting(message))
-            if waited > timeout:
-                self._core.fail(
-                    "StalledError",
-                    f"no answer within {timeout:g} s: {self._waiting(message)}",
-                    "find out what it is busy with, or raise DISTOPT_TIMEOUT",
-                    [] if message.peer == _ANYONE else [self._waits.processes[message.peer]],
-                )
+        self._waits.wait_for_message(self._core, message.peer, message.done, lambda: self._waiting(message), timeout)
 
     def close(self) -> None:
         """Local. Give back the communicator if MPI does not use it any more."""

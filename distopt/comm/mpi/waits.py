@@ -7,6 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from ... import _core
 from ...errors import Process
 from ...launch.mpi import after_closing
 from ...launch.stopwatch import Stopwatch
@@ -17,17 +18,12 @@ from .peers import LocalPeers
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ... import _core
     from ...launch.mpi import MpiJob
 
-__all__ = ["YIELD_SECONDS", "Waits"]
+__all__ = ["Waits"]
 
 _log = logging.getLogger("distopt")
 
-# A wait in which nothing moves yields the processor before it sleeps: MPI moves bytes only while it is called, so a
-# sleep in the middle of a transfer leaves the network idle.
-YIELD_SECONDS = 0.01
-_LONGEST_SLEEP_SECONDS = 1e-3
 _ANSWER_SECONDS = 0.2  # in which ranks that wait hear of each other
 _FAREWELL_SECONDS = 1.0  # that the others have to close their communicators at the end
 
@@ -65,16 +61,98 @@ class Waits:
 
     def wait_for(self, core: _core.MpiCommunicator, operation: _core.MpiOperation, timeout: float | None) -> None:
         """Wait for `operation`, at most `timeout` seconds (default: `Settings.timeout`); see `Work.wait`."""
+
+        def move() -> bool:
+            self.help()
+            return core.wait_on(operation, _core.yield_seconds)
+
+        def check() -> None:
+            for rank, finished in self._notes.closed.items():
+                if operation.sequence >= finished:
+                    core.fail(
+                        "CommunicatorClosedError",
+                        f"{self.me.name} waits in {operation}, but {self.processes[rank].name} has closed the "
+                        "communicator",
+                        "every rank must call the same collectives before it ends",
+                        [self.processes[rank]],
+                    )
+
+        self.wait_until(
+            core, move, check, lambda: self._waiting_in(core, operation), timeout, lambda _: core.quiet_seconds
+        )
+
+    def wait_for_message(
+        self,
+        core: _core.MpiCommunicator,
+        peer: int,
+        done: Callable[[], bool],
+        waiting: Callable[[], str],
+        timeout: float | None,
+    ) -> None:
+        """Wait for the end of a message; see `Work.wait`.
+
+        Args:
+            core: the communicator that fails where it can come no more.
+            peer: rank at the other end; -1: any.
+            done: moves messages; whether it has ended.
+            waiting: the wait in words.
+            timeout: in seconds (default: `Settings.timeout`).
+        """
+        others = self._others() if peer < 0 else [peer]
+
+        def move() -> bool:
+            core.progress()
+            return done()
+
+        def check() -> None:
+            if all(rank in self._notes.closed for rank in others) and not done():
+                left = [self.processes[rank] for rank in others]
+                names = ", ".join(one.name for one in left)
+                core.fail(
+                    "CommunicatorClosedError",
+                    f"{names} closed the communicator while {waiting()}",
+                    "see its output",
+                    left,
+                )
+
+        self.wait_until(
+            core,
+            move,
+            check,
+            lambda: (waiting(), [self.processes[rank] for rank in others]),
+            timeout,
+            lambda waited: waited,
+        )
+
+    def wait_until(
+        self,
+        core: _core.MpiCommunicator,
+        move: Callable[[], bool],
+        check: Callable[[], None],
+        tell: Callable[[], tuple[str, list[Process]]],
+        timeout: float | None,
+        quiet: Callable[[float], float],
+    ) -> None:
+        """Wait until `move` returns True.
+
+        Args:
+            core: the communicator that fails if this takes too long.
+            move: moves what is awaited; whether it has ended.
+            check: raises an error if it can end no more.
+            tell: the wait in words, and who has not arrived.
+            timeout: in seconds (default: `Settings.timeout`).
+            quiet: after so many seconds, for how long nothing has moved.
+        """
         timeout = self.settings.timeout if timeout is None else timeout
         watch = Stopwatch()
         answer = min(_ANSWER_SECONDS, timeout / 4)
         warn_at = min(self.settings.stall_warning, timeout / 2) + answer
+        patience = _core.Patience(timeout, warn_at)
         asks = [warn_at - answer, timeout - answer]
         told = float("-inf")
-        while not core.wait_on(operation, YIELD_SECONDS):
-            # A late peer costs no processor. The sleep grows with the time in which nothing has moved.
-            time.sleep(min(_LONGEST_SLEEP_SECONDS, core.quiet_seconds / 100))
+        while not move():
             waited = watch.seconds()
+            _core.pause(quiet(waited))
             # A rank that hears of another's wait while it waits itself says so: who is silent is the one to blame. Not
             # twice in a short time, since an answer to every answer would never end.
             heard = self._notes.read()
@@ -84,36 +162,12 @@ class Waits:
                 self._notes.tell_waiting()
             if asks_now:
                 asks.pop(0)
-            self.help()
-            self._check_peers(core, operation)
-            if waited > warn_at:
-                warn_at = float("inf")
-                _log.warning("%s", self._waiting_for(core, operation, waited, self._absent(core)))
-            if waited > timeout:
-                absent = self._absent(core)
-                text = self._waiting_for(core, operation, waited, absent)
-                core.fail("StalledError", text, "find out what holds them, or raise DISTOPT_TIMEOUT", absent)
-
-    def check_sender(
-        self, core: _core.MpiCommunicator, peer: int, waiting: Callable[[], str], done: Callable[[], bool]
-    ) -> None:
-        """Local. Raise an error if the message of a wait can come no more.
-
-        Args:
-            core: the communicator that fails then.
-            peer: rank at the other end; -1: any.
-            waiting: the wait in words.
-            done: looks once more.
-        """
-        self._notes.read()
-        others = [rank for rank in range(len(self.processes)) if rank != self._rank] if peer < 0 else [peer]
-        if all(rank in self._notes.closed for rank in others) and not done():
-            left = [self.processes[rank] for rank in others]
-            names = ", ".join(one.name for one in left)
-            core.fail(
-                "CommunicatorClosedError", f"{names} closed the communicator while {waiting()}", "see its output", left
-            )
-        self._check_lost(core, waiting)
+            check()
+            lost = self._peers.lost()
+            if lost is not None:
+                ended, text = self.processes[lost], tell()[0]
+                core.fail("PeerLostError", f"{ended.name} ended while {text}", "see its output", [ended])
+            core.look(patience, waited, tell, _log.warning)
 
     def close(self, core: _core.MpiCommunicator) -> None:
         """Local. Tell the others that this rank leaves."""
@@ -127,39 +181,19 @@ class Waits:
         """Number of the first operation that this rank has not finished."""
         return core.started if core.oldest is None else core.oldest.sequence
 
-    def _absent(self, core: _core.MpiCommunicator) -> list[Process]:
-        since = time.monotonic() - 3 * _ANSWER_SECONDS
-        others = [rank for rank in range(len(self.processes)) if rank != self._rank]
-        # Where all have begun, one may have stopped since. Whoever waits itself has not, be it in an earlier operation.
-        suspects = (core.oldest and core.oldest.unheard) or others
-        return [self.processes[rank] for rank in suspects if self._notes.waiting.get(rank, 0.0) < since]
+    def _others(self) -> list[int]:
+        return [rank for rank in range(len(self.processes)) if rank != self._rank]
 
-    def _waiting_for(
-        self, core: _core.MpiCommunicator, operation: _core.MpiOperation, seconds: float, absent: list[Process]
-    ) -> str:
+    def _waiting_in(self, core: _core.MpiCommunicator, operation: _core.MpiOperation) -> tuple[str, list[Process]]:
+        since = time.monotonic() - 3 * _ANSWER_SECONDS
+        # Where all have begun, one may have stopped since. Whoever waits itself has not, be it in an earlier operation.
+        suspects = (core.oldest and core.oldest.unheard) or self._others()
+        absent = [self.processes[rank] for rank in suspects if self._notes.waiting.get(rank, 0.0) < since]
         last = f"the last operation that all have started is {core.last_agreed}"
         return (
-            f"{self.me.name} has waited {seconds:.1f} s in {operation} for "
-            f"{', '.join(one.name for one in absent) or 'slow transfers'}; "
+            f"{self.me.name} waits in {operation} for {', '.join(one.name for one in absent) or 'slow transfers'}; "
             f"{last if core.last_agreed else 'none was started'}"
-        )
-
-    def _check_peers(self, core: _core.MpiCommunicator, operation: _core.MpiOperation) -> None:
-        for rank, finished in self._notes.closed.items():
-            if operation.sequence >= finished:
-                core.fail(
-                    "CommunicatorClosedError",
-                    f"{self.me.name} waits in {operation}, but {self.processes[rank].name} has closed the communicator",
-                    "every rank must call the same collectives before it ends",
-                    [self.processes[rank]],
-                )
-        self._check_lost(core, lambda: f"{self.me.name} waits in {operation}")
-
-    def _check_lost(self, core: _core.MpiCommunicator, waiting: Callable[[], str]) -> None:
-        lost = self._peers.lost()
-        if lost is not None:
-            ended = self.processes[lost]
-            core.fail("PeerLostError", f"{ended.name} ended while {waiting()}", "see its output", [ended])
+        ), absent
 
 
 def _read_farewells() -> None:

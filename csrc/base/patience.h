@@ -1,0 +1,110 @@
+// How long a rank waits for others, over every transport, and what it says when that becomes long. Transports say who
+// has not arrived.
+#pragma once
+
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <functional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
+
+namespace distopt {
+
+// -- polling ----------------------------------------------------------------------------------------------------------
+
+// Of a word in shared memory. A patient spin is longer than it takes to wake a sleeper. With less, two ranks that have
+// once slept wake each other too late for the other one's next spin, and sleep at every operation from then on. But
+// where the peer waits for this rank's own core, every spin is lost. So after some lost ones most spins are short,
+// until one succeeds. The patient ones come in a row that is long enough (13 ms) for the scheduler to notice two busy
+// ranks on one core.
+constexpr std::chrono::microseconds patient_spin{200};
+constexpr std::chrono::microseconds short_spin{5};
+constexpr unsigned spin_cycle = 1024;
+constexpr unsigned patient_spins = 64;
+// Of the bell that announces messages.
+constexpr std::chrono::microseconds message_spin{50};
+// Some microseconds, in which the calling thread keeps Python's lock from the others: longer than ranks that work in
+// step wait for each other in a small collective.
+constexpr int brief_polls = 128;
+
+// -- sleeping ---------------------------------------------------------------------------------------------------------
+
+// Of a rank that a change wakes, at most: how long a dead, closed or failed peer can go unnoticed.
+constexpr double slice_seconds = 0.05;
+// The same, while messages of its own are under way beside a collective.
+constexpr double helping_seconds = 1e-3;
+// From one look at the peers to the next, of a rank that nothing wakes.
+constexpr std::chrono::milliseconds look_period{20};
+// A rank that nothing wakes yields its core after each look at first, as a sleep in the middle of a transfer leaves
+// the network idle. Then sleeps grow with the time in which nothing has moved: a late peer costs no processor.
+constexpr double yield_seconds = 0.01;
+constexpr double longest_sleep_seconds = 1e-3;
+
+inline void pause(double quiet_seconds) {
+  if (quiet_seconds < yield_seconds)
+    ::sched_yield();
+  else
+    std::this_thread::sleep_for(std::chrono::duration<double>(std::min(longest_sleep_seconds, quiet_seconds / 100)));
+}
+
+// -- speaking ---------------------------------------------------------------------------------------------------------
+
+struct Limits {
+  double timeout_seconds;
+  double warning_seconds;
+};
+
+// What only the caller's side can do, while a rank waits.
+struct Hooks {
+  std::function<void()> check_signals;           // may throw, which ends the wait
+  std::function<void(const std::string&)> warn;  // a peer is late
+};
+
+// "12.3 s"
+inline std::string seconds_text(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.3g s", seconds);
+  return text;
+}
+
+// A wait in words, "rank 0 (...) waits in ... for rank 1 (...)", and who has not arrived.
+struct Waiting {
+  std::string text;
+  std::vector<Process> late{};
+};
+
+// Of one wait.
+class Patience {
+ public:
+  // `lacking`: what does not come.
+  explicit Patience(const Limits& limits, const char* lacking = "answer") : limits_(limits), lacking_(lacking) {}
+
+  // To be asked when somebody has not arrived, after so many seconds of a Stopwatch. `tell` gives the Waiting; `warn`
+  // is called with a text, once, and `fail` with a Failure at the end.
+  template <typename Tell, typename Warn, typename Fail>
+  void look(double waited, Tell tell, Warn warn, Fail fail) {
+    if (waited >= limits_.timeout_seconds)
+      fail(stalled(tell()));
+    else if (waited >= limits_.warning_seconds && !std::exchange(warned_, true))
+      warn("for " + seconds_text(waited) + " now " + tell().text);
+  }
+  Failure stalled(const Waiting& waiting) const {
+    return {ErrorKind::stalled,
+            std::string("no ") + lacking_ + " within " + seconds_text(limits_.timeout_seconds) + ": " + waiting.text,
+            "find out what it is busy with, or raise DISTOPT_TIMEOUT", waiting.late};
+  }
+
+ private:
+  Limits limits_;
+  const char* lacking_;
+  bool warned_ = false;
+};
+
+}  // namespace distopt
