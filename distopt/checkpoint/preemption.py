@@ -15,8 +15,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Preempted, UsageError
-from ..launch.child import PREEMPTION_SIGNALS, invitation, leaves_by_itself
-from ..launch.requeue import requeue, slurm_job
+from ..launch.run.child import PREEMPTION_SIGNALS, invitation, leaves_by_itself
+from ..launch.run.requeue import requeue, slurm_job
 
 if TYPE_CHECKING:
     from ..comm import Communicator

@@ -14,7 +14,7 @@ from ..settings import Settings
 from .base import Communicator, Work
 
 if TYPE_CHECKING:
-    from ..launch.job import Job
+    from ..launch.join.job import Job
     from ..launch.topology import Topology
 
 __all__ = ["BACKENDS", "Communicator", "Work", "create"]

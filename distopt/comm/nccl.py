@@ -23,7 +23,7 @@ from .base import DTYPES, OPS, Array, Communicator, DoneWork, RaggedWork, Reduce
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ..launch.job import Job
+    from ..launch.join.job import Job
 
 __all__ = ["NcclCommunicator"]
 

@@ -9,14 +9,14 @@ from functools import cache
 from importlib.util import find_spec
 
 from ..errors import LaunchError
-from .child import invitation
-from .env import LauncherInfo, launcher, unstarted_tasks
-from .job import Job
-from .meeting import LaunchedJob, meeting
-from .mpi import MpiJob
-from .multiprocess import MultiprocessJob, Ticket
-from .output import open_standard_streams
-from .spawn import main, spawn, started_as_rank
+from .join.env import LauncherInfo, launcher, unstarted_tasks
+from .join.job import Job
+from .join.meeting import LaunchedJob, meeting
+from .join.mpi import MpiJob
+from .join.multiprocess import MultiprocessJob, Ticket
+from .run.child import invitation
+from .run.output import open_standard_streams
+from .run.spawn import main, spawn, started_as_rank
 
 __all__ = [
     "Job",

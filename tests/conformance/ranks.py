@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distopt.comm.shm import ShmCommunicator
-from distopt.launch.job import Job
-from distopt.launch.rendezvous import HostGroup
+from distopt.launch.join.job import Job
+from distopt.launch.join.rendezvous import HostGroup
 from distopt.launch.topology import Topology
 from distopt.settings import Settings
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from distopt.errors import LaunchError
-from distopt.launch import joining, siblings
-from distopt.launch.rendezvous import HostGroup
+from distopt.launch.join import joining
+from distopt.launch.join.rendezvous import HostGroup
+from distopt.launch.watch.watch import siblings
 from tests.conformance.ranks import LocalJob, run_ranks, run_ranks_ok
 
 if TYPE_CHECKING:
@@ -269,7 +270,7 @@ def test_a_rank_that_ends_while_joining_is_noticed(ticket: bytes, monkeypatch: p
         return rank
 
     monkeypatch.setattr(joining.Listener, "_admit", admit_and_tell)
-    code = f"from distopt.launch.rendezvous import HostGroup; HostGroup(bytes.fromhex('{ticket.hex()}'), 1, 3, 20)"
+    code = f"from distopt.launch.join.rendezvous import HostGroup; HostGroup(bytes.fromhex('{ticket.hex()}'), 1, 3, 20)"
     child = os.posix_spawn(sys.executable, [sys.executable, "-c", code], dict(os.environ))
 
     def kill() -> None:

@@ -7,7 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from ...launch.mpi import after_closing
+from ...launch.join.mpi import after_closing
 from ...launch.stopwatch import Stopwatch
 from ...settings import Settings
 from .notes import MpiNotes
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ... import _core
-    from ...launch.mpi import MpiJob
+    from ...launch.join.mpi import MpiJob
 
 __all__ = ["YIELD_SECONDS", "Waits"]
 

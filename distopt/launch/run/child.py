@@ -12,8 +12,8 @@ import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..errors import DistoptError, PeerLostError, Preempted, UsageError
-from .ending import die_with, shortened
+from ...errors import DistoptError, PeerLostError, Preempted, UsageError
+from ..ending import die_with, shortened
 from .output import mark_output
 from .task import in_one_line
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from types import FrameType, TracebackType
 
-    from .multiprocess import Ticket
+    from ..join.multiprocess import Ticket
 
 __all__ = [
     "BEGUN",

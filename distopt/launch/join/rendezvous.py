@@ -13,10 +13,10 @@ import socket
 import struct
 from typing import TYPE_CHECKING
 
-from ..errors import LaunchError
+from ...errors import LaunchError
+from ..messages import Deadline, in_slices, pack, rank_named, receive, send, try_to_tell, unpack
+from ..watch.siblings import Absence
 from .joining import GRACE_SECONDS, Listener, join
-from .messages import Deadline, in_slices, pack, rank_named, receive, send, try_to_tell, unpack
-from .siblings import Absence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

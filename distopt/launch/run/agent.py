@@ -1,7 +1,7 @@
 """`distopt run` on one node: starts this node's ranks, and ends them with those of the other nodes.
 
 An agent has one thread and waits for signals, for output and ends of its ranks, and for what the owner of the endpoint
-says (`distopt.launch.nodes`). On one node, it is its own owner, and listens nowhere. It starts fast: without NumPy.
+says (`distopt.launch.run.nodes`). On one node, it is its own owner, and listens nowhere. It starts fast: without NumPy.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from collections import deque
 from dataclasses import asdict
 from typing import Any
 
-from ..errors import LaunchError, UsageError
-from ..settings import Settings
-from .ending import caught_signals
+from ...errors import LaunchError, UsageError
+from ...settings import Settings
+from ..ending import caught_signals
+from ..stopwatch import Stopwatch
+from ..threads import thread_variables
+from ..watch.server import keep_alive, proof, turn
+from ..watch.watch import CONNECT_SECONDS, LONGEST_CALL_SECONDS, introduce, listen
 from .nodes import NO_RANK, Node, Owner, RunOptions
 from .output import write_all
-from .pmi_server import keep_alive, proof, turn
 from .ranks import Failure, LocalRanks
-from .stopwatch import Stopwatch
-from .threads import thread_variables
-from .watch import CONNECT_SECONDS, LONGEST_CALL_SECONDS, introduce, listen
 
 __all__ = ["run"]
 

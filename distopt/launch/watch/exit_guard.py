@@ -18,9 +18,9 @@ import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from .. import _core
-from ..errors import DistoptError, UsageError
-from .ending import shortened
+from ... import _core
+from ...errors import DistoptError, UsageError
+from ..ending import shortened
 from .siblings import end_with_parent
 
 if TYPE_CHECKING:

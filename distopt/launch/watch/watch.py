@@ -1,4 +1,4 @@
-"""Ranks end together: each is connected to the server of its job, `distopt.launch.pmi_server`.
+"""Ranks end together: each is connected to the server of its job, `distopt.launch.watch.server`.
 
 What starts the ranks may be slow to notice that one has ended, or that a host cannot be reached, or never does.
 """
@@ -20,14 +20,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import LaunchError
-from .pmi_server import HELLO, NONCE_BYTES, PROOF_BYTES, REASON, keep_alive, proof
-from .stopwatch import Stopwatch
+from ...errors import LaunchError
+from ..stopwatch import Stopwatch
+from .server import HELLO, NONCE_BYTES, PROOF_BYTES, REASON, keep_alive, proof
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .job import Job
+    from ..topology import Topology
 
 __all__ = ["CONNECT_SECONDS", "LONGEST_CALL_SECONDS", "Watch", "introduce", "listen", "start_server", "watch_ranks"]
 
@@ -53,7 +53,7 @@ _PROGRAM = """
 import sys, types
 package = sys.modules["launch"] = types.ModuleType("launch")
 package.__path__ = [sys.argv.pop(1)]
-from launch.pmi_server import main
+from launch.watch.server import main
 main()
 """
 
@@ -73,7 +73,7 @@ def start_server(listener: socket.socket, key: bytes, size: int, timeout: float,
     Raises:
         OSError: no process can be started.
     """
-    program = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parent)]
+    program = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parents[1])]
     numbers = [str(x) for x in (listener.fileno(), size, timeout, os.getpid())]
     server = subprocess.Popen(
         [*program, *numbers],
@@ -242,20 +242,21 @@ class Watch:
         os._exit(int(code))  # not by MPI_Abort: of several at a time, Open MPI may never end
 
 
-def watch_ranks(job: Job, timeout: float) -> Watch | None:
-    """Collective. A watch for each rank of `job`; None if TCP does not connect them all.
+def watch_ranks(topology: Topology, all_gather: Callable[[bytes], list[bytes]], timeout: float) -> Watch | None:
+    """Collective. A watch for each rank of a job; None if TCP does not connect them all.
 
     Args:
-        job: a job whose ranks can exchange a few bytes.
+        topology: the job's.
+        all_gather: gives each rank the payloads of all.
         timeout: seconds that ranks may be late.
     """
-    topology, offer = job.topology, b""
+    offer = b""
     if topology.rank == 0:
         with contextlib.suppress(OSError), listen(0, 2 * topology.world_size + 16) as listener:
             key = os.urandom(NONCE_BYTES)
             start_server(listener, key, topology.world_size, timeout)
             offer = json.dumps([key.hex(), listener.getsockname()[1], _own_addresses()]).encode()
-    offer = job.all_gather(offer)[0]
+    offer = all_gather(offer)[0]
     watch = None
     with contextlib.suppress(LaunchError, ValueError):
         secret, port, addresses = json.loads(offer)
@@ -269,7 +270,7 @@ def watch_ranks(job: Job, timeout: float) -> Watch | None:
             _JOIN_SECONDS,
             speaks=topology.local_rank == 0,
         )
-    unwatched = [str(r) for r, connected in enumerate(job.all_gather(b"" if watch is None else b"1")) if not connected]
+    unwatched = [str(r) for r, connected in enumerate(all_gather(b"" if watch is None else b"1")) if not connected]
     if not unwatched:
         return watch
     if watch is not None:

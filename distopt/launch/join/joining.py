@@ -13,11 +13,11 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from ..errors import LaunchError
-from .messages import Deadline, rank_named, receive, receive_exactly, try_to_tell
+from ...errors import LaunchError
+from ..messages import Deadline, rank_named, receive, receive_exactly, try_to_tell
 
 if TYPE_CHECKING:
-    from .siblings import Absence
+    from ..watch.siblings import Absence
 
 __all__ = ["GRACE_SECONDS", "Listener", "join"]
 

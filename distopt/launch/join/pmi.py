@@ -1,4 +1,4 @@
-"""Connects ranks on several hosts for MPICH, where no MPI launcher does: see `distopt.launch.pmi_server`."""
+"""Connects ranks on several hosts for MPICH, where no MPI launcher does: see `distopt.launch.watch.server`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import struct
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..errors import LaunchError
+from ...errors import LaunchError
+from ..messages import Deadline, in_slices
+from ..watch.watch import CONNECT_SECONDS, Watch, listen, start_server
 from .env import RUN
-from .messages import Deadline, in_slices
-from .watch import CONNECT_SECONDS, Watch, listen, start_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

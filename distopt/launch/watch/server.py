@@ -33,7 +33,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 
-from .stopwatch import Stopwatch
+from ..stopwatch import Stopwatch
 
 __all__ = [
     "HELLO",
@@ -389,7 +389,7 @@ def _exit_code(digits: str) -> int:
 
 
 def main() -> None:
-    """Serve as `distopt.launch.watch.start_server`, which started this program, has told it."""
+    """Serve as `distopt.launch.watch.watch.start_server`, which started this program, has told it."""
     fd, size, timeout, parent = sys.argv[1:]
     # The job's launcher may signal all of its processes; this one ends with rank 0.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

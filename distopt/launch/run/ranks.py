@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
 
-from ..errors import UsageError
-from .ending import ENDED_BY_SIGTERM, describe_exit, die_with
+from ...errors import UsageError
+from ..ending import ENDED_BY_SIGTERM, describe_exit, die_with
 from .output import Relay
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """How the agents of several nodes act as one: they meet at an endpoint, whose owner decides for all.
 
-An agent runs on each node; `distopt.launch.agent` is what it does there. The owner of the endpoint listens, numbers
+An agent runs on each node; `distopt.launch.run.agent` is what it does there. The owner of the endpoint listens, numbers
 the nodes, and tells all agents when to start their ranks, when to end them, and how the job has ended. An agent tells
 the owner when a rank of its own fails, and when all have ended. The connections are those of `pmi_server.Gate`: each
 side proves by HMAC that it knows the job's name and secret. After that, each line is an object in JSON.
@@ -16,9 +16,9 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .pmi_server import Gate, Link
+from ..stopwatch import Stopwatch
+from ..watch.server import Gate, Link
 from .ranks import Failure
-from .stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     import selectors

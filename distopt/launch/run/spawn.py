@@ -20,21 +20,21 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DistoptError, Preempted, RankFailedError, UsageError
+from ...errors import DistoptError, Preempted, RankFailedError, UsageError
+from ..ending import ENDED_BY_SIGTERM, caught_signals, describe_exit, waitable_children
+from ..join.env import RUN, launcher
+from ..join.meeting import meeting
+from ..join.mpi import start_mpi
+from ..join.multiprocess import UNGUARDED, Ticket
+from ..threads import cores, thread_variables
 from .child import BEGUN, HEEDLESS, LEAVES, LEFT, PREEMPTION_SIGNALS, SIGNALS, Announced, run_rank
-from .ending import ENDED_BY_SIGTERM, caught_signals, describe_exit, waitable_children
-from .env import RUN, launcher
-from .meeting import meeting
-from .mpi import start_mpi
-from .multiprocess import Ticket
-from .task import NO_GUARD, UNGUARDED, check_call, check_script, check_sendable
-from .threads import cores, thread_variables
+from .task import NO_GUARD, check_call, check_script, check_sendable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.context import SpawnProcess
 
-    from .env import LauncherInfo
+    from ..join.env import LauncherInfo
 
 __all__ = ["main", "spawn", "started_as_rank"]
 

@@ -11,15 +11,15 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..errors import LaunchError
-from .messages import pack, unpack
-from .siblings import ended_siblings
-from .stopwatch import Stopwatch
+from ...errors import LaunchError
+from ..messages import pack, unpack
+from ..stopwatch import Stopwatch
+from ..watch.siblings import ended_siblings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..settings import Settings
+    from ...settings import Settings
 
 __all__ = ["all_gather_bytes"]
 
