@@ -6,7 +6,7 @@
 namespace distopt {
 
 // What went wrong in a communicator of ours; the binding turns each kind into the class of distopt.errors of that name.
-enum class ErrorKind : int { other, usage, launch, closed, peer_lost, stalled, mismatch, memory };
+enum class ErrorKind : int { other, usage, launch, closed, peer_lost, stalled, mismatch, memory, transport };
 
 class CommunicatorError : public std::runtime_error {
  public:

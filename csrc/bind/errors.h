@@ -12,9 +12,9 @@
 namespace distopt {
 
 // Classes of distopt.errors, in the order of ErrorKind.
-inline constexpr const char* error_names[] = {"CommunicatorError",       "UsageError",     "LaunchError",
-                                              "CommunicatorClosedError", "PeerLostError",  "StalledError",
-                                              "MismatchError",           "WireMemoryError"};
+inline constexpr const char* error_names[] = {"CommunicatorError",       "UsageError",      "LaunchError",
+                                              "CommunicatorClosedError", "PeerLostError",   "StalledError",
+                                              "MismatchError",           "WireMemoryError", "TransportError"};
 
 inline ErrorKind kind_of(const std::string& name) {
   for (int kind = 0; kind < static_cast<int>(std::size(error_names)); ++kind)

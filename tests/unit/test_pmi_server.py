@@ -9,11 +9,12 @@ import time
 import pytest
 
 from distopt.errors import LaunchError
+from distopt.launch.gate import proof
 from distopt.launch.join import pmi
 from distopt.launch.join.env import LauncherInfo
 from distopt.launch.join.meeting import Meeting
 from distopt.launch.join.pmi import Member, ports
-from distopt.launch.watch.server import Server, proof
+from distopt.launch.watch.server import Server
 from distopt.launch.watch.watch import Watch
 
 KEY = os.getpid().to_bytes(32, "big")  # of which the ports follow: other workers have others

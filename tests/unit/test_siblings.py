@@ -11,8 +11,8 @@ import pytest
 
 from distopt import launch
 from distopt.errors import LaunchError
-from distopt.launch.watch.siblings import Absence
 from distopt.launch.watch import siblings
+from distopt.launch.watch.siblings import Absence
 from tests.processes import Program
 
 
@@ -78,7 +78,8 @@ def test_one_warning(seen, caplog):
 
 
 def test_siblings_are_children_of_one_parent_by_one_command():
-    script = "import time\nfrom distopt.launch.watch import siblings\nprint(*siblings._siblings()[0], flush=True)\ntime.sleep(99)"
+    script = "import time; from distopt.launch.watch import siblings as s; "
+    script += "print(*s._siblings()[0], flush=True); time.sleep(99)"
     first = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"])
     assert first.stdout.readline() == "\n"

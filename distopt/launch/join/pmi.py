@@ -11,8 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ...errors import LaunchError
-from ..messages import Deadline, in_slices
-from ..watch.watch import CONNECT_SECONDS, Watch, listen, start_server
+from ..gate import CONNECT_SECONDS, in_slices, listen
+from ..stopwatch import Deadline
+from ..watch.watch import Watch, start_server
 from .env import RUN
 
 if TYPE_CHECKING:

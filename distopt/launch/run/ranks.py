@@ -1,33 +1,33 @@
-"""The ranks of one node under `distopt run`, in one attempt: programs started, watched and ended together."""
+"""The ranks that one process has started and supervises: the one supervisor of `launch.main` and of `distopt run`.
+
+A rank that runs distopt reports why it fails (`distopt.launch.watch.report`). Of any other program the exit status is
+all that counts. A rank that has lost a peer fails as a consequence, whatever the time: that peer may have ended without
+a message, and its end may be noticed later. So does a rank that ends by the SIGTERM or SIGKILL with which its
+supervisor ends the job.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import signal
-import socket
-import subprocess
+import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
-from ...errors import UsageError
-from ..ending import ENDED_BY_SIGTERM, describe_exit, die_with
-from .output import Relay
+from ..ending import ENDED_BY_SIGTERM
+from ..gate import turn
+from ..stopwatch import Stopwatch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Iterable
 
-__all__ = ["Failure", "LocalRanks"]
+__all__ = ["Failure", "LocalRanks", "Rank", "first_of"]
 
-# A rank ends with one of these because another has ended.
-_CONSEQUENCES = (
-    "distopt.errors.PeerLostError",
-    "distopt.errors.CommunicatorClosedError",
-    "distopt.errors.CommunicatorError: MPI failed",
-)
+_LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Failure:
     Attributes:
         rank: the rank, or the first one of the node.
         code: the exit code that a shell would see.
-        text: who has failed, and how, in one line.
+        text: who has failed, and how.
         is_consequence: whether another failure is known to be the cause, or is more likely to be.
         is_final: whether to start again would be in vain.
     """
@@ -49,59 +49,125 @@ class Failure:
     is_final: bool = False
 
 
-class _Rank:
-    """A process in a session of its own, so that a terminal's Ctrl-C reaches it through its agent only."""
+def first_of(failures: Iterable[Failure], *, between_hosts: bool = False) -> Failure:
+    """Local. The cause of the others, of failures in the order in which they were heard of.
 
-    def __init__(self, rank: int, program: Sequence[str], env: Mapping[str, str], folder: Path | None) -> None:
+    Of those that are no consequence: a lost node before ranks, a signal before exit codes, then the earliest. Between
+    hosts, a crash comes last: MPICH (5.0.2) crashes in MPI_Isend to a rank that has ended.
+    """
+
+    def place(failure: Failure) -> tuple[bool, ...]:
+        crashed = between_hosts and failure.code == 128 + signal.SIGSEGV
+        return failure.is_consequence, not failure.is_final, crashed, failure.code <= 128
+
+    return min(failures, key=place)
+
+
+class Rank:
+    """A process that is a rank, as its supervisor sees it; how it is started is up to the subclass.
+
+    Attributes:
+        rank: rank in the job.
+        pid: process id.
+        sink: descriptor to which the rank reports, for the process; `started` closes it here.
+        exit_code: once it has ended; -n if signal n has ended it.
+        failure: once it has failed.
+        begun: whether it has said that it has begun.
+        leaves: whether it ends by itself after a signal.
+        left: whether it has done so.
+    """
+
+    fails_by_report = False  # already when it says so, not only when it has ended
+
+    def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.folder = folder
-        self.killed = False
-        self.ended = False
-        mark = b"[rank %d] " % rank if rank else b""
-        logs: list[BinaryIO | None] = [None, None]
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            logs = [(folder / name).open("wb", buffering=0) for name in ("stdout.log", "stderr.log")]
-        self.relays = [Relay(target, mark, log) for target, log in zip((1, 2), logs, strict=True)]
-        try:
-            self._process = subprocess.Popen(
-                program,
-                env=env,
-                stdin=None if rank == 0 else subprocess.DEVNULL,
-                stdout=self.relays[0].sink,
-                stderr=self.relays[1].sink,
-                start_new_session=True,
-                preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - this process has no other thread
-            )
-        finally:
-            for relay in self.relays:
-                os.close(relay.sink)
-        self.pid = self._process.pid
+        self.pid = 0
+        self.exit_code: int | None = None
+        self.failure: Failure | None = None
+        self.failed_at = 0  # ns of the monotonic clock
+        self.begun = self.leaves = self.left = False
+        self.source, self.sink = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.source, False)
+        self._killed = False
+        self._received = b""
+        self._report: tuple[int, int, str, bool] | None = None  # time, exit code, text, whether a consequence
 
-    def look(self) -> int | None:
-        """The exit code if the process has just ended. It stays a zombie: nobody else gets the number of its group."""
-        if self.ended:
-            return None
-        state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if state is None:
-            return None
-        self.ended = True
-        return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
+    # For subclasses.
+    def _poll(self) -> int | None:
+        """The exit code, if the process has ended."""
+        raise NotImplementedError
+
+    def _describe(self, code: int, reported: str | None) -> tuple[int, str]:
+        """The exit code that a shell would see, and how the rank has failed; from its report, if there is one."""
+        raise NotImplementedError
+
+    def signal(self, signum: int) -> None:
+        """Local. Send a signal, if the process runs."""
+        if self._runs():
+            os.kill(self.pid, signum)
+
+    def release(self) -> None:
+        """Local. Reap the process, which has ended or been killed."""
+        os.close(self.source)
+
+    def started(self) -> None:
+        """Local. Whether or not the process could be started, only it can report now."""
+        os.close(self.sink)
 
     def kill(self) -> None:
-        """Kill all that is left of the process and of those that it has started in its group."""
-        self.killed = self.killed or not self.ended
-        os.killpg(self.pid, signal.SIGKILL)
+        """Local. Kill the process."""
+        self._killed = self._killed or self._runs()
+        self.signal(signal.SIGKILL)
 
-    def reap(self) -> None:
-        self._process.wait()
+    def _runs(self) -> bool:
+        if self.exit_code is None:
+            self.exit_code = self._poll()
+        return self.exit_code is None
+
+    def look(self, now: int) -> None:
+        """Local. Notice what has happened."""
+        self._runs()  # before the pipe is read: a rank reports before it ends
+        self.read()
+        if self.failure is not None or self.left:
+            return
+        if self._report is not None and (self.exit_code or self.fails_by_report):
+            self.failed_at, code, text, is_consequence = self._report
+            code, text = self._describe(code, text)
+        elif self.exit_code:
+            code, text = self._describe(self.exit_code, None)
+            self.failed_at, is_consequence = now, self._killed
+        else:
+            return
+        self.failure = Failure(self.rank, code, text, is_consequence or code == ENDED_BY_SIGTERM)
+
+    def read(self) -> bool:
+        """Local. Take in what the rank has said; False if it can say no more."""
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(self.source, 1 << 16):
+                *lines, self._received = (self._received + part).split(b"\n")
+                for line in lines:
+                    self._hear(line)
+            return False
+        return True
+
+    def _hear(self, line: bytes) -> None:
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # of a program that writes where it should not
+            said = json.loads(line)
+            what = said["say"]
+            self.begun = True
+            self.left = self.left or what == "left"
+            if what == "leaves":
+                self.leaves = bool(said["does"])
+            elif what == "failed" and self._report is None:
+                report = int(said["time"]), int(said["code"]), str(said["text"]), bool(said["is_consequence"])
+                self._report = report
 
 
 class LocalRanks:
     """The ranks of this node.
 
     Args:
-        selector: gets the output of the ranks registered, each with a function to call.
+        selector: gets what the ranks say registered, each with a function to call.
 
     Attributes:
         failures: of the ranks that have failed, in the order in which they did.
@@ -109,83 +175,73 @@ class LocalRanks:
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self.failures: list[Failure] = []
+        self.ranks: list[Rank] = []
         self._selector = selector
-        self._ranks: list[_Rank] = []
+        self._ends: list[int] = []
 
-    def start(self, rank: int, program: Sequence[str], env: Mapping[str, str], folder: Path | None) -> None:
-        """Local. Start a program as this rank.
-
-        Args:
-            rank: rank in the job.
-            program: the words of the command.
-            env: its environment.
-            folder: where its output goes besides the output of this process, as `stdout.log` and `stderr.log`.
-
-        Raises:
-            UsageError: the program cannot be started, or the log files cannot be written.
-        """
-        try:
-            started = _Rank(rank, program, env, folder)
-        except (OSError, subprocess.SubprocessError) as error:
-            raise UsageError(f"rank {rank} cannot be started: {error}") from None
-        self._ranks.append(started)
-        for relay in started.relays:
-            self._selector.register(relay.source, selectors.EVENT_READ, partial(self._pass_on, relay))
+    def add(self, rank: Rank) -> None:
+        """Local. Supervise a rank that has been started."""
+        self.ranks.append(rank)
+        self._selector.register(rank.source, selectors.EVENT_READ, partial(self._read, rank))
+        with contextlib.suppress(OSError):  # a kernel before 5.3, or a sandbox: its end is noticed a little later
+            end = os.pidfd_open(rank.pid)
+            self._ends.append(end)
+            self._selector.register(end, selectors.EVENT_READ, partial(self._forget, end))
 
     @property
-    def running(self) -> bool:
-        """Whether a rank has not ended."""
-        return any(not rank.ended for rank in self._ranks)
+    def running(self) -> list[Rank]:
+        """Those that have not ended."""
+        return [rank for rank in self.ranks if rank.exit_code is None]
 
     def look(self) -> None:
-        """Local. Notice the ranks that have ended."""
-        found = [(code, rank) for rank in self._ranks if (code := rank.look()) is not None]
+        """Local. Notice the ranks that have failed or ended."""
+        now = time.monotonic_ns()
+        before = [rank for rank in self.ranks if rank.failure is not None]
+        for rank in self.ranks:
+            rank.look(now)
+        found = [rank for rank in self.ranks if rank.failure is not None and rank not in before]
         # Of two ends that are noticed together, a signal is more likely to be the cause of the other.
-        for code, rank in sorted(found, key=lambda end: (end[0] >= 0, end[1].rank)):
-            for relay in rank.relays:
-                self._finish(relay)
-            if code:
-                self.failures.append(self._failure(rank, code))
-
-    def _failure(self, rank: _Rank, exit_code: int) -> Failure:
-        code, text = describe_exit(exit_code)
-        error = rank.relays[1].error
-        if error and exit_code > 0:
-            text = f"{text}: {error}"
-        if rank.folder is not None:
-            text = f"{text}; see {rank.folder}"
-        who = f"rank {rank.rank} on {socket.gethostname()} (pid {rank.pid})"
-        caused = rank.killed or error.startswith(_CONSEQUENCES) or (code == ENDED_BY_SIGTERM and not error)
-        return Failure(rank.rank, code, f"{who} {text}", is_consequence=caused)
+        found.sort(key=lambda rank: (rank.failed_at, (rank.exit_code or 0) >= 0, rank.rank))
+        self.failures += [rank.failure for rank in found if rank.failure is not None]
 
     def signal(self, signum: int) -> None:
         """Local. Send a signal to all ranks that run."""
-        for rank in self._ranks:
-            if not rank.ended:
-                os.kill(rank.pid, signum)
+        for rank in self.ranks:
+            rank.signal(signum)
 
     def kill(self) -> None:
         """Local. Kill all ranks, and what they have started and left behind."""
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.kill()
+
+    def end(self, seconds: float) -> None:
+        """Local. End all ranks by SIGTERM and, so many seconds later, by SIGKILL."""
+        self.signal(signal.SIGTERM)
+        clock = Stopwatch()
+        while self.running and clock.seconds() < seconds:
+            turn(self._selector, _LOOK_SECONDS)
+            self.look()
+        self.kill()
+        while self.running:
+            turn(self._selector, _LOOK_SECONDS)
+            self.look()
 
     def close(self) -> None:
         """Local. Release what the ranks have held; if any still run, kill them. Idempotent."""
         if self.running:
             self.kill()
-        for rank in self._ranks:
-            for relay in rank.relays:
-                self._finish(relay)
-            rank.reap()
-        self._ranks = []
+        for rank in self.ranks:
+            self._forget(rank.source)
+            rank.release()
+        for end in self._ends:
+            self._forget(end)
+            os.close(end)
+        self.ranks, self._ends = [], []
 
-    def _pass_on(self, relay: Relay) -> None:
-        with contextlib.suppress(BlockingIOError):
-            if not relay.pass_on():
-                self._finish(relay)
+    def _read(self, rank: Rank) -> None:
+        if not rank.read():
+            self._forget(rank.source)
 
-    def _finish(self, relay: Relay) -> None:
-        if relay.source >= 0:
-            if relay.source in self._selector.get_map():
-                self._selector.unregister(relay.source)
-            relay.finish()
+    def _forget(self, fd: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(fd)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hmac
 import json
 import logging
 import os
@@ -21,20 +20,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import LaunchError
+from ..gate import LONGEST_CALL_SECONDS, RefusedError, call, listen
 from ..stopwatch import Stopwatch
-from .server import HELLO, NONCE_BYTES, PROOF_BYTES, REASON, keep_alive, proof
+from .report import supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ..topology import Topology
 
-__all__ = ["CONNECT_SECONDS", "LONGEST_CALL_SECONDS", "Watch", "introduce", "listen", "start_server", "watch_ranks"]
+__all__ = ["Watch", "start_server", "watch_ranks"]
 
 _log = logging.getLogger("distopt")
 
-CONNECT_SECONDS = 2.0
-LONGEST_CALL_SECONDS = CONNECT_SECONDS + 0.3  # that a connection may take, or an answer
 _JOIN_SECONDS = 5.0  # in a job that can do without
 # The end of the connection may be seen this much before MPI_Finalize returns.
 _FINALIZED_SECONDS = 0.3
@@ -161,35 +159,23 @@ class Watch:
 
     # -- connection ------------------------------------------------------------------------------------------------
     def _connect(self, purpose: bytes, timeout: float) -> socket.socket:
-        watch = Stopwatch(LONGEST_CALL_SECONDS)
+        clock = Stopwatch(LONGEST_CALL_SECONDS)
         while True:
             for place in self._places:
-                link = None
                 try:
-                    watch.seconds()
-                    link = socket.create_connection(place, timeout=CONNECT_SECONDS)
-                    watch.seconds()
-                    keep_alive(link)
-                    reason = introduce(link, self._key, purpose, self._rank, self._size)
-                    if reason:
-                        raise LaunchError(
-                            f"rank 0 refused this rank: {reason}; check the variables that the launcher set"
-                        )
+                    return call(place, self._key, purpose, self._rank, self._size, clock)
+                except RefusedError as error:  # noqa: PERF203
+                    raise LaunchError(
+                        f"rank 0 refused this rank: {error}; check the variables that the launcher set"
+                    ) from None
                 except socket.gaierror as error:
                     raise LaunchError(
                         f"{self._who} cannot find the host of rank 0 ({self._source}): {error.strerror}; give an "
                         "address that all hosts can reach"
                     ) from None
-                except (OSError, struct.error):  # nobody listens yet, or something else does
-                    if link is not None:
-                        link.close()
-                except BaseException:
-                    if link is not None:
-                        link.close()
-                    raise
-                else:
-                    return link
-            if watch.seconds() > timeout:
+                except OSError:  # nobody listens yet, or something else does
+                    pass
+            if clock.seconds() > timeout:
                 addresses = ", ".join(dict.fromkeys(address for address, _ in self._places))
                 tried = ", ".join(str(port) for port in dict.fromkeys(port for _, port in self._places))
                 raise LaunchError(
@@ -209,7 +195,9 @@ class Watch:
             OSError: there is none: the server has ended (ConnectionError), or cannot be reached.
         """
         line = bytearray()
-        while (byte := _receive(self._link, 1)) != b"\n":
+        while (byte := self._link.recv(1)) != b"\n":
+            if not byte:
+                raise ConnectionResetError("the other end closed the connection")
             line += byte
         return line.decode(errors="replace")
 
@@ -225,10 +213,14 @@ class Watch:
             kind, how = "end", "has ended; see its output"
             if not isinstance(error, ConnectionError):
                 kind, how = "lost", "cannot be reached; see whether its host and the network are up"
-            line = f"{kind} 1 {f'{self._who} has lost rank 0, which {how}' if self._speaks else ''}"
+            lost = f"{self._who} has lost rank 0, which {how}"
+            if not self._left:
+                supervisor.failed(1, lost, is_consequence=True)
+            line = f"{kind} 1 {lost if self._speaks else ''}"
         if self._left:
             return
         kind, code, text = line.split(" ", 2)
+        supervisor.failed(int(code), text or "another rank has failed", is_consequence=True)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             if text:
@@ -253,7 +245,7 @@ def watch_ranks(topology: Topology, all_gather: Callable[[bytes], list[bytes]], 
     offer = b""
     if topology.rank == 0:
         with contextlib.suppress(OSError), listen(0, 2 * topology.world_size + 16) as listener:
-            key = os.urandom(NONCE_BYTES)
+            key = os.urandom(32)
             start_server(listener, key, topology.world_size, timeout)
             offer = json.dumps([key.hex(), listener.getsockname()[1], _own_addresses()]).encode()
     offer = all_gather(offer)[0]
@@ -309,40 +301,3 @@ def _own_addresses() -> list[str]:
             if scope == "00":  # global
                 found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
     return [address for address in found if not address.startswith("127.")]
-
-
-def listen(port: int, backlog: int) -> socket.socket:
-    """Local. A TCP socket that listens at this port of all addresses of the host; raises OSError if it is taken."""
-    family = socket.AF_INET6 if (dual := socket.has_dualstack_ipv6()) else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=dual)
-
-
-def introduce(link: socket.socket, key: bytes, purpose: bytes, rank: int, size: int) -> str:
-    """Local. Prove to the `Gate` at the other end that this process knows the key, and make it prove the same.
-
-    Returns:
-        Why the gate refuses this process; empty if it does not.
-
-    Raises:
-        ConnectionError, TimeoutError: the other end does not know the key, does not believe this one, or is no gate.
-    """
-    theirs = _receive(link, NONCE_BYTES)
-    own = os.urandom(NONCE_BYTES)
-    host = socket.gethostname().encode()[:64]
-    said = HELLO.pack(own, purpose, rank, size, host, os.getpid(), b"")[:-PROOF_BYTES]
-    link.sendall(said + proof(key, b"join", theirs, said))
-    answer = _receive(link, PROOF_BYTES)
-    if not hmac.compare_digest(answer, proof(key, b"accept", own, theirs)):
-        raise ConnectionError("not of this job")
-    (length,) = REASON.unpack(_receive(link, REASON.size))
-    return _receive(link, length).decode(errors="replace")
-
-
-def _receive(link: socket.socket, count: int) -> bytes:
-    received = b""
-    while len(received) < count:
-        part = link.recv(count - len(received))
-        if not part:
-            raise ConnectionResetError("the other end closed the connection")
-        received += part
-    return received
