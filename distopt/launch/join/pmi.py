@@ -99,7 +99,7 @@ class Member(Watch):
                 f"rank 0 of {info.size} cannot listen for the other ranks: the ports {tried} are taken; free one"
             )
         with listener:
-            start_server(listener, place.key, info.size, timeout, speaks=not self._has_agents)
+            self.server = start_server(listener, place.key, info.size, timeout, speaks=not self._has_agents)
 
     def _wait_for_all(self, deadline: Deadline) -> None:
         try:

@@ -106,17 +106,14 @@ class _Agent:
             with contextlib.suppress(OSError):  # on this host, another agent may own it; or something else
                 listener = listen(options.port, options.nodes + 16)
         if options.nodes == 1 or listener is not None:
-            self._own(listener)
+            self._owner = Owner(self._me, options, self._key, self._selector, _print)
+            if listener is not None:
+                self._owner.listen(listener)
         elif (link := self._connect()) is not None:
             owner = f"the node that owns {options.endpoint}"
             self._owner = _Remote(link, owner, self._selector, self._inbox)
         if self._owner is not None:
             self._say("hello", ranks=options.ranks)
-
-    def _own(self, listener: socket.socket | None) -> None:
-        self._owner = Owner(self._me, self._options, self._key, self._selector, _print)
-        if listener is not None:
-            self._owner.listen(listener)
 
     def _connect(self) -> socket.socket | None:
         """The connection to the owner; None if a signal came first."""
@@ -318,4 +315,4 @@ def _variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[s
 
 def _print(text: str) -> None:
     sys.stdout.flush()
-    write_all(2, f"distopt run: {text}\n".encode())
+    write_all(2, f"distopt run: {text}\n".encode(errors="backslashreplace"))

@@ -52,7 +52,7 @@ class Child(Rank):
             check_sendable(fn, args)
             raise
         finally:
-            self.started()
+            os.close(self.sink)
         self.pid = self._process.pid or 0
 
     def release(self) -> None:  # noqa: D102
@@ -65,14 +65,14 @@ class Child(Rank):
 
     def _describe(self, code: int, reported: str | None) -> tuple[int, str]:
         text = reported
-        if text is None:
-            exit_code, (code, text) = code, describe_exit(code)
-            if exit_code > 0:
-                text = f"{text} without a traceback"
-            if exit_code > 0 and not self.begun:
-                text = f"could not import the script (exit code {exit_code}); see its output"
-            if exit_code == NO_GUARD and not self.begun:
-                code, text = UsageError.exit_code, UNGUARDED
+        if text is None and not self.said and code == NO_GUARD:
+            code, text = UsageError.exit_code, UNGUARDED
+        elif text is None and not self.said and code > 0:
+            text = f"could not import the script (exit code {code}); see its output"
+        elif text is None:
+            suffix = " without a traceback" if code > 0 else ""
+            code, text = describe_exit(code)
+            text += suffix
         return code, f"rank {self.rank} (pid {self.pid}) {text}"
 
 

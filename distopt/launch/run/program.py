@@ -55,7 +55,7 @@ class Program(Rank):
         except (OSError, subprocess.SubprocessError) as error:
             raise UsageError(f"rank {rank} cannot be started: {error}") from None
         finally:
-            self.started()
+            os.close(self.sink)
 
     def _start(self, program: Sequence[str], env: Mapping[str, str]) -> None:
         mark = b"[rank %d] " % self.rank if self.rank else b""

@@ -16,7 +16,7 @@ import signal
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..ending import ENDED_BY_SIGTERM
 from ..gate import turn
@@ -69,12 +69,12 @@ class Rank:
     Attributes:
         rank: rank in the job.
         pid: process id.
-        sink: descriptor to which the rank reports, for the process; `started` closes it here.
+        source: descriptor from which its reports are read.
+        sink: its other end, for the process.
+        said: its last message of each kind; see `distopt.launch.watch.report`.
         exit_code: once it has ended; -n if signal n has ended it.
         failure: once it has failed.
-        begun: whether it has said that it has begun.
-        leaves: whether it ends by itself after a signal.
-        left: whether it has done so.
+        failed_at: when it did, in ns of the monotonic clock.
     """
 
     fails_by_report = False  # already when it says so, not only when it has ended
@@ -82,15 +82,14 @@ class Rank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.pid = 0
-        self.exit_code: int | None = None
-        self.failure: Failure | None = None
-        self.failed_at = 0  # ns of the monotonic clock
-        self.begun = self.leaves = self.left = False
         self.source, self.sink = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.source, False)
-        self._killed = False
+        self.said: dict[str, dict[str, Any]] = {}
+        self.exit_code: int | None = None
+        self.failure: Failure | None = None
+        self.failed_at = 0
         self._received = b""
-        self._report: tuple[int, int, str, bool] | None = None  # time, exit code, text, whether a consequence
+        self._killed = False
 
     # For subclasses.
     def _poll(self) -> int | None:
@@ -101,43 +100,50 @@ class Rank:
         """The exit code that a shell would see, and how the rank has failed; from its report, if there is one."""
         raise NotImplementedError
 
-    def signal(self, signum: int) -> None:
-        """Local. Send a signal, if the process runs."""
-        if self._runs():
-            os.kill(self.pid, signum)
-
     def release(self) -> None:
         """Local. Reap the process, which has ended or been killed."""
         os.close(self.source)
 
-    def started(self) -> None:
-        """Local. Whether or not the process could be started, only it can report now."""
-        os.close(self.sink)
-
-    def kill(self) -> None:
-        """Local. Kill the process."""
-        self._killed = self._killed or self._runs()
-        self.signal(signal.SIGKILL)
-
-    def _runs(self) -> bool:
+    @property
+    def running(self) -> bool:
+        """Whether the process has not ended."""
         if self.exit_code is None:
             self.exit_code = self._poll()
         return self.exit_code is None
 
+    @property
+    def left(self) -> bool:
+        """Whether it leaves because of a signal, together with all other ranks."""
+        return "left" in self.said
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it ends by itself after a signal."""
+        return bool(self.said.get("leaves", {}).get("does"))
+
+    def signal(self, signum: int) -> None:
+        """Local. Send a signal, if the process runs."""
+        if self.running:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        """Local. Kill the process."""
+        self._killed = self._killed or self.running
+        self.signal(signal.SIGKILL)
+
     def look(self, now: int) -> None:
-        """Local. Notice what has happened."""
-        self._runs()  # before the pipe is read: a rank reports before it ends
+        """Local. Notice whether the rank has failed."""
+        running = self.running  # before the pipe is read: a rank reports before it ends
         self.read()
-        if self.failure is not None or self.left:
+        report = self.said.get("failed") if self.exit_code or self.fails_by_report else None
+        if self.failure is not None or self.left or (report is None and (running or not self.exit_code)):
             return
-        if self._report is not None and (self.exit_code or self.fails_by_report):
-            self.failed_at, code, text, is_consequence = self._report
-            code, text = self._describe(code, text)
-        elif self.exit_code:
-            code, text = self._describe(self.exit_code, None)
-            self.failed_at, is_consequence = now, self._killed
+        if report is not None:
+            self.failed_at, is_consequence = report["time"], report["is_consequence"]
+            code, text = self._describe(report["code"], report["text"])
         else:
-            return
+            self.failed_at, is_consequence = now, self._killed
+            code, text = self._describe(self.exit_code or 0, None)
         self.failure = Failure(self.rank, code, text, is_consequence or code == ENDED_BY_SIGTERM)
 
     def read(self) -> bool:
@@ -146,21 +152,10 @@ class Rank:
             while part := os.read(self.source, 1 << 16):
                 *lines, self._received = (self._received + part).split(b"\n")
                 for line in lines:
-                    self._hear(line)
+                    message = json.loads(line)
+                    self.said[message["say"]] = message
             return False
         return True
-
-    def _hear(self, line: bytes) -> None:
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # of a program that writes where it should not
-            said = json.loads(line)
-            what = said["say"]
-            self.begun = True
-            self.left = self.left or what == "left"
-            if what == "leaves":
-                self.leaves = bool(said["does"])
-            elif what == "failed" and self._report is None:
-                report = int(said["time"]), int(said["code"]), str(said["text"]), bool(said["is_consequence"])
-                self._report = report
 
 
 class LocalRanks:
@@ -191,7 +186,7 @@ class LocalRanks:
     @property
     def running(self) -> list[Rank]:
         """Those that have not ended."""
-        return [rank for rank in self.ranks if rank.exit_code is None]
+        return [rank for rank in self.ranks if rank.running]
 
     def look(self) -> None:
         """Local. Notice the ranks that have failed or ended."""

@@ -43,6 +43,7 @@ class Reports:
 
     def __init__(self) -> None:
         self._fd, self._pid = -1, os.getpid()
+        self._has_failed = False
         self._before: Callable[..., object] | None = None
         agent, _, fd = os.environ.get(VARIABLE, "").partition(" ")
         if agent == str(os.getppid()):  # else it is that of a process further up
@@ -67,7 +68,7 @@ class Reports:
                     line = line[os.write(self._fd, line) :]
 
     def failed(self, code: int, text: str, error: BaseException | None = None, *, is_consequence: bool = False) -> None:
-        """Local. Say why this rank fails; of several reports, the first counts.
+        """Local. Say why this rank fails, once; later failures follow from it.
 
         Args:
             code: the exit code with which it is about to end.
@@ -78,7 +79,9 @@ class Reports:
         while error is not None and not is_consequence:
             is_consequence = isinstance(error, DistoptError) and error.is_consequence
             error = error.__cause__
-        self.say("failed", time=time.monotonic_ns(), code=code, text=shortened(text), is_consequence=is_consequence)
+        if not self._has_failed:
+            self._has_failed = True
+            self.say("failed", time=time.monotonic_ns(), code=code, text=shortened(text), is_consequence=is_consequence)
 
     def raised(self, error: BaseException, code: int = 1) -> None:
         """Local. Say in one line that this rank fails by an exception; `KeyboardInterrupt` is left to the signal."""

@@ -55,11 +55,11 @@ from launch.watch.server import main
 main()
 """
 
-_servers: list[subprocess.Popen[bytes]] = []  # kept: Popen complains about a running process that nobody holds
 
-
-def start_server(listener: socket.socket, key: bytes, size: int, timeout: float, *, speaks: bool = True) -> None:
-    """Local. Start the server of a job of `size` ranks, of which this process is rank 0.
+def start_server(
+    listener: socket.socket, key: bytes, size: int, timeout: float, *, speaks: bool = True
+) -> subprocess.Popen[bytes]:
+    """Local. Start the server of a job of `size` ranks, of which this process is rank 0; to be held while it serves.
 
     Args:
         listener: a listening socket; the caller closes it.
@@ -81,10 +81,10 @@ def start_server(listener: socket.socket, key: bytes, size: int, timeout: float,
         pass_fds=(listener.fileno(),),
         start_new_session=True,  # a launcher kills the ranks' process groups; the server still has to say why
     )
-    _servers.append(server)
     if server.stdin is not None:
         server.stdin.write(key)
         server.stdin.close()
+    return server
 
 
 class Watch:
@@ -99,9 +99,14 @@ class Watch:
         source: where the addresses come from, for messages.
         speaks: whether this rank says that it has lost rank 0, and ends what waits for it; one per host is enough.
 
+    Attributes:
+        server: the process of the server, on rank 0.
+
     Raises:
         LaunchError: rank 0 cannot be reached, or refused this rank.
     """
+
+    server: subprocess.Popen[bytes] | None = None
 
     def __init__(
         self,
@@ -202,6 +207,7 @@ class Watch:
         return line.decode(errors="replace")
 
     def _outlive(self) -> None:
+        speaks = True
         try:
             while (line := self._read_line()) == "go":
                 pass
@@ -213,17 +219,15 @@ class Watch:
             kind, how = "end", "has ended; see its output"
             if not isinstance(error, ConnectionError):
                 kind, how = "lost", "cannot be reached; see whether its host and the network are up"
-            lost = f"{self._who} has lost rank 0, which {how}"
-            if not self._left:
-                supervisor.failed(1, lost, is_consequence=True)
-            line = f"{kind} 1 {lost if self._speaks else ''}"
+            line = f"{kind} 1 {self._who} has lost rank 0, which {how}"
+            speaks = self._speaks
         if self._left:
             return
         kind, code, text = line.split(" ", 2)
         supervisor.failed(int(code), text or "another rank has failed", is_consequence=True)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
-            if text:
+            if text and speaks:
                 sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
         time.sleep(self._patience)
@@ -242,11 +246,11 @@ def watch_ranks(topology: Topology, all_gather: Callable[[bytes], list[bytes]], 
         all_gather: gives each rank the payloads of all.
         timeout: seconds that ranks may be late.
     """
-    offer = b""
+    offer, server = b"", None
     if topology.rank == 0:
         with contextlib.suppress(OSError), listen(0, 2 * topology.world_size + 16) as listener:
             key = os.urandom(32)
-            start_server(listener, key, topology.world_size, timeout)
+            server = start_server(listener, key, topology.world_size, timeout)
             offer = json.dumps([key.hex(), listener.getsockname()[1], _own_addresses()]).encode()
     offer = all_gather(offer)[0]
     watch = None
@@ -263,13 +267,14 @@ def watch_ranks(topology: Topology, all_gather: Callable[[bytes], list[bytes]], 
             speaks=topology.local_rank == 0,
         )
     unwatched = [str(r) for r, connected in enumerate(all_gather(b"" if watch is None else b"1")) if not connected]
-    if not unwatched:
+    if not unwatched and watch is not None:
+        watch.server = server
         return watch
     if watch is not None:
         watch.close()
+    if server is not None:
+        server.kill()
     if topology.rank == 0:
-        for server in _servers:
-            server.kill()
         _log.warning(
             "rank %s cannot reach rank 0 by TCP; the loss of a rank may be noticed only after DISTOPT_TIMEOUT",
             ", ".join(unwatched),
