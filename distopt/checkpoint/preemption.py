@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import Preempted, UsageError
 from ..launch.ending import PREEMPTION_SIGNALS
 from ..launch.join.origin import origin
-from ..launch.run.requeue import requeue, slurm_job
 from ..launch.watch.report import supervisor
+from .requeue import requeue, slurm_job
 
 if TYPE_CHECKING:
     from ..comm import Communicator
