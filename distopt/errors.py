@@ -33,6 +33,7 @@ __all__ = [
     "ShapeError",
     "StalledError",
     "StateError",
+    "TransportError",
     "UsageError",
     "WireMemoryError",
     "absent_name",
@@ -48,9 +49,11 @@ class DistoptError(Exception):
     Attributes:
         exit_code: of a script that this error ends. With 2 the message says all that its user needs, and the launchers
             print that one line; otherwise they print the traceback.
+        is_consequence: whether another rank has ended, or failed, before: the launchers then name that one.
     """
 
     exit_code: int = 1
+    is_consequence: bool = False
 
 
 class UsageError(DistoptError, ValueError):
@@ -166,9 +169,19 @@ class CommunicatorError(DistoptError, RuntimeError):
 class CommunicatorClosedError(CommunicatorError):
     """The communicator was used after `close`, or a peer closed it while this rank was still waiting."""
 
+    is_consequence = True
+
 
 class PeerLostError(CommunicatorError):
     """A peer process ended while this rank needed it."""
+
+    is_consequence = True
+
+
+class TransportError(CommunicatorError):
+    """MPI has failed, as it does where a peer has ended."""
+
+    is_consequence = True
 
 
 class StalledError(CommunicatorError, TimeoutError):

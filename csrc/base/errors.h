@@ -10,7 +10,7 @@
 namespace distopt {
 
 // What went wrong in a communicator of ours; the binding turns each kind into the class of distopt.errors of that name.
-enum class ErrorKind : int { other, usage, launch, closed, peer_lost, stalled, mismatch, memory };
+enum class ErrorKind : int { other, usage, launch, closed, peer_lost, stalled, mismatch, memory, transport };
 
 // A rank, and how messages call it, e.g. "rank 3 (host a, pid 77)".
 struct Process {

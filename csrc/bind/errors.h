@@ -20,9 +20,9 @@
 namespace distopt {
 
 // Classes of distopt.errors, in the order of ErrorKind.
-inline constexpr const char* error_names[] = {"CommunicatorError",       "UsageError",     "LaunchError",
-                                              "CommunicatorClosedError", "PeerLostError",  "StalledError",
-                                              "MismatchError",           "WireMemoryError"};
+inline constexpr const char* error_names[] = {"CommunicatorError",       "UsageError",      "LaunchError",
+                                              "CommunicatorClosedError", "PeerLostError",   "StalledError",
+                                              "MismatchError",           "WireMemoryError", "TransportError"};
 
 // distopt.errors.Process, which is a tuple.
 using ProcessFields = std::tuple<int, std::string, int, std::string>;

@@ -88,7 +88,7 @@ class TransportOf final : public Transport {
     char text[4096] = "";   // more than any library's MPI_MAX_ERROR_STRING
     int length = 0;
     error_string_(code, text, &length);
-    fail(std::string("MPI failed: ") + text);
+    throw CommunicatorError(ErrorKind::transport, std::string("MPI failed: ") + text);
   }
 
   int (*isend_)(const void*, int, Handle, int, int, Handle, Handle*) = nullptr;

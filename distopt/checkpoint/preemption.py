@@ -15,8 +15,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Preempted, UsageError
-from ..launch.child import PREEMPTION_SIGNALS, invitation, leaves_by_itself
-from ..launch.requeue import requeue, slurm_job
+from ..launch.ending import PREEMPTION_SIGNALS
+from ..launch.join.origin import origin
+from ..launch.watch.report import supervisor
+from .requeue import requeue, slurm_job
 
 if TYPE_CHECKING:
     from ..comm import Communicator
@@ -46,7 +48,7 @@ class Preemption:
         self._steps, self._every = 0, 1  # since the last exchange, and at which the next one is
         self._since = time.monotonic()
         self._before = {number: signal.signal(number, self._catch) for number in PREEMPTION_SIGNALS}
-        leaves_by_itself(True)
+        supervisor.say("leaves", does=True)
 
     def _catch(self, number: int, _: object) -> None:
         self._caught = number
@@ -95,7 +97,7 @@ class Preemption:
         """Collective. Call the handler that the script had set, or its launcher, such as submitit's, which requeues."""
         before: Any = self._before[signal.Signals(number)]
         asked = b""
-        if callable(before) and invitation() is None:  # else it is that of `spawn`, which does not requeue
+        if callable(before) and origin.invitation is None:  # else it is that of `spawn`, which does not requeue
             try:
                 before(number, None)
             except SystemExit:
@@ -104,7 +106,7 @@ class Preemption:
 
     def stop(self) -> int:
         """Local. Signals take their earlier effect again. One that came too late for a step is returned, or 0."""
-        leaves_by_itself(False)
+        supervisor.say("leaves", does=False)
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
         return self._caught

@@ -15,7 +15,7 @@ from ..errors import LaunchError, UsageError
 from .values import at_least, positive
 
 if TYPE_CHECKING:
-    from ..launch.nodes import RunOptions
+    from ..launch.run.nodes import RunOptions
 
 __all__ = ["add_parser", "options_of"]
 
@@ -100,7 +100,7 @@ def options_of(args: argparse.Namespace) -> RunOptions:
     Raises:
         UsageError: options are missing or contradict each other, or there is no such script.
     """
-    from ..launch.nodes import RunOptions
+    from ..launch.run.nodes import RunOptions
 
     if args.node_rank is not None and args.node_rank >= args.nnodes:
         raise UsageError(f"--node-rank {args.node_rank} of --nnodes {args.nnodes}: nodes are numbered from 0")
@@ -160,7 +160,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         options = options_of(args)
         _check_tasks(options)
-        from ..launch.agent import run
+        from ..launch.run.agent import run
 
         return run(options)
     except (LaunchError, UsageError) as error:
@@ -170,7 +170,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _check_tasks(options: RunOptions) -> None:
     """Under a launcher of several tasks, each of them would start a job of its own."""
-    from ..launch.env import launcher
+    from ..launch.join.env import launcher
 
     info = launcher({name: value for name, value in os.environ.items() if name not in _TORCHRUN_VARIABLES})
     if info is not None and info.size not in {1, options.nodes}:

@@ -8,13 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ..errors import MissingDependencyError, UsageError
-from ..launch.checks import check_same_environment, environment
-from ..launch.gpu import gpu_stack, has_gpu
 from ..settings import Settings
 from .base import Communicator, Work
+from .checks import check_same_environment, environment
+from .gpu import gpu_stack, has_gpu
 
 if TYPE_CHECKING:
-    from ..launch.job import Job
+    from ..launch.join.job import Job
     from ..launch.topology import Topology
 
 __all__ = ["BACKENDS", "Communicator", "Work", "create"]

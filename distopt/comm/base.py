@@ -28,7 +28,7 @@ from .work import Array, DoneWork, GatheredParts, MessageWork, RaggedWork, Work,
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..launch.job import Job
+    from ..launch.join.job import Job
     from ..launch.topology import Topology
 
 __all__ = [

@@ -22,7 +22,7 @@ from .mpi.communicator import MpiCommunicator
 from .shm import ShmCommunicator
 
 if TYPE_CHECKING:
-    from ..launch.mpi import MpiJob
+    from ..launch.join.mpi import MpiJob
     from .base import Array
 
 __all__ = ["HierarchicalCommunicator"]

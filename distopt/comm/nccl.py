@@ -16,14 +16,14 @@ import numpy as np
 
 from .. import _core
 from ..errors import Process, UsageError, WireMemoryError
-from ..launch.gpu import GpuStack, Place, choose_devices, exchange_places, gpu_stack
 from ..settings import Settings
 from .base import DTYPES, OPS, Array, Communicator, DoneWork, RaggedWork, ReduceOp, Work, storage_of
+from .gpu import GpuStack, Place, choose_devices, exchange_places, gpu_stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ..launch.job import Job
+    from ..launch.join.job import Job
 
 __all__ = ["NcclCommunicator"]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import _core
 from ..errors import Process, UsageError
-from ..launch.rendezvous import HostGroup
+from ..launch.join.rendezvous import HostGroup
 from ..launch.topology import Topology
 from ..settings import Settings
 from .base import DTYPES, OPS, Array, Communicator, MessageWork, RaggedWork, ReduceOp, Work
@@ -19,7 +19,7 @@ from .base import DTYPES, OPS, Array, Communicator, MessageWork, RaggedWork, Red
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..launch.job import Job
+    from ..launch.join.job import Job
 
 __all__ = ["ShmCommunicator"]
 

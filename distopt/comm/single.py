@@ -10,7 +10,7 @@ from .base import Array, Communicator, DoneWork, RaggedWork, ReduceOp, Work, sto
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..launch.job import Job
+    from ..launch.join.job import Job
     from ..launch.topology import Topology
 
 __all__ = ["SingleCommunicator"]

@@ -9,14 +9,15 @@ from functools import cache
 from importlib.util import find_spec
 
 from ..errors import LaunchError
-from .child import invitation
-from .env import LauncherInfo, launcher, unstarted_tasks
-from .job import Job
-from .meeting import LaunchedJob, meeting
-from .mpi import MpiJob
-from .multiprocess import MultiprocessJob, Ticket
-from .output import open_standard_streams
-from .spawn import main, spawn, started_as_rank
+from .join.env import LauncherInfo, launcher, unstarted_tasks
+from .join.job import Job
+from .join.meeting import LaunchedJob, meeting
+from .join.mpi import MpiJob
+from .join.multiprocess import MultiprocessJob, Ticket
+from .join.origin import origin
+from .run.output import open_standard_streams
+from .run.spawn import main, spawn
+from .watch.report import supervisor
 
 __all__ = [
     "Job",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 open_standard_streams()  # before this package opens anything
+supervisor.hook()
 
 
 def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size: int | None = None) -> Job:
@@ -50,7 +52,7 @@ def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size
         LaunchError: the arguments or the launcher's variables contradict each other.
         MissingDependencyError: an MPI launcher started this process, but mpi4py or an MPI library is missing.
     """
-    if ticket is not None and not started_as_rank(local_rank, world_size):
+    if ticket is not None and origin.place != (local_rank, world_size):
         if local_rank is None or world_size is None:
             raise LaunchError(
                 f"a ticket was given with local_rank={local_rank} and world_size={world_size}; pass both numbers too"
@@ -61,8 +63,8 @@ def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size
             f"local_rank={local_rank} and world_size={world_size} were given without a ticket; pass the ticket that "
             "the parent made, or none of the three to join the job of mpiexec"
         )
-    if (invited := invitation()) is not None:
-        return MultiprocessJob(*invited)
+    if origin.invitation is not None:
+        return MultiprocessJob(*origin.invitation)
     info = launcher()
     place = meeting(info) if info is not None else None
     if info is not None and place is not None and place.one_host:

@@ -15,8 +15,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import FrameType
 
-__all__ = ["ENDED_BY_SIGTERM", "caught_signals", "describe_exit", "die_with", "shortened", "waitable_children"]
+__all__ = [
+    "ENDED_BY_SIGTERM",
+    "ENDING_SIGNALS",
+    "PREEMPTION_SIGNALS",
+    "caught_signals",
+    "describe_exit",
+    "die_with",
+    "shortened",
+    "waitable_children",
+]
 
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# What schedulers send before they end a job: of their own accord, or because a job script or submitit asks for it.
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 _MAX_TEXT = 1 << 16  # characters; what launchers forward at once
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -5,64 +5,21 @@ from __future__ import annotations
 import contextlib
 import struct
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
-from .stopwatch import SLICE_SECONDS, Stopwatch
+from .gate import in_slices, receive_exactly
+from .stopwatch import Deadline
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-__all__ = [
-    "Deadline",
-    "in_slices",
-    "pack",
-    "rank_named",
-    "receive",
-    "receive_exactly",
-    "send",
-    "try_to_tell",
-    "unpack",
-]
+__all__ = ["pack", "rank_named", "receive", "send", "try_to_tell", "unpack"]
 
 _HEADER = struct.Struct("!BI")  # kind, length
 _DATA, _ERROR = 0, 1
 _MAX_BYTES = 16 << 20
-
-T = TypeVar("T")
-
-
-class Deadline:
-    """The end of a wait of so many seconds, in which those of a suspension do not count; see `Stopwatch`."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._watch = Stopwatch()
-
-    def left(self) -> float:
-        """Seconds left; raises TimeoutError if there are none."""
-        left = self.seconds - self._watch.seconds()
-        if left <= 0:
-            raise TimeoutError
-        return left
-
-    @property
-    def over(self) -> bool:
-        """Whether none are left."""
-        return self._watch.seconds() >= self.seconds
-
-
-def in_slices(link: socket.socket, deadline: Deadline, operation: Callable[[], T]) -> T:
-    """Local. The result of an operation on `link`, which is tried again and again until the deadline.
-
-    Raises:
-        TimeoutError: it has passed.
-    """
-    while True:
-        link.settimeout(min(SLICE_SECONDS, deadline.left()))
-        with contextlib.suppress(TimeoutError):
-            return operation()
 
 
 class rank_named(contextlib.AbstractContextManager[None]):  # noqa: N801 - reads as a statement
@@ -114,21 +71,6 @@ def receive(link: socket.socket, deadline: Deadline) -> bytes:
     if kind == _ERROR:
         raise LaunchError(payload.decode(errors="replace"))
     return payload
-
-
-def receive_exactly(link: socket.socket, count: int, deadline: Deadline) -> bytes:
-    """Local. The next `count` bytes.
-
-    Raises:
-        OSError: the other end has gone, or sent less in time.
-    """
-    parts = bytearray()
-    while len(parts) < count:
-        part = in_slices(link, deadline, partial(link.recv, count - len(parts)))
-        if not part:
-            raise ConnectionResetError("the other end closed the connection")
-        parts += part
-    return bytes(parts)
 
 
 def pack(payloads: Sequence[bytes]) -> bytes:

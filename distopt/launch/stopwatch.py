@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["SLICE_SECONDS", "Stopwatch"]
+__all__ = ["SLICE_SECONDS", "Deadline", "Stopwatch"]
 
 SLICE_SECONDS = 0.1  # that a wait may sleep at once
 
@@ -37,3 +37,23 @@ class Stopwatch:
         elif now > self._excused_until:
             self._seconds += passed
         return self._seconds
+
+
+class Deadline:
+    """The end of a wait of so many seconds, in which those of a suspension do not count."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._watch = Stopwatch()
+
+    def left(self) -> float:
+        """Seconds left; raises TimeoutError if there are none."""
+        left = self.seconds - self._watch.seconds()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+    @property
+    def over(self) -> bool:
+        """Whether none are left."""
+        return self._watch.seconds() >= self.seconds

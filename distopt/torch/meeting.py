@@ -13,9 +13,9 @@ from torch.distributed import DistBackendError
 from ..comm.shm import ShmCommunicator
 from ..comm.single import SingleCommunicator
 from ..errors import DistoptError
-from ..launch.rendezvous import HostGroup
-from ..launch.siblings import Absence
+from ..launch.join.rendezvous import HostGroup
 from ..launch.topology import Topology, host_identity
+from ..launch.watch.siblings import Absence
 from ..settings import Settings
 from .process_group import DistoptProcessGroup
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpi4py import MPI
 
-from distopt.launch.mpi import MpiJob
+from distopt.launch.join.mpi import MpiJob
 
 
 def blocks() -> MpiJob:

@@ -32,8 +32,8 @@ def connect(job: LocalJob, settings: Settings = PATIENT, **fake: str) -> NcclCom
     """`fake` are variables of fake_nccl.cpp, without their prefix."""
     os.environ.update({f"FAKE_NCCL_{name}": value for name, value in fake.items()})
     activate()
+    from distopt.comm.gpu import exchange_places, gpu_stack
     from distopt.comm.nccl import NcclCommunicator
-    from distopt.launch.gpu import exchange_places, gpu_stack
 
     stack = gpu_stack()
     return NcclCommunicator(job, stack, exchange_places(job, stack), settings)

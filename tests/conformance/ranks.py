@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from distopt.comm.shm import ShmCommunicator
 from distopt.errors import CommunicatorError
-from distopt.launch.job import Job
-from distopt.launch.rendezvous import HostGroup
+from distopt.launch.join.job import Job
+from distopt.launch.join.rendezvous import HostGroup
 from distopt.launch.topology import Topology
 from distopt.settings import Settings
 

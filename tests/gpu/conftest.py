@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from distopt.comm.gpu import GpuStack, gpu_stack
 from distopt.errors import MissingDependencyError
-from distopt.launch.gpu import GpuStack, gpu_stack
 
 
 @pytest.fixture(scope="session")

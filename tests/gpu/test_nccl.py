@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from distopt.launch.gpu import GpuStack
+from distopt.comm.gpu import GpuStack
 from tests.conformance.checks import CHECKS
 from tests.conformance.ranks import LocalJob, Outcome, run_ranks, run_ranks_ok
 from tests.conformance.run import run_checks

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distopt import comm
+from distopt.comm.checks import check_same_environment, environment
 from distopt.errors import LaunchError
-from distopt.launch.checks import check_same_environment, environment
-from distopt.launch.job import Job
+from distopt.launch.join.job import Job
 from distopt.launch.topology import Topology
 
 

@@ -35,7 +35,7 @@ def test_the_suite_passes_under_mpiexec(n):
 @pytest.mark.parametrize("backend", ["mpi", "shm"])
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_conformance_under_mpiexec(n, backend):
-    ended = mpiexec(n, "-m", "tests.conformance.run", "--backend", backend, "--job", "distopt.launch.mpi:MpiJob")
+    ended = mpiexec(n, "-m", "tests.conformance.run", "--backend", backend, "--job", "distopt.launch.join.mpi:MpiJob")
     assert ended.code == 0, ended.stdout + ended.stderr
     assert ended.stdout.count(" checks passed") == n
 

@@ -3,9 +3,9 @@
 import pytest
 
 from distopt.errors import LaunchError
-from distopt.launch.env import launcher
-from distopt.launch.meeting import meeting
-from distopt.launch.pmi import ports
+from distopt.launch.join.env import launcher
+from distopt.launch.join.meeting import meeting
+from distopt.launch.join.pmi import ports
 
 TORCHRUN = {
     "RANK": "3",

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from distopt.comm import gpu
+from distopt.comm.gpu import Place, choose_devices, find_nccl
 from distopt.errors import LaunchError, MissingDependencyError
-from distopt.launch import gpu
-from distopt.launch.gpu import Place, choose_devices, find_nccl
 
 
 # -- the library -------------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 import pytest
 
-from distopt.launch.nodes import NO_RANK, Node, Owner, RunOptions
-from distopt.launch.ranks import Failure
+from distopt.launch.run.nodes import NO_RANK, Node, Owner, RunOptions
+from distopt.launch.run.ranks import Failure
 
 SIGKILL = Failure(2, 137, "rank 2 was ended by SIGKILL")
 RAISED = Failure(1, 1, "rank 1 left with exit code 1: ValueError")

@@ -9,11 +9,13 @@ import time
 import pytest
 
 from distopt.errors import LaunchError
-from distopt.launch.env import LauncherInfo
-from distopt.launch.meeting import Meeting
-from distopt.launch.pmi import Member, ports
-from distopt.launch.pmi_server import Server, proof
-from distopt.launch.watch import Watch
+from distopt.launch.gate import proof
+from distopt.launch.join import pmi
+from distopt.launch.join.env import LauncherInfo
+from distopt.launch.join.meeting import Meeting
+from distopt.launch.join.pmi import Member, ports
+from distopt.launch.watch.server import Server
+from distopt.launch.watch.watch import Watch
 
 KEY = os.getpid().to_bytes(32, "big")  # of which the ports follow: other workers have others
 
@@ -161,7 +163,7 @@ def test_strangers_do_no_harm():
 
 
 def test_another_job_does_not_get_in(monkeypatch):
-    monkeypatch.setattr("distopt.launch.pmi.ports", lambda key: ports(KEY))
+    monkeypatch.setattr(pmi, "ports", lambda key: ports(KEY))
     with served():
         began = time.monotonic()
         with pytest.raises(LaunchError, match=r"rank 1 of 2 on .* found no rank 0 at localhost \(NODES=localhost\)"):

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from distopt.launch.output import Relay
+from distopt.launch.run.output import Relay
 
 
 @pytest.fixture

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from distopt.errors import LaunchError
-from distopt.launch import joining, siblings
-from distopt.launch.rendezvous import HostGroup
+from distopt.launch import gate
+from distopt.launch.join import rendezvous
+from distopt.launch.join.rendezvous import HostGroup
+from distopt.launch.watch import siblings
 from tests.conformance.ranks import LocalJob, run_ranks, run_ranks_ok
 
 if TYPE_CHECKING:
@@ -98,10 +100,10 @@ def test_rank_0_may_come_last(ticket: bytes) -> None:
 
 
 def test_the_ticket_cannot_be_read_off_the_socket(ticket: bytes) -> None:
-    address = joining._address(ticket)
+    address = rendezvous._address(ticket)
     assert address.startswith("\0distopt-")
     assert ticket.hex() not in address
-    assert joining._address(secrets.token_bytes(16)) != address
+    assert rendezvous._address(secrets.token_bytes(16)) != address
 
 
 # -- failure ---------------------------------------------------------------------------------------
@@ -147,8 +149,8 @@ def test_bad_arguments(rank: int, size: int, length: int) -> None:
 def test_a_stranger_without_the_ticket_is_not_let_in(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """It can reach the socket, but its proof is wrong; the ranks of the job are not disturbed."""
     wrong = secrets.token_bytes(16)
-    address = joining._address(ticket)
-    monkeypatch.setattr(joining, "_address", lambda _: address)
+    address = rendezvous._address(ticket)
+    monkeypatch.setattr(rendezvous, "_address", lambda _: address)
     stranger, *groups = in_threads(
         lambda: HostGroup(wrong, 1, 2, 0.5),
         lambda: HostGroup(ticket, 0, 2, 5),
@@ -160,7 +162,7 @@ def test_a_stranger_without_the_ticket_is_not_let_in(ticket: bytes, monkeypatch:
 
 def test_an_impostor_cannot_play_rank_0(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = secrets.token_bytes(16)
-    address = joining._address(ticket)
+    address = rendezvous._address(ticket)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
@@ -170,7 +172,7 @@ def test_an_impostor_cannot_play_rank_0(ticket: bytes, monkeypatch: pytest.Monke
             with link:
                 link.sendall(bytes(32))
                 link.recv(1000)
-                link.sendall(joining._proof(wrong, b"accept"))
+                link.sendall(gate.proof(wrong, b"accept"))
 
         result, _ = in_threads(lambda: HostGroup(ticket, 1, 2, 2), impostor)
     assert "does not hold its ticket" in str(result)
@@ -178,12 +180,12 @@ def test_an_impostor_cannot_play_rank_0(ticket: bytes, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("noise", [b"", b"x", bytes(1000)])
 def test_noise_is_ignored(ticket: bytes, noise: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "_HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(gate, "_HANDSHAKE_SECONDS", 0.2)
 
     def disturb() -> None:
         time.sleep(0.2)
         with socket.socket(socket.AF_UNIX) as link:
-            link.connect(joining._address(ticket))
+            link.connect(rendezvous._address(ticket))
             link.sendall(noise)
             time.sleep(0.4)
 
@@ -201,7 +203,7 @@ def test_silent_clients_hold_nobody_up(ticket: bytes) -> None:
         links = [socket.socket(socket.AF_UNIX) for _ in range(5)]
         try:
             for i, link in enumerate(links):
-                while link.connect_ex(joining._address(ticket)):
+                while link.connect_ex(rendezvous._address(ticket)):
                     time.sleep(0.01)
                 link.sendall(b"x" * i)
             started.set()
@@ -228,12 +230,12 @@ def test_silent_clients_hold_nobody_up(ticket: bytes) -> None:
 
 
 def test_a_silent_client_is_dismissed_in_its_own_time(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "_HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(gate, "_HANDSHAKE_SECONDS", 0.3)
 
     def silent() -> bytes:
         time.sleep(0.1)
         with socket.socket(socket.AF_UNIX) as link:
-            link.connect(joining._address(ticket))
+            link.connect(rendezvous._address(ticket))
             link.settimeout(5)
             assert len(link.recv(32)) == 32
             return link.recv(1)  # the other end has closed it
@@ -247,7 +249,7 @@ def test_another_user_is_not_let_in(ticket: bytes, monkeypatch: pytest.MonkeyPat
     user = os.geteuid()
     main = threading.main_thread().ident
     listener_sees = {"rank 0": user + 1}
-    monkeypatch.setattr(joining.os, "geteuid", lambda: listener_sees.get(threading.current_thread().name, user))
+    monkeypatch.setattr(rendezvous.os, "geteuid", lambda: listener_sees.get(threading.current_thread().name, user))
 
     def rank_0() -> HostGroup:
         threading.current_thread().name = "rank 0"
@@ -261,15 +263,14 @@ def test_another_user_is_not_let_in(ticket: bytes, monkeypatch: pytest.MonkeyPat
 
 # -- processes that end ----------------------------------------------------------------------------
 def test_a_rank_that_ends_while_joining_is_noticed(ticket: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    admitted, admit = threading.Event(), joining.Listener._admit
+    admitted, admit = threading.Event(), rendezvous._Listener._admitted
 
-    def admit_and_tell(listener: joining.Listener, stranger: joining._Stranger) -> int:
-        rank = admit(listener, stranger)
+    def admit_and_tell(listener: rendezvous._Listener, link: gate.Link) -> None:
+        admit(listener, link)
         admitted.set()
-        return rank
 
-    monkeypatch.setattr(joining.Listener, "_admit", admit_and_tell)
-    code = f"from distopt.launch.rendezvous import HostGroup; HostGroup(bytes.fromhex('{ticket.hex()}'), 1, 3, 20)"
+    monkeypatch.setattr(rendezvous._Listener, "_admitted", admit_and_tell)
+    code = f"from distopt.launch.join.rendezvous import HostGroup; HostGroup(bytes.fromhex('{ticket.hex()}'), 1, 3, 20)"
     child = os.posix_spawn(sys.executable, [sys.executable, "-c", code], dict(os.environ))
 
     def kill() -> None:
@@ -314,4 +315,4 @@ def test_nothing_is_left_of_the_socket(ticket: bytes) -> None:
     assert all(isinstance(group, HostGroup) for group in groups)
     with pytest.raises(LaunchError):
         HostGroup(ticket, 0, 2, 0.1)
-    assert joining._address(ticket)[1:] not in Path("/proc/net/unix").read_text()
+    assert rendezvous._address(ticket)[1:] not in Path("/proc/net/unix").read_text()

@@ -108,8 +108,8 @@ def host_name() -> Finding:
 
 def launcher_variables() -> Finding:
     """The launcher that started this process, according to its environment variables."""
-    from ...launch.env import launcher  # not before the probe runs: the package may be incomplete
-    from ...launch.meeting import meeting
+    from ...launch.join.env import launcher  # not before the probe runs: the package may be incomplete
+    from ...launch.join.meeting import meeting
 
     try:
         info = launcher()

@@ -13,7 +13,7 @@ import numpy as np
 
 from ... import _core
 from ...errors import UsageError, WireMemoryError
-from ...launch.mpi import MpiJob, close_at_exit, import_mpi
+from ...launch.join.mpi import MpiJob, close_at_exit, import_mpi
 from ..base import DTYPES, OPS, Array, Communicator, MessageWork, RaggedWork, ReduceOp, Work, storage_of
 from .messages import MpiMessages
 from .waits import Waits
@@ -21,7 +21,7 @@ from .waits import Waits
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ...launch.job import Job
+    from ...launch.join.job import Job
 
 __all__ = ["MpiCommunicator", "MpiWork"]
 

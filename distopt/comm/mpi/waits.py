@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import _core
 from ...errors import Process
-from ...launch.mpi import after_closing
+from ...launch.join.mpi import after_closing
 from ...launch.stopwatch import Stopwatch
 from ...settings import Settings
 from .notes import MpiNotes
@@ -18,7 +18,7 @@ from .peers import LocalPeers
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ...launch.mpi import MpiJob
+    from ...launch.join.mpi import MpiJob
 
 __all__ = ["Waits"]
 

@@ -1,9 +1,9 @@
 """How the agents of several nodes act as one: they meet at an endpoint, whose owner decides for all.
 
-An agent runs on each node; `distopt.launch.agent` is what it does there. The owner of the endpoint listens, numbers
+An agent runs on each node; `distopt.launch.run.agent` is what it does there. The owner of the endpoint listens, numbers
 the nodes, and tells all agents when to start their ranks, when to end them, and how the job has ended. An agent tells
-the owner when a rank of its own fails, and when all have ended. The connections are those of `pmi_server.Gate`: each
-side proves by HMAC that it knows the job's name and secret. After that, each line is an object in JSON.
+the owner when a rank of its own fails, and when all have ended. On the connections, those of
+`distopt.launch.gate`, each line is an object in JSON.
 
 What the owner says has the key "do", and what an agent says the key "say".
 """
@@ -16,9 +16,9 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .pmi_server import Gate, Link
-from .ranks import Failure
-from .stopwatch import Stopwatch
+from ..gate import Gate, Link
+from ..stopwatch import Stopwatch
+from .ranks import Failure, first_of
 
 if TYPE_CHECKING:
     import selectors
@@ -300,7 +300,7 @@ class Owner(Gate):
         if not self._failures:
             self._finish(0, "")
             return
-        first = min(self._failures.values(), key=self._place)
+        first = first_of(self._failures.values(), between_hosts=len(self._nodes) > 1)
         total = sum(node.ranks for node in self._nodes)
         by_signal = [signum for signum in self._signals if first.code == 128 + signum]
         if first.is_consequence and not by_signal:
@@ -313,14 +313,6 @@ class Owner(Gate):
         else:
             again = f"starting all ranks again ({self._attempt + 1} of {self._options.restarts})"
             self._start(f"{first.text}; {again}")
-
-    def _place(self, failure: Failure) -> tuple[bool, ...]:
-        """Of failures that are no consequence: a lost node before ranks, a signal before exit codes, then the earliest.
-
-        Between hosts, a crash comes last: MPICH (5.0.2) crashes in MPI_Isend to a rank that has ended.
-        """
-        crashed = len(self._nodes) > 1 and failure.code == 128 + signal.SIGSEGV
-        return failure.is_consequence, not failure.is_final, crashed, failure.code <= 128
 
     def _finish(self, code: int, text: str) -> None:
         if not self._finished:

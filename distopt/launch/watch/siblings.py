@@ -18,8 +18,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import LaunchError
-from .stopwatch import Stopwatch
+from ...errors import LaunchError
+from ..stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator

@@ -18,7 +18,7 @@ from .gpu import dotted_version, gpu_stack
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .job import Job
+    from ..launch.join.job import Job
 
 __all__ = ["check_same_environment", "environment"]
 

@@ -11,15 +11,15 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..errors import LaunchError
-from .messages import pack, unpack
-from .siblings import ended_siblings
-from .stopwatch import Stopwatch
+from ...errors import LaunchError
+from ..messages import pack, unpack
+from ..stopwatch import Stopwatch
+from ..watch.siblings import ended_siblings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..settings import Settings
+    from ...settings import Settings
 
 __all__ = ["all_gather_bytes"]
 
@@ -51,53 +51,45 @@ def all_gather_bytes(mpi: Any, comm: Any, payload: bytes, settings: Settings) ->
         )
     if comm.size == 1:
         return [payload]
-    exchange = _Exchange(mpi, comm, settings)
     if comm.rank != 0:
-        exchange.send(payload, [0], settings.timeout)
-        message = exchange.receive([0], settings.timeout + _GRACE_SECONDS)[0]
+        _send(mpi, comm, settings, payload, [0], settings.timeout)
+        message = _receive(mpi, comm, settings, [0], settings.timeout + _GRACE_SECONDS)[0]
         return unpack(message, comm.size)
     others = range(1, comm.size)
-    received = exchange.receive(others, settings.timeout)
+    received = _receive(mpi, comm, settings, others, settings.timeout)
     payloads = [payload, *(received[rank] for rank in others)]
-    exchange.send(pack(payloads), others, settings.timeout)
+    _send(mpi, comm, settings, pack(payloads), others, settings.timeout)
     return payloads
 
 
-class _Exchange:
-    def __init__(self, mpi: Any, comm: Any, settings: Settings) -> None:
-        self._mpi = mpi
-        self._comm = comm
-        self._settings = settings
+def _send(mpi: Any, comm: Any, settings: Settings, message: bytes, ranks: Sequence[int], seconds: float) -> None:
+    requests = {rank: comm.Isend([message, mpi.BYTE], rank, _TAG) for rank in ranks}
+    wait = _Wait(comm, settings, seconds)
+    while requests:
+        requests = {rank: request for rank, request in requests.items() if not request.Test()}
+        wait.step(list(requests))
 
-    def send(self, message: bytes, ranks: Sequence[int], seconds: float) -> None:
-        requests = {rank: self._comm.Isend([message, self._mpi.BYTE], rank, _TAG) for rank in ranks}
-        wait = _Wait(self._comm, self._settings, seconds)
-        while requests:
-            requests = {rank: request for rank, request in requests.items() if not request.Test()}
-            wait.step(list(requests))
 
-    def receive(self, ranks: Sequence[int], seconds: float) -> dict[int, bytes]:
-        status = self._mpi.Status()
-        received: dict[int, bytes] = {}
-        absent = list(ranks)
-        wait = _Wait(self._comm, self._settings, seconds)
-        while absent:
-            for rank in absent:
-                message = self._comm.Improbe(rank, _TAG, status)
-                if message is not None:
-                    buffer = bytearray(self._checked(status.Get_count(self._mpi.BYTE), rank))
-                    message.Recv([buffer, self._mpi.BYTE])
-                    received[rank] = bytes(buffer)
-            absent = [rank for rank in absent if rank not in received]
-            wait.step(absent)
-        return received
-
-    def _checked(self, count: int, rank: int) -> int:
-        if not 0 <= count <= _MAX_BYTES * self._comm.size:
-            raise LaunchError(
-                f"rank {rank} sent a message that cannot be read; use the same version of distopt everywhere"
-            )
-        return count
+def _receive(mpi: Any, comm: Any, settings: Settings, ranks: Sequence[int], seconds: float) -> dict[int, bytes]:
+    status = mpi.Status()
+    received: dict[int, bytes] = {}
+    absent = list(ranks)
+    wait = _Wait(comm, settings, seconds)
+    while absent:
+        for rank in absent:
+            message = comm.Improbe(rank, _TAG, status)
+            if message is not None:
+                count = status.Get_count(mpi.BYTE)
+                if not 0 <= count <= _MAX_BYTES * comm.size:
+                    raise LaunchError(
+                        f"rank {rank} sent a message that cannot be read; use the same version of distopt everywhere"
+                    )
+                buffer = bytearray(count)
+                message.Recv([buffer, mpi.BYTE])
+                received[rank] = bytes(buffer)
+        absent = [rank for rank in absent if rank not in received]
+        wait.step(absent)
+    return received
 
 
 class _Wait:

@@ -16,7 +16,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..errors import LaunchError
+from ...errors import LaunchError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

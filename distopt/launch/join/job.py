@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ..topology import Topology
     from .rendezvous import HostGroup
-    from .topology import Topology
 
 __all__ = ["Job"]
 

@@ -9,15 +9,15 @@ import sys
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
+from ...errors import UsageError
+from ..join.multiprocess import UNGUARDED, is_importing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["NO_GUARD", "UNGUARDED", "check_call", "check_script", "check_sendable", "in_one_line", "is_importing"]
+__all__ = ["NO_GUARD", "check_call", "check_script", "check_sendable", "in_one_line"]
 
 NO_GUARD = os.EX_USAGE  # exit code of a rank whose import of the script reaches a call that starts ranks
-UNGUARDED = 'imports the script, which would start processes again; start them under `if __name__ == "__main__":`'
 
 
 def check_sendable(fn: Callable[..., object], args: Sequence[Any]) -> None:
@@ -38,11 +38,6 @@ def _check_part(name: str, part: Any, cure: str) -> None:
         pass
     except Exception as error:
         raise UsageError(f"{name} cannot be sent to the ranks ({in_one_line(error)}); {cure}") from None
-
-
-def is_importing() -> bool:
-    """Local. Whether this is a child of multiprocessing that has yet to import what it will run."""
-    return getattr(multiprocessing.current_process(), "_inheriting", False)  # what multiprocessing itself looks at
 
 
 def check_script() -> None:

@@ -17,13 +17,13 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..errors import LaunchError
-from ..settings import Settings
+from ...errors import LaunchError
+from ...settings import Settings
+from ..threads import cap_threads, cores
+from ..watch.siblings import end_with_parent
+from ..watch.watch import Watch, watch_ranks
 from .env import RUN
 from .multiprocess import MultiprocessJob, Ticket
-from .siblings import end_with_parent
-from .threads import cap_threads, cores
-from .watch import Watch, watch_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -110,7 +110,7 @@ class LaunchedJob(MultiprocessJob):
         usable = [json.loads(payload) for payload in self.all_gather(json.dumps(sorted(cores())).encode())]
         cap_threads(self.topology.world_size, len(set().union(*usable)))
         if self.topology.world_size > 1 and not self._has_agents:
-            self._watch = watch_ranks(self, Settings.from_env().timeout)
+            self._watch = watch_ranks(self.topology, self.all_gather, Settings.from_env().timeout)
         if self._watch is not None:
             self._watch.end_with_others()
             atexit.register(_leave, self._watch)

@@ -16,7 +16,7 @@ from ..settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .job import Job
+    from ..launch.join.job import Job
 
 __all__ = [
     "GpuStack",

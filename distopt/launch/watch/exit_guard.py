@@ -18,9 +18,10 @@ import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from .. import _core
-from ..errors import DistoptError, UsageError
-from .ending import shortened
+from ... import _core
+from ...errors import DistoptError, UsageError
+from ..ending import shortened
+from .report import supervisor
 from .siblings import end_with_parent
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class ExitGuard:
         """Local. From now on, leaving early ends the job."""
         if self._mpi is None:
             self._mpi, self._pid = mpi, os.getpid()
-            sys.excepthook = partial(self._uncaught, sys.excepthook)
+            sys.excepthook = partial(self._uncaught, supervisor.unhook())
             sys.exit = partial(self._exit, sys.exit)
             os._exit = partial(self._exit_now, os._exit)
             _core.refuse_early_exit(self._says(_EARLY.format("exit(0) of C")))
@@ -97,6 +98,9 @@ class ExitGuard:
     def _uncaught(
         self, before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        interrupted = issubclass(kind, KeyboardInterrupt)
+        code = 130 if interrupted else error.exit_code if isinstance(error, DistoptError) else 1
+        supervisor.raised(error, code)
         if self._left or not self._is_rank:
             before(kind, error, trace)
             return
@@ -107,8 +111,7 @@ class ExitGuard:
         else:
             _say(who)
             before(kind, error, trace)
-        interrupted = issubclass(kind, KeyboardInterrupt)
-        self.abort(130 if interrupted else error.exit_code if isinstance(error, DistoptError) else 1)
+        self.abort(code)
 
     def _exit(self, before: Any, status: object = None, /) -> NoReturn:
         if self._is_rank:

@@ -1,7 +1,7 @@
 """`distopt run` on one node: starts this node's ranks, and ends them with those of the other nodes.
 
 An agent has one thread and waits for signals, for output and ends of its ranks, and for what the owner of the endpoint
-says (`distopt.launch.nodes`). On one node, it is its own owner, and listens nowhere. It starts fast: without NumPy.
+says (`distopt.launch.run.nodes`). On one node, it is its own owner, and listens nowhere. It starts fast: without NumPy.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
 from collections import deque
 from dataclasses import asdict
 from typing import Any
 
-from ..errors import LaunchError, UsageError
-from ..settings import Settings
-from .ending import caught_signals
+from ...errors import LaunchError, UsageError
+from ...settings import Settings
+from ..ending import caught_signals, waitable_children
+from ..gate import LONGEST_CALL_SECONDS, RefusedError, StrangerError, call, listen, proof, turn
+from ..stopwatch import Stopwatch
+from ..threads import thread_variables
 from .nodes import NO_RANK, Node, Owner, RunOptions
 from .output import write_all
-from .pmi_server import keep_alive, proof, turn
+from .program import Program
 from .ranks import Failure, LocalRanks
-from .stopwatch import Stopwatch
-from .threads import thread_variables
-from .watch import CONNECT_SECONDS, LONGEST_CALL_SECONDS, introduce, listen
 
 __all__ = ["run"]
 
@@ -53,7 +52,8 @@ def run(options: RunOptions) -> int:
         LaunchError: the nodes do not find each other.
     """
     with contextlib.ExitStack() as stack:
-        caught, wake = stack.enter_context(caught_signals((*_PASSED_ON, signal.SIGCHLD)))
+        stack.enter_context(waitable_children())
+        caught, wake = stack.enter_context(caught_signals(_PASSED_ON))
         selector = stack.enter_context(selectors.DefaultSelector())
         agent = _Agent(options, caught, selector)
         stack.callback(agent.close)
@@ -106,42 +106,34 @@ class _Agent:
             with contextlib.suppress(OSError):  # on this host, another agent may own it; or something else
                 listener = listen(options.port, options.nodes + 16)
         if options.nodes == 1 or listener is not None:
-            self._own(listener)
+            self._owner = Owner(self._me, options, self._key, self._selector, _print)
+            if listener is not None:
+                self._owner.listen(listener)
         elif (link := self._connect()) is not None:
             owner = f"the node that owns {options.endpoint}"
             self._owner = _Remote(link, owner, self._selector, self._inbox)
         if self._owner is not None:
             self._say("hello", ranks=options.ranks)
 
-    def _own(self, listener: socket.socket | None) -> None:
-        self._owner = Owner(self._me, self._options, self._key, self._selector, _print)
-        if listener is not None:
-            self._owner.listen(listener)
-
     def _connect(self) -> socket.socket | None:
         """The connection to the owner; None if a signal came first."""
         options, clock = self._options, Stopwatch(LONGEST_CALL_SECONDS)
-        foreign_since = None
+        place, foreign_since = (options.host, options.port), None
         while True:
-            link = None
             try:
-                clock.seconds()
-                link = socket.create_connection((options.host, options.port), timeout=CONNECT_SECONDS)
-                clock.seconds()
-                keep_alive(link)
-                reason = introduce(link, self._key, b"a", self._me.wanted, options.nodes)
+                return call(place, self._key, b"a", self._me.wanted, options.nodes, clock)
+            except RefusedError as error:
+                raise LaunchError(f"{options.endpoint} refuses this node: {error}") from None
             except socket.gaierror as error:
                 raise LaunchError(
                     f"the host of the endpoint {options.endpoint} cannot be found: {error.strerror}; give a name or an "
                     "address that all nodes can reach"
                 ) from None
-            except (OSError, struct.error) as error:
-                fact = getattr(error, "strerror", None) or "no answer"
-                now = clock.seconds()
-                if link is None:
+            except OSError as error:
+                fact, now = error.strerror or "no answer", clock.seconds()
+                if not isinstance(error, StrangerError):
                     foreign_since = None
                 else:
-                    link.close()
                     foreign_since = now if foreign_since is None else foreign_since
                     if now > foreign_since + _FOREIGN_SECONDS:
                         raise LaunchError(
@@ -153,11 +145,6 @@ class _Agent:
                         f"no distopt run answers at {options.endpoint} within {options.timeout:g} s ({fact}); run the "
                         "same line on the node that has this address, and see whether a firewall separates them"
                     ) from None
-            else:
-                if reason:
-                    link.close()
-                    raise LaunchError(f"{options.endpoint} refuses this node: {reason}")
-                return link
             self._handle_signals()
             if self._code is not None:
                 return None
@@ -203,7 +190,7 @@ class _Agent:
                 if options.log_dir is not None:
                     folder = options.log_dir / order["job"] / f"attempt_{order['attempt']}" / str(rank)
                 own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-                ranks.start(rank, options.program, {**common, **own}, folder)
+                ranks.add(Program(rank, options.program, {**common, **own}, folder, self._selector))
         except UsageError as error:
             text = f"on {self._me.host}, {error}"
             ranks.failures.append(Failure(order["first"], UsageError.exit_code, text, is_final=True))
@@ -228,8 +215,6 @@ class _Agent:
     def _handle_signals(self) -> None:
         while self._caught:
             signum = self._caught.pop(0)
-            if signum == signal.SIGCHLD:
-                continue
             if self._ranks is None:
                 if signum in _ENDING:
                     _print(f"{signal.Signals(signum).name}: no rank has been started")
@@ -330,4 +315,4 @@ def _variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[s
 
 def _print(text: str) -> None:
     sys.stdout.flush()
-    write_all(2, f"distopt run: {text}\n".encode())
+    write_all(2, f"distopt run: {text}\n".encode(errors="backslashreplace"))

@@ -1,48 +1,43 @@
 """Start the ranks of a job as child processes, and make sure that they end together.
 
-A rank that fails ends the job: the others get SIGTERM and, after a grace period, SIGKILL. The earliest failure is
-reported; later ones are its consequences. A lost peer reported by a rank is also a consequence, whatever the time: that
-peer ended without a message, and this process may learn of its end later.
+A rank that fails ends the job: the others get SIGTERM and, after a grace period, SIGKILL.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-import multiprocessing
 import os
+import selectors
 import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DistoptError, Preempted, RankFailedError, UsageError
-from .child import BEGUN, HEEDLESS, LEAVES, LEFT, PREEMPTION_SIGNALS, SIGNALS, Announced, run_rank
-from .ending import ENDED_BY_SIGTERM, caught_signals, describe_exit, waitable_children
-from .env import RUN, launcher
-from .meeting import meeting
-from .mpi import start_mpi
-from .multiprocess import Ticket
-from .task import NO_GUARD, UNGUARDED, check_call, check_script, check_sendable
-from .threads import cores, thread_variables
+from ...errors import DistoptError, Preempted, RankFailedError, UsageError
+from ..ending import ENDED_BY_SIGTERM, ENDING_SIGNALS, PREEMPTION_SIGNALS, caught_signals, waitable_children
+from ..gate import turn
+from ..join.env import RUN, launcher
+from ..join.meeting import meeting
+from ..join.mpi import start_mpi
+from ..join.multiprocess import Ticket
+from ..join.origin import origin
+from ..threads import cores, thread_variables
+from .child import Child
+from .ranks import LocalRanks, first_of
+from .task import check_call, check_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from multiprocessing.context import SpawnProcess
 
-    from .env import LauncherInfo
+    from ..join.env import LauncherInfo
 
-__all__ = ["main", "spawn", "started_as_rank"]
+__all__ = ["main", "spawn"]
 
 _GRACE_SECONDS = 2.0
+_LOOK_SECONDS = 0.2
 _RANKS_PER_CORE = 32  # more are taken for a mistake
-_MAX_REPORT_BYTES = 16 << 20
 _USER_ERROR = UsageError.exit_code
-_launched: list[tuple[int, int]] = []  # rank and world size, if `main` joined a launcher's job instead of starting one
 
 
 def spawn(fn: Callable[..., object], world_size: int, args: Sequence[Any] = ()) -> None:
@@ -127,13 +122,8 @@ def _as_rank(info: LauncherInfo, world_size: int, args: Sequence[Any]) -> tuple[
             f"{info.name} has started {info.size} ranks ({info.source}), but the script asks launch.main for "
             f"{world_size!r}; start {world_size!r} ranks, or run the script without a launcher"
         )
-    _launched.append((info.rank, info.size))
+    origin.place = info.rank, info.size
     return (info.rank, info.size, *args)
-
-
-def started_as_rank(rank: int | None, world_size: int | None) -> bool:
-    """Local. Whether `main` runs its function in this process as that rank of a launcher's job."""
-    return (rank, world_size) in _launched
 
 
 def _last_words_once(text: str, info: LauncherInfo | None) -> None:
@@ -161,80 +151,6 @@ def _last_words(text: str) -> None:
 
 
 # -- parent ----------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, order=True)
-class _Failure:
-    is_consequence: bool
-    time_ns: int
-    rank: int
-    exit_code: int
-    details: str
-
-
-class _Rank:
-    """A child process, as the parent sees it."""
-
-    def __init__(
-        self, fn: Callable[..., object], rank: int, world_size: int, args: tuple[Any, ...], ticket: Ticket
-    ) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.rank = rank
-        self._begun = False  # has imported the script and the function
-        self.leaves = self.left = False  # see `child.LEAVES` and `child.LEFT`
-        self._failure: _Failure | None = None
-        reports, child_end = context.Pipe(duplex=False)
-        self.reports: Connection | None = reports
-        try:
-            self.process: SpawnProcess = context.Process(
-                target=run_rank,
-                args=(Announced(child_end), fn, (rank, world_size, *args), ticket, os.getpid()),
-                name=f"rank {rank}",
-            )
-            self.process.start()
-        except Exception:
-            check_sendable(fn, args)
-            raise
-        finally:
-            child_end.close()
-
-    def failure(self) -> _Failure | None:
-        """How the rank failed, if it has."""
-        if self._failure is None:
-            # Checked before the pipe is read: a rank writes its report before it ends.
-            exit_code = self.process.exitcode
-            who = f"rank {self.rank} (pid {self.process.pid})"
-            report = self._read_report()
-            if report is not None:
-                lost_peer, time_ns, code, text = report
-                self._failure = self._failed(time_ns, code, f"{who} {text}", lost_peer=lost_peer)
-            elif exit_code and not self.left:
-                code, text = (_describe if self._begun else _describe_false_start)(exit_code)
-                self._failure = self._failed(time.monotonic_ns(), code, f"{who} {text}")
-        return self._failure
-
-    def _failed(self, time_ns: int, code: int, details: str, *, lost_peer: bool = False) -> _Failure:
-        return _Failure(lost_peer or code == ENDED_BY_SIGTERM, time_ns, self.rank, code, details)
-
-    def _read_report(self) -> tuple[bool, int, int, str] | None:
-        report: tuple[bool, int, int, str] | None = None
-        while self.reports is not None and self.reports.poll():
-            with contextlib.suppress(EOFError, OSError):
-                message = self.reports.recv_bytes(_MAX_REPORT_BYTES)
-                if message in (BEGUN, LEAVES, HEEDLESS, LEFT):
-                    self._begun = True
-                    self.leaves, self.left = message != HEEDLESS and (self.leaves or message == LEAVES), message == LEFT
-                    continue
-                lost_peer, time_ns, code, text = json.loads(message)
-                report = bool(lost_peer), int(time_ns), int(code), str(text)
-            self.reports.close()
-            self.reports = None
-        return report
-
-    def release(self) -> None:
-        if self.reports is not None:
-            self.reports.close()
-        self.process.close()
-
-
 def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int | None:
     """Start, watch and end the ranks; return the signal that ended the job, if any.
 
@@ -247,35 +163,42 @@ def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int
         raise UsageError(f"world size {world_size!r} is not a positive int; pass the number of processes to start")
     if world_size > (limit := _RANKS_PER_CORE * len(cores())):
         raise UsageError(f"world size {world_size} is too large for {len(cores())} cores; pass {limit} at most")
-    ranks: list[_Rank] = []
-    with waitable_children(), caught_signals(_signals_to_catch()) as (caught, wake):
+    with (
+        waitable_children(),
+        caught_signals(_signals_to_catch()) as (caught, wake),
+        selectors.DefaultSelector() as selector,
+    ):
+        selector.register(wake, selectors.EVENT_READ, lambda: os.read(wake, 4096))
+        local = LocalRanks(selector)
         try:
-            _start(ranks, fn, world_size, tuple(args))
-            _watch(ranks, caught, wake)
+            _start(local, fn, world_size, tuple(args))
+            _supervise(local, caught, selector)
         finally:
-            failures = [rank.failure() for rank in ranks]  # of all ranks, before any are ended here
-            _end([rank.process for rank in ranks])
-            first = min((failure for rank in ranks if (failure := rank.failure())), default=None)
-            left = [rank.process.exitcode or 0 for rank in ranks if rank.left]
-            for rank in ranks:
-                rank.release()
-    if len(left) == len(ranks):
+            local.look()
+            failed = bool(local.failures)  # before any are ended here
+            local.end(_GRACE_SECONDS)
+            left = [rank.exit_code or 0 for rank in local.ranks if rank.left]
+            local.close()
+    if len(left) == world_size:
         signum = caught[0] if caught else max(left) - 128
         return signum if any(left) else None  # without an exit code, the job will be started again
-    if any(failures) and first is not None and not (caught and first.exit_code == ENDED_BY_SIGTERM):
-        raise RankFailedError(first.rank, first.exit_code, first.details)
+    if failed:
+        first = first_of(local.failures)
+        if not (caught and first.code == ENDED_BY_SIGTERM):
+            raise RankFailedError(first.rank, first.code, first.text)
     return caught[0] if caught else None
 
 
-def _start(ranks: list[_Rank], fn: Callable[..., object], world_size: int, args: tuple[Any, ...]) -> None:
+def _start(local: LocalRanks, fn: Callable[..., object], world_size: int, args: tuple[Any, ...]) -> None:
     variables = thread_variables(world_size, os.environ)
     ticket = Ticket()
     # A new process inherits blocked signals, and unblocks them when its handlers are installed. Otherwise Ctrl-C, which
     # a terminal sends to parent and children alike, could print a traceback per child from the middle of its imports.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     os.environ.update(variables)
     try:
-        ranks.extend(_Rank(fn, rank, world_size, args, ticket) for rank in range(world_size))
+        for rank in range(world_size):
+            local.add(Child(rank, world_size, fn, args, ticket))
     finally:
         for name in variables:
             del os.environ[name]
@@ -283,43 +206,20 @@ def _start(ranks: list[_Rank], fn: Callable[..., object], world_size: int, args:
 
 
 def _signals_to_catch() -> set[int]:
-    return {*SIGNALS, *(signum for signum in PREEMPTION_SIGNALS if signal.getsignal(signum) is signal.SIG_DFL)}
+    return {*ENDING_SIGNALS, *(signum for signum in PREEMPTION_SIGNALS if signal.getsignal(signum) is signal.SIG_DFL)}
 
 
-def _watch(ranks: list[_Rank], caught: list[int], wake: int) -> None:
+def _supervise(local: LocalRanks, caught: list[int], selector: selectors.BaseSelector) -> None:
     """Return when all ranks have ended, one has failed, or a signal has arrived with which ranks must be ended."""
-    while True:
-        running = [rank for rank in ranks if rank.process.exitcode is None]
-        if not running or any(rank.failure() for rank in ranks):
-            return
-        pipes = [rank.reports for rank in running if rank.reports is not None]
-        if wake in wait([wake, *pipes, *(rank.process.sentinel for rank in running)]):
-            os.read(wake, 1)
-            if caught[-1] not in PREEMPTION_SIGNALS or not all(rank.leaves for rank in running):
+    passed_on = 0
+    while local.running and not local.failures:
+        turn(selector, _LOOK_SECONDS)
+        local.look()
+        while passed_on < len(caught):
+            signum = caught[passed_on]
+            if signum not in PREEMPTION_SIGNALS or not all(
+                rank.said.get("leaves", {}).get("does") for rank in local.running
+            ):
                 return
-            for rank in running:
-                os.kill(rank.process.pid or 0, caught[-1])  # ended or not: it has not been waited for
-
-
-def _end(processes: Sequence[SpawnProcess]) -> None:
-    for process in processes:
-        process.terminate()
-    deadline = time.monotonic() + _GRACE_SECONDS
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    for process in processes:
-        process.kill()
-        process.join()
-
-
-def _describe(exit_code: int) -> tuple[int, str]:
-    code, text = describe_exit(exit_code)
-    return code, f"{text} without a traceback" if exit_code > 0 else text
-
-
-def _describe_false_start(exit_code: int) -> tuple[int, str]:
-    if exit_code == NO_GUARD:
-        return _USER_ERROR, UNGUARDED
-    if exit_code > 0:
-        return exit_code, f"could not import the script (exit code {exit_code}); see its output"
-    return describe_exit(exit_code)
+            local.signal(signum)
+            passed_on += 1

@@ -16,28 +16,34 @@ from multiprocessing.context import get_spawning_popen
 from secrets import token_bytes
 from typing import TYPE_CHECKING, Any
 
-from ..errors import LaunchError, UsageError
-from ..settings import Settings
+from ...errors import LaunchError, UsageError
+from ...settings import Settings
+from ..threads import cap_threads
+from ..topology import Topology
+from ..watch.siblings import Absence, children, end_with_parent, is_first
 from .job import Job
+from .origin import origin
 from .rendezvous import HostGroup
-from .siblings import Absence, children, end_with_parent, is_first
-from .task import UNGUARDED, is_importing
-from .threads import cap_threads
-from .topology import Topology
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["MultiprocessJob", "Ticket"]
+__all__ = ["UNGUARDED", "MultiprocessJob", "Ticket", "is_importing"]
+
+UNGUARDED = 'imports the script, which would start processes again; start them under `if __name__ == "__main__":`'
 
 _TICKET_BYTES = 16
 _SEEN_SECONDS = 2.0  # for which a process stays, to be seen by siblings that are slower to start
-_made: dict[bytes, int] = {}  # by secret: the process that made it
+
+
+def is_importing() -> bool:
+    """Local. Whether this is a child of multiprocessing that has yet to import what it will run."""
+    return getattr(current_process(), "_inheriting", False)  # what multiprocessing itself looks at
 
 
 def _new_secret() -> bytes:
     secret = token_bytes(_TICKET_BYTES)
-    _made[secret] = os.getpid()
+    origin.made(secret)
     if is_importing():  # a script without guard goes on to start processes
         sys.excepthook = partial(_tell_missing_guard, sys.excepthook)
     return secret
@@ -160,5 +166,5 @@ def _sole(ticket: Ticket, rank: int) -> Iterator[None]:
 
 def _is_unshared(ticket: Ticket) -> bool:
     """Whether a child of multiprocessing, this process, has made the ticket and can have given it to nobody."""
-    own = _made.get(ticket.secret) == os.getpid() and not ticket.handed_out
+    own = origin.has_made(ticket.secret) and not ticket.handed_out
     return own and parent_process() is not None and not children(os.getpid())

@@ -1,4 +1,4 @@
-"""Ranks end together: each is connected to the server of its job, `distopt.launch.pmi_server`.
+"""Ranks end together: each is connected to the server of its job, `distopt.launch.watch.server`.
 
 What starts the ranks may be slow to notice that one has ended, or that a host cannot be reached, or never does.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hmac
 import json
 import logging
 import os
@@ -20,21 +19,20 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import LaunchError
-from .pmi_server import HELLO, NONCE_BYTES, PROOF_BYTES, REASON, keep_alive, proof
-from .stopwatch import Stopwatch
+from ...errors import LaunchError
+from ..gate import LONGEST_CALL_SECONDS, RefusedError, call, listen
+from ..stopwatch import Stopwatch
+from .report import supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .job import Job
+    from ..topology import Topology
 
-__all__ = ["CONNECT_SECONDS", "LONGEST_CALL_SECONDS", "Watch", "introduce", "listen", "start_server", "watch_ranks"]
+__all__ = ["Watch", "start_server", "watch_ranks"]
 
 _log = logging.getLogger("distopt")
 
-CONNECT_SECONDS = 2.0
-LONGEST_CALL_SECONDS = CONNECT_SECONDS + 0.3  # that a connection may take, or an answer
 _JOIN_SECONDS = 5.0  # in a job that can do without
 # The end of the connection may be seen this much before MPI_Finalize returns.
 _FINALIZED_SECONDS = 0.3
@@ -53,15 +51,15 @@ _PROGRAM = """
 import sys, types
 package = sys.modules["launch"] = types.ModuleType("launch")
 package.__path__ = [sys.argv.pop(1)]
-from launch.pmi_server import main
+from launch.watch.server import main
 main()
 """
 
-_servers: list[subprocess.Popen[bytes]] = []  # kept: Popen complains about a running process that nobody holds
 
-
-def start_server(listener: socket.socket, key: bytes, size: int, timeout: float, *, speaks: bool = True) -> None:
-    """Local. Start the server of a job of `size` ranks, of which this process is rank 0.
+def start_server(
+    listener: socket.socket, key: bytes, size: int, timeout: float, *, speaks: bool = True
+) -> subprocess.Popen[bytes]:
+    """Local. Start the server of a job of `size` ranks, of which this process is rank 0; to be held while it serves.
 
     Args:
         listener: a listening socket; the caller closes it.
@@ -73,7 +71,7 @@ def start_server(listener: socket.socket, key: bytes, size: int, timeout: float,
     Raises:
         OSError: no process can be started.
     """
-    program = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parent)]
+    program = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parents[1])]
     numbers = [str(x) for x in (listener.fileno(), size, timeout, os.getpid())]
     server = subprocess.Popen(
         [*program, *numbers],
@@ -83,10 +81,10 @@ def start_server(listener: socket.socket, key: bytes, size: int, timeout: float,
         pass_fds=(listener.fileno(),),
         start_new_session=True,  # a launcher kills the ranks' process groups; the server still has to say why
     )
-    _servers.append(server)
     if server.stdin is not None:
         server.stdin.write(key)
         server.stdin.close()
+    return server
 
 
 class Watch:
@@ -101,9 +99,14 @@ class Watch:
         source: where the addresses come from, for messages.
         speaks: whether this rank says that it has lost rank 0, and ends what waits for it; one per host is enough.
 
+    Attributes:
+        server: the process of the server, on rank 0.
+
     Raises:
         LaunchError: rank 0 cannot be reached, or refused this rank.
     """
+
+    server: subprocess.Popen[bytes] | None = None
 
     def __init__(
         self,
@@ -161,35 +164,23 @@ class Watch:
 
     # -- connection ------------------------------------------------------------------------------------------------
     def _connect(self, purpose: bytes, timeout: float) -> socket.socket:
-        watch = Stopwatch(LONGEST_CALL_SECONDS)
+        clock = Stopwatch(LONGEST_CALL_SECONDS)
         while True:
             for place in self._places:
-                link = None
                 try:
-                    watch.seconds()
-                    link = socket.create_connection(place, timeout=CONNECT_SECONDS)
-                    watch.seconds()
-                    keep_alive(link)
-                    reason = introduce(link, self._key, purpose, self._rank, self._size)
-                    if reason:
-                        raise LaunchError(
-                            f"rank 0 refused this rank: {reason}; check the variables that the launcher set"
-                        )
+                    return call(place, self._key, purpose, self._rank, self._size, clock)
+                except RefusedError as error:  # noqa: PERF203
+                    raise LaunchError(
+                        f"rank 0 refused this rank: {error}; check the variables that the launcher set"
+                    ) from None
                 except socket.gaierror as error:
                     raise LaunchError(
                         f"{self._who} cannot find the host of rank 0 ({self._source}): {error.strerror}; give an "
                         "address that all hosts can reach"
                     ) from None
-                except (OSError, struct.error):  # nobody listens yet, or something else does
-                    if link is not None:
-                        link.close()
-                except BaseException:
-                    if link is not None:
-                        link.close()
-                    raise
-                else:
-                    return link
-            if watch.seconds() > timeout:
+                except OSError:  # nobody listens yet, or something else does
+                    pass
+            if clock.seconds() > timeout:
                 addresses = ", ".join(dict.fromkeys(address for address, _ in self._places))
                 tried = ", ".join(str(port) for port in dict.fromkeys(port for _, port in self._places))
                 raise LaunchError(
@@ -209,11 +200,14 @@ class Watch:
             OSError: there is none: the server has ended (ConnectionError), or cannot be reached.
         """
         line = bytearray()
-        while (byte := _receive(self._link, 1)) != b"\n":
+        while (byte := self._link.recv(1)) != b"\n":
+            if not byte:
+                raise ConnectionResetError("the other end closed the connection")
             line += byte
         return line.decode(errors="replace")
 
     def _outlive(self) -> None:
+        speaks = True
         try:
             while (line := self._read_line()) == "go":
                 pass
@@ -225,13 +219,15 @@ class Watch:
             kind, how = "end", "has ended; see its output"
             if not isinstance(error, ConnectionError):
                 kind, how = "lost", "cannot be reached; see whether its host and the network are up"
-            line = f"{kind} 1 {f'{self._who} has lost rank 0, which {how}' if self._speaks else ''}"
+            line = f"{kind} 1 {self._who} has lost rank 0, which {how}"
+            speaks = self._speaks
         if self._left:
             return
         kind, code, text = line.split(" ", 2)
+        supervisor.failed(int(code), text or "another rank has failed", is_consequence=True)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
-            if text:
+            if text and speaks:
                 sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
         time.sleep(self._patience)
@@ -242,20 +238,21 @@ class Watch:
         os._exit(int(code))  # not by MPI_Abort: of several at a time, Open MPI may never end
 
 
-def watch_ranks(job: Job, timeout: float) -> Watch | None:
-    """Collective. A watch for each rank of `job`; None if TCP does not connect them all.
+def watch_ranks(topology: Topology, all_gather: Callable[[bytes], list[bytes]], timeout: float) -> Watch | None:
+    """Collective. A watch for each rank of a job; None if TCP does not connect them all.
 
     Args:
-        job: a job whose ranks can exchange a few bytes.
+        topology: the job's.
+        all_gather: gives each rank the payloads of all.
         timeout: seconds that ranks may be late.
     """
-    topology, offer = job.topology, b""
+    offer, server = b"", None
     if topology.rank == 0:
         with contextlib.suppress(OSError), listen(0, 2 * topology.world_size + 16) as listener:
-            key = os.urandom(NONCE_BYTES)
-            start_server(listener, key, topology.world_size, timeout)
+            key = os.urandom(32)
+            server = start_server(listener, key, topology.world_size, timeout)
             offer = json.dumps([key.hex(), listener.getsockname()[1], _own_addresses()]).encode()
-    offer = job.all_gather(offer)[0]
+    offer = all_gather(offer)[0]
     watch = None
     with contextlib.suppress(LaunchError, ValueError):
         secret, port, addresses = json.loads(offer)
@@ -269,14 +266,15 @@ def watch_ranks(job: Job, timeout: float) -> Watch | None:
             _JOIN_SECONDS,
             speaks=topology.local_rank == 0,
         )
-    unwatched = [str(r) for r, connected in enumerate(job.all_gather(b"" if watch is None else b"1")) if not connected]
-    if not unwatched:
+    unwatched = [str(r) for r, connected in enumerate(all_gather(b"" if watch is None else b"1")) if not connected]
+    if not unwatched and watch is not None:
+        watch.server = server
         return watch
     if watch is not None:
         watch.close()
+    if server is not None:
+        server.kill()
     if topology.rank == 0:
-        for server in _servers:
-            server.kill()
         _log.warning(
             "rank %s cannot reach rank 0 by TCP; the loss of a rank may be noticed only after DISTOPT_TIMEOUT",
             ", ".join(unwatched),
@@ -308,40 +306,3 @@ def _own_addresses() -> list[str]:
             if scope == "00":  # global
                 found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
     return [address for address in found if not address.startswith("127.")]
-
-
-def listen(port: int, backlog: int) -> socket.socket:
-    """Local. A TCP socket that listens at this port of all addresses of the host; raises OSError if it is taken."""
-    family = socket.AF_INET6 if (dual := socket.has_dualstack_ipv6()) else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=dual)
-
-
-def introduce(link: socket.socket, key: bytes, purpose: bytes, rank: int, size: int) -> str:
-    """Local. Prove to the `Gate` at the other end that this process knows the key, and make it prove the same.
-
-    Returns:
-        Why the gate refuses this process; empty if it does not.
-
-    Raises:
-        ConnectionError, TimeoutError: the other end does not know the key, does not believe this one, or is no gate.
-    """
-    theirs = _receive(link, NONCE_BYTES)
-    own = os.urandom(NONCE_BYTES)
-    host = socket.gethostname().encode()[:64]
-    said = HELLO.pack(own, purpose, rank, size, host, os.getpid(), b"")[:-PROOF_BYTES]
-    link.sendall(said + proof(key, b"join", theirs, said))
-    answer = _receive(link, PROOF_BYTES)
-    if not hmac.compare_digest(answer, proof(key, b"accept", own, theirs)):
-        raise ConnectionError("not of this job")
-    (length,) = REASON.unpack(_receive(link, REASON.size))
-    return _receive(link, length).decode(errors="replace")
-
-
-def _receive(link: socket.socket, count: int) -> bytes:
-    received = b""
-    while len(received) < count:
-        part = link.recv(count - len(received))
-        if not part:
-            raise ConnectionResetError("the other end closed the connection")
-        received += part
-    return received

@@ -15,53 +15,25 @@ Where no MPI launcher serves MPICH's ranks, each hands another connection to MPI
 `name=value` words ("PMI: A Scalable Parallel Process-Management Interface for Extreme-Scale Systems", Balaji et al.,
 EuroMPI 2010).
 
-Both sides of a connection first prove by HMAC that they know the job's key.
+Both sides of a connection first prove that they know the job's key: `distopt.launch.gate`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import select
 import selectors
 import signal
 import socket
-import struct
 import sys
-import time
-from dataclasses import dataclass, field
-from functools import partial
 
-from .stopwatch import Stopwatch
+from ..gate import Gate, Link, proof, turn
+from ..stopwatch import Stopwatch
 
-__all__ = [
-    "HELLO",
-    "NONCE_BYTES",
-    "PROOF_BYTES",
-    "REASON",
-    "Gate",
-    "Link",
-    "Server",
-    "keep_alive",
-    "main",
-    "proof",
-    "turn",
-]
+__all__ = ["Server", "main"]
 
-NONCE_BYTES = PROOF_BYTES = 32
-# Nonce, purpose, rank, number of ranks, host, process id, proof of the key.
-HELLO = struct.Struct(f"!{NONCE_BYTES}scII64sI{PROOF_BYTES}s")
-REASON = struct.Struct("!H")  # follows the proof: length of the reason for a refusal, 0 if admitted
-
-_HANDSHAKE_SECONDS = 2.0
-_SEND_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
-_MAX_STRANGERS = 64
-_MAX_LINE_BYTES = 1 << 16
-# A host that is switched off or unplugged sends no end of its connections: noticed 5 to 7 s after it.
-_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 5))
-_USER_TIMEOUT_MS = 7000
 _ENDED = "has ended before the others; see its output"
 _UNREACHABLE = "cannot be reached; see whether its host and the network are up"
 
@@ -74,176 +46,6 @@ _ANSWERS = {
     "get_universe_size": "universe_size size={size} rc=0",
     "finalize": "finalize_ack rc=0",
 }
-
-
-def keep_alive(link: socket.socket) -> None:
-    """Local. Have the kernel notice within 7 s that the other end's host cannot be reached."""
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (*_KEEP_ALIVE, (socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS), (socket.TCP_NODELAY, 1)):
-        link.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
-    """Local. What only a holder of the key can send; the role keeps one side's proof from serving as the other's."""
-    return hmac.digest(key, role + b"".join(parts), "sha256")
-
-
-def turn(selector: selectors.BaseSelector, seconds: float) -> None:
-    """Local. Wait for events, and call what was registered with each; `seconds` at most."""
-    for key, _ in selector.select(seconds):
-        if selector.get_map().get(key.fd) == key:  # not unregistered by an earlier event of this round
-            key.data()
-
-
-@dataclass(eq=False)
-class Link:
-    """One connection; a stranger's (rank -1) until it has proved that it knows the key."""
-
-    socket: socket.socket
-    address: str  # without the prefix of an IPv4 address as one of IPv6
-    nonce: bytes = field(default_factory=lambda: os.urandom(NONCE_BYTES))
-    since: float = field(default_factory=time.monotonic)
-    received: bytearray = field(default_factory=bytearray)
-    rank: int = -1
-    purpose: bytes = b""
-    host: str = ""
-    pid: int = 0
-    unreachable: bool = False  # lost without an end of the other side
-
-
-class Gate:
-    """Lets in whoever proves to know a key, and reads their lines.
-
-    Args:
-        key: the key.
-        selector: waits for the connections; each is registered with a function for `turn` to call.
-    """
-
-    def __init__(self, key: bytes, selector: selectors.BaseSelector) -> None:
-        self._key = key
-        self._selector = selector
-        self._listener: socket.socket | None = None
-        self._strangers: list[Link] = []
-        self._links: list[Link] = []
-
-    def listen(self, listener: socket.socket) -> None:
-        """Local. Accept connections from this listening TCP socket, and own it."""
-        listener.setblocking(False)
-        self._listener = listener
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
-
-    def close(self) -> None:
-        """Local. Close the listener and all connections; idempotent."""
-        for link in [*self._strangers, *self._links]:
-            self._drop(link)
-        if self._listener is not None:
-            self._selector.unregister(self._listener)
-            self._listener.close()
-            self._listener = None
-
-    # For subclasses.
-    def _refusal(self, link: Link, size: int) -> str:
-        """Why somebody who knows the key, and expects `size` ranks or nodes, cannot come in; empty if he can."""
-        raise NotImplementedError
-
-    def _admitted(self, link: Link) -> None:
-        """`link` has come in."""
-        raise NotImplementedError
-
-    def _lost(self, link: Link) -> None:
-        """A connection that had come in has ended, from the other side."""
-        raise NotImplementedError
-
-    def _serve(self, link: Link, line: str) -> None:
-        """A line has come."""
-        raise NotImplementedError
-
-    def _turned_away(self, link: Link) -> None:
-        """Somebody does not know the key."""
-
-    def _drop_slow_strangers(self) -> None:
-        now = time.monotonic()
-        for link in [link for link in self._strangers if now > link.since + _HANDSHAKE_SECONDS]:
-            self._turn_away(link)
-
-    def _accept(self) -> None:
-        if self._listener is None:
-            return
-        try:
-            connection, (address, *_) = self._listener.accept()
-        except OSError:  # it has hung up already
-            return
-        link = Link(connection, address.removeprefix("::ffff:"))
-        if len(self._strangers) >= _MAX_STRANGERS:
-            self._turn_away(self._strangers[0])
-        self._strangers.append(link)
-        self._selector.register(connection, selectors.EVENT_READ, partial(self._read, link))
-        try:
-            connection.settimeout(_SEND_SECONDS)
-            keep_alive(connection)
-            connection.sendall(link.nonce)
-        except OSError:
-            self._drop(link)
-
-    def _read(self, link: Link) -> None:
-        part = b""
-        try:
-            part = link.socket.recv(1 << 16)
-        except OSError as error:
-            link.unreachable = not isinstance(error, ConnectionError)
-        link.received += part
-        if link.rank < 0:
-            if not part:
-                self._turn_away(link)
-            elif len(link.received) >= HELLO.size:
-                self._admit(link)
-            return
-        while link.socket.fileno() >= 0 and (end := link.received.find(b"\n")) >= 0:
-            line = link.received[:end].decode("utf-8", "replace")
-            del link.received[: end + 1]
-            self._serve(link, line)
-        if link.socket.fileno() >= 0 and (not part or len(link.received) > _MAX_LINE_BYTES):
-            self._drop(link)
-            self._lost(link)
-
-    def _drop(self, link: Link) -> None:
-        for links in (self._strangers, self._links):
-            if link in links:
-                links.remove(link)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(link.socket)
-        link.socket.close()
-
-    def _turn_away(self, link: Link) -> None:
-        self._turned_away(link)
-        self._drop(link)
-
-    def _admit(self, link: Link) -> None:
-        said = bytes(link.received[: HELLO.size])
-        theirs, purpose, rank, size, host, pid, proved = HELLO.unpack(said)
-        expected = proof(self._key, b"join", link.nonce, said[:-PROOF_BYTES])
-        if not hmac.compare_digest(proved, expected) or len(link.received) != HELLO.size:
-            self._turn_away(link)
-            return
-        link.received.clear()
-        link.purpose, link.host, link.pid = purpose, host.rstrip(bytes(1)).decode("utf-8", "replace"), pid
-        link.rank = rank
-        reason = self._refusal(link, size)
-        text = reason.encode()
-        try:
-            link.socket.sendall(proof(self._key, b"accept", theirs, link.nonce) + REASON.pack(len(text)) + text)
-        except OSError:
-            reason = "it has hung up"
-        if reason:
-            self._drop(link)
-            return
-        self._strangers.remove(link)
-        self._links.append(link)
-        self._admitted(link)
-
-    def _tell(self, link: Link, line: str) -> None:
-        with contextlib.suppress(OSError):  # its end is noticed when it is read
-            link.socket.sendall(line.encode())
 
 
 class Server(Gate):
@@ -389,7 +191,7 @@ def _exit_code(digits: str) -> int:
 
 
 def main() -> None:
-    """Serve as `distopt.launch.watch.start_server`, which started this program, has told it."""
+    """Serve as `distopt.launch.watch.watch.start_server`, which started this program, has told it."""
     fd, size, timeout, parent = sys.argv[1:]
     # The job's launcher may signal all of its processes; this one ends with rank 0.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

@@ -1,4 +1,4 @@
-"""Connects ranks on several hosts for MPICH, where no MPI launcher does: see `distopt.launch.pmi_server`."""
+"""Connects ranks on several hosts for MPICH, where no MPI launcher does: see `distopt.launch.watch.server`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import struct
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..errors import LaunchError
+from ...errors import LaunchError
+from ..gate import CONNECT_SECONDS, in_slices, listen
+from ..stopwatch import Deadline
+from ..watch.watch import Watch, start_server
 from .env import RUN
-from .messages import Deadline, in_slices
-from .watch import CONNECT_SECONDS, Watch, listen, start_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,7 +99,7 @@ class Member(Watch):
                 f"rank 0 of {info.size} cannot listen for the other ranks: the ports {tried} are taken; free one"
             )
         with listener:
-            start_server(listener, place.key, info.size, timeout, speaks=not self._has_agents)
+            self.server = start_server(listener, place.key, info.size, timeout, speaks=not self._has_agents)
 
     def _wait_for_all(self, deadline: Deadline) -> None:
         try:

@@ -34,21 +34,21 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import _core
-from ..errors import LaunchError, MissingDependencyError
-from ..settings import Settings
+from ... import _core
+from ...errors import LaunchError, MissingDependencyError
+from ...settings import Settings
+from ..threads import cap_threads, cores
+from ..topology import Topology, host_identity
+from ..watch.exit_guard import after_closing, close_at_exit, finalize_at_exit, guard
+from ..watch.siblings import Absence, ends_of_siblings
+from ..watch.watch import Watch, watch_ranks
 from .env import LauncherInfo, launcher
-from .exit_guard import after_closing, close_at_exit, finalize_at_exit, guard
 from .job import Job
 from .meeting import meeting
 from .mpi_setup import all_gather_bytes
 from .multiprocess import Ticket
 from .pmi import Member
 from .rendezvous import HostGroup
-from .siblings import Absence, ends_of_siblings
-from .threads import cap_threads, cores
-from .topology import Topology, host_identity
-from .watch import Watch, watch_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -99,7 +99,7 @@ class MpiJob(Job):
         if size > 1:
             guard.watch(self)
         if comm is None and size > 1 and guard.others is None:
-            guard.others = watch_ranks(self, self._settings.timeout)
+            guard.others = watch_ranks(self.topology, self.all_gather, self._settings.timeout)
             if guard.others is not None:
                 guard.others.end_with_others(guard.abort)
 

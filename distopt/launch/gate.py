@@ -1,0 +1,338 @@
+"""Who belongs to a job: one proof of membership, for the Unix sockets of a host and for TCP between hosts.
+
+One side listens (`Gate`), the others come (`introduce`). Each proves by HMAC that it knows the job's key, and sends
+nothing from which the key could be learned. On a Unix socket the kernel also tells the user and the process at the
+other end. After that, what the two say is up to them; a `Gate` reads lines.
+
+This module needs the standard library only, so that a server can start at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import selectors
+import socket
+import struct
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from .stopwatch import SLICE_SECONDS, Deadline, Stopwatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "CONNECT_SECONDS",
+    "LONGEST_CALL_SECONDS",
+    "Gate",
+    "Link",
+    "RefusedError",
+    "StrangerError",
+    "call",
+    "in_slices",
+    "introduce",
+    "listen",
+    "peer_of",
+    "proof",
+    "receive_exactly",
+    "turn",
+]
+
+CONNECT_SECONDS = 2.0
+LONGEST_CALL_SECONDS = CONNECT_SECONDS + 0.3  # that a connection may take, or an answer
+
+_NONCE_BYTES = _PROOF_BYTES = 32
+# Nonce, purpose, rank, number of ranks, host, process id, proof of the key.
+_HELLO = struct.Struct(f"!{_NONCE_BYTES}scII64sI{_PROOF_BYTES}s")
+_REASON = struct.Struct("!H")  # follows the proof: length of the reason for a refusal, 0 if admitted
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+_HANDSHAKE_SECONDS = 2.0  # for which a process may be connected without having proved that it belongs to the job
+_SEND_SECONDS = 2.0
+_MAX_STRANGERS = 64
+_MAX_LINE_BYTES = 1 << 16
+# A host that is switched off or unplugged sends no end of its connections: noticed 5 to 7 s after it.
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 5))
+_USER_TIMEOUT_MS = 7000
+
+T = TypeVar("T")
+
+
+class RefusedError(Exception):
+    """The gate refuses a process of the job; the text is its reason."""
+
+
+class StrangerError(ConnectionError):
+    """The other end of a connection does not prove that it belongs to the job, or does not believe this one."""
+
+
+def in_slices(link: socket.socket, deadline: Deadline, operation: Callable[[], T]) -> T:
+    """Local. The result of an operation on `link`, which is tried again and again until the deadline.
+
+    Raises:
+        TimeoutError: it has passed.
+    """
+    while True:
+        link.settimeout(min(SLICE_SECONDS, deadline.left()))
+        with contextlib.suppress(TimeoutError):
+            return operation()
+
+
+def receive_exactly(link: socket.socket, count: int, deadline: Deadline) -> bytes:
+    """Local. The next `count` bytes.
+
+    Raises:
+        OSError: the other end has gone, or sent less in time.
+    """
+    parts = bytearray()
+    while len(parts) < count:
+        part = in_slices(link, deadline, partial(link.recv, count - len(parts)))
+        if not part:
+            raise ConnectionResetError("the other end closed the connection")
+        parts += part
+    return bytes(parts)
+
+
+def listen(port: int, backlog: int) -> socket.socket:
+    """Local. A TCP socket that listens at this port of all addresses of the host; raises OSError if it is taken."""
+    family = socket.AF_INET6 if (dual := socket.has_dualstack_ipv6()) else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=dual)
+
+
+def peer_of(link: socket.socket) -> tuple[int, int]:
+    """Local. Process and user at the other end of a Unix socket, as reported by the kernel."""
+    pid, uid, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(pid), int(uid)
+
+
+def call(place: tuple[str, int], key: bytes, purpose: bytes, rank: int, size: int, clock: Stopwatch) -> socket.socket:
+    """Local. Connect to the `Gate` at a TCP address, and introduce this process; see `introduce`.
+
+    `clock`, a stopwatch of `LONGEST_CALL_SECONDS`, is looked at in between.
+
+    Raises:
+        RefusedError: the gate does not let this process in.
+        StrangerError: what listens there is not of this job, or no gate.
+        OSError: nothing listens there.
+    """
+    clock.seconds()
+    link = socket.create_connection(place, timeout=CONNECT_SECONDS)
+    clock.seconds()
+    try:
+        _keep_alive(link)
+        introduce(link, key, purpose, rank, size, Deadline(CONNECT_SECONDS))
+    except BaseException as error:
+        link.close()
+        if isinstance(error, OSError) and not isinstance(error, StrangerError):
+            raise StrangerError(f"no answer ({error})") from None
+        raise
+    link.settimeout(CONNECT_SECONDS)
+    return link
+
+
+def introduce(link: socket.socket, key: bytes, purpose: bytes, rank: int, size: int, deadline: Deadline) -> None:
+    """Local. Prove to the `Gate` at the other end that this process knows the key, and make it prove the same.
+
+    Args:
+        link: the connection.
+        key: what the processes of the job know.
+        purpose: one byte: what this process wants there.
+        rank: its number.
+        size: how many ranks or nodes it expects.
+        deadline: for all of it.
+
+    Raises:
+        RefusedError: the gate does not let this process in.
+        StrangerError: the other end does not know the key.
+        OSError: it hung up, as it does if it does not believe this process, or did not answer in time.
+    """
+    theirs = receive_exactly(link, _NONCE_BYTES, deadline)
+    own = os.urandom(_NONCE_BYTES)
+    host = socket.gethostname().encode()[:64]
+    said = _HELLO.pack(own, purpose, rank, size, host, os.getpid(), b"")[:-_PROOF_BYTES]
+    link.sendall(said + proof(key, b"join", theirs, said))
+    answer = receive_exactly(link, _PROOF_BYTES, deadline)
+    if not hmac.compare_digest(answer, proof(key, b"accept", own, theirs)):
+        raise StrangerError("not of this job")
+    (length,) = _REASON.unpack(receive_exactly(link, _REASON.size, deadline))
+    if length:
+        raise RefusedError(receive_exactly(link, length, deadline).decode(errors="replace"))
+
+
+def _keep_alive(link: socket.socket) -> None:
+    """Local. Have the kernel notice within 7 s that the other end's host cannot be reached."""
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (*_KEEP_ALIVE, (socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS), (socket.TCP_NODELAY, 1)):
+        link.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
+    """Local. What only a holder of the key can send; the role keeps one side's proof from serving as the other's."""
+    return hmac.digest(key, role + b"".join(parts), "sha256")
+
+
+def turn(selector: selectors.BaseSelector, seconds: float) -> None:
+    """Local. Wait for events, and call what was registered with each; `seconds` at most."""
+    for key, _ in selector.select(seconds):
+        if selector.get_map().get(key.fd) == key:  # not unregistered by an earlier event of this round
+            key.data()
+
+
+@dataclass(eq=False)
+class Link:
+    """One connection; a stranger's (rank -1) until it has proved that it knows the key."""
+
+    socket: socket.socket
+    address: str  # without the prefix of an IPv4 address as one of IPv6
+    nonce: bytes = field(default_factory=lambda: os.urandom(_NONCE_BYTES))
+    handshake: Deadline = field(default_factory=lambda: Deadline(_HANDSHAKE_SECONDS))
+    received: bytearray = field(default_factory=bytearray)
+    rank: int = -1
+    purpose: bytes = b""
+    host: str = ""
+    pid: int = 0
+    unreachable: bool = False  # lost without an end of the other side
+
+
+class Gate:
+    """Lets in whoever proves to know a key, and reads their lines.
+
+    Args:
+        key: the key.
+        selector: waits for the connections; each is registered with a function for `turn` to call.
+    """
+
+    def __init__(self, key: bytes, selector: selectors.BaseSelector) -> None:
+        self._key = key
+        self._selector = selector
+        self._listener: socket.socket | None = None
+        self._strangers: list[Link] = []
+        self._links: list[Link] = []
+
+    def listen(self, listener: socket.socket) -> None:
+        """Local. Accept connections from this listening socket, and own it."""
+        listener.setblocking(False)
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def close(self) -> None:
+        """Local. Close the listener and all connections; idempotent."""
+        for link in [*self._strangers, *self._links]:
+            self._drop(link)
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    # For subclasses.
+    def _refusal(self, link: Link, size: int) -> str:
+        """Why somebody who knows the key, and expects `size` ranks or nodes, cannot come in; empty if he can."""
+        raise NotImplementedError
+
+    def _admitted(self, link: Link) -> None:
+        """`link` has come in."""
+        raise NotImplementedError
+
+    def _lost(self, link: Link) -> None:
+        """A connection that had come in has ended, from the other side."""
+        raise NotImplementedError
+
+    def _serve(self, link: Link, line: str) -> None:
+        """A line has come."""
+        raise NotImplementedError
+
+    def _turned_away(self, link: Link) -> None:
+        """Somebody does not know the key."""
+
+    def _drop_slow_strangers(self) -> None:
+        for link in [link for link in self._strangers if link.handshake.over]:
+            self._turn_away(link)
+
+    def _accept(self) -> None:
+        if self._listener is None:
+            return
+        try:
+            connection, address = self._listener.accept()
+        except OSError:  # it has hung up already
+            return
+        of_this_host = connection.family == socket.AF_UNIX
+        if of_this_host and peer_of(connection)[1] != os.geteuid():
+            connection.close()
+            return
+        link = Link(connection, "" if of_this_host else address[0].removeprefix("::ffff:"))
+        if len(self._strangers) >= _MAX_STRANGERS:
+            self._turn_away(self._strangers[0])
+        self._strangers.append(link)
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._read, link))
+        try:
+            connection.settimeout(_SEND_SECONDS)
+            if not of_this_host:
+                _keep_alive(connection)
+            connection.sendall(link.nonce)
+        except OSError:
+            self._drop(link)
+
+    def _read(self, link: Link) -> None:
+        part = b""
+        try:
+            part = link.socket.recv(1 << 16)
+        except OSError as error:
+            link.unreachable = not isinstance(error, ConnectionError)
+        link.received += part
+        if link.rank < 0:
+            if not part:
+                self._turn_away(link)
+            elif len(link.received) >= _HELLO.size:
+                self._admit(link)
+            return
+        while link.socket.fileno() >= 0 and (end := link.received.find(b"\n")) >= 0:
+            line = link.received[:end].decode("utf-8", "replace")
+            del link.received[: end + 1]
+            self._serve(link, line)
+        if link.socket.fileno() >= 0 and (not part or len(link.received) > _MAX_LINE_BYTES):
+            self._drop(link)
+            self._lost(link)
+
+    def _drop(self, link: Link) -> None:
+        for links in (self._strangers, self._links):
+            if link in links:
+                links.remove(link)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(link.socket)
+        link.socket.close()
+
+    def _turn_away(self, link: Link) -> None:
+        self._turned_away(link)
+        self._drop(link)
+
+    def _admit(self, link: Link) -> None:
+        said = bytes(link.received[: _HELLO.size])
+        theirs, purpose, rank, size, host, pid, proved = _HELLO.unpack(said)
+        expected = proof(self._key, b"join", link.nonce, said[:-_PROOF_BYTES])
+        if not hmac.compare_digest(proved, expected) or len(link.received) != _HELLO.size:
+            self._turn_away(link)
+            return
+        link.received.clear()
+        link.purpose, link.host, link.pid = purpose, host.rstrip(bytes(1)).decode("utf-8", "replace"), pid
+        if link.socket.family == socket.AF_UNIX:
+            link.pid, _ = peer_of(link.socket)
+        link.rank = rank
+        reason = self._refusal(link, size)
+        text = reason.encode()
+        try:
+            link.socket.sendall(proof(self._key, b"accept", theirs, link.nonce) + _REASON.pack(len(text)) + text)
+        except OSError:
+            reason = "it has hung up"
+        if reason:
+            self._drop(link)
+            return
+        self._strangers.remove(link)
+        self._links.append(link)
+        self._admitted(link)
+
+    def _tell(self, link: Link, line: str) -> None:
+        with contextlib.suppress(OSError):  # its end is noticed when it is read
+            link.socket.sendall(line.encode())

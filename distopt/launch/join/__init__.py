@@ -1,0 +1,1 @@
+"""Who am I, and where are the others: launchers, meeting places, and the first exchange of bytes."""

@@ -1,0 +1,278 @@
+"""The ranks of one host find each other and exchange a few bytes.
+
+Rank 0 listens on an abstract Unix socket whose name is a hash of the job's ticket, and the others connect. Abstract
+names vanish with their process, so nothing is left behind. They are public, so the name must not reveal the ticket.
+Both sides prove that they know it: `distopt.launch.gate`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import selectors
+import socket
+import struct
+import time
+from typing import TYPE_CHECKING
+
+from ...errors import LaunchError
+from ..gate import Gate, Link, RefusedError, StrangerError, in_slices, introduce, peer_of, turn
+from ..messages import pack, rank_named, receive, send, try_to_tell, unpack
+from ..stopwatch import Deadline
+from ..watch.siblings import Absence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["HostGroup"]
+
+_FD = struct.Struct("i")
+_GRACE_SECONDS = 5.0  # by which joining ranks wait longer than rank 0, which can report who is missing
+_LOOK_SECONDS = 0.1  # between two looks of rank 0 for ranks that have not joined
+
+
+class HostGroup:
+    """The ranks of one host, connected through rank 0.
+
+    Args:
+        ticket: 16 secret bytes that the launcher gave to every rank.
+        rank: number of this process on its host.
+        size: number of processes on the host.
+        timeout: seconds to wait for the others to join, and in each later exchange.
+        absence: handles ranks that do not join.
+
+    Raises:
+        LaunchError: a rank is missing or duplicated, has another world size, or does not know the ticket.
+    """
+
+    def __init__(self, ticket: bytes, rank: int, size: int, timeout: float, absence: Absence | None = None) -> None:
+        if len(ticket) != 16:
+            raise LaunchError(f"a ticket has 16 bytes, not {len(ticket)}; pass the launcher's as it is")
+        if not 0 <= rank < size:
+            raise LaunchError(f"rank {rank} is outside 0 ... {size - 1}; check the variables that the launcher set")
+        self.rank = rank
+        self.size = size
+        self.pids: tuple[int, ...] = (os.getpid(),)
+        self._timeout = timeout
+        self._links: dict[int, socket.socket] = {}  # rank 0: every other rank; the others: rank 0
+        if size == 1:
+            return
+        absence = absence or Absence()
+        if rank == 0:
+            peers = sorted(_Listener(ticket, size, timeout, absence).gather().items())
+            self._links = {q: link.socket for q, link in peers}
+            self.pids = (os.getpid(), *(link.pid for _, link in peers))
+            with self._telling():
+                self._send_all(struct.pack(f"!{size}i", *self.pids))
+        else:
+            link, answer = _find_rank_0(ticket, rank, size, timeout, absence)
+            self._links = {0: link}
+            self.pids = struct.unpack(f"!{size}i", answer)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Collective. The payload of every rank, in rank order; lengths may differ.
+
+        Raises:
+            LaunchError: a rank ended or did not take part in time.
+        """
+        if self.size == 1:
+            return [payload]
+        deadline = Deadline(self._timeout)
+        if self.rank != 0:
+            link = self._links[0]
+            with rank_named(0):
+                with contextlib.suppress(ConnectionError):  # if rank 0 has failed, its reason can still be read
+                    send(link, payload, deadline)
+                return unpack(receive(link, Deadline(self._timeout + _GRACE_SECONDS)), self.size)
+        payloads = [payload]
+        with self._telling():
+            for q, link in sorted(self._links.items()):
+                with rank_named(q, self.pids[q]):
+                    payloads.append(receive(link, deadline))
+            self._send_all(pack(payloads))
+        return payloads
+
+    def share_fd(self, make: Callable[[], int]) -> int:
+        """Collective. Rank 0 makes a file descriptor; each rank returns its own descriptor of the same file.
+
+        Raises:
+            LaunchError: rank 0 failed or ended.
+        """
+        if self.rank == 0:
+            with self._telling("rank 0 could not make the shared file: "):
+                fd = make()
+            try:
+                with self._telling():
+                    self._send_all(b"a descriptor follows")
+                    for q, link in self._links.items():
+                        with rank_named(q, self.pids[q]):
+                            socket.send_fds(link, [b"f"], [fd])
+            except BaseException:
+                os.close(fd)
+                raise
+            return fd
+        link = self._links[0]
+        with rank_named(0):
+            deadline = Deadline(self._timeout + _GRACE_SECONDS)
+            receive(link, deadline)
+            # Not socket.recv_fds, which drops the flag: a child that another thread starts now would inherit the file.
+            _, ancillary, _, _ = in_slices(
+                link, deadline, lambda: link.recvmsg(1, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC)
+            )
+        if not ancillary or len(ancillary[0][2]) != _FD.size:
+            raise LaunchError("no file descriptor came from rank 0; this process may be out of them (ulimit -n)")
+        (received,) = _FD.unpack(ancillary[0][2])
+        return int(received)
+
+    def close(self) -> None:
+        """Local. Close the connections; idempotent."""
+        for link in self._links.values():
+            link.close()
+        self._links = {}
+
+    def _send_all(self, payload: bytes) -> None:
+        for q, link in self._links.items():
+            with rank_named(q, self.pids[q]):
+                send(link, payload, Deadline(self._timeout))
+
+    @contextlib.contextmanager
+    def _telling(self, prefix: str = "") -> Iterator[None]:
+        """Rank 0: send exceptions raised in the block to the other ranks as text."""
+        try:
+            yield
+        except BaseException as error:
+            for link in self._links.values():
+                try_to_tell(link, f"{prefix}{error}")
+            raise
+
+
+# -- how they meet: rank 0 listens, the others come --------------------------------------------------------------------
+def _address(ticket: bytes) -> str:
+    return "\0distopt-" + hashlib.sha256(b"distopt address " + ticket).hexdigest()[:32]
+
+
+def _find_rank_0(ticket: bytes, rank: int, size: int, timeout: float, absence: Absence) -> tuple[socket.socket, bytes]:
+    """The connection to rank 0, and its answer after all ranks have joined."""
+    deadline = Deadline(timeout)
+    while True:
+        with contextlib.ExitStack() as stack:
+            link = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            try:
+                link.settimeout(deadline.left())
+                link.connect(_address(ticket))
+                if peer_of(link)[1] != os.geteuid():
+                    raise LaunchError(
+                        "the process that listens for this job belongs to another user; use a fresh ticket"
+                    )
+                introduce(link, ticket, b"h", rank, size, deadline)
+                with rank_named(0):
+                    answer = receive(link, Deadline(deadline.left() + _GRACE_SECONDS))
+                stack.pop_all()
+                return link, answer
+            except TimeoutError:
+                raise LaunchError(
+                    f"rank {rank} found no rank 0 on this host within {timeout:g} s; check that rank 0 runs here, "
+                    "in the same network namespace and with the same ticket"
+                ) from None
+            except RefusedError as error:
+                raise LaunchError(str(error)) from None
+            except StrangerError:
+                raise LaunchError(
+                    "the process that listens for this job does not hold its ticket; use a fresh ticket"
+                ) from None
+            except (ConnectionError, BlockingIOError):  # rank 0 is not listening yet, its queue is full, or it gave up
+                pass
+        # More patient than rank 0, which can report who is missing.
+        absence.check(f"rank {rank} found no rank 0 on this host", size - 1, patience=1.5)
+        time.sleep(0.01)
+
+
+class _Listener(Gate):
+    """Rank 0 while the others join."""
+
+    def __init__(self, ticket: bytes, size: int, timeout: float, absence: Absence) -> None:
+        super().__init__(ticket, selectors.DefaultSelector())
+        self._ticket = ticket
+        self._size = size
+        self._deadline = Deadline(timeout)
+        self._absence = absence
+        self._peers: dict[int, Link] = {}
+        self._failed = ""
+
+    def gather(self) -> dict[int, Link]:
+        """Local. The connections of all other ranks.
+
+        Raises:
+            LaunchError: a rank is missing or has ended, or two have one number or expect different sizes.
+        """
+        try:
+            self._gather()
+        except BaseException as error:
+            text = (
+                str(error) if isinstance(error, LaunchError) else "rank 0 was interrupted while the ranks were joining"
+            )
+            for link in self._peers.values():
+                try_to_tell(link.socket, text)
+            self.close()
+            raise
+        else:
+            for link in self._peers.values():
+                self._selector.unregister(link.socket)
+                self._links.remove(link)
+            self.close()
+        finally:
+            self._selector.close()
+        return self._peers
+
+    def _gather(self) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(_address(self._ticket))
+            listener.listen(self._size)
+        except OSError as error:
+            listener.close()
+            raise LaunchError(
+                f"rank 0 cannot listen for the other ranks ({error}); "
+                "is there a second rank 0, or another job with this ticket?"
+            ) from None
+        self.listen(listener)
+        while len(self._peers) < self._size - 1 and not self._failed:
+            try:
+                turn(self._selector, min(_LOOK_SECONDS, self._deadline.left()))
+            except TimeoutError:
+                raise LaunchError(
+                    f"{self._absent()} within {self._deadline.seconds:g} s; see the output of those processes"
+                ) from None
+            self._drop_slow_strangers()
+            present = {link.pid for link in self._peers.values()}
+            self._absence.check(self._absent(), self._size - 1 - len(present), present=present)
+        if self._failed:
+            raise LaunchError(self._failed)
+
+    def _refusal(self, link: Link, size: int) -> str:
+        rank, pid, fact = link.rank, link.pid, ""
+        if size != self._size:
+            fact = f"rank {rank} (pid {pid}) expects {size} ranks on this host, rank 0 expects {self._size}"
+        elif not 0 < rank < size:
+            fact = f"a process (pid {pid}) joined as rank {rank} of {size}"
+        elif rank in self._peers:
+            fact = f"two processes (pids {self._peers[rank].pid} and {pid}) are rank {rank}"
+        if fact:
+            self._failed = f"{fact}; number the processes 0, 1, ... and give all of them the same world size"
+        return self._failed
+
+    def _admitted(self, link: Link) -> None:
+        self._peers[link.rank] = link
+
+    def _lost(self, link: Link) -> None:
+        del self._peers[link.rank]
+        self._failed = f"rank {link.rank} (pid {link.pid}) ended while the ranks were joining; see its output"
+
+    def _serve(self, link: Link, line: str) -> None:
+        """A rank that has joined says nothing until all have."""
+
+    def _absent(self) -> str:
+        absent = [str(q) for q in range(1, self._size) if q not in self._peers]
+        noun = "ranks" if len(absent) > 1 else "rank"
+        return f"{noun} {', '.join(absent)} of {self._size} did not join rank 0 on this host"

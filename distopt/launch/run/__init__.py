@@ -1,0 +1,1 @@
+"""Starting ranks and supervising them: `distopt.launch.main` and `distopt run`."""

@@ -1,0 +1,158 @@
+"""The processes that `spawn` starts: as its ranks, around the script's function, and as it supervises them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.reduction import DupFd
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ...errors import DistoptError, Preempted, UsageError
+from ..ending import ENDING_SIGNALS, describe_exit, die_with
+from ..join.multiprocess import UNGUARDED
+from ..join.origin import origin
+from ..watch.report import supervisor
+from .output import mark_output
+from .ranks import Rank
+from .task import NO_GUARD, check_sendable, in_one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.context import SpawnProcess
+    from types import FrameType, TracebackType
+
+    from ..join.multiprocess import Ticket
+
+__all__ = ["Child"]
+
+
+class Child(Rank):
+    """A process that runs `fn(rank, world_size, *args)`.
+
+    Raises:
+        UsageError: the function or the arguments cannot be sent to it.
+    """
+
+    fails_by_report = True
+
+    def __init__(
+        self, rank: int, world_size: int, fn: Callable[..., object], args: tuple[Any, ...], ticket: Ticket
+    ) -> None:
+        super().__init__(rank)
+        words = (_Announced(self.sink), fn, (rank, world_size, *args), ticket, os.getpid())
+        try:
+            self._process: SpawnProcess = multiprocessing.get_context("spawn").Process(
+                target=_run_rank, args=words, name=f"rank {rank}"
+            )
+            self._process.start()
+        except Exception:
+            check_sendable(fn, args)
+            raise
+        finally:
+            os.close(self.sink)
+        self.pid = self._process.pid or 0
+
+    def release(self) -> None:  # noqa: D102
+        super().release()
+        self._process.join()
+        self._process.close()
+
+    def _poll(self) -> int | None:
+        return self._process.exitcode
+
+    def _describe(self, code: int, reported: str | None) -> tuple[int, str]:
+        text = reported
+        if text is None and not self.said and code == NO_GUARD:
+            code, text = UsageError.exit_code, UNGUARDED
+        elif text is None and not self.said and code > 0:
+            text = f"could not import the script (exit code {code}); see its output"
+        elif text is None:
+            suffix = " without a traceback" if code > 0 else ""
+            code, text = describe_exit(code)
+            text += suffix
+        return code, f"rank {self.rank} (pid {self.pid}) {text}"
+
+
+# -- in that process -------------------------------------------------------------------------------------------------
+class _Announced:
+    """The way to report. When a child has unpickled it, errors of unpickling what follows are reported there.
+
+    Left to itself, multiprocessing would print a traceback per child.
+    """
+
+    def __init__(self, sink: int) -> None:
+        self._sink = sink
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        return _announce, (DupFd(self._sink),)
+
+
+def _announce(sink: Any) -> Any:
+    """The excepthook that `_run_rank` must restore."""
+    supervisor.open(sink.detach())
+    before = sys.excepthook
+    sys.excepthook = _report_unloadable
+    return before
+
+
+def _report_unloadable(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    for _ in range(3):  # frames of multiprocessing
+        trace = trace.tb_next if trace else None
+    if trace:  # code of the user's, which unpickling has called
+        _fail(1, "failed:\n" + "".join(traceback.format_exception(kind, error, trace)), error)
+    cure = "pass args that pickle can restore"
+    if isinstance(error, (AttributeError, ImportError)):
+        cure = "define the function and the classes of args at the top level of a module or of the script, not under "
+        cure += "its guard, at a prompt or in a notebook"
+    _fail(UsageError.exit_code, f"failed: cannot load the function or args ({in_one_line(error)}); {cure}")
+
+
+def _run_rank(before: Any, fn: Callable[..., object], args: tuple[Any, ...], ticket: Ticket, parent: int) -> None:
+    """Run `fn(*args)` in this process, a rank, and report how it ends."""
+    sys.excepthook = before
+    supervisor.say("begun")
+    die_with(parent)
+    origin.invitation = (ticket, *args[:2])
+    # The parent handles Ctrl-C. A handler instead of SIG_IGN, which processes started here would inherit.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGTERM, _leave)
+    mark_output(args[0])
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
+        fn(*args)
+    except Preempted as error:
+        supervisor.say("left")
+        raise SystemExit(error.code) from None
+    except SystemExit as error:
+        if error.code is None or error.code == 0:
+            return
+        code = error.code if isinstance(error.code, int) else 1
+        text = f"left with exit code {code}" if isinstance(error.code, int) else f"left: {error.code}"
+        _fail(code, text)
+    except BaseException as error:
+        frames = error.__traceback__.tb_next if error.__traceback__ else None  # without this function's own frame
+        code = error.exit_code if isinstance(error, DistoptError) else 1
+        if code == UsageError.exit_code:
+            _fail(code, f"failed: {error}")
+        _fail(code, "failed:\n" + "".join(traceback.format_exception(type(error), error, frames)), error)
+    finally:
+        # Already exiting; a second SystemExit would interrupt the cleanup.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _fail(code: int, text: str, error: BaseException | None = None) -> NoReturn:
+    if not supervisor.is_heard and origin.invitation is not None:  # forked from the rank, whose end this is not
+        forked = f"process {os.getpid()}, which rank {origin.invitation[1]} has forked,"
+        sys.stderr.write(f"{forked} {text.rstrip()}\n")
+        raise SystemExit(code & 0xFF or 1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    supervisor.failed(code, text, error)
+    raise SystemExit(code & 0xFF or 1)
+
+
+def _leave(signum: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + signum)

@@ -1,0 +1,125 @@
+"""A rank of `distopt run`: any program, whose output is passed on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+from functools import partial
+from typing import TYPE_CHECKING, BinaryIO
+
+from ...errors import UsageError
+from ..ending import describe_exit, die_with
+from ..watch.report import VARIABLE
+from .output import Relay
+from .ranks import Rank
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["Program"]
+
+
+class Program(Rank):
+    """A process in a session of its own, so that a terminal's Ctrl-C reaches it through its agent only.
+
+    Args:
+        rank: rank in the job.
+        program: the words of the command.
+        env: its environment.
+        folder: where its output goes besides the output of this process, as `stdout.log` and `stderr.log`.
+        selector: gets the output registered, with functions to call.
+
+    Raises:
+        UsageError: the program cannot be started, or the log files cannot be written.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        program: Sequence[str],
+        env: Mapping[str, str],
+        folder: Path | None,
+        selector: selectors.BaseSelector,
+    ) -> None:
+        super().__init__(rank)
+        self._folder = folder
+        self._selector = selector
+        self._relays: list[Relay] = []
+        try:
+            self._start(program, {**env, VARIABLE: f"{os.getpid()} {self.sink}"})
+        except (OSError, subprocess.SubprocessError) as error:
+            raise UsageError(f"rank {rank} cannot be started: {error}") from None
+        finally:
+            os.close(self.sink)
+
+    def _start(self, program: Sequence[str], env: Mapping[str, str]) -> None:
+        mark = b"[rank %d] " % self.rank if self.rank else b""
+        logs: list[BinaryIO | None] = [None, None]
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            logs = [(self._folder / name).open("wb", buffering=0) for name in ("stdout.log", "stderr.log")]
+        relays = [Relay(target, mark, log) for target, log in zip((1, 2), logs, strict=True)]
+        try:
+            self._process = subprocess.Popen(
+                program,
+                env=env,
+                stdin=None if self.rank == 0 else subprocess.DEVNULL,
+                stdout=relays[0].sink,
+                stderr=relays[1].sink,
+                pass_fds=(self.sink,),
+                start_new_session=True,
+                preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - this process has no other thread
+            )
+        finally:
+            for relay in relays:
+                os.close(relay.sink)
+        self.pid = self._process.pid
+        self._relays = relays
+        for relay in relays:
+            self._selector.register(relay.source, selectors.EVENT_READ, partial(self._pass_on, relay))
+
+    def kill(self) -> None:  # noqa: D102 - and those that it has started in its group, also if it has ended
+        super().kill()
+        os.killpg(self.pid, signal.SIGKILL)
+
+    def release(self) -> None:  # noqa: D102
+        super().release()
+        self._finish()
+        self._process.wait()
+
+    def _poll(self) -> int | None:
+        """It stays a zombie: nobody else gets the number of its group."""
+        state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if state is None:
+            return None
+        return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
+
+    def _describe(self, code: int, reported: str | None) -> tuple[int, str]:
+        self._finish()
+        exit_code = self.exit_code or 0
+        if reported is None or exit_code > 0:
+            code, text = describe_exit(exit_code)
+            quoted = reported or (self._relays[1].error if exit_code > 0 else "")
+            text = f"{text}: {quoted}" if quoted else text
+        else:
+            text = f"failed: {reported}"  # while it ended, a signal has come
+        if self._folder is not None:
+            text = f"{text}; see {self._folder}"
+        return code, f"rank {self.rank} on {socket.gethostname()} (pid {self.pid}) {text}"
+
+    def _pass_on(self, relay: Relay) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if not relay.pass_on():
+                self._selector.unregister(relay.source)
+                relay.finish()
+
+    def _finish(self) -> None:
+        for relay in self._relays:
+            if relay.source >= 0:
+                self._selector.unregister(relay.source)
+                relay.finish()

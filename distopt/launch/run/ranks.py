@@ -1,0 +1,242 @@
+"""The ranks that one process has started and supervises: the one supervisor of `launch.main` and of `distopt run`.
+
+A rank that runs distopt reports why it fails (`distopt.launch.watch.report`). Of any other program the exit status is
+all that counts. A rank that has lost a peer fails as a consequence, whatever the time: that peer may have ended without
+a message, and its end may be noticed later. So does a rank that ends by the SIGTERM or SIGKILL with which its
+supervisor ends the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..ending import ENDED_BY_SIGTERM
+from ..gate import turn
+from ..stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Failure", "LocalRanks", "Rank", "first_of"]
+
+_LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank, or a node, has failed.
+
+    Attributes:
+        rank: the rank, or the first one of the node.
+        code: the exit code that a shell would see.
+        text: who has failed, and how.
+        is_consequence: whether another failure is known to be the cause, or is more likely to be.
+        is_final: whether to start again would be in vain.
+    """
+
+    rank: int
+    code: int
+    text: str
+    is_consequence: bool = False
+    is_final: bool = False
+
+
+def first_of(failures: Iterable[Failure], *, between_hosts: bool = False) -> Failure:
+    """Local. The cause of the others, of failures in the order in which they were heard of.
+
+    Of those that are no consequence: a lost node before ranks, a signal before exit codes, then the earliest. Between
+    hosts, a crash comes last: MPICH (5.0.2) crashes in MPI_Isend to a rank that has ended.
+    """
+
+    def place(failure: Failure) -> tuple[bool, ...]:
+        crashed = between_hosts and failure.code == 128 + signal.SIGSEGV
+        return failure.is_consequence, not failure.is_final, crashed, failure.code <= 128
+
+    return min(failures, key=place)
+
+
+class Rank:
+    """A process that is a rank, as its supervisor sees it; how it is started is up to the subclass.
+
+    Attributes:
+        rank: rank in the job.
+        pid: process id.
+        source: descriptor from which its reports are read.
+        sink: its other end, for the process.
+        said: its last message of each kind; see `distopt.launch.watch.report`.
+        exit_code: once it has ended; -n if signal n has ended it.
+        failure: once it has failed.
+        failed_at: when it did, in ns of the monotonic clock.
+    """
+
+    fails_by_report = False  # already when it says so, not only when it has ended
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.pid = 0
+        self.source, self.sink = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.source, False)
+        self.said: dict[str, dict[str, Any]] = {}
+        self.exit_code: int | None = None
+        self.failure: Failure | None = None
+        self.failed_at = 0
+        self._received = b""
+        self._killed = False
+
+    # For subclasses.
+    def _poll(self) -> int | None:
+        """The exit code, if the process has ended."""
+        raise NotImplementedError
+
+    def _describe(self, code: int, reported: str | None) -> tuple[int, str]:
+        """The exit code that a shell would see, and how the rank has failed; from its report, if there is one."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Local. Reap the process, which has ended or been killed."""
+        os.close(self.source)
+
+    @property
+    def running(self) -> bool:
+        """Whether the process has not ended."""
+        if self.exit_code is None:
+            self.exit_code = self._poll()
+        return self.exit_code is None
+
+    @property
+    def left(self) -> bool:
+        """Whether it leaves because of a signal, together with all other ranks."""
+        return "left" in self.said
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it ends by itself after a signal."""
+        return bool(self.said.get("leaves", {}).get("does"))
+
+    def signal(self, signum: int) -> None:
+        """Local. Send a signal, if the process runs."""
+        if self.running:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        """Local. Kill the process."""
+        self._killed = self._killed or self.running
+        self.signal(signal.SIGKILL)
+
+    def look(self, now: int) -> None:
+        """Local. Notice whether the rank has failed."""
+        running = self.running  # before the pipe is read: a rank reports before it ends
+        self.read()
+        report = self.said.get("failed") if self.exit_code or self.fails_by_report else None
+        if self.failure is not None or self.left or (report is None and (running or not self.exit_code)):
+            return
+        if report is not None:
+            self.failed_at, is_consequence = report["time"], report["is_consequence"]
+            code, text = self._describe(report["code"], report["text"])
+        else:
+            self.failed_at, is_consequence = now, self._killed
+            code, text = self._describe(self.exit_code or 0, None)
+        self.failure = Failure(self.rank, code, text, is_consequence or code == ENDED_BY_SIGTERM)
+
+    def read(self) -> bool:
+        """Local. Take in what the rank has said; False if it can say no more."""
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(self.source, 1 << 16):
+                *lines, self._received = (self._received + part).split(b"\n")
+                for line in lines:
+                    message = json.loads(line)
+                    self.said[message["say"]] = message
+            return False
+        return True
+
+
+class LocalRanks:
+    """The ranks of this node.
+
+    Args:
+        selector: gets what the ranks say registered, each with a function to call.
+
+    Attributes:
+        failures: of the ranks that have failed, in the order in which they did.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self.failures: list[Failure] = []
+        self.ranks: list[Rank] = []
+        self._selector = selector
+        self._ends: list[int] = []
+
+    def add(self, rank: Rank) -> None:
+        """Local. Supervise a rank that has been started."""
+        self.ranks.append(rank)
+        self._selector.register(rank.source, selectors.EVENT_READ, partial(self._read, rank))
+        with contextlib.suppress(OSError):  # a kernel before 5.3, or a sandbox: its end is noticed a little later
+            end = os.pidfd_open(rank.pid)
+            self._ends.append(end)
+            self._selector.register(end, selectors.EVENT_READ, partial(self._forget, end))
+
+    @property
+    def running(self) -> list[Rank]:
+        """Those that have not ended."""
+        return [rank for rank in self.ranks if rank.running]
+
+    def look(self) -> None:
+        """Local. Notice the ranks that have failed or ended."""
+        now = time.monotonic_ns()
+        before = [rank for rank in self.ranks if rank.failure is not None]
+        for rank in self.ranks:
+            rank.look(now)
+        found = [rank for rank in self.ranks if rank.failure is not None and rank not in before]
+        # Of two ends that are noticed together, a signal is more likely to be the cause of the other.
+        found.sort(key=lambda rank: (rank.failed_at, (rank.exit_code or 0) >= 0, rank.rank))
+        self.failures += [rank.failure for rank in found if rank.failure is not None]
+
+    def signal(self, signum: int) -> None:
+        """Local. Send a signal to all ranks that run."""
+        for rank in self.ranks:
+            rank.signal(signum)
+
+    def kill(self) -> None:
+        """Local. Kill all ranks, and what they have started and left behind."""
+        for rank in self.ranks:
+            rank.kill()
+
+    def end(self, seconds: float) -> None:
+        """Local. End all ranks by SIGTERM and, so many seconds later, by SIGKILL."""
+        self.signal(signal.SIGTERM)
+        clock = Stopwatch()
+        while self.running and clock.seconds() < seconds:
+            turn(self._selector, _LOOK_SECONDS)
+            self.look()
+        self.kill()
+        while self.running:
+            turn(self._selector, _LOOK_SECONDS)
+            self.look()
+
+    def close(self) -> None:
+        """Local. Release what the ranks have held; if any still run, kill them. Idempotent."""
+        if self.running:
+            self.kill()
+        for rank in self.ranks:
+            self._forget(rank.source)
+            rank.release()
+        for end in self._ends:
+            self._forget(end)
+            os.close(end)
+        self.ranks, self._ends = [], []
+
+    def _read(self, rank: Rank) -> None:
+        if not rank.read():
+            self._forget(rank.source)
+
+    def _forget(self, fd: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(fd)

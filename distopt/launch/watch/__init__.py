@@ -1,0 +1,1 @@
+"""The ranks of a job end together, whatever started them."""

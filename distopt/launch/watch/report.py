@@ -1,0 +1,107 @@
+"""What a rank says to the process that supervises it: `launch.main`, `spawn`, or the agent of `distopt run`.
+
+The supervisor gives each rank a pipe. A message is a line, an object in JSON with the key "say":
+
+- `begun`: the script and the function have been imported;
+- `leaves`: whether, from now on, the rank ends by itself after a signal ("does");
+- `left`: it does so now, because of one, together with all other ranks;
+- `failed`: why this rank fails ("text"), with which exit code ("code"), when ("time", in ns of the clock that all
+  processes of a host have), and whether as a consequence of another rank's end ("is_consequence").
+
+A program that does not run distopt says nothing; of its end, only the exit status is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import sys
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from ...errors import DistoptError
+from ..ending import shortened
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+__all__ = ["VARIABLE", "Reports", "supervisor"]
+
+VARIABLE = "DISTOPT_AGENT"  # process id of the agent, and the descriptor that its rank has inherited
+
+
+class Reports:
+    """The pipe to the supervisor of this process, if it is a rank that has one. Nothing is said for forked children.
+
+    Attributes:
+        is_heard: whether there is a supervisor.
+    """
+
+    def __init__(self) -> None:
+        self._fd, self._pid = -1, os.getpid()
+        self._has_failed = False
+        self._before: Callable[..., object] | None = None
+        agent, _, fd = os.environ.get(VARIABLE, "").partition(" ")
+        if agent == str(os.getppid()):  # else it is that of a process further up
+            with contextlib.suppress(OSError):  # the program has closed it
+                if stat.S_ISFIFO(os.fstat(int(fd)).st_mode):
+                    self.open(int(fd))
+
+    def open(self, fd: int) -> None:
+        """Local. This process is a rank, and its supervisor reads from the other end of `fd`."""
+        self._fd, self._pid = fd, os.getpid()
+
+    @property
+    def is_heard(self) -> bool:  # noqa: D102
+        return self._fd >= 0 and os.getpid() == self._pid
+
+    def say(self, what: str, **content: Any) -> None:
+        """Local. Send a message, if there is anybody to hear it."""
+        if self.is_heard:
+            line = memoryview(json.dumps({"say": what, **content}).encode() + b"\n")
+            with contextlib.suppress(OSError):  # the supervisor has ended
+                while line:
+                    line = line[os.write(self._fd, line) :]
+
+    def failed(self, code: int, text: str, error: BaseException | None = None, *, is_consequence: bool = False) -> None:
+        """Local. Say why this rank fails, once; later failures follow from it.
+
+        Args:
+            code: the exit code with which it is about to end.
+            text: why.
+            error: the exception, if that is why; it knows whether it is a consequence of another rank's end.
+            is_consequence: whether this end is known to be one.
+        """
+        while error is not None and not is_consequence:
+            is_consequence = isinstance(error, DistoptError) and error.is_consequence
+            error = error.__cause__
+        if not self._has_failed:
+            self._has_failed = True
+            self.say("failed", time=time.monotonic_ns(), code=code, text=shortened(text), is_consequence=is_consequence)
+
+    def raised(self, error: BaseException, code: int = 1) -> None:
+        """Local. Say in one line that this rank fails by an exception; `KeyboardInterrupt` is left to the signal."""
+        if self.is_heard and not isinstance(error, KeyboardInterrupt):
+            lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()
+            self.failed(code, next((line for line in lines if line[:1].strip()), "").strip(), error)
+
+    def hook(self) -> None:
+        """Local. From now on, report uncaught exceptions, if there is a supervisor."""
+        if self.is_heard:
+            self._before, sys.excepthook = sys.excepthook, self._uncaught
+
+    def unhook(self) -> Callable[..., object]:
+        """Local. No more so: return the `sys.excepthook` to call instead."""
+        return self._before if self._before is not None and sys.excepthook == self._uncaught else sys.excepthook
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.raised(error)  # first: while the traceback is printed, another rank's failure may end this one
+        if self._before is not None:
+            self._before(kind, error, trace)
+
+
+supervisor = Reports()

@@ -1,0 +1,119 @@
+"""What a supervisor makes of the ends of its ranks: of their reports, of exit codes, and of its own signals."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import sys
+import time
+
+import pytest
+
+from distopt.errors import CommunicatorClosedError, PeerLostError, TransportError
+from distopt.launch.gate import turn
+from distopt.launch.run.program import Program
+from distopt.launch.run.ranks import Failure, LocalRanks, first_of
+
+RAISES = "import distopt.launch, distopt.errors as e; raise "
+FOREIGN = "raise ValueError('foreign')"
+LATE = "import atexit, time; atexit.register(time.sleep, 60); " + RAISES
+
+
+class Node:
+    """Ranks that run Python code, each under a supervisor as an agent has it."""
+
+    def __init__(self, *codes: str) -> None:
+        self._selector = selectors.DefaultSelector()
+        self.ranks = LocalRanks(self._selector)
+        for rank, code in enumerate(codes):
+            self.ranks.add(Program(rank, [sys.executable, "-c", code], dict(os.environ), None, self._selector))
+
+    def wait(self, done) -> None:
+        until = time.monotonic() + 60.0
+        while not done():
+            assert time.monotonic() < until
+            turn(self._selector, 0.1)
+            self.ranks.look()
+
+    def close(self) -> None:
+        self.ranks.close()
+        self._selector.close()
+
+
+@pytest.fixture
+def node():
+    made = []
+
+    def make(*codes: str) -> Node:
+        made.append(Node(*codes))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "error", "is_consequence"),
+    [
+        (RAISES + "ValueError('a\\nb')", 1, "ValueError: a", False),
+        (RAISES + "e.PeerLostError('peer')", 1, "distopt.errors.PeerLostError: peer", True),
+        (RAISES + "RuntimeError('of it') from e.TransportError('MPI failed: x')", 1, "RuntimeError: of it", True),
+        (FOREIGN, 1, "ValueError: foreign", False),
+        # Words on stderr are no report.
+        ("class PeerLostError(Exception): __module__ = 'distopt.errors'\nraise PeerLostError('x')", 1, "x", False),
+        ("raise SystemExit(7)", 7, "", False),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", 143, "was ended by SIGTERM", True),
+    ],
+)
+def test_one_end(node, capfd, code, exit_code, error, is_consequence):
+    ranks = node(code)
+    ranks.wait(lambda: not ranks.ranks.running)
+    (failure,) = ranks.ranks.failures
+    assert (failure.code, failure.is_consequence) == (exit_code, is_consequence)
+    assert failure.text.endswith(error)
+    assert f"(pid {ranks.ranks.ranks[0].pid})" in failure.text
+    capfd.readouterr()
+
+
+def test_a_rank_that_the_supervisor_ends_while_it_fails_keeps_its_reason(node, capfd):
+    """Its process ends by SIGTERM; its error and exit code are still those that it has reported."""
+    one = node(LATE + "ValueError('late')", "import time; time.sleep(3); " + FOREIGN)
+    one.wait(lambda: one.ranks.failures)
+    one.ranks.end(20.0)
+    assert first_of(one.ranks.failures).rank == 1  # the first that has ended
+    by_rank = {failure.rank: failure for failure in one.ranks.failures}
+    assert by_rank[0].text.endswith("failed: ValueError: late")
+    assert (by_rank[0].code, by_rank[0].is_consequence) == (1, False)
+    capfd.readouterr()
+
+
+def test_what_the_supervisor_has_ended_is_a_consequence(node, capfd):
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    ranks = node("import time; time.sleep(2); raise SystemExit(3)", "import time; time.sleep(60)", deaf)
+    ranks.wait(lambda: ranks.ranks.failures)
+    ranks.ranks.end(1.0)
+    codes = {failure.rank: (failure.code, failure.is_consequence) for failure in ranks.ranks.failures}
+    assert codes == {0: (3, False), 1: (143, True), 2: (137, True)}
+    assert first_of(ranks.ranks.failures).rank == 0
+    capfd.readouterr()
+
+
+def test_processes_that_a_rank_has_started_do_not_report_for_it(node, capfd):
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], close_fds=False)"
+    ranks = node(f"import sys; sys.argv.append({RAISES + 'ValueError(0)'!r}); {code}")
+    ranks.wait(lambda: not ranks.ranks.running)
+    assert ranks.ranks.failures == []
+    assert ranks.ranks.ranks[0].said == {}
+    capfd.readouterr()
+
+
+def test_crash_between_hosts_is_the_last_to_blame():
+    crashed, raised = Failure(0, 128 + signal.SIGSEGV, ""), Failure(1, 1, "")
+    assert first_of([crashed, raised]) is crashed
+    assert first_of([crashed, raised], between_hosts=True) is raised
+
+
+def test_errors_that_follow_from_another_ranks_end():
+    assert all(kind.is_consequence for kind in (CommunicatorClosedError, PeerLostError, TransportError))
