@@ -84,7 +84,7 @@ singa: $(VENV)/.with-mpi
 # The tests of kernels and transports under the address and undefined-behaviour sanitizers, in an environment apart.
 SANITIZED ?= tests/unit tests/conformance
 sanitize:
-	$(MAKE) VENV=.venv-sanitize BUILD=build/sanitize DISTOPT_SANITIZE=address,undefined .venv-sanitize/.with-$(TEST_EXTRAS)
+	$(MAKE) VENV=.venv-sanitize BUILD=build/sanitize DISTOPT_CUDA=OFF DISTOPT_SANITIZE=address,undefined .venv-sanitize/.with-$(TEST_EXTRAS)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
 	.venv-sanitize/bin/python -m pytest $(SANITIZED)
 
