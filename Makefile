@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORLD_SIZE ?= 2
 # The main job needs the package alone; the tests also need MPI and the test tools.
 TEST_EXTRAS ?= mpi,plot,test
-# The extension for GPUs needs nvcc and is built when asked for: ON.
+# The extension for GPUs needs nvcc and is built when asked for: ON. Export it, or the next `make` builds without.
 DISTOPT_CUDA ?= OFF
 DISTOPT_SANITIZE ?=
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
