@@ -129,6 +129,7 @@ def test_ranks_end_with_a_killed_agent():
     assert program.end().code == -signal.SIGKILL
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signals_end_ranks_that_do_not_handle_them(signum):
     program = start(2, SCRIPT, "stay", options=("--max-restarts", "3"))
