@@ -5,28 +5,38 @@ BIN := $(VENV)/bin
 WORLD_SIZE ?= 2
 # The main job needs the package alone; the tests also need MPI and the test tools.
 TEST_EXTRAS ?= mpi,plot,test
+# The extension for GPUs needs nvcc and is built when asked for: ON. Export it, or the next `make` builds without.
+DISTOPT_CUDA ?= OFF
+DISTOPT_SANITIZE ?=
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml CMakeLists.txt $(NATIVE)
 
-.PHONY: mnist mpi test test-gpu model litmus faults torch torch-quick slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
+.PHONY: mnist mpi test test-rest test-all test-gpu model litmus faults torch torch-quick torch-newest slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
 
-mpi: $(VENV)/.mpi
+mpi: $(VENV)/.with-mpi
 
 # The ranks of a test mostly wait for each other, so one worker more than there are cores; 0: in one process.
 TEST_WORKERS ?= $(shell expr $$(nproc) + 1)
-test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations=20
+PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations=20
+# What touches everything once, in three minutes; what that leaves; both. tests/parts.py tells one from the other.
+test: $(VENV)/.with-$(TEST_EXTRAS)
+	$(PYTEST) --part quick
+test-rest: $(VENV)/.with-$(TEST_EXTRAS)
+	$(PYTEST) --part rest
+test-all: $(VENV)/.with-$(TEST_EXTRAS)
+	$(PYTEST)
 
 # On a machine with a GPU. CUDA is that of the driver and of nvcc: 12 or 13.
 CUDA ?= 13
-test-gpu: $(VENV)/.test-gpu
+test-gpu: DISTOPT_CUDA = ON
+test-gpu: $(VENV)/.with-$(TEST_EXTRAS),cuda$(CUDA)
 	$(BIN)/python -m pytest tests/gpu -rs
 
 # The shared-memory protocol, see tests/model/README.md. `model`: every order of steps, with death at every step, of two
-# and three ranks; two minutes and 3 GB, of which `make test` does the smaller part. `litmus`: every execution that the
+# and three ranks; two minutes and 3 GB, of which `make test-all` does the smaller part. `litmus`: every execution that the
 # memory models of C++ and of ARM allow; needs GenMC on the PATH.
 model:
 	$(PYTHON) -m tests.model.checker
@@ -36,29 +46,36 @@ litmus:
 # Faults of every kind under every backend, at random moments, then what remains of many jobs and collectives; see
 # docs/faults.md. 20 minutes on two cores. Two hosts need root.
 TRIALS ?= 500
-faults: $(VENV)/.test
+faults: $(VENV)/.with-$(TEST_EXTRAS)
 	$(BIN)/python -m tests.faults --trials $(TRIALS)
 	$(BIN)/python -m tests.faults.soak
 
 # Real jobs on a real Slurm of two nodes, both on this machine; see docs/slurm.md. Needs root; installs Debian's packages.
 # The first writes docs/slurm-results.md, in 15 minutes; the second is for continuous integration, in one.
-slurm: $(VENV)/.slurm
+slurm: $(VENV)/.with-$(TEST_EXTRAS),oracle,submitit
 	$(BIN)/python tests/slurm/run
-slurm-quick: $(VENV)/.mpi
+slurm-quick: $(VENV)/.with-mpi
 	$(BIN)/python tests/slurm/run --quick
 
 # PyTorch's own tests of torch.distributed over distopt, against the list of what passes with Gloo; see docs/pytorch.md.
-# The first runs both, with 2, 3, 4 and 8 ranks, in a quarter of an hour; the second is for continuous integration.
+# The first runs both, with 2, 3, 4 and 8 ranks, in a quarter of an hour. The others are for continuous integration: the
+# installed version, then in an environment of its own, with our tests, the newest that the index has.
 SUITE := tests/torch/suite.py --expect tests/torch/passes.txt
-torch: $(VENV)/.test
+RANKS ?= 2 3
+NEWEST := .venv-torch-newest
+torch: $(VENV)/.with-$(TEST_EXTRAS)
 	for n in 2 3 4 8; do $(BIN)/python -W ignore tests/torch/suite.py --ranks $$n || exit 1; done
-torch-quick: $(VENV)/.test
-	$(BIN)/python -W ignore $(SUITE) --backends distopt --ranks 2
-	$(BIN)/python -W ignore $(SUITE) --backends distopt --ranks 3
+torch-quick: $(VENV)/.with-$(TEST_EXTRAS)
+	for n in $(RANKS); do $(BIN)/python -W ignore $(SUITE) --backends distopt --ranks $$n || exit 1; done
+torch-newest:
+	$(MAKE) VENV=$(NEWEST) $(NEWEST)/.with-mpi,test,torch
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade torch
+	$(NEWEST)/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal tests/torch
+	$(MAKE) VENV=$(NEWEST) TEST_EXTRAS=mpi,test,torch RANKS=2 torch-quick
 
 # SINGA's unit tests and example scripts from a checkout of github.com/apache/singa, with their imports renamed; see
 # docs/singa.md. Half an hour, and no part of continuous integration. The tests run with the installed NumPy and with 2.3.
-singa: $(VENV)/.mpi
+singa: $(VENV)/.with-mpi
 	$(if $(CHECKOUT),,$(error name a checkout of github.com/apache/singa: make singa CHECKOUT=FOLDER))
 	$(BIN)/python tests/singa/run $(CHECKOUT)
 	$(BIN)/python tests/singa/run $(CHECKOUT) --numpy 2.3
@@ -66,10 +83,8 @@ singa: $(VENV)/.mpi
 
 # The tests of kernels and transports under the address and undefined-behaviour sanitizers, in an environment apart.
 SANITIZED ?= tests/unit tests/conformance
-sanitize: export SKBUILD_CMAKE_DEFINE = DISTOPT_SANITIZE=address,undefined;DISTOPT_CUDA=OFF
-sanitize: export SKBUILD_BUILD_DIR = build/sanitize
 sanitize:
-	$(MAKE) VENV=.venv-sanitize .venv-sanitize/.test
+	$(MAKE) VENV=.venv-sanitize BUILD=build/sanitize DISTOPT_CUDA=OFF DISTOPT_SANITIZE=address,undefined .venv-sanitize/.with-$(TEST_EXTRAS)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
 	.venv-sanitize/bin/python -m pytest $(SANITIZED)
 
@@ -87,54 +102,60 @@ sanitize-threads:
 	! $(THREADS)/weaker 1 2> $(THREADS)/races.txt
 	grep -q "ThreadSanitizer: data race" $(THREADS)/races.txt
 
-lint: $(VENV)/.lint
+lint: $(VENV)/.with-$(TEST_EXTRAS),dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
-format: $(VENV)/.lint
+format: $(VENV)/.with-$(TEST_EXTRAS),dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE)
 
 # The commands of README's table, for one epoch.
-examples: $(VENV)/.mpi
+examples: $(VENV)/.with-mpi
 	$(BIN)/python examples/mnist_multiprocess.py 2 --max-epoch 1
 	$(BIN)/mpiexec --hostfile examples/hosts $(BIN)/python examples/mnist_dist.py --max-epoch 1
 	$(BIN)/distopt run --nproc-per-node 2 examples/mnist_dist.py --max-epoch 1
 	$(BIN)/python examples/mnist_dist.py --max-epoch 1
 
-# Python files are used in place (editable install); a change in csrc/ or the build files builds the extension anew.
-# Every install builds it, so one that brings more counts for those that bring less.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
 
-$(VENV)/.base: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --editable .
+# In a folder of their own: the path of nanobind's headers is part of each command, and stays for every environment.
+TOOLS := build/tools
+$(TOOLS): | $(VENV)/bin/python
+	$(BIN)/python -m pip install --target $@ scikit-build-core nanobind cmake ninja
+
+# Python files are used in place (editable install). The package is compiled once, into a wheel that every environment of
+# the same Python installs; a change in csrc/, the build files or the options compiles what it concerns.
+OPTIONS = DISTOPT_CUDA=$(DISTOPT_CUDA);DISTOPT_SANITIZE=$(DISTOPT_SANITIZE)
+BUILD ?= build/make
+WHEEL := $(BUILD)/wheel
+$(WHEEL)/built: export SKBUILD_BUILD_DIR = $(BUILD)
+$(WHEEL)/built: export SKBUILD_CMAKE_DEFINE = $(OPTIONS)
+$(WHEEL)/built: export PYTHONPATH = $(CURDIR)/$(TOOLS)
+$(WHEEL)/built: $(BUILD)/options $(SOURCES) | $(TOOLS) $(VENV)/bin/python
+	rm -rf $(WHEEL)
+	$(BIN)/python -c "from scikit_build_core.build import build_editable; build_editable('$(WHEEL)')"
 	touch $@
 
-$(VENV)/.mpi: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --editable ".[mpi]"
-	touch $@ $(VENV)/.base
+.PHONY: always
+$(BUILD)/options: always
+	@mkdir -p $(BUILD)
+	@echo "$(OPTIONS)" | cmp -s - $@ || echo "$(OPTIONS)" > $@
 
-$(VENV)/.slurm: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --editable ".[$(TEST_EXTRAS),oracle,submitit]"
-	touch $@ $(VENV)/.base $(VENV)/.mpi $(VENV)/.test
+$(VENV)/.base: $(WHEEL)/built | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --force-reinstall --no-deps $(WHEEL)/*.whl
+	$(BIN)/python -m pip install distopt
+	touch $@
 
-$(VENV)/.test: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --editable ".[$(TEST_EXTRAS)]"
-	touch $@ $(VENV)/.base $(VENV)/.mpi
-
-$(VENV)/.test-gpu: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --editable ".[$(TEST_EXTRAS),cuda$(CUDA)]"
-	touch $@ $(VENV)/.base $(VENV)/.mpi $(VENV)/.test
-
-$(VENV)/.lint: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --editable ".[$(TEST_EXTRAS),dev]"
-	touch $@ $(VENV)/.base $(VENV)/.mpi $(VENV)/.test
+# What an extra requires. pip finds distopt installed, and leaves it as it is.
+$(VENV)/.with-%: pyproject.toml | $(VENV)/.base
+	$(BIN)/python -m pip install "distopt[$*]"
+	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-sanitize build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-sanitize $(NEWEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from distopt import autograd
+from tests.parts import pytest_addoption, pytest_collection_modifyitems  # noqa: F401 - hooks
 from tests.processes import heed_signals
 
 if TYPE_CHECKING:

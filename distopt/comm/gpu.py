@@ -61,7 +61,8 @@ def gpu_stack() -> GpuStack:
         cuda = import_module("distopt._cuda")
     except ImportError as error:
         raise MissingDependencyError(
-            f"distopt was built without CUDA ({error}); install the CUDA toolkit with nvcc, then install distopt again"
+            f"distopt was built without CUDA ({error}); install the CUDA toolkit with nvcc, then distopt again with "
+            "DISTOPT_CUDA=ON (docs/gpu.md)"
         ) from error
     try:
         count = cuda.device_count()

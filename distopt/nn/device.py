@@ -339,7 +339,10 @@ def find_cupy() -> tuple[Any, str]:
     try:
         import_module("distopt._cuda")
     except ImportError as error:
-        return None, f"distopt was built without _cuda ({error}); install the CUDA toolkit (nvcc) and distopt again"
+        return None, (
+            f"distopt was built without _cuda ({error}); install the CUDA toolkit (nvcc), then distopt again with "
+            "DISTOPT_CUDA=ON (docs/gpu.md)"
+        )
     return cupy, ""
 
 

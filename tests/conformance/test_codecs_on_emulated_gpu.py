@@ -17,6 +17,7 @@ TOLERANCE = {Fp32(): 1e-6, TopK(1.0): 1e-6, Fp16(): 2e-3, BFloat16(): 2e-2, Erro
 TOLERANCE |= {codec: 1e-5 for codec in CODECS if getattr(getattr(codec, "codec", codec), "clip_norm", None)}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # the first test of a session compiles the emulator
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_codecs_agree_with_the_oracle(world_size):

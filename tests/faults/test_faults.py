@@ -44,11 +44,13 @@ def check(trial: Trial, request: pytest.FixtureRequest) -> None:
     assert not outcome.faults, outcome.output
 
 
+@pytest.mark.slow(kept=12)
 @pytest.mark.parametrize("trial", matrix(), ids=str)
 def test_fault(trial: Trial, request) -> None:
     check(trial, request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(DRAWN)))
 def test_drawn_fault(number: int, request) -> None:
     trial = DRAWN[number]

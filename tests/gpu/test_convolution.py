@@ -252,9 +252,8 @@ def test_without_cudnn(road, fresh, monkeypatch, caplog):
     )
 
 
+@pytest.mark.parametrize("road", ["cudnn"], indirect=True)
 def test_a_cudnn_that_does_not_start(road, fresh, monkeypatch):
-    if road == "lowering":
-        return
     import cudnn
 
     def create_handle():
@@ -265,9 +264,8 @@ def test_a_cudnn_that_does_not_start(road, fresh, monkeypatch):
         gpu.conv2d(*map(to_device, parts(CASE)[:3]))
 
 
+@pytest.mark.parametrize("road", ["cudnn"], indirect=True)
 def test_float32_stays_float32_unless_tf32_is_asked_for(road, fresh, monkeypatch):
-    if road == "lowering":
-        return
     import cudnn
 
     note = cudnn.numerical_note

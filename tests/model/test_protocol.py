@@ -35,6 +35,7 @@ MISTAKES = {
 
 
 # More of all this: `make model`.
+@pytest.mark.slow
 def test_two_ranks_with_up_to_two_faults():
     programs = listed("programs")
     assert programs.pop() == "pairs"
@@ -43,11 +44,13 @@ def test_two_ranks_with_up_to_two_faults():
         assert well, printed
 
 
+@pytest.mark.slow
 def test_every_operation_after_every_other_one():
     well, printed = check(2, 0, "pairs")
     assert well, printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "faults"),
     [

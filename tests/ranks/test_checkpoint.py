@@ -57,17 +57,20 @@ def stopped_and_resumed(optimizer, folder: str, strategies: list[str], options: 
     return {"steps": np.array(steps)}
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_strategy_goes_on_to_the_bit(tmp_path, world_size):
     ranks = on_ranks(tmp_path, world_size, stopped_and_resumed, str(tmp_path), STRATEGIES, {})
     assert ranks[0]["steps"] == 2 * (203 // world_size // 8)
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("options", [{"adam": True}, {"dropout": 0.5}, {"graph": True}], ids=str)
 def test_other_jobs_go_on_to_the_bit(tmp_path, options):
     on_ranks(tmp_path, 2, stopped_and_resumed, str(tmp_path), ["plain", "partialUpdate"], options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "options"), [("sparseTopK", {"dropout": 0.5}), ("partialUpdate", {"graph": True})]
 )
@@ -113,6 +116,7 @@ def wait_for_step(step: int, folder: Path, program: Program) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("strategy", ["partialUpdate", "sparseTopK"])
 def test_killed_jobs_end_like_undisturbed_ones(tmp_path, strategy):
     rng, epochs = random.Random(strategy), 30
@@ -161,6 +165,7 @@ def generator(rank: dict[str, np.ndarray], notes: str, name: str) -> dict:
     return json.loads(rank[notes].tobytes())[name]
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("strategy", ["partialUpdate", "sparseTopK", "velocity", "warm-up", "power-sgd fed"])
 def test_from_two_ranks_to_three_and_back(tmp_path, strategy, capfd):
     folder = str(tmp_path / "checkpoints")

@@ -336,6 +336,7 @@ def swapped(request, tmp_path_factory):
     return run(tmp_path_factory, request.param, two, WHEN, WAYS)
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("when", WHEN)
 def test_two_optimizers_in_another_order_on_one_rank_are_named(swapped, when, way):
@@ -356,6 +357,7 @@ MPI = {
 }
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("case", MPI)
 def test_over_mpi(case, world_size):
@@ -385,6 +387,7 @@ def on_gpus(request, tmp_path_factory):
     return ends
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # the first test of a session compiles the emulator
 @pytest.mark.parametrize("case", GPU)
 def test_on_emulated_gpus(on_gpus, case):

@@ -65,6 +65,7 @@ def test_one_process_without_a_launcher(digits):
     assert EPOCH.search(ended.stdout)
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("script", ["mnist_dist.py", "mnist_slurm.py"])
 def test_an_accuracy_on_generated_digits_says_so(script, tmp_path):
     (tmp_path / "home").write_text("no folder, and so no cache")
@@ -102,26 +103,31 @@ def assert_one_line(ended: Ended, *parts: str) -> None:
         assert part in said[0]
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("world_size", ["0", "-1", "two", "1.5"])
 def test_world_size(world_size):
     assert_one_line(multiprocess(world_size=world_size), world_size)
 
 
+@pytest.mark.slow(kept=1)
 @BOTH
 def test_unknown_dist_option(run, digits):
     assert_one_line(run("--data-dir", str(digits), "-d", "fp8"), "fp8", "fp16", "sparseTopK")
 
 
+@pytest.mark.slow(kept=1)
 @BOTH
 def test_batch_larger_than_a_shard(run, digits):
     assert_one_line(run("--data-dir", str(digits), "-b", "193"), "193", "use batch_size 192 or less")
 
 
+@pytest.mark.slow(kept=1)
 @BOTH
 def test_missing_data(run, tmp_path):
     assert_one_line(run("--data-dir", str(tmp_path / "nowhere")), str(tmp_path / "nowhere"))
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("damage", ["truncate", "corrupt"])
 def test_damaged_data(damage, digits, tmp_path):
     for file in digits.iterdir():
@@ -164,6 +170,7 @@ def test_layers_that_do_not_fit_are_named(digits, tmp_path):
 FIGURES = re.compile(r"Training loss = (\S+), training accuracy = (\S+)\nEvaluation accuracy = (\S+),")
 
 
+@pytest.mark.slow(kept=1)
 @BOTH
 def test_an_example_goes_on_in_the_middle_of_an_epoch(run, digits, tmp_path):
     folder = tmp_path / "checkpoints"

@@ -154,6 +154,7 @@ def check(gpus: list[dict[str, np.ndarray]], cpus: list[dict[str, np.ndarray]]) 
                 assert_equal_bits(gpus, key)
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_strategy_ends_as_on_the_cpu(tmp_path, world_size):
     (tmp_path / "cpu").mkdir()
@@ -162,6 +163,7 @@ def test_every_strategy_ends_as_on_the_cpu(tmp_path, world_size):
     assert {str(gpu["kind"]) for gpu in gpus} == {"cuda"}
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("body", [by_hand, wrong_label, mnist_example, mnist_example_as_graphs])
 def test_other_ways_end_as_on_the_cpu(tmp_path, body):
     (tmp_path / "cpu").mkdir()

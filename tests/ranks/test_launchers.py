@@ -47,6 +47,7 @@ def said(stdout: str) -> list[str]:
     return sorted(re.findall(r"^rank .*$", stdout, re.MULTILINE))
 
 
+@pytest.mark.slow(kept=1)
 @needs_torchrun
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_torchrun_on_one_host_needs_no_mpi(n):
@@ -169,6 +170,7 @@ def test_torchrun_on_two_hosts(net):
     ]
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("n", [2, 3])
 def test_main_under_a_launcher_joins_or_refuses_and_never_nests(n):
     programs = [Program([sys.executable, MAIN, str(n)], slurm(rank, 2, "here", 1)) for rank in range(2)]

@@ -40,6 +40,7 @@ def test_variables_and_a_secret_of_each_job():
     assert secrets[0] != secrets[1]
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_ranks_meet_without_mpi(n):
     ended = start(n, LAUNCHED, "ok").end(100.0)
@@ -61,6 +62,7 @@ def test_jobs_at_the_same_time_never_meet():
         assert len(re.findall(rf"rank \d of {n}, ", ended.stdout)) == n
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("n", [2, 3])
 def test_main_joins_or_refuses_and_never_nests(n):
     ended = start(2, MAIN, str(n)).end()
@@ -127,6 +129,7 @@ def test_ranks_end_with_a_killed_agent():
     assert program.end().code == -signal.SIGKILL
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signals_end_ranks_that_do_not_handle_them(signum):
     program = start(2, SCRIPT, "stay", options=("--max-restarts", "3"))
@@ -170,6 +173,7 @@ def test_second_interrupt_kills():
     assert (ended.code, last_line(ended.stderr)) == (130, "distopt run: SIGINT: all 2 ranks have ended")
 
 
+@pytest.mark.slow(kept=2)
 @pytest.mark.parametrize(("restarts", "code"), [(1, 139), (2, 0), (3, 0)])
 def test_restarts(restarts, code):
     ended = start(2, SCRIPT, "fail twice", options=("--max-restarts", str(restarts))).end()

@@ -69,6 +69,7 @@ def test_ranks_meet_again_after_a_restart(net):
         assert told(one)[0].endswith("starting all ranks again (1 of 1)")
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     ("how", "code", "text"), [("SIGKILL", 137, "was ended by SIGKILL; "), ("raise", 1, "code 1: ValueError: the cause")]
 )
@@ -85,6 +86,7 @@ def test_a_death_ends_the_other_host_and_is_named_there(net, how, code, text):
     assert re.match(rf"distopt run: rank 3 on {net.hosts[1].name} \(pid \d+\) .*{re.escape(text)}", lines[0][0])
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_agent_takes_all_with_it(net, lost):
     programs = on_two_hosts(net, SCRIPT, "deaf")
@@ -197,6 +199,7 @@ def test_an_unknown_host_is_told_at_once():
     )
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     ("first", "second", "text"),
     [

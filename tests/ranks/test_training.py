@@ -66,6 +66,7 @@ def in_one_process(world_size: int, **options) -> np.ndarray:
     return parameters(net)
 
 
+@pytest.mark.slow(kept=1)
 @WORLDS
 def test_sums_of_several_batches_are_sent_once_by_every_codec(tmp_path, world_size):
     ranks = on_ranks(tmp_path, world_size, accumulated)
@@ -133,6 +134,7 @@ def clipped(optimizer) -> dict[str, np.ndarray]:
     return results
 
 
+@pytest.mark.slow(kept=1)
 @WORLDS
 def test_the_mean_is_clipped_alike_on_all_ranks(tmp_path, world_size):
     ranks = on_ranks(tmp_path, world_size, clipped)
@@ -206,6 +208,7 @@ def in_one_process_frozen(world_size: int) -> np.ndarray:
     return parameters(net)
 
 
+@pytest.mark.slow(kept=1)
 @WORLDS
 def test_frozen_parameters_are_neither_sent_nor_changed(tmp_path, world_size):
     ranks = on_ranks(tmp_path, world_size, frozen)
@@ -267,6 +270,7 @@ def weighted(optimizer) -> dict[str, np.ndarray]:
     return results
 
 
+@pytest.mark.slow(kept=1)
 @WORLDS
 def test_batches_of_other_sizes_count_by_their_weight(tmp_path, world_size):
     ranks = on_ranks(tmp_path, world_size, weighted)

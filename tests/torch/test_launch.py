@@ -23,6 +23,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+@pytest.mark.slow(kept=2)
 @pytest.mark.parametrize("method", ["env://", "tcp", "file"])
 @pytest.mark.parametrize("launcher", ["torchrun", "distopt run", "mpiexec", "spawn"])
 def test_ranks_meet(launcher: str, method: str, tmp_path: Path) -> None:

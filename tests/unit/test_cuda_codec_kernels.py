@@ -17,6 +17,7 @@ sys.exit(pytest.main([*sys.argv[1:], "-q", "-x", "-p", "no:cacheprovider"]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # the first test of a session compiles the emulator
 def test_the_kernels_of_the_codecs_on_the_emulated_gpu():
     build.build()

@@ -15,6 +15,7 @@ def run(n: int, backend: str, how: str, where: str) -> Ended:
     return mpiexec(n, SCRIPT, how, where, env={"DISTOPT_BACKEND": backend, "DISTOPT_TIMEOUT": "30"})
 
 
+@pytest.mark.slow(kept=2)
 @pytest.mark.parametrize("how", ["os._exit", "exit of C"])
 @pytest.mark.parametrize("where", ["between steps", "after the last step"])
 @pytest.mark.parametrize(("n", "backend"), [(2, "shm"), (3, "shm"), (2, "mpi"), (3, "mpi")])

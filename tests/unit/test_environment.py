@@ -45,6 +45,7 @@ def assert_trained(folder: Path) -> None:
     assert said == dict.fromkeys("01", "[1.0, 3.0, 5.0, 7.0, 9.0]")
 
 
+@pytest.mark.slow(kept=2)
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("start", STARTS)
 def test_streams_that_are_closed_from_the_start(start, closed, tmp_path):

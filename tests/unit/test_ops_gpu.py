@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 import pytest
 
@@ -12,14 +13,16 @@ from tests.processes import Program
 
 RUN = "import sys, pytest; from tests.emulation import activate; activate(); sys.exit(pytest.main(sys.argv[1:]))"
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("file", "options"),
     [
         # In float64 the large cases only take longer.
-        ("test_ops.py", ["-k", "not (float64 and (test_linear or test_pool2d))"]),
-        ("test_convolution.py", ["-k", "not (float64 and test_conv2d and lowering)"]),
+        slow("test_ops.py", ["-k", "not (float64 and (test_linear or test_pool2d))"]),
+        slow("test_convolution.py", ["-k", "not (float64 and test_conv2d and lowering)"]),
         ("test_functions.py", []),
         ("test_staging.py", []),
         ("test_tensor.py", []),

@@ -19,6 +19,7 @@ SCRIPT = str(ROOT / "tests" / "ranks" / "suspended_script.py")
 ENV = {"DISTOPT_TIMEOUT": "2.5", "DISTOPT_STALL_WARNING": "2"}
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("where", ["join", "collective"])
 @pytest.mark.parametrize("start", ["launch.main", "mpiexec"])
 def test_job_that_is_suspended_for_longer_than_the_timeout(start, where):
@@ -75,6 +76,7 @@ def suspend(program: Program, seconds: float) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_server_of_a_job_that_is_suspended_while_ranks_join():
     program = Program([sys.executable, "-c", MEETS, "0", "2.5"])
     port, connected = program.read_lines(2)
@@ -104,6 +106,7 @@ def test_rank_that_is_suspended_while_it_looks_for_the_server():
     program.process.communicate()
 
 
+@pytest.mark.slow
 def test_nodes_that_are_suspended_while_they_meet(tmp_path):
     with listen(0, 8) as listener:
         port = listener.getsockname()[1]

@@ -19,8 +19,8 @@ try:
     from ... import _cuda
 except ImportError as error:
     raise MissingDependencyError(
-        f"computing on a GPU needs distopt's extension _cuda ({error}); install the CUDA toolkit (nvcc) and install "
-        "distopt again"
+        f"computing on a GPU needs distopt's extension _cuda ({error}); install the CUDA toolkit (nvcc), then "
+        "distopt again with DISTOPT_CUDA=ON (docs/gpu.md)"
     ) from None
 
 __all__ = [

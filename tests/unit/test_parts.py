@@ -1,0 +1,94 @@
+"""`--part quick` and `--part rest` are the suite, and the quick part has every value of every parameter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.parts import cover
+
+ROOT = Path(__file__).parents[2]
+PLUGIN = "from tests.parts import pytest_addoption, pytest_collection_modifyitems"
+SUITE = """
+import pytest
+
+@pytest.fixture(params="uv")
+def fixture(request): return request.param
+
+@pytest.mark.parametrize("a", range(3))
+@pytest.mark.parametrize("b, c", [(1, 2), (1, 3), (2, 3), (2, 2)])
+def test_many(a, b, c, fixture): pass
+
+@pytest.mark.parametrize("a", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_partly_slow(a): pass
+
+@pytest.mark.slow
+@pytest.mark.parametrize("a", range(5))
+def test_slow(a): pass
+
+@pytest.mark.slow(kept=2)
+@pytest.mark.parametrize("a", range(5))
+def test_kept(a): pass
+
+@pytest.mark.slow(kept=1)
+class TestClass:
+    def test_one(self): pass
+    def test_other(self): pass
+
+def test_single(): pass
+"""
+
+
+@pytest.fixture
+def collect(tmp_path):
+    (tmp_path / "conftest.py").write_text(PLUGIN)
+    (tmp_path / "test_suite.py").write_text(SUITE)
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\nmarkers = slow\n")
+
+    def collected(*options: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *options]
+        env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+
+    return collected
+
+
+def test_both_parts_are_the_suite(collect):
+    everything, quick, rest = collect(), collect("--part", "quick"), collect("--part", "rest")
+    assert len(everything) == 24 + 2 + 5 + 5 + 2 + 1
+    assert sorted(quick + rest) == sorted(everything)
+    many = [name[name.index("[") + 1 : -1].split("-") for name in quick if name.startswith("test_many")]
+    assert {fixture for fixture, *_ in many} == {"u", "v"}
+    assert {(b, c) for _, b, c, _ in many} == {("1", "2"), ("1", "3"), ("2", "3"), ("2", "2")}
+    assert {a for *_, a in many} == {"0", "1", "2"}
+    assert len(many) == 4
+    others = [name for name in quick if not name.startswith("test_many")]
+    assert others == [
+        "test_partly_slow[1]",
+        "test_kept[0]",
+        "test_kept[1]",
+        "TestClass::test_one",
+        "TestClass::test_other",
+        "test_single",
+    ]
+
+
+@given(st.lists(st.frozensets(st.integers(0, 9)), min_size=1))
+def test_the_cover_has_every_value(cases):
+    chosen = cover(cases)
+    assert len(set(chosen)) == len(chosen)
+    assert set().union(*(cases[i] for i in chosen)) == set().union(*cases)
+
+
+def test_a_product_is_covered_by_as_many_cases_as_the_longest_parameter_has_values():
+    cases = [frozenset(enumerate(values)) for values in product(range(2), range(7), range(3))]
+    assert len(cover(cases)) == 7
