@@ -57,7 +57,11 @@ def test_hosts_with_different_numbers_of_ranks_are_refused():
             "close",
             r"CommunicatorClosedError rank \d on host-[ab] .* but rank 3 on host-b .* has closed the communicator",
         ),
-        ("late", r"StalledError no answer within 1.5 s: rank \d on host-[ab] .* for rank 3 on host-b .* raise DISTOPT_TIMEOUT"),
+        (
+            "late",
+            r"StalledError no answer within 1.5 s: rank \d on host-[ab] .* for rank 3 on host-b .*"
+            r" raise DISTOPT_TIMEOUT",
+        ),
     ],
 )
 def test_failures_name_ranks_and_hosts(how, expected):
