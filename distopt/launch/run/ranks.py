@@ -58,7 +58,8 @@ def first_of(failures: Iterable[Failure], *, between_hosts: bool = False) -> Fai
 
     def place(failure: Failure) -> tuple[bool, ...]:
         crashed = between_hosts and failure.code == 128 + signal.SIGSEGV
-        return failure.is_consequence, not failure.is_final, crashed, failure.code <= 128
+        by_signal = failure.code > 128 and not failure.is_consequence
+        return failure.is_consequence, not failure.is_final, crashed, not by_signal
 
     return min(failures, key=place)
 
