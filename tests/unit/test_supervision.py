@@ -89,9 +89,11 @@ def test_a_rank_that_the_supervisor_ends_while_it_fails_keeps_its_reason(node, c
     capfd.readouterr()
 
 
-def test_what_the_supervisor_has_ended_is_a_consequence(node, capfd):
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
-    ranks = node("import time; time.sleep(2); raise SystemExit(3)", "import time; time.sleep(60)", deaf)
+def test_what_the_supervisor_has_ended_is_a_consequence(node, capfd, tmp_path):
+    is_deaf = f"import pathlib, signal, time; path = pathlib.Path({str(tmp_path / 'deaf')!r})\n"
+    deaf = is_deaf + "signal.signal(signal.SIGTERM, signal.SIG_IGN); path.touch(); time.sleep(60)"
+    waits = is_deaf + "while not path.exists(): time.sleep(0.01)\nraise SystemExit(3)"
+    ranks = node(waits, "import time; time.sleep(60)", deaf)
     ranks.wait(lambda: ranks.ranks.failures)
     ranks.ranks.end(1.0)
     codes = {failure.rank: (failure.code, failure.is_consequence) for failure in ranks.ranks.failures}

@@ -58,7 +58,7 @@ key, port, timeout = bytes(32), int(sys.argv[1]), float(sys.argv[2])
 if not port:
     with listen(0, 8) as listener:
         port = listener.getsockname()[1]
-        start_server(listener, key, 2, timeout)
+        server = start_server(listener, key, 2, timeout)
 print(port, flush=True)
 watch = Watch(0, 2, key, [("localhost", port)], timeout)
 print("connected", flush=True)
@@ -100,10 +100,12 @@ def test_rank_that_is_suspended_while_it_looks_for_the_server():
     suspend(program, 4.0)
     time.sleep(0.5)  # in which one that counts the suspension would give up
     with listen(port, 8) as listener:
-        start_server(listener, bytes(32), 2, 5.0, speaks=False)
+        server = start_server(listener, bytes(32), 2, 5.0, speaks=False)
     assert program.read_lines(1) == ["connected"]
     program.kill()
     program.process.communicate()
+    server.kill()
+    server.wait()
 
 
 @pytest.mark.slow

@@ -58,7 +58,8 @@ def first_of(failures: Iterable[Failure], *, between_hosts: bool = False) -> Fai
 
     def place(failure: Failure) -> tuple[bool, ...]:
         crashed = between_hosts and failure.code == 128 + signal.SIGSEGV
-        return failure.is_consequence, not failure.is_final, crashed, failure.code <= 128
+        by_signal = failure.code > 128 and not failure.is_consequence
+        return failure.is_consequence, not failure.is_final, crashed, not by_signal
 
     return min(failures, key=place)
 
@@ -73,6 +74,7 @@ class Rank:
         sink: its other end, for the process.
         said: its last message of each kind; see `distopt.launch.watch.report`.
         exit_code: once it has ended; -n if signal n has ended it.
+        ended: whether `look` has noticed that.
         failure: once it has failed.
         failed_at: when it did, in ns of the monotonic clock.
     """
@@ -86,6 +88,7 @@ class Rank:
         os.set_blocking(self.source, False)
         self.said: dict[str, dict[str, Any]] = {}
         self.exit_code: int | None = None
+        self.ended = False
         self.failure: Failure | None = None
         self.failed_at = 0
         self._received = b""
@@ -132,11 +135,11 @@ class Rank:
         self.signal(signal.SIGKILL)
 
     def look(self, now: int) -> None:
-        """Local. Notice whether the rank has failed."""
-        running = self.running  # before the pipe is read: a rank reports before it ends
+        """Local. Notice whether the rank has ended or failed."""
+        self.ended = not self.running  # before the pipe is read: a rank reports before it ends
         self.read()
         report = self.said.get("failed") if self.exit_code or self.fails_by_report else None
-        if self.failure is not None or self.left or (report is None and (running or not self.exit_code)):
+        if self.failure is not None or self.left or (report is None and not self.exit_code):
             return
         if report is not None:
             self.failed_at, is_consequence = report["time"], report["is_consequence"]
@@ -185,8 +188,8 @@ class LocalRanks:
 
     @property
     def running(self) -> list[Rank]:
-        """Those that have not ended."""
-        return [rank for rank in self.ranks if rank.running]
+        """Those that had not ended when they were last looked at."""
+        return [rank for rank in self.ranks if not rank.ended]
 
     def look(self) -> None:
         """Local. Notice the ranks that have failed or ended."""

@@ -217,9 +217,7 @@ def _supervise(local: LocalRanks, caught: list[int], selector: selectors.BaseSel
         local.look()
         while passed_on < len(caught):
             signum = caught[passed_on]
-            if signum not in PREEMPTION_SIGNALS or not all(
-                rank.said.get("leaves", {}).get("does") for rank in local.running
-            ):
+            if signum not in PREEMPTION_SIGNALS or not all(rank.leaves for rank in local.running):
                 return
             local.signal(signum)
             passed_on += 1
