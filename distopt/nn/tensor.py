@@ -11,6 +11,8 @@ import itertools
 import operator
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from ..errors import ShapeError, UsageError
 from ..kernels import array_module
 from . import half
@@ -172,8 +174,10 @@ class Tensor(OutsideGraph):
         given = self.operand(other)
         if self.in_graph or given.in_graph:
             return compute(self, given)
-        if self.dtype.kind != "f" and (given.dtype.kind == "f" or change is operator.itruediv):
-            raise UsageError(f"a tensor of {self.dtype} takes no floats in place; convert it first, by to_type")
+        fits = np.can_cast(given.dtype, self.dtype, "same_kind" if given is other else "safe")
+        if self.dtype.kind != "f" and (not fits or change is operator.itruediv):
+            taken = given.dtype if given.dtype.kind != "f" and change is not operator.itruediv else "floats"
+            raise UsageError(f"a tensor of {self.dtype} takes no {taken} in place; convert it first, by to_type")
         change(self.changed().array, given.array)
         return self
 
@@ -217,6 +221,8 @@ class Operation:
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Compute; record the call in training mode."""
+        if not inputs:
+            raise UsageError(f"{type(self).__name__} needs at least one tensor")
         device, arrays = inputs[0].device, [t.array for t in inputs]
         if arrays[0].dtype.char == "e":
             self.half = True
