@@ -58,12 +58,13 @@ void forward(const ConvShape& s, const T* x, const T* weight, const T* bias, T* 
 
 template <class T>
 T sum_of(const T* x, Index count) {
-  Vec<T> lanes = {};
+  T lanes[kMostLanes<T>] = {};
   Index i = 0;
-  for (; i + kLanes<T> <= count; i += kLanes<T>) lanes += load(x + i);
+  for (; i + kMostLanes<T> <= count; i += kMostLanes<T>)
+    for (Index j = 0; j < kMostLanes<T>; ++j) lanes[j] += x[i + j];
   T sum = 0;
   for (; i < count; ++i) sum += x[i];
-  for (Index j = 0; j < kLanes<T>; ++j) sum += lanes[j];
+  for (const T lane : lanes) sum += lane;
   return sum;
 }
 

@@ -13,7 +13,7 @@ namespace {
 
 using Index = std::ptrdiff_t;
 
-inline Index smaller(Index a, Index b) { return a < b ? a : b; }
+constexpr Index smaller(Index a, Index b) { return a < b ? a : b; }
 inline Index larger(Index a, Index b) { return a > b ? a : b; }
 inline Index clamp(Index value, Index low, Index high) { return value < low ? low : value > high ? high : value; }
 
@@ -44,6 +44,9 @@ template <class T>
 using IntegerVec = typename Lanes<T>::integer;
 template <class T>
 constexpr Index kLanes = kVectorBytes / sizeof(T);
+// Those of the widest set: where their number decides about the order of a sum, every set takes this one.
+template <class T>
+constexpr Index kMostLanes = 64 / sizeof(T);
 
 using Floats = Vec<float>;
 using Ints = IntegerVec<float>;

@@ -22,13 +22,14 @@ __all__ = ["PowerSGD"]
 
 
 class _Matrix(NamedTuple):
-    """Views for one parameter: M [n, m], where its mean goes, P [n, r], Q [m, r], and Q of the step before."""
+    """Views for one parameter: M [n, m], where its mean goes, P [n, r], Q [m, r], the Q before it and the first one."""
 
     gradient: Array
     mean: Array
     p: Array
     q: Array
     last_q: Array
+    start: Array
 
 
 class _Vector(NamedTuple):
@@ -87,8 +88,9 @@ class PowerSGD(Codec):
             if part in sides:
                 n, m = sides[part]
                 in_p, in_q = slice(p, p + n * r), slice(q, q + m * r)
-                last_q = state.keep("q", xp.asarray(start[in_q]), part)
-                factors = ps[in_p].reshape(n, r), qs[in_q].reshape(m, r), last_q.reshape(m, r)
+                first_q = xp.asarray(start[in_q])
+                last_q = state.keep("q", first_q, part)
+                factors = ps[in_p].reshape(n, r), *(q.reshape(m, r) for q in (qs[in_q], last_q, first_q))
                 state.memory["matrices"].append(_Matrix(gradient.reshape(n, m), mean.reshape(n, m), *factors))
                 p, q = in_p.stop, in_q.stop
             else:
@@ -125,8 +127,10 @@ class PowerSGD(Codec):
             xp.matmul(own.gradient.T, own.p, out=own.q)
         yield state.wire.all_reduce(state.memory["q"], "mean")
         for own in matrices:
-            own.last_q[...] = xp.where(own.p.any(axis=0), own.q, own.last_q)  # a column of zeros would stay so
+            # A column of zeros would stay so, as would one that another holds already.
+            own.last_q[...] = xp.where(own.p.any(axis=0), own.q, own.last_q)
             _orthogonalise(own.last_q)  # of which the next P keeps the directions, and no tiny scale
+            own.last_q[...] = xp.where(own.last_q.any(axis=0), own.last_q, own.start)
             own.mean[...] = own.p[:, :1] * own.q[:, 0]
             for k in range(1, self.rank):
                 own.mean[...] += own.p[:, k : k + 1] * own.q[:, k]
@@ -138,15 +142,22 @@ class PowerSGD(Codec):
 
 
 def _orthogonalise(p: Array) -> None:
-    """Gram and Schmidt's process on the columns, in order (section 3 of the paper), in place. Zeros stay zeros."""
+    """Gram and Schmidt's process on the columns, in order (section 3 of the paper), in place. Zeros stay zeros.
+
+    So does a column become zero that lies in the span of those before it: all that rounding leaves of it lies there
+    too, and as a column of norm 1 it would count what they hold once more.
+    """
     xp = array_module(p)
-    tiny = np.finfo(p.dtype).tiny
+    eps = np.finfo(p.dtype).eps
 
     def dot(a: Array, b: Array) -> Array:
         return xp.multiply(a, b, dtype=np.float64).sum()
 
     for k in range(p.shape[1]):
         column = p[:, k]
+        column[...] = xp.ldexp(column, -xp.frexp(abs(column).max())[1])  # exact; denormal numbers have too few bits
+        noise = eps * xp.sqrt(dot(column, column))
         for j in (*range(k), *range(k)):  # twice: what rounding leaves may be all that is left of the column
             column -= (dot(p[:, j], column) * p[:, j]).astype(p.dtype)
-        column /= xp.maximum(xp.sqrt(dot(column, column)), tiny).astype(p.dtype)
+        norm = xp.sqrt(dot(column, column))
+        column /= xp.where(norm > noise, norm, np.inf).astype(p.dtype)

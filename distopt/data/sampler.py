@@ -144,14 +144,15 @@ class ShardedSampler:
     def get_states(self) -> dict[str, int | bool]:
         """Local. How far this epoch is, in terms of all ranks, and what determines the order of its samples.
 
-        The batch that the iteration gave last counts as consumed: ask after the step that trains on it.
+        The batch that the iteration gave last counts as consumed: ask after the step that trains on it. Less than twice
+        `size` is consumed, even where there are more ranks than samples and each sample is given several times.
         """
         return {
             "size": self.size,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "epoch": self.epoch,
-            "consumed": self.consumed,
+            "consumed": min(self.consumed, 2 * self.size - 1),
         }
 
     def set_states(self, states: Mapping[str, Any]) -> None:

@@ -18,6 +18,8 @@ __all__ = ["Max", "Mean", "Min", "PRelu", "Pow", "Sum", "Truth", "Where"]
 class Pow(Broadcast):
     """a to the power b, float32 for integers. The gradient of b is 0 where a is 0."""
 
+    reads = True
+
     def value(self, a: Array, b: Array) -> Array:
         return (a if a.dtype.kind == "f" else a.astype(float32)) ** b
 
@@ -30,6 +32,8 @@ class Pow(Broadcast):
 
 class PRelu(Broadcast):
     """x where it is at least 0, else slope * x (He et al., arXiv 1502.01852)."""
+
+    reads = True
 
     def value(self, x: Array, slope: Array) -> Array:
         return array_module(x).where(x < 0, slope * x, x)
@@ -64,7 +68,7 @@ class Sum(Broadcast):
     """The sum of arrays, element by element."""
 
     def value(self, *xs: Array) -> Array:
-        return reduce(operator.add, xs)
+        return reduce(operator.add, xs) if len(xs) > 1 else xs[0].copy()
 
     def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
         return [self.reduced(dy.copy(), i) if need else None for i, need in enumerate(self.needs)]
@@ -87,7 +91,7 @@ class Max(Broadcast):
     choice = "maximum"
 
     def value(self, *xs: Array) -> Array:
-        return reduce(getattr(array_module(xs[0]), self.choice), xs)
+        return reduce(getattr(array_module(xs[0]), self.choice), xs) if len(xs) > 1 else xs[0].copy()
 
     def forward(self, *xs: Array) -> Array:
         y = super().forward(*xs)

@@ -290,5 +290,5 @@ def ranking_loss(pos: Tensor, neg: Tensor, M: float = 0.2) -> Tensor:
 
 
 def mse_loss(x: Tensor, target: Tensor) -> Tensor:
-    """Mean over all elements of (x - target)**2, of shape (1,)."""
+    """Mean over all elements of (x - target)**2, of shape (1,); 0 without elements."""
     return operations.MeanSquareError()(x, target)

@@ -186,6 +186,8 @@ def pad(x: Tensor, mode: str, pads: Sequence[int], constant: float = 0.0) -> Ten
             f"pad takes the mode 'constant', 'reflect' or 'edge' and {2 * n} widths for a tensor of shape {x.shape}, "
             f"all before, then all after the dimensions; got {mode!r} and {list(pads)}"
         )
+    if mode != "constant" and any(length == 0 < max(pads[i], pads[n + i]) for i, length in enumerate(x.shape)):
+        raise ShapeError(f"shape {x.shape} has a dimension without elements, which {mode!r} cannot enlarge")
     return Pad([(int(pads[i]), int(pads[n + i])) for i in range(n)], mode, constant)(x)
 
 
@@ -233,7 +235,14 @@ def nonzero(x: Tensor) -> Tensor:
 
 def constant_of_shape(x: Tensor, value: float = 0) -> Tensor:
     """A tensor of float32 whose dimensions are the elements of x, and whose elements are `value`."""
-    return NoGradient(lambda array: array_module(array).full([int(n) for n in array.tolist()], value, float32))(x)
+
+    def forward(array: Array) -> Array:
+        lengths = [int(n) for n in array.reshape(-1).tolist()]
+        if array.ndim != 1 or min(lengths, default=0) < 0:
+            raise ShapeError(f"a shape is a tensor [dimensions] of lengths, 0 or more; got {array.tolist()}")
+        return array_module(array).full(lengths, value, float32)
+
+    return NoGradient(forward)(x)
 
 
 def onehot(axis: int, indices: Tensor, depth: int | ArrayLike, values: Sequence[float] | ArrayLike) -> Tensor:

@@ -36,6 +36,7 @@ class Mode:
         training: set through `autograd.training` or `Model.train` and `Model.eval`.
         ran: while the forward pass of a step is recorded, the operations that have run, and descriptions of other
             events that a replay would not repeat.
+        last_change: when memory was last changed in place, see `distopt.nn.changes`.
         calls: while a pass is recorded, the calls that computed arrays.
     """
 
@@ -43,6 +44,7 @@ class Mode:
     training: bool = False
     loss_scale: float = 1024.0
     ran: list[Ran | str] | None = None
+    last_change: int = -1
     calls: list[Call] | None = None
 
 

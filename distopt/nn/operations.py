@@ -200,6 +200,8 @@ def _check_labels(logits: Array, labels: Array) -> None:
     if logits.ndim != 2:
         raise ShapeError(f"cross entropy takes scores [N, classes], got {list(logits.shape)}; put a Flatten before it")
     n, classes = logits.shape
+    if classes == 0:
+        raise ShapeError(f"scores [{n}, 0] have no class; cross entropy takes scores [N, classes]")
     if labels.shape not in ((n,), (n, classes)):
         raise ShapeError(
             f"scores [{n}, {classes}] need {n} labels: class indices [{n}], or distributions [{n}, {classes}]; got "
@@ -210,7 +212,7 @@ def _check_labels(logits: Array, labels: Array) -> None:
 
 
 class MeanSquareError(Operation):
-    """Mean over all elements of (x - target)**2, as an array of shape (1,)."""
+    """Mean over all elements of (x - target)**2, as an array of shape (1,); 0 without elements."""
 
     own_type = True
 
@@ -218,9 +220,10 @@ class MeanSquareError(Operation):
         if x.shape != target.shape:
             raise ShapeError(f"the mean square error needs equal shapes, got {x.shape} and {target.shape}")
         self.saved = x - target
-        return array_module(x).square(self.saved).mean().reshape(1)
+        squares = array_module(x).square(self.saved)
+        return (squares.mean() if x.size else squares.sum()).reshape(1)
 
     def gradients(self, dy: Array, into: Into) -> Gradients:
-        dx = self.saved * (self.saved.dtype.type(2 / self.saved.size) * dy)
+        dx = self.saved * (self.saved.dtype.type(2 / max(self.saved.size, 1)) * dy)
         assert self.inputs is not None
         return dx, -dx if wants_gradient(self.inputs[1]) else None

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import StateError, UsageError, check_assignment, check_count
 from ..kernels import kernels_of
-from . import autograd
+from . import autograd, changes
 from .accumulation import Accumulation
 from .device import get_default_device
 from .hyperparameters import CurrentValue, Hyperparameter
@@ -73,6 +73,7 @@ class Optimizer:
         self.values = {}
         self._device = get_default_device()
         self._slots: dict[Tensor, dict[str, Array]] = {}
+        self._updated: dict[Tensor, int] = {}  # when, by `changes.clock`
         self._unclaimed: dict[str, dict[str, Array]] = {}  # loaded states of parameters not seen yet
         self._accumulation = Accumulation()
         self.lr = lr
@@ -158,6 +159,7 @@ class Optimizer:
         if self._device is not param.device:
             self._device = param.device
         try:
+            self._updated[param] = next(changes.clock)
             self.apply(param.name or f"{id(param):#x}", param, grad)
         finally:
             mode.training = training
@@ -199,6 +201,7 @@ class Optimizer:
     def step(self) -> None:
         """Local. Count a finished step, and set the hyperparameters of the next one; inside `no_sync`, nothing."""
         if not self._accumulation.active:
+            changes.updated(self, self._updated)
             self._go_to(self._steps + 1)
 
     def _go_to(self, step: int) -> None:

@@ -61,6 +61,8 @@ class OutsideGraph(Values):
     def operand(self, value: Any) -> Self:
         """`value` as a tensor: a number or array has the dtype of this one, or float32 if only the value is a float.
 
+        Integers that the dtype of this one cannot hold keep that which NumPy gives them, and so does the result.
+
         Raises:
             UsageError: it is neither a tensor nor a number nor an array of numbers.
         """
@@ -69,7 +71,9 @@ class OutsideGraph(Values):
         given = value if hasattr(value, "dtype") else np.asarray(value)
         if given.dtype.kind not in "biuf":
             raise UsageError(f"tensors compute with tensors, arrays and numbers, not with {value!r}")
-        dtype = float32 if given.dtype.kind == "f" != self.dtype.kind else self.dtype
+        dtype = np.dtype(float32) if given.dtype.kind == "f" != self.dtype.kind else self.dtype
+        if dtype.kind in "iu" and not _in_range(given, dtype):
+            dtype = given.dtype
         xp = self.device.xp
         # Not `asarray`: on a GPU, it copies from the host, which a graph would not repeat.
         array = xp.ascontiguousarray(given, dtype) if given.ndim else xp.full((), given.item(), dtype)
@@ -148,6 +152,14 @@ def settled(y: Array, *operands: Array) -> Array:
         floats = [x.dtype for x in operands if x.dtype.kind == "f"]
         y = y.astype(np.result_type(*floats) if floats else float32)
     return y[...]  # an array even if NumPy returned a scalar
+
+
+def _in_range(values: Array, dtype: np.dtype[Any]) -> bool:
+    """Whether the integer type `dtype` has all of these integers."""
+    if not values.size or np.can_cast(values.dtype, dtype):
+        return True
+    limits = np.iinfo(dtype)
+    return limits.min <= int(values.min()) and int(values.max()) <= limits.max
 
 
 def _arrays(operand: Any) -> Any:

@@ -236,7 +236,9 @@ def split(
 
 
 def cat(xs: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """The tensors `xs` joined along dimension `axis`."""
+    """The tensors `xs`, one at least, joined along dimension `axis`."""
+    if not xs:
+        raise UsageError("cat needs at least one tensor")
     axes_of(xs[0], axis)
     try:
         return Cat(axis)(*xs)
@@ -275,6 +277,8 @@ class Repeat(Operation):
 def tile(x: Tensor, repeats: int | Sequence[int]) -> Tensor:
     """The tensor x repeated `repeats` times along each dimension, as `numpy.tile` does."""
     times = [repeats] if isinstance(repeats, int) else [int(n) for n in repeats]
+    if min(times, default=0) < 0:
+        raise UsageError(f"a tensor is repeated 0 times or more along each dimension, not {times} times")
     return Repeat([1] * (x.ndim() - len(times)) + times, each=False)(x)
 
 

@@ -34,6 +34,8 @@ class AddBias(Broadcast):
 class Gemm(Broadcast):
     """alpha * A B + beta * C, where A [N, K] and B [K, M] may be given transposed, and C is broadcast to [N, M]."""
 
+    reads = True
+
     def __init__(self, alpha: float, beta: float, trans_a: bool, trans_b: bool) -> None:
         self.alpha, self.beta, self.trans_a, self.trans_b = alpha, beta, trans_a, trans_b
 

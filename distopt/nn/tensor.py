@@ -7,13 +7,14 @@ A `Tensor` is an array with the information that training needs. An `Operation` 
 
 from __future__ import annotations
 
-import itertools
 import operator
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from ..errors import ShapeError, UsageError
 from ..kernels import array_module
-from . import half
+from . import changes, half
 from .device import Device, get_default_device
 from .mode import Ran, mode
 from .outside import OutsideGraph, settled
@@ -168,12 +169,17 @@ class Tensor(OutsideGraph):
         return self._in_place(operator.itruediv, operator.truediv, other)
 
     def _in_place(self, change: Callable[[Array, Array], Array], compute: Callable[..., Tensor], other: Any) -> Tensor:
-        """This tensor, changed in place; a new one if the graph needs the old values."""
+        """This tensor, changed in place; a new one if it, or the other, is part of a graph with parameters.
+
+        A backward pass that still needs the old values raises an error.
+        """
         given = self.operand(other)
         if self.in_graph or given.in_graph:
             return compute(self, given)
-        if self.dtype.kind != "f" and (given.dtype.kind == "f" or change is operator.itruediv):
-            raise UsageError(f"a tensor of {self.dtype} takes no floats in place; convert it first, by to_type")
+        fits = np.can_cast(given.dtype, self.dtype, "same_kind" if given is other else "safe")
+        if self.dtype.kind != "f" and (not fits or change is operator.itruediv):
+            taken = given.dtype if given.dtype.kind != "f" and change is not operator.itruediv else "floats"
+            raise UsageError(f"a tensor of {self.dtype} takes no {taken} in place; convert it first, by to_type")
         change(self.changed().array, given.array)
         return self
 
@@ -204,7 +210,7 @@ class Operation:
         needs: for each input, whether a backward pass needs its gradient.
         half: whether it runs in half precision, see `distopt.nn.half`.
         own_type: whether its result has a type of its own in half precision: float32 for a loss, any for a cast.
-        order: increases with every recorded call; descending order is a valid order for the backward pass.
+        order: of the recorded call by `changes.clock`; descending order is a valid order for the backward pass.
     """
 
     native: ClassVar[bool] = False
@@ -217,13 +223,15 @@ class Operation:
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Compute; record the call in training mode."""
+        if not inputs:
+            raise UsageError(f"{type(self).__name__} needs at least one tensor")
         device, arrays = inputs[0].device, [t.array for t in inputs]
         if arrays[0].dtype.char == "e":
             self.half = True
         data = device.timed(type(self).__name__, self._compute, arrays) if device.verbosity else self._compute(arrays)
         out = Tensor.of(data, device)
         if mode.training:
-            self.inputs, self.order, out.creator = inputs, next(_order), self
+            self.inputs, self.order, out.creator = inputs, next(changes.clock), self
             self.needs = tuple([(t.stores_grad and t._requires_grad) or t.in_graph for t in inputs])
         if mode.ran is not None:
             mode.ran.append(Ran(self, inputs, out))
@@ -233,7 +241,12 @@ class Operation:
         return half.compute(self, arrays) if self.half else self.forward(*arrays)
 
     def walk(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
-        """`gradients`, in half precision where the forward pass was."""
+        """`gradients`, in half precision where the forward pass was.
+
+        Raises:
+            UsageError: values that it needs were changed in place meanwhile.
+        """
+        changes.check(self)
         return half.gradients(self, dy, into) if self.half else self.gradients(dy, into)
 
     def forward(self, *inputs: Array) -> Array:
@@ -281,18 +294,21 @@ class Operation:
         return wanted[0] if len(wanted) == 1 else wanted
 
 
-_order = itertools.count()
-
-
 class Broadcast(Operation):
-    """An element-wise operation on arrays, with NumPy's broadcasting."""
+    """An element-wise operation on arrays, with NumPy's broadcasting.
+
+    Attributes:
+        reads: whether `gradients` needs the operands, in `saved`.
+    """
+
+    reads: ClassVar[bool] = False
 
     def value(self, *operands: Array) -> Array:
         """The result, in whatever type NumPy gives it. A `ValueError` says that the shapes do not fit."""
         raise NotImplementedError
 
     def forward(self, *operands: Array) -> Array:
-        self.saved = operands
+        self.saved = operands if self.reads else None
         try:
             y = self.value(*operands)
         except ShapeError:
@@ -342,6 +358,8 @@ class Sub(Broadcast):
 class Mul(Broadcast):
     """a * b, element by element."""
 
+    reads = True
+
     def value(self, a: Array, b: Array) -> Array:
         return a * b
 
@@ -354,6 +372,8 @@ class Mul(Broadcast):
 class Div(Broadcast):
     """a / b, element by element."""
 
+    reads = True
+
     def value(self, a: Array, b: Array) -> Array:
         return a / b
 
@@ -365,6 +385,8 @@ class Div(Broadcast):
 
 class MatMul(Broadcast):
     """a [..., n, k] @ b [..., k, m]; the dimensions before the last two are broadcast."""
+
+    reads = True
 
     def value(self, a: Array, b: Array) -> Array:
         if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from ..errors import UsageError
+from . import changes
 from .device import Device, device_of, get_default_device, tell_once
 from .mode import mode
 from .raw import RawTensor, raw
@@ -186,9 +187,13 @@ class Values:
 
     # -- overwriting -------------------------------------------------------------------------------------------------
     def changed(self) -> Self:
-        """Local. Report a change in place, which the replay of a recorded step would not repeat; return this tensor."""
+        """Local. Report a change in place; return this tensor.
+
+        The replay of a recorded step would not repeat it, and a graph may need the old values.
+        """
         if mode.ran is not None:
             mode.ran.append("a tensor is changed in place")
+        changes.changed(self.array)
         return self
 
     def copy_from_numpy(self, array: np.ndarray[Any, Any], offset: int = 0) -> None:
@@ -245,7 +250,8 @@ class Values:
 
     def reset_like(self, other: Values) -> None:
         """Become zeros of the shape, dtype and device of `other`."""
-        self.changed().array, self.device = other.device.xp.zeros(other.shape, other.dtype), other.device
+        self.array, self.device = other.device.xp.zeros(other.shape, other.dtype), other.device
+        self.changed()
 
     def to_type(self, dtype: DTypeLike) -> Self:
         """Convert the values to `dtype`, in new memory; return this tensor. "float" is float32, "int" int32.
@@ -253,15 +259,14 @@ class Values:
         Raises:
             UsageError: there is no such type.
         """
-        array = self.array.astype(_type(dtype))
-        self.changed().array = array
-        return self
+        self.array = self.array.astype(_type(dtype))
+        return self.changed()
 
     def to_device(self, device: Device) -> None:
         """Move the values to `device`."""
         if device is not self.device:
-            self.changed().array = device.xp.asarray(self.device.host(self.array))
-            self.device = device
+            self.array, self.device = device.xp.asarray(self.device.host(self.array)), device
+            self.changed()
 
     def to_host(self) -> None:
         """Move the values to the CPU."""

@@ -469,6 +469,78 @@ def test_power_sgd_recovers_from_gradients_of_zero():
         np.testing.assert_allclose(rank.means[-1][:2000], grads[-1, 0, :2000], rtol=1e-4)
 
 
+def low_rank_gradients():
+    """Matrices [n, m] of every kind that has fewer directions than PowerSGD has columns."""
+    rng = np.random.default_rng(5)
+    for n, m, live in [(64, 32, 2), (33, 57, 1), (17, 130, 3), (129, 9, 4)]:
+        whole = rng.standard_normal((n, m))
+        rows, columns = rng.permutation(n)[:live], rng.permutation(m)[:live]
+        some_rows, some_columns, both = np.zeros((3, n, m))
+        some_rows[rows], some_columns[:, columns] = whole[rows], whole[:, columns]
+        both[np.ix_(rows, columns)] = whole[np.ix_(rows, columns)]
+        product = rng.standard_normal((n, live)) @ rng.standard_normal((live, m))
+        integers = rng.integers(-3, 4, (n, live)) @ rng.integers(-3, 4, (live, m))
+        for kind, matrix in [
+            ("rows", some_rows), ("columns", some_columns), ("both", both), ("product", product),
+            ("integers", integers), ("whole", whole), ("constant", np.full((n, m), 0.3)),
+        ]:  # fmt: skip
+            yield f"{kind} {n}x{m} {live}", matrix
+
+
+def projected(rows, q):
+    """The sum of the ranks' matrices, projected onto the columns of their products with q: the oracle, in float64."""
+    u, values, _ = np.linalg.svd(sum(rows) @ q, full_matrices=False)
+    u = u[:, values > 1e-6 * values.max(initial=0)]
+    return u @ (u.T @ sum(rows))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e-38, 1e-42])
+@pytest.mark.parametrize("rank", [1, 2, 3, 5])
+def test_power_sgd_projects_gradients_with_few_directions(rank, scale, world_size):
+    for name, matrix in low_rank_gradients():
+        n, m = matrix.shape
+        parts = [Part("w", 0, (n, m))]
+        shares = [matrix.astype(F32) * F32(scale) * F32(r + 1) for r in range(world_size)]  # denormal ones are coarse
+        exact = [share.astype(np.float64) / world_size for share in shares]
+        start = np.random.default_rng(0).standard_normal((m, rank)).astype(F32)
+        oracle = sum(exact) if rank * (n + m) >= n * m else projected(exact, start.astype(np.float64))
+
+        def body(comm, shares=shares, parts=parts):
+            bucket = comm.empty(shares[0].size)
+            codec = PowerSGD(rank=rank)
+            reducer = codec.attach(bucket, comm, parts=parts, label="b0")
+            means = []
+            for _ in range(3):
+                bucket[:] = shares[comm.topology.rank].reshape(-1)
+                assert codec.start(reducer).wait() is None
+                means.append(bucket.copy().reshape(parts[0].shape))
+            return means
+
+        norm = np.linalg.norm(sum(exact))
+        # Numbers near zero are coarse, and so are P = M Q, which may be shorter than M.
+        grain = 16 * np.sqrt(n * m) * np.finfo(F32).smallest_subnormal * (1 + norm / np.linalg.norm(sum(exact) @ start))
+        for means in on_ranks(world_size, body):
+            # Rounding may leave it one direction more than the oracle, and then it is closer to the gradient.
+            missed = np.linalg.norm(sum(exact) - oracle)
+            for step, mean in enumerate(means):
+                error = np.linalg.norm(sum(exact) - mean)
+                assert error <= missed * (1 + 1e-4) + 1e-5 * norm + grain, (name, step, error / norm)
+
+
+def test_power_sgd_has_all_its_columns_after_gradients_of_lower_rank():
+    rng = np.random.default_rng(2)
+    left, right = (np.linalg.qr(rng.standard_normal((size, 2)))[0] for size in (40, 50))
+    full = np.zeros(SIZE, F32)
+    full[:2000] = (left @ np.diag([3, 2]) @ right.T).reshape(-1)
+    for few in (np.outer(left[:, 1], right[:, 1]), np.outer(left[:, 0], np.ones(50)), np.ones((40, 50))):
+        grads = np.zeros((8, 2, SIZE), F32)
+        grads[:4, :, :2000] = few.reshape(-1)
+        grads[0] = grads[4:] = full
+        for rank in run(PowerSGD(rank=2), grads):
+            np.testing.assert_allclose(rank.means[-1], full, atol=1e-5)
+
+
 def test_an_error_inside_a_reduction_is_raised_again_and_never_taken_for_its_end():
     class Breaks(Fp32):
         def reduce(self, reducer):

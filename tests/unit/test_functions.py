@@ -459,6 +459,12 @@ def test_gradients_are_found_by_id_and_scaled_by_a_number():
         (lambda x: autograd.space_to_depth(Tensor((1, 1, 3, 4)), 2), "no blocks"),
         (lambda x: autograd.depth_to_space(Tensor((1, 6, 3, 4)), 2), "a multiple of 4"),
         (lambda x: autograd.scatter_elements(x, [[0]], [1.0]), "one shape, of 2 dimensions"),
+        (lambda x: autograd.constant_of_shape(Tensor(data=[2, -1])), r"0 or more; got \[2, -1\]"),
+        (lambda x: autograd.constant_of_shape(Tensor(data=[[2, 1]])), r"0 or more; got \[\[2, 1\]\]"),
+        (lambda x: autograd.pad(Tensor((3, 0)), "edge", [0, 1, 0, 0]), "without elements, which 'edge' cannot enlarge"),
+        (lambda x: autograd.pad(Tensor((0, 3)), "reflect", [0, 1, 2, 0]), "without elements, which 'reflect'"),
+        (lambda x: autograd.softmax_cross_entropy(Tensor((3, 0)), Tensor((3,), dtype="int")), "have no class"),
+        (lambda x: autograd.softmax_cross_entropy(Tensor((0, 0)), Tensor((0, 0))), "have no class"),
     ],
 )
 def test_shapes_that_do_not_fit_are_explained(call, match):
@@ -485,8 +491,29 @@ def test_shapes_that_do_not_fit_are_explained(call, match):
         (lambda x: autograd.embedding(x, x), "indices are integers, got float32"),
         (lambda x: autograd.embedding(Tensor(data=np.array([0, 7])), x), "range of axis 0"),
         (lambda x: autograd.scatter_elements(x, [[5]], [[1.0]]), "does not lie in the tensor"),
+        (lambda x: autograd.cat([]), "cat needs at least one tensor"),
+        (lambda x: autograd.sum(), "Sum needs at least one tensor"),
+        (lambda x: autograd.max(), "Max needs at least one tensor"),
+        (lambda x: autograd.tile(x, -1), "0 times or more along each dimension"),
+        (lambda x: autograd.tile(x, [2, -1]), r"not \[2, -1\] times"),
     ],
 )
 def test_other_misuse_is_explained(call, match):
     with pytest.raises(UsageError, match=match):
         call(Tensor((3, 4)))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0,)])
+def test_losses_and_paddings_without_elements_are_zero_or_empty(shape):
+    for loss in (autograd.mse_loss, autograd.ranking_loss, autograd.cross_entropy, autograd.binary_cross_entropy):
+        x = Tensor(shape, stores_grad=True)
+        y = loss(x, Tensor(shape))
+        assert y.to_numpy().tolist() == [0], loss
+        ((_, gradient),) = autograd.backward(y)
+        assert gradient.shape == shape
+    kept = [0, 1] if len(shape) == 2 else [0]
+    widths = [2 * (shape[axis] > 0) for axis in kept]
+    assert autograd.pad(Tensor(shape), "edge", widths * 2).shape == tuple(
+        n + 2 * width for n, width in zip(shape, widths, strict=True)
+    )
+    assert autograd.tile(Tensor(shape), 0).size() == 0

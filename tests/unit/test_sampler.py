@@ -192,6 +192,21 @@ def test_the_same_ranks_go_on_with_the_batches_that_they_would_have_had():
             assert len(list(second)) == len(whole), "the next iteration is a whole one"
 
 
+@pytest.mark.parametrize(("size", "world_size"), [(3, 6), (1, 5), (3, 7), (3, 5), (4, 4)])
+def test_states_at_the_end_of_an_epoch_are_accepted_where_ranks_outnumber_samples(size, world_size):
+    for rank in range(world_size):
+        sampler = ShardedSampler(size, world_size, rank, 1, tail="wrap")
+        assert len(list(sampler)) == -(-size // world_size)
+        states = sampler.get_states()
+        for other in (world_size, 1, 2 * world_size):
+            resumed = ShardedSampler(size, other, 0, 1, tail="wrap")
+            resumed.set_states(states)
+            assert list(resumed) == []
+            assert resumed.get_states() == states
+            resumed.set_epoch(1)
+            assert len(list(resumed)) == -(-size // other)
+
+
 def test_another_epoch_begins_at_its_first_sample():
     sampler = ShardedSampler(20, 2, 0, 3)
     next(iter(sampler))

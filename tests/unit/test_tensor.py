@@ -1,6 +1,7 @@
 """Tensors: values, copies and arithmetic outside the graph."""
 
 import logging
+import operator
 
 import numpy as np
 import pytest
@@ -219,6 +220,26 @@ def test_comparisons_give_zeros_and_ones():
     assert not t == None  # noqa: E711, SIM201
     assert t != None  # noqa: E711
     assert not t == "text"  # noqa: SIM201
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
+@pytest.mark.parametrize("number", [-1, 300, 2**31, -(2**31) - 1, 2**40, -(2**40)])
+def test_integers_outside_the_type_compare_and_compute_as_in_numpy(number, dtype):
+    values = np.array([0, 7, 44, 255 if dtype == np.uint8 else 2**31 - 1], dtype)
+    wide, t = values.astype(np.int64), Tensor.of(values)
+    for other in (number, np.int64(number), np.array([7, number, 44, number])):
+        for compare in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge):
+            np.testing.assert_array_equal(compare(t, other).array, compare(wide, other), err_msg=compare.__name__)
+        if np.iinfo(dtype).min <= number <= np.iinfo(dtype).max:
+            continue
+        for compute in (operator.add, operator.sub, operator.mul):
+            np.testing.assert_array_equal(compute(t, other).array, compute(wide, other), err_msg=compute.__name__)
+            np.testing.assert_array_equal(compute(other, t).array, compute(other, wide), err_msg=compute.__name__)
+        with pytest.raises(UsageError, match=f"a tensor of {t.dtype} takes no int64 in place"):
+            t += other
+    np.testing.assert_array_equal(t.array, wide)
+    assert (t + 7).dtype == dtype
+    assert (t + np.array([7, 1, 2, 3])).dtype == dtype
 
 
 def test_containers_of_tensors_go_by_identity():

@@ -22,7 +22,7 @@ class DirectConv {
 
   // Of the gradient of the weight.
   bool pays_backward(const Pooling* pooling) const {
-    return pooling && s_.c <= kMostChannels && s_.sh == 1 && s_.sw == 1 && s_.kw <= kLanes<T> && s_.kh <= kMostRows;
+    return pooling && s_.c <= kMostChannels && s_.sh == 1 && s_.sw == 1 && s_.kw <= kMostColumns && s_.kh <= kMostRows;
   }
 
   // As Winograd::forward(), without scratch memory.
@@ -58,6 +58,8 @@ class DirectConv {
 
  private:
   static constexpr Index kMostChannels = 4, kMostRows = 7, kPlaces = 256;
+  // A vector of AVX2: on each set with fused multiply-add the same algorithm, and so the same bits.
+  static constexpr Index kMostColumns = smaller(kVectorBytes, 32) / sizeof(T);
 
   void forward_image(const Index* offset, const T* x, const T* weight, const T* bias, bool relu, T* y) const {
     constexpr Index lanes = kLanes<T>;

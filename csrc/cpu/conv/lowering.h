@@ -118,20 +118,24 @@ void raise_scattered(const ConvShape& s, Index first, Index count, Index channel
 // more.
 inline Index channels_at_once(const ConvShape& s) { return clamp(kPanelRows / (s.kh * s.kw), 1, s.c); }
 
-// g[m][pixel] = dy; adds to db[m], which has a partial sum per lane.
+// g[m][pixel] = dy; adds to db[m], which has kMostLanes partial sums.
 template <class T>
 void pack_gradient(const ConvShape& s, Index columns, const T* dy, T* db, T* g) {
-  constexpr Index lanes = kLanes<T>;
+  constexpr Index lanes = kLanes<T>, vectors = kMostLanes<T> / lanes;
   const Index row = s.oh * s.ow;
-  for (Index m = 0; m < s.m; ++m, dy += row, g += kPanel<T>, db += lanes) {
-    Vec<T> sum = load(db);
-    for (Index j = 0; j < columns; j += lanes) {
-      const Index width = smaller(columns - j, lanes);
-      const Vec<T> slope = load_some(dy + j, width);
-      store(g + j, slope);
-      sum += slope;
+  for (Index m = 0; m < s.m; ++m, dy += row, g += kPanel<T>, db += kMostLanes<T>) {
+    Vec<T> sum[vectors];
+    __builtin_memcpy(sum, db, sizeof sum);
+    for (Index j = 0; j < columns; j += kMostLanes<T>) {
+#pragma GCC unroll 4
+      for (Index i = 0; i < vectors; ++i) {
+        const Index at = j + i * lanes;
+        const Vec<T> slope = load_some(dy + at, clamp(columns - at, 0, lanes));
+        store(g + at, slope);
+        sum[i] += slope;
+      }
     }
-    store(db, sum);
+    __builtin_memcpy(db, sum, sizeof sum);
   }
 }
 
@@ -173,7 +177,7 @@ class Lowering {
   explicit Lowering(const ConvShape& shape) : s_(shape), inner_(s_.c * s_.kh * s_.kw), pixels_(s_.oh * s_.ow) {}
 
   Index work_size() const {
-    return (s_.m + larger(kPanelRows, channels_at_once(s_) * s_.kh * s_.kw)) * kPanel<T> + s_.m * kLanes<T>;
+    return (s_.m + larger(kPanelRows, channels_at_once(s_) * s_.kh * s_.kw)) * kPanel<T> + s_.m * kMostLanes<T>;
   }
 
   // As Winograd::forward().
@@ -203,8 +207,8 @@ class Lowering {
   template <class Slope>
   void backward(Slope slope_of, const T* x, const T* weight, T* dw, T* db, T* dx, T* work) const {
     const Index image = s_.c * s_.h * s_.w;
-    T *const db_lanes = work, *const g = db_lanes + s_.m * kLanes<T>, *const b = g + s_.m * kPanel<T>;
-    clear(db_lanes, s_.m * kLanes<T>);
+    T *const db_lanes = work, *const g = db_lanes + s_.m * kMostLanes<T>, *const b = g + s_.m * kPanel<T>;
+    clear(db_lanes, s_.m * kMostLanes<T>);
     if (dw) clear(dw, s_.m * inner_);
     if (dx) clear(dx, s_.n * image);
     for (Index n = 0; n < s_.n; ++n) {
@@ -218,7 +222,7 @@ class Lowering {
     }
     for (Index m = 0; db && m < s_.m; ++m) {
       db[m] = 0;
-      for (Index j = 0; j < kLanes<T>; ++j) db[m] += db_lanes[m * kLanes<T> + j];
+      for (Index j = 0; j < kMostLanes<T>; ++j) db[m] += db_lanes[m * kMostLanes<T> + j];
     }
   }
 

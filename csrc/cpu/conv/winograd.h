@@ -29,7 +29,7 @@ class Winograd {
         tiles_(s_.n * per_image_),
         c_row_(round_up(s_.c, kWidth)),
         m_row_(round_up(s_.m, kWidth)),
-        chunk_(clamp(kChunkElements / (c_row_ + m_row_), 6, larger(6, tiles_))) {}
+        chunk_(clamp(kChunkElements / most_of_tile(), 6, larger(6, tiles_))) {}
 
   // Whether it saves much: few channels leave the transforms too little work to share, and tiles may not fit.
   bool pays() const {
@@ -106,6 +106,9 @@ class Winograd {
   static constexpr Index kChunkElements = (1 << 20) / sizeof(float) / kFrequencies;
   // Weights of which the frequencies, twice as many as these times 64, take 32 MiB.
   static constexpr Index kMostWeights = 256 * 256;
+
+  // The chunks decide about the order of sums, so they have one size on every set.
+  Index most_of_tile() const { return round_up(s_.c, kMostLanes<float>) + round_up(s_.m, kMostLanes<float>); }
 
   // The elements of one frequency lie together: a chunk's input [tile][c] and output [tile][m], the weight [c][m] and
   // transposed [m][c]. The line between keeps frequencies from competing for a few sets of the cache.

@@ -53,6 +53,7 @@ class ndarray:  # noqa: N801
     __hash__ = None  # type: ignore[assignment]
     _memory: cuda.BaseMemory
     _host: np.ndarray[Any, Any]
+    base: ndarray | None = None  # the array whose view it is
 
     def __init__(
         self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None, order: str = "C"
@@ -65,9 +66,10 @@ class ndarray:  # noqa: N801
         self._host = np.ndarray(shape, dtype, cuda.host_bytes(memptr, n_bytes), strides=strides, order=order)  # type: ignore[call-overload]
 
     @classmethod
-    def _from(cls, host: np.ndarray[Any, Any], memory: cuda.BaseMemory) -> ndarray:
+    def _from(cls, host: np.ndarray[Any, Any], source: ndarray) -> ndarray:
         array = object.__new__(cls)
-        array._host, array._memory = host, memory
+        array._host, array._memory = host, source._memory
+        array.base = source if source.base is None else source.base
         return array
 
     # -- properties ------------------------------------------------------------------------------------------------
@@ -224,7 +226,7 @@ def _view(value: Any, sources: Any) -> ndarray | None:
             if isinstance(source, (list, tuple)):
                 source = next((s for s in source if isinstance(s, ndarray) and s._memory.holds(value)), None)
             if isinstance(source, ndarray) and source._memory.holds(value):
-                return ndarray._from(value, source._memory)
+                return ndarray._from(value, source)
     return None
 
 
