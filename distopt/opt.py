@@ -13,20 +13,9 @@ from . import dist_opt, launch
 from .compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
 from .dist_opt import DEFAULT_BUCKET_ELEMENTS
 from .errors import UsageError, absent_name
-from .nn.optim import (
-    SGD,
-    AdaGrad,
-    Adam,
-    AdamW,
-    Constant,
-    CosineDecay,
-    DecayScheduler,
-    ExponentialDecay,
-    LinearWarmUp,
-    Optimizer,
-    RMSProp,
-    StepDecay,
-)
+from .nn import optim
+from .nn.optim import *  # noqa: F403 - a face of that module
+from .nn.optim import SGD, Optimizer
 from .nn.optim_base import check_gradient
 from .nn.raw import RawTensor
 from .nn.tensor import Tensor
@@ -39,22 +28,8 @@ if TYPE_CHECKING:
     from .launch import Ticket
     from .nn.tensor import Array
 
-__all__ = [
-    "DIST_OPTIONS",
-    "SGD",
-    "AdaGrad",
-    "Adam",
-    "AdamW",
-    "Constant",
-    "CosineDecay",
-    "DecayScheduler",
-    "DistOpt",
-    "ExponentialDecay",
-    "LinearWarmUp",
-    "Optimizer",
-    "RMSProp",
-    "StepDecay",
-]
+__all__ = ["DIST_OPTIONS", "DistOpt"]
+__all__ += optim.__all__
 
 # What scripts call `dist_option`.
 PARTIAL = "partialUpdate"

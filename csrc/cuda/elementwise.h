@@ -32,18 +32,14 @@ void column_sums(const T* matrix, std::size_t rows, int columns, T* out, cudaStr
 // Mean and inverse deviation of every channel of x [images, channels, pixels]; the running statistics move. Without
 // `training` they are what is given out.
 template <class T>
-struct Moments {
-  T *mean, *inverse_deviation, *running_mean = nullptr, *running_var = nullptr;
-};
+void channel_moments(Batch batch, int pixels, const T* x, T* mean, T* inverse_deviation, T* running_mean,
+                     T* running_var, double momentum, double eps, bool training, cudaStream_t stream);
 template <class T>
-void channel_moments(Batch batch, int pixels, const T* x, Moments<T> moments, double momentum, double eps,
-                     bool training, cudaStream_t stream);
+void normalize(Batch batch, int pixels, const T* x, const T* mean, const T* inverse_deviation, const T* gamma,
+               const T* beta, T* y, cudaStream_t stream);
 template <class T>
-void normalize(Batch batch, int pixels, const T* x, Moments<const T> moments, const T* gamma, const T* beta, T* y,
-               cudaStream_t stream);
-template <class T>
-void normalize_backward(Batch batch, int pixels, const T* dy, const T* x, Moments<const T> moments, const T* gamma,
-                        bool training, T* dgamma, T* dbeta, T* dx, cudaStream_t stream);
+void normalize_backward(Batch batch, int pixels, const T* dy, const T* x, const T* mean, const T* inverse_deviation,
+                        const T* gamma, bool training, T* dgamma, T* dbeta, T* dx, cudaStream_t stream);
 
 template <class T>
 void softmax(const T* x, T* y, std::size_t rows, int columns, cudaStream_t stream);
@@ -57,17 +53,14 @@ template <class T>
 void cross_entropy_backward(const T* probability, const std::int64_t* labels, const T* target, const T* scale,
                             double factor, std::size_t rows, int columns, T* dlogits, cudaStream_t stream);
 
-struct SgdRule {
-  double lr, momentum, kept, weight_decay;
-  bool nesterov;
-};
-struct AdamRule {
-  double lr, beta1, beta2, eps, weight_decay, root_correction;
-};
+// `buffer` may be null.
 template <class T>
-void sgd(T* param, const T* grad, T* buffer, std::size_t count, SgdRule rule, cudaStream_t stream);
+void sgd(T* param, const T* grad, T* buffer, std::size_t count, double lr, double momentum, double dampening,
+         double weight_decay, bool nesterov, cudaStream_t stream);
+// Steps count from 1.
 template <class T>
-void adam(T* param, const T* grad, T* m, T* v, std::size_t count, AdamRule rule, cudaStream_t stream);
+void adam(T* param, const T* grad, T* m, T* v, std::size_t count, int step, double lr, double beta1, double beta2,
+          double eps, double weight_decay, cudaStream_t stream);
 template <class T>
 void rmsprop(T* param, const T* grad, T* running, std::size_t count, double lr, double rho, double eps,
              double weight_decay, cudaStream_t stream);

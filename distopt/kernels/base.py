@@ -41,19 +41,28 @@ class Accumulation(NamedTuple):
     decay: float = 0.0
 
 
-class Lists(Protocol):
+class Lists:
     """Room for a selection, which grows with need.
+
+    Args:
+        xp: the array module, numpy or cupy.
+        capacity: room for so many entries.
 
     Attributes:
         indices: int32; the selected ones come first, ascending.
         values: float32.
     """
 
-    indices: Array
-    values: Array
+    def __init__(self, xp: Any, capacity: int) -> None:
+        self._xp = xp
+        self.indices: Array = xp.empty(capacity, "int32")
+        self.values: Array = xp.empty(capacity, "float32")
 
     def reserve(self, capacity: int) -> None:
         """Have room for that many entries; what was listed may be lost."""
+        if self.values.size < capacity:
+            self.indices = self._xp.empty(capacity, "int32")
+            self.values = self._xp.empty(capacity, "float32")
 
 
 class Kernels(Protocol):

@@ -8,25 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
-from .base import Accumulation, Array
+from .base import Accumulation, Array, Lists
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .base import Lists
-
 _LARGEST = {np.dtype(name): float(np.finfo(name).max) for name in ("float32", "float64")}
-
-
-class _Lists:
-    def __init__(self, capacity: int) -> None:
-        self.indices: Array = np.empty(capacity, np.int32)
-        self.values: Array = np.empty(capacity, np.float32)
-
-    def reserve(self, capacity: int) -> None:
-        if self.values.size < capacity:
-            self.indices = np.empty(capacity, np.int32)
-            self.values = np.empty(capacity, np.float32)
 
 
 def empty(count: int, dtype: Any) -> Array:
@@ -42,7 +29,7 @@ def copy_into(target: Array, source: Array) -> None:
 
 
 def new_lists(capacity: int) -> Lists:
-    return _Lists(capacity + _core.list_slack)
+    return Lists(np, capacity + _core.list_slack)
 
 
 def encode16(
