@@ -7,7 +7,7 @@ T = TypeVar("T")
 Sizes = tuple[int, ...]  # images and channels; or as in distopt.nn.kernels.gpu_images
 Source = tuple[int, int, int, float, int, float]  # x, residual, momentum, scale, device_scale, decay
 
-# -- numerics; csrc/cuda/images.h and csrc/cuda/elementwise.h say what they do
+# -- numerics; csrc/cuda/layers.h says what they do
 def lower(dtype: int, batch: Sizes, window: Sizes, x: int, columns: int, stream: int) -> None: ...
 def gather_columns(dtype: int, batch: Sizes, window: Sizes, columns: int, dx: int, stream: int) -> None: ...
 def spread(
@@ -142,7 +142,7 @@ def sigmoid(dtype: int, x: int, y: int, count: int, stream: int) -> None: ...
 def relu_backward(dtype: int, dy: int, y: int, dx: int, count: int, stream: int) -> None: ...
 def sigmoid_backward(dtype: int, dy: int, y: int, dx: int, count: int, stream: int) -> None: ...
 
-# -- codecs; csrc/cuda/codec.h, select.h and sparse.h say what they do
+# -- codecs; csrc/cuda/codec.h and select.h say what they do
 squared_norm_parts: int
 
 def encode16(

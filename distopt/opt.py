@@ -33,7 +33,8 @@ __all__ += optim.__all__
 
 # What scripts call `dist_option`.
 PARTIAL = "partialUpdate"
-DIST_OPTIONS = ("plain", "fp32", "half", "fp16", "bf16", PARTIAL, "sparseTopK", "sparseThreshold")
+_DENSE: dict[str, type[Codec]] = {"plain": Fp32, "fp32": Fp32, "half": Fp16, "fp16": Fp16, "bf16": BFloat16}
+DIST_OPTIONS = (*_DENSE, PARTIAL, "sparseTopK", "sparseThreshold")
 
 
 class DistOpt(dist_opt.DistOpt):
@@ -249,12 +250,8 @@ def codec_of(dist_option: str, spars: float = 0.05, corr: bool = True) -> Codec:
     Raises:
         UsageError: no option has that name.
     """
-    if dist_option in ("plain", "fp32"):
-        return Fp32()
-    if dist_option in ("half", "fp16"):
-        return Fp16()
-    if dist_option == "bf16":
-        return BFloat16()
+    if dist_option in _DENSE:
+        return _DENSE[dist_option]()
     if dist_option in ("sparseTopK", "sparseThreshold"):
         return _sparse_codec(spars, dist_option == "sparseTopK", corr)
     raise UsageError(f"unknown dist_option {dist_option!r}; choose one of {', '.join(DIST_OPTIONS)}")

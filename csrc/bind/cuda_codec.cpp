@@ -4,8 +4,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <limits>
-#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -15,7 +13,6 @@
 #include "cuda/check.h"
 #include "cuda/codec.h"
 #include "cuda/select.h"
-#include "cuda/sparse.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -25,7 +22,7 @@ namespace {
 
 void scatter_sum(Address dense, std::size_t n, const std::vector<Address>& indices, const std::vector<Address>& values,
                  const std::vector<std::size_t>& counts, std::size_t lo, std::size_t hi, float scale, Address stream) {
-  require(n <= std::numeric_limits<std::int32_t>::max(), "int32 indices reach 2^31 - 1 elements");
+  cuda::require_int32(n);
   require(indices.size() == values.size() && indices.size() == counts.size(), "the lists are not of one number");
   require(lo <= hi && hi <= n, "the range leaves the dense array");
   std::size_t r = 0;
@@ -33,7 +30,7 @@ void scatter_sum(Address dense, std::size_t n, const std::vector<Address>& indic
     cuda::SparseLists lists;
     const bool add = r > 0;
     for (; r < indices.size() && lists.size < cuda::SparseLists::most; ++r, ++lists.size) {
-      require(counts[r] <= n, "a list has more entries than the dense array");
+      cuda::require_int32(counts[r]);
       lists.indices[lists.size] = at<const std::int32_t>(indices[r]);
       lists.values[lists.size] = at<const float>(values[r]);
       lists.counts[lists.size] = static_cast<unsigned>(counts[r]);

@@ -5,8 +5,7 @@
 #include <array>
 
 #include "bind/cuda.h"
-#include "cuda/elementwise.h"
-#include "cuda/images.h"
+#include "cuda/layers.h"
 
 namespace nb = nanobind;
 

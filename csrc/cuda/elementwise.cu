@@ -1,6 +1,6 @@
 // Kernels on whole arrays, rows and channels: activations, sums, batch normalization, softmax.
 #include "cuda/device.h"
-#include "cuda/elementwise.h"
+#include "cuda/layers.h"
 
 namespace distopt::cuda {
 namespace {

@@ -2,7 +2,7 @@
 //
 // The second dimension of the grid is a plane or a row of columns, so that threads divide by widths alone.
 #include "cuda/device.h"
-#include "cuda/images.h"
+#include "cuda/layers.h"
 
 namespace distopt::cuda {
 namespace {
@@ -55,7 +55,6 @@ struct Planes {
   std::size_t per_image, per_channel;
 };
 
-// See images.h.
 template <class T>
 Planes<T> planes_at(T* data, Batch batch, std::size_t pixels, bool rows) {
   if (rows) return {data, pixels, batch.images * pixels};

@@ -46,7 +46,7 @@ __host__ __device__ std::size_t padded(std::size_t bytes) { return (bytes + 255)
 unsigned tiles_of(std::size_t n) { return blocks_of(n, tile); }
 
 Workspace layout(void* memory, std::size_t n, std::size_t capacity) {
-  require(n <= std::numeric_limits<std::int32_t>::max(), "int32 indices reach 2^31 - 1 elements");
+  require_int32(n);
   char* at = static_cast<char*>(memory);
   const auto take = [&](std::size_t bytes) {
     char* const part = at;
@@ -354,6 +354,10 @@ void give_up(const Source& from, std::size_t n, Findings* findings, cudaStream_t
 }
 
 }  // namespace
+
+void require_int32(std::size_t n) {
+  require(n <= std::numeric_limits<std::int32_t>::max(), "int32 indices reach 2^31 - 1 elements");
+}
 
 std::size_t select_workspace(std::size_t n, std::size_t capacity) {
   return padded(sizeof(State)) + 2 * padded(tiles_of(n) * sizeof(Share)) + padded(capacity * sizeof(std::int32_t)) +

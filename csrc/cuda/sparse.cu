@@ -1,6 +1,5 @@
 #include "cuda/device.h"
 #include "cuda/source.h"
-#include "cuda/sparse.h"
 
 // What goes with the selections: accumulation without one, and sums of lists.
 namespace distopt::cuda {

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "cuda/device.h"
-#include "cuda/elementwise.h"
+#include "cuda/layers.h"
 
 namespace distopt::cuda {
 namespace {

@@ -72,13 +72,13 @@ class Kernels(Protocol):
     alike: it is reported, and in residual and momentum it becomes 0, since these would keep it for ever.
     """
 
-    def empty(self, count: int, dtype: Any) -> Array:
+    def empty(self, count: int, dtype: Any, /) -> Array:
         """An uninitialised flat array."""
 
     def to_host(self, array: Array) -> Array:
         """A copy as a NumPy array."""
 
-    def copy_into(self, target: Array, source: Array) -> None:
+    def copy_into(self, target: Array, source: Array, /) -> None:
         """Overwrite `target`, by a NumPy array too."""
 
     def new_lists(self, capacity: int) -> Lists:
@@ -89,7 +89,7 @@ class Kernels(Protocol):
     ) -> None:
         """Cast x * scale, or (residual + x) * scale, into the uint16 array `wire`, clamped to +-limit."""
 
-    def decode16(self, wire: Array, x: Array, dtype: str, scale: float) -> None:
+    def decode16(self, wire: Array, x: Array, dtype: str, scale: float, /) -> None:
         """Cast back into x, times scale."""
 
     def squared_norm(self, x: Array) -> Any:
@@ -122,7 +122,7 @@ class Kernels(Protocol):
     def nonzero(self, x: Array) -> tuple[Array, Array]:
         """Indices (int32) and values of the elements other than zero. Waits for their number."""
 
-    def clear_at(self, dense: Array, indices: Array) -> None:
+    def clear_at(self, dense: Array, indices: Array, /) -> None:
         """Set dense[indices] to 0."""
 
     def scatter_sum(

@@ -29,8 +29,8 @@ class _Lists(Lists):
         return _at(self._workspace)
 
 
-def empty(count: int, dtype: Any) -> Array:
-    return cupy.empty(count, dtype)
+empty = cupy.empty
+new_lists = _Lists
 
 
 def to_host(array: Array) -> Array:
@@ -42,10 +42,6 @@ def copy_into(target: Array, source: Array) -> None:
         target.set(source)
     else:
         target[...] = source
-
-
-def new_lists(capacity: int) -> Lists:
-    return _Lists(capacity)
 
 
 def encode16(

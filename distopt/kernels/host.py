@@ -16,16 +16,12 @@ if TYPE_CHECKING:
 _LARGEST = {np.dtype(name): float(np.finfo(name).max) for name in ("float32", "float64")}
 
 
-def empty(count: int, dtype: Any) -> Array:
-    return np.empty(count, dtype)
+empty, copy_into = np.empty, np.copyto
+decode16, clear_at = _core.decode16, _core.clear_at
 
 
 def to_host(array: Array) -> Array:
     return array.copy()
-
-
-def copy_into(target: Array, source: Array) -> None:
-    np.copyto(target, source)
 
 
 def new_lists(capacity: int) -> Lists:
@@ -42,10 +38,6 @@ def encode16(
     elif nan or (overflowed and residual is not None):
         from_bad = _give_up(x, Accumulation(residual))
     findings[:] = 0, overflowed, from_bad, underflowed
-
-
-def decode16(wire: Array, x: Array, dtype: str, scale: float) -> None:
-    _core.decode16(wire, x, dtype, scale)
 
 
 def squared_norm(x: Array) -> Any:
@@ -98,10 +90,6 @@ def threshold(x: Array, bound: float, accumulation: Accumulation, lists: Lists, 
 def nonzero(x: Array) -> tuple[Array, Array]:
     indices = np.flatnonzero(x).astype(np.int32)
     return indices, x[indices]
-
-
-def clear_at(dense: Array, indices: Array) -> None:
-    _core.clear_at(dense, indices)
 
 
 def scatter_sum(

@@ -169,16 +169,6 @@ def _mnist(folder: str) -> dict[str, Any]:
 
 
 QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
-    "numpy": _numpy,
-    "blas": _blas,
-    "gemm": _gemm,
-    "core": _core,
-    "mpi": _mpi,
-    "driver": _driver,
-    "devices": _devices,
-    "cupy": _cupy,
-    "cudnn": _cudnn,
-    "nccl": _nccl,
-    "resolve": _resolve,
-    "mnist": _mnist,
+    function.__name__.removeprefix("_"): function
+    for function in (_numpy, _blas, _gemm, _core, _mpi, _driver, _devices, _cupy, _cudnn, _nccl, _resolve, _mnist)
 }

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = cpu_images.__all__
 
-Sizes: TypeAlias = tuple[int, ...]  # h, w, kh, kw, sh, sw, ph, pw, oh, ow: see csrc/cuda/images.h
+Sizes: TypeAlias = tuple[int, ...]  # h, w, kh, kw, sh, sw, ph, pw, oh, ow: see csrc/cuda/layers.h
 
 SCRATCH_BYTES = 1 << 28  # of lowered images at a time; one image may take more
 

@@ -1,23 +1,139 @@
-"""Probes of cores, shared memory, host name, launcher and data."""
+"""Probes of Python, NumPy, its BLAS, the native module, and the machine: cores, shared memory, name, launcher, data."""
 
 from __future__ import annotations
 
 import os
+import platform
 import socket
+import sys
 from pathlib import Path
 
 from ...errors import DistoptError, LaunchError
 from ...settings import Settings
-from .ask import ask
+from .ask import ask, version_of
 from .report import Finding, absent, failed, ok
 
-__all__ = ["cores", "host_name", "launcher_variables", "mnist", "shared_memory"]
+__all__ = [
+    "blas",
+    "core",
+    "cores",
+    "host_name",
+    "launcher_variables",
+    "mnist",
+    "numpy",
+    "operating_system",
+    "packages",
+    "python",
+    "settings",
+    "shared_memory",
+]
+
+_REQUIRED = ("numpy", "safetensors", "threadpoolctl", "tqdm")
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+# The processor flags that OpenBLAS's SkylakeX kernels need.
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
+# Kernel sets of OpenBLAS without 512-bit vectors.
+_AVX2_KERNELS = ("Haswell", "Zen")
+_WORTHWHILE = 1.1
 
 _SHM = Path("/dev/shm")
 _PROBE_BYTES = 1 << 20
 _RESOLVE_SECONDS = 5.0
 
 
+# -- software ----------------------------------------------------------------------------------------------------------
+def python() -> Finding:
+    """The interpreter."""
+    found = f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}"
+    return ok(found, version=platform.python_version(), executable=sys.executable)
+
+
+def operating_system() -> Finding:
+    """The operating system, which must be Linux."""
+    libc = " ".join(platform.libc_ver())
+    found = f"{platform.system()} {platform.release()}, {platform.machine()}, {libc or 'unknown C library'}"
+    if sys.platform != "linux":
+        return failed(found, "use Linux: shared memory between ranks relies on memfd, futexes and /proc")
+    return ok(found, system=platform.system(), release=platform.release(), machine=platform.machine(), libc=libc)
+
+
+def settings() -> Finding:
+    """The DISTOPT_* variables."""
+    given = {name: value for name, value in os.environ.items() if name.startswith("DISTOPT_")}
+    try:
+        Settings.from_env()
+    except DistoptError as error:
+        return failed(str(error), "correct or unset it", **given)
+    return ok(" ".join(f"{name}={value}" for name, value in given.items()) or "no DISTOPT_* variable is set", **given)
+
+
+def packages() -> Finding:
+    """The packages that distopt requires."""
+    versions: dict[str, str | None] = {name: version_of(name) for name in _REQUIRED}
+    missing = [name for name, found in versions.items() if found is None]
+    if missing:
+        return failed(f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}", **versions)
+    return ok(", ".join(f"{name} {found}" for name, found in versions.items()), **versions)
+
+
+def numpy() -> Finding:
+    """Whether NumPy can be imported."""
+    try:
+        answer = ask("numpy")
+    except (ImportError, DistoptError) as error:
+        return failed(str(error), "pip install --force-reinstall numpy")
+    return ok(f"{answer['version']}, {answer['path']}", version=answer["version"], path=answer["path"])
+
+
+def blas() -> Finding:
+    """The library behind NumPy's matrix products, and whether it uses the processor's vector instructions."""
+    try:
+        answer = ask("blas")
+    except (ImportError, DistoptError) as error:
+        return absent(f"unknown: {error}")
+    library = answer["library"]
+    if library is None:
+        return absent(f"built with {answer['built_with'] or 'an unknown library'}, which threadpoolctl does not know")
+    kernels = library.get("architecture", "")
+    capped = [f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ]
+    found = f"{library['internal_api']} {library['version']}" + (f", {kernels} kernels" if kernels else "")
+    found += f", threads: {library['num_threads']}" + (f" ({' '.join(capped)})" if capped else "")
+    cure, speeds = "", {}
+    if library["internal_api"] == "openblas" and kernels in _AVX2_KERNELS and processor_flags() >= _AVX512:
+        try:
+            skylakex = ask("gemm", variable="OPENBLAS_CORETYPE=SkylakeX")["gflops"]
+        except DistoptError:  # this OpenBLAS build lacks the kernels, or the hypervisor blocks them
+            skylakex = 0.0
+        speeds = {kernels: ask("gemm")["gflops"], "SkylakeX": skylakex}
+        if speeds["SkylakeX"] > _WORTHWHILE * speeds[kernels]:
+            cure = (
+                "export OPENBLAS_CORETYPE=SkylakeX before Python starts: this processor has AVX-512, and a float32 "
+                f"matrix product on one thread ran at {speeds['SkylakeX']:.0f} GFLOP/s with it, at "
+                f"{speeds[kernels]:.0f} without"
+            )
+    return ok(found, cure, **library, gflops=speeds)
+
+
+def processor_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Feature flags of the first processor; empty if not reported."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
+
+
+def core() -> Finding:
+    """The native module: compiler, flags, instruction sets."""
+    try:
+        answer = ask("core")
+    except (ImportError, DistoptError) as error:
+        return failed(
+            str(error), "build it: pip install --force-reinstall distopt, or pip install -e . in the source tree"
+        )
+    isas = ", ".join(f"[{isa}]" if isa == answer["isa"] else isa for isa in answer["isas"])
+    return ok(f"{answer['compiler']}, {answer['flags']}; instruction sets: {isas}", **answer)
+
+
+# -- machine -----------------------------------------------------------------------------------------------------------
 def cores() -> Finding:
     """Cores of the host, cores that this process may use, and the CPU quota of its control group."""
     count = os.cpu_count() or 1
@@ -73,7 +189,8 @@ def shared_memory() -> Finding:
     place = "no /dev/shm" if size is None else f"/dev/shm of {_size(size)}, {_size(free or 0)} free"
     details = {"dev_shm_bytes": size, "dev_shm_free_bytes": free}
     try:
-        _try_memfd()
+        with os.fdopen(os.memfd_create("distopt-doctor", os.MFD_CLOEXEC), "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _PROBE_BYTES)
     except OSError as error:
         reason = f"memfd_create is not allowed ({error.strerror})"
         if free is not None and free >= _PROBE_BYTES and os.access(_SHM, os.W_OK):
@@ -83,14 +200,6 @@ def shared_memory() -> Finding:
             return ok(f"{place}; {reason}, so the ranks' buckets must fit there", advice, memfd=False, **details)
         return failed(f"{place}; {reason}", "allow memfd_create, or give /dev/shm room (--shm-size=8g)", **details)
     return ok(f"memfd, not limited by the size of /dev/shm ({place})", memfd=True, **details)
-
-
-def _try_memfd() -> None:
-    fd = os.memfd_create("distopt-doctor", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(fd, 0, _PROBE_BYTES)
-    finally:
-        os.close(fd)
 
 
 def _size(count: int) -> str:
