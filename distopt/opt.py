@@ -84,17 +84,14 @@ class DistOpt(dist_opt.DistOpt):
         """
         array = self._array(grad)
         if not isinstance(param, Tensor):
-            param = self._raw_param(param)
+            raw = self._array(param)
+            device = None if isinstance(raw, np.ndarray) else self.device
+            param = self._raw_params.setdefault(memory_of(raw), Tensor.of(raw, device))
         if not isinstance(grad, Tensor):
             grad = Tensor.of(array, param.device, requires_grad=False)
         check_gradient(param, grad)
         array /= self.world_size
         self.opt.update(param, grad)
-
-    def _raw_param(self, param: Array) -> Tensor:
-        array = self._array(param)
-        device = None if isinstance(array, np.ndarray) else self.device
-        return self._raw_params.setdefault(memory_of(array), Tensor.of(array, device))
 
     def _array(self, tensor: Tensor | Array) -> Array:
         """The array in a tensor or raw tensor, or the array itself.

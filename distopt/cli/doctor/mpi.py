@@ -83,17 +83,11 @@ def launcher() -> Finding:
         return failed(f"{found} cannot start 2 ranks: it refuses to run as root", cure, **details)
     printed = ended.stdout.split()
     if ended.returncode == 0 and printed == ["2", "2"]:
-        return ok(f"{found} starts 2 ranks that see each other{_unless_first(path, first)}", **details)
+        advice = f"; the PATH has {first or 'none'}: write the path, or activate the environment"
+        return ok(f"{found} starts 2 ranks that see each other{'' if first == path else advice}", **details)
     if ended.returncode == 0 and printed == ["1", "1"]:
         fact = f"{found} started 2 jobs of one rank instead of one job of 2: mpi4py uses another MPI ({mine})"
         return failed(fact, f"use the mpiexec of {mine or 'that library'}", **details)
     reason = f"they printed {printed}" if ended.returncode == 0 else describe_end(ended, _LAUNCH_SECONDS)
     cure = "run it by hand: mpiexec -n 2 python -m mpi4py.bench helloworld"
     return failed(f"{found} cannot start 2 ranks: {reason}", cure, **details)
-
-
-def _unless_first(path: str, first: str | None) -> str:
-    if first == path:
-        return ""
-    other = "the PATH has none" if first is None else f"the PATH has {first}"
-    return f"; {other}: write the path, or activate the environment"
