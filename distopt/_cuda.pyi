@@ -4,52 +4,27 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
+Sizes = tuple[int, ...]  # images and channels; or as in distopt.nn.kernels.gpu_images
+Source = tuple[int, int, int, float, int, float]  # x, residual, momentum, scale, device_scale, decay
 
-# -- numerics; csrc/cuda/images.h and csrc/cuda/elementwise.h say what they do
-def lower(
-    dtype: int, images: int, channels: int, window: tuple[int, ...], x: int, columns: int, stream: int
-) -> None: ...
-def gather_columns(
-    dtype: int, images: int, channels: int, window: tuple[int, ...], columns: int, dx: int, stream: int
-) -> None: ...
+# -- numerics; csrc/cuda/layers.h says what they do
+def lower(dtype: int, batch: Sizes, window: Sizes, x: int, columns: int, stream: int) -> None: ...
+def gather_columns(dtype: int, batch: Sizes, window: Sizes, columns: int, dx: int, stream: int) -> None: ...
 def spread(
-    dtype: int, images: int, channels: int, pixels: int, x: int, rows: bool, bias: int, relu: bool, y: int, stream: int
+    dtype: int, batch: Sizes, pixels: int, x: int, rows: bool, bias: int, relu: bool, y: int, stream: int
 ) -> None: ...
-def collect(
-    dtype: int, images: int, channels: int, pixels: int, dy: int, y: int, dx: int, rows: bool, stream: int
-) -> None: ...
+def collect(dtype: int, batch: Sizes, pixels: int, dy: int, y: int, dx: int, rows: bool, stream: int) -> None: ...
 def channel_sums(
-    dtype: int, images: int, channels: int, pixels: int, x: int, rows: bool, add: bool, out: int, stream: int
+    dtype: int, batch: Sizes, pixels: int, x: int, rows: bool, add: bool, out: int, stream: int
 ) -> None: ...
 def max_pool(
-    dtype: int,
-    images: int,
-    channels: int,
-    window: tuple[int, ...],
-    x: int,
-    rows: bool,
-    bias: int,
-    relu: bool,
-    y: int,
-    taken: int,
-    stream: int,
+    dtype: int, batch: Sizes, window: Sizes, x: int, rows: bool, bias: int, relu: bool, y: int, taken: int, stream: int
 ) -> None: ...
 def max_pool_backward(
-    dtype: int,
-    images: int,
-    channels: int,
-    window: tuple[int, ...],
-    dy: int,
-    y: int,
-    taken: int,
-    dx: int,
-    rows: bool,
-    stream: int,
+    dtype: int, batch: Sizes, window: Sizes, dy: int, y: int, taken: int, dx: int, rows: bool, stream: int
 ) -> None: ...
-def avg_pool(dtype: int, images: int, channels: int, window: tuple[int, ...], x: int, y: int, stream: int) -> None: ...
-def avg_pool_backward(
-    dtype: int, images: int, channels: int, window: tuple[int, ...], dy: int, dx: int, stream: int
-) -> None: ...
+def avg_pool(dtype: int, batch: Sizes, window: Sizes, x: int, y: int, stream: int) -> None: ...
+def avg_pool_backward(dtype: int, batch: Sizes, window: Sizes, dy: int, dx: int, stream: int) -> None: ...
 def add_bias(dtype: int, y: int, bias: int, rows: int, columns: int, relu: bool, stream: int) -> None: ...
 def column_sums(dtype: int, matrix: int, rows: int, columns: int, out: int, stream: int) -> None: ...
 def softmax(dtype: int, x: int, y: int, rows: int, columns: int, stream: int) -> None: ...
@@ -80,8 +55,7 @@ def cross_entropy_backward(
 ) -> None: ...
 def channel_moments(
     dtype: int,
-    images: int,
-    channels: int,
+    batch: Sizes,
     pixels: int,
     x: int,
     mean: int,
@@ -95,8 +69,7 @@ def channel_moments(
 ) -> None: ...
 def normalize(
     dtype: int,
-    images: int,
-    channels: int,
+    batch: Sizes,
     pixels: int,
     x: int,
     mean: int,
@@ -108,8 +81,7 @@ def normalize(
 ) -> None: ...
 def normalize_backward(
     dtype: int,
-    images: int,
-    channels: int,
+    batch: Sizes,
     pixels: int,
     dy: int,
     x: int,
@@ -170,57 +142,30 @@ def sigmoid(dtype: int, x: int, y: int, count: int, stream: int) -> None: ...
 def relu_backward(dtype: int, dy: int, y: int, dx: int, count: int, stream: int) -> None: ...
 def sigmoid_backward(dtype: int, dy: int, y: int, dx: int, count: int, stream: int) -> None: ...
 
-# -- codecs; csrc/cuda/codec.h, select.h and sparse.h say what they do
+# -- codecs; csrc/cuda/codec.h and select.h say what they do
 squared_norm_parts: int
 
 def encode16(
-    x: int, residual: int, out: int, n: int, dtype: str, scale: float, limit: float, findings: int, stream: int
+    x: int, residual: int, out: int, n: int, scale: float, limit: float, dtype: str, findings: int, stream: int
 ) -> None: ...
-def decode16(x: int, out: int, n: int, dtype: str, scale: float, stream: int) -> None: ...
+def decode16(x: int, out: int, n: int, scale: float, dtype: str, stream: int) -> None: ...
 def squared_norm(x: int, n: int, workspace: int, norm: int, scale: int, limit: float, stream: int) -> None: ...
-def find_nonfinite(x: int, n: int, item_bytes: int, from_bad: int, stream: int) -> None: ...
-def mark_beyond(x: int, n: int, item_bytes: int, limit: float, from_bad: int, stream: int) -> None: ...
-def accumulate(
-    x: int,
-    n: int,
-    residual: int,
-    momentum: int,
-    scale: float,
-    device_scale: int,
-    decay: float,
-    findings: int,
-    stream: int,
-) -> None: ...
+def find_nonfinite(dtype: int, x: int, n: int, from_bad: int, stream: int) -> None: ...
+def mark_beyond(dtype: int, x: int, n: int, limit: float, from_bad: int, stream: int) -> None: ...
+def accumulate(source: Source, n: int, findings: int, stream: int) -> None: ...
 def candidate_capacity(n: int, k: int) -> int: ...
 def select_workspace(n: int, capacity: int) -> int: ...
 def top_k(
-    x: int,
-    n: int,
-    k: int,
-    indices: int,
-    values: int,
-    workspace: int,
-    residual: int,
-    momentum: int,
-    scale: float,
-    device_scale: int,
-    decay: float,
-    findings: int,
-    stream: int,
+    source: Source, n: int, k: int, indices: int, values: int, workspace: int, findings: int, stream: int
 ) -> None: ...
 def threshold(
-    x: int,
+    source: Source,
     n: int,
     bound: float,
     indices: int,
     values: int,
     capacity: int,
     workspace: int,
-    residual: int,
-    momentum: int,
-    scale: float,
-    device_scale: int,
-    decay: float,
     findings: int,
     stream: int,
 ) -> None: ...

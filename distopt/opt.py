@@ -13,20 +13,9 @@ from . import dist_opt, launch
 from .compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
 from .dist_opt import DEFAULT_BUCKET_ELEMENTS
 from .errors import UsageError, absent_name
-from .nn.optim import (
-    SGD,
-    AdaGrad,
-    Adam,
-    AdamW,
-    Constant,
-    CosineDecay,
-    DecayScheduler,
-    ExponentialDecay,
-    LinearWarmUp,
-    Optimizer,
-    RMSProp,
-    StepDecay,
-)
+from .nn import optim
+from .nn.optim import *  # noqa: F403 - a face of that module
+from .nn.optim import SGD, Optimizer
 from .nn.optim_base import check_gradient
 from .nn.raw import RawTensor
 from .nn.tensor import Tensor
@@ -39,26 +28,13 @@ if TYPE_CHECKING:
     from .launch import Ticket
     from .nn.tensor import Array
 
-__all__ = [
-    "DIST_OPTIONS",
-    "SGD",
-    "AdaGrad",
-    "Adam",
-    "AdamW",
-    "Constant",
-    "CosineDecay",
-    "DecayScheduler",
-    "DistOpt",
-    "ExponentialDecay",
-    "LinearWarmUp",
-    "Optimizer",
-    "RMSProp",
-    "StepDecay",
-]
+__all__ = ["DIST_OPTIONS", "DistOpt"]
+__all__ += optim.__all__
 
 # What scripts call `dist_option`.
 PARTIAL = "partialUpdate"
-DIST_OPTIONS = ("plain", "fp32", "half", "fp16", "bf16", PARTIAL, "sparseTopK", "sparseThreshold")
+_DENSE: dict[str, type[Codec]] = {"plain": Fp32, "fp32": Fp32, "half": Fp16, "fp16": Fp16, "bf16": BFloat16}
+DIST_OPTIONS = (*_DENSE, PARTIAL, "sparseTopK", "sparseThreshold")
 
 
 class DistOpt(dist_opt.DistOpt):
@@ -108,17 +84,14 @@ class DistOpt(dist_opt.DistOpt):
         """
         array = self._array(grad)
         if not isinstance(param, Tensor):
-            param = self._raw_param(param)
+            raw = self._array(param)
+            device = None if isinstance(raw, np.ndarray) else self.device
+            param = self._raw_params.setdefault(memory_of(raw), Tensor.of(raw, device))
         if not isinstance(grad, Tensor):
             grad = Tensor.of(array, param.device, requires_grad=False)
         check_gradient(param, grad)
         array /= self.world_size
         self.opt.update(param, grad)
-
-    def _raw_param(self, param: Array) -> Tensor:
-        array = self._array(param)
-        device = None if isinstance(array, np.ndarray) else self.device
-        return self._raw_params.setdefault(memory_of(array), Tensor.of(array, device))
 
     def _array(self, tensor: Tensor | Array) -> Array:
         """The array in a tensor or raw tensor, or the array itself.
@@ -275,12 +248,8 @@ def codec_of(dist_option: str, spars: float = 0.05, corr: bool = True) -> Codec:
     Raises:
         UsageError: no option has that name.
     """
-    if dist_option in ("plain", "fp32"):
-        return Fp32()
-    if dist_option in ("half", "fp16"):
-        return Fp16()
-    if dist_option == "bf16":
-        return BFloat16()
+    if dist_option in _DENSE:
+        return _DENSE[dist_option]()
     if dist_option in ("sparseTopK", "sparseThreshold"):
         return _sparse_codec(spars, dist_option == "sparseTopK", corr)
     raise UsageError(f"unknown dist_option {dist_option!r}; choose one of {', '.join(DIST_OPTIONS)}")

@@ -17,8 +17,7 @@ NB_MODULE(_cuda, m) {
   m.def("runtime_version", [] { return CUDART_VERSION; }, "CUDA version of the build, as 1000 * major + 10 * minor.");
   distopt::bind_nccl(m);
   distopt::bind_cuda_codec(m);
-  distopt::bind_cuda_images(m);
-  distopt::bind_cuda_elementwise(m);
+  distopt::bind_cuda_numerics(m);
   distopt::bind_cuda_step(m);
 #ifdef DISTOPT_EMULATED
   emulation::bind(m);

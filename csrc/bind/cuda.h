@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "base/types.h"
 
@@ -22,31 +23,42 @@ T* at(Address address) {
 
 inline cudaStream_t stream_of(Address handle) { return reinterpret_cast<cudaStream_t>(handle); }
 
-// Calls f with a zero of the element type.
-template <class F>
-void with_type(int dtype, F f) {
-  if (dtype == static_cast<int>(DType::float32)) return f(0.0f);
-  if (dtype == static_cast<int>(DType::float64)) return f(0.0);
-  throw std::invalid_argument("kernels compute in float32 and float64, not in type " + std::to_string(dtype));
+// How Python passes an argument of type A. Pointers and streams are integers.
+template <class A>
+struct Passed {
+  using Type = A;
+  static A take(A value) { return value; }
+};
+
+template <class A>
+struct Passed<A*> {
+  using Type = Address;
+  static A* take(Address value) { return at<A>(value); }
+};
+
+template <class A>
+using PassedAs = Passed<std::decay_t<A>>;
+
+template <class... A>
+void define(nanobind::module_& m, const char* name, void (*function)(A...), const char* doc) {
+  m.def(name, [function](typename PassedAs<A>::Type... a) { function(PassedAs<A>::take(a)...); }, doc);
 }
 
-template <class F, class... A, class... Extra>
-void define_as(void (F::*)(float, A...) const, nanobind::module_& m, const char* name, F f, const Extra&... extra) {
-  m.def(
-      name, [f](int dtype, A... a) { with_type(dtype, [&](auto zero) { f(zero, a...); }); }, nanobind::arg("dtype"),
-      extra...);
-}
-
-// A function of Python whose first argument is the type; `f` gets a zero of that type in its place.
-template <class F, class... Extra>
-void define_typed(nanobind::module_& m, const char* name, F f, const Extra&... extra) {
-  define_as(&F::template operator()<float>, m, name, f, extra...);
+// A kernel of two element types; the first argument of the function in Python says which.
+template <class... A, class... B>
+void define_typed(nanobind::module_& m, const char* name, void (*single)(A...), void (*twice)(B...),
+                  const char* doc = "") {
+  const auto call = [=](int dtype, typename PassedAs<A>::Type... a) {
+    if (dtype == static_cast<int>(DType::float32)) return single(PassedAs<A>::take(a)...);
+    if (dtype == static_cast<int>(DType::float64)) return twice(PassedAs<B>::take(a)...);
+    throw std::invalid_argument("kernels compute in float32 and float64, not in type " + std::to_string(dtype));
+  };
+  m.def(name, call, doc);
 }
 
 void bind_nccl(nanobind::module_& m);
 void bind_cuda_codec(nanobind::module_& m);
-void bind_cuda_elementwise(nanobind::module_& m);
-void bind_cuda_images(nanobind::module_& m);
+void bind_cuda_numerics(nanobind::module_& m);
 void bind_cuda_step(nanobind::module_& m);
 
 }  // namespace distopt

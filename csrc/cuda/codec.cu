@@ -2,10 +2,12 @@
 #include <cuda_fp16.h>
 
 #include <limits>
+#include <type_traits>
 
 #include "base/float_keys.h"
 #include "cuda/codec.h"
 #include "cuda/device.h"
+#include "cuda/source.h"
 
 // Sums and products are spelled as intrinsics where the CPU's bits count: nvcc would contract operators to FMA.
 namespace distopt::cuda {
@@ -137,15 +139,7 @@ __global__ void __launch_bounds__(block_threads)
   const std::size_t thread = std::size_t{blockIdx.x} * block_threads + threadIdx.x;
   const std::size_t stride = std::size_t{gridDim.x} * block_threads;
   for (std::size_t first = thread * 4; first < n; first += stride * 4) {
-    float4 v = make_float4(0, 0, 0, 0);
-    if (vectors && first + 4 <= n) {
-      v = *reinterpret_cast<const float4*>(x + first);
-    } else {
-      v.x = x[first];
-      if (first + 1 < n) v.y = x[first + 1];
-      if (first + 2 < n) v.z = x[first + 2];
-      if (first + 3 < n) v.w = x[first + 3];
-    }
+    const float4 v = cuda::load(x + first, static_cast<unsigned>(min(n - first, std::size_t{4})), vectors);
     const double a = v.x, b = v.y, c = v.z, d = v.w;
     sums[0] = __fma_rn(a, a, sums[0]);
     sums[1] = __fma_rn(b, b, sums[1]);
@@ -168,9 +162,10 @@ __global__ void __launch_bounds__(block_threads)
   if (scale) *scale = limit < root && root - root == 0 ? static_cast<float>(limit / root) : 1.0f;
 }
 
-template <class Real, class Vector>
+template <class Real>
 __global__ void __launch_bounds__(block_threads)
     beyond_kernel(const Real* x, std::size_t n, bool vectors, Real limit, unsigned long long* from_bad) {
+  using Vector = std::conditional_t<std::is_same_v<Real, float>, float4, double2>;
   const auto beyond = [limit](Real value) { return !((value <= limit) & (-limit <= value)); };  // NaN, too
   constexpr std::size_t unit = sizeof(Vector) / sizeof(Real);
   const std::size_t thread = std::size_t{blockIdx.x} * block_threads + threadIdx.x;
@@ -214,18 +209,11 @@ void decode(const std::uint16_t* in, float* out, std::size_t n, float scale, cud
     launch(&decode_kernel<Type, 1>, stride_blocks(n), block_threads, stream, in, out, n, scale);
 }
 
-template <class Real, class Vector>
-void find(const Real* x, std::size_t n, Real limit, unsigned long long* from_bad, cudaStream_t stream) {
+template <class Real>
+void find_beyond(const Real* x, std::size_t n, Real limit, unsigned long long* from_bad, cudaStream_t stream) {
   DISTOPT_CUDA_CHECK(cudaMemsetAsync(from_bad, 0, sizeof *from_bad, stream));
   if (n)
-    launch(&beyond_kernel<Real, Vector>, stride_blocks(n / 4), block_threads, stream, x, n, is_aligned(x, 16), limit,
-           from_bad);
-}
-
-template <class Real, class Vector>
-void mark(Real* x, std::size_t n, double limit, unsigned long long* from_bad, cudaStream_t stream) {
-  find<Real, Vector>(x, n, static_cast<Real>(limit), from_bad, stream);
-  if (n) launch(&mark_kernel<Real>, 1, 1, stream, x, std::numeric_limits<Real>::quiet_NaN(), from_bad);
+    launch(&beyond_kernel<Real>, stride_blocks(n / 4), block_threads, stream, x, n, is_aligned(x, 16), limit, from_bad);
 }
 
 }  // namespace
@@ -255,20 +243,20 @@ void squared_norm(const float* x, std::size_t n, double* workspace, double* norm
   launch(&norm_kernel, 1, block_threads, stream, workspace, blocks, norm, scale, limit);
 }
 
-void find_nonfinite(const float* x, std::size_t n, unsigned long long* from_bad, cudaStream_t stream) {
-  find<float, float4>(x, n, std::numeric_limits<float>::max(), from_bad, stream);
+template <class Real>
+void find_nonfinite(const Real* x, std::size_t n, unsigned long long* from_bad, cudaStream_t stream) {
+  find_beyond(x, n, std::numeric_limits<Real>::max(), from_bad, stream);
 }
 
-void find_nonfinite(const double* x, std::size_t n, unsigned long long* from_bad, cudaStream_t stream) {
-  find<double, double2>(x, n, std::numeric_limits<double>::max(), from_bad, stream);
+template <class Real>
+void mark_beyond(Real* x, std::size_t n, double limit, unsigned long long* from_bad, cudaStream_t stream) {
+  find_beyond(x, n, static_cast<Real>(limit), from_bad, stream);
+  if (n) launch(&mark_kernel<Real>, 1, 1, stream, x, std::numeric_limits<Real>::quiet_NaN(), from_bad);
 }
 
-void mark_beyond(float* x, std::size_t n, double limit, unsigned long long* from_bad, cudaStream_t stream) {
-  mark<float, float4>(x, n, limit, from_bad, stream);
-}
-
-void mark_beyond(double* x, std::size_t n, double limit, unsigned long long* from_bad, cudaStream_t stream) {
-  mark<double, double2>(x, n, limit, from_bad, stream);
-}
+template void find_nonfinite(const float*, std::size_t, unsigned long long*, cudaStream_t);
+template void find_nonfinite(const double*, std::size_t, unsigned long long*, cudaStream_t);
+template void mark_beyond(float*, std::size_t, double, unsigned long long*, cudaStream_t);
+template void mark_beyond(double*, std::size_t, double, unsigned long long*, cudaStream_t);
 
 }  // namespace distopt::cuda

@@ -34,12 +34,12 @@ constexpr unsigned squared_norm_parts = 1024;
 void squared_norm(const float* x, std::size_t n, double* workspace, double* norm, float* scale, double limit,
                   cudaStream_t stream);
 
-// *from_bad as in Findings. Reads once.
-void find_nonfinite(const float* x, std::size_t n, unsigned long long* from_bad, cudaStream_t stream);
-void find_nonfinite(const double* x, std::size_t n, unsigned long long* from_bad, cudaStream_t stream);
+// *from_bad as in Findings, of float or double. Reads once.
+template <class Real>
+void find_nonfinite(const Real* x, std::size_t n, unsigned long long* from_bad, cudaStream_t stream);
 
 // The same with what is NaN or beyond +-limit; where there is such an element, x[0] becomes NaN. Reads once.
-void mark_beyond(float* x, std::size_t n, double limit, unsigned long long* from_bad, cudaStream_t stream);
-void mark_beyond(double* x, std::size_t n, double limit, unsigned long long* from_bad, cudaStream_t stream);
+template <class Real>
+void mark_beyond(Real* x, std::size_t n, double limit, unsigned long long* from_bad, cudaStream_t stream);
 
 }  // namespace distopt::cuda

@@ -1,6 +1,6 @@
 // Kernels on whole arrays, rows and channels: activations, sums, batch normalization, softmax.
 #include "cuda/device.h"
-#include "cuda/elementwise.h"
+#include "cuda/layers.h"
 
 namespace distopt::cuda {
 namespace {
@@ -74,6 +74,11 @@ __device__ double channel_sum(Batch batch, int pixels, int channel, F f) {
 }
 
 // -- batch normalization, one block per channel ----------------------------------------------------------------------
+template <class T>
+struct Moments {
+  T *mean, *inverse_deviation, *running_mean = nullptr, *running_var = nullptr;
+};
+
 template <class T>
 __global__ void channel_moments_kernel(Batch batch, int pixels, const T* x, Moments<T> to, T momentum, T eps,
                                        bool training) {
@@ -283,21 +288,23 @@ void column_sums(const T* matrix, std::size_t rows, int columns, T* out, cudaStr
 }
 
 template <class T>
-void channel_moments(Batch batch, int pixels, const T* x, Moments<T> moments, double momentum, double eps,
-                     bool training, cudaStream_t stream) {
-  launch_channels(channel_moments_kernel<T>, batch, stream, pixels, x, moments, T(momentum), T(eps), training);
+void channel_moments(Batch batch, int pixels, const T* x, T* mean, T* inverse_deviation, T* running_mean,
+                     T* running_var, double momentum, double eps, bool training, cudaStream_t stream) {
+  launch_channels(channel_moments_kernel<T>, batch, stream, pixels, x,
+                  Moments<T>{mean, inverse_deviation, running_mean, running_var}, T(momentum), T(eps), training);
 }
 
 template <class T>
-void normalize(Batch batch, int pixels, const T* x, Moments<const T> moments, const T* gamma, const T* beta, T* y,
-               cudaStream_t stream) {
-  launch_planes(normalize_kernel<T>, std::size_t(pixels), planes_of(batch), stream, batch, pixels, x, moments, gamma,
-                beta, y);
+void normalize(Batch batch, int pixels, const T* x, const T* mean, const T* inverse_deviation, const T* gamma,
+               const T* beta, T* y, cudaStream_t stream) {
+  launch_planes(normalize_kernel<T>, std::size_t(pixels), planes_of(batch), stream, batch, pixels, x,
+                Moments<const T>{mean, inverse_deviation}, gamma, beta, y);
 }
 
 template <class T>
-void normalize_backward(Batch batch, int pixels, const T* dy, const T* x, Moments<const T> moments, const T* gamma,
-                        bool training, T* dgamma, T* dbeta, T* dx, cudaStream_t stream) {
+void normalize_backward(Batch batch, int pixels, const T* dy, const T* x, const T* mean, const T* inverse_deviation,
+                        const T* gamma, bool training, T* dgamma, T* dbeta, T* dx, cudaStream_t stream) {
+  const Moments<const T> moments{mean, inverse_deviation};
   launch_channels(normalize_sums_kernel<T>, batch, stream, pixels, dy, x, moments, dgamma, dbeta);
   launch_planes(normalize_backward_kernel<T>, std::size_t(pixels), planes_of(batch), stream, batch, pixels, dy, x,
                 moments, gamma, training, dgamma, dbeta, dx);
@@ -329,9 +336,9 @@ void cross_entropy_backward(const T* probability, const std::int64_t* labels, co
   template void sigmoid_backward<T>(const T*, const T*, T*, std::size_t, cudaStream_t);                                \
   template void add_bias<T>(T*, const T*, std::size_t, int, bool, cudaStream_t);                                       \
   template void column_sums<T>(const T*, std::size_t, int, T*, cudaStream_t);                                          \
-  template void channel_moments<T>(Batch, int, const T*, Moments<T>, double, double, bool, cudaStream_t);              \
-  template void normalize<T>(Batch, int, const T*, Moments<const T>, const T*, const T*, T*, cudaStream_t);            \
-  template void normalize_backward<T>(Batch, int, const T*, const T*, Moments<const T>, const T*, bool, T*, T*, T*,    \
+  template void channel_moments<T>(Batch, int, const T*, T*, T*, T*, T*, double, double, bool, cudaStream_t);          \
+  template void normalize<T>(Batch, int, const T*, const T*, const T*, const T*, const T*, T*, cudaStream_t);          \
+  template void normalize_backward<T>(Batch, int, const T*, const T*, const T*, const T*, const T*, bool, T*, T*, T*,  \
                                       cudaStream_t);                                                                   \
   template void softmax<T>(const T*, T*, std::size_t, int, cudaStream_t);                                              \
   template void cross_entropy<T>(const T*, const std::int64_t*, const T*, std::size_t, int, T*, double*, T*,           \

@@ -2,7 +2,7 @@
 //
 // The second dimension of the grid is a plane or a row of columns, so that threads divide by widths alone.
 #include "cuda/device.h"
-#include "cuda/images.h"
+#include "cuda/layers.h"
 
 namespace distopt::cuda {
 namespace {
@@ -46,6 +46,19 @@ __global__ void gather_columns_kernel(Batch batch, Window s, const T* columns, T
       dx[plane * pixels + pixel] = sum;
     }
   }
+}
+
+// Images in memory: plane (image, channel) begins at `data` + image * per_image + channel * per_channel and is dense.
+template <class T>
+struct Planes {
+  T* data;
+  std::size_t per_image, per_channel;
+};
+
+template <class T>
+Planes<T> planes_at(T* data, Batch batch, std::size_t pixels, bool rows) {
+  if (rows) return {data, pixels, batch.images * pixels};
+  return {data, batch.channels * pixels, pixels};
 }
 
 template <class T>
@@ -198,32 +211,36 @@ void gather_columns(Batch batch, Window s, const T* columns, T* dx, cudaStream_t
 }
 
 template <class T>
-void spread(Batch batch, int pixels, Planes<const T> from, const T* bias, bool relu, T* to, cudaStream_t stream) {
-  launch_planes(spread_kernel<T>, std::size_t(pixels), planes_of(batch), stream, batch, pixels, from, bias, relu, to);
+void spread(Batch batch, int pixels, const T* from, bool rows, const T* bias, bool relu, T* to, cudaStream_t stream) {
+  launch_planes(spread_kernel<T>, std::size_t(pixels), planes_of(batch), stream, batch, pixels,
+                planes_at(from, batch, std::size_t(pixels), rows), bias, relu, to);
 }
 
 template <class T>
-void collect(Batch batch, int pixels, const T* dy, const T* y, Planes<T> to, cudaStream_t stream) {
-  launch_planes(collect_kernel<T>, std::size_t(pixels), planes_of(batch), stream, batch, pixels, dy, y, to);
+void collect(Batch batch, int pixels, const T* dy, const T* y, T* to, bool rows, cudaStream_t stream) {
+  launch_planes(collect_kernel<T>, std::size_t(pixels), planes_of(batch), stream, batch, pixels, dy, y,
+                planes_at(to, batch, std::size_t(pixels), rows));
 }
 
 template <class T>
-void channel_sums(Batch batch, int pixels, Planes<const T> x, bool add, T* out, cudaStream_t stream) {
+void channel_sums(Batch batch, int pixels, const T* x, bool rows, bool add, T* out, cudaStream_t stream) {
   if (batch.channels)
-    launch(channel_sums_kernel<T>, dim3(unsigned(batch.channels)), dim3(block_threads), stream, batch, pixels, x, add,
-           out);
+    launch(channel_sums_kernel<T>, dim3(unsigned(batch.channels)), dim3(block_threads), stream, batch, pixels,
+           planes_at(x, batch, std::size_t(pixels), rows), add, out);
 }
 
 template <class T>
-void max_pool(Batch batch, Window s, Planes<const T> x, const T* bias, bool relu, T* y, std::uint8_t* taken,
+void max_pool(Batch batch, Window s, const T* x, bool rows, const T* bias, bool relu, T* y, std::uint8_t* taken,
               cudaStream_t stream) {
-  launch_planes(max_pool_kernel<T>, places_of(s), planes_of(batch), stream, batch, s, x, bias, relu, y, taken);
+  launch_planes(max_pool_kernel<T>, places_of(s), planes_of(batch), stream, batch, s,
+                planes_at(x, batch, pixels_of(s), rows), bias, relu, y, taken);
 }
 
 template <class T>
-void max_pool_backward(Batch batch, Window s, const T* dy, const T* y, const std::uint8_t* taken, Planes<T> dx,
+void max_pool_backward(Batch batch, Window s, const T* dy, const T* y, const std::uint8_t* taken, T* dx, bool rows,
                        cudaStream_t stream) {
-  launch_planes(max_pool_backward_kernel<T>, pixels_of(s), planes_of(batch), stream, batch, s, dy, y, taken, dx);
+  launch_planes(max_pool_backward_kernel<T>, pixels_of(s), planes_of(batch), stream, batch, s, dy, y, taken,
+                planes_at(dx, batch, pixels_of(s), rows));
 }
 
 template <class T>
@@ -236,15 +253,15 @@ void avg_pool_backward(Batch batch, Window s, const T* dy, T* dx, cudaStream_t s
   launch_planes(avg_pool_backward_kernel<T>, pixels_of(s), planes_of(batch), stream, batch, s, dy, dx);
 }
 
-#define DISTOPT_INSTANTIATE(T)                                                                                         \
-  template void lower<T>(Batch, Window, const T*, T*, cudaStream_t);                                                   \
-  template void gather_columns<T>(Batch, Window, const T*, T*, cudaStream_t);                                          \
-  template void spread<T>(Batch, int, Planes<const T>, const T*, bool, T*, cudaStream_t);                              \
-  template void collect<T>(Batch, int, const T*, const T*, Planes<T>, cudaStream_t);                                   \
-  template void channel_sums<T>(Batch, int, Planes<const T>, bool, T*, cudaStream_t);                                  \
-  template void max_pool<T>(Batch, Window, Planes<const T>, const T*, bool, T*, std::uint8_t*, cudaStream_t);          \
-  template void max_pool_backward<T>(Batch, Window, const T*, const T*, const std::uint8_t*, Planes<T>, cudaStream_t); \
-  template void avg_pool<T>(Batch, Window, const T*, T*, cudaStream_t);                                                \
+#define DISTOPT_INSTANTIATE(T)                                                                                        \
+  template void lower<T>(Batch, Window, const T*, T*, cudaStream_t);                                                  \
+  template void gather_columns<T>(Batch, Window, const T*, T*, cudaStream_t);                                         \
+  template void spread<T>(Batch, int, const T*, bool, const T*, bool, T*, cudaStream_t);                              \
+  template void collect<T>(Batch, int, const T*, const T*, T*, bool, cudaStream_t);                                   \
+  template void channel_sums<T>(Batch, int, const T*, bool, bool, T*, cudaStream_t);                                  \
+  template void max_pool<T>(Batch, Window, const T*, bool, const T*, bool, T*, std::uint8_t*, cudaStream_t);          \
+  template void max_pool_backward<T>(Batch, Window, const T*, const T*, const std::uint8_t*, T*, bool, cudaStream_t); \
+  template void avg_pool<T>(Batch, Window, const T*, T*, cudaStream_t);                                               \
   template void avg_pool_backward<T>(Batch, Window, const T*, T*, cudaStream_t);
 DISTOPT_INSTANTIATE(float)
 DISTOPT_INSTANTIATE(double)

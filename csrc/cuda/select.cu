@@ -1,4 +1,5 @@
 #include <cstring>
+#include <limits>
 
 #include "base/select_rules.h"
 #include "cuda/device.h"
@@ -45,6 +46,7 @@ __host__ __device__ std::size_t padded(std::size_t bytes) { return (bytes + 255)
 unsigned tiles_of(std::size_t n) { return blocks_of(n, tile); }
 
 Workspace layout(void* memory, std::size_t n, std::size_t capacity) {
+  require_int32(n);
   char* at = static_cast<char*>(memory);
   const auto take = [&](std::size_t bytes) {
     char* const part = at;
@@ -353,6 +355,10 @@ void give_up(const Source& from, std::size_t n, Findings* findings, cudaStream_t
 
 }  // namespace
 
+void require_int32(std::size_t n) {
+  require(n <= std::numeric_limits<std::int32_t>::max(), "int32 indices reach 2^31 - 1 elements");
+}
+
 std::size_t select_workspace(std::size_t n, std::size_t capacity) {
   return padded(sizeof(State)) + 2 * padded(tiles_of(n) * sizeof(Share)) + padded(capacity * sizeof(std::int32_t)) +
          padded(capacity * sizeof(float));
@@ -360,6 +366,7 @@ std::size_t select_workspace(std::size_t n, std::size_t capacity) {
 
 void top_k(const Source& from, std::size_t n, std::size_t k, std::int32_t* indices, float* values, void* workspace,
            Findings* findings, cudaStream_t stream) {
+  require(1 <= k && k <= n, "k is outside of 1 ... n");
   const Workspace w = layout(workspace, n, candidate_capacity(n, k));
   const auto n32 = static_cast<unsigned>(n), k32 = static_cast<unsigned>(k);
   const unsigned tiles = tiles_of(n);
@@ -382,7 +389,8 @@ void top_k(const Source& from, std::size_t n, std::size_t k, std::int32_t* indic
 
 void threshold(const Source& from, std::size_t n, float bound, std::int32_t* indices, float* values,
                std::size_t capacity, void* workspace, Findings* findings, cudaStream_t stream) {
-  const Workspace w = layout(workspace, n, capacity);
+  require(bound >= 0, "the bound is not a number from 0 up");
+  const Workspace w = layout(workspace, n, capacity < n ? capacity : n);
   const unsigned tiles = tiles_of(n);
   std::int32_t key;
   std::memcpy(&key, &bound, sizeof key);

@@ -1,5 +1,5 @@
-// Selection of large elements from a float32 array on the GPU, with the meaning that cpu/sparse.h gives it. Everything
-// is enqueued on the stream; results are in device memory and valid in its order.
+// Selection of large elements from a float32 array on the GPU, and sums of such lists, with the meaning that
+// cpu/sparse.h gives it. Everything is enqueued on the stream; results are in device memory and valid in its order.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -41,5 +41,26 @@ void threshold(const Source& from, std::size_t n, float bound, std::int32_t* ind
                std::size_t capacity, void* workspace, Findings* findings, cudaStream_t stream);
 
 std::size_t select_workspace(std::size_t n, std::size_t capacity);
+
+// Throws std::invalid_argument where int32 indices do not reach n elements, as the selections do.
+void require_int32(std::size_t n);
+
+// -- sums of sparse lists ---------------------------------------------------------------------------------------------
+// dense[indices] = 0
+void clear_at(float* dense, const std::int32_t* indices, std::size_t count, cudaStream_t stream);
+
+// Lists of ascending indices, one after the other; the pointers are device memory, the struct is the host's.
+struct SparseLists {
+  static constexpr unsigned most = 32;
+  const std::int32_t* indices[most];
+  const float* values[most];
+  unsigned counts[most];
+  unsigned size = 0;
+};
+
+// dense[lo ... hi - 1] = (if `add`: itself +) the sum, list after list, of value * scale. Writes every element once,
+// whether or not an entry falls on it.
+void scatter_sum(float* dense, const SparseLists& lists, std::size_t lo, std::size_t hi, float scale, bool add,
+                 cudaStream_t stream);
 
 }  // namespace distopt::cuda

@@ -1,6 +1,5 @@
 #include "cuda/device.h"
 #include "cuda/source.h"
-#include "cuda/sparse.h"
 
 // What goes with the selections: accumulation without one, and sums of lists.
 namespace distopt::cuda {
@@ -69,6 +68,7 @@ __global__ void __launch_bounds__(block_threads)
 }  // namespace
 
 void accumulate(const Source& from, std::size_t n, Findings* findings, cudaStream_t stream) {
+  require(from.residual, "there is nothing to accumulate in without a residual");
   DISTOPT_CUDA_CHECK(cudaMemsetAsync(findings, 0, sizeof *findings, stream));
   if (n)
     launch(&accumulate_kernel, stride_blocks(n / 4), block_threads, stream, from, n, takes_vectors(from), findings);

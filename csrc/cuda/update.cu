@@ -1,6 +1,10 @@
 // Optimizer updates, one pass each.
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
 #include "cuda/device.h"
-#include "cuda/elementwise.h"
+#include "cuda/layers.h"
 
 namespace distopt::cuda {
 namespace {
@@ -66,17 +70,21 @@ Decay<T> decay_of(double kept) {
 }  // namespace
 
 template <class T>
-void sgd(T* param, const T* grad, T* buffer, std::size_t count, SgdRule rule, cudaStream_t stream) {
+void sgd(T* param, const T* grad, T* buffer, std::size_t count, double lr, double momentum, double dampening,
+         double weight_decay, bool nesterov, cudaStream_t stream) {
   auto* update = &sgd_kernel<T, false, false>;
-  if (buffer) update = rule.nesterov ? &sgd_kernel<T, true, true> : &sgd_kernel<T, true, false>;
-  launch_each(update, count, stream, param, grad, buffer, count, Rule<T>{T(rule.lr), T(rule.weight_decay)},
-              T(rule.momentum), T(rule.kept));
+  if (buffer) update = nesterov ? &sgd_kernel<T, true, true> : &sgd_kernel<T, true, false>;
+  launch_each(update, count, stream, param, grad, buffer, count, Rule<T>{T(lr), T(weight_decay)}, T(momentum),
+              T(1 - dampening));
 }
 
 template <class T>
-void adam(T* param, const T* grad, T* m, T* v, std::size_t count, AdamRule rule, cudaStream_t stream) {
-  launch_each(adam_kernel<T>, count, stream, param, grad, m, v, count, Rule<T>{T(rule.lr), T(rule.weight_decay)},
-              decay_of<T>(rule.beta1), decay_of<T>(rule.beta2), T(rule.eps), T(rule.root_correction));
+void adam(T* param, const T* grad, T* m, T* v, std::size_t count, int step, double lr, double beta1, double beta2,
+          double eps, double weight_decay, cudaStream_t stream) {
+  if (step < 1) throw std::invalid_argument("Adam counts steps from 1; got step " + std::to_string(step));
+  const double correction1 = 1 - std::pow(beta1, double(step)), correction2 = 1 - std::pow(beta2, double(step));
+  launch_each(adam_kernel<T>, count, stream, param, grad, m, v, count, Rule<T>{T(lr / correction1), T(weight_decay)},
+              decay_of<T>(beta1), decay_of<T>(beta2), T(eps), T(std::sqrt(correction2)));
 }
 
 template <class T>
@@ -92,10 +100,10 @@ void adagrad(T* param, const T* grad, T* history, std::size_t count, double lr, 
   launch_each(adagrad_kernel<T>, count, stream, param, grad, history, count, Rule<T>{T(lr), T(weight_decay)}, T(eps));
 }
 
-#define DISTOPT_INSTANTIATE(T)                                                                           \
-  template void sgd<T>(T*, const T*, T*, std::size_t, SgdRule, cudaStream_t);                            \
-  template void adam<T>(T*, const T*, T*, T*, std::size_t, AdamRule, cudaStream_t);                      \
-  template void rmsprop<T>(T*, const T*, T*, std::size_t, double, double, double, double, cudaStream_t); \
+#define DISTOPT_INSTANTIATE(T)                                                                                         \
+  template void sgd<T>(T*, const T*, T*, std::size_t, double, double, double, double, bool, cudaStream_t);             \
+  template void adam<T>(T*, const T*, T*, T*, std::size_t, int, double, double, double, double, double, cudaStream_t); \
+  template void rmsprop<T>(T*, const T*, T*, std::size_t, double, double, double, double, cudaStream_t);               \
   template void adagrad<T>(T*, const T*, T*, std::size_t, double, double, double, cudaStream_t);
 DISTOPT_INSTANTIATE(float)
 DISTOPT_INSTANTIATE(double)

@@ -70,11 +70,6 @@ class Manifest:
     objects: list[str]
     versions: dict[str, str]
 
-    @property
-    def files(self) -> list[str]:
-        """Names of all other files of the checkpoint."""
-        return [rank_file(rank) for rank in range(self.world_size)]
-
     def stamp(self, notes: dict[str, Any]) -> str:
         """What marks a file as one of this save, and notes, as JSON."""
         return json.dumps({"save": self.save, "first": self.first, "notes": notes})
@@ -216,7 +211,7 @@ def survey(folder: Path) -> Survey:
     try:
         if MANIFEST in present:
             manifest = read_manifest(folder)
-            expected = {MANIFEST, *manifest.files}
+            expected = {MANIFEST, *map(rank_file, range(manifest.world_size))}
             stamps.append((manifest.save, manifest.first))
         for name in expected & present - {MANIFEST}:
             with safetensors.safe_open(folder / name, framework="numpy") as file:

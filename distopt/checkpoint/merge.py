@@ -82,7 +82,8 @@ class Stream:
     def add(self, state: State) -> None:
         """Local. Take the state of the next rank."""
         self._first = self._first or state
-        self._common = self._common and _same(state, self._first)
+        same = (np.array_equal(array, self._first.arrays[key]) for key, array in state.arrays.items())
+        self._common = self._common and state.notes == self._first.notes and all(same)
         if self._count == self._rank:
             self._own = state
         self._count += 1
@@ -90,7 +91,3 @@ class Stream:
     def result(self) -> State | None:
         """Local. The state; None if the generator stays as it is."""
         return self._first if self._common else self._own
-
-
-def _same(a: State, b: State) -> bool:
-    return a.notes == b.notes and all(np.array_equal(array, b.arrays[key]) for key, array in a.arrays.items())

@@ -126,7 +126,14 @@ class InPlace(Part):
             owner = "the states have no" if key in self._arrays else "there is no"
             raise StateError(f"{owner} array {key!r}; the states are of another script")
         for key, array in self._arrays.items():
-            _check_like(array, state.arrays[key])
+            given = state.arrays[key]
+            if (given.shape, given.dtype) != (array.shape, array.dtype):
+                raise StateError(
+                    f"an array is {array.dtype} of shape {array.shape}, that of the states {given.dtype} of shape "
+                    f"{given.shape}"
+                )
+            if not getattr(array.flags, "writeable", True):
+                raise StateError("an array is read-only; pass one that can be overwritten")
 
     def put(self, state: State) -> None:
         for key, array in self._arrays.items():
@@ -227,12 +234,3 @@ def _array_of(value: Any) -> Any:
         array = np.asarray(array)
     cupy = sys.modules.get("cupy")
     return array if isinstance(array, np.ndarray) or (cupy and isinstance(array, cupy.ndarray)) else None
-
-
-def _check_like(array: Any, given: np.ndarray[Any, Any]) -> None:
-    if (given.shape, given.dtype) != (array.shape, array.dtype):
-        raise StateError(
-            f"an array is {array.dtype} of shape {array.shape}, that of the states {given.dtype} of shape {given.shape}"
-        )
-    if not getattr(array.flags, "writeable", True):
-        raise StateError("an array is read-only; pass one that can be overwritten")

@@ -41,19 +41,28 @@ class Accumulation(NamedTuple):
     decay: float = 0.0
 
 
-class Lists(Protocol):
+class Lists:
     """Room for a selection, which grows with need.
+
+    Args:
+        xp: the array module, numpy or cupy.
+        capacity: room for so many entries.
 
     Attributes:
         indices: int32; the selected ones come first, ascending.
         values: float32.
     """
 
-    indices: Array
-    values: Array
+    def __init__(self, xp: Any, capacity: int) -> None:
+        self._xp = xp
+        self.indices: Array = xp.empty(capacity, "int32")
+        self.values: Array = xp.empty(capacity, "float32")
 
     def reserve(self, capacity: int) -> None:
         """Have room for that many entries; what was listed may be lost."""
+        if self.values.size < capacity:
+            self.indices = self._xp.empty(capacity, "int32")
+            self.values = self._xp.empty(capacity, "float32")
 
 
 class Kernels(Protocol):
@@ -63,13 +72,13 @@ class Kernels(Protocol):
     alike: it is reported, and in residual and momentum it becomes 0, since these would keep it for ever.
     """
 
-    def empty(self, count: int, dtype: Any) -> Array:
+    def empty(self, count: int, dtype: Any, /) -> Array:
         """An uninitialised flat array."""
 
     def to_host(self, array: Array) -> Array:
         """A copy as a NumPy array."""
 
-    def copy_into(self, target: Array, source: Array) -> None:
+    def copy_into(self, target: Array, source: Array, /) -> None:
         """Overwrite `target`, by a NumPy array too."""
 
     def new_lists(self, capacity: int) -> Lists:
@@ -80,7 +89,7 @@ class Kernels(Protocol):
     ) -> None:
         """Cast x * scale, or (residual + x) * scale, into the uint16 array `wire`, clamped to +-limit."""
 
-    def decode16(self, wire: Array, x: Array, dtype: str, scale: float) -> None:
+    def decode16(self, wire: Array, x: Array, dtype: str, scale: float, /) -> None:
         """Cast back into x, times scale."""
 
     def squared_norm(self, x: Array) -> Any:
@@ -113,7 +122,7 @@ class Kernels(Protocol):
     def nonzero(self, x: Array) -> tuple[Array, Array]:
         """Indices (int32) and values of the elements other than zero. Waits for their number."""
 
-    def clear_at(self, dense: Array, indices: Array) -> None:
+    def clear_at(self, dense: Array, indices: Array, /) -> None:
         """Set dense[indices] to 0."""
 
     def scatter_sum(

@@ -8,26 +8,18 @@ import cupy
 import numpy as np
 
 from .. import _cuda
-from .base import FINDINGS, Accumulation, Array
+from .base import FINDINGS, Accumulation, Array, Lists
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .base import Lists
-
 _SMALLEST = 2.0**-149  # of the float32 above zero
 
 
-class _Lists:
+class _Lists(Lists):
     def __init__(self, capacity: int) -> None:
-        self.indices: Array = cupy.empty(capacity, np.int32)
-        self.values: Array = cupy.empty(capacity, np.float32)
+        super().__init__(cupy, capacity)
         self._workspace: Array = cupy.empty(0, np.uint8)
-
-    def reserve(self, capacity: int) -> None:
-        if self.values.size < capacity:
-            self.indices = cupy.empty(capacity, np.int32)
-            self.values = cupy.empty(capacity, np.float32)
 
     def workspace(self, n: int, candidates: int) -> int:
         """Address of the workspace of a selection from `n` elements."""
@@ -37,8 +29,8 @@ class _Lists:
         return _at(self._workspace)
 
 
-def empty(count: int, dtype: Any) -> Array:
-    return cupy.empty(count, dtype)
+empty = cupy.empty
+new_lists = _Lists
 
 
 def to_host(array: Array) -> Array:
@@ -52,18 +44,14 @@ def copy_into(target: Array, source: Array) -> None:
         target[...] = source
 
 
-def new_lists(capacity: int) -> Lists:
-    return _Lists(capacity)
-
-
 def encode16(
     x: Array, residual: Array | None, wire: Array, dtype: str, scale: float, limit: float, findings: Array
 ) -> None:
-    _cuda.encode16(_at(x), _at(residual), _at(wire), x.size, dtype, scale, limit, _at(findings), _stream())
+    _cuda.encode16(_at(x), _at(residual), _at(wire), x.size, scale, limit, dtype, _at(findings), _stream())
 
 
 def decode16(wire: Array, x: Array, dtype: str, scale: float) -> None:
-    _cuda.decode16(_at(wire), _at(x), x.size, dtype, scale, _stream())
+    _cuda.decode16(_at(wire), _at(x), x.size, scale, dtype, _stream())
 
 
 def squared_norm(x: Array) -> Any:
@@ -84,11 +72,11 @@ def _norm_and_scale(x: Array, limit: float) -> tuple[Array, Array]:
 
 
 def _find_nonfinite(x: Array, from_bad: Array) -> None:
-    _cuda.find_nonfinite(_at(x), x.size, x.itemsize, _at(from_bad), _stream())
+    _cuda.find_nonfinite(_code_of(x), _at(x), x.size, _at(from_bad), _stream())
 
 
 def mark_beyond(x: Array, limit: float, from_bad: Array) -> None:
-    _cuda.mark_beyond(_at(x), x.size, x.itemsize, limit, _at(from_bad), _stream())
+    _cuda.mark_beyond(_code_of(x), _at(x), x.size, limit, _at(from_bad), _stream())
 
 
 def first_nonfinite(x: Array) -> int | None:
@@ -100,7 +88,7 @@ def first_nonfinite(x: Array) -> int | None:
 
 def accumulate(x: Array, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
     if accumulation.residual is not None:
-        _cuda.accumulate(_at(x), x.size, *_addresses(accumulation), _at(findings), _stream())
+        _cuda.accumulate(_source(x, accumulation), x.size, _at(findings), _stream())
     else:
         findings.fill(0)
         _find_nonfinite(x, findings[2:])
@@ -111,14 +99,14 @@ def top_k(x: Array, k: int, accumulation: Accumulation, lists: Lists, findings: 
     lists.reserve(k)
     workspace = lists.workspace(x.size, _cuda.candidate_capacity(x.size, k))
     outputs = _at(lists.indices), _at(lists.values), workspace
-    _cuda.top_k(_at(x), x.size, k, *(outputs + _addresses(accumulation)), _at(findings), _stream())
+    _cuda.top_k(_source(x, accumulation), x.size, k, *outputs, _at(findings), _stream())
 
 
 def threshold(x: Array, bound: float, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
     assert isinstance(lists, _Lists)
     capacity = lists.values.size
     outputs = _at(lists.indices), _at(lists.values), capacity, lists.workspace(x.size, capacity)
-    _cuda.threshold(_at(x), x.size, bound, *(outputs + _addresses(accumulation)), _at(findings), _stream())
+    _cuda.threshold(_source(x, accumulation), x.size, bound, *outputs, _at(findings), _stream())
 
 
 def nonzero(x: Array) -> tuple[Array, Array]:
@@ -153,8 +141,11 @@ def _at(array: Array | None) -> int:
     return 0 if array is None else int(array.data.ptr)
 
 
-def _addresses(accumulation: Accumulation) -> tuple[int, int, float, int, float]:
+def _code_of(x: Array) -> int:
+    return int(x.dtype == np.float64)  # of csrc/base/types.h
+
+
+def _source(x: Array, accumulation: Accumulation) -> tuple[int, int, int, float, int, float]:
     residual, momentum, scale, decay = accumulation
-    if isinstance(scale, cupy.ndarray):
-        return _at(residual), _at(momentum), 1.0, _at(scale), decay
-    return _at(residual), _at(momentum), scale, 0, decay
+    factor = (1.0, _at(scale)) if isinstance(scale, cupy.ndarray) else (scale, 0)
+    return _at(x), _at(residual), _at(momentum), *factor, decay

@@ -8,41 +8,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
-from .base import Accumulation, Array
+from .base import Accumulation, Array, Lists
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .base import Lists
-
 _LARGEST = {np.dtype(name): float(np.finfo(name).max) for name in ("float32", "float64")}
 
 
-class _Lists:
-    def __init__(self, capacity: int) -> None:
-        self.indices: Array = np.empty(capacity, np.int32)
-        self.values: Array = np.empty(capacity, np.float32)
-
-    def reserve(self, capacity: int) -> None:
-        if self.values.size < capacity:
-            self.indices = np.empty(capacity, np.int32)
-            self.values = np.empty(capacity, np.float32)
-
-
-def empty(count: int, dtype: Any) -> Array:
-    return np.empty(count, dtype)
+empty, copy_into = np.empty, np.copyto
+decode16, clear_at = _core.decode16, _core.clear_at
 
 
 def to_host(array: Array) -> Array:
     return array.copy()
 
 
-def copy_into(target: Array, source: Array) -> None:
-    np.copyto(target, source)
-
-
 def new_lists(capacity: int) -> Lists:
-    return _Lists(capacity + _core.list_slack)
+    return Lists(np, capacity + _core.list_slack)
 
 
 def encode16(
@@ -55,10 +38,6 @@ def encode16(
     elif nan or (overflowed and residual is not None):
         from_bad = _give_up(x, Accumulation(residual))
     findings[:] = 0, overflowed, from_bad, underflowed
-
-
-def decode16(wire: Array, x: Array, dtype: str, scale: float) -> None:
-    _core.decode16(wire, x, dtype, scale)
 
 
 def squared_norm(x: Array) -> Any:
@@ -111,10 +90,6 @@ def threshold(x: Array, bound: float, accumulation: Accumulation, lists: Lists, 
 def nonzero(x: Array) -> tuple[Array, Array]:
     indices = np.flatnonzero(x).astype(np.int32)
     return indices, x[indices]
-
-
-def clear_at(dense: Array, indices: Array) -> None:
-    _core.clear_at(dense, indices)
 
 
 def scatter_sum(

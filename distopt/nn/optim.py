@@ -103,6 +103,7 @@ class Adam(Optimizer):
     """
 
     slots = ("m", "v")
+    _decoupled = False  # weight decay apart from the gradient
     m, v = SlotView("m"), SlotView("v")
     beta_1, beta_1_value = Hyperparameter(below=1), CurrentValue("beta_1")
     beta_2, beta_2_value = Hyperparameter(below=1), CurrentValue("beta_2")
@@ -124,10 +125,10 @@ class Adam(Optimizer):
         self.beta_1, self.beta_2, self.epsilon, self.weight_decay = beta_1, beta_2, epsilon, weight_decay
 
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
-        self._adam(param, grad, slots, self.values["weight_decay"])
-
-    def _adam(self, param: Array, grad: Array, slots: dict[str, Array], weight_decay: float) -> None:
-        values = self.values
+        values, weight_decay = self.values, self.values["weight_decay"]
+        if self._decoupled:
+            param *= 1 - values["lr"] * weight_decay
+            weight_decay = 0.0
         kernels_of(param).adam_update(
             param,
             grad,
@@ -151,6 +152,8 @@ class AdamW(Adam):
         UsageError: as `Adam`.
     """
 
+    _decoupled = True
+
     def __init__(
         self,
         lr: float | DecayScheduler = 0.001,
@@ -163,10 +166,6 @@ class AdamW(Adam):
         clip_grad_norm: float | None = None,
     ) -> None:
         super().__init__(lr, beta_1, beta_2, epsilon, weight_decay, dtype, clip_grad_norm=clip_grad_norm)
-
-    def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
-        param *= 1 - self.values["lr"] * self.values["weight_decay"]
-        self._adam(param, grad, slots, 0.0)
 
 
 class RMSProp(Optimizer):

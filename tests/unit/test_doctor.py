@@ -12,7 +12,7 @@ import pytest
 
 from distopt import cli
 from distopt.cli import doctor
-from distopt.cli.doctor import answers, gpu, machine, mpi, software
+from distopt.cli.doctor import answers, gpu, host, mpi
 from distopt.cli.doctor.ask import Ended, ask, run_bounded, unlaunched_environment
 from distopt.cli.doctor.report import Probe, Style, absent, examine, failed, ok
 from distopt.errors import DistoptError
@@ -29,7 +29,7 @@ def answer(monkeypatch):
             raise found
         return found(*arguments, **options) if callable(found) else found
 
-    for module in (software, machine, mpi, gpu):
+    for module in (host, mpi, gpu):
         monkeypatch.setattr(module, "ask", fake)
     return given
 
@@ -168,7 +168,7 @@ def test_children_do_not_take_themselves_for_ranks(monkeypatch):
 OPENBLAS = {"internal_api": "openblas", "version": "0.3.31", "architecture": "Haswell", "num_threads": 2}
 
 
-def blas_with(answer, monkeypatch, *, library=OPENBLAS, flags=software._AVX512, skylakex=240.0):
+def blas_with(answer, monkeypatch, *, library=OPENBLAS, flags=host._AVX512, skylakex=240.0):
     def gemm(variable=""):
         speed = skylakex if variable else 120.0
         if isinstance(speed, Exception):
@@ -176,8 +176,8 @@ def blas_with(answer, monkeypatch, *, library=OPENBLAS, flags=software._AVX512, 
         return {"gflops": speed}
 
     answer.update(blas={"library": library, "built_with": "mkl-dynamic"}, gemm=gemm)
-    monkeypatch.setattr(software, "processor_flags", lambda: flags)
-    return software.blas()
+    monkeypatch.setattr(host, "processor_flags", lambda: flags)
+    return host.blas()
 
 
 def test_blas_recommends_faster_kernels_with_both_speeds(answer, monkeypatch):
@@ -210,12 +210,12 @@ def test_an_unknown_blas_is_no_failure(answer, monkeypatch):
 def test_processor_flags(tmp_path):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\nflags\t\t: fpu\n")
-    assert software.processor_flags(cpuinfo) == {"fpu", "avx2", "avx512f"}
-    assert software.processor_flags(tmp_path / "none") == frozenset()
+    assert host.processor_flags(cpuinfo) == {"fpu", "avx2", "avx512f"}
+    assert host.processor_flags(tmp_path / "none") == frozenset()
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'numpy'"), DistoptError("crashed with SIGILL")])
-@pytest.mark.parametrize("probe", [software.numpy, software.core])
+@pytest.mark.parametrize("probe", [host.numpy, host.core])
 def test_unusable_modules_are_rows_with_a_cure(answer, probe, error):
     answer.update(numpy=error, core=error)
     finding = probe()
@@ -226,14 +226,14 @@ def test_unusable_modules_are_rows_with_a_cure(answer, probe, error):
 
 def test_settings_name_the_variable(monkeypatch):
     monkeypatch.setenv("DISTOPT_TIMEOUT", "soon")
-    assert software.settings().state == "failed"
-    assert "DISTOPT_TIMEOUT='soon'" in software.settings().found
+    assert host.settings().state == "failed"
+    assert "DISTOPT_TIMEOUT='soon'" in host.settings().found
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(software, "version_of", lambda name: None if name == "tqdm" else "1.0")
-    assert software.packages().found == "not installed: tqdm"
-    assert software.packages().cure == "pip install tqdm"
+    monkeypatch.setattr(host, "version_of", lambda name: None if name == "tqdm" else "1.0")
+    assert host.packages().found == "not installed: tqdm"
+    assert host.packages().cure == "pip install tqdm"
 
 
 # -- machine -----------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def control_group(tmp_path, membership, files):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (tmp_path / "self").write_text(membership)
-    return machine.cpu_quota(tmp_path / "fs", tmp_path / "self")
+    return host.cpu_quota(tmp_path / "fs", tmp_path / "self")
 
 
 @pytest.mark.parametrize(
@@ -267,8 +267,8 @@ def test_cpu_quota(tmp_path, membership, files, quota):
 def test_cores_advise_when_the_quota_is_smaller_than_the_affinity(monkeypatch, quota, cure):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    monkeypatch.setattr(machine, "cpu_quota", lambda: quota)
-    assert bool(machine.cores().cure) is cure
+    monkeypatch.setattr(host, "cpu_quota", lambda: quota)
+    assert bool(host.cores().cure) is cure
 
 
 @pytest.mark.parametrize(("free", "state"), [(1 << 30, "ok"), (0, "failed")])
@@ -278,7 +278,7 @@ def test_without_memfd_the_ranks_need_room_in_dev_shm(monkeypatch, free, state):
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(f_frsize=1, f_blocks=1 << 30, f_bavail=free))
-    finding = machine.shared_memory()
+    finding = host.shared_memory()
     assert finding.state == state
     assert "Operation not permitted" in finding.found
     assert "shm-size" in finding.cure
@@ -286,8 +286,8 @@ def test_without_memfd_the_ranks_need_room_in_dev_shm(monkeypatch, free, state):
 
 def test_a_host_name_that_does_not_resolve(answer):
     answer["resolve"] = DistoptError("gaierror: [Errno -2] Name or service not known")
-    assert machine.host_name().state == "failed"
-    assert "/etc/hosts" in machine.host_name().cure
+    assert host.host_name().state == "failed"
+    assert "/etc/hosts" in host.host_name().cure
 
 
 STEP = {
@@ -318,7 +318,7 @@ def test_launcher_variables(monkeypatch, variables, state, text):
             monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    finding = machine.launcher_variables()
+    finding = host.launcher_variables()
     assert finding.state == state
     assert text in finding.found
 

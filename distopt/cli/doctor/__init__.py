@@ -10,7 +10,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import gpu, machine, mpi, software
+from . import gpu, host, mpi
 from .ask import version_of
 from .report import Probe, Style, as_json, examine
 
@@ -21,17 +21,17 @@ __all__ = ["PROBES", "add_parser"]
 
 # Training on CPUs requires the rows marked `needed`; the others are optional.
 PROBES = (
-    Probe("Python", software.python, needed=True),
-    Probe("platform", software.operating_system, needed=True),
-    Probe("settings", software.settings, needed=True),
-    Probe("packages", software.packages, needed=True),
-    Probe("NumPy", software.numpy, needed=True),
-    Probe("BLAS", software.blas),
-    Probe("_core", software.core, needed=True),
-    Probe("cores", machine.cores),
-    Probe("shared memory", machine.shared_memory, needed=True),
-    Probe("host name", machine.host_name),
-    Probe("launcher", machine.launcher_variables),
+    Probe("Python", host.python, needed=True),
+    Probe("platform", host.operating_system, needed=True),
+    Probe("settings", host.settings, needed=True),
+    Probe("packages", host.packages, needed=True),
+    Probe("NumPy", host.numpy, needed=True),
+    Probe("BLAS", host.blas),
+    Probe("_core", host.core, needed=True),
+    Probe("cores", host.cores),
+    Probe("shared memory", host.shared_memory, needed=True),
+    Probe("host name", host.host_name),
+    Probe("launcher", host.launcher_variables),
     Probe("MPI", mpi.library),
     Probe("mpiexec", mpi.launcher),
     Probe("CUDA driver", gpu.driver),

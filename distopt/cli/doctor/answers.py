@@ -162,15 +162,6 @@ def _resolve(name: str) -> dict[str, Any]:
 
 
 QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
-    "numpy": _numpy,
-    "blas": _blas,
-    "gemm": _gemm,
-    "core": _core,
-    "mpi": _mpi,
-    "driver": _driver,
-    "devices": _devices,
-    "cupy": _cupy,
-    "cudnn": _cudnn,
-    "nccl": _nccl,
-    "resolve": _resolve,
+    function.__name__.removeprefix("_"): function
+    for function in (_numpy, _blas, _gemm, _core, _mpi, _driver, _devices, _cupy, _cudnn, _nccl, _resolve)
 }

@@ -50,23 +50,16 @@ def run_bounded(command: Sequence[str], seconds: float, env: dict[str, str] | No
         text=True,
         errors="replace",
     )
-    returncode: int | None = None
     with process:
         try:
             stdout, stderr = process.communicate(timeout=seconds)
-            returncode = process.returncode
-        except subprocess.TimeoutExpired:
-            _kill_group(process.pid)
-            stdout, stderr = process.communicate()
-        except BaseException:
-            _kill_group(process.pid)
-            raise
-    return Ended(returncode, stdout, stderr)
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return Ended(None, *process.communicate())
+    return Ended(process.returncode, stdout, stderr)
 
 
 @cache

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from ...errors import DistoptError
-from .ask import Ended, ask, describe_end, run_bounded, unlaunched_environment, version_of
+from .ask import ask, describe_end, run_bounded, unlaunched_environment, version_of
 from .report import Finding, absent, failed, ok
 
 __all__ = ["launcher", "library"]
@@ -73,40 +73,21 @@ def launcher() -> Finding:
         mine = vendor_of(ask("mpi")["library"])
     except (ImportError, DistoptError):
         return absent(f"{found}, but no usable mpi4py", _INSTALL, path=path, vendor=vendor)
-    ended = run_bounded(_command(path, vendor), _LAUNCH_SECONDS, unlaunched_environment())
-    details = {"path": path, "vendor": vendor, "library_vendor": mine}
-    if ended.returncode == 0 and ended.stdout.split() == ["2", "2"]:
-        return ok(f"{found} starts 2 ranks that see each other{_unless_first(path, first)}", **details)
-    if ended.returncode == 0 and ended.stdout.split() == ["1", "1"]:
-        fact = f"{found} started 2 jobs of one rank instead of one job of 2: mpi4py uses another MPI ({mine})"
-        return failed(fact, f"use the mpiexec of {mine or 'that library'}", **details)
-    return failed(f"{found} cannot start 2 ranks: {_reason(ended)}", _cure(ended), **details)
-
-
-def _unless_first(path: str, first: str | None) -> str:
-    if first == path:
-        return ""
-    other = "the PATH has none" if first is None else f"the PATH has {first}"
-    return f"; {other}: write the path, or activate the environment"
-
-
-def _command(path: str, vendor: str | None) -> list[str]:
     # Open MPI refuses more ranks than cores.
     crowded = ["--oversubscribe"] if vendor == "Open MPI" and len(os.sched_getaffinity(0)) < 2 else []
-    return [path, *crowded, "-n", "2", sys.executable, "-c", _RANK]
-
-
-def _reason(ended: Ended) -> str:
-    if _refuses_root(ended):
-        return "it refuses to run as root"
-    return describe_end(ended, _LAUNCH_SECONDS) if ended.returncode != 0 else f"they printed {ended.stdout.split()}"
-
-
-def _cure(ended: Ended) -> str:
-    if _refuses_root(ended):
-        return "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
-    return "run it by hand: mpiexec -n 2 python -m mpi4py.bench helloworld"
-
-
-def _refuses_root(ended: Ended) -> bool:
-    return ended.returncode != 0 and "as root" in ended.stderr + ended.stdout
+    command = [path, *crowded, "-n", "2", sys.executable, "-c", _RANK]
+    ended = run_bounded(command, _LAUNCH_SECONDS, unlaunched_environment())
+    details = {"path": path, "vendor": vendor, "library_vendor": mine}
+    if ended.returncode != 0 and "as root" in ended.stderr + ended.stdout:
+        cure = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+        return failed(f"{found} cannot start 2 ranks: it refuses to run as root", cure, **details)
+    printed = ended.stdout.split()
+    if ended.returncode == 0 and printed == ["2", "2"]:
+        advice = f"; the PATH has {first or 'none'}: write the path, or activate the environment"
+        return ok(f"{found} starts 2 ranks that see each other{'' if first == path else advice}", **details)
+    if ended.returncode == 0 and printed == ["1", "1"]:
+        fact = f"{found} started 2 jobs of one rank instead of one job of 2: mpi4py uses another MPI ({mine})"
+        return failed(fact, f"use the mpiexec of {mine or 'that library'}", **details)
+    reason = f"they printed {printed}" if ended.returncode == 0 else describe_end(ended, _LAUNCH_SECONDS)
+    cure = "run it by hand: mpiexec -n 2 python -m mpi4py.bench helloworld"
+    return failed(f"{found} cannot start 2 ranks: {reason}", cure, **details)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 
 if TYPE_CHECKING:
@@ -81,14 +81,7 @@ def as_json(rows: list[Row], version: str | None) -> dict[str, Any]:
         "distopt": version,
         "ok": all(row.finding.state == "ok" for row in rows if row.needed),
         "rows": [
-            {
-                "name": row.name,
-                "needed": row.needed,
-                "state": row.finding.state,
-                "found": row.finding.found,
-                "cure": row.finding.cure or None,
-                "details": row.finding.details,
-            }
+            {"name": row.name, "needed": row.needed, **asdict(row.finding), "cure": row.finding.cure or None}
             for row in rows
         ],
     }

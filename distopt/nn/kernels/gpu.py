@@ -8,7 +8,6 @@ Convolution is in `gpu_images`: by cuDNN, or as a product with lowered images, i
 that shapes alone determine, without atomics, so equal inputs give equal bits on equal devices; chunks of gradients are
 added in their order.
 """
-# ruff: noqa: D103
 
 from __future__ import annotations
 
@@ -19,33 +18,12 @@ import numpy as np
 
 from ...errors import UsageError
 from ..device import label_flag
-from . import gpu_images
+from . import cpu
 from .cpu import SavedLinear, SavedLoss
-from .cpu_images import SavedNorm
 from .gpu_base import Array, address_of, address_or_null, code_of, current_stream, native, product
 from .gpu_images import *  # noqa: F403 - the other half of this module
 
-__all__ = [
-    "adagrad_update",
-    "adam_update",
-    "batch_norm2d",
-    "batch_norm2d_backward",
-    "empty",
-    "from_half",
-    "linear",
-    "linear_backward",
-    "relu",
-    "relu_backward",
-    "rmsprop_update",
-    "sgd_update",
-    "sigmoid",
-    "sigmoid_backward",
-    "softmax",
-    "softmax_cross_entropy",
-    "softmax_cross_entropy_backward",
-    "to_half",
-]
-__all__ += gpu_images.__all__
+__all__ = cpu.__all__
 
 empty = cupy.empty
 
@@ -111,39 +89,6 @@ def sigmoid_backward(dy: Array, y: Array) -> Array:
     dx = cupy.empty(dy.shape, dy.dtype)
     addresses = address_of(dy, dy.shape, dy.dtype), address_of(y, dy.shape, dy.dtype), dx.data.ptr
     native.sigmoid_backward(code_of(dy), *addresses, dy.size, current_stream())
-    return dx
-
-
-def batch_norm2d(
-    x: Array,
-    gamma: Array,
-    beta: Array,
-    running_mean: Array,
-    running_var: Array,
-    momentum: float,
-    eps: float,
-    training: bool,
-) -> tuple[Array, Any]:
-    n, c, h, w = x.shape
-    if training and n * h * w == 1:
-        raise UsageError("batch normalization needs more than one value per channel to train; use a larger batch")
-    mean, inverse = cupy.empty((c,), x.dtype), cupy.empty((c,), x.dtype)
-    y = cupy.empty(x.shape, x.dtype)
-    sizes = code_of(x), n, c, h * w, address_of(x, x.shape, x.dtype), mean.data.ptr, inverse.data.ptr
-    running = address_of(running_mean, (c,), x.dtype), address_of(running_var, (c,), x.dtype)
-    native.channel_moments(*sizes, *running, momentum, eps, training, current_stream())
-    scale = address_of(gamma, (c,), x.dtype), address_of(beta, (c,), x.dtype)
-    native.normalize(*sizes, *scale, y.data.ptr, current_stream())
-    return y, SavedNorm(x, gamma, mean, inverse, training)
-
-
-def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) -> Array:
-    x, gamma, mean, inverse, training = saved
-    n, c, h, w = x.shape
-    dx = cupy.empty(x.shape, x.dtype)
-    given = address_of(dy, x.shape, x.dtype), x.data.ptr, mean.data.ptr, inverse.data.ptr, gamma.data.ptr, training
-    results = address_of(dgamma, (c,), x.dtype), address_of(dbeta, (c,), x.dtype), dx.data.ptr
-    native.normalize_backward(code_of(x), n, c, h * w, *given, *results, current_stream())
     return dx
 
 

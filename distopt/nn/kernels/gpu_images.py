@@ -1,10 +1,9 @@
-"""Convolution and pooling of CuPy arrays, as in `cpu_images`; see `distopt.nn.kernels.gpu`.
+"""Convolution, pooling and normalization of CuPy arrays, as in `cpu_images`; see `distopt.nn.kernels.gpu`.
 
 A convolution is a plan of cuDNN where there is one (`gpu_cudnn.plan`), with bias, ReLU and pooling by kernels of
 `distopt._cuda`. Else it is lowering: a product with the lowered images, `columns` [C * kh * kw, images * places], made
 in chunks of images that bound the memory.
 """
-# ruff: noqa: D103
 
 from __future__ import annotations
 
@@ -12,25 +11,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import cupy
 
-from . import gpu_cudnn
+from ...errors import UsageError
+from . import cpu_images, gpu_cudnn
+from .cpu_images import SavedNorm
 from .geometry import Pair, out_size, pool_out
 from .gpu_base import Array, address_of, address_or_null, code_of, current_stream, native, product
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = [
-    "avg_pool2d",
-    "avg_pool2d_backward",
-    "conv2d",
-    "conv2d_backward",
-    "conv2d_max_pool",
-    "conv2d_max_pool_backward",
-    "max_pool2d",
-    "max_pool2d_backward",
-]
+__all__ = cpu_images.__all__
 
-Sizes: TypeAlias = tuple[int, ...]  # h, w, kh, kw, sh, sw, ph, pw, oh, ow: see csrc/cuda/images.h
+Sizes: TypeAlias = tuple[int, ...]  # h, w, kh, kw, sh, sw, ph, pw, oh, ow: see csrc/cuda/layers.h
 
 SCRATCH_BYTES = 1 << 28  # of lowered images at a time; one image may take more
 
@@ -66,7 +58,7 @@ def _lowered(x: Array, window: Sizes, first: int, images: int) -> Array:
     channels, (h, w, kh, kw), places = x.shape[1], window[:4], window[8] * window[9]
     columns = cupy.empty((channels * kh * kw, images * places), x.dtype)
     address = x.data.ptr + first * channels * h * w * x.itemsize
-    native.lower(code_of(x), images, channels, window, address, columns.data.ptr, current_stream())
+    native.lower(code_of(x), (images, channels), window, address, columns.data.ptr, current_stream())
     return columns
 
 
@@ -104,7 +96,7 @@ def conv2d(
     for first, images, result, rows in _results(x, w, window, y):
         at = y.data.ptr + first * m * places * y.itemsize
         if rows or bias or relu:
-            native.spread(code_of(x), images, m, places, result.data.ptr, rows, bias, relu, at, current_stream())
+            native.spread(code_of(x), (images, m), places, result.data.ptr, rows, bias, relu, at, current_stream())
     return y, _Conv(x, w, window, y if relu else None)
 
 
@@ -120,7 +112,7 @@ def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, n
         at = first * image_bytes
         y = result and result + at
         before = cupy.empty((m, images * places) if rows else shape, dy.dtype)
-        native.collect(code_of(dy), images, m, places, slope + at, y, before.data.ptr, rows, current_stream())
+        native.collect(code_of(dy), (images, m), places, slope + at, y, before.data.ptr, rows, current_stream())
         return before
 
     return _convolution_backward(saved, collect, dw, db, need_dx)
@@ -153,7 +145,7 @@ def _convolution_backward(
         to_w(x, slope, dw)
     if sums:
         places = window[8] * window[9]
-        native.channel_sums(code_of(x), len(x), len(w), places, slope.data.ptr, False, False, sums, current_stream())
+        native.channel_sums(code_of(x), (len(x), len(w)), places, slope.data.ptr, False, False, sums, current_stream())
     if to_x is not None:
         to_x(slope, w, dx)
     return dx
@@ -179,11 +171,11 @@ def _lowered_backward(
             columns = cupy.empty((matrix.shape[1], images * places), x.dtype)
         if db is not None:
             given = rows.data.ptr, True, first > 0, db.data.ptr
-            native.channel_sums(code_of(x), images, len(w), places, *given, current_stream())
+            native.channel_sums(code_of(x), (images, len(w)), places, *given, current_stream())
         if dx is not None:
             product(matrix, rows, columns, a_transposed=True)
             address = dx.data.ptr + first * (dx.nbytes // len(x))
-            native.gather_columns(code_of(x), images, x.shape[1], window, columns.data.ptr, address, current_stream())
+            native.gather_columns(code_of(x), (images, x.shape[1]), window, columns.data.ptr, address, current_stream())
 
 
 def conv2d_max_pool(
@@ -207,7 +199,7 @@ def conv2d_max_pool(
         at = first * image
         addresses = y.data.ptr + at * y.itemsize, taken.data.ptr + at
         native.max_pool(
-            code_of(x), images, len(w), pooling, result.data.ptr, rows, bias, relu, *addresses, current_stream()
+            code_of(x), (images, len(w)), pooling, result.data.ptr, rows, bias, relu, *addresses, current_stream()
         )
     return y, _ConvPool(_Conv(x, w, window, y if relu else None), taken, pooling)
 
@@ -226,7 +218,7 @@ def conv2d_max_pool_backward(
         y = result and result + at * dy.itemsize
         before = cupy.empty((m, images * h * w) if rows else (images, m, h, w), dy.dtype)
         addresses = slope + at * dy.itemsize, y, taken.data.ptr + at, before.data.ptr
-        native.max_pool_backward(code_of(dy), images, m, pooling, *addresses, rows, current_stream())
+        native.max_pool_backward(code_of(dy), (images, m), pooling, *addresses, rows, current_stream())
         return before
 
     return _convolution_backward(conv, collect, dw, db, need_dx)
@@ -241,32 +233,62 @@ def _pooling(x: Array, kernel: Pair, stride: Pair, padding: Pair) -> tuple[int, 
 
 def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
     address, shape, window = _pooling(x, kernel, stride, padding)
-    images, channels = shape[:2]
     y, taken = cupy.empty(shape, x.dtype), cupy.empty(shape, cupy.uint8)
     addresses = y.data.ptr, taken.data.ptr
-    native.max_pool(code_of(x), images, channels, window, address, False, 0, False, *addresses, current_stream())
+    native.max_pool(code_of(x), shape[:2], window, address, False, 0, False, *addresses, current_stream())
     return y, _Pool(x.shape, window, taken)
 
 
 def max_pool2d_backward(dy: Array, saved: Any) -> Array:
-    images, channels = saved.x_shape[:2]
     dx = cupy.empty(saved.x_shape, dy.dtype)
     addresses = address_of(dy, saved.taken.shape, dy.dtype), 0, saved.taken.data.ptr, dx.data.ptr
-    native.max_pool_backward(code_of(dy), images, channels, saved.window, *addresses, False, current_stream())
+    native.max_pool_backward(code_of(dy), saved.x_shape[:2], saved.window, *addresses, False, current_stream())
     return dx
 
 
 def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
     address, shape, window = _pooling(x, kernel, stride, padding)
-    images, channels = shape[:2]
     y = cupy.empty(shape, x.dtype)
-    native.avg_pool(code_of(x), images, channels, window, address, y.data.ptr, current_stream())
+    native.avg_pool(code_of(x), shape[:2], window, address, y.data.ptr, current_stream())
     return y, _Pool(x.shape, window, None)
 
 
 def avg_pool2d_backward(dy: Array, saved: Any) -> Array:
-    images, channels = saved.x_shape[:2]
     dx = cupy.empty(saved.x_shape, dy.dtype)
     address = address_of(dy, (*saved.x_shape[:2], *saved.window[8:]), dy.dtype)
-    native.avg_pool_backward(code_of(dy), images, channels, saved.window, address, dx.data.ptr, current_stream())
+    native.avg_pool_backward(code_of(dy), saved.x_shape[:2], saved.window, address, dx.data.ptr, current_stream())
+    return dx
+
+
+# -- normalization -----------------------------------------------------------------------------------------------------
+def batch_norm2d(
+    x: Array,
+    gamma: Array,
+    beta: Array,
+    running_mean: Array,
+    running_var: Array,
+    momentum: float,
+    eps: float,
+    training: bool,
+) -> tuple[Array, Any]:
+    n, c, h, w = x.shape
+    if training and n * h * w == 1:
+        raise UsageError("batch normalization needs more than one value per channel to train; use a larger batch")
+    mean, inverse = cupy.empty((c,), x.dtype), cupy.empty((c,), x.dtype)
+    y = cupy.empty(x.shape, x.dtype)
+    sizes = code_of(x), (n, c), h * w, address_of(x, x.shape, x.dtype), mean.data.ptr, inverse.data.ptr
+    running = address_of(running_mean, (c,), x.dtype), address_of(running_var, (c,), x.dtype)
+    native.channel_moments(*sizes, *running, momentum, eps, training, current_stream())
+    scale = address_of(gamma, (c,), x.dtype), address_of(beta, (c,), x.dtype)
+    native.normalize(*sizes, *scale, y.data.ptr, current_stream())
+    return y, SavedNorm(x, gamma, mean, inverse, training)
+
+
+def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) -> Array:
+    x, gamma, mean, inverse, training = saved
+    n, c, h, w = x.shape
+    dx = cupy.empty(x.shape, x.dtype)
+    given = address_of(dy, x.shape, x.dtype), x.data.ptr, mean.data.ptr, inverse.data.ptr, gamma.data.ptr, training
+    results = address_of(dgamma, (c,), x.dtype), address_of(dbeta, (c,), x.dtype), dx.data.ptr
+    native.normalize_backward(code_of(x), (n, c), h * w, *given, *results, current_stream())
     return dx

@@ -1,0 +1,111 @@
+// Layers, losses and optimizer updates on the GPU: kernels for T = float and double. Of convolutions they are what
+// moves windows over images.
+//
+// All work is enqueued on `stream` and nothing waits. Pointers are device memory, arrays are dense in the layout
+// N, C, H, W; those with `rows` lie, if it is set, in the rows of a product [channels, images * pixels]. Sums run in an
+// order that depends on shapes alone, without atomics: equal inputs give equal bits on every run. Element by element
+// the arithmetic is that of csrc/cpu/elementwise.cpp.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace distopt::cuda {
+
+// -- images ----------------------------------------------------------------------------------------------------------
+// A window that slides over images of h x w with a border of zeros, and stops at oh x ow places.
+struct Window {
+  int h, w, kh, kw, sh, sw, ph, pw, oh, ow;
+};
+
+struct Batch {
+  int images, channels;
+};
+inline std::size_t planes_of(Batch batch) { return std::size_t(batch.images) * batch.channels; }
+
+// columns [channels * kh * kw, images * oh * ow] = what each tap of each channel meets at each place.
+template <class T>
+void lower(Batch batch, Window window, const T* x, T* columns, cudaStream_t stream);
+// The reverse: dx = for each pixel the sum of what stands in the columns for it.
+template <class T>
+void gather_columns(Batch batch, Window window, const T* columns, T* dx, cudaStream_t stream);
+// to = from + bias[channel] (or null), with ReLU if asked; planes of `pixels`. `to` may be where `from` is.
+template <class T>
+void spread(Batch batch, int pixels, const T* from, bool rows, const T* bias, bool relu, T* to, cudaStream_t stream);
+// to = dy, 0 where y (or null) is not positive.
+template <class T>
+void collect(Batch batch, int pixels, const T* dy, const T* y, T* to, bool rows, cudaStream_t stream);
+// out[channel] = the sum of its planes over all images, added to what is there if asked.
+template <class T>
+void channel_sums(Batch batch, int pixels, const T* x, bool rows, bool add, T* out, cudaStream_t stream);
+// As `spread`, then the maximum of each window; `taken` is the tap that it came from. A NaN always wins.
+template <class T>
+void max_pool(Batch batch, Window window, const T* x, bool rows, const T* bias, bool relu, T* y, std::uint8_t* taken,
+              cudaStream_t stream);
+// dx = for each pixel the sum of dy over the windows that took it, 0 where y (or null) is not positive.
+template <class T>
+void max_pool_backward(Batch batch, Window window, const T* dy, const T* y, const std::uint8_t* taken, T* dx, bool rows,
+                       cudaStream_t stream);
+template <class T>
+void avg_pool(Batch batch, Window window, const T* x, T* y, cudaStream_t stream);
+template <class T>
+void avg_pool_backward(Batch batch, Window window, const T* dy, T* dx, cudaStream_t stream);
+
+// -- arrays, rows and channels ---------------------------------------------------------------------------------------
+template <class T>
+void relu(const T* x, T* y, std::size_t count, cudaStream_t stream);
+template <class T>
+void relu_backward(const T* dy, const T* y, T* dx, std::size_t count, cudaStream_t stream);
+template <class T>
+void sigmoid(const T* x, T* y, std::size_t count, cudaStream_t stream);
+template <class T>
+void sigmoid_backward(const T* dy, const T* y, T* dx, std::size_t count, cudaStream_t stream);
+// y [rows, columns] += bias [columns] (or null), with ReLU if asked, in place.
+template <class T>
+void add_bias(T* y, const T* bias, std::size_t rows, int columns, bool relu, cudaStream_t stream);
+// out[column] = the sum of a column of a matrix [rows, columns].
+template <class T>
+void column_sums(const T* matrix, std::size_t rows, int columns, T* out, cudaStream_t stream);
+
+// Mean and inverse deviation of every channel of x [images, channels, pixels]; the running statistics move. Without
+// `training` they are what is given out.
+template <class T>
+void channel_moments(Batch batch, int pixels, const T* x, T* mean, T* inverse_deviation, T* running_mean,
+                     T* running_var, double momentum, double eps, bool training, cudaStream_t stream);
+template <class T>
+void normalize(Batch batch, int pixels, const T* x, const T* mean, const T* inverse_deviation, const T* gamma,
+               const T* beta, T* y, cudaStream_t stream);
+template <class T>
+void normalize_backward(Batch batch, int pixels, const T* dy, const T* x, const T* mean, const T* inverse_deviation,
+                        const T* gamma, bool training, T* dgamma, T* dbeta, T* dx, cudaStream_t stream);
+
+template <class T>
+void softmax(const T* x, T* y, std::size_t rows, int columns, cudaStream_t stream);
+// Labels are class indices, or `target`, one distribution per row; the other is null. A label that is no class makes
+// the loss NaN, and error = {1, row, label, columns} (host memory that the device reaches) if error[0] was 0.
+template <class T>
+void cross_entropy(const T* logits, const std::int64_t* labels, const T* target, std::size_t rows, int columns,
+                   T* probability, double* row_loss, T* loss, std::int64_t* error, cudaStream_t stream);
+// dlogits = the gradient times `factor` and, unless null, times *scale.
+template <class T>
+void cross_entropy_backward(const T* probability, const std::int64_t* labels, const T* target, const T* scale,
+                            double factor, std::size_t rows, int columns, T* dlogits, cudaStream_t stream);
+
+// `buffer` may be null.
+template <class T>
+void sgd(T* param, const T* grad, T* buffer, std::size_t count, double lr, double momentum, double dampening,
+         double weight_decay, bool nesterov, cudaStream_t stream);
+// Steps count from 1.
+template <class T>
+void adam(T* param, const T* grad, T* m, T* v, std::size_t count, int step, double lr, double beta1, double beta2,
+          double eps, double weight_decay, cudaStream_t stream);
+template <class T>
+void rmsprop(T* param, const T* grad, T* running, std::size_t count, double lr, double rho, double eps,
+             double weight_decay, cudaStream_t stream);
+template <class T>
+void adagrad(T* param, const T* grad, T* history, std::size_t count, double lr, double eps, double weight_decay,
+             cudaStream_t stream);
+
+}  // namespace distopt::cuda

@@ -1,0 +1,235 @@
+"""Probes of Python, NumPy, its BLAS, the native module, and the machine: cores, shared memory, name, launcher."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from pathlib import Path
+
+from ...errors import DistoptError, LaunchError
+from ...settings import Settings
+from .ask import ask, version_of
+from .report import Finding, absent, failed, ok
+
+__all__ = [
+    "blas",
+    "core",
+    "cores",
+    "host_name",
+    "launcher_variables",
+    "numpy",
+    "operating_system",
+    "packages",
+    "python",
+    "settings",
+    "shared_memory",
+]
+
+_REQUIRED = ("numpy", "safetensors", "threadpoolctl", "tqdm")
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+# The processor flags that OpenBLAS's SkylakeX kernels need.
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
+# Kernel sets of OpenBLAS without 512-bit vectors.
+_AVX2_KERNELS = ("Haswell", "Zen")
+_WORTHWHILE = 1.1
+
+_SHM = Path("/dev/shm")
+_PROBE_BYTES = 1 << 20
+_RESOLVE_SECONDS = 5.0
+
+
+# -- software ----------------------------------------------------------------------------------------------------------
+def python() -> Finding:
+    """The interpreter."""
+    found = f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}"
+    return ok(found, version=platform.python_version(), executable=sys.executable)
+
+
+def operating_system() -> Finding:
+    """The operating system, which must be Linux."""
+    libc = " ".join(platform.libc_ver())
+    found = f"{platform.system()} {platform.release()}, {platform.machine()}, {libc or 'unknown C library'}"
+    if sys.platform != "linux":
+        return failed(found, "use Linux: shared memory between ranks relies on memfd, futexes and /proc")
+    return ok(found, system=platform.system(), release=platform.release(), machine=platform.machine(), libc=libc)
+
+
+def settings() -> Finding:
+    """The DISTOPT_* variables."""
+    given = {name: value for name, value in os.environ.items() if name.startswith("DISTOPT_")}
+    try:
+        Settings.from_env()
+    except DistoptError as error:
+        return failed(str(error), "correct or unset it", **given)
+    return ok(" ".join(f"{name}={value}" for name, value in given.items()) or "no DISTOPT_* variable is set", **given)
+
+
+def packages() -> Finding:
+    """The packages that distopt requires."""
+    versions: dict[str, str | None] = {name: version_of(name) for name in _REQUIRED}
+    missing = [name for name, found in versions.items() if found is None]
+    if missing:
+        return failed(f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}", **versions)
+    return ok(", ".join(f"{name} {found}" for name, found in versions.items()), **versions)
+
+
+def numpy() -> Finding:
+    """Whether NumPy can be imported."""
+    try:
+        answer = ask("numpy")
+    except (ImportError, DistoptError) as error:
+        return failed(str(error), "pip install --force-reinstall numpy")
+    return ok(f"{answer['version']}, {answer['path']}", version=answer["version"], path=answer["path"])
+
+
+def blas() -> Finding:
+    """The library behind NumPy's matrix products, and whether it uses the processor's vector instructions."""
+    try:
+        answer = ask("blas")
+    except (ImportError, DistoptError) as error:
+        return absent(f"unknown: {error}")
+    library = answer["library"]
+    if library is None:
+        return absent(f"built with {answer['built_with'] or 'an unknown library'}, which threadpoolctl does not know")
+    kernels = library.get("architecture", "")
+    capped = [f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ]
+    found = f"{library['internal_api']} {library['version']}" + (f", {kernels} kernels" if kernels else "")
+    found += f", threads: {library['num_threads']}" + (f" ({' '.join(capped)})" if capped else "")
+    cure, speeds = "", {}
+    if library["internal_api"] == "openblas" and kernels in _AVX2_KERNELS and processor_flags() >= _AVX512:
+        try:
+            skylakex = ask("gemm", variable="OPENBLAS_CORETYPE=SkylakeX")["gflops"]
+        except DistoptError:  # this OpenBLAS build lacks the kernels, or the hypervisor blocks them
+            skylakex = 0.0
+        speeds = {kernels: ask("gemm")["gflops"], "SkylakeX": skylakex}
+        if speeds["SkylakeX"] > _WORTHWHILE * speeds[kernels]:
+            cure = (
+                "export OPENBLAS_CORETYPE=SkylakeX before Python starts: this processor has AVX-512, and a float32 "
+                f"matrix product on one thread ran at {speeds['SkylakeX']:.0f} GFLOP/s with it, at "
+                f"{speeds[kernels]:.0f} without"
+            )
+    return ok(found, cure, **library, gflops=speeds)
+
+
+def processor_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Feature flags of the first processor; empty if not reported."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
+
+
+def core() -> Finding:
+    """The native module: compiler, flags, instruction sets."""
+    try:
+        answer = ask("core")
+    except (ImportError, DistoptError) as error:
+        return failed(
+            str(error), "build it: pip install --force-reinstall distopt, or pip install -e . in the source tree"
+        )
+    isas = ", ".join(f"[{isa}]" if isa == answer["isa"] else isa for isa in answer["isas"])
+    return ok(f"{answer['compiler']}, {answer['flags']}; instruction sets: {isas}", **answer)
+
+
+# -- machine -----------------------------------------------------------------------------------------------------------
+def cores() -> Finding:
+    """Cores of the host, cores that this process may use, and the CPU quota of its control group."""
+    count = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0))
+    quota = cpu_quota()
+    found = f"{count} on this host, {usable} usable"
+    if quota is not None:
+        found += f", {quota:g} granted by the control group"
+    limit = usable if quota is None else min(usable, quota)
+    cure = ""
+    if limit < usable:
+        cure = f"start at most {max(1, int(limit))} ranks here: more would be stopped in turn when the quota is used up"
+    elif usable < count:
+        cure = f"start at most {usable} ranks here, or lift the affinity (taskset, the container's cpuset)"
+    return ok(found, cure, host=count, usable=usable, quota=quota)
+
+
+def cpu_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float | None:
+    """CPU quota of this process's control groups, in cores; None if there is no limit.
+
+    Reads version 2 (`cpu.max`) and version 1 (`cpu.cfs_quota_us`), from this process's group up to the root; the
+    smallest limit applies. In a container, the process's own group is mounted as the root.
+    """
+    limits: list[float | None] = []
+    for line in membership.read_text().splitlines() if membership.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = root / controllers if controllers else root
+        relative = Path(path.lstrip("/"))
+        groups = (base / relative, *(base / parent for parent in relative.parents))
+        limits += [_group_quota(group, bool(controllers)) for group in groups]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _group_quota(folder: Path, version_1: bool) -> float | None:
+    try:
+        if version_1:
+            quota, period = ((folder / f"cpu.cfs_{part}_us").read_text().strip() for part in ("quota", "period"))
+        else:
+            quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):  # the root group has no such file
+        return None
+    return None if quota in ("max", "-1") else int(quota) / int(period)
+
+
+def shared_memory() -> Finding:
+    """Memory for the ranks to share: memfd or, without it, space in /dev/shm."""
+    size, free = (None, None)
+    if _SHM.is_dir():
+        stat = os.statvfs(_SHM)
+        size, free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
+    place = "no /dev/shm" if size is None else f"/dev/shm of {_size(size)}, {_size(free or 0)} free"
+    details = {"dev_shm_bytes": size, "dev_shm_free_bytes": free}
+    try:
+        with os.fdopen(os.memfd_create("distopt-doctor", os.MFD_CLOEXEC), "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _PROBE_BYTES)
+    except OSError as error:
+        reason = f"memfd_create is not allowed ({error.strerror})"
+        if free is not None and free >= _PROBE_BYTES and os.access(_SHM, os.W_OK):
+            advice = (
+                "allow memfd_create (the container's seccomp profile), or enlarge /dev/shm (docker run --shm-size=8g)"
+            )
+            return ok(f"{place}; {reason}, so the ranks' buckets must fit there", advice, memfd=False, **details)
+        return failed(f"{place}; {reason}", "allow memfd_create, or give /dev/shm room (--shm-size=8g)", **details)
+    return ok(f"memfd, not limited by the size of /dev/shm ({place})", memfd=True, **details)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def host_name() -> Finding:
+    """Whether the host's own name resolves to an address; some MPI launchers need that."""
+    name = socket.gethostname()
+    try:
+        addresses = ask("resolve", name, seconds=_RESOLVE_SECONDS)["addresses"]
+    except DistoptError as error:
+        return failed(f"{name} does not resolve ({error})", f"add the line '127.0.1.1 {name}' to /etc/hosts", name=name)
+    return ok(f"{name} is {', '.join(addresses)}", name=name, addresses=addresses)
+
+
+def launcher_variables() -> Finding:
+    """The launcher that started this process, according to its environment variables."""
+    from ...launch.join.env import launcher  # not before the probe runs: the package may be incomplete
+    from ...launch.join.meeting import meeting
+
+    try:
+        info = launcher()
+        place = meeting(info) if info is not None else None
+    except LaunchError as error:
+        return failed(str(error), "start the job with one launcher only")
+    if info is not None:
+        how = "its MPI connects the ranks"
+        if place is not None:
+            how = "ranks of one host, by shared memory" if place.one_host else f"by MPI, rank 0 on {place.address}"
+        return ok(f"{info.name}: {info.source}; {how}", name=info.name, rank=info.rank, size=info.size)
+    if "SLURM_JOB_ID" in os.environ:
+        return ok(f"inside Slurm job {os.environ['SLURM_JOB_ID']}, outside a step", "start the ranks with srun")
+    return absent("none: this process was started by hand")
