@@ -105,6 +105,9 @@ sanitize-threads:
 lint: $(VENV)/.with-$(TEST_EXTRAS),dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m nanobind.stubgen -q -m distopt._core -o distopt/_core.pyi
+	$(BIN)/python -c 'from tests.emulation.build import build; build()'
+	$(BIN)/python -m nanobind.stubgen -q -i build/emulation -m _cuda -o distopt/_cuda.pyi
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)

@@ -164,11 +164,11 @@ inline nb::dlpack::dtype storage_of(DType dtype) {
 }
 
 // A flat NumPy array on memory that `owner` keeps alive.
-inline nb::object flat_array(std::shared_ptr<char> memory, std::size_t count, DType dtype) {
+inline nb::ndarray<nb::numpy> flat_array(std::shared_ptr<char> memory, std::size_t count, DType dtype) {
   void* data = memory.get();
   auto* owner = new std::shared_ptr<char>(std::move(memory));
   nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<char>*>(p); });
-  return nb::cast(nb::ndarray<nb::numpy>(data, {count}, capsule, {}, storage_of(dtype)));
+  return {data, {count}, capsule, {}, storage_of(dtype)};
 }
 
 // Ragged results: memory that arrives in, the caller's once taken.
@@ -204,7 +204,8 @@ nb::list take_parts(Receiving<Operation>& operation) {
 }
 
 // The collectives that both communicators of _core bind alike. `start` begins one, given the communicator, its request,
-// the array, and the output or None; `hold` begins a ragged one, given what keeps its arrays alive.
+// the array, and the output or None; `hold` begins a ragged one, given what keeps its arrays alive. Arrays are
+// contiguous; types and reductions are the codes of distopt.comm.base.
 template <typename Communicator, typename Class, typename Start, typename Hold>
 void bind_collectives(Class& cls, Start start, Hold hold) {
   cls.def("reduce_scatter",

@@ -1,5 +1,5 @@
 // One function per binding file; cuda.cpp calls them all. And how CuPy's addresses, streams and types, which Python
-// passes as integers, are taken.
+// passes as integers, are taken. A part is (address, count).
 #pragma once
 
 #include <cuda_runtime.h>

@@ -56,7 +56,10 @@ inline void raise_as_python(const std::exception_ptr& pointer, void*) {
   }
 }
 
-inline Hooks make_hooks(nanobind::callable warn) {
+// What takes the text of a warning.
+using Warn = nanobind::typed<nanobind::callable, nanobind::object(std::string)>;
+
+inline Hooks make_hooks(Warn warn) {
   namespace nb = nanobind;
   // Shared, so that the last to let go need not hold the GIL.
   std::shared_ptr<nb::callable> callable(new nb::callable(std::move(warn)), [](nb::callable* pointer) {

@@ -95,12 +95,16 @@ void fail(Communicator& communicator, const std::string& kind, std::string fact,
   communicator.progress();  // which throws it
 }
 
+// The wait in words, and who has not arrived.
+using Late = std::pair<std::string, std::vector<ProcessFields>>;
+
 // `tell` gives who has not arrived, as processes, and the wait in words.
-void look(Communicator& communicator, Patience& patience, double waited, nb::callable tell, nb::callable warn) {
+void look(Communicator& communicator, Patience& patience, double waited, nb::typed<nb::callable, Late()> tell,
+          Warn warn) {
   patience.look(
       waited,
       [&]() -> Waiting {
-        const auto [text, late] = nb::cast<std::pair<std::string, std::vector<ProcessFields>>>(tell());
+        const auto [text, late] = nb::cast<Late>(tell());
         return {text, processes_of(late)};
       },
       [&](const std::string& text) { warn(text); }, [&](Failure failure) { communicator.fail(std::move(failure)); });
@@ -140,6 +144,8 @@ void bind_mpi(nb::module_& m) {
       .def("all_reduce", &all_reduce)
       .def("all_reduce_plain", &all_reduce_plain, nb::arg("array"), nb::arg("op"), nb::arg("wire").none(),
            nb::arg("label"),
+           nb::sig("def all_reduce_plain(self, array: object, op: object, wire: object | None, label: object) -> "
+                   "MpiOperation | None"),
            "all_reduce of an array whose buffer says all; None, without having started anything, of another one or if "
            "an argument is wrong.")
       .def("barrier", &barrier)
@@ -156,7 +162,8 @@ void bind_mpi(nb::module_& m) {
       .def("fail", &fail, nb::arg("kind"), nb::arg("fact"), nb::arg("cure"), nb::arg("ranks"),
            "Raise an error, now and in all later calls.")
       .def("close", &Communicator::close)
-      .def_prop_ro("oldest", &Communicator::oldest, "The oldest operation that has not ended, or None.")
+      .def_prop_ro("oldest", &Communicator::oldest, nb::for_getter(nb::sig("def oldest(self) -> MpiOperation | None")),
+                   "The oldest operation that has not ended, or None.")
       .def_prop_ro("inline_bytes", &Communicator::inline_bytes, "Size of the data that travel with an announcement.")
       .def_prop_ro("started", &Communicator::started, "Number of operations.")
       .def_prop_ro("last_agreed", &Communicator::last_agreed, "The last operation that all ranks have begun, in words.")

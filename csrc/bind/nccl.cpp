@@ -133,7 +133,7 @@ void destroy(NcclCommunicator* communicator) {
 }
 
 Shared create(const std::string& path, nb::bytes id, int rank, int world_size, std::shared_ptr<Board> board,
-              double timeout, double stall_warning, double abort, nb::callable warn) {
+              double timeout, double stall_warning, double abort, Warn warn) {
   nccl::UniqueId unique_id;
   if (id.size() != sizeof(unique_id)) throw std::invalid_argument("an id of NCCL has 128 bytes");
   std::memcpy(&unique_id, id.c_str(), sizeof(unique_id));
@@ -202,7 +202,8 @@ void bind_nccl(nb::module_& m) {
       .def("barrier", &barrier, WithoutGil())
       .def("gather_parts", &gather_parts, WithoutGil())
       .def("exchange_parts", &exchange_parts, WithoutGil())
-      .def("allocate", &allocate, WithoutGil(), "Memory that NCCL has registered, or None where it cannot.")
+      .def("allocate", &allocate, WithoutGil(), nb::sig("def allocate(self, n_bytes: int) -> NcclMemory | None"),
+           "Memory that NCCL has registered, or None where it cannot.")
       .def("abort", &NcclCommunicator::abort, nb::arg("reason"), WithoutGil())
       .def("close", &NcclCommunicator::close, WithoutGil());
 

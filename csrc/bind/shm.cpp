@@ -61,19 +61,20 @@ ShmWork all_reduce(ShmCommunicator& communicator, nb::handle array, int dtype, i
   return start(communicator, std::move(request), array, nb::none());
 }
 
-nb::object all_reduce_plain(ShmCommunicator& communicator, nb::handle array, nb::handle op, nb::handle wire,
-                            nb::handle label, bool looks) {
+std::optional<ShmWork> all_reduce_plain(ShmCommunicator& communicator, nb::handle array, nb::handle op, nb::handle wire,
+                                        nb::handle label, bool looks) {
   Buffers buffers;
   std::optional<Request> request = plain_all_reduce(buffers, array, op, wire, label);
-  if (!request) return nb::none();
+  if (!request) return {};
   const bool sums = request->op == RedOp::sum || request->op == RedOp::mean;
   const bool wide = request->dtype == DType::float32 || request->dtype == DType::float64;
-  if (looks && !(sums && wide)) return nb::none();
+  if (looks && !(sums && wide)) return {};
   request->looks = looks;
-  return nb::cast(start(communicator, std::move(*request), std::move(buffers)));
+  return start(communicator, std::move(*request), std::move(buffers));
 }
 
-nb::object empty(ShmCommunicator& communicator, std::size_t count, int dtype, std::uint64_t bytes_available) {
+nb::ndarray<nb::numpy> empty(ShmCommunicator& communicator, std::size_t count, int dtype,
+                             std::uint64_t bytes_available) {
   std::shared_ptr<char> memory;
   {
     nb::gil_scoped_release release;
@@ -135,7 +136,7 @@ void barrier(ShmCommunicator& communicator) {
 }
 
 std::shared_ptr<ShmCommunicator> create(int fd, int rank, const std::vector<ProcessFields>& processes, double timeout,
-                                        double stall_warning, nb::callable warn) {
+                                        double stall_warning, Warn warn) {
   return std::make_shared<ShmCommunicator>(fd, rank, processes_of(processes), Limits{timeout, stall_warning},
                                            make_hooks(std::move(warn)));
 }
@@ -178,7 +179,8 @@ void copy(const Array& to, const Input& from) {
 void bind_shm(nb::module_& m) {
   nb::register_exception_translator(raise_as_python);
 
-  nb::class_<ShmWork>(m, "ShmWork", "A collective under way in shared memory.")
+  nb::class_<ShmWork>(m, "ShmWork", nb::sig("class ShmWork(distopt.comm.work.Work)"),
+                      "A collective under way in shared memory.")
       .def(
           "done", [](ShmWork& work) { return work.communicator->test(*work.operation); },
           nb::call_guard<nb::gil_scoped_release>(),
@@ -191,10 +193,13 @@ void bind_shm(nb::module_& m) {
           "nonfinite", [](const ShmWork& work) { return rank_and_index(work.operation->nonfinite()); },
           "See `Work.nonfinite`.");
 
-  nb::class_<ShmRaggedWork, ShmWork>(m, "ShmRaggedWork", "A ragged collective under way in shared memory.")
+  nb::class_<ShmRaggedWork, ShmWork>(m, "ShmRaggedWork",
+                                     nb::sig("class ShmRaggedWork(ShmWork, distopt.comm.work.RaggedWork)"),
+                                     "A ragged collective under way in shared memory.")
       .def_prop_ro("parts", &parts_of, "See `RaggedWork.parts`.");
 
-  nb::class_<ShmMessage>(m, "ShmMessage", "A message under way in shared memory.")
+  nb::class_<ShmMessage>(m, "ShmMessage", nb::sig("class ShmMessage(distopt.comm.work.MessageWork)"),
+                         "A message under way in shared memory.")
       .def(
           "done", [](ShmMessage& work) { return work.communicator->messages().test(*work.message); },
           nb::call_guard<nb::gil_scoped_release>(),

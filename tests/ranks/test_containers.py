@@ -12,8 +12,8 @@ import subprocess
 import sys
 
 import pytest
-from distopt.cli.bench.emulation import LINK
 
+from distopt.cli.bench.emulation import LINK
 from tests.faults.backends import own_memory
 from tests.processes import ROOT, Ended, Program, is_open_mpi, mpiexec_command
 from tests.ranks.test_launchers import slurm

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from distopt.cli.bench.emulation import LINK
 
+from distopt.cli.bench.emulation import LINK
 from tests.processes import ROOT, Program
 from tests.ranks.test_launchers import slurm
 

@@ -8,8 +8,8 @@ import sys
 import time
 
 import pytest
-from distopt.cli.bench.emulation import LINK
 
+from distopt.cli.bench.emulation import LINK
 from tests.processes import ROOT, Program, patience
 
 PORT = 29441
