@@ -31,12 +31,11 @@ if TYPE_CHECKING:
     import numpy as np
 
     from .comm import Communicator
-    from .compress import Codec
+    from .compress import Codec, CommunicationStatistics
+    from .compress.state import States
     from .launch import Job
     from .nn.device import Device
     from .sync.layout import Layout
-    from .sync.slots import States
-    from .sync.stats import CommunicationStatistics
     from .sync.step import GradientCounter
 
 __all__ = ["DEFAULT_BUCKET_ELEMENTS", "DistOpt", "NonFinite"]

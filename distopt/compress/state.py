@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from ..comm import Communicator, Work
     from ..comm.base import Array
 
-__all__ = ["BadGradient", "CodecState", "Header", "Part", "SavedState"]
+__all__ = ["BadGradient", "CodecState", "Header", "Part", "States"]
 
-SavedState: TypeAlias = "dict[str, Array]"  # by "NAME/PARAMETER"
+States: TypeAlias = "dict[str, Array]"  # by "NAME/PARAMETER"
 
 _FIELDS = 3  # of the findings: all but the last are for the other ranks
 
@@ -112,7 +112,7 @@ class CodecState:
         self.pending: Work | None = None
         self._state: dict[str, Array] = {}  # by name, or by "NAME/PARAMETER" where it is of one parameter
         self._initial: dict[str, Array | None] = {}
-        self._loaded: SavedState = {}  # what no options have used yet
+        self._loaded: States = {}  # what no options have used yet
 
     # -- state -------------------------------------------------------------------------------------------------------
     @property
@@ -138,12 +138,12 @@ class CodecState:
             self._claim()
         return array
 
-    def state_dict(self) -> SavedState:
+    def state_dict(self) -> States:
         """Local. Copies, in NumPy arrays, of what the next steps depend on; they differ between ranks."""
         views = {key: kernels_of(view).to_host(view) for key, view in self._views().items()}
         return {key: array.copy() for key, array in self._loaded.items()} | views
 
-    def load_state_dict(self, state: SavedState) -> None:
+    def load_state_dict(self, state: States) -> None:
         """Local. Continue from what `state_dict` returned, perhaps under other options of the codec.
 
         What these do not use is kept for options that do; what is missing begins anew.
@@ -168,7 +168,7 @@ class CodecState:
         for name, array in self._state.items():
             array[...] = 0 if self._initial[name] is None else self._initial[name]
 
-    def check_state_dict(self, state: SavedState) -> None:
+    def check_state_dict(self, state: States) -> None:
         """Local. Whether `load_state_dict` would accept `state`.
 
         Raises:
@@ -196,9 +196,9 @@ class CodecState:
                 f"shape {view.shape}; load it into the same model"
             )
 
-    def _views(self) -> SavedState:
+    def _views(self) -> States:
         """The state by "NAME/PARAMETER". What holds for all parts is there for each."""
-        views: SavedState = {}
+        views: States = {}
         for name, array in self._state.items():
             if "/" in name:
                 views[name] = array

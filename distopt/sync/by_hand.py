@@ -41,7 +41,7 @@ class Fusion:
         Args:
             communicator: what the messages go through.
             capacity: elements of a message, from which on it is sent. A larger array is a message of its own.
-            label: makes the label of each message, see `Drift.label`.
+            label: makes the label of each message, see `Agreement.label`.
         """
         if capacity < 1:
             raise UsageError(f"a fusion buffer of {capacity} elements holds nothing; pass 1 or more")
