@@ -83,7 +83,7 @@ class CodecState:
         wire: what the bytes go through.
         kernels: passes over arrays like the bucket.
         memory: wire memory and scratch of the codec, by name; not part of the state.
-        findings: int64 [4], what a pass over the bucket has found; see `kernels.base`. Only for lossy codecs.
+        findings: int64 [4], what a pass over the bucket has found; see `kernels.base`. Only with headers.
         statistics: totals of all reductions.
         pending: what the reduction under way waits for.
     """
@@ -214,7 +214,8 @@ class CodecState:
         """Collective. Make the memory of findings and headers."""
         gathered = _FIELDS * self.wire.world_size
         # Everyone's headers and then the own findings, so that the host reads both at once.
-        self._report = self.wire.empty(gathered + FINDINGS, "int64", array_module(self.bucket))
+        self._report = self.wire.empty(gathered + FINDINGS, "int64", xp=array_module(self.bucket))
+        self._report.fill(0)
         self._headers, self.findings = self._report[:gathered], self._report[gathered:]
 
     def send_header(self) -> Work:
