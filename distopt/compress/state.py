@@ -76,6 +76,7 @@ class CodecState:
         kind: that of the codec which was attached.
         bucket: flat array, reduced in place; what lies between and behind the parts is zero and stays zero.
         parts: the parameters in it.
+        names: theirs.
         size: number of elements of the parts, without padding.
         dense_bytes: what each rank sends in a bandwidth-optimal all_reduce of the bucket.
         label: name of the bucket in diagnostics.
@@ -102,6 +103,7 @@ class CodecState:
         """Local. See `Codec.attach`."""
         self.kind, self.bucket, self.label, self.check_finite = kind, bucket, label, check_finite
         self.parts = tuple(parts) or (Part(label, 0, (bucket.size,)),)
+        self.names = {part.name for part in self.parts}
         self.size = sum(part.size for part in self.parts)
         self.statistics = Statistics() if statistics is None else statistics
         self.wire = Wire(comm, label, self.statistics, empty)
@@ -176,11 +178,10 @@ class CodecState:
         """
         views, names = self._views(), {key.split("/", 1)[0] for key in state}
         expected = {key: view for key, view in views.items() if key.split("/", 1)[0] in names}
-        params = {part.name for part in self.parts}
         if (
             expected.keys() - state.keys()
             or bool(expected) < bool(views)
-            or {key.split("/", 1)[1] for key in state} - params
+            or {key.split("/", 1)[1] for key in state} - self.names
         ):
             raise StateError(
                 f"state of bucket {self.label!r} has {sorted(state)}, its codec keeps {sorted(views)}; load it with "

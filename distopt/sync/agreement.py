@@ -62,7 +62,11 @@ class Agreement:
 
     # -- before a first step -----------------------------------------------------------------------------------------
     def attach(self, params: Sequence[Parameter]) -> None:
-        """Collective. See `Engine.attach`."""
+        """Collective. Check that all ranks train the same model, and give all of them the parameters of rank 0.
+
+        Raises:
+            MismatchError: see `check`.
+        """
         self.attached = {}
         self.check(params)
         self._send_first(params)

@@ -87,7 +87,7 @@ class WireMemory:
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+        self.communicator = communicator
         self._blocks: list[Array] = []  # of bytes
         self._used: list[int] = []  # bytes in use of each block
         self._cut_anew = False
@@ -111,7 +111,7 @@ class WireMemory:
             index = len(self._blocks)
             spare = sum(block.size for block in self._blocks) // 2 if self._cut_anew else 0
             # of a type that every communicator moves
-            self._blocks.append(self._communicator.empty(max(room, spare) // 8, "int64", xp=xp).view("uint8"))
+            self._blocks.append(self.communicator.empty(max(room, spare) // 8, "int64", xp=xp).view("uint8"))
             self._used.append(0)
         start = self._used[index]
         self._used[index] += room

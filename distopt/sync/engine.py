@@ -93,14 +93,6 @@ class Engine:
         with self.agreement.explained():
             yield
 
-    def attach(self, params: Sequence[Parameter]) -> None:
-        """Collective. Check that all ranks train the same model, and give all of them the parameters of rank 0.
-
-        Raises:
-            MismatchError: names, shapes or types differ; the message names the ranks and the first difference.
-        """
-        self.agreement.attach(params)
-
     # -- steps -------------------------------------------------------------------------------------------------------
     def begin(
         self,
@@ -132,7 +124,7 @@ class Engine:
         if clip is not None and not clip > 0:
             raise UsageError(f"a clipping value of {clip} leaves nothing of a gradient; pass a positive one")
         recipe = Recipe(codec, bucket_elements, clip)
-        weight = 1.0 if self._roll_call is None else self._roll_call.step(recipe)
+        weight = 1.0 if self._roll_call is None else self._roll_call.call(recipe)
         if self.partial.slots_pending:
             self.partial.end(slots)
         layout = self.layout
@@ -161,7 +153,7 @@ class Engine:
         codec, agreement, statistics = recipe.codec, self.agreement, self.statistics
         states = layout.states.get(codec.kind)
         if states is None:
-            states = layout.attach(codec, self.communicator, statistics, self._loaded, self.non_finite != "ignore")
+            states = layout.attach(codec, statistics, self._loaded, self.non_finite != "ignore")
         agreement.look(slots.constants(), statistics.updates)
         if agreement.is_due():
             trained = {id(param): param for bucket in layout.buckets for param in bucket.params}
@@ -172,9 +164,7 @@ class Engine:
     def begin_partial(
         self, partition_elements: int, order: Callable[[], Sequence[Parameter]], slots: Slots, *, version: int = 0
     ) -> PartialStep:
-        """Collective. Open a step whose gradients stay with this rank.
-
-        After its update comes `partial.average`. In between the ranks' parameters differ.
+        """Collective. Open a step whose gradients stay with this rank; after its update comes `partial.average`.
 
         Args:
             partition_elements: partition size in elements.
@@ -207,22 +197,13 @@ class Engine:
     # -- uneven data -------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def join(self, slots: Slots, update: Callable[[Layout], None]) -> Iterator[None]:
-        """Collective. Let ranks take different numbers of steps in the body of a `with`.
-
-        A rank that leaves the body waits in it until all have left. Meanwhile it contributes gradients of zero to the
-        steps of the others, and calls `update` where they do, so that the ranks end with equal parameters. A step
-        averages over the ranks that still have data. It costs one exchange of 16 bytes per rank and step.
-
-        Raises:
-            UsageError: a rank had no batch, or a step is of a kind that cannot be taken without all ranks.
-            MismatchError: the ranks took different kinds of steps.
-        """
+        """Collective. See `DistOpt.join`; a rank without data calls `update` where the others update."""
         if self._roll_call is not None:
             raise UsageError("DistOpt.join was called inside of DistOpt.join; leave the outer one first")
         roll_call = self._roll_call = RollCall(self.communicator)
         try:
             yield
-            while weight := roll_call.without_data():
+            while weight := roll_call.call(None):
                 assert self.layout is not None, "a rank without any batch is refused"
                 with self._open(self.layout, roll_call.last, slots, weight) as step:
                     verdict = step.finish(unused="zero")

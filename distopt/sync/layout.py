@@ -11,7 +11,6 @@ from .bucket import Bucket
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ..comm import Communicator
     from ..comm.base import Array
     from ..compress import Codec, CodecState, CommunicationStatistics
     from ..compress.state import States
@@ -119,12 +118,7 @@ class Layout:
         self._memory = memory
 
     def attach(
-        self,
-        codec: Codec,
-        communicator: Communicator,
-        statistics: CommunicationStatistics,
-        loaded: States,
-        check_finite: bool,
+        self, codec: Codec, statistics: CommunicationStatistics, loaded: States, check_finite: bool
     ) -> list[CodecState]:
         """Collective. What a kind of codec that is new here keeps for each bucket.
 
@@ -132,7 +126,6 @@ class Layout:
 
         Args:
             codec: of that kind.
-            communicator: what the buckets are reduced by.
             statistics: where reductions count what they cost.
             loaded: saved states; those of this kind are taken out of it.
             check_finite: whether NaN and infinity are looked for.
@@ -143,7 +136,7 @@ class Layout:
         states = [
             codec.attach(
                 bucket.flat,
-                communicator,
+                self._memory.communicator,
                 parts=bucket.parts,
                 label=bucket.label,
                 check_finite=check_finite,
@@ -213,8 +206,7 @@ def under(prefix: str, states: Mapping[str, Array]) -> States:
 
 def _share(saved: States, state: CodecState) -> States:
     """Those of the parameters in its bucket."""
-    names = {part.name for part in state.parts}
-    return {key: array for key, array in saved.items() if key.split("/", 1)[1] in names}
+    return {key: array for key, array in saved.items() if key.split("/", 1)[1] in state.names}
 
 
 def _load(kind: str, states: Sequence[CodecState], loaded: States) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from .layout import Layout
 
 __all__ = ["GradientCounter", "Step"]
-
-AnyStep = TypeVar("AnyStep", bound="GradientCounter")
 
 
 class GradientCounter(ABC):
@@ -52,7 +50,7 @@ class GradientCounter(ABC):
         self._awaited = layout.places.copy()  # index of the bucket by id of the parameter
         self._missing = [len(bucket.params) for bucket in layout.buckets]
 
-    def __enter__(self: AnyStep) -> AnyStep:
+    def __enter__(self) -> GradientCounter:
         return self
 
     def __exit__(

@@ -483,7 +483,7 @@ def test_partial_updates_are_averaged_in_the_order_that_loaded_states_name():
         fresh.engine.set_states(states)
         with pytest.raises(UsageError, match=r"scale of the loaded .* not known yet; call DistOpt.attach"):
             fresh.engine.partial.synchronize()
-        fresh.engine.attach(fresh.params)
+        fresh.engine.agreement.attach(fresh.params)
         for param, saved in zip(fresh.params, own.params, strict=True):
             param.array[...] = saved.array
         for rank in (fresh, own):
@@ -527,7 +527,7 @@ def test_ranks_that_start_from_other_parameters_are_made_equal(caplog):
         for attach in (True, False):
             own = Rank(comm, spread=1)
             if attach:
-                own.engine.attach(own.params)
+                own.engine.agreement.attach(own.params)
             own.begin(Fp32())
             assert all((param.array == 1).all() for param in own.params)
 
@@ -616,7 +616,7 @@ def test_the_first_bucket_is_small_where_bytes_move_during_backward(monkeypatch)
         quarter = FIRST_BUCKET_BYTES // 16
         own = Rank(comm, bucket_elements=10**7)
         own.params = [Parameter(f"p{i}", np.zeros(quarter, F32)) for i in range(12)]
-        own.engine.attach(own.params)
+        own.engine.agreement.attach(own.params)
         dense = own.begin(Fp32()).layout
         partial = own.begin_partial(10**7).layout
         return [len(bucket.params) for bucket in dense.buckets], len(partial.buckets)
