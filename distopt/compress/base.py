@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import cached_property
+from operator import attrgetter
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
@@ -191,7 +192,10 @@ def _failed(error: BaseException) -> Steps:
 
 def finish_all(reductions: Sequence[Reduction]) -> list[BadGradient | None]:
     """Collective. Finish reductions that are under way together: in rounds, in their order. Their verdicts."""
-    while not all(reduction.finished for reduction in reductions):
+    under_way = True
+    while under_way:
+        under_way = False
         for reduction in reductions:
             reduction.resume()
-    return [reduction.verdict for reduction in reductions]
+            under_way |= not reduction.finished
+    return list(map(attrgetter("verdict"), reductions))

@@ -89,7 +89,7 @@ class Engine:
     @contextlib.contextmanager
     def by_hand(self, slots: Slots) -> Iterator[None]:
         """Local. Around collectives that the front starts by itself, labelled by `Agreement.label`."""
-        self.agreement.look(slots.constants(), self.statistics.updates, by_hand=True)
+        self.agreement.look(slots.constants(), self.statistics.steps - self.statistics.skipped, by_hand=True)
         with self.agreement.explained():
             yield
 
@@ -136,7 +136,7 @@ class Engine:
         """Collective. Buckets of that size for the parameters that train now."""
         old = self.layout
         if old is None or old.places.keys() != {id(param) for param in params}:
-            self.agreement.reach(params, slots.constants(), self.statistics.updates)
+            self.agreement.reach(params, slots.constants(), self.statistics.steps - self.statistics.skipped)
         elif old.bucket_elements == elements:
             old.version = version
             return old
@@ -154,7 +154,7 @@ class Engine:
         states = layout.states.get(codec.kind)
         if states is None:
             states = layout.attach(codec, statistics, self._loaded, self.non_finite != "ignore")
-        agreement.look(slots.constants(), statistics.updates)
+        agreement.look(slots.constants(), statistics.steps - statistics.skipped)
         if agreement.is_due():
             trained = {id(param): param for bucket in layout.buckets for param in bucket.params}
             agreement.compare([*(agreement.attached | trained).values()], statistics.steps)

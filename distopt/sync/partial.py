@@ -72,7 +72,7 @@ class PartialUpdates:
         layout, statistics = self.layout, self._statistics
         if layout is None or (layout.bucket_elements, layout.version) != (elements, version):
             layout = self._fitting(elements, order(), slots, version)
-        self._agreement.look(slots.constants(), statistics.updates)
+        self._agreement.look(slots.constants(), statistics.steps - statistics.skipped)
         self.pending = self.slots_pending = True  # even if an exception ends the update half-way
         return PartialStep(layout, self._agreement, statistics, look)
 
@@ -83,7 +83,9 @@ class PartialUpdates:
         elif layout is not None and layout.bucket_elements == elements:
             layout.version = version
             return layout
-        self._agreement.reach(params, slots.constants(), self._statistics.updates, equal=not self.pending)
+        self._agreement.reach(
+            params, slots.constants(), self._statistics.steps - self._statistics.skipped, equal=not self.pending
+        )
         return self._new_layout(elements, params, version)
 
     def _new_layout(self, elements: int, params: Sequence[Parameter], version: int) -> Layout:

@@ -10,7 +10,7 @@ import pytest
 
 from distopt import device, launch, opt, singa_wrap, tensor
 from distopt.compress import ErrorFeedback, Fp16, Fp32, Threshold, TopK
-from distopt.errors import GradientError, RankFailedError, UsageError
+from distopt.errors import GradientError, MismatchError, RankFailedError, UsageError
 from distopt.nn import autograd
 from tests.ranks.small_net import (
     SMALL,
@@ -202,6 +202,32 @@ def interrupted(optimizer) -> dict[str, np.ndarray]:
         assert (optimizer.stats().steps, optimizer.stats().skipped) == (8, 2)
         results[name] = parameters(net)
     return results
+
+
+def interrupted_late(optimizer) -> dict[str, np.ndarray]:
+    """An exception on rank 1 after its last bucket: that rank has not updated, and the next step says so."""
+    net = build(optimizer)
+    train(optimizer, net, range(2), Fp32())
+    backward = autograd.backward
+
+    def ended(loss, **options):
+        yield from backward(loss, **options)
+        raise KeyboardInterrupt
+
+    if optimizer.global_rank == 1:
+        autograd.backward = ended
+        with pytest.raises(KeyboardInterrupt):
+            train(optimizer, net, range(2, 3), Fp32())
+        autograd.backward = backward
+    else:
+        train(optimizer, net, range(2, 3), Fp32())
+    with pytest.raises(MismatchError, match="step_counter"):
+        train(optimizer, net, range(3, 4), Fp32())
+    return {}
+
+
+def test_an_exception_after_the_last_bucket_is_a_mismatch_in_the_next_step(tmp_path):
+    on_ranks(tmp_path, 2, interrupted_late)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
