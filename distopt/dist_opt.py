@@ -31,12 +31,11 @@ if TYPE_CHECKING:
     import numpy as np
 
     from .comm import Communicator
-    from .compress import Codec
+    from .compress import Codec, CommunicationStatistics
+    from .compress.state import States
     from .launch import Job
     from .nn.device import Device
     from .sync.layout import Layout
-    from .sync.slots import States
-    from .sync.stats import CommunicationStatistics
     from .sync.step import GradientCounter
 
 __all__ = ["DEFAULT_BUCKET_ELEMENTS", "DistOpt", "NonFinite"]
@@ -133,7 +132,7 @@ class DistOpt:
         Raises:
             MismatchError: names, shapes or types differ; the message names the ranks and the first difference.
         """
-        self._engine.attach(list(params))
+        self._engine.agreement.attach(list(params))
 
     if not TYPE_CHECKING:  # with them, type checkers accept every name
 
@@ -165,8 +164,23 @@ class DistOpt:
 
     @property
     def device(self) -> Device:
-        """Local. Where to put the model; see `device_of`."""
-        return device_of(self.communicator)
+        """Local. Where to put the model: the GPU that the communicator has taken for this rank, else the CPU.
+
+        A job of one rank takes the first GPU that can be used. `DISTOPT_DEVICE` decides otherwise.
+
+        Raises:
+            MissingDependencyError: DISTOPT_DEVICE=cuda and no GPU can be used.
+            UsageError: DISTOPT_DEVICE=cuda and a communicator between processes of the CPU.
+        """
+        index: int | None = getattr(self.communicator, "device_id", 0 if self.world_size == 1 else None)
+        if index is not None:
+            return find_gpu(index)[0] or get_default_device()
+        if Settings.from_env().device == "cuda":
+            raise UsageError(
+                f"DISTOPT_DEVICE=cuda, but the {self.communicator.name} communicator moves data of the CPU; set "
+                "DISTOPT_BACKEND=nccl too"
+            )
+        return get_default_device()
 
     @property
     def non_finite(self) -> NonFinite:
@@ -228,10 +242,6 @@ class DistOpt:
         """
         return self._accumulation.collecting()
 
-    def _accumulate(self, loss: Tensor) -> None:
-        # With the pauses of a step, so that a graph that is captured here serves for it, too.
-        self._accumulation.add(autograd.backward(loss, pauses=self._layout.last if self._layout else ()))
-
     def synchronize(self) -> None:
         """Collective. Make the parameters of all ranks equal to their mean, where partial updates let them differ.
 
@@ -259,7 +269,8 @@ class DistOpt:
     def _step(self, loss: Tensor, begin: Callable[..., GradientCounter]) -> Layout | None:
         """Run backward, hand each gradient to the engine as soon as it is final, and update; None if nothing was."""
         if self._accumulation.active:
-            self._accumulate(loss)
+            # With the pauses of a step, so that a graph that is captured here serves for it, too.
+            self._accumulation.add(autograd.backward(loss, pauses=self._layout.last if self._layout else ()))
             return None
         step = begin(order=partial(autograd.gradient_order, loss), slots=self.opt, version=mode.freezes)
         layout = step.layout
@@ -342,9 +353,8 @@ class DistOpt:
 
     def shared_states(self, names: Iterable[str]) -> set[str]:
         """Local. Which of these states are the same on all ranks, so that a checkpoint saves them once."""
-        return (
-            set() if self._engine.partial.slots_pending else {name for name in names if name.startswith("optimizer/")}
-        )
+        equal = not self._engine.partial.slots_pending
+        return {name for name in names if equal and name.startswith("optimizer/")}
 
     @property
     def states_are_copies(self) -> bool:
@@ -367,23 +377,3 @@ def _divided(states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> tuple[State
     arrays = {key: value.to_numpy() if isinstance(value, Tensor) else value for key, value in states.items()}
     others = {key: array for key, array in arrays.items() if not key.startswith("optimizer/")}
     return under("optimizer", arrays), others
-
-
-def device_of(communicator: Communicator) -> Device:
-    """Local. The GPU that the communicator has taken for this rank, else the CPU.
-
-    A job of one rank takes the first GPU that can be used. `DISTOPT_DEVICE` decides otherwise.
-
-    Raises:
-        MissingDependencyError: DISTOPT_DEVICE=cuda and no GPU can be used.
-        UsageError: DISTOPT_DEVICE=cuda and a communicator between processes of the CPU.
-    """
-    index: int | None = getattr(communicator, "device_id", 0 if communicator.topology.world_size == 1 else None)
-    if index is not None:
-        return find_gpu(index)[0] or get_default_device()
-    if Settings.from_env().device == "cuda":
-        raise UsageError(
-            f"DISTOPT_DEVICE=cuda, but the {communicator.name} communicator moves data of the CPU; set "
-            "DISTOPT_BACKEND=nccl too"
-        )
-    return get_default_device()

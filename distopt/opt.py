@@ -67,7 +67,7 @@ class DistOpt(dist_opt.DistOpt):
             options["job"] = launch.join(*asked)
         super().__init__(SGD() if opt is None else opt, **options)
         self._pending: list[Work] = []
-        self._fusion = Fusion(self.communicator, buffSize, self._engine.drift.label)
+        self._fusion = Fusion(self.communicator, buffSize, self._engine.agreement.label)
         self._raw_params: dict[tuple[int, int, str], Tensor] = {}
 
     # -- tensors, raw tensors and arrays, by hand ----------------------------------------------------------------------
@@ -113,7 +113,7 @@ class DistOpt(dist_opt.DistOpt):
         """
         array = self._array(tensor)
         with self._engine.by_hand(self.opt):
-            self._pending.append(self.communicator.all_reduce(array, label=self._engine.drift.label("by hand")))
+            self._pending.append(self.communicator.all_reduce(array, label=self._engine.agreement.label("by hand")))
 
     def all_reduce_half(self, tensor: Tensor | Array) -> None:
         """Collective. As `all_reduce`, with 16-bit values on the wire; float32 only."""

@@ -12,7 +12,7 @@ from .half import BFloat16, Fp16
 from .power_sgd import PowerSGD
 from .sparse import SparseCodec
 from .state import BadGradient, CodecState, Part
-from .statistics import Statistics
+from .statistics import CommunicationStatistics, Statistics
 from .threshold import Threshold
 from .top_k import TopK
 
@@ -22,6 +22,7 @@ __all__ = [
     "BadGradient",
     "Codec",
     "CodecState",
+    "CommunicationStatistics",
     "ErrorFeedback",
     "Fp16",
     "Fp32",

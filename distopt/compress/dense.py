@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from ..kernels import FROM_BAD
 from .base import Codec
 
 if TYPE_CHECKING:
@@ -33,25 +34,26 @@ class Fp32(Codec):
     def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""
         if state.check_finite and not state.wire.finds_nonfinite:
-            state.memory["from_bad"] = state.kernels.empty(1, "int64"), _limit(state)
+            state.prepare_header()
+            state.memory["limit"] = _limit(state)
 
     def reduce(self, state: CodecState) -> Steps:
         """Collective. See `Codec.reduce`."""
         bucket, wire = state.bucket, state.wire
-        from_bad, limit = state.memory.get("from_bad", (None, 0.0))
-        if from_bad is not None:
-            state.kernels.mark_beyond(bucket, limit, from_bad)
-        looks = state.check_finite and from_bad is None
+        marks = "limit" in state.memory
+        if marks:
+            state.kernels.mark_beyond(bucket, state.memory["limit"], state.findings[FROM_BAD : FROM_BAD + 1])
+        looks = state.check_finite and not marks
         work = wire.all_reduce(bucket, "mean", find_nonfinite=looks)
         yield work
         if looks and (found := work.nonfinite):
             rank, index = found
             return state.verdict([0] * rank + [bucket.size - index], _fault(state))
         # Of an empty bucket there is no first element.
-        if from_bad is not None and any(map(math.isnan, state.read(bucket[:1], work))):
-            gathered = wire.all_gather_ragged(from_bad)
-            yield gathered
-            return state.verdict([int(own[0]) for own in gathered.parts], _fault(state))
+        if marks and any(map(math.isnan, state.read(bucket[:1], work))):
+            header = state.send_header()
+            yield header
+            return state.read_header(header, _fault(state)).verdict
         return None
 
 

@@ -44,7 +44,7 @@ class _Half(Codec):
 
     def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""
-        state.memory["wire"] = state.wire.empty(state.bucket.size, self.wire, array_module(state.bucket))
+        state.memory["wire"] = state.wire.empty(state.bucket.size, self.wire, xp=array_module(state.bucket))
         self._scale_state(state)
 
     def reduce(self, state: CodecState) -> Steps:

@@ -73,8 +73,8 @@ class PowerSGD(Codec):
         sides = {part: (n, m) for part, (n, m) in sides.items() if r * (n + m) < n * m}
         rows, columns = (r * sum(side[i] for side in sides.values()) for i in (0, 1))
         others = state.size - sum(part.size for part in sides)
-        ps = state.memory["p"] = state.wire.empty(rows + others, dtype, xp)  # dense ones travel behind P
-        qs = state.memory["q"] = state.wire.empty(columns, dtype, xp)
+        ps = state.memory["p"] = state.wire.empty(rows + others, dtype, xp=xp)  # dense ones travel behind P
+        qs = state.memory["q"] = state.wire.empty(columns, dtype, xp=xp)
         start = np.random.default_rng(0).standard_normal(columns).astype(dtype)  # the same on all ranks
         # Sums of up to so many products, over the ranks, stay finite below it.
         longest = 4 * max([1, *map(max, sides.values())]) * state.wire.world_size
@@ -105,7 +105,6 @@ class PowerSGD(Codec):
         residual, limit = state.residual, state.memory["limit"]
         if residual is not None:
             residual += state.bucket
-        state.findings.fill(0)
         bad = state.findings[FROM_BAD : FROM_BAD + 1]
         state.kernels.mark_beyond(state.bucket if residual is None else residual, limit, bad)
         with np.errstate(over="ignore", invalid="ignore"):  # of bad gradients

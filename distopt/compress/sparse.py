@@ -65,10 +65,6 @@ class SparseCodec(Codec):
     def _select(self, state: CodecState, accumulation: Accumulation, count: int | None) -> None:
         """Local. Accumulate; fill the lists and the findings. `count` is what `_known_count` gave."""
 
-    def _room(self, size: int) -> int:
-        """Local. Entries that the lists of a bucket of `size` begin with."""
-        return 0
-
     def _complete(self, state: CodecState, count: int) -> None:
         """Local. Make sure that the lists hold all `count` entries that the findings promised."""
 
@@ -79,7 +75,7 @@ class SparseCodec(Codec):
         if size >= 2**31:
             raise UsageError(f"int32 indices do not reach into a bucket of {size}; use smaller buckets")
         self._velocity(state)
-        state.memory["lists"] = state.kernels.new_lists(self._room(size))
+        state.memory["lists"] = state.kernels.new_lists(0)
 
     def reduce(self, state: CodecState) -> Steps:
         """Collective. See `Codec.reduce`."""
@@ -149,5 +145,4 @@ class SparseCodec(Codec):
 
 
 def _goes_dense(state: CodecState, counts: Sequence[int]) -> bool:
-    route = choose_route(counts, state.size, splits=state.wire.sends_parts)
-    return route == "dense"
+    return choose_route(counts, state.size, splits=state.wire.sends_parts) == "dense"

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from ..comm import Communicator, Work
     from ..comm.base import Array
 
-__all__ = ["BadGradient", "CodecState", "Header", "Part", "SavedState"]
+__all__ = ["BadGradient", "CodecState", "Header", "Part", "States"]
 
-SavedState: TypeAlias = "dict[str, Array]"  # by "NAME/PARAMETER"
+States: TypeAlias = "dict[str, Array]"  # by "NAME/PARAMETER"
 
 _FIELDS = 3  # of the findings: all but the last are for the other ranks
 
@@ -76,6 +76,7 @@ class CodecState:
         kind: that of the codec which was attached.
         bucket: flat array, reduced in place; what lies between and behind the parts is zero and stays zero.
         parts: the parameters in it.
+        names: theirs.
         size: number of elements of the parts, without padding.
         dense_bytes: what each rank sends in a bandwidth-optimal all_reduce of the bucket.
         label: name of the bucket in diagnostics.
@@ -83,7 +84,7 @@ class CodecState:
         wire: what the bytes go through.
         kernels: passes over arrays like the bucket.
         memory: wire memory and scratch of the codec, by name; not part of the state.
-        findings: int64 [4], what a pass over the bucket has found; see `kernels.base`. Only for lossy codecs.
+        findings: int64 [4], what a pass over the bucket has found; see `kernels.base`. Only with headers.
         statistics: totals of all reductions.
         pending: what the reduction under way waits for.
     """
@@ -102,6 +103,7 @@ class CodecState:
         """Local. See `Codec.attach`."""
         self.kind, self.bucket, self.label, self.check_finite = kind, bucket, label, check_finite
         self.parts = tuple(parts) or (Part(label, 0, (bucket.size,)),)
+        self.names = {part.name for part in self.parts}
         self.size = sum(part.size for part in self.parts)
         self.statistics = Statistics() if statistics is None else statistics
         self.wire = Wire(comm, label, self.statistics, empty)
@@ -112,7 +114,7 @@ class CodecState:
         self.pending: Work | None = None
         self._state: dict[str, Array] = {}  # by name, or by "NAME/PARAMETER" where it is of one parameter
         self._initial: dict[str, Array | None] = {}
-        self._loaded: SavedState = {}  # what no options have used yet
+        self._loaded: States = {}  # what no options have used yet
 
     # -- state -------------------------------------------------------------------------------------------------------
     @property
@@ -138,12 +140,12 @@ class CodecState:
             self._claim()
         return array
 
-    def state_dict(self) -> SavedState:
+    def state_dict(self) -> States:
         """Local. Copies, in NumPy arrays, of what the next steps depend on; they differ between ranks."""
         views = {key: kernels_of(view).to_host(view) for key, view in self._views().items()}
         return {key: array.copy() for key, array in self._loaded.items()} | views
 
-    def load_state_dict(self, state: SavedState) -> None:
+    def load_state_dict(self, state: States) -> None:
         """Local. Continue from what `state_dict` returned, perhaps under other options of the codec.
 
         What these do not use is kept for options that do; what is missing begins anew.
@@ -168,7 +170,7 @@ class CodecState:
         for name, array in self._state.items():
             array[...] = 0 if self._initial[name] is None else self._initial[name]
 
-    def check_state_dict(self, state: SavedState) -> None:
+    def check_state_dict(self, state: States) -> None:
         """Local. Whether `load_state_dict` would accept `state`.
 
         Raises:
@@ -176,11 +178,10 @@ class CodecState:
         """
         views, names = self._views(), {key.split("/", 1)[0] for key in state}
         expected = {key: view for key, view in views.items() if key.split("/", 1)[0] in names}
-        params = {part.name for part in self.parts}
         if (
             expected.keys() - state.keys()
             or bool(expected) < bool(views)
-            or {key.split("/", 1)[1] for key in state} - params
+            or {key.split("/", 1)[1] for key in state} - self.names
         ):
             raise StateError(
                 f"state of bucket {self.label!r} has {sorted(state)}, its codec keeps {sorted(views)}; load it with "
@@ -196,9 +197,9 @@ class CodecState:
                 f"shape {view.shape}; load it into the same model"
             )
 
-    def _views(self) -> SavedState:
+    def _views(self) -> States:
         """The state by "NAME/PARAMETER". What holds for all parts is there for each."""
-        views: SavedState = {}
+        views: States = {}
         for name, array in self._state.items():
             if "/" in name:
                 views[name] = array
@@ -214,7 +215,8 @@ class CodecState:
         """Collective. Make the memory of findings and headers."""
         gathered = _FIELDS * self.wire.world_size
         # Everyone's headers and then the own findings, so that the host reads both at once.
-        self._report = self.wire.empty(gathered + FINDINGS, "int64", array_module(self.bucket))
+        self._report = self.wire.empty(gathered + FINDINGS, "int64", xp=array_module(self.bucket))
+        self._report.fill(0)
         self._headers, self.findings = self._report[:gathered], self._report[gathered:]
 
     def send_header(self) -> Work:

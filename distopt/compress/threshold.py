@@ -40,8 +40,10 @@ class Threshold(SparseCodec):
     def _known_count(self, state: CodecState) -> int | None:
         return state.size if self.bound == 0 else None
 
-    def _room(self, size: int) -> int:
-        return size // 32  # more than any threshold that is worth it selects
+    def prepare(self, state: CodecState) -> None:
+        """Collective. See `Codec.prepare`."""
+        super().prepare(state)
+        state.memory["lists"].reserve(state.bucket.size // 32)  # more than any threshold that is worth it selects
 
     def _select(self, state: CodecState, accumulation: Accumulation, count: int | None) -> None:
         lists = state.memory["lists"]

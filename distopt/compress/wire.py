@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ..comm.sparse import dense_wire_bytes, sparse_all_reduce
 
@@ -11,12 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from ..comm import Communicator, Work
-    from ..comm.base import Array, RaggedWork, ReduceOp
+    from ..comm.base import Array, ReduceOp
     from .statistics import Statistics
 
 __all__ = ["Wire"]
-
-AnyWork = TypeVar("AnyWork")
 
 
 class Wire:
@@ -28,6 +26,8 @@ class Wire:
         world_size: number of ranks.
         hosts: host name of every rank.
         finds_nonfinite: whether `all_reduce` looks for NaN and infinity while it adds.
+        sends_parts: see `Communicator`.
+        empty: gives wire memory, as `Communicator.empty` does; collective.
         label: of the collectives that follow, alike on all ranks; communicators compare it.
     """
 
@@ -39,13 +39,9 @@ class Wire:
         self.rank, self.world_size, self.hosts = topology.rank, topology.world_size, topology.hosts
         self.finds_nonfinite = comm.finds_nonfinite
         self.sends_parts = comm.sends_parts
-        self._comm = comm
-        self._empty = empty or comm.empty
+        self.empty = empty or comm.empty
         self.label = label
-
-    def empty(self, count: int, dtype: str, xp: Any) -> Array:
-        """Collective. Wire memory; see `Communicator.empty`."""
-        return self._empty(count, dtype, xp=xp)
+        self._comm = comm
 
     def all_reduce(self, array: Array, op: ReduceOp, *, wire: str | None = None, find_nonfinite: bool = False) -> Work:
         """Collective. See `Communicator.all_reduce`."""
@@ -56,10 +52,6 @@ class Wire:
         """Collective. See `Communicator.all_gather`."""
         return self._booked(array.nbytes * (self.world_size - 1), self._comm.all_gather, array, out)
 
-    def all_gather_ragged(self, array: Array) -> RaggedWork:
-        """Collective. See `Communicator.all_gather_ragged`."""
-        return self._booked(array.nbytes * (self.world_size - 1), self._comm.all_gather_ragged, array)
-
     def sparse_all_reduce(
         self, indices: Array, values: Array, dense: Array, counts: Sequence[int], scale: float
     ) -> Generator[Work, None, None]:
@@ -68,7 +60,7 @@ class Wire:
             self._comm, indices, values, dense, counts=counts, scale=scale, label=self.label
         )
 
-    def _booked(self, n_bytes: int, start: Callable[..., AnyWork], *args: Any, **options: Any) -> AnyWork:
+    def _booked(self, n_bytes: int, start: Callable[..., Work], *args: Any, **options: Any) -> Work:
         began = perf_counter()
         work = start(*args, label=self.label, **options)
         self.cost.wire_bytes += n_bytes

@@ -1,46 +1,74 @@
-"""Checks that all ranks train the same model from the same start, by the same rule."""
+"""Checks that all ranks train the same model from the same start by the same rule, and go on doing so.
+
+Constants of the optimizer, such as the learning rate of this step, are compared by value in the first step. Later, a
+rank that finds a change tells of it in the label of the next collective that it starts. Communicators compare labels
+anyway, so this sends nothing more, and what has not changed need not be told again. Parameters are compared every so
+many steps, by digests.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ..errors import MismatchError, UsageError
+from .digest import digests
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ..comm import Communicator
     from .bucket import Parameter
-    from .drift import Drift
-    from .stats import Progress
 
 __all__ = ["Agreement"]
 
+STEPS = "step_counter"  # the constant that grows with every update
+
 log = logging.getLogger("distopt")
+
+_numbers: WeakKeyDictionary[Communicator, Iterator[int]] = WeakKeyDictionary()
 
 
 class Agreement:
-    """What all ranks are known to train.
+    """What one engine has agreed on with those of the other ranks.
 
     Attributes:
         communicator: of the ranks.
-        drift: finds ranks that go another way later.
+        number: that of the engine on its communicator, from 1.
+        prefix: what labels of buckets begin with in all but the first engine, so that engines which one rank uses in
+            another order are not taken for each other.
+        every: steps from one comparison of parameters to the next; 0 for none.
         attached: parameters that have been compared, by id.
     """
 
-    def __init__(self, communicator: Communicator, drift: Drift) -> None:
-        """Local."""
+    def __init__(self, communicator: Communicator, every: int) -> None:
+        """Local. Count engines."""
         self.communicator = communicator
-        self.drift = drift
+        self.every = every if communicator.topology.world_size > 1 else 0
+        self.number = next(_numbers.setdefault(communicator, itertools.count(1)))
+        self.prefix = "" if self.number == 1 else f"DistOpt {self.number}: "
         self.attached: dict[int, Parameter] = {}
+        self._agreed: dict[str, Any] = {}  # constants
+        self._updates = 0  # when they were
+        self._news = "", ""  # what no label has told yet: in short, and exactly
+        self._wait = 0  # steps until the next comparison
 
+    # -- before a first step -----------------------------------------------------------------------------------------
     def attach(self, params: Sequence[Parameter]) -> None:
-        """Collective. See `Engine.attach`."""
-        self.check(params, ())
+        """Collective. Check that all ranks train the same model, and give all of them the parameters of rank 0.
+
+        Raises:
+            MismatchError: see `check`.
+        """
+        self.attached = {}
+        self.check(params)
         self._send_first(params)
         self.attached = {id(p): p for p in params}
 
@@ -58,25 +86,19 @@ class Agreement:
             )
         return [known[name] for name in names]
 
-    def check(
-        self,
-        params: Sequence[Parameter],
-        attached: Container[int] | None = None,
-        constants: Mapping[str, Any] | None = None,
-    ) -> None:
+    def check(self, params: Sequence[Parameter], constants: Mapping[str, Any] | None = None) -> None:
         """Collective. Compare over the ranks what they are about to train.
 
         Args:
             params: names, shapes and types are compared.
-            attached: ids of parameters that have been compared before (default: those of `attached`).
             constants: of the optimizer, by name; compared by their texts.
 
         Raises:
             MismatchError: on all ranks: something differs; the message names the rank and the first difference.
         """
-        known = self.attached if attached is None else attached
+        known = self.attached
         mine = {
-            "number": self.drift.number,
+            "number": self.number,
             "params": [[str(p.name), list(p.array.shape), p.array.dtype.name, id(p) in known] for p in params],
             "constants": {name: repr(value) for name, value in (constants or {}).items()},
         }
@@ -88,7 +110,7 @@ class Agreement:
                 raise MismatchError(_difference(described[0], theirs, who, rank_0))
 
     def reach(
-        self, params: Sequence[Parameter], constants: Mapping[str, Any], progress: Progress, *, equal: bool = True
+        self, params: Sequence[Parameter], constants: Mapping[str, Any], updates: int, *, equal: bool = True
     ) -> None:
         """Collective. Before a first step with these parameters: compare them, and the rule of their updates.
 
@@ -97,12 +119,12 @@ class Agreement:
         Raises:
             MismatchError: see `check`.
         """
-        self.check(params, constants={**constants, "check_every": self.drift.every})
-        self.drift.agree(constants, progress.steps - progress.skipped)
+        self.check(params, {**constants, "check_every": self.every})
+        self._agreed, self._updates, self._news = dict(constants), updates, ("", "")
         strangers = [p for p in params if id(p) not in self.attached]
         if not equal or not strangers:
             return
-        gathered = self.drift.gather(strangers)
+        gathered = self._gather(strangers)
         if ranks := np.flatnonzero((gathered != gathered[0]).any(axis=1)).tolist():
             self._send_first(strangers)
             if self.communicator.topology.rank == 0:
@@ -117,6 +139,98 @@ class Agreement:
         works = [self.communicator.broadcast(p.array, label=str(p.name)) for p in params]
         for work in works:
             work.wait()
+
+    # -- constants ---------------------------------------------------------------------------------------------------
+    def look(self, constants: Mapping[str, Any], updates: int, *, by_hand: bool = False) -> None:
+        """Local. Note which constants are others than expected, for the next label.
+
+        Args:
+            constants: by name.
+            updates: number of updates so far, with which `STEPS` is expected to have grown.
+            by_hand: whether there may have been others, so that `STEPS` may have any value.
+        """
+        agreed = self._agreed
+        if agreed:
+            agreed[STEPS] = constants[STEPS] if by_hand else agreed[STEPS] + updates - self._updates
+        self._updates = updates
+        if constants == agreed:
+            return
+        new = {name: value for name, value in constants.items() if name not in agreed or agreed[name] != value}
+        shown = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in new.items()}
+        self._news = f"now {', '.join(f'{name} = {value}' for name, value in shown.items())}; ", f" {new}"
+        self._agreed = dict(constants)
+
+    def label(self, text: str) -> str:
+        """Local. The label of a collective that all ranks call next: `text`, with the prefix and the news."""
+        (short, exact), self._news = self._news, ("", "")
+        # Messages show the beginning of a label.
+        return f"{self.prefix}{short}{text.removeprefix(self.prefix)}{exact}"
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Local. Around collectives with labels of `label`; see `explain`."""
+        try:
+            yield
+        except MismatchError as error:
+            self.explain(error)
+            raise
+
+    def explain(self, error: MismatchError) -> None:
+        """Local. Raise the error anew with its reason, if the label of a call tells of constants.
+
+        Raises:
+            MismatchError: a label does.
+        """
+        if any(call.label.removeprefix(self.prefix).startswith("now ") for call in error.calls):
+            raise MismatchError(
+                f"{error}. If they differ in what follows 'now': a rank has changed this constant of its optimizer "
+                "since its last step",
+                cure="make the same assignments on all ranks, between the same steps",
+                ranks=error.ranks,
+                calls=error.calls,
+            ) from None
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+    def is_due(self) -> bool:
+        """Local. Count a step; whether `compare` comes before it."""
+        self._wait -= 1
+        if not self.every or self._wait > 0:
+            return False
+        self._wait = self.every
+        return True
+
+    def _gather(self, params: Sequence[Parameter]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Collective. Digests of the parameters of every rank, int64 [world_size, len(params)]."""
+        mine = digests([param.array for param in params]).view(np.int64)
+        gathered = np.empty(self.communicator.topology.world_size * mine.size, np.int64)
+        self.communicator.all_gather(mine, gathered, label=f"{self.prefix}digests of parameters").wait()
+        return gathered.reshape(self.communicator.topology.world_size, mine.size)
+
+    def compare(self, params: Sequence[Parameter], step: int) -> None:
+        """Collective. Compare parameters over the ranks, bit by bit.
+
+        Args:
+            params: in the same order on all ranks.
+            step: its number, for the message.
+
+        Raises:
+            MismatchError: on all ranks; the message names the first parameter that differs, and the ranks.
+        """
+        topology = self.communicator.topology
+        everyone = self._gather(params)
+        if (everyone == everyone[0]).all():
+            return
+        differing = np.flatnonzero((everyone != everyone[0]).any(axis=0))
+        found = everyone[:, differing[0]].tolist()
+        usual = Counter(found).most_common(1)[0][0]  # that of rank 0 if there is no majority
+        who = ", ".join(f"{rank} ({topology.hosts[rank]})" for rank, value in enumerate(found) if value != usual)
+        first = found.index(usual)
+        name = f"{params[differing[0]].name}{f' (and {differing.size - 1} more)' if differing.size > 1 else ''}"
+        raise MismatchError(
+            f"before step {step}, parameter {name} has other values on rank {who} than on rank {first} "
+            f"({topology.hosts[first]}); change parameters alike on all ranks, between the same steps, or leave them "
+            "unchecked with DistOpt(check_every=0)"
+        )
 
 
 def _difference(first: Mapping[str, Any], other: Mapping[str, Any], who: str, rank_0: str) -> str:

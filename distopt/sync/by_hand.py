@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -41,7 +42,7 @@ class Fusion:
         Args:
             communicator: what the messages go through.
             capacity: elements of a message, from which on it is sent. A larger array is a message of its own.
-            label: makes the label of each message, see `Drift.label`.
+            label: makes the label of each message, see `Agreement.label`.
         """
         if capacity < 1:
             raise UsageError(f"a fusion buffer of {capacity} elements holds nothing; pass 1 or more")
@@ -50,7 +51,7 @@ class Fusion:
         self._label = label
         self._staged: dict[tuple[str, str], tuple[Codec, list[Array]]] = {}
         self._sent: list[_Message] = []
-        self._free: dict[tuple[str, str, int], list[CodecState]] = {}
+        self._free: defaultdict[tuple[str, str, int], list[CodecState]] = defaultdict(list)
 
     def stage(self, arrays: Sequence[Array], codec: Codec) -> None:
         """Collective. Put each array into the message of its codec and type, once; a full message is sent first.
@@ -95,11 +96,11 @@ class Fusion:
             raise UsageError(
                 f"a residual of {residual.size} {residual.dtype} does not fit {total} {dtype}; pass one of equal size"
             )
-        key = codec.kind, arrays[0].dtype.name, total
-        if self._free.get(key):
-            reducer = self._free[key].pop()
+        free = self._free[codec.kind, dtype.name, total]
+        if free:
+            reducer = free.pop()
         else:
-            memory = self._communicator.empty(total, key[1], xp=array_module(arrays[0]))
+            memory = self._communicator.empty(total, dtype.name, xp=array_module(arrays[0]))
             reducer = codec.attach(memory, self._communicator, label="fused")
         for array, part in self._parts(arrays, reducer):
             part[...] = array.reshape(-1)
@@ -124,8 +125,7 @@ class Fusion:
                     array[...] = (part * self._communicator.topology.world_size).reshape(array.shape)
             if message.residual is not None:
                 message.residual[...] = reducer.residual
-            key = reducer.kind, reducer.bucket.dtype.name, reducer.bucket.size
-            self._free.setdefault(key, []).append(reducer)
+            self._free[reducer.kind, reducer.bucket.dtype.name, reducer.bucket.size].append(reducer)
         for verdict in filter(None, verdicts):
             raise verdict.error()
 

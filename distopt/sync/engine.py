@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from ..compress import Statistics
+from ..compress import CommunicationStatistics
 from ..errors import StateError, UsageError
 from .agreement import Agreement
-from .drift import Drift
+from .bucket import WireMemory
 from .layout import Layout, check_names, unique_names
-from .memory import WireMemory
 from .partial import PartialUpdates
-from .stats import CommunicationStatistics, Progress
 from .step import Step
 from .uneven import Recipe, RollCall
 
@@ -31,10 +29,9 @@ if TYPE_CHECKING:
 
     from ..comm import Communicator
     from ..compress import BadGradient, Codec
+    from ..compress.state import States
     from .bucket import Parameter
-    from .layout import Costs
-    from .partial import PartialStep
-    from .slots import Slots, States
+    from .partial import PartialStep, Slots
 
 __all__ = ["DEFAULT_BUCKET_ELEMENTS", "Engine", "NonFinite"]
 
@@ -58,9 +55,9 @@ class Engine:
 
     Attributes:
         non_finite: see above; all ranks may change it between steps.
-        drift: finds ranks that go another way than the others.
+        agreement: finds ranks that go another way than the others.
+        statistics: numbers of steps, and what they have cost.
         partial: partial updates.
-        progress: numbers of steps.
         layout: the buckets in use.
     """
 
@@ -69,12 +66,10 @@ class Engine:
         self.check_options(non_finite, check_every)
         self.communicator = communicator
         self.non_finite = non_finite
-        self.drift = Drift(communicator, check_every)
-        self.progress = Progress()
+        self.agreement = Agreement(communicator, check_every)
+        self.statistics = CommunicationStatistics()
+        self.partial = PartialUpdates(self.agreement, self.statistics)
         self.layout: Layout | None = None
-        self._agreement = Agreement(communicator, self.drift)
-        self._costs: Costs = {}
-        self.partial = PartialUpdates(self._agreement, self._costs)
         self._memory = WireMemory(communicator)
         self._loaded: States = {}  # states of kinds of codec that have not been used yet
         self._roll_call: RollCall | None = None  # inside `join`
@@ -93,18 +88,10 @@ class Engine:
 
     @contextlib.contextmanager
     def by_hand(self, slots: Slots) -> Iterator[None]:
-        """Local. Around collectives that the front starts by itself, with labels of `drift.label`: news as in steps."""
-        self.drift.look(slots.constants(), self.progress.steps - self.progress.skipped, by_hand=True)
-        with self.drift:
+        """Local. Around collectives that the front starts by itself, labelled by `Agreement.label`."""
+        self.agreement.look(slots.constants(), self.statistics.steps - self.statistics.skipped, by_hand=True)
+        with self.agreement.explained():
             yield
-
-    def attach(self, params: Sequence[Parameter]) -> None:
-        """Collective. Check that all ranks train the same model, and give all of them the parameters of rank 0.
-
-        Raises:
-            MismatchError: names, shapes or types differ; the message names the ranks and the first difference.
-        """
-        self._agreement.attach(params)
 
     # -- steps -------------------------------------------------------------------------------------------------------
     def begin(
@@ -137,7 +124,7 @@ class Engine:
         if clip is not None and not clip > 0:
             raise UsageError(f"a clipping value of {clip} leaves nothing of a gradient; pass a positive one")
         recipe = Recipe(codec, bucket_elements, clip)
-        weight = 1.0 if self._roll_call is None else self._roll_call.step(recipe)
+        weight = 1.0 if self._roll_call is None else self._roll_call.call(recipe)
         if self.partial.slots_pending:
             self.partial.end(slots)
         layout = self.layout
@@ -149,7 +136,7 @@ class Engine:
         """Collective. Buckets of that size for the parameters that train now."""
         old = self.layout
         if old is None or old.places.keys() != {id(param) for param in params}:
-            self._agreement.reach(params, slots.constants(), self.progress)
+            self.agreement.reach(params, slots.constants(), self.statistics.steps - self.statistics.skipped)
         elif old.bucket_elements == elements:
             old.version = version
             return old
@@ -160,29 +147,24 @@ class Engine:
         if old is not None:
             log.info("other parameters train than before: new buckets for %d of them, without residuals", len(params))
         small_first = self.communicator.overlaps
-        return Layout(params, elements, version, self._memory, small_first=small_first, prefix=self.drift.prefix)
+        return Layout(params, elements, version, self._memory, small_first=small_first, prefix=self.agreement.prefix)
 
     def _open(self, layout: Layout, recipe: Recipe, slots: Slots, weight: float) -> Step:
-        codec = recipe.codec
+        codec, agreement, statistics = recipe.codec, self.agreement, self.statistics
         states = layout.states.get(codec.kind)
         if states is None:
-            look = self.non_finite != "ignore"
-            states = layout.attach(codec, self.communicator, self._costs, self._loaded, look)
-        self.drift.look(slots.constants(), self.progress.steps - self.progress.skipped)
-        if self.drift.is_due():
+            states = layout.attach(codec, statistics, self._loaded, self.non_finite != "ignore")
+        agreement.look(slots.constants(), statistics.steps - statistics.skipped)
+        if agreement.is_due():
             trained = {id(param): param for bucket in layout.buckets for param in bucket.params}
-            self.drift.compare([*(self._agreement.attached | trained).values()], self.progress.steps)
-        states[0].wire.label = self.drift.label(layout.buckets[0].label)
-        return Step(
-            layout, self.communicator, self.drift, self.progress, codec, states, clip=recipe.clip, weight=weight
-        )
+            agreement.compare([*(agreement.attached | trained).values()], statistics.steps)
+        states[0].wire.label = agreement.label(layout.buckets[0].label)
+        return Step(layout, agreement, statistics, codec, states, clip=recipe.clip, weight=weight)
 
     def begin_partial(
         self, partition_elements: int, order: Callable[[], Sequence[Parameter]], slots: Slots, *, version: int = 0
     ) -> PartialStep:
-        """Collective. Open a step whose gradients stay with this rank.
-
-        After its update comes `partial.average`. In between the ranks' parameters differ.
+        """Collective. Open a step whose gradients stay with this rank; after its update comes `partial.average`.
 
         Args:
             partition_elements: partition size in elements.
@@ -198,8 +180,7 @@ class Engine:
             raise UsageError(
                 "partial updates need all ranks at every step; send gradients by a codec inside DistOpt.join"
             )
-        look = self.non_finite != "ignore"
-        return self.partial.begin(partition_elements, order, slots, version, self.progress, look)
+        return self.partial.begin(partition_elements, order, slots, version, self.non_finite != "ignore")
 
     def refuse(self, verdict: BadGradient) -> None:
         """Local. The gradients of this step may not be applied, by the verdict of `finish`; alike on all ranks.
@@ -210,28 +191,19 @@ class Engine:
         error = verdict.error()
         if self.non_finite != "skip":
             raise error
-        skipped, steps = self.progress.skipped, self.progress.steps
+        skipped, steps = self.statistics.skipped, self.statistics.steps
         log.warning("update skipped, step %d of %d skipped so far: %s", skipped, steps, error)
 
     # -- uneven data -------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def join(self, slots: Slots, update: Callable[[Layout], None]) -> Iterator[None]:
-        """Collective. Let ranks take different numbers of steps in the body of a `with`.
-
-        A rank that leaves the body waits in it until all have left. Meanwhile it contributes gradients of zero to the
-        steps of the others, and calls `update` where they do, so that the ranks end with equal parameters. A step
-        averages over the ranks that still have data. It costs one exchange of 16 bytes per rank and step.
-
-        Raises:
-            UsageError: a rank had no batch, or a step is of a kind that cannot be taken without all ranks.
-            MismatchError: the ranks took different kinds of steps.
-        """
+        """Collective. See `DistOpt.join`; a rank without data calls `update` where the others update."""
         if self._roll_call is not None:
             raise UsageError("DistOpt.join was called inside of DistOpt.join; leave the outer one first")
         roll_call = self._roll_call = RollCall(self.communicator)
         try:
             yield
-            while weight := roll_call.without_data():
+            while weight := roll_call.call(None):
                 assert self.layout is not None, "a rank without any batch is refused"
                 with self._open(self.layout, roll_call.last, slots, weight) as step:
                     verdict = step.finish(unused="zero")
@@ -245,8 +217,7 @@ class Engine:
     # -- statistics and states ---------------------------------------------------------------------------------------
     def stats(self) -> CommunicationStatistics:
         """Local. What communication has cost since the first step; the difference of two is what lies between them."""
-        costs = {key: cost - Statistics() for key, cost in self._costs.items()}
-        return CommunicationStatistics(self.progress.steps, self.progress.skipped, costs)
+        return self.statistics - CommunicationStatistics()
 
     def get_states(self) -> States:
         """Local. Copies of all that a later run needs to go on, except for the optimizer's slots.
@@ -255,9 +226,9 @@ class Engine:
         updates let the ranks differ; and `KIND/NAME/PARAMETER` for the array that codecs of a kind keep for a
         parameter.
         """
-        progress, partial = self.progress, self.partial
+        done, partial = self.statistics, self.partial
         flags = partial.pending, partial.slots_pending
-        own = {"steps": np.array([progress.steps, progress.skipped, partial.next, *flags], np.int64)}
+        own = {"steps": np.array([done.steps, done.skipped, partial.next, *flags], np.int64)}
         loaded = {key: array.copy() for key, array in self._loaded.items()}
         return own | partial.get_states() | loaded | ({} if self.layout is None else self.layout.get_states())
 
@@ -270,7 +241,7 @@ class Engine:
         self._loaded = self.check_states(states)
         if self.layout is not None:
             self.layout.set_states(self._loaded)
-        self.progress.steps, self.progress.skipped, partition, *flags = map(int, states["steps"])
+        self.statistics.steps, self.statistics.skipped, partition, *flags = map(int, states["steps"])
         self.partial.set_states(partition, flags, states)
 
     def check_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> States:
@@ -285,13 +256,10 @@ class Engine:
             raise StateError("these are no states of a DistOpt: steps is missing or negative, or a value is no array")
         if counts[3]:
             self.partial.partitions(states)
-        of_codecs: States = {}
-        for key in states.keys() - _OWN:
-            size, _, rest = key.partition("/")
-            name = rest if size.isdecimal() else key  # once, the size of the buckets came first
-            if name.count("/") < 2:
+        of_codecs: States = {key: states[key] for key in states.keys() - _OWN}
+        for key in of_codecs:
+            if key.count("/") < 2:
                 raise StateError(f"{key} is no state of a DistOpt; pass what DistOpt.get_states gave")
-            of_codecs[name] = states[key]
         if self.layout is not None:
             self.layout.check_states(of_codecs)
         return of_codecs

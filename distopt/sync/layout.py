@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-from ..compress import Statistics
 from ..errors import StateError, UsageError
 from .bucket import Bucket
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ..comm import Communicator
     from ..comm.base import Array
-    from ..compress import Codec, CodecState
-    from ..compress.state import SavedState
-    from .bucket import Parameter
-    from .memory import WireMemory
+    from ..compress import Codec, CodecState, CommunicationStatistics
+    from ..compress.state import States
+    from .bucket import Parameter, WireMemory
 
-__all__ = ["FIRST_BUCKET_BYTES", "Costs", "Layout", "check_names", "plan", "under", "unique_names"]
-
-Costs: TypeAlias = "dict[tuple[str, str], Statistics]"  # by label of the bucket and kind of reduction
+__all__ = ["FIRST_BUCKET_BYTES", "Layout", "check_names", "plan", "under", "unique_names"]
 
 # The last layers' gradients are final first. A small bucket of them sets out early, where bytes move while the rest of
 # the backward pass runs (Li et al., arXiv 2006.15704, section 3.2.3; the size is that of PyTorch's DDP).
@@ -123,7 +118,7 @@ class Layout:
         self._memory = memory
 
     def attach(
-        self, codec: Codec, communicator: Communicator, costs: Costs, loaded: SavedState, check_finite: bool
+        self, codec: Codec, statistics: CommunicationStatistics, loaded: States, check_finite: bool
     ) -> list[CodecState]:
         """Collective. What a kind of codec that is new here keeps for each bucket.
 
@@ -131,8 +126,7 @@ class Layout:
 
         Args:
             codec: of that kind.
-            communicator: what the buckets are reduced by.
-            costs: where reductions count what they cost.
+            statistics: where reductions count what they cost.
             loaded: saved states; those of this kind are taken out of it.
             check_finite: whether NaN and infinity are looked for.
 
@@ -142,11 +136,11 @@ class Layout:
         states = [
             codec.attach(
                 bucket.flat,
-                communicator,
+                self._memory.communicator,
                 parts=bucket.parts,
                 label=bucket.label,
                 check_finite=check_finite,
-                statistics=costs.setdefault((bucket.label, codec.kind), Statistics()),
+                statistics=statistics.buckets[bucket.label, codec.kind],
                 empty=self._memory.empty,
             )
             for bucket in self.buckets
@@ -156,7 +150,7 @@ class Layout:
         return states
 
     # -- saved states ------------------------------------------------------------------------------------------------
-    def get_states(self) -> SavedState:
+    def get_states(self) -> States:
         """Local. Copies of what codecs keep between steps, by "KIND/NAME/PARAMETER"."""
         return {
             f"{kind}/{key}": array
@@ -165,7 +159,7 @@ class Layout:
             for key, array in state.state_dict().items()
         }
 
-    def check_states(self, saved: SavedState) -> None:
+    def check_states(self, saved: States) -> None:
         """Local. Whether `set_states` would accept them, as far as codecs have been used.
 
         Raises:
@@ -177,7 +171,7 @@ class Layout:
                 for state in states:
                     state.check_state_dict(_share(own, state))
 
-    def set_states(self, loaded: SavedState) -> None:
+    def set_states(self, loaded: States) -> None:
         """Local. Go on from what `get_states` gave, as `check_states` has accepted it; without states, begin anew.
 
         What is used is taken out of `loaded`.
@@ -188,7 +182,7 @@ class Layout:
             _load(kind, states, loaded)
 
 
-def check_names(saved: SavedState, names: Sequence[str]) -> None:
+def check_names(saved: States, names: Sequence[str]) -> None:
     """Local. Whether saved states are those of these parameters, of all or none for each array of a kind of codec.
 
     Raises:
@@ -205,18 +199,17 @@ def check_names(saved: SavedState, names: Sequence[str]) -> None:
             raise StateError(f"the states {array} lack that of {missing[0]}; load all that were saved")
 
 
-def under(prefix: str, states: Mapping[str, Array]) -> SavedState:
+def under(prefix: str, states: Mapping[str, Array]) -> States:
     """Those of `states` whose keys begin with `prefix` and a slash, without these."""
     return {key[len(prefix) + 1 :]: array for key, array in states.items() if key.startswith(f"{prefix}/")}
 
 
-def _share(saved: SavedState, state: CodecState) -> SavedState:
+def _share(saved: States, state: CodecState) -> States:
     """Those of the parameters in its bucket."""
-    names = {part.name for part in state.parts}
-    return {key: array for key, array in saved.items() if key.split("/", 1)[1] in names}
+    return {key: array for key, array in saved.items() if key.split("/", 1)[1] in state.names}
 
 
-def _load(kind: str, states: Sequence[CodecState], loaded: SavedState) -> None:
+def _load(kind: str, states: Sequence[CodecState], loaded: States) -> None:
     if own := under(kind, loaded):
         for state in states:
             state.load_state_dict(_share(own, state))

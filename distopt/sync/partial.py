@@ -7,32 +7,42 @@ from __future__ import annotations
 
 import json
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ..comm.sparse import dense_wire_bytes
-from ..compress import Statistics
 from ..errors import StateError
+from ..kernels import kernels_of
+from .bucket import WireMemory
 from .layout import Layout
-from .memory import WireMemory
-from .slots import average
 from .step import GradientCounter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from ..compress import BadGradient
+    from ..compress import BadGradient, CommunicationStatistics
+    from ..compress.state import States
     from .agreement import Agreement
     from .bucket import Bucket, Parameter
-    from .layout import Costs
-    from .slots import Slots
-    from .stats import Progress
 
-__all__ = ["PartialStep", "PartialUpdates"]
+__all__ = ["PartialStep", "PartialUpdates", "Slots"]
 
 PARAMETERS = "parameters"  # the kind of reduction that an average of parameters is, in statistics
-_NOTHING, _LEFT = -1, -2  # in place of a bucket: no gradient is unusable, there are none
+_NOTHING = -1  # in place of a bucket: no gradient is unusable
+
+
+class Slots(Protocol):
+    """An optimizer: its states, such as momentum, by name, and its constants."""
+
+    def get_states(self) -> States:
+        """Copies of the states."""
+
+    def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Take states over."""
+
+    def constants(self) -> dict[str, Any]:
+        """What else decides about the next update, by name; `step_counter` among it."""
 
 
 class PartialUpdates:
@@ -45,66 +55,61 @@ class PartialUpdates:
         layout: the partitions in use are its buckets.
     """
 
-    def __init__(self, agreement: Agreement, costs: Costs) -> None:
-        """Local. `costs`: where reductions count what they cost."""
+    def __init__(self, agreement: Agreement, statistics: CommunicationStatistics) -> None:
+        """Local. `statistics`: where steps, and what they cost, are counted."""
         self.pending = self.slots_pending = False
         self.next = 0
         self.layout: Layout | None = None
         self._agreement = agreement
-        self._costs = costs
+        self._statistics = statistics
         self._memory = WireMemory(agreement.communicator)
         self._plan: tuple[int, list[str]] | None = None  # size and order of the partitions, which loaded states name
 
     def begin(
-        self,
-        elements: int,
-        order: Callable[[], Sequence[Parameter]],
-        slots: Slots,
-        version: int,
-        progress: Progress,
-        look: bool,
+        self, elements: int, order: Callable[[], Sequence[Parameter]], slots: Slots, version: int, look: bool
     ) -> PartialStep:
         """Collective. See `Engine.begin_partial`; `look`: whether NaN and infinity are looked for."""
-        layout = self.layout
+        layout, statistics = self.layout, self._statistics
         if layout is None or (layout.bucket_elements, layout.version) != (elements, version):
-            layout = self._fitting(elements, order(), slots, version, progress)
-        self._agreement.drift.look(slots.constants(), progress.steps - progress.skipped)
+            layout = self._fitting(elements, order(), slots, version)
+        self._agreement.look(slots.constants(), statistics.steps - statistics.skipped)
         self.pending = self.slots_pending = True  # even if an exception ends the update half-way
-        return PartialStep(layout, self._agreement, progress, self._costs, look)
+        return PartialStep(layout, self._agreement, statistics, look)
 
-    def _fitting(
-        self, elements: int, params: Sequence[Parameter], slots: Slots, version: int, progress: Progress
-    ) -> Layout:
+    def _fitting(self, elements: int, params: Sequence[Parameter], slots: Slots, version: int) -> Layout:
         layout = self.layout
         if layout is not None and layout.places.keys() != {id(param) for param in params}:
             self.synchronize()  # while the parameters that differ are known
         elif layout is not None and layout.bucket_elements == elements:
             layout.version = version
             return layout
-        self._agreement.reach(params, slots.constants(), progress, equal=not self.pending)
+        self._agreement.reach(
+            params, slots.constants(), self._statistics.steps - self._statistics.skipped, equal=not self.pending
+        )
         return self._new_layout(elements, params, version)
 
     def _new_layout(self, elements: int, params: Sequence[Parameter], version: int) -> Layout:
-        layout = self.layout = Layout(params, elements, version, self._memory, prefix=self._agreement.drift.prefix)
+        layout = self.layout = Layout(params, elements, version, self._memory, prefix=self._agreement.prefix)
         self._plan = elements, layout.names
         return layout
 
     def average(self, layout: Layout) -> None:
         """Collective. After a partial update: average one partition of the parameters; steps visit them in a cycle."""
         bucket = layout.buckets[self.next % len(layout.buckets)]
-        with self._agreement.drift:
-            self._average(bucket, self._agreement.drift.label(bucket.label))
+        with self._agreement.explained():
+            self._average(bucket, self._agreement.label(bucket.label))
         self.next += 1
 
     def _average(self, bucket: Bucket, label: str) -> None:
         # The gradients in the bucket have been used; their place in wire memory carries the parameters.
         for param, grad in zip(bucket.params, bucket.grads, strict=True):
             grad[...] = param.array
-        cost, began = self._costs.setdefault((bucket.label, PARAMETERS), Statistics()), perf_counter()
-        self._agreement.communicator.all_reduce(bucket.flat, "mean", label=label).wait()
+        communicator, cost = self._agreement.communicator, self._statistics.buckets[bucket.label, PARAMETERS]
+        began = perf_counter()
+        communicator.all_reduce(bucket.flat, "mean", label=label).wait()
         cost.comm_seconds += perf_counter() - began
         cost.reductions += 1
-        cost.wire_bytes += dense_wire_bytes(bucket.flat.nbytes, self._agreement.communicator.topology.world_size)
+        cost.wire_bytes += dense_wire_bytes(bucket.flat.nbytes, communicator.topology.world_size)
         for param, grad in zip(bucket.params, bucket.grads, strict=True):
             param.array[...] = grad
 
@@ -129,7 +134,10 @@ class PartialUpdates:
     def end(self, slots: Slots) -> None:
         """Collective. Make the ranks equal: equal gradients then keep them so."""
         self.synchronize()
-        average(self._agreement.communicator, slots)
+        states = slots.get_states()
+        for name, array in _floats_of(states):
+            self._agreement.communicator.all_reduce(array, "mean", label=name).wait()
+        slots.set_states(states)
         self.slots_pending = False
 
     # -- saved states ------------------------------------------------------------------------------------------------
@@ -158,41 +166,38 @@ class PartialUpdates:
         return elements, names
 
 
+def _floats_of(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The arrays of floats in an optimizer's states. Those of users may have dicts of tensors in them, as in SINGA."""
+    for name, value in states.items():
+        array = getattr(value, "array", value)
+        if isinstance(value, dict):
+            yield from _floats_of(value)
+        elif not isinstance(array, np.generic) and getattr(array, "dtype", np.dtype(int)).kind == "f":
+            yield name, array
+
+
 class PartialStep(GradientCounter):
     """A step in which every rank uses its own gradients."""
-
-    def __init__(self, layout: Layout, agreement: Agreement, progress: Progress, costs: Costs, look: bool) -> None:
-        """Local. `look`: whether NaN and infinity are looked for."""
-        super().__init__(layout, agreement.communicator, agreement.drift, progress, look)
-        self._costs = costs
-
-    def finish(self, unused: Literal["raise", "zero"] = "raise") -> BadGradient | None:
-        """Collective. The verdict on all ranks' gradients, which are left as they are; see `GradientCounter.finish`."""
-        self._complete(unused)
-        for bucket in self.layout.buckets:
-            cost = self._costs.setdefault((bucket.label, PARAMETERS), Statistics())
-            cost.dense_bytes += dense_wire_bytes(bucket.flat.nbytes, self._communicator.topology.world_size)
-        if not self._looks:
-            self._ended = True
-            return None
-        found = ((bucket.index, bucket.first_nonfinite()) for bucket in self.layout.buckets)
-        return self._exchange(*next(((i, element) for i, element in found if element is not None), (_NOTHING, 0)))
-
-    def _exchange(self, index: int, element: int, reason: str = "") -> BadGradient | None:
-        everyone = np.empty(2 * self._communicator.topology.world_size, np.int64)
-        own = np.array([index, element], np.int64)
-        self._calling = True
-        self._communicator.all_gather(own, everyone, label=self._drift.label("non-finite")).wait()
-        self._calling = False
-        for rank, (bad, place) in enumerate(everyone.reshape(-1, 2).tolist()):
-            if bad != _NOTHING:
-                self._refuse(reason)
-                return self._named(self.layout.buckets[bad], rank, place)
-        self._ended = True
-        return None
 
     def _start_full(self) -> None:
         pass
 
-    def _give_up(self, reason: str) -> None:
-        self._exchange(_LEFT, 0, reason)
+    def _end(self) -> BadGradient | None:
+        """Collective. The verdict on all ranks' gradients, which are left as they are."""
+        buckets, world_size = self.layout.buckets, self._communicator.topology.world_size
+        for bucket in buckets:
+            cost = self._statistics.buckets[bucket.label, PARAMETERS]
+            cost.dense_bytes += dense_wire_bytes(bucket.flat.nbytes, world_size)
+        if not self._looks:
+            return None
+        found = ((bucket.index, kernels_of(bucket.flat).first_nonfinite(bucket.flat)) for bucket in buckets)
+        own = next(((index, element) for index, element in found if element is not None), (_NOTHING, 0))
+        everyone = np.empty(2 * world_size, np.int64)
+        self._calling = True
+        label = self._agreement.label("non-finite")
+        self._communicator.all_gather(np.array(own, np.int64), everyone, label=label).wait()
+        self._calling = False
+        for rank, (index, element) in enumerate(everyone.reshape(-1, 2).tolist()):
+            if index != _NOTHING:
+                return self._named(buckets[index], rank, element)
+        return None

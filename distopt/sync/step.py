@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -15,16 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from ..comm import Communicator
-    from ..compress import Codec, CodecState, Reduction
+    from ..compress import Codec, CodecState, CommunicationStatistics, Reduction
+    from .agreement import Agreement
     from .bucket import Bucket, Parameter
-    from .drift import Drift
     from .layout import Layout
-    from .stats import Progress
 
 __all__ = ["GradientCounter", "Step"]
-
-AnyStep = TypeVar("AnyStep", bound="GradientCounter")
 
 
 class GradientCounter(ABC):
@@ -39,53 +35,39 @@ class GradientCounter(ABC):
         layout: the buckets of this step.
     """
 
-    def __init__(
-        self, layout: Layout, communicator: Communicator, drift: Drift, progress: Progress, looks: bool
-    ) -> None:
-        """Local. The step is the next one of `progress`, and counted there; `looks`: whether NaN is looked for."""
+    def __init__(self, layout: Layout, agreement: Agreement, statistics: CommunicationStatistics, looks: bool) -> None:
+        """Local. The step is the next one of `statistics`, and counted there; `looks`: whether NaN is looked for."""
         self.layout = layout
         self._looks = looks
-        self._communicator = communicator
-        self._drift = drift
-        self._progress = progress
-        self._number = progress.steps
-        progress.steps += 1
+        self._agreement = agreement
+        self._communicator = agreement.communicator
+        self._statistics = statistics
+        self._number = statistics.steps
+        statistics.steps += 1
         self._ended = False  # whether all collectives of the step have
         self._calling = False  # whether a collective is being started, or waited for where that cannot be repeated
         self._started: list[Reduction] = []
         self._awaited = layout.places.copy()  # index of the bucket by id of the parameter
         self._missing = [len(bucket.params) for bucket in layout.buckets]
 
-    def __enter__(self: AnyStep) -> AnyStep:
+    def __enter__(self) -> GradientCounter:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, MismatchError):
-            self._drift.explain(error)
+            self._agreement.explain(error)
         elif error is not None and not self._ended and not isinstance(error, CommunicatorError):
             self._leave(error)
 
     @abstractmethod
-    def finish(self, unused: Literal["raise", "zero"] = "raise") -> BadGradient | None:
-        """Collective. Wait for the end of the step; the verdict on its gradients, the same on all ranks.
-
-        Args:
-            unused: what to do where a parameter had no gradient in this step: raise an error, or take part with zeros.
-
-        Raises:
-            UsageError: see `unused`.
-            GradientError: an exception has ended the step on another rank.
-        """
-
-    @abstractmethod
     def _start_full(self) -> None:
-        """A bucket is full."""
+        """Collective. Start what can start: a bucket is full."""
 
     @abstractmethod
-    def _give_up(self, reason: str) -> None:
-        """Collective. Take part in the rest of the step without gradients; the other ranks get to know `reason`."""
+    def _end(self) -> BadGradient | None:
+        """Collective. Wait for the end of what has been started; the verdict on the gradients."""
 
     def final(self, param: Parameter) -> None:
         """Collective. The gradient of `param` is in its place, and will not change any more.
@@ -107,6 +89,25 @@ class GradientCounter(ABC):
             self._start_full()
         elif self._started:
             self._communicator.progress()
+
+    def finish(self, unused: Literal["raise", "zero"] = "raise") -> BadGradient | None:
+        """Collective. Wait for the end of the step; the verdict on its gradients, the same on all ranks.
+
+        Args:
+            unused: what to do where a parameter had no gradient in this step: raise an error, or take part with zeros.
+
+        Raises:
+            UsageError: see `unused`.
+            GradientError: an exception has ended the step on another rank.
+        """
+        if self._awaited:
+            self._complete(unused)
+            self._start_full()
+        verdict = self._end()
+        if verdict is not None:
+            self._refuse()
+        self._ended = True
+        return verdict
 
     def _complete(self, unused: Literal["raise", "zero"]) -> None:
         """Give the parameters that had no gradient one of zeros, or raise."""
@@ -137,7 +138,13 @@ class GradientCounter(ABC):
         reason = f"{type(error).__name__}: {error}".removesuffix(": ")
         try:
             if self._looks and not self._calling:
-                self._give_up(reason)
+                for bucket in self.layout.buckets[len(self._started) :]:
+                    for grad in bucket.grads:  # and not the padding, which stays zero
+                        grad.fill(np.nan)
+                self._missing = [0] * len(self._missing)
+                self._start_full()
+                if self._end() is not None:
+                    self._refuse(reason)
                 return
         except GradientError:  # another rank has left, too
             return
@@ -162,7 +169,7 @@ class GradientCounter(ABC):
         Raises:
             GradientError: a rank has left.
         """
-        self._progress.skipped += 1
+        self._statistics.skipped += 1
         reasons = self._communicator.all_gather_bytes(reason.encode())
         self._ended = True
         for rank, other in enumerate(reasons):
@@ -181,45 +188,27 @@ class Step(GradientCounter):
     def __init__(
         self,
         layout: Layout,
-        communicator: Communicator,
-        drift: Drift,
-        progress: Progress,
+        agreement: Agreement,
+        statistics: CommunicationStatistics,
         codec: Codec,
         states: Sequence[CodecState],
         *,
-        clip: float | None = None,
-        weight: float = 1.0,
+        clip: float | None,
+        weight: float,
     ) -> None:
         """Local.
 
         Args:
             layout: the buckets.
-            communicator: of the ranks.
-            drift: makes the label of the first collective.
-            progress: see `GradientCounter`.
+            agreement: of the ranks.
+            statistics: see `GradientCounter`.
             codec: what is sent.
             states: what it keeps for each bucket.
             clip: see `Engine.begin`.
             weight: a factor on the means.
         """
-        super().__init__(layout, communicator, drift, progress, codec.lossy or states[0].check_finite)
+        super().__init__(layout, agreement, statistics, codec.lossy or states[0].check_finite)
         self._codec, self._states, self._clip, self._weight = codec, states, clip, weight
-
-    def finish(self, unused: Literal["raise", "zero"] = "raise") -> BadGradient | None:
-        """Collective. Wait until all gradients are the means over the ranks; see `GradientCounter.finish`."""
-        if self._awaited:
-            self._complete(unused)
-            self._start_full()
-        verdicts = finish_all(self._started)
-        if any(verdicts):
-            self._refuse()
-            place, verdict = next((i, verdict) for i, verdict in enumerate(verdicts) if verdict)
-            return self._named(self.layout.buckets[place], verdict.rank, verdict.element)
-        self._ended = True
-        if self._weight != 1:
-            for bucket in self.layout.buckets:
-                bucket.flat *= self._weight
-        return None
 
     def _start_full(self) -> None:
         """Start full buckets in the order of their indices, which is the same on all ranks."""
@@ -231,11 +220,12 @@ class Step(GradientCounter):
             self._started.append(self._codec.start(self._states[index]))
             self._calling = False
 
-    def _give_up(self, reason: str) -> None:
-        for bucket in self.layout.buckets[len(self._started) :]:
-            for grad in bucket.grads:  # and not the padding, which stays zero
-                grad.fill(np.nan)
-        self._missing = [0] * len(self._missing)
-        self._start_full()
-        if any(finish_all(self._started)):
-            self._refuse(reason)
+    def _end(self) -> BadGradient | None:
+        """Collective. Wait until all gradients are the means over the ranks."""
+        for bucket, verdict in zip(self.layout.buckets, finish_all(self._started), strict=True):
+            if verdict is not None:
+                return self._named(bucket, verdict.rank, verdict.element)
+        if self._weight != 1:
+            for bucket in self.layout.buckets:
+                bucket.flat *= self._weight
+        return None

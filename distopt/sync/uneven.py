@@ -45,31 +45,25 @@ class RollCall:
         self._plan = _NO_STEP
         self._answers = np.empty(2 * communicator.topology.world_size, np.int64)
 
-    def step(self, recipe: Recipe) -> float:
-        """Collective. Announce a step with data.
+    def call(self, recipe: Recipe | None) -> float:
+        """Collective. Announce a step with data, or with None that this rank has no more batches.
 
         Returns:
-            By what to multiply a mean over all ranks to have the mean over those that still have data.
+            By what to multiply a mean over all ranks to have the mean over those that still have data; 0 if none has.
 
         Raises:
             UsageError: a codec with error feedback, or a rank that had no batch at all; the latter on all ranks.
             MismatchError: the ranks are about to send different things; on all ranks.
         """
-        if isinstance(recipe.codec, ErrorFeedback):
-            raise UsageError(
-                "error feedback would go on sending what a rank without data has left over, at a weight that is not "
-                "its own; use a codec without it inside DistOpt.join"
-            )
-        self.last = recipe
-        self._plan = zlib.crc32(repr(recipe).encode()) + 1
-        return self._call(True)
-
-    def without_data(self) -> float:
-        """Collective. Announce that this rank has no more batches; as `step`, and 0 if no rank has."""
-        return self._call(False)
-
-    def _call(self, active: bool) -> float:
-        mine = np.array([active, self._plan], np.int64)
+        if recipe is not None:
+            if isinstance(recipe.codec, ErrorFeedback):
+                raise UsageError(
+                    "error feedback would go on sending what a rank without data has left over, at a weight that is "
+                    "not its own; use a codec without it inside DistOpt.join"
+                )
+            self.last = recipe
+            self._plan = zlib.crc32(repr(recipe).encode()) + 1
+        mine = np.array([recipe is not None, self._plan], np.int64)
         self._communicator.all_gather(mine, self._answers, label="join").wait()
         have_data, plans = self._answers.reshape(-1, 2).T.tolist()
         topology = self._communicator.topology

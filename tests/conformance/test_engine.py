@@ -12,9 +12,9 @@ import pytest
 
 from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
 from distopt.errors import GradientError, MismatchError, StateError, UsageError
+from distopt.sync.bucket import ALIGNMENT_BYTES, WireMemory
 from distopt.sync.engine import Engine
 from distopt.sync.layout import FIRST_BUCKET_BYTES, Layout, plan
-from distopt.sync.memory import ALIGNMENT_BYTES, WireMemory
 from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
 
 F32 = np.float32
@@ -203,7 +203,7 @@ def test_the_verdict_is_a_value_that_names_parameter_step_and_rank(codec, world_
         )
         assert verdict.rank == world_size - 1
         own.engine.refuse(verdict)
-        assert (own.engine.progress.steps, own.engine.progress.skipped) == (2, 1)
+        assert (own.engine.statistics.steps, own.engine.statistics.skipped) == (2, 1)
         own.engine.non_finite = "raise"
         with pytest.raises(GradientError, match=r"fc\.W"):
             own.engine.refuse(verdict)
@@ -383,7 +383,7 @@ def test_ranks_with_other_numbers_of_batches_end_with_the_same_parameters(codec,
                 own.write(step, gradients(own.rank, number))
                 assert step.finish() is None
                 update(step.layout)
-        assert own.engine.progress.steps == max(batches)
+        assert own.engine.statistics.steps == max(batches)
         return [param.array for param in own.params]
 
     ranks = on_ranks(len(batches), body)
@@ -417,7 +417,7 @@ def test_states_are_saved_per_parameter_and_go_on_to_the_bit(codec):
             target.engine.set_states(states)
             assert target.engine.get_states().keys() == states.keys()
             assert same_bits(target.run(codec, gradients(target.rank, 2)), expected)
-            assert target.engine.progress.steps == 3
+            assert target.engine.statistics.steps == 3
         key = next(iter(residuals))
         others = {k: a for k, a in states.items() if k != key}
         before = whole.engine.get_states()
@@ -483,7 +483,7 @@ def test_partial_updates_are_averaged_in_the_order_that_loaded_states_name():
         fresh.engine.set_states(states)
         with pytest.raises(UsageError, match=r"scale of the loaded .* not known yet; call DistOpt.attach"):
             fresh.engine.partial.synchronize()
-        fresh.engine.attach(fresh.params)
+        fresh.engine.agreement.attach(fresh.params)
         for param, saved in zip(fresh.params, own.params, strict=True):
             param.array[...] = saved.array
         for rank in (fresh, own):
@@ -527,7 +527,7 @@ def test_ranks_that_start_from_other_parameters_are_made_equal(caplog):
         for attach in (True, False):
             own = Rank(comm, spread=1)
             if attach:
-                own.engine.attach(own.params)
+                own.engine.agreement.attach(own.params)
             own.begin(Fp32())
             assert all((param.array == 1).all() for param in own.params)
 
@@ -616,7 +616,7 @@ def test_the_first_bucket_is_small_where_bytes_move_during_backward(monkeypatch)
         quarter = FIRST_BUCKET_BYTES // 16
         own = Rank(comm, bucket_elements=10**7)
         own.params = [Parameter(f"p{i}", np.zeros(quarter, F32)) for i in range(12)]
-        own.engine.attach(own.params)
+        own.engine.agreement.attach(own.params)
         dense = own.begin(Fp32()).layout
         partial = own.begin_partial(10**7).layout
         return [len(bucket.params) for bucket in dense.buckets], len(partial.buckets)
@@ -722,7 +722,7 @@ def test_a_step_that_an_exception_ends_on_one_rank_ends_on_all_and_training_goes
             else:
                 means = whole(own, codec, number)
                 results += [means] if codec is not None else []
-        assert (own.engine.progress.steps, own.engine.progress.skipped) == (4, 2)
+        assert (own.engine.statistics.steps, own.engine.statistics.skipped) == (4, 2)
         return results
 
     first, *others = on_ranks(3, body)

@@ -204,6 +204,32 @@ def interrupted(optimizer) -> dict[str, np.ndarray]:
     return results
 
 
+def interrupted_late(optimizer) -> dict[str, np.ndarray]:
+    """An exception on rank 1 after its last bucket: that rank has not updated, and the next step says so."""
+    net = build(optimizer)
+    train(optimizer, net, range(2), Fp32())
+    backward = autograd.backward
+
+    def ended(loss, **options):
+        yield from backward(loss, **options)
+        raise KeyboardInterrupt
+
+    if optimizer.global_rank == 1:
+        autograd.backward = ended
+        with pytest.raises(KeyboardInterrupt):
+            train(optimizer, net, range(2, 3), Fp32())
+        autograd.backward = backward
+    else:
+        train(optimizer, net, range(2, 3), Fp32())
+    train(optimizer, net, range(3, 4), Fp32())
+    return {}
+
+
+def test_an_exception_after_the_last_bucket_is_a_mismatch_in_the_next_step(tmp_path):
+    with pytest.raises(RankFailedError, match=r"MismatchError.*now step_counter = 2"):
+        on_ranks(tmp_path, 2, interrupted_late)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_an_interrupted_step_leaves_an_optimizer_that_trains_on(tmp_path, world_size):
     ranks = on_ranks(tmp_path, world_size, interrupted)
