@@ -52,14 +52,13 @@ class Failure:
 def first_of(failures: Iterable[Failure], *, between_hosts: bool = False) -> Failure:
     """Local. The cause of the others, of failures in the order in which they were heard of.
 
-    Of those that are no consequence: a lost node before ranks, a signal before exit codes, then the earliest. Between
-    hosts, a crash comes last: MPICH (5.0.2) crashes in MPI_Isend to a rank that has ended.
+    Of those that are no consequence: a lost node before ranks, then the earliest. Between hosts, a crash comes last:
+    MPICH (5.0.2) crashes in MPI_Isend to a rank that has ended.
     """
 
     def place(failure: Failure) -> tuple[bool, ...]:
         crashed = between_hosts and failure.code == 128 + signal.SIGSEGV
-        by_signal = failure.code > 128 and not failure.is_consequence
-        return failure.is_consequence, not failure.is_final, crashed, not by_signal
+        return failure.is_consequence, not failure.is_final, crashed
 
     return min(failures, key=place)
 
