@@ -13,7 +13,6 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections import deque
 from dataclasses import asdict
@@ -26,7 +25,7 @@ from ..gate import LONGEST_CALL_SECONDS, RefusedError, StrangerError, call, list
 from ..stopwatch import Stopwatch
 from ..threads import thread_variables
 from .nodes import NO_RANK, Node, Owner, RunOptions
-from .output import write_all
+from .output import Output
 from .program import Program
 from .ranks import Failure, LocalRanks
 
@@ -37,6 +36,7 @@ _RETRY_SECONDS = 0.03
 _FOREIGN_SECONDS = 3.0  # for which another program may still hold the endpoint
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM)
+_STILL_SECONDS = 1.0  # for which the reader of the last lines of a job that has failed may take none
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
 # Those of a launcher that has started the agent would contradict the ranks' own.
 _FOREIGN_VARIABLES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_")
@@ -66,6 +66,7 @@ class _Agent:
         self._options = options
         self._caught = caught  # signals that have not been acted on
         self._selector = selector
+        self._outputs = [Output(fd, selector, self._print) for fd in (1, 2)]
         self._key = hashlib.sha256(
             f"distopt run {json.dumps(options.run_id)} {Settings.from_env().job_secret}".encode()
         ).digest()
@@ -97,6 +98,22 @@ class _Agent:
             self._ranks.close()
         if self._owner is not None:
             self._owner.close()
+        for output in self._outputs:
+            if output.dropped:
+                lines = "line" if output.dropped == 1 else "lines"
+                self._print(f"{output.dropped} {lines} of {output.name} could not be written")
+        before, clock = 0, Stopwatch()
+        while unread := sum(len(output.unread) for output in self._outputs):
+            if unread != before:
+                before, clock = unread, Stopwatch()
+            elif (self._code or self._caught) and clock.seconds() > _STILL_SECONDS:
+                break
+            turn(self._selector, _LOOK_SECONDS)
+        for output in self._outputs:
+            output.close()
+
+    def _print(self, text: str) -> None:
+        self._outputs[1].write(f"distopt run: {text}\n".encode(errors="backslashreplace"))
 
     # -- meeting ---------------------------------------------------------------------------------------------------
     def _meet(self) -> None:
@@ -106,7 +123,7 @@ class _Agent:
             with contextlib.suppress(OSError):  # on this host, another agent may own it; or something else
                 listener = listen(options.port, options.nodes + 16)
         if options.nodes == 1 or listener is not None:
-            self._owner = Owner(self._me, options, self._key, self._selector, _print)
+            self._owner = Owner(self._me, options, self._key, self._selector, self._print)
             if listener is not None:
                 self._owner.listen(listener)
         elif (link := self._connect()) is not None:
@@ -162,7 +179,7 @@ class _Agent:
     def _obey(self, message: dict[str, Any]) -> None:
         do = message["do"]
         if text := message.get("text"):
-            _print(text)
+            self._print(text)
         if do == "start":
             self._start(message)
         elif do == "end" and self._ranks is not None:
@@ -190,7 +207,7 @@ class _Agent:
                 if options.log_dir is not None:
                     folder = options.log_dir / order["job"] / f"attempt_{order['attempt']}" / str(rank)
                 own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-                ranks.add(Program(rank, options.program, {**common, **own}, folder, self._selector))
+                ranks.add(Program(rank, options.program, {**common, **own}, folder, self._outputs))
         except UsageError as error:
             text = f"on {self._me.host}, {error}"
             ranks.failures.append(Failure(order["first"], UsageError.exit_code, text, is_final=True))
@@ -217,7 +234,7 @@ class _Agent:
             signum = self._caught.pop(0)
             if self._ranks is None:
                 if signum in _ENDING:
-                    _print(f"{signal.Signals(signum).name}: no rank has been started")
+                    self._print(f"{signal.Signals(signum).name}: no rank has been started")
                     self._code = 128 + signum
                 continue
             self._signals.append(signum)
@@ -311,8 +328,3 @@ def _variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[s
         # Never sent. It is as secret as what the nodes had in common before; on one node, nobody else can know it.
         "DISTOPT_JOB_SECRET": proof(key, b"ranks", bytes.fromhex(order["salt"])).hex(),
     }
-
-
-def _print(text: str) -> None:
-    sys.stdout.flush()
-    write_all(2, f"distopt run: {text}\n".encode(errors="backslashreplace"))

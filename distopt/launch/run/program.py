@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import selectors
 import signal
 import socket
 import subprocess
@@ -21,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from .output import Output
+
 __all__ = ["Program"]
 
 
@@ -32,7 +32,7 @@ class Program(Rank):
         program: the words of the command.
         env: its environment.
         folder: where its output goes besides the output of this process, as `stdout.log` and `stderr.log`.
-        selector: gets the output registered, with functions to call.
+        outputs: where its stdout and stderr are shown.
 
     Raises:
         UsageError: the program cannot be started, or the log files cannot be written.
@@ -44,26 +44,25 @@ class Program(Rank):
         program: Sequence[str],
         env: Mapping[str, str],
         folder: Path | None,
-        selector: selectors.BaseSelector,
+        outputs: Sequence[Output],
     ) -> None:
         super().__init__(rank)
         self._folder = folder
-        self._selector = selector
         self._relays: list[Relay] = []
         try:
-            self._start(program, {**env, VARIABLE: f"{os.getpid()} {self.sink}"})
+            self._start(program, outputs, {**env, VARIABLE: f"{os.getpid()} {self.sink}"})
         except (OSError, subprocess.SubprocessError) as error:
             raise UsageError(f"rank {rank} cannot be started: {error}") from None
         finally:
             os.close(self.sink)
 
-    def _start(self, program: Sequence[str], env: Mapping[str, str]) -> None:
+    def _start(self, program: Sequence[str], outputs: Sequence[Output], env: Mapping[str, str]) -> None:
         mark = b"[rank %d] " % self.rank if self.rank else b""
         logs: list[BinaryIO | None] = [None, None]
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             logs = [(self._folder / name).open("wb", buffering=0) for name in ("stdout.log", "stderr.log")]
-        relays = [Relay(target, mark, log) for target, log in zip((1, 2), logs, strict=True)]
+        relays = [Relay(output, mark, log) for output, log in zip(outputs, logs, strict=True)]
         try:
             self._process = subprocess.Popen(
                 program,
@@ -81,7 +80,7 @@ class Program(Rank):
         self.pid = self._process.pid
         self._relays = relays
         for relay in relays:
-            self._selector.register(relay.source, selectors.EVENT_READ, partial(self._pass_on, relay))
+            relay.listen()
 
     def kill(self) -> None:  # noqa: D102 - and those that it has started in its group, also if it has ended
         super().kill()
@@ -112,14 +111,6 @@ class Program(Rank):
             text = f"{text}; see {self._folder}"
         return code, f"rank {self.rank} on {socket.gethostname()} (pid {self.pid}) {text}"
 
-    def _pass_on(self, relay: Relay) -> None:
-        with contextlib.suppress(BlockingIOError):
-            if not relay.pass_on():
-                self._selector.unregister(relay.source)
-                relay.finish()
-
     def _finish(self) -> None:
         for relay in self._relays:
-            if relay.source >= 0:
-                self._selector.unregister(relay.source)
-                relay.finish()
+            relay.finish()
