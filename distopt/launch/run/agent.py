@@ -27,7 +27,7 @@ from ..threads import thread_variables
 from .nodes import NO_RANK, Node, Owner, RunOptions
 from .output import Output
 from .program import Program
-from .ranks import Failure, LocalRanks
+from .ranks import Failure, LocalRanks, starting
 
 __all__ = ["run"]
 
@@ -207,7 +207,8 @@ class _Agent:
                 if options.log_dir is not None:
                     folder = options.log_dir / order["job"] / f"attempt_{order['attempt']}" / str(rank)
                 own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-                ranks.add(Program(rank, options.program, {**common, **own}, folder, self._outputs))
+                with starting(rank):
+                    ranks.add(Program(rank, options.program, {**common, **own}, folder, self._outputs))
         except UsageError as error:
             text = f"on {self._me.host}, {error}"
             ranks.failures.append(Failure(order["first"], UsageError.exit_code, text, is_final=True))

@@ -155,7 +155,7 @@ class Owner(Gate):
         node.signals = [int(signum) for signum in message["signals"]]
         for one in message["failures"]:
             failure = Failure(**one)
-            self._failures[failure.rank] = failure
+            self._failures.setdefault(failure.rank, failure)  # of one that cannot be started, and of one ended then
         if say == "kill":
             self._killed = True
         if say == "ended":

@@ -9,7 +9,6 @@ import subprocess
 from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
 
-from ...errors import UsageError
 from ..ending import describe_exit, die_with
 from ..watch.report import VARIABLE
 from .output import Relay
@@ -35,7 +34,8 @@ class Program(Rank):
         outputs: where its stdout and stderr are shown.
 
     Raises:
-        UsageError: the program cannot be started, or the log files cannot be written.
+        OSError: the program cannot be started, or the log files cannot be written.
+        subprocess.SubprocessError: this process has ended meanwhile.
     """
 
     def __init__(
@@ -51,8 +51,6 @@ class Program(Rank):
         self._relays: list[Relay] = []
         try:
             self._start(program, outputs, {**env, VARIABLE: f"{os.getpid()} {self.sink}"})
-        except (OSError, subprocess.SubprocessError) as error:
-            raise UsageError(f"rank {rank} cannot be started: {error}") from None
         finally:
             os.close(self.sink)
 

@@ -9,25 +9,32 @@ supervisor ends the job.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import selectors
 import signal
+import subprocess
 import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ...errors import UsageError
 from ..ending import ENDED_BY_SIGTERM
 from ..gate import turn
 from ..stopwatch import Stopwatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-__all__ = ["Failure", "LocalRanks", "Rank", "first_of"]
+__all__ = ["Failure", "LocalRanks", "Rank", "first_of", "starting"]
 
 _LOOK_SECONDS = 0.2
+_LIMITS = {
+    errno.EMFILE: "; start fewer ranks, or raise ulimit -n",
+    errno.EAGAIN: "; start fewer ranks, or raise ulimit -u or the container's pids.max",
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,16 @@ class Failure:
     text: str
     is_consequence: bool = False
     is_final: bool = False
+
+
+@contextlib.contextmanager
+def starting(rank: int) -> Iterator[None]:
+    """Local. Whatever the system refuses to a rank while it is started is a usage error, which names the limit."""
+    try:
+        yield
+    except (OSError, subprocess.SubprocessError) as error:
+        cure = _LIMITS.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+        raise UsageError(f"rank {rank} cannot be started: {error}{cure}") from None
 
 
 def first_of(failures: Iterable[Failure], *, between_hosts: bool = False) -> Failure:

@@ -24,7 +24,7 @@ from ..join.multiprocess import Ticket
 from ..join.origin import origin
 from ..threads import cores, thread_variables
 from .child import Child
-from .ranks import LocalRanks, first_of
+from .ranks import LocalRanks, first_of, starting
 from .task import check_call, check_script
 
 if TYPE_CHECKING:
@@ -198,7 +198,8 @@ def _start(local: LocalRanks, fn: Callable[..., object], world_size: int, args: 
     os.environ.update(variables)
     try:
         for rank in range(world_size):
-            local.add(Child(rank, world_size, fn, args, ticket))
+            with starting(rank):
+                local.add(Child(rank, world_size, fn, args, ticket))
     finally:
         for name in variables:
             del os.environ[name]
