@@ -153,7 +153,7 @@ class Relay:
     A line that ends by a carriage return, as those of progress bars do, counts as one.
 
     Args:
-        target: where the lines are shown.
+        target: where the lines are shown, as they come and as its reader takes them.
         mark: what each of these lines begins with.
         copy: file that gets the lines without marks.
 
@@ -172,10 +172,7 @@ class Relay:
         self._copy = copy
         self._rest = b""
         self._in_traceback = False
-
-    def listen(self) -> None:
-        """Local. From now on, lines are passed on as they come, while the target's reader takes them."""
-        self._target.sources.register(self.source, selectors.EVENT_READ, self._on_readable)
+        target.sources.register(self.source, selectors.EVENT_READ, self._on_readable)
 
     def _on_readable(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -195,8 +192,7 @@ class Relay:
         """Local. Pass on what the process has left, an unended line included, and close all; idempotent."""
         if self.source < 0:
             return
-        with contextlib.suppress(KeyError):  # it does not listen
-            self._target.sources.unregister(self.source)
+        self._target.sources.unregister(self.source)
         with contextlib.suppress(BlockingIOError):
             for _ in range(_RELAY_READS):  # a process that it has started may write forever
                 if not self.pass_on():

@@ -77,8 +77,6 @@ class Program(Rank):
                 os.close(relay.sink)
         self.pid = self._process.pid
         self._relays = relays
-        for relay in relays:
-            relay.listen()
 
     def kill(self) -> None:  # noqa: D102 - and those that it has started in its group, also if it has ended
         super().kill()
