@@ -20,7 +20,7 @@ from typing import Any
 
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
-from ..ending import caught_signals, waitable_children
+from ..ending import ENDING_SIGNALS, caught_signals, waitable_children
 from ..gate import LONGEST_CALL_SECONDS, RefusedError, StrangerError, call, listen, proof, turn
 from ..stopwatch import Stopwatch
 from ..threads import thread_variables
@@ -35,7 +35,6 @@ _LOOK_SECONDS = 0.2
 _RETRY_SECONDS = 0.03
 _FOREIGN_SECONDS = 3.0  # for which another program may still hold the endpoint
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_ENDING = (signal.SIGINT, signal.SIGTERM)
 _STILL_SECONDS = 1.0  # for which the reader of the last lines of a job that has failed may take none
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
 # Those of a launcher that has started the agent would contradict the ranks' own.
@@ -73,7 +72,8 @@ class _Agent:
         self._signals: list[int] = []
         self._owner: Owner | _Remote | None = None
         self._inbox: deque[dict[str, Any]] = deque()
-        self._me = Node(socket.gethostname(), os.getpid(), _wanted(options), self._inbox.append, options.host)
+        wanted = NO_RANK if options.node_rank is None else options.node_rank
+        self._me = Node(socket.gethostname(), os.getpid(), wanted, self._inbox.append, options.host)
         self._ranks: LocalRanks | None = None
         self._told = 0  # failures that the owner knows
         self._ended = False  # and it knows that all ranks have ended
@@ -86,7 +86,7 @@ class _Agent:
         while self._code is None:
             turn(self._selector, 0.0 if self._inbox else _LOOK_SECONDS)
             self._handle_signals()
-            if self._owner is not None:
+            if isinstance(self._owner, Owner):
                 self._owner.look()
             while self._inbox and self._code is None:
                 self._obey(self._inbox.popleft())
@@ -195,7 +195,7 @@ class _Agent:
             self._owner.name = f"the node that owns {self._options.endpoint}, {order['owner']},"
         self._ranks = ranks = LocalRanks(self._selector)
         self._told, self._ended, self._kill_at = 0, False, float("inf")
-        if ending := [signum for signum in self._signals if signum in _ENDING]:  # while all ranks had ended
+        if ending := [signum for signum in self._signals if signum in ENDING_SIGNALS]:  # while all ranks had ended
             ranks.failures.append(Failure(order["first"], 128 + ending[0], "", is_consequence=True))
             return
         options = self._options
@@ -234,7 +234,7 @@ class _Agent:
         while self._caught:
             signum = self._caught.pop(0)
             if self._ranks is None:
-                if signum in _ENDING:
+                if signum in ENDING_SIGNALS:
                     self._print(f"{signal.Signals(signum).name}: no rank has been started")
                     self._code = 128 + signum
                 continue
@@ -267,9 +267,6 @@ class _Remote:
         with contextlib.suppress(OSError):  # its end is noticed when it is read
             self._link.sendall(json.dumps(message).encode() + b"\n")
 
-    def look(self) -> None:
-        pass
-
     def close(self) -> None:
         if self._link.fileno() >= 0:
             self._selector.unregister(self._link)
@@ -286,10 +283,6 @@ class _Remote:
             self.close()
             text = f"{self.name} has ended or cannot be reached; see its output"
             self._inbox.append({"do": "finish", "code": 1, "text": text})
-
-
-def _wanted(options: RunOptions) -> int:
-    return NO_RANK if options.node_rank is None else options.node_rank
 
 
 def _owns(options: RunOptions) -> bool:

@@ -140,11 +140,11 @@ class Output:
         except BlockingIOError:
             pass
         except OSError as error:
-            is_first = not self.dropped
-            self.dropped += len(self.unread.splitlines())
-            self.unread.clear()
-            if is_first:
-                self.warn(f"cannot write {self.name} ({error.strerror}); lines that find no room are dropped")
+            lines = len(self.unread.splitlines())
+            if not self.dropped:
+                self.warn(f"cannot write {self.name} ({error.strerror}); lines are dropped until it can be written")
+            self.dropped += lines
+            self.unread.clear()  # of stderr, with the warning
 
 
 class Relay:

@@ -232,11 +232,9 @@ class LocalRanks:
         """Local. End all ranks by SIGTERM and, so many seconds later, by SIGKILL."""
         self.signal(signal.SIGTERM)
         clock = Stopwatch()
-        while self.running and clock.seconds() < seconds:
-            turn(self._selector, _LOOK_SECONDS)
-            self.look()
-        self.kill()
         while self.running:
+            if clock.seconds() >= seconds:
+                self.kill()
             turn(self._selector, _LOOK_SECONDS)
             self.look()
 
