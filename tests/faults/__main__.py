@@ -25,7 +25,7 @@ from benchmarks.networks.emulation import HostsUnavailableError, two_hosts
 from tests.processes import heed_signals, is_open_mpi
 
 from .backends import BACKENDS, possible_backends
-from .kinds import ALL_KINDS, KINDS
+from .kinds import KINDS
 from .trials import Outcome, Trial, is_possible, run
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     """In Markdown: a line per kind, a column per backend with number, median and maximum of seconds."""
     backends = [name for name in BACKENDS if any(o.trial.backend == name for o in outcomes)]
     rows = [["kind", *backends, *COUNTS], ["---"] * (1 + len(backends) + len(COUNTS))]
-    lines = {kind: [o for o in outcomes if o.trial.kind == kind] for kind in ALL_KINDS} | {"all": outcomes}
+    lines = {kind: [o for o in outcomes if o.trial.kind == kind] for kind in KINDS} | {"all": outcomes}
     for name, these in lines.items():
         if these:
             cells = [cell([o for o in these if o.trial.backend == backend]) for backend in backends]

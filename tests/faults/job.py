@@ -24,7 +24,7 @@ import numpy as np
 
 from distopt import device, launch, layer, model, opt, singa_wrap, tensor
 
-from .kinds import ALL_KINDS, BETWEEN, GOES_ON, INSIDE, LAUNCH, MAY_GO_ON, START, LeftError
+from .kinds import BETWEEN, GOES_ON, INSIDE, KINDS, LAUNCH, MAY_GO_ON, START, LeftError
 
 STEPS = 3
 LARGE = 4_000_003  # elements: a collective that other threads can hit
@@ -74,7 +74,7 @@ class Rank:
     def __init__(self, rank: int, plan: Plan) -> None:
         self.plan = plan
         self.number = rank
-        self.kind = ALL_KINDS.get(plan.kind)
+        self.kind = KINDS.get(plan.kind)
         self.is_faulty = rank == plan.rank
         self.x = tensor.from_numpy(np.random.default_rng(rank).standard_normal((4, 6), np.float32))
         self.y = tensor.from_numpy(np.arange(4, dtype=np.int32) % 3)

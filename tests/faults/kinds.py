@@ -237,6 +237,18 @@ def close(rank: Rank) -> None:
     rank.communicator.barrier()
 
 
+def raise_in_all(rank: Rank, faulty: bool) -> None:
+    """The other ranks print their tracebacks and take their time to end: what ends them is their launcher."""
+    folder = Path(rank.plan.folder)
+    if faulty:
+        while len([*folder.glob("raised[0-9]")]) < rank.plan.world_size - 1:
+            time.sleep(0.02)
+    else:
+        atexit.register(time.sleep, 60.0)
+        atexit.register(rank.plan.tell, f"raised{rank.number}", "")
+    raise ValueError("the cause")
+
+
 def mistake(harm: Callable[..., None], says: str, **options) -> Kind:
     return Kind(harm, **{"places": (BETWEEN, INSIDE), "says": says, "inline": True, "together": True, **options})
 
@@ -256,6 +268,7 @@ MISTAKES = {
     "NaN": mistake(not_a_number, "is NaN, infinite", places=(BETWEEN,)),
     "two optimizers": mistake(other_order_of_optimizers, "DistOpt 2", places=(BETWEEN,)),
     "second thread": mistake(call_from_two_threads, "two threads|MismatchError"),
+    "all raise": mistake(raise_in_all, "ValueError: the cause", places=(BETWEEN,), code=1, backends="^run"),
     "closed communicator": Kind(close, places=(BETWEEN, INSIDE), inline=True, says="closed|after close"),
 }
 
@@ -280,6 +293,11 @@ def wait_for_harm(rank: Rank) -> None:
         time.sleep(1.0)
 
 
+def write_without_end(rank: Rank) -> None:
+    while True:
+        print("x" * 100, flush=True)
+
+
 ONE_HOST = "^(main|raw|mpiexec|run)"
 LAUNCHERS = {
     # Nobody is left to be told.
@@ -289,6 +307,8 @@ LAUNCHERS = {
     "unseen by mpiexec": Kind(leave_unseen, ENDED, PLACES, backends="^mpiexec"),
     "link down": Kind(wait_for_harm, NAMED, (INSIDE,), backends="hosts"),
     "packets lost": Kind(wait_for_harm, NAMED, (INSIDE,), backends="hosts"),
+    "short outage": Kind(wait_for_harm, MAY_GO_ON, (INSIDE,), backends="hosts run"),
+    "output not read": Kind(write_without_end, ENDED, (BETWEEN,), inline=True, backends="^run|hosts run"),
 }
 LINKS = ("link down", "packets lost")
 
@@ -305,43 +325,16 @@ def nothing(rank: Rank) -> None:
     pass
 
 
+def write(rank: Rank) -> None:
+    print("x" * 100, flush=True)
+
+
 SETTINGS = {
     "forked child exits": Kind(fork, GOES_ON, (BETWEEN, INSIDE), inline=True),
     "fork before the meeting": Kind(fork, GOES_ON, (START,), inline=True),
     "SIGCHLD ignored": Kind(nothing, GOES_ON, (START,), backends="^(?!raw)"),  # which multiprocessing does not bear
     "stdout closed": Kind(nothing, GOES_ON, (START,)),
+    "output on a full disk": Kind(write, GOES_ON, (START, BETWEEN), inline=True, backends="^run|hosts run"),
 }
 
 KINDS: dict[str, Kind] = {**ENDS, **STALLS, **MISTAKES, **LAUNCHERS, **SETTINGS}
-
-
-# -- what does not hold yet --------------------------------------------------------------------------------------------
-def raise_in_all(rank: Rank, faulty: bool) -> None:
-    """The other ranks print their tracebacks and take their time to end: what ends them is their launcher."""
-    folder = Path(rank.plan.folder)
-    if faulty:
-        while len([*folder.glob("raised[0-9]")]) < rank.plan.world_size - 1:
-            time.sleep(0.02)
-    else:
-        atexit.register(time.sleep, 60.0)
-        atexit.register(rank.plan.tell, f"raised{rank.number}", "")
-    raise ValueError("the cause")
-
-
-def write_without_end(rank: Rank) -> None:
-    while True:
-        print("x" * 100, flush=True)
-
-
-def write(rank: Rank) -> None:
-    print("x" * 100, flush=True)
-
-
-# Not drawn, but known by their names; each moves to one of the kinds above as soon as it holds.
-PENDING: dict[str, Kind] = {
-    "all raise": mistake(raise_in_all, "ValueError: the cause", places=(BETWEEN,), code=1, backends="^run"),
-    "output not read": Kind(write_without_end, ENDED, (BETWEEN,), inline=True, backends="^run|hosts run"),
-    "output on a full disk": Kind(write, GOES_ON, (START, BETWEEN), inline=True, backends="^run|hosts run"),
-    "short outage": Kind(wait_for_harm, MAY_GO_ON, (INSIDE,), backends="hosts run"),
-}
-ALL_KINDS: dict[str, Kind] = {**KINDS, **PENDING}

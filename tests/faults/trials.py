@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tests.processes import Program, is_open_mpi, patience
 
 from .backends import BACKENDS, Backend, own_memory
-from .kinds import ALL_KINDS, ENDED, GOES_ON, LAUNCH, LINKS, MAY_GO_ON, MISTAKES, STALLS, START, Kind
+from .kinds import ENDED, GOES_ON, KINDS, LAUNCH, LINKS, MAY_GO_ON, MISTAKES, STALLS, START, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,7 @@ LAUNCH_BACKENDS = [name for name, backend in BACKENDS.items() if backend.by_mpie
 
 
 class Trial(NamedTuple):
-    """One job and its fault, by names of `ALL_KINDS`, `BACKENDS` and `PLACES`. `delay`: seconds into a collective."""
+    """One job and its fault, by names of `KINDS`, `BACKENDS` and `PLACES`. `delay`: seconds into a collective."""
 
     kind: str
     backend: str
@@ -56,16 +56,16 @@ class Trial(NamedTuple):
     @classmethod
     def draw(cls, rng: random.Random, kind: str, backend: str) -> Trial:
         """A trial of this kind with what is left to chance."""
-        places = [place for place in ALL_KINDS[kind].places if place != LAUNCH or backend in LAUNCH_BACKENDS]
+        places = [place for place in KINDS[kind].places if place != LAUNCH or backend in LAUNCH_BACKENDS]
         size = rng.choice(BACKENDS[backend].sizes)
         # What others see of a mistake of rank 0 is that they all differ from it.
-        rank = size - 1 if ALL_KINDS[kind].last else rng.randrange(1 if kind in MISTAKES else 0, size)
+        rank = size - 1 if KINDS[kind].last else rng.randrange(1 if kind in MISTAKES else 0, size)
         return cls(kind, backend, rng.choice(places), size, rank, round(rng.uniform(0.0, 0.4), 2))
 
     @property
     def waits(self) -> bool:
         """Whether nothing but the time-out ends the job."""
-        kind, backend = ALL_KINDS[self.kind], BACKENDS[self.backend]
+        kind, backend = KINDS[self.kind], BACKENDS[self.backend]
         # MPI does not tell of such an end before the ranks have met; of a death between hosts, not always.
         missed = (kind.leaves and backend.by_mpi) or (kind.silent and backend.hosts == 2)
         return kind.waits or self.place == LAUNCH or (missed and self.place == START)
@@ -73,14 +73,14 @@ class Trial(NamedTuple):
 
 def explanation(trial: Trial) -> str:
     """Why the rank may go without a name; empty if it may not."""
-    if ALL_KINDS[trial.kind].silent and BACKENDS[trial.backend].by_mpiexec:
+    if KINDS[trial.kind].silent and BACKENDS[trial.backend].by_mpiexec:
         return "mpiexec ends all ranks at once, and its report may be about another one"
     return ""
 
 
 def is_possible(kind: str, backend: str) -> bool:
     """Whether a fault of this kind can come to that backend."""
-    return re.search(ALL_KINDS[kind].backends, backend) is not None
+    return re.search(KINDS[kind].backends, backend) is not None
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Job:
 
     def __init__(self, trial: Trial, net: TwoHosts | None, folder: Path) -> None:
         self.trial, self.net = trial, net
-        self.kind: Kind = ALL_KINDS[trial.kind]
+        self.kind: Kind = KINDS[trial.kind]
         self.backend: Backend = BACKENDS[trial.backend]
         self.told, memory, temporary = self.folders = [folder / name for name in ("told", "shm", "tmp")]
         for path in self.folders:

@@ -65,10 +65,6 @@ while not ready.exists():
 sys.exit(3)
 """
 
-all_raise = pytest.mark.xfail(
-    strict=True, reason="item 1: when all ranks raise, one that the agent has ended is named, with exit code 143"
-)
-
 
 def command(tmp_path, text: str, *options: str) -> tuple[list[str], list[str]]:
     script, folder = tmp_path / "script.py", tmp_path / "ranks"
@@ -81,7 +77,6 @@ def told(ended: Ended) -> list[str]:
     return [line for line in ended.stderr.splitlines() if line.startswith("distopt run: ")]
 
 
-@all_raise
 @pytest.mark.parametrize("how", ["foreign", "distopt"])
 @pytest.mark.parametrize("n", [2, 4])
 def test_of_ranks_that_all_raise_the_first_that_has_ended_is_the_cause(tmp_path, n, how):
@@ -93,7 +88,6 @@ def test_of_ranks_that_all_raise_the_first_that_has_ended_is_the_cause(tmp_path,
     assert re.fullmatch(rf"distopt run: rank {n - 1} on {re.escape(HERE)} \(pid \d+\) {RAISED} {n - 1}", line)
 
 
-@all_raise
 def test_of_ranks_that_all_raise_the_first_is_the_cause_of_a_restart(tmp_path):
     run, script = command(tmp_path, ALL_RAISE, "--nproc-per-node", "2", "--max-restarts", "1")
     ended = Program([*run, *script, "foreign"]).end()
@@ -104,7 +98,6 @@ def test_of_ranks_that_all_raise_the_first_is_the_cause_of_a_restart(tmp_path):
     assert RAISED in last
 
 
-@all_raise
 def test_of_ranks_of_two_hosts_that_all_raise_the_first_is_named_on_both(tmp_path, net):
     run, script = command(
         tmp_path,
@@ -124,19 +117,7 @@ def test_of_ranks_of_two_hosts_that_all_raise_the_first_is_named_on_both(tmp_pat
     assert re.fullmatch(rf"distopt run: rank 3 on {net.hosts[1].name} \(pid \d+\) {RAISED} 3", line)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(
-            "abort",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="item 1: a rank that crashes when its agent ends it is named, not the one that failed",
-            ),
-        ),
-        "exit",
-    ],
-)
+@pytest.mark.parametrize("how", ["abort", "exit"])
 def test_how_a_rank_ends_that_its_agent_ends_is_not_the_cause(tmp_path, how):
     run, script = command(tmp_path, LATER, "--nproc-per-node", "2")
     ended = Program([*run, *script, how]).end()

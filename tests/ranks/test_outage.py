@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from distopt.cli.bench.emulation import LINK
+from benchmarks.networks.emulation import LINK
 from tests.processes import ROOT, Program, patience
 
 PORT = 29441
@@ -65,10 +65,6 @@ def assert_goes_on_or_says_why(programs: list[Program], seconds: float) -> None:
         assert ended.code == (143 if "SIGTERM" in line else 1)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="item 6: an outage that the agents' connection outlives, but not the ranks', ends the job without a reason",
-)
 def test_where_only_the_agents_reach_each_other_a_job_goes_on_or_says_why_it_has_ended(net):
     programs = job(net)
     drop_all_but(net, PORT)

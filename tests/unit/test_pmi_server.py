@@ -112,8 +112,9 @@ def test_lost_rank_is_named_once(capfd):
         ranks = join(3)
         ranks[1].hang_up()
         name = f"rank 1 on {socket.gethostname()} (pid {os.getpid()})"
-        assert ranks[0].told() == ranks[2].told() == "end 1 "
-        assert capfd.readouterr().err == f"{name} has ended before the others; see its output\n"
+        text = f"{name} has ended before the others; see its output"
+        assert ranks[0].told() == ranks[2].told() == f"end 1 -1 {text}"  # for their reports: the server prints it
+        assert capfd.readouterr().err == f"{text}\n"
         ranks[0].hang_up()
         ranks[2].hang_up()
 
@@ -135,7 +136,7 @@ def test_rank_that_has_told_of_its_failure_ends_the_others_with_its_code(capfd):
     with served():
         ranks = join()
         ranks[1].end_others(7)
-        assert ranks[0].told() == "end 7 "
+        assert ranks[0].told() == "end 7 -1 "
         assert capfd.readouterr().err == ""
         for one in ranks:
             one.hang_up()
@@ -145,7 +146,7 @@ def test_abort_carries_the_exit_code():
     with served():
         ranks = join()
         ranks[1].say("cmd=abort exitcode=7")
-        assert ranks[0].told() == "end 7 "
+        assert ranks[0].told() == "end 7 -1 "
         for one in ranks:
             one.hang_up()
 

@@ -5,24 +5,30 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import selectors
 
 import pytest
 
-from distopt.launch.run.output import Relay
+from distopt.launch.run.output import Output, Relay
 
 
 @pytest.fixture
 def shown():
-    """A descriptor to show lines at, and a function that returns what has been shown."""
+    """Where lines are shown, and a function that returns what has been shown."""
     read, write = os.pipe()
     os.set_blocking(read, False)
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 1 << 20)
+    selector = selectors.DefaultSelector()
+    output = Output(write, selector, lambda text: os.write(2, f"{text}\n".encode()))
 
     def seen():
         with contextlib.suppress(BlockingIOError):
             return os.read(read, 1 << 20)
         return b""
 
-    yield write, seen
+    yield output, seen
+    output.close()
+    selector.close()
     os.close(read)
     os.close(write)
 
@@ -51,7 +57,6 @@ def test_whole_lines_with_marks_and_a_copy_without(shown, tmp_path):
 
 def test_a_line_without_end_is_shown_before_it_fills_memory(shown):
     target, seen = shown
-    fcntl.fcntl(target, fcntl.F_SETPIPE_SZ, 1 << 20)
     relay = Relay(target)
     for _ in range(3):
         os.write(relay.sink, b"x" * 30_000)
@@ -80,6 +85,4 @@ def test_a_full_disk_costs_the_copy_only(shown, capfd):
     os.close(relay.sink)
     relay.finish()
     assert seen() == b"one\ntwo\n"
-    assert capfd.readouterr().err == (
-        "distopt run: cannot write /dev/full (No space left on device); what follows is shown only\n"
-    )
+    assert capfd.readouterr().err == ("cannot write /dev/full (No space left on device); what follows is shown only\n")

@@ -12,6 +12,7 @@ import pytest
 
 from distopt.errors import CommunicatorClosedError, PeerLostError, TransportError
 from distopt.launch.gate import turn
+from distopt.launch.run.output import Output
 from distopt.launch.run.program import Program
 from distopt.launch.run.ranks import Failure, LocalRanks, first_of
 
@@ -26,8 +27,9 @@ class Node:
     def __init__(self, *codes: str) -> None:
         self._selector = selectors.DefaultSelector()
         self.ranks = LocalRanks(self._selector)
+        self._outputs = [Output(fd, self._selector, print) for fd in (1, 2)]
         for rank, code in enumerate(codes):
-            self.ranks.add(Program(rank, [sys.executable, "-c", code], dict(os.environ), None, self._selector))
+            self.ranks.add(Program(rank, [sys.executable, "-c", code], dict(os.environ), None, self._outputs))
 
     def wait(self, done) -> None:
         until = time.monotonic() + 60.0
@@ -38,6 +40,8 @@ class Node:
 
     def close(self) -> None:
         self.ranks.close()
+        for output in self._outputs:
+            output.close()
         self._selector.close()
 
 

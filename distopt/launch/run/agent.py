@@ -13,7 +13,6 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections import deque
 from dataclasses import asdict
@@ -21,14 +20,14 @@ from typing import Any
 
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
-from ..ending import caught_signals, waitable_children
+from ..ending import ENDING_SIGNALS, caught_signals, waitable_children
 from ..gate import LONGEST_CALL_SECONDS, RefusedError, StrangerError, call, listen, proof, turn
 from ..stopwatch import Stopwatch
 from ..threads import thread_variables
 from .nodes import NO_RANK, Node, Owner, RunOptions
-from .output import write_all
+from .output import Output
 from .program import Program
-from .ranks import Failure, LocalRanks
+from .ranks import Failure, LocalRanks, starting
 
 __all__ = ["run"]
 
@@ -36,7 +35,7 @@ _LOOK_SECONDS = 0.2
 _RETRY_SECONDS = 0.03
 _FOREIGN_SECONDS = 3.0  # for which another program may still hold the endpoint
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_ENDING = (signal.SIGINT, signal.SIGTERM)
+_STILL_SECONDS = 1.0  # for which the reader of the last lines of a job that has failed may take none
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
 # Those of a launcher that has started the agent would contradict the ranks' own.
 _FOREIGN_VARIABLES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_")
@@ -66,13 +65,15 @@ class _Agent:
         self._options = options
         self._caught = caught  # signals that have not been acted on
         self._selector = selector
+        self._outputs = [Output(fd, selector, self._print) for fd in (1, 2)]
         self._key = hashlib.sha256(
             f"distopt run {json.dumps(options.run_id)} {Settings.from_env().job_secret}".encode()
         ).digest()
         self._signals: list[int] = []
         self._owner: Owner | _Remote | None = None
         self._inbox: deque[dict[str, Any]] = deque()
-        self._me = Node(socket.gethostname(), os.getpid(), _wanted(options), self._inbox.append, options.host)
+        wanted = NO_RANK if options.node_rank is None else options.node_rank
+        self._me = Node(socket.gethostname(), os.getpid(), wanted, self._inbox.append, options.host)
         self._ranks: LocalRanks | None = None
         self._told = 0  # failures that the owner knows
         self._ended = False  # and it knows that all ranks have ended
@@ -85,7 +86,7 @@ class _Agent:
         while self._code is None:
             turn(self._selector, 0.0 if self._inbox else _LOOK_SECONDS)
             self._handle_signals()
-            if self._owner is not None:
+            if isinstance(self._owner, Owner):
                 self._owner.look()
             while self._inbox and self._code is None:
                 self._obey(self._inbox.popleft())
@@ -97,6 +98,22 @@ class _Agent:
             self._ranks.close()
         if self._owner is not None:
             self._owner.close()
+        for output in self._outputs:
+            if output.dropped:
+                lines = "line" if output.dropped == 1 else "lines"
+                self._print(f"{output.dropped} {lines} of {output.name} could not be written")
+        before, clock = 0, Stopwatch()
+        while unread := sum(len(output.unread) for output in self._outputs):
+            if unread != before:
+                before, clock = unread, Stopwatch()
+            elif (self._code or self._caught) and clock.seconds() > _STILL_SECONDS:
+                break
+            turn(self._selector, _LOOK_SECONDS)
+        for output in self._outputs:
+            output.close()
+
+    def _print(self, text: str) -> None:
+        self._outputs[1].write(f"distopt run: {text}\n".encode(errors="backslashreplace"))
 
     # -- meeting ---------------------------------------------------------------------------------------------------
     def _meet(self) -> None:
@@ -106,7 +123,7 @@ class _Agent:
             with contextlib.suppress(OSError):  # on this host, another agent may own it; or something else
                 listener = listen(options.port, options.nodes + 16)
         if options.nodes == 1 or listener is not None:
-            self._owner = Owner(self._me, options, self._key, self._selector, _print)
+            self._owner = Owner(self._me, options, self._key, self._selector, self._print)
             if listener is not None:
                 self._owner.listen(listener)
         elif (link := self._connect()) is not None:
@@ -162,7 +179,7 @@ class _Agent:
     def _obey(self, message: dict[str, Any]) -> None:
         do = message["do"]
         if text := message.get("text"):
-            _print(text)
+            self._print(text)
         if do == "start":
             self._start(message)
         elif do == "end" and self._ranks is not None:
@@ -178,7 +195,7 @@ class _Agent:
             self._owner.name = f"the node that owns {self._options.endpoint}, {order['owner']},"
         self._ranks = ranks = LocalRanks(self._selector)
         self._told, self._ended, self._kill_at = 0, False, float("inf")
-        if ending := [signum for signum in self._signals if signum in _ENDING]:  # while all ranks had ended
+        if ending := [signum for signum in self._signals if signum in ENDING_SIGNALS]:  # while all ranks had ended
             ranks.failures.append(Failure(order["first"], 128 + ending[0], "", is_consequence=True))
             return
         options = self._options
@@ -190,7 +207,8 @@ class _Agent:
                 if options.log_dir is not None:
                     folder = options.log_dir / order["job"] / f"attempt_{order['attempt']}" / str(rank)
                 own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-                ranks.add(Program(rank, options.program, {**common, **own}, folder, self._selector))
+                with starting(rank):
+                    ranks.add(Program(rank, options.program, {**common, **own}, folder, self._outputs))
         except UsageError as error:
             text = f"on {self._me.host}, {error}"
             ranks.failures.append(Failure(order["first"], UsageError.exit_code, text, is_final=True))
@@ -216,8 +234,8 @@ class _Agent:
         while self._caught:
             signum = self._caught.pop(0)
             if self._ranks is None:
-                if signum in _ENDING:
-                    _print(f"{signal.Signals(signum).name}: no rank has been started")
+                if signum in ENDING_SIGNALS:
+                    self._print(f"{signal.Signals(signum).name}: no rank has been started")
                     self._code = 128 + signum
                 continue
             self._signals.append(signum)
@@ -249,9 +267,6 @@ class _Remote:
         with contextlib.suppress(OSError):  # its end is noticed when it is read
             self._link.sendall(json.dumps(message).encode() + b"\n")
 
-    def look(self) -> None:
-        pass
-
     def close(self) -> None:
         if self._link.fileno() >= 0:
             self._selector.unregister(self._link)
@@ -268,10 +283,6 @@ class _Remote:
             self.close()
             text = f"{self.name} has ended or cannot be reached; see its output"
             self._inbox.append({"do": "finish", "code": 1, "text": text})
-
-
-def _wanted(options: RunOptions) -> int:
-    return NO_RANK if options.node_rank is None else options.node_rank
 
 
 def _owns(options: RunOptions) -> bool:
@@ -311,8 +322,3 @@ def _variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[s
         # Never sent. It is as secret as what the nodes had in common before; on one node, nobody else can know it.
         "DISTOPT_JOB_SECRET": proof(key, b"ranks", bytes.fromhex(order["salt"])).hex(),
     }
-
-
-def _print(text: str) -> None:
-    sys.stdout.flush()
-    write_all(2, f"distopt run: {text}\n".encode(errors="backslashreplace"))

@@ -16,6 +16,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..ending import ENDING_SIGNALS
 from ..gate import Gate, Link
 from ..stopwatch import Stopwatch
 from .ranks import Failure, first_of
@@ -32,7 +33,6 @@ _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
 _SIGNAL_SECONDS = 30.0  # after a signal from outside, on which the ranks may save their states
 _ANSWER_SECONDS = 5.0  # for an agent to say that its ranks have been killed
 _WAITING_SECONDS = 10.0  # before the owner says for how many nodes it waits
-_ENDING = {int(signal.SIGINT), int(signal.SIGTERM)}
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Owner(Gate):
         node.signals = [int(signum) for signum in message["signals"]]
         for one in message["failures"]:
             failure = Failure(**one)
-            self._failures[failure.rank] = failure
+            self._failures.setdefault(failure.rank, failure)  # of one that cannot be started, and of one ended then
         if say == "kill":
             self._killed = True
         if say == "ended":
@@ -271,7 +271,7 @@ class Owner(Gate):
         patience = _FAILURE_SECONDS
         if self._killed or any(failure.is_final for failure in self._failures.values()):
             patience = 0.0
-        elif any(signum in _ENDING or self._ended_by(signum) for signum in self._signals):
+        elif any(signum in ENDING_SIGNALS or self._ended_by(signum) for signum in self._signals):
             patience = _SIGNAL_SECONDS
         by = self._clock.seconds() + patience + _ANSWER_SECONDS
         if by < self._end_by:
@@ -304,11 +304,15 @@ class Owner(Gate):
         total = sum(node.ranks for node in self._nodes)
         by_signal = [signum for signum in self._signals if first.code == 128 + signum]
         if first.is_consequence and not by_signal:
-            by_signal = [signum for signum in self._signals if signum in _ENDING]
+            by_signal = [signum for signum in self._signals if signum in ENDING_SIGNALS]
         if by_signal:
             ended = "the rank has" if total == 1 else f"all {total} ranks have"
             self._finish(128 + by_signal[0], f"{signal.Signals(by_signal[0]).name}: {ended} ended")
-        elif first.is_final or self._attempt >= self._options.restarts or _ENDING & set(self._signals):
+        elif (
+            first.is_final
+            or self._attempt >= self._options.restarts
+            or any(signum in ENDING_SIGNALS for signum in self._signals)
+        ):
             self._finish(first.code, first.text)
         else:
             again = f"starting all ranks again ({self._attempt + 1} of {self._options.restarts})"

@@ -1,4 +1,4 @@
-"""Marks the output of each rank."""
+"""Marks the output of each rank, and shows it without waiting for its reader."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ import contextlib
 import io
 import os
 import select
+import selectors
+import stat
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, cast
 
-__all__ = ["Relay", "mark_output", "open_standard_streams", "write_all"]
+from ..gate import turn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Output", "Relay", "mark_output", "open_standard_streams"]
 
 _RELAY_BYTES = 1 << 16
 _RELAY_READS = 64
@@ -66,13 +74,86 @@ def mark_output(rank: int) -> None:
         sys.stderr = cast("TextIO", _MarkedStream(sys.stderr, f"[rank {rank}] "))
 
 
+class Output:
+    """A stream of this process, written without waiting for its reader.
+
+    While the reader stands still, nothing is read from `sources`. Lines that cannot be written, as on a full disk, are
+    dropped and counted.
+
+    Args:
+        fd: descriptor of the stream.
+        selector: waits for the reader and for the sources.
+        warn: gets a line about the first that are dropped.
+
+    Attributes:
+        sources: waits for descriptors whose contents are to be shown, each registered with a function to call.
+        unread: what waits for the reader.
+        dropped: number of lines that could not be written.
+        warn: the argument.
+    """
+
+    def __init__(self, fd: int, selector: selectors.BaseSelector, warn: Callable[[str], None]) -> None:
+        self.sources = selectors.EpollSelector()
+        self.unread = bytearray()
+        self.dropped = 0
+        self.warn = warn
+        self.name = {1: "stdout", 2: "stderr"}.get(fd, f"descriptor {fd}")
+        self._selector = selector
+        self._files = contextlib.ExitStack()
+        self._files.callback(self.sources.close)
+        self._fd = fd
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):  # opened anew: others that have it open may rely on its blocking
+            with contextlib.suppress(OSError):  # it is another user's
+                self._fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+                self._files.callback(os.close, self._fd)
+        self._read_on()
+
+    def write(self, data: bytes) -> None:
+        """Local. Write what the reader takes now, and the rest later."""
+        stood_still = bool(self.unread)
+        self.unread += data
+        if not stood_still:
+            self._flush()
+            if self.unread:
+                self._selector.unregister(self.sources)
+                self._selector.register(self._fd, selectors.EVENT_WRITE, self._go_on)
+
+    def close(self) -> None:
+        """Local. Drop what the reader has not taken."""
+        self._selector.unregister(self._fd if self.unread else self.sources)
+        self._files.close()
+
+    def _read_on(self) -> None:
+        self._selector.register(self.sources, selectors.EVENT_READ, partial(turn, self.sources, 0.0))
+
+    def _go_on(self) -> None:
+        self._flush()
+        if not self.unread:
+            self._selector.unregister(self._fd)
+            self._read_on()
+
+    def _flush(self) -> None:
+        try:
+            while self.unread and select.select([], [self._fd], [], 0.0)[1]:
+                del self.unread[: os.write(self._fd, self.unread[: select.PIPE_BUF])]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            lines = len(self.unread.splitlines())
+            if not self.dropped:
+                self.warn(f"cannot write {self.name} ({error.strerror}); lines are dropped until it can be written")
+            self.dropped += lines
+            self.unread.clear()  # of stderr, with the warning
+
+
 class Relay:
     """Passes on what a process writes to one of its streams, in whole lines.
 
     A line that ends by a carriage return, as those of progress bars do, counts as one.
 
     Args:
-        target: descriptor to which the lines are shown.
+        target: where the lines are shown, as they come and as its reader takes them.
         mark: what each of these lines begins with.
         copy: file that gets the lines without marks.
 
@@ -82,7 +163,7 @@ class Relay:
         error: the last line of the last Python traceback that has passed, which names the exception.
     """
 
-    def __init__(self, target: int, mark: bytes = b"", copy: BinaryIO | None = None) -> None:
+    def __init__(self, target: Output, mark: bytes = b"", copy: BinaryIO | None = None) -> None:
         self.source, self.sink = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.source, False)
         self.error = ""
@@ -91,6 +172,12 @@ class Relay:
         self._copy = copy
         self._rest = b""
         self._in_traceback = False
+        target.sources.register(self.source, selectors.EVENT_READ, self._on_readable)
+
+    def _on_readable(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if not self.pass_on():
+                self.finish()
 
     def pass_on(self) -> bool:
         """Local. Pass on some of what there is; False at the end. Raises BlockingIOError if there is nothing now."""
@@ -105,6 +192,7 @@ class Relay:
         """Local. Pass on what the process has left, an unended line included, and close all; idempotent."""
         if self.source < 0:
             return
+        self._target.sources.unregister(self.source)
         with contextlib.suppress(BlockingIOError):
             for _ in range(_RELAY_READS):  # a process that it has started may write forever
                 if not self.pass_on():
@@ -123,20 +211,11 @@ class Relay:
             elif self._in_traceback and not line.startswith((b" ", b"\n")):
                 self._in_traceback = False
                 self.error = line.decode("utf-8", "replace").strip()
-        write_all(self._target, b"".join(self._mark + line for line in lines))
+        self._target.write(b"".join(self._mark + line for line in lines))
         if self._copy is not None:
             try:
                 self._copy.write(b"".join(lines))
             except OSError as error:
-                fact = f"distopt run: cannot write {self._copy.name} ({error.strerror}); what follows is shown only\n"
+                self._target.warn(f"cannot write {self._copy.name} ({error.strerror}); what follows is shown only")
                 self._copy.close()
                 self._copy = None
-                write_all(2, fact.encode())
-
-
-def write_all(fd: int, data: bytes) -> None:
-    """Local. Write all of `data`, also to a descriptor that another process has made non-blocking."""
-    while data:
-        select.select([], [fd], [])
-        with contextlib.suppress(BlockingIOError):
-            data = data[os.write(fd, data) :]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import selectors
 import signal
 import socket
 import subprocess
 from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
 
-from ...errors import UsageError
 from ..ending import describe_exit, die_with
 from ..watch.report import VARIABLE
 from .output import Relay
@@ -20,6 +17,8 @@ from .ranks import Rank
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from .output import Output
 
 __all__ = ["Program"]
 
@@ -32,10 +31,11 @@ class Program(Rank):
         program: the words of the command.
         env: its environment.
         folder: where its output goes besides the output of this process, as `stdout.log` and `stderr.log`.
-        selector: gets the output registered, with functions to call.
+        outputs: where its stdout and stderr are shown.
 
     Raises:
-        UsageError: the program cannot be started, or the log files cannot be written.
+        OSError: the program cannot be started, or the log files cannot be written.
+        subprocess.SubprocessError: this process has ended meanwhile.
     """
 
     def __init__(
@@ -44,26 +44,23 @@ class Program(Rank):
         program: Sequence[str],
         env: Mapping[str, str],
         folder: Path | None,
-        selector: selectors.BaseSelector,
+        outputs: Sequence[Output],
     ) -> None:
         super().__init__(rank)
         self._folder = folder
-        self._selector = selector
         self._relays: list[Relay] = []
         try:
-            self._start(program, {**env, VARIABLE: f"{os.getpid()} {self.sink}"})
-        except (OSError, subprocess.SubprocessError) as error:
-            raise UsageError(f"rank {rank} cannot be started: {error}") from None
+            self._start(program, outputs, {**env, VARIABLE: f"{os.getpid()} {self.sink}"})
         finally:
             os.close(self.sink)
 
-    def _start(self, program: Sequence[str], env: Mapping[str, str]) -> None:
+    def _start(self, program: Sequence[str], outputs: Sequence[Output], env: Mapping[str, str]) -> None:
         mark = b"[rank %d] " % self.rank if self.rank else b""
         logs: list[BinaryIO | None] = [None, None]
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             logs = [(self._folder / name).open("wb", buffering=0) for name in ("stdout.log", "stderr.log")]
-        relays = [Relay(target, mark, log) for target, log in zip((1, 2), logs, strict=True)]
+        relays = [Relay(output, mark, log) for output, log in zip(outputs, logs, strict=True)]
         try:
             self._process = subprocess.Popen(
                 program,
@@ -80,8 +77,6 @@ class Program(Rank):
                 os.close(relay.sink)
         self.pid = self._process.pid
         self._relays = relays
-        for relay in relays:
-            self._selector.register(relay.source, selectors.EVENT_READ, partial(self._pass_on, relay))
 
     def kill(self) -> None:  # noqa: D102 - and those that it has started in its group, also if it has ended
         super().kill()
@@ -112,14 +107,6 @@ class Program(Rank):
             text = f"{text}; see {self._folder}"
         return code, f"rank {self.rank} on {socket.gethostname()} (pid {self.pid}) {text}"
 
-    def _pass_on(self, relay: Relay) -> None:
-        with contextlib.suppress(BlockingIOError):
-            if not relay.pass_on():
-                self._selector.unregister(relay.source)
-                relay.finish()
-
     def _finish(self) -> None:
         for relay in self._relays:
-            if relay.source >= 0:
-                self._selector.unregister(relay.source)
-                relay.finish()
+            relay.finish()

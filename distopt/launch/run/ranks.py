@@ -9,25 +9,32 @@ supervisor ends the job.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import selectors
 import signal
+import subprocess
 import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ...errors import UsageError
 from ..ending import ENDED_BY_SIGTERM
 from ..gate import turn
 from ..stopwatch import Stopwatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-__all__ = ["Failure", "LocalRanks", "Rank", "first_of"]
+__all__ = ["Failure", "LocalRanks", "Rank", "first_of", "starting"]
 
 _LOOK_SECONDS = 0.2
+_LIMITS = {
+    errno.EMFILE: "; start fewer ranks, or raise ulimit -n",
+    errno.EAGAIN: "; start fewer ranks, or raise ulimit -u or the container's pids.max",
+}
 
 
 @dataclass(frozen=True)
@@ -49,17 +56,26 @@ class Failure:
     is_final: bool = False
 
 
+@contextlib.contextmanager
+def starting(rank: int) -> Iterator[None]:
+    """Local. Whatever the system refuses to a rank while it is started is a usage error, which names the limit."""
+    try:
+        yield
+    except (OSError, subprocess.SubprocessError) as error:
+        cure = _LIMITS.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+        raise UsageError(f"rank {rank} cannot be started: {error}{cure}") from None
+
+
 def first_of(failures: Iterable[Failure], *, between_hosts: bool = False) -> Failure:
     """Local. The cause of the others, of failures in the order in which they were heard of.
 
-    Of those that are no consequence: a lost node before ranks, a signal before exit codes, then the earliest. Between
-    hosts, a crash comes last: MPICH (5.0.2) crashes in MPI_Isend to a rank that has ended.
+    Of those that are no consequence: a lost node before ranks, then the earliest. Between hosts, a crash comes last:
+    MPICH (5.0.2) crashes in MPI_Isend to a rank that has ended.
     """
 
     def place(failure: Failure) -> tuple[bool, ...]:
         crashed = between_hosts and failure.code == 128 + signal.SIGSEGV
-        by_signal = failure.code > 128 and not failure.is_consequence
-        return failure.is_consequence, not failure.is_final, crashed, not by_signal
+        return failure.is_consequence, not failure.is_final, crashed
 
     return min(failures, key=place)
 
@@ -216,11 +232,9 @@ class LocalRanks:
         """Local. End all ranks by SIGTERM and, so many seconds later, by SIGKILL."""
         self.signal(signal.SIGTERM)
         clock = Stopwatch()
-        while self.running and clock.seconds() < seconds:
-            turn(self._selector, _LOOK_SECONDS)
-            self.look()
-        self.kill()
         while self.running:
+            if clock.seconds() >= seconds:
+                self.kill()
             turn(self._selector, _LOOK_SECONDS)
             self.look()
 

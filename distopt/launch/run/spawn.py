@@ -24,7 +24,7 @@ from ..join.multiprocess import Ticket
 from ..join.origin import origin
 from ..threads import cores, thread_variables
 from .child import Child
-from .ranks import LocalRanks, first_of
+from .ranks import LocalRanks, first_of, starting
 from .task import check_call, check_script
 
 if TYPE_CHECKING:
@@ -163,9 +163,10 @@ def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int
         raise UsageError(f"world size {world_size!r} is not a positive int; pass the number of processes to start")
     if world_size > (limit := _RANKS_PER_CORE * len(cores())):
         raise UsageError(f"world size {world_size} is too large for {len(cores())} cores; pass {limit} at most")
+    preempting = [signum for signum in PREEMPTION_SIGNALS if signal.getsignal(signum) is signal.SIG_DFL]
     with (
         waitable_children(),
-        caught_signals(_signals_to_catch()) as (caught, wake),
+        caught_signals({*ENDING_SIGNALS, *preempting}) as (caught, wake),
         selectors.DefaultSelector() as selector,
     ):
         selector.register(wake, selectors.EVENT_READ, lambda: os.read(wake, 4096))
@@ -198,15 +199,12 @@ def _start(local: LocalRanks, fn: Callable[..., object], world_size: int, args: 
     os.environ.update(variables)
     try:
         for rank in range(world_size):
-            local.add(Child(rank, world_size, fn, args, ticket))
+            with starting(rank):
+                local.add(Child(rank, world_size, fn, args, ticket))
     finally:
         for name in variables:
             del os.environ[name]
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _signals_to_catch() -> set[int]:
-    return {*ENDING_SIGNALS, *(signum for signum in PREEMPTION_SIGNALS if signal.getsignal(signum) is signal.SIG_DFL)}
 
 
 def _supervise(local: LocalRanks, caught: list[int], selector: selectors.BaseSelector) -> None:

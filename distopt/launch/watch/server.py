@@ -6,8 +6,8 @@ of rank 0, because MPI_Init holds Python's lock. It ends when all ranks have lef
 Every rank opens a connection that stays with Python. Each message is a line; the server's are:
 
 - `go`: all ranks have joined;
-- `end CODE TEXT`: the job has failed. Leave with exit code CODE, and print TEXT unless it is empty;
-- `lost CODE TEXT`: so it has, because a host cannot be reached.
+- `end CODE RANK TEXT`: the job has failed because of TEXT, if known. Leave with exit code CODE; RANK alone prints it;
+- `lost CODE RANK TEXT`: so it has, because a host cannot be reached.
 
 Those of a rank are `left`: its end is no failure; and `end CODE`: it has failed, and has said so.
 
@@ -143,9 +143,9 @@ class Server(Gate):
             if text and self._began:
                 with contextlib.suppress(OSError):  # nobody reads it
                     os.write(2, f"{text}\n".encode())
-                text = ""
+            speaker = -1 if self._began else min(told, default=-1)
             for rank in told:
-                self._tell(self._watchers[rank], f"{kind} {code} {text if rank == told[0] else ''}\n")
+                self._tell(self._watchers[rank], f"{kind} {code} {speaker} {text}\n")
 
     def _hear(self, link: Link, line: str) -> None:
         """A rank has left, or has failed with an exit code."""

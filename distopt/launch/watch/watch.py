@@ -207,7 +207,6 @@ class Watch:
         return line.decode(errors="replace")
 
     def _outlive(self) -> None:
-        speaks = True
         try:
             while (line := self._read_line()) == "go":
                 pass
@@ -219,15 +218,14 @@ class Watch:
             kind, how = "end", "has ended; see its output"
             if not isinstance(error, ConnectionError):
                 kind, how = "lost", "cannot be reached; see whether its host and the network are up"
-            line = f"{kind} 1 {self._who} has lost rank 0, which {how}"
-            speaks = self._speaks
+            line = f"{kind} 1 {self._rank if self._speaks else -1} {self._who} has lost rank 0, which {how}"
         if self._left:
             return
-        kind, code, text = line.split(" ", 2)
+        kind, code, speaker, text = line.split(" ", 3)
         supervisor.failed(int(code), text or "another rank has failed", is_consequence=True)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
-            if text and speaks:
+            if text and int(speaker) == self._rank:
                 sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
         time.sleep(self._patience)
