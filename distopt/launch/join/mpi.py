@@ -43,6 +43,7 @@ from ..watch.exit_guard import after_closing, close_at_exit, finalize_at_exit, g
 from ..watch.siblings import Absence, ends_of_siblings
 from ..watch.watch import Watch, watch_ranks
 from .env import LauncherInfo, launcher
+from .isolation import spare_reads
 from .job import Job
 from .meeting import meeting
 from .mpi_setup import all_gather_bytes
@@ -241,6 +242,8 @@ def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
         if ("PMIX_RANK" if of_open_mpi else "PMI_RANK") not in os.environ:
             raise LaunchError(_mismatch(info, library, "needs an MPI plugin of srun"))
         place = None  # the plugin connects the ranks
+    if not of_open_mpi:
+        spare_reads(info)
     if place is None:
         with _bounded_init(info):
             MPI.Init_thread()

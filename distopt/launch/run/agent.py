@@ -22,7 +22,7 @@ from typing import Any
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
 from ..ending import caught_signals, waitable_children
-from ..gate import LONGEST_CALL_SECONDS, RefusedError, StrangerError, call, listen, proof, turn
+from ..gate import LONGEST_CALL_SECONDS, RefusedError, StrangerError, call, is_own, listen, proof, turn
 from ..stopwatch import Stopwatch
 from ..threads import thread_variables
 from .nodes import NO_RANK, Node, Owner, RunOptions
@@ -278,12 +278,7 @@ def _owns(options: RunOptions) -> bool:
     """Whether this host has the address of the endpoint."""
     if options.static and options.node_rank is not None:
         return options.node_rank == 0
-    with contextlib.suppress(OSError):  # an unknown host is reported by who connects to it
-        for family, kind, protocol, _, address in socket.getaddrinfo(options.host, None, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                return True
-    return False
+    return is_own(options.host)
 
 
 def _free_port() -> int:
