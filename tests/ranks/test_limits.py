@@ -37,7 +37,6 @@ def limited(limit: str, command: list[str]) -> list[str]:
     return ["sh", "-c", f'ulimit {limit} && exec "$@"', "sh", *command]
 
 
-@pytest.mark.xfail(strict=True, reason="item 10: raw tracebacks, or a wrong cause, where files cannot be opened")
 @pytest.mark.parametrize(("launcher", "files"), [("launch.main", 24), ("launch.main", 32), ("distopt run", 24)])
 def test_too_few_open_files(launcher, files):
     ended = Program(limited(f"-n {files}", started(launcher, 8)), SHORT).end()
@@ -74,7 +73,6 @@ def few_processes():
     group.rmdir()
 
 
-@pytest.mark.xfail(strict=True, reason="item 10: raw tracebacks where no more processes or threads can be made")
 @pytest.mark.parametrize("launcher", ["launch.main", "distopt run"])
 def test_too_few_processes(few_processes, launcher):
     ended = Program([*few_processes, *started(launcher, 8)], SHORT).end()
@@ -83,7 +81,6 @@ def test_too_few_processes(few_processes, launcher):
     assert re.search(r"pids\.max|ulimit -u", ended.stderr)
 
 
-@pytest.mark.xfail(strict=True, reason="item 10: a limit of the size of files is told to be a full /dev/shm")
 def test_too_small_files(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LARGE)

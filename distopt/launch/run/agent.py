@@ -193,7 +193,7 @@ class _Agent:
                 ranks.add(Program(rank, options.program, {**common, **own}, folder, self._selector))
         except UsageError as error:
             text = f"on {self._me.host}, {error}"
-            ranks.failures.append(Failure(order["first"], UsageError.exit_code, text, is_final=True))
+            ranks.failures.append(Failure(rank, UsageError.exit_code, text, is_final=True))
 
     # -- ranks and signals -----------------------------------------------------------------------------------------
     def _look_at_ranks(self) -> None:

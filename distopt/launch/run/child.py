@@ -16,7 +16,7 @@ from ..join.multiprocess import UNGUARDED
 from ..join.origin import origin
 from ..watch.report import supervisor
 from .output import mark_output
-from .ranks import Rank
+from .ranks import Rank, cannot_start
 from .task import NO_GUARD, check_sendable, in_one_line
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Child(Rank):
     """A process that runs `fn(rank, world_size, *args)`.
 
     Raises:
-        UsageError: the function or the arguments cannot be sent to it.
+        UsageError: the function or the arguments cannot be sent to it, or the system refuses another process.
     """
 
     fails_by_report = True
@@ -48,6 +48,8 @@ class Child(Rank):
                 target=_run_rank, args=words, name=f"rank {rank}"
             )
             self._process.start()
+        except OSError as error:
+            raise cannot_start(rank, error) from None
         except Exception:
             check_sendable(fn, args)
             raise

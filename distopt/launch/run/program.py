@@ -11,11 +11,10 @@ import subprocess
 from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
 
-from ...errors import UsageError
 from ..ending import describe_exit, die_with
 from ..watch.report import VARIABLE
 from .output import Relay
-from .ranks import Rank
+from .ranks import Rank, cannot_start
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,7 +52,7 @@ class Program(Rank):
         try:
             self._start(program, {**env, VARIABLE: f"{os.getpid()} {self.sink}"})
         except (OSError, subprocess.SubprocessError) as error:
-            raise UsageError(f"rank {rank} cannot be started: {error}") from None
+            raise cannot_start(rank, error) from None
         finally:
             os.close(self.sink)
 

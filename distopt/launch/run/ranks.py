@@ -9,6 +9,7 @@ supervisor ends the job.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import selectors
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ...errors import UsageError
 from ..ending import ENDED_BY_SIGTERM
 from ..gate import turn
 from ..stopwatch import Stopwatch
@@ -25,9 +27,13 @@ from ..stopwatch import Stopwatch
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Failure", "LocalRanks", "Rank", "first_of"]
+__all__ = ["Failure", "LocalRanks", "Rank", "cannot_start", "first_of"]
 
 _LOOK_SECONDS = 0.2
+_CURES = {
+    errno.EMFILE: "; raise the limit of open files (ulimit -n)",
+    errno.EAGAIN: "; raise the limit of processes (ulimit -u, or pids.max of the control group)",
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,12 @@ def first_of(failures: Iterable[Failure], *, between_hosts: bool = False) -> Fai
     return min(failures, key=place)
 
 
+def cannot_start(rank: int, error: Exception) -> UsageError:
+    """Local. The error of a rank that the system does not let start."""
+    cure = _CURES.get(getattr(error, "errno", 0), "")
+    return UsageError(f"rank {rank} cannot be started: {error}{cure}")
+
+
 class Rank:
     """A process that is a rank, as its supervisor sees it; how it is started is up to the subclass.
 
@@ -84,7 +96,10 @@ class Rank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.pid = 0
-        self.source, self.sink = os.pipe2(os.O_CLOEXEC)
+        try:
+            self.source, self.sink = os.pipe2(os.O_CLOEXEC)
+        except OSError as error:
+            raise cannot_start(rank, error) from None
         os.set_blocking(self.source, False)
         self.said: dict[str, dict[str, Any]] = {}
         self.exit_code: int | None = None
