@@ -11,6 +11,9 @@
 #include <csignal>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <fstream>
+#include <string>
 #include <system_error>
 #include <utility>
 
@@ -40,14 +43,23 @@ void watch(int stop, double seconds, std::string text, int exit_code, const std:
     if (stopwatch.seconds() < seconds) continue;
     const auto written = ::write(STDERR_FILENO, text.data(), text.size());
     (void)written;  // nobody is left to be told
+    remove_mpich_files();
     ::_exit(exit_code);
   }
 }
 
 }  // namespace
 
+void remove_mpich_files() {
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);)
+    if (const auto at = line.find("/dev/shm/mpich_shm_"); at != std::string::npos) ::unlink(line.c_str() + at);
+}
+
 Watchdog::Watchdog(double seconds, std::string text, int exit_code, std::vector<Sign> signs)
     : stop_(::eventfd(0, EFD_CLOEXEC)) {
+  static const int registered = std::atexit(remove_mpich_files);
+  (void)registered;
   if (stop_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
   // A new thread inherits the mask: signals stay with the threads that expect them.
   sigset_t all, before;

@@ -8,6 +8,12 @@
 
 namespace distopt {
 
+// Removes the files that MPICH would leave in /dev/shm if this process were killed or aborted. MPICH keeps the names of
+// its shared memory until MPI_Finalize. They are not needed after MPI_Init, which ends with a barrier of the host's
+// ranks: by then all of them have mapped the memory.
+void remove_mpich_files();
+
+// MPICH's files are removed, too, if the process ends by exit() or by a watchdog from now on.
 class Watchdog {
  public:
   // A descriptor, which stays the caller's, and the text that is true once it can be read.

@@ -82,6 +82,10 @@ std::shared_ptr<char> map(int fd, std::uint64_t offset, std::size_t bytes) {
 
 }  // namespace
 
+const char* memory_cure(int error) {
+  return error == EFBIG ? "raise the limit of file sizes (ulimit -f)" : "free memory or enlarge /dev/shm";
+}
+
 int create_segment(int world_size, std::size_t chunk_bytes, bool named_fallback) {
   if (chunk_bytes == 0 || chunk_bytes % page_bytes != 0 || chunk_bytes / 64 < static_cast<std::size_t>(world_size))
     throw CommunicatorError(ErrorKind::usage, "staging chunks of " + std::to_string(chunk_bytes) +
@@ -102,7 +106,7 @@ int create_segment(int world_size, std::size_t chunk_bytes, bool named_fallback)
     throw CommunicatorError(
         ErrorKind::memory,
         std::to_string(bytes) + " bytes of shared memory for the ranks of this host: " + std::strerror(error),
-        "free memory or enlarge /dev/shm");
+        memory_cure(error));
   std::shared_ptr<char> memory = map(fd, 0, sizeof(Header));
   auto* header = reinterpret_cast<Header*>(memory.get());
   header->magic = segment_magic;

@@ -20,6 +20,9 @@ struct Block {
   std::size_t stride;            // from one rank's region to the next
 };
 
+// The cure for a file in memory that cannot be enlarged.
+const char* memory_cure(int error);
+
 class Segment {
  public:
   // Takes over `fd`. Throws CommunicatorError if the file was not made by this version for this world size.

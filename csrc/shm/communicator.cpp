@@ -278,7 +278,7 @@ std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, s
         fail({ErrorKind::memory,
               peers_.name(q) + " cannot allocate its share of " + what + " (" + std::strerror(static_cast<int>(error)) +
                   ")",
-              "free memory or enlarge /dev/shm",
+              memory_cure(static_cast<int>(error)),
               {peers_.process(q)}});
     if (bytes == 0) return {};
     Block block;

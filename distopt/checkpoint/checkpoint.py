@@ -232,7 +232,7 @@ class Checkpoint:
         )
         shared, own, notes = self._copy(parts)
         try:
-            stamp = manifest.stamp(notes)
+            stamp = manifest.stamp(self._rank, notes)
         except TypeError as error:
             raise UsageError(f"a state can be saved neither as an array nor as JSON: {error}") from None
         self._names, self._saved = [*self._names[-1:], name], (self.steps, self.epoch)

@@ -70,9 +70,9 @@ class Manifest:
     objects: list[str]
     versions: dict[str, str]
 
-    def stamp(self, notes: dict[str, Any]) -> str:
-        """What marks a file as one of this save, and notes, as JSON."""
-        return json.dumps({"save": self.save, "first": self.first, "notes": notes})
+    def stamp(self, rank: int, notes: dict[str, Any]) -> str:
+        """What marks a file as that of a rank of this save, and notes, as JSON."""
+        return json.dumps({"save": self.save, "first": self.first, "rank": rank, "notes": notes})
 
 
 def name_of(step: int, last: str = "") -> str:
@@ -160,18 +160,19 @@ def read_shared(folder: Path, manifest: Manifest, rank: int) -> Arrays:
     """Local. Those of the arrays that are the same on all ranks which `rank` has written.
 
     Raises:
-        StateError: the file is damaged, or of another save.
+        StateError: the file is damaged, or of another save or rank.
         OSError: from the file system.
     """
-    return _read(folder / rank_file(rank), manifest, _SHARED)[0]
+    return _read(folder, manifest, rank, _SHARED)[0]
 
 
 def read_rank(folder: Path, manifest: Manifest, rank: int) -> tuple[Arrays, dict[str, Any]]:
     """Local. The arrays of its own that `rank` has written, and its notes; see `read_shared`."""
-    return _read(folder / rank_file(rank), manifest, _OWN)
+    return _read(folder, manifest, rank, _OWN)
 
 
-def _read(path: Path, manifest: Manifest, prefix: str) -> tuple[Arrays, dict[str, Any]]:
+def _read(folder: Path, manifest: Manifest, rank: int, prefix: str) -> tuple[Arrays, dict[str, Any]]:
+    path = folder / rank_file(rank)
     try:
         arrays, notes = load_arrays(path, MARK, WRITER, prefix)
     except FileNotFoundError:
@@ -179,6 +180,8 @@ def _read(path: Path, manifest: Manifest, prefix: str) -> tuple[Arrays, dict[str
     stamp = json.loads(notes)
     if stamp["save"] != manifest.save:
         raise StateError(f"{path} is of another save than {MANIFEST} beside it; the writer was ended in between")
+    if (saved := stamp.get("rank", rank)) != rank:  # files of older versions do not say
+        raise StateError(f"{path} is the file of rank {saved}; files of ranks have been exchanged or copied")
     return {key.removeprefix(prefix): array for key, array in arrays.items()}, stamp["notes"]
 
 

@@ -141,6 +141,8 @@ def _endpoint(text: str, default: int) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon or text.endswith("]"):  # an IPv6 address without a port
         host, port = text, str(default)
+    if ":" in host and not host.startswith("["):
+        raise UsageError(f"--rdzv-endpoint {text}: an IPv6 address needs brackets; give [{text}] or [{text}]:PORT")
     try:
         return host.removeprefix("[").removesuffix("]"), _port(port)
     except argparse.ArgumentTypeError as error:

@@ -34,7 +34,9 @@ __all__ = [
     "call",
     "in_slices",
     "introduce",
+    "is_own",
     "listen",
+    "listener_of",
     "peer_of",
     "proof",
     "receive_exactly",
@@ -42,7 +44,9 @@ __all__ = [
 ]
 
 CONNECT_SECONDS = 2.0
-LONGEST_CALL_SECONDS = CONNECT_SECONDS + 0.3  # that a connection may take, or an answer
+# For which a process may be connected without having proved that it belongs to the job: three ways of a slow line.
+_HANDSHAKE_SECONDS = 5.0
+LONGEST_CALL_SECONDS = _HANDSHAKE_SECONDS + 0.3  # that a connection may take, or an answer
 
 _NONCE_BYTES = _PROOF_BYTES = 32
 # Nonce, purpose, rank, number of ranks, host, process id, proof of the key.
@@ -50,7 +54,6 @@ _HELLO = struct.Struct(f"!{_NONCE_BYTES}scII64sI{_PROOF_BYTES}s")
 _REASON = struct.Struct("!H")  # follows the proof: length of the reason for a refusal, 0 if admitted
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
-_HANDSHAKE_SECONDS = 2.0  # for which a process may be connected without having proved that it belongs to the job
 _SEND_SECONDS = 2.0
 _MAX_STRANGERS = 64
 _MAX_LINE_BYTES = 1 << 16
@@ -102,6 +105,27 @@ def listen(port: int, backlog: int) -> socket.socket:
     return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=dual)
 
 
+def listener_of(name: str) -> int | None:
+    """Local. The user who listens at an abstract Unix address; None if nobody does."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(name)
+        except OSError:
+            return None
+        return peer_of(probe)[1]
+
+
+def is_own(host: str) -> bool:
+    """Local. Whether this host has the address, or the name, `host`."""
+    with contextlib.suppress(OSError):  # an unknown host is reported by who connects to it
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+    return False
+
+
 def peer_of(link: socket.socket) -> tuple[int, int]:
     """Local. Process and user at the other end of a Unix socket, as reported by the kernel."""
     pid, uid, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
@@ -116,17 +140,17 @@ def call(place: tuple[str, int], key: bytes, purpose: bytes, rank: int, size: in
     Raises:
         RefusedError: the gate does not let this process in.
         StrangerError: what listens there is not of this job, or no gate.
-        OSError: nothing listens there.
+        OSError: nothing listens there, or it does not answer in time.
     """
     clock.seconds()
     link = socket.create_connection(place, timeout=CONNECT_SECONDS)
     clock.seconds()
     try:
         _keep_alive(link)
-        introduce(link, key, purpose, rank, size, Deadline(CONNECT_SECONDS))
+        introduce(link, key, purpose, rank, size, Deadline(_HANDSHAKE_SECONDS))
     except BaseException as error:
         link.close()
-        if isinstance(error, OSError) and not isinstance(error, StrangerError):
+        if isinstance(error, OSError) and not isinstance(error, (StrangerError, TimeoutError)):
             raise StrangerError(f"no answer ({error})") from None
         raise
     link.settimeout(CONNECT_SECONDS)
@@ -249,7 +273,7 @@ class Gate:
 
     def _drop_slow_strangers(self) -> None:
         for link in [link for link in self._strangers if link.handshake.over]:
-            self._turn_away(link)
+            self._drop(link)
 
     def _accept(self) -> None:
         if self._listener is None:

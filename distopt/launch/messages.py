@@ -20,6 +20,7 @@ __all__ = ["pack", "rank_named", "receive", "send", "try_to_tell", "unpack"]
 _HEADER = struct.Struct("!BI")  # kind, length
 _DATA, _ERROR = 0, 1
 _MAX_BYTES = 16 << 20
+_SENDER_SECONDS = 0.5  # within which the sender of a reason to give up may end
 
 
 class rank_named(contextlib.AbstractContextManager[None]):  # noqa: N801 - reads as a statement
@@ -69,7 +70,11 @@ def receive(link: socket.socket, deadline: Deadline) -> bytes:
         raise LaunchError("a rank sent a message that cannot be read; use the same version of distopt everywhere")
     payload = receive_exactly(link, length, deadline)
     if kind == _ERROR:
-        raise LaunchError(payload.decode(errors="replace"))
+        told = LaunchError(payload.decode(errors="replace"))
+        told.is_consequence = True
+        with contextlib.suppress(OSError):  # the sender fails for this reason, and should be the first to say so
+            in_slices(link, Deadline(_SENDER_SECONDS), partial(link.recv, 1))
+        raise told
     return payload
 
 

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from distopt.cli.bench.emulation import LINK
+from benchmarks.networks.emulation import LINK
 from tests.faults.backends import own_memory
 from tests.processes import ROOT, Ended, Program, is_open_mpi, mpiexec_command
 from tests.ranks.test_launchers import slurm
@@ -27,10 +27,6 @@ CONTAINERS = {
 WIRE = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK, "DISTOPT_TIMEOUT": "20"}
 
 each_container = pytest.mark.parametrize("container", CONTAINERS)
-
-
-def fails_today(fact: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, reason=f"item 3: MPICH reads other processes' memory, and {fact}")
 
 
 @functools.cache
@@ -66,7 +62,6 @@ def assert_said(ended: list[Ended]) -> None:
     assert any("MPIR_CVAR_CH4_CMA_ENABLE" in one.stderr for one in ended), ended
 
 
-@fails_today("where the kernel refuses that, the first large sum fails")
 @each_container
 def test_large_sums_by_mpi_on_one_host(container, memory):
     command = [*mpiexec_command(2), *CONTAINERS[container], sys.executable, SCRIPT]
@@ -76,16 +71,14 @@ def test_large_sums_by_mpi_on_one_host(container, memory):
 
 
 @each_container
-def test_ranks_of_one_host_share_memory_or_find_out_that_they_cannot(container, memory, request):
-    if container == "process namespaces":
-        request.applymarker(fails_today("ranks in process namespaces of their own, which are hosts, fail"))
+def test_ranks_of_one_host_share_memory_or_find_out_that_they_cannot(container, memory):
     command = [*mpiexec_command(2), *CONTAINERS[container], sys.executable, SCRIPT]
     ended = [Program(memory + command, {"DISTOPT_TIMEOUT": "20"}).end()]
     assert_sums(ended, 2, "hierarchical" if container == "process namespaces" else "shm")
 
 
 @each_container
-def test_ranks_of_srun_on_one_host(container, memory, request):
+def test_ranks_of_srun_on_one_host(container, memory):
     if container == "process namespaces":
         pytest.skip("the ranks cannot share memory, and no launcher says so")
     command = [*CONTAINERS[container], sys.executable, SCRIPT]
@@ -95,7 +88,6 @@ def test_ranks_of_srun_on_one_host(container, memory, request):
     assert_sums([program.end() for program in programs], 2, "shm")
 
 
-@fails_today("on two hosts with two ranks each, MPI_Init fails where the kernel refuses that")
 @each_container
 def test_ranks_of_srun_on_two_hosts(container, memory, net):
     command = [*CONTAINERS[container], sys.executable, SCRIPT]
@@ -108,7 +100,6 @@ def test_ranks_of_srun_on_two_hosts(container, memory, net):
     assert_said(ended)
 
 
-@fails_today("on two hosts with two ranks each, MPI_Init fails where the kernel refuses that")
 @each_container
 def test_ranks_of_distopt_run_on_two_hosts(container, memory, net, tmp_path):
     script = tmp_path / "contained.py"
@@ -122,7 +113,6 @@ def test_ranks_of_distopt_run_on_two_hosts(container, memory, net, tmp_path):
     assert_said(ended)
 
 
-@fails_today("on two hosts with two ranks each, MPI_Init fails where the kernel refuses that")
 @each_container
 def test_ranks_of_mpiexec_on_two_hosts(container, memory, net):
     command = memory + net.mpiexec(2, [*CONTAINERS[container], sys.executable, SCRIPT])

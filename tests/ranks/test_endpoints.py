@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from distopt.cli.bench.emulation import LINK
+from benchmarks.networks.emulation import LINK
 from tests.processes import ROOT, Program
 from tests.ranks.test_launchers import slurm
 
@@ -27,20 +27,7 @@ WIRE = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
 
 
 # -- names and numbers -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        (0, 1),
-        pytest.param(
-            (1, 0),
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="item 8: of two nodes with the same host name, node 0 does not own the endpoint: the ranks wait",
-            ),
-        ),
-    ],
-    ids=["node 0 owns the endpoint", "node 1 owns the endpoint"],
-)
+@pytest.mark.parametrize("numbers", [(0, 1), (1, 0)], ids=["node 0 owns the endpoint", "node 1 owns the endpoint"])
 def test_nodes_with_the_same_host_name_meet(net, numbers):
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29461", "--node-rank"]
     programs = [
@@ -66,7 +53,6 @@ def test_nodes_with_different_host_names_meet_whichever_is_node_0(net):
     assert [one.code for one in ended] == [0, 0], ended
 
 
-@pytest.mark.xfail(strict=True, reason="item 10: an IPv6 endpoint without brackets is told not to be found")
 @pytest.mark.parametrize("endpoint", ["::1", "fd00:213::1"])
 def test_an_ipv6_address_without_brackets_is_understood_or_the_brackets_are_told(endpoint):
     command = [*RUN, "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-timeout", "1", VARIABLES, "variables"]
@@ -148,20 +134,7 @@ class SlowWay:
                 ready.notify()
 
 
-@pytest.mark.parametrize(
-    "seconds",
-    [
-        0.05,
-        pytest.param(
-            1.2,
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="item 10: a node whose handshake has a round trip of 2.4 s is told of another --rdzv-id, "
-                "and never joins",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("seconds", [0.05, 1.2])
 def test_a_node_far_away_joins(port, seconds):
     way = SlowWay(port, seconds)
     try:
@@ -188,10 +161,6 @@ def lose_a_fifth(net) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=False,  # the loss is random: it may spare the handshake
-    reason="item 10: a node of which packets of the handshake are lost is told that it has another --rdzv-id",
-)
 def test_nodes_meet_though_a_fifth_of_the_packets_is_lost(net):
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29463"]
     lose_a_fifth(net)
@@ -205,7 +174,6 @@ def test_nodes_meet_though_a_fifth_of_the_packets_is_lost(net):
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
-@pytest.mark.xfail(strict=True, reason="item 10: rank 0 is told to have lost rank 0")
 def test_rank_0_does_not_lose_itself():
     """What it has started, to hear of the other ranks, is killed."""
     programs = [Program([sys.executable, SCRIPT, "stay"], slurm(rank, 2, "here", 1)) for rank in range(2)]

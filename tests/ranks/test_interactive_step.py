@@ -32,11 +32,6 @@ def interactive(nodes: int = 1) -> dict[str, str]:
     }
 
 
-def interactive_step(fact: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, reason=f"item 2: in the shell of salloc, {fact}")
-
-
-@interactive_step("a script waits for ranks that nobody has started")
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_script_is_a_job_of_one_rank(nodes):
     ended = Program([sys.executable, SCRIPT, "ok"], interactive(nodes)).end()
@@ -47,7 +42,6 @@ def test_a_script_is_a_job_of_one_rank(nodes):
     assert f"srun python {SCRIPT} ok" in ended.stderr
 
 
-@interactive_step("distopt run is taken for one of 4 copies")
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_distopt_run_starts_its_ranks(nodes):
     run = [sys.executable, "-m", "distopt", "run", "--nproc-per-node", "2"]
@@ -59,7 +53,6 @@ def test_distopt_run_starts_its_ranks(nodes):
     ]
 
 
-@interactive_step("a script is taken for one of 4 ranks and cannot start its own")
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_main_starts_its_ranks(nodes):
     ended = Program([sys.executable, MAIN, "2"], interactive(nodes)).end()

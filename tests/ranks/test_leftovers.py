@@ -43,7 +43,6 @@ if __name__ == "__main__":
     launch.main(train, 2) if len(sys.argv) > 1 else train()
 """
 
-files_of_mpich = pytest.mark.xfail(strict=True, reason="item 9: MPICH's files stay in /dev/shm when MPI_Init fails")
 processes_of_ranks = pytest.mark.xfail(
     strict=True, reason="item 9: processes that ranks have started survive a killed parent of the ranks"
 )
@@ -61,7 +60,6 @@ def memory(tmp_path):
     return folder
 
 
-@files_of_mpich
 @pytest.mark.parametrize("launcher", ["srun", "distopt run"])
 def test_no_file_remains_of_an_mpi_init_that_cannot_connect_hosts(net, memory, launcher):
     """MPICH's network is the loopback, which each host has for itself."""
@@ -81,7 +79,6 @@ def test_no_file_remains_of_an_mpi_init_that_cannot_connect_hosts(net, memory, l
     assert [path.name for path in memory.iterdir()] == []
 
 
-@files_of_mpich
 def test_no_file_remains_of_an_mpi_init_that_misses_a_rank(memory, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(EARLY_END)

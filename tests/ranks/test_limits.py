@@ -81,7 +81,6 @@ def test_too_few_processes(few_processes, launcher):
     assert re.search(r"pids\.max|ulimit -u", ended.stderr)
 
 
-@pytest.mark.xfail(strict=True, reason="item 10: a limit of the size of files is told to be a full /dev/shm")
 def test_too_small_files(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LARGE)

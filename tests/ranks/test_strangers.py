@@ -65,18 +65,7 @@ def names_of_job(env: dict[str, str], *, listening: bool) -> list[str]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes privileges")
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(
-            names,
-            marks=pytest.mark.xfail(
-                strict=True, reason=f"item 10: another local user who occupies {names} denies a job"
-            ),
-        )
-        for names in ("the abstract name on which rank 0 listens", "all abstract names of rank 0")
-    ],
-)
+@pytest.mark.parametrize("names", ["the abstract name on which rank 0 listens", "all abstract names of rank 0"])
 def test_names_that_another_user_has_taken_are_told_and_others_are_used(names):
     job = random.randrange(1 << 30)
     numbers = [slurm(rank, 2, "here", 1, job) for rank in range(2)]

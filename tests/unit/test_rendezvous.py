@@ -150,7 +150,7 @@ def test_a_stranger_without_the_ticket_is_not_let_in(ticket: bytes, monkeypatch:
     """It can reach the socket, but its proof is wrong; the ranks of the job are not disturbed."""
     wrong = secrets.token_bytes(16)
     address = rendezvous._address(ticket)
-    monkeypatch.setattr(rendezvous, "_address", lambda _: address)
+    monkeypatch.setattr(rendezvous, "_address", lambda *_: address)
     stranger, *groups = in_threads(
         lambda: HostGroup(wrong, 1, 2, 0.5),
         lambda: HostGroup(ticket, 0, 2, 5),

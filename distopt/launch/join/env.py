@@ -1,8 +1,8 @@
 """The launcher's view of this process, from one table of environment variables.
 
 The table is ordered from the innermost launcher outwards. Slurm's variables describe the task that srun started, which
-may be the daemon of mpiexec or torchrun. Slurm is therefore checked last, and only inside a step: an sbatch script has
-SLURM_PROCID=0 and SLURM_NTASKS=n although it is not one of n ranks.
+may be the daemon of mpiexec or torchrun. Slurm is therefore checked last, and only inside a step of srun: an sbatch
+script, and the shell of salloc, have SLURM_PROCID=0 and SLURM_NTASKS=n although they are not one of n ranks.
 
 RANK and WORLD_SIZE are torchrun's only together with TORCHELASTIC_RUN_ID. Scripts also set them by hand, from another
 launcher's variables, and that launcher then counts. Job scripts export a WORLD_SIZE, or a RANK of the node, that no
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["RUN", "LauncherInfo", "launcher", "unstarted_tasks"]
 
 RUN = "distopt run"
+_INTERACTIVE_STEP = "4294967290"  # of the shell of salloc; SLURM_INTERACTIVE_STEP of slurm.h
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,6 @@ class _Launcher:
     size: str
     local_rank: str
     local_size: str | None
-    only_with: str | None = None
 
 
 _TORCHRUN = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -69,7 +69,7 @@ _LAUNCHERS = (
     ),
     _Launcher("mpiexec of MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-_SLURM = _Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", None, only_with="SLURM_STEP_ID")
+_SLURM = _Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", None)
 
 
 def launcher(env: Mapping[str, str] | None = None) -> LauncherInfo | None:
@@ -110,15 +110,19 @@ def unstarted_tasks(env: Mapping[str, str] | None = None) -> int:
     """Local. The tasks of the Slurm job whose script runs this process outside any step; 0 elsewhere."""
     env = os.environ if env is None else env
     tasks = env.get("SLURM_NTASKS", "")
-    return int(tasks) if "SLURM_STEP_ID" not in env and tasks.isascii() and tasks.isdigit() else 0
+    return int(tasks) if not _in_step(env) and tasks.isascii() and tasks.isdigit() else 0
+
+
+def _in_step(env: Mapping[str, str]) -> bool:
+    return env.get("SLURM_STEP_ID", _INTERACTIVE_STEP) != _INTERACTIVE_STEP
 
 
 def _read(entry: _Launcher, env: Mapping[str, str]) -> LauncherInfo | None:
     if entry.rank not in env and entry.size not in env:
         return None
-    if entry.only_with is not None and entry.only_with not in env:
+    if entry is _SLURM and not _in_step(env):
         return None
-    if entry is _TORCHRUN and (entry.rank not in env or (entry.size not in env and "SLURM_STEP_ID" in env)):
+    if entry is _TORCHRUN and (entry.rank not in env or (entry.size not in env and _in_step(env))):
         return None
     names = [entry.rank, entry.size, entry.local_rank, *([entry.local_size] if entry.local_size else [])]
     source = " ".join(f"{name}={env[name]}" for name in names if name in env)

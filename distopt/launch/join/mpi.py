@@ -31,7 +31,6 @@ import socket
 import sys
 from copy import copy
 from dataclasses import astuple, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import _core
@@ -43,6 +42,7 @@ from ..watch.exit_guard import after_closing, close_at_exit, finalize_at_exit, g
 from ..watch.siblings import Absence, ends_of_siblings
 from ..watch.watch import Watch, watch_ranks
 from .env import LauncherInfo, launcher
+from .isolation import spare_reads
 from .job import Job
 from .meeting import meeting
 from .mpi_setup import all_gather_bytes
@@ -177,19 +177,6 @@ class _Introduction:
             ) from None
 
 
-def _release_names() -> None:
-    """Remove the files that MPICH would leave in /dev/shm if the job were killed or aborted.
-
-    MPICH keeps the name of its shared memory until MPI_Finalize. The name is not needed after MPI_Init, which ends with
-    a barrier of the host's ranks: by then all of them have mapped the memory.
-    """
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if path.startswith("/dev/shm/mpich_shm_"):
-            with contextlib.suppress(OSError):  # another rank has removed it
-                Path(path).unlink()
-
-
 def start_mpi() -> ModuleType:
     """Collective over the launcher's job on first use. Initialize MPI; from then on, leaving early ends the whole job.
 
@@ -198,7 +185,7 @@ def start_mpi() -> ModuleType:
     """
     MPI = import_mpi()
     if MPI.COMM_WORLD.size > 1:
-        _release_names()
+        _core.remove_mpich_files()
         guard.arm(MPI)
     return MPI
 
@@ -241,6 +228,8 @@ def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
         if ("PMIX_RANK" if of_open_mpi else "PMI_RANK") not in os.environ:
             raise LaunchError(_mismatch(info, library, "needs an MPI plugin of srun"))
         place = None  # the plugin connects the ranks
+    if not of_open_mpi:
+        spare_reads(info)
     if place is None:
         with _bounded_init(info):
             MPI.Init_thread()

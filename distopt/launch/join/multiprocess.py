@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import socket
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
+from ..gate import listener_of
 from ..threads import cap_threads
 from ..topology import Topology
 from ..watch.siblings import Absence, children, end_with_parent, is_first
@@ -152,11 +152,13 @@ class MultiprocessJob(Job):
 @contextlib.contextmanager
 def _sole(ticket: Ticket, rank: int) -> Iterator[None]:
     """Hold a name that only one process at a time can have. Without, two of rank 1 would wait for rank 0 in vain."""
+    name = "\0distopt-" + hashlib.sha256(b"distopt rank %d " % rank + ticket.secret).hexdigest()[:32]
     with socket.socket(socket.AF_UNIX) as holder:
         try:
-            holder.bind("\0distopt-" + hashlib.sha256(b"distopt rank %d " % rank + ticket.secret).hexdigest()[:32])
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:  # any other reason is also met, and reported, by the rendezvous
+            holder.bind(name)
+            holder.listen()
+        except OSError:  # if another user has taken it, only that check is lost
+            if listener_of(name) == os.geteuid():
                 raise LaunchError(
                     f"another process joins as rank {rank} with the same ticket; number the processes of a job 0, 1, "
                     "..., and make a ticket for each job"

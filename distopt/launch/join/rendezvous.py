@@ -1,14 +1,18 @@
 """The ranks of one host find each other and exchange a few bytes.
 
 Rank 0 listens on an abstract Unix socket whose name is a hash of the job's ticket, and the others connect. Abstract
-names vanish with their process, so nothing is left behind. They are public, so the name must not reveal the ticket.
+names vanish with their process, so nothing is left behind. They are public, so the name must not reveal the ticket,
+and another user may have taken it: rank 0 has the choice of some.
 Both sides prove that they know it: `distopt.launch.gate`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import itertools
+import logging
 import os
 import selectors
 import socket
@@ -17,7 +21,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ...errors import LaunchError
-from ..gate import Gate, Link, RefusedError, StrangerError, in_slices, introduce, peer_of, turn
+from ..gate import Gate, Link, RefusedError, StrangerError, in_slices, introduce, listener_of, peer_of, turn
 from ..messages import pack, rank_named, receive, send, try_to_tell, unpack
 from ..stopwatch import Deadline
 from ..watch.siblings import Absence
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["HostGroup"]
 
+_log = logging.getLogger("distopt")
+
+_N_ADDRESSES = 8
 _FD = struct.Struct("i")
 _GRACE_SECONDS = 5.0  # by which joining ranks wait longer than rank 0, which can report who is missing
 _LOOK_SECONDS = 0.1  # between two looks of rank 0 for ranks that have not joined
@@ -148,23 +155,23 @@ class HostGroup:
 
 
 # -- how they meet: rank 0 listens, the others come --------------------------------------------------------------------
-def _address(ticket: bytes) -> str:
-    return "\0distopt-" + hashlib.sha256(b"distopt address " + ticket).hexdigest()[:32]
+def _address(ticket: bytes, choice: int = 0) -> str:
+    return "\0distopt-" + hashlib.sha256(b"distopt address %d " % choice + ticket).hexdigest()[:32]
 
 
 def _find_rank_0(ticket: bytes, rank: int, size: int, timeout: float, absence: Absence) -> tuple[socket.socket, bytes]:
     """The connection to rank 0, and its answer after all ranks have joined."""
     deadline = Deadline(timeout)
-    while True:
+    foreign = ""
+    for choice in itertools.cycle(range(_N_ADDRESSES)):
         with contextlib.ExitStack() as stack:
             link = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             try:
                 link.settimeout(deadline.left())
-                link.connect(_address(ticket))
+                link.connect(_address(ticket, choice))
                 if peer_of(link)[1] != os.geteuid():
-                    raise LaunchError(
-                        "the process that listens for this job belongs to another user; use a fresh ticket"
-                    )
+                    foreign = "; a process of another user listens in its place, so use a fresh ticket"
+                    raise ConnectionRefusedError
                 introduce(link, ticket, b"h", rank, size, deadline)
                 with rank_named(0):
                     answer = receive(link, Deadline(deadline.left() + _GRACE_SECONDS))
@@ -173,7 +180,7 @@ def _find_rank_0(ticket: bytes, rank: int, size: int, timeout: float, absence: A
             except TimeoutError:
                 raise LaunchError(
                     f"rank {rank} found no rank 0 on this host within {timeout:g} s; check that rank 0 runs here, "
-                    "in the same network namespace and with the same ticket"
+                    f"in the same network namespace and with the same ticket{foreign}"
                 ) from None
             except RefusedError as error:
                 raise LaunchError(str(error)) from None
@@ -183,9 +190,11 @@ def _find_rank_0(ticket: bytes, rank: int, size: int, timeout: float, absence: A
                 ) from None
             except (ConnectionError, BlockingIOError):  # rank 0 is not listening yet, its queue is full, or it gave up
                 pass
-        # More patient than rank 0, which can report who is missing.
-        absence.check(f"rank {rank} found no rank 0 on this host", size - 1, patience=1.5)
-        time.sleep(0.01)
+        if choice == 0:
+            # More patient than rank 0, which can report who is missing.
+            absence.check(f"rank {rank} found no rank 0 on this host", size - 1, patience=1.5)
+            time.sleep(0.01)
+    raise AssertionError
 
 
 class _Listener(Gate):
@@ -226,17 +235,7 @@ class _Listener(Gate):
         return self._peers
 
     def _gather(self) -> None:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            listener.bind(_address(self._ticket))
-            listener.listen(self._size)
-        except OSError as error:
-            listener.close()
-            raise LaunchError(
-                f"rank 0 cannot listen for the other ranks ({error}); "
-                "is there a second rank 0, or another job with this ticket?"
-            ) from None
-        self.listen(listener)
+        self.listen(self._bound())
         while len(self._peers) < self._size - 1 and not self._failed:
             try:
                 turn(self._selector, min(_LOOK_SECONDS, self._deadline.left()))
@@ -249,6 +248,26 @@ class _Listener(Gate):
             self._absence.check(self._absent(), self._size - 1 - len(present), present=present)
         if self._failed:
             raise LaunchError(self._failed)
+
+    def _bound(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        for choice in range(_N_ADDRESSES):
+            name = _address(self._ticket, choice)
+            try:
+                listener.bind(name)
+                listener.listen(self._size)
+            except OSError as error:
+                fact = str(error)
+                if error.errno != errno.EADDRINUSE or listener_of(name) == os.geteuid():
+                    break
+                _log.warning("another user has taken the name %r of rank 0, which takes another", name)
+            else:
+                return listener
+        listener.close()
+        raise LaunchError(
+            f"rank 0 cannot listen for the other ranks ({fact}); "
+            "is there a second rank 0, or another job with this ticket?"
+        )
 
     def _refusal(self, link: Link, size: int) -> str:
         rank, pid, fact = link.rank, link.pid, ""

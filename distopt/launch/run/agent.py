@@ -21,7 +21,7 @@ from typing import Any
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
 from ..ending import ENDING_SIGNALS, caught_signals, waitable_children
-from ..gate import LONGEST_CALL_SECONDS, RefusedError, StrangerError, call, listen, proof, turn
+from ..gate import LONGEST_CALL_SECONDS, RefusedError, StrangerError, call, is_own, listen, proof, turn
 from ..stopwatch import Stopwatch
 from ..threads import thread_variables
 from .nodes import NO_RANK, Node, Owner, RunOptions
@@ -211,7 +211,7 @@ class _Agent:
                     ranks.add(Program(rank, options.program, {**common, **own}, folder, self._outputs))
         except UsageError as error:
             text = f"on {self._me.host}, {error}"
-            ranks.failures.append(Failure(order["first"], UsageError.exit_code, text, is_final=True))
+            ranks.failures.append(Failure(rank, UsageError.exit_code, text, is_final=True))
 
     # -- ranks and signals -----------------------------------------------------------------------------------------
     def _look_at_ranks(self) -> None:
@@ -289,12 +289,7 @@ def _owns(options: RunOptions) -> bool:
     """Whether this host has the address of the endpoint."""
     if options.static and options.node_rank is not None:
         return options.node_rank == 0
-    with contextlib.suppress(OSError):  # an unknown host is reported by who connects to it
-        for family, kind, protocol, _, address in socket.getaddrinfo(options.host, None, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                return True
-    return False
+    return is_own(options.host)
 
 
 def _free_port() -> int:

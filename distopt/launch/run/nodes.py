@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..ending import ENDING_SIGNALS
-from ..gate import Gate, Link
+from ..gate import Gate, Link, is_own
 from ..stopwatch import Stopwatch
 from .ranks import Failure, first_of
 
@@ -202,7 +202,8 @@ class Owner(Gate):
         def tell(message: dict[str, Any]) -> None:
             self._tell(link, json.dumps(message) + "\n")
 
-        address = self._own.address if link.host == self._own.host else link.address
+        # Names of hosts may be the same on two. This host's own addresses may be unknown to the other nodes.
+        address = self._own.address if is_own(link.address) else link.address
         node = Node(link.host, link.pid, link.rank, tell, address)
         self._by_link[link] = node
         self._nodes.append(node)

@@ -218,7 +218,8 @@ class Watch:
             kind, how = "end", "has ended; see its output"
             if not isinstance(error, ConnectionError):
                 kind, how = "lost", "cannot be reached; see whether its host and the network are up"
-            line = f"{kind} 1 {self._rank if self._speaks else -1} {self._who} has lost rank 0, which {how}"
+            lost = "rank 0, which" if self._rank else "the helper process that watches the ranks, which"
+            line = f"{kind} 1 {self._rank if self._speaks else -1} {self._who} has lost {lost} {how}"
         if self._left:
             return
         kind, code, speaker, text = line.split(" ", 3)
