@@ -196,14 +196,14 @@ def test_gather_into_an_array_that_holds_the_own_part(comm):
 def test_many_operations_at_once_use_few_buffers(comm):
     rank, size = comm.topology.rank, comm.topology.world_size
     arrays = [np.full(10_000, rank + i, np.float32) for i in range(20)]
-    buffers, before = [], comm._core.scratch_count
+    buffers, before = [], comm.core.scratch_count
     for _ in range(3):
         works = [comm.all_reduce(array, "max", label=f"w{i}") for i, array in enumerate(arrays)]
         works[-1].wait()
         comm.barrier()
-        assert comm._core.oldest is None
+        assert comm.core.oldest is None
         assert all(work.done() for work in works)
-        buffers.append(comm._core.scratch_count)
+        buffers.append(comm.core.scratch_count)
     assert [array[0] for array in arrays] == [size - 1 + i for i in range(20)]
     assert max(buffers) <= max(before, 2 * len(arrays))  # an agreement and a flow each
 
@@ -251,10 +251,11 @@ def test_two_threads_are_refused(comm):
     comm.barrier()
     if comm.topology.rank == 0:
         work = comm.all_reduce(np.zeros(3))
+        operation = comm.core.oldest
         thread = threading.Thread(target=other)
         thread.start()
         while not refused:
-            call(comm._core.wait, work._operation, 0.05)  # holds the communicator nearly all the time
+            call(comm.core.wait_on, operation, 10.0)  # holds the communicator nearly all the time
         thread.join()
         assert "two threads" in refused[0]
     else:
