@@ -294,7 +294,7 @@ def test_mismatch_names_both_sides(peers, kind):
         "collective": lambda: peers.broadcast(np.zeros(4)) if last else peers.all_reduce(np.zeros(4)),
         "root": lambda: peers.broadcast(np.zeros(4), int(last)),
     }
-    with pytest.raises(MismatchError, match=r"rank \d on .* is in .*#0.*, rank \d on .* in .*#0") as caught:
+    with pytest.raises(MismatchError, match=r"rank \d \(host .* is in .*#0.*, rank \d \(host .* in .*#0") as caught:
         calls[kind]().wait()
     mine = next(call for call in caught.value.calls if call.rank == peers.topology.rank)
     assert len(caught.value.ranks) == len(caught.value.calls) == 2
@@ -321,7 +321,7 @@ def test_kernels_let_bytes_move(peers):
 def test_absent_rank_is_named(peers, job):
     last = job.topology.world_size - 1
     if job.topology.rank != last:
-        with pytest.raises(StalledError, match=rf"for rank {last} on ") as caught:
+        with pytest.raises(StalledError, match=rf"for rank {last} \(host ") as caught:
             peers.all_reduce(np.zeros(4), label="weight").wait(1.0)
         assert "(weight)" in str(caught.value)
     job.all_gather(b"")  # the last rank is still there
@@ -333,7 +333,7 @@ def test_rank_that_closed_is_named(peers, job):
     if job.topology.rank == last:
         peers.close()
     else:
-        with pytest.raises(CommunicatorClosedError, match=rf"rank {last} on .* has closed"):
+        with pytest.raises(CommunicatorClosedError, match=rf"rank {last} \(host .* has closed"):
             peers.barrier()
 
 
@@ -346,14 +346,14 @@ def test_a_message_of_another_kind_is_refused(peers, kind, sent):
         peers.send(array, to, tag=7).wait()
     elif rank == to:
         with pytest.raises(
-            MismatchError, match=rf"rank 0 on .* sent {sent} with tag 7, where rank {to} on .* receives 5 f"
+            MismatchError, match=rf"rank 0 \(host .* sent {sent} with tag 7, where rank {to} \(host .* receives 5 f"
         ):
             peers.receive(np.zeros(5, np.float32), 0, tag=7).wait()
 
 
 def test_a_silent_sender_is_named(peers, job):
     if job.topology.rank == 0:
-        with pytest.raises(StalledError, match=r"receive 3 int8 with tag -1 from rank 1 on .* DISTOPT_TIMEOUT"):
+        with pytest.raises(StalledError, match=r"receive 3 int8 with tag -1 from rank 1 \(host .* DISTOPT_TIMEOUT"):
             peers.receive(np.zeros(3, np.int8), 1, tag=-1).wait(0.3)
     job.all_gather(b"")
 
@@ -370,7 +370,7 @@ def test_a_sender_that_closed_is_named_once_all_has_arrived(peers):
         array = np.zeros(70_000, np.int64)
         peers.receive(array, 1).wait()
         assert array[-1] == 69_999
-        with pytest.raises(CommunicatorClosedError, match=r"rank 1 on .* closed the communicator while rank 0 on .*"):
+        with pytest.raises(CommunicatorClosedError, match=r"rank 1 \(host .* closed the communicator while rank 0 \(host .*"):
             peers.receive(array, 1).wait()
 
 
