@@ -312,9 +312,9 @@ def test_kernels_let_bytes_move(peers):
         array = np.full(700_001, rank + 1.0, np.float32)
         work = peers.all_reduce(array)
         deadline = time.monotonic() + 10
-        while comm.core.oldest is not None and time.monotonic() < deadline:
+        while peers.core.oldest is not None and time.monotonic() < deadline:
             _core.conv2d_backward(dy, None, x, w, dw, None, None, (1, 1))
-        assert comm.core.oldest is None
+        assert peers.core.oldest is None
         assert set(array.tolist()) == {size * (size + 1) / 2}
 
 
