@@ -310,7 +310,7 @@ def test_kernels_let_bytes_move(peers):
     dy, dw = np.ones((8, 4, 16, 16), np.float32), np.empty_like(w)
     for _ in range(2):
         array = np.full(700_001, rank + 1.0, np.float32)
-        work = peers.all_reduce(array)
+        peers.all_reduce(array)
         deadline = time.monotonic() + 10
         while peers.core.oldest is not None and time.monotonic() < deadline:
             _core.conv2d_backward(dy, None, x, w, dw, None, None, (1, 1))

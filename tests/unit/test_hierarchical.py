@@ -55,12 +55,11 @@ def test_hosts_with_different_numbers_of_ranks_are_refused():
         ("mismatch", r"MismatchError rank \d \(host host-[ab] .* in all_reduce #\d+ of 100,000 float32"),
         (
             "close",
-            r"CommunicatorClosedError rank \d \(host host-[ab] .* but rank 3 \(host host-b .* has closed the communicator",
+            r"CommunicatorClosedError rank \d \(host host-[ab] .* but rank 3 \(host host-b .* has closed the comm",
         ),
         (
             "late",
-            r"StalledError no answer within 1.5 s: rank \d \(host host-[ab] .* for rank 3 \(host host-b .*"
-            r" raise DISTOPT_TIMEOUT",
+            r"StalledError no answer within 1.5 s: rank \d \(host host-[ab] .* for rank 3 \(host host-b .* raise D",
         ),
     ],
 )
