@@ -112,13 +112,16 @@ class Process(NamedTuple):
         rank: its number in the job.
         host: name of its host.
         pid: its process id there.
-        name: how messages call it.
     """
 
     rank: int
     host: str
     pid: int
-    name: str
+
+    @property
+    def name(self) -> str:
+        """How messages call it, as those of csrc/base/errors.h do."""
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,16 @@ namespace distopt {
 // What went wrong in a communicator of ours; the binding turns each kind into the class of distopt.errors of that name.
 enum class ErrorKind : int { other, usage, launch, closed, peer_lost, stalled, mismatch, memory, transport };
 
-// A rank, and how messages call it, e.g. "rank 3 (host a, pid 77)".
+// A rank, and where it runs.
 struct Process {
   int rank;  // in the job
   std::string host;
   int pid;
-  std::string name;
+
+  // How messages call it.
+  std::string name() const {
+    return "rank " + std::to_string(rank) + " (host " + host + ", pid " + std::to_string(pid) + ")";
+  }
 };
 
 // The fields of distopt.errors.CommunicatorError.

@@ -15,7 +15,8 @@ bool Origin::forked() const { return fork_count() != forks_; }
 
 void Origin::require(const Process& me) const {
   if (forked())
-    throw CommunicatorError(ErrorKind::usage, "this process was forked from " + me.name + " and is no rank of the job",
+    throw CommunicatorError(ErrorKind::usage,
+                            "this process was forked from " + me.name() + " and is no rank of the job",
                             "use the communicator in the parent only");
 }
 

@@ -203,6 +203,29 @@ nb::list take_parts(Receiving<Operation>& operation) {
   return parts;
 }
 
+// A ragged collective under way. `parts` are made when they are first asked for.
+template <typename Work, typename Operation>
+struct RaggedWork : Work {
+  nb::list (*take)(Operation&);
+  nb::object parts;
+
+  nb::object take_parts() {
+    if (!this->operation->finished())
+      throw CommunicatorError(ErrorKind::usage, "the parts have not arrived; call wait() before parts is read");
+    if (parts.is_none()) parts = take(*this->operation);
+    return parts;
+  }
+};
+
+// `start` begins an operation and gives its Work.
+template <typename Operation, typename Arrays, typename Start>
+auto start_ragged(Request request, Arrays arrays, Start start) {
+  using Ragged = Receiving<Held<Operation, Arrays>>;
+  const auto take = [](Operation& ended) { return take_parts(static_cast<Ragged&>(ended)); };
+  auto work = start(std::make_shared<Ragged>(std::move(request), std::move(arrays)));
+  return RaggedWork<decltype(work), Operation>{std::move(work), take, nb::none()};
+}
+
 // The collectives that both communicators of _core bind alike. `start` begins one, given the communicator, its request,
 // the array, and the output or None; `hold` begins a ragged one, given what keeps its arrays alive. Arrays are
 // contiguous; types and reductions are the codes of distopt.comm.base.

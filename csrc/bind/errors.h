@@ -25,11 +25,11 @@ inline constexpr const char* error_names[] = {"CommunicatorError",       "UsageE
                                               "MismatchError",           "WireMemoryError", "TransportError"};
 
 // distopt.errors.Process, which is a tuple.
-using ProcessFields = std::tuple<int, std::string, int, std::string>;
+using ProcessFields = std::tuple<int, std::string, int>;
 
 inline std::vector<Process> processes_of(const std::vector<ProcessFields>& tuples) {
   std::vector<Process> processes;
-  for (const auto& [rank, host, pid, name] : tuples) processes.push_back({rank, host, pid, name});
+  for (const auto& [rank, host, pid] : tuples) processes.push_back({rank, host, pid});
   return processes;
 }
 
@@ -39,7 +39,7 @@ inline nanobind::object as_python(const Failure& failure) {
   const nb::object type = errors.attr(error_names[static_cast<int>(failure.kind)]);
   if (failure.kind == ErrorKind::usage || failure.kind == ErrorKind::launch) return type(failure.text());
   nb::list ranks, calls;
-  for (const Process& one : failure.ranks) ranks.append(errors.attr("Process")(one.rank, one.host, one.pid, one.name));
+  for (const Process& one : failure.ranks) ranks.append(errors.attr("Process")(one.rank, one.host, one.pid));
   for (const Call& call : failure.calls)
     calls.append(errors.attr("Call")(call.rank, kind_name(call.kind), call.number, call.count, dtype_name(call.dtype),
                                      reduces(call.kind) ? op_name(call.op) : "", call.root, call.label));

@@ -1,4 +1,5 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -7,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,50 +25,63 @@ using mpi::Communicator;
 using mpi::HierarchicalOperation;
 using mpi::Hierarchy;
 using mpi::Operation;
-using Started = std::shared_ptr<Operation>;
-
 using Plain = Held<Operation>;
 using TwoLevels = Held<HierarchicalOperation>;
-using Ragged = Receiving<Plain>;
-using Exchange = Receiving<Held<Operation, std::vector<Buffers>>>;
 
-template <typename Kind>
-std::shared_ptr<Kind> start(Communicator& communicator, std::shared_ptr<Kind> operation) {
-  nb::gil_scoped_release release;
-  communicator.start(operation);
-  return operation;
+struct MpiWork {
+  nb::object communicator;  // that of Python, which has the attribute `waits`
+  std::shared_ptr<Operation> operation;
+};
+
+Communicator& communicator_of(const MpiWork& work) { return *nb::inst_ptr<Communicator>(work.communicator); }
+
+MpiWork start(Communicator& communicator, std::shared_ptr<Operation> operation) {
+  {
+    const nb::gil_scoped_release release;
+    communicator.start(operation);
+  }
+  return {nb::find(communicator), std::move(operation)};
 }
 
-Started start(Communicator& communicator, Request request, Buffers buffers) {
+MpiWork start(Communicator& communicator, Request request, Buffers buffers) {
   if (std::shared_ptr<Hierarchy> levels = communicator.hierarchy_for(request))
-    return start<Operation>(communicator,
-                            std::make_shared<TwoLevels>(std::move(request), std::move(buffers), std::move(levels)));
-  return start<Operation>(communicator, std::make_shared<Plain>(std::move(request), std::move(buffers)));
+    return start(communicator, std::make_shared<TwoLevels>(std::move(request), std::move(buffers), std::move(levels)));
+  return start(communicator, std::make_shared<Plain>(std::move(request), std::move(buffers)));
 }
 
-Started start(Communicator& communicator, Request request, nb::handle array, nb::handle out) {
+MpiWork start(Communicator& communicator, Request request, nb::handle array, nb::handle out) {
   Buffers buffers;
   take_arrays(request, buffers, array, out);
   return start(communicator, std::move(request), std::move(buffers));
 }
 
-Started all_reduce(Communicator& communicator, nb::handle array, int dtype, int op, const char* label) {
+MpiWork all_reduce(Communicator& communicator, nb::handle array, int dtype, int op, const char* label) {
   return start(communicator, make_request(OpKind::all_reduce, dtype, label, op), array, nb::none());
 }
 
-Started all_reduce_plain(Communicator& communicator, nb::handle array, nb::handle op, nb::handle wire,
-                         nb::handle label) {
+nb::object all_reduce_plain(Communicator& communicator, nb::handle array, nb::handle op, nb::handle wire,
+                            nb::handle label, bool looks) {
   Buffers buffers;
   std::optional<Request> request = plain_all_reduce(buffers, array, op, wire, label);
-  return request ? start(communicator, std::move(*request), std::move(buffers)) : nullptr;
+  if (looks || !request) return nb::none();
+  return nb::cast(start(communicator, std::move(*request), std::move(buffers)));
 }
 
-Started barrier(Communicator& communicator) { return start(communicator, Request{}, Buffers()); }
+MpiWork barrier(Communicator& communicator) { return start(communicator, Request{}, Buffers()); }
 
-template <typename Arrays>
-auto start_ragged(Communicator& communicator, Request request, Arrays arrays) {
-  return start(communicator,
-               std::make_shared<Receiving<Held<Operation, Arrays>>>(std::move(request), std::move(arrays)));
+bool done(const MpiWork& work) {
+  const nb::gil_scoped_release release;
+  return communicator_of(work).test(*work.operation);
+}
+
+// Short waits end here; long ones are those of distopt/comm/mpi/waits.py.
+void wait(const MpiWork& work, std::optional<double> timeout) {
+  {
+    const nb::gil_scoped_release release;
+    const double quiet_seconds = std::min(timeout.value_or(yield_seconds), yield_seconds);
+    if (communicator_of(work).wait(*work.operation, quiet_seconds)) return;
+  }
+  work.communicator.attr("waits").attr("wait_for")(work.communicator, work.operation, timeout);
 }
 
 // Addresses of MPI handles, as numbers.
@@ -122,19 +137,23 @@ void bind_mpi(nb::module_& m) {
         "Yield the core or sleep between two looks, nothing having moved for that long.");
   using Operation = mpi::Operation;  // there is one of shared memory, too
   nb::class_<Operation>(m, "MpiOperation", "A collective over MPI.")
-      .def_prop_ro("finished", &Operation::finished)
       .def_prop_ro("sequence", &Operation::sequence)
       .def_prop_ro("unheard", &Operation::unheard, "Ranks that are not known to have begun it.")
       .def("__str__", &Operation::description);
-  nb::class_<Ragged, Operation>(m, "MpiGather", "An all_gather_ragged.")
-      .def("take_parts", &take_parts<Plain>, "To be called once, when it has finished.");
-  nb::class_<Exchange, Operation>(m, "MpiExchange", "An all_to_all_ragged.")
-      .def("take_parts", &take_parts<Held<Operation, std::vector<Buffers>>>,
-           "To be called once, when it has finished.");
+  nb::class_<MpiWork>(m, "MpiWork", nb::sig("class MpiWork(distopt.comm.work.Work)"),
+                      "A collective over MPI under way.")
+      .def("done", &done, "Local. Move all operations forward without waiting; whether this one has finished.")
+      .def("wait", &wait, nb::arg("timeout") = nb::none(), "Wait for the end, at most `timeout` seconds.")
+      .def_prop_ro("nonfinite", [](const MpiWork&) { return nb::none(); });
+  using MpiRaggedWork = RaggedWork<MpiWork, Operation>;
+  nb::class_<MpiRaggedWork, MpiWork>(m, "MpiRaggedWork",
+                                     nb::sig("class MpiRaggedWork(MpiWork, distopt.comm.work.RaggedWork)"),
+                                     "A ragged collective over MPI under way.")
+      .def_prop_ro("parts", &MpiRaggedWork::take_parts, "See `RaggedWork.parts`.");
 
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
-  nb::class_<Communicator> communicator(m, "MpiCommunicator",
-                                        "Collectives over the ranks of several hosts; arguments are trusted.");
+  nb::class_<Communicator> communicator(
+      m, "MpiCommunicator", "Collectives over the ranks of several hosts; arguments are trusted.", nb::dynamic_attr());
   communicator
       .def(nb::new_(&create), nb::arg("module"), nb::arg("communicator"), nb::arg("byte"), nb::arg("handle_bytes"),
            nb::arg("status_bytes"), nb::arg("rank"), nb::arg("processes"), nb::arg("inline_bytes"),
@@ -143,19 +162,16 @@ void bind_mpi(nb::module_& m) {
            nb::arg("collect"), "See Hierarchy in csrc/mpi/hierarchy.h.")
       .def("all_reduce", &all_reduce)
       .def("all_reduce_plain", &all_reduce_plain, nb::arg("array"), nb::arg("op"), nb::arg("wire").none(),
-           nb::arg("label"),
-           nb::sig("def all_reduce_plain(self, array: object, op: object, wire: object | None, label: object) -> "
-                   "MpiOperation | None"),
+           nb::arg("label"), nb::arg("find_nonfinite"),
+           nb::sig("def all_reduce_plain(self, array: object, op: object, wire: object | None, label: object, "
+                   "find_nonfinite: bool) -> MpiWork | None"),
            "all_reduce of an array whose buffer says all; None, without having started anything, of another one or if "
            "an argument is wrong.")
       .def("barrier", &barrier)
       .def("progress", &Communicator::progress, Unlocked())
-      .def("test", &Communicator::test, Unlocked())
-      .def("wait", &Communicator::wait, Unlocked(), nb::arg("operation"), nb::arg("quiet_seconds"),
+      .def("wait_on", &Communicator::wait_on, Unlocked(), nb::arg("operation"), nb::arg("quiet_seconds"),
            "Wait until the operation has ended, nothing has moved for that long, or 0.1 s have passed; whether it has "
            "ended.")
-      .def("wait_on", &Communicator::wait_on, Unlocked(), nb::arg("operation"), nb::arg("quiet_seconds"),
-           "Continue such a wait.")
       .def_prop_ro("quiet_seconds", &Communicator::quiet_seconds, "For how long nothing has moved.")
       .def("look", &look, nb::arg("patience"), nb::arg("waited"), nb::arg("tell"), nb::arg("warn"),
            "Warn or raise an error, if it is time to. `tell` gives the wait in words, and the processes awaited.")
@@ -170,7 +186,10 @@ void bind_mpi(nb::module_& m) {
       .def_prop_ro("scratch_count", &Communicator::scratch_count, "Number of unused buffers (tests).");
   bind_collectives<Communicator>(
       communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); },
-      [](auto&&... given) { return start_ragged(std::forward<decltype(given)>(given)...); });
+      [](Communicator& on, Request request, auto arrays) {
+        return start_ragged<Operation>(std::move(request), std::move(arrays),
+                                       [&](auto operation) { return start(on, std::move(operation)); });
+      });
 }
 
 }  // namespace distopt

@@ -83,27 +83,6 @@ nb::ndarray<nb::numpy> empty(ShmCommunicator& communicator, std::size_t count, i
   return flat_array(std::move(memory), count, static_cast<DType>(dtype));
 }
 
-// `parts` are made when they are first asked for.
-struct ShmRaggedWork : ShmWork {
-  nb::list (*take)(Operation&);
-  nb::object parts;
-};
-
-template <typename Arrays>
-ShmRaggedWork start_ragged(ShmCommunicator& communicator, Request request, Arrays arrays) {
-  using Ragged = Receiving<Held<Operation, Arrays>>;
-  auto operation = std::make_shared<Ragged>(std::move(request), std::move(arrays));
-  const auto take = [](Operation& ended) { return take_parts(static_cast<Ragged&>(ended)); };
-  return {start(communicator, std::move(operation)), take, nb::none()};
-}
-
-nb::object parts_of(ShmRaggedWork& work) {
-  if (!work.operation->finished())
-    throw CommunicatorError(ErrorKind::usage, "the parts have not arrived; call wait() before parts is read");
-  if (work.parts.is_none()) work.parts = work.take(*work.operation);
-  return work.parts;
-}
-
 class HeldMessage : public Message {
  public:
   HeldMessage(bool sends, int peer, std::int64_t tag, DType dtype, const Py_buffer& view, Buffers buffers)
@@ -193,10 +172,11 @@ void bind_shm(nb::module_& m) {
           "nonfinite", [](const ShmWork& work) { return rank_and_index(work.operation->nonfinite()); },
           "See `Work.nonfinite`.");
 
+  using ShmRaggedWork = RaggedWork<ShmWork, Operation>;
   nb::class_<ShmRaggedWork, ShmWork>(m, "ShmRaggedWork",
                                      nb::sig("class ShmRaggedWork(ShmWork, distopt.comm.work.RaggedWork)"),
                                      "A ragged collective under way in shared memory.")
-      .def_prop_ro("parts", &parts_of, "See `RaggedWork.parts`.");
+      .def_prop_ro("parts", &ShmRaggedWork::take_parts, "See `RaggedWork.parts`.");
 
   nb::class_<ShmMessage>(m, "ShmMessage", nb::sig("class ShmMessage(distopt.comm.work.MessageWork)"),
                          "A message under way in shared memory.")
@@ -225,7 +205,7 @@ void bind_shm(nb::module_& m) {
       .def("count_cores", &ShmCommunicator::count_cores)
       .def("use_wire_memory_of", &ShmCommunicator::use_wire_memory_of, nb::keep_alive<1, 2>())
       .def("empty", &empty)
-      .def("all_reduce", &all_reduce)
+      .def("all_reduce", &all_reduce, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("looks") = false)
       .def("all_reduce_plain", &all_reduce_plain, nb::arg("array"), nb::arg("op"), nb::arg("wire").none(),
            nb::arg("label"), nb::arg("find_nonfinite"),
            "all_reduce of an array whose buffer says all; None, without having started anything, of another one or if "
@@ -237,7 +217,10 @@ void bind_shm(nb::module_& m) {
       .def("close", &ShmCommunicator::close);
   bind_collectives<ShmCommunicator>(
       communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); },
-      [](auto&&... given) { return start_ragged(std::forward<decltype(given)>(given)...); });
+      [](ShmCommunicator& on, Request request, auto arrays) {
+        return start_ragged<Operation>(std::move(request), std::move(arrays),
+                                       [&](auto operation) { return start(on, std::move(operation)); });
+      });
 
   m.def("create_segment", &create_segment, nb::arg("world_size"), nb::arg("chunk_bytes"),
         nb::arg("named_fallback") = false, "Descriptor of the memory that the ranks of one host are to share.");

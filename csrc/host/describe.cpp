@@ -68,7 +68,7 @@ bool alike(const Descriptor& a, const Descriptor& b) {
 
 CommunicatorError mismatch_between(const Process& other, const Call& theirs, const Process& me, const Call& mine) {
   return CommunicatorError({ErrorKind::mismatch,
-                            other.name + " is in " + describe(theirs) + ", " + me.name + " in " + describe(mine),
+                            other.name() + " is in " + describe(theirs) + ", " + me.name() + " in " + describe(mine),
                             "all ranks must call the same collectives in the same order with equal types and counts",
                             {other, me},
                             {theirs, mine}});

@@ -30,7 +30,8 @@ class Peers {
   int rank() const { return rank_; }
   int size() const { return size_; }
   const Process& process(int rank) const { return processes_[rank]; }
-  const std::string& name(int rank) const { return processes_[rank].name; }
+  std::string name(int rank) const { return processes_[rank].name(); }
+  const Process& me() const { return processes_[rank_]; }
   std::vector<Process> processes(const std::vector<int>& ranks) const;
   RingEntry& entry(int rank, std::uint64_t sequence) const { return segment_.slot(rank).ring[sequence % ring_size]; }
 

@@ -189,7 +189,7 @@ void Communicator::require_usable() const {
   if (failure_) throw *failure_;
   if (closed_)
     throw CommunicatorError({ErrorKind::closed,
-                             processes_[world_.rank].name + " used its communicator after close()",
+                             processes_[world_.rank].name() + " used its communicator after close()",
                              "create a new one",
                              {processes_[world_.rank]}});
 }

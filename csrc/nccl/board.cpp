@@ -39,7 +39,7 @@ std::optional<CommunicatorError> Board::mismatch(std::uint64_t sequence) const {
   if (!read(peers_.rank(), sequence, mine, my_call)) return {};
   for (int q = 0; q < peers_.size(); ++q)
     if (q != peers_.rank() && read(q, sequence, other, their_call) && !alike(mine, other))
-      return mismatch_between(process(q), their_call, process(peers_.rank()), my_call);
+      return mismatch_between(process(q), their_call, peers_.me(), my_call);
   return {};
 }
 

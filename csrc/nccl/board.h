@@ -18,7 +18,7 @@ class Board {
   Board(int fd, int rank, std::vector<Process> processes)
       : segment_(fd, rank, static_cast<int>(processes.size())), peers_(segment_, std::move(processes)) {}
 
-  const std::string& me() const { return peers_.name(peers_.rank()); }
+  const Process& me() const { return peers_.me(); }
 
   // Says what this rank starts. The mismatch with a peer that has started something else under that number, if any.
   std::optional<CommunicatorError> post(std::uint64_t sequence, const Request& request);

@@ -155,7 +155,7 @@ void NcclCommunicator::call(Lock& lock, const char* what, const std::function<Re
     if (failure_) throw CommunicatorError(*failure_);
     if (interruption) {
       // What is half made can neither be taken up again nor be left alone.
-      fail({ErrorKind::closed, board_->me() + " left " + what + " because of an exception", "restart the job"});
+      fail({ErrorKind::closed, board_->me().name() + " left " + what + " because of an exception", "restart the job"});
       std::rethrow_exception(interruption);
     }
     if (look) {

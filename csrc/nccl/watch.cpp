@@ -38,19 +38,20 @@ bool run_bounded(double seconds, std::function<void()> body) {
 void NcclCommunicator::require_usable() const {
   if (failure_) throw CommunicatorError(*failure_);
   if (closed_)
-    throw CommunicatorError(ErrorKind::closed, board_->me() + " has closed this communicator", "use it before close()");
+    throw CommunicatorError(ErrorKind::closed, board_->me().name() + " has closed this communicator",
+                            "use it before close()");
 }
 
 Failure NcclCommunicator::nccl_error(const char* what, Result result) const {
-  std::string text = board_->me() + ": NCCL failed in " + what + ": " + api_.get_error_string(result);
+  std::string text = board_->me().name() + ": NCCL failed in " + what + ": " + api_.get_error_string(result);
   const char* last = comm_ == nullptr ? nullptr : api_.get_last_error(comm_);
   if (last != nullptr && *last != '\0') text += std::string(" (") + last + ")";
   while (!text.empty() && text.back() == '\n') text.pop_back();
-  return {ErrorKind::other, text, "NCCL_DEBUG=WARN tells more", {board_->process(board_->rank())}};
+  return {ErrorKind::other, text, "NCCL_DEBUG=WARN tells more", {board_->me()}};
 }
 
 Waiting NcclCommunicator::waiting_in(const std::string& text, std::uint64_t sequence) const {
-  std::string story = board_->me() + " waits in " + text + " for ";
+  std::string story = board_->me().name() + " waits in " + text + " for ";
   const std::vector<int> absent = board_->absent(sequence);
   for (std::size_t i = 0; i < absent.size(); ++i) story += (i ? "; " : "") + board_->tell(absent[i]);
   if (absent.empty())
@@ -73,7 +74,7 @@ bool NcclCommunicator::check_host(std::uint64_t sequence, const std::string& tex
     if (std::find(absent.begin(), absent.end(), q) == absent.end()) continue;
     const bool closed = presence == Peers::Presence::closed;
     fail({closed ? ErrorKind::closed : ErrorKind::peer_lost,
-          board_->me() + " waits in " + text + ", but a peer " +
+          board_->me().name() + " waits in " + text + ", but a peer " +
               (closed ? "has closed its communicator" : "has ended") + ": " + board_->tell(q),
           "see that rank's output for the cause, then restart the job",
           {board_->process(q)}});
@@ -101,7 +102,7 @@ void NcclCommunicator::fail_and_throw(const Failure& failure) {
 
 void NcclCommunicator::abort(const std::string& text) {
   const Lock lock(mutex_);
-  if (!closed_) fail({ErrorKind::other, board_->me() + " has aborted the communicator: " + text});
+  if (!closed_) fail({ErrorKind::other, board_->me().name() + " has aborted the communicator: " + text});
 }
 
 // Whether NCCL came back in time. Orderly: finalize, which waits for the proxies of this rank, then destroy.
@@ -166,7 +167,7 @@ void NcclCommunicator::watch() {
       forget_finished();
       if (!outstanding_.empty() && !failure_) look_after_oldest(lock);
     } catch (const std::exception& error) {
-      fail({ErrorKind::other, board_->me() + ": " + error.what(), "the GPU has failed, restart the job"});
+      fail({ErrorKind::other, board_->me().name() + ": " + error.what(), "the GPU has failed, restart the job"});
     }
   }
 }
@@ -189,7 +190,7 @@ void NcclCommunicator::look_after_oldest(Lock& lock) {
   if (any_gone && !gone_since_) gone_since_.emplace();
   if (gone_since_ && gone_since_->seconds() > grace_seconds)
     return fail({ErrorKind::peer_lost,
-                 board_->me() + " waits in " + oldest->text + " for the data of a rank that has left",
+                 board_->me().name() + " waits in " + oldest->text + " for the data of a rank that has left",
                  "see the ranks' output"});
   patience_->look(
       waits_since_->seconds(), [&] { return waiting_in(oldest->text, oldest->sequence); },

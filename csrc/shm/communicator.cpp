@@ -37,12 +37,12 @@ void ShmCommunicator::close() {
 }
 
 void ShmCommunicator::require_open() const {
-  origin_.require(peers_.process(peers_.rank()));
+  origin_.require(peers_.me());
   if (closed_)
     throw CommunicatorError({ErrorKind::closed,
-                             peers_.name(peers_.rank()) + " has closed this communicator",
+                             peers_.me().name() + " has closed this communicator",
                              "use it before close()",
-                             {peers_.process(peers_.rank())}});
+                             {peers_.me()}});
 }
 
 void ShmCommunicator::raise_recorded_failure() const {
@@ -61,9 +61,9 @@ auto ShmCommunicator::or_fail(const char* what, Body body) {
   } catch (...) {
     try {
       fail({ErrorKind::closed,
-            peers_.name(peers_.rank()) + " left " + what + " because of an exception",
+            peers_.me().name() + " left " + what + " because of an exception",
             "restart the job",
-            {peers_.process(peers_.rank())}});
+            {peers_.me()}});
     } catch (const CommunicatorError&) {  // the exception itself tells this rank more
     }
     throw;
@@ -124,7 +124,7 @@ void ShmCommunicator::check_peers(double waited, Patience& patience) {
 // "rank 0 (...) waited in all_reduce #412 of 50,000 float32 for rank 1 (...): the last operation it started is ..."
 std::string ShmCommunicator::waiting_for(const std::vector<int>& ranks) const {
   const Operation& front = *queue_.front();
-  std::string text = peers_.name(peers_.rank()) + " waits ";
+  std::string text = peers_.me().name() + " waits ";
   if (posted_ != 0) text += "in " + describe(front.request(), front.sequence()) + " ";
   text += "for ";
   for (std::size_t i = 0; i < ranks.size(); ++i)
@@ -198,11 +198,10 @@ void ShmCommunicator::advance(bool helps) {
     } catch (const CommunicatorError& error) {
       fail(error.failure());
     } catch (const std::bad_alloc&) {
-      fail(
-          {ErrorKind::memory,
-           peers_.name(peers_.rank()) + " cannot allocate the result of " + describe(front.request(), front.sequence()),
-           "send smaller parts",
-           {peers_.process(peers_.rank())}});
+      fail({ErrorKind::memory,
+            peers_.me().name() + " cannot allocate the result of " + describe(front.request(), front.sequence()),
+            "send smaller parts",
+            {peers_.me()}});
     }
     front.finish();
     // To let go of its arrays takes Python's lock, which a thread may hold that waits for its turn.
@@ -286,7 +285,7 @@ std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, s
       block = segment_.map_block(bytes);
     } catch (const CommunicatorError& error) {
       Failure failure = error.failure();
-      failure.fact = peers_.name(peers_.rank()) + ": " + failure.fact;
+      failure.fact = peers_.me().name() + ": " + failure.fact;
       fail(failure);
     }
     char* own = block.memory.get() + block.stride * static_cast<std::size_t>(peers_.rank());

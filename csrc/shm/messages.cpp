@@ -273,10 +273,10 @@ void Messages::check(const Header& header, int from, const Message& message) {
   if (header.count == message.count() && header.dtype == static_cast<std::uint32_t>(message.dtype())) return;
   throw peers_.fail({ErrorKind::mismatch,
                      peers_.name(from) + " sent " + amount(header.count, static_cast<DType>(header.dtype)) +
-                         " with tag " + std::to_string(header.tag) + ", where " + peers_.name(peers_.rank()) +
-                         " receives " + amount(message.count(), message.dtype()),
+                         " with tag " + std::to_string(header.tag) + ", where " + peers_.me().name() + " receives " +
+                         amount(message.count(), message.dtype()),
                      "both sides of a message must agree on type and count",
-                     {peers_.process(from), peers_.process(peers_.rank())}});
+                     {peers_.process(from), peers_.me()}});
 }
 
 // -- waiting ----------------------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ void Messages::check_peers(const Message& message, double waited, Patience& pati
 
 // "rank 0 (...) waits to receive 5 float32 with tag 3 from rank 1 (...): the last operation it started is ..."
 std::string Messages::describe(const Message& message) const {
-  std::string text = peers_.name(peers_.rank()) + " waits to " + (message.sends() ? "send " : "receive ") +
+  std::string text = peers_.me().name() + " waits to " + (message.sends() ? "send " : "receive ") +
                      amount(message.count(), message.dtype()) + " with tag " + std::to_string(message.tag()) +
                      (message.sends() ? " to " : " from ");
   const std::vector<int> ranks = awaited(message);

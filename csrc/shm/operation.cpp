@@ -124,7 +124,7 @@ void Operation::check_peer(const Peers& peers, int peer) const {
   const RingEntry& own = peers.entry(peers.rank(), sequence_);
   const RingEntry& other = peers.entry(peer, sequence_);
   if (alike(own.descriptor, other.descriptor)) return;
-  const Process &me = peers.process(peers.rank()), &them = peers.process(peer);
+  const Process &me = peers.me(), &them = peers.process(peer);
   throw mismatch_between(them, call_of(them.rank, other.descriptor, sequence_, other.label), me,
                          call_of(me.rank, own.descriptor, sequence_, own.label));
 }

@@ -52,9 +52,9 @@ class HierarchicalCommunicator(MpiCommunicator):
         self._collect = ShmCommunicator(group, names, ranks=job.local_ranks, wire_of=self._scatter)
         if Settings.from_env().sum_order == "rank":
             return
-        self.by_host_above_bytes = self._core.inline_bytes
+        self.by_host_above_bytes = self.core.inline_bytes
         place = local.local_rank
-        self._core.use_hierarchy(
+        self.core.use_hierarchy(
             local=place,
             between=[ranks[place] for ranks in hosts],
             host=hosts.index(list(job.local_ranks)),

@@ -122,15 +122,7 @@ class NcclCommunicator(Communicator):
         unique_id = job.all_gather(mine)[0]
         group = job.host_group()
         of_pid = {place.pid: rank for rank, place in enumerate(places) if place.host == topology.host}
-        processes = [
-            Process(
-                of_pid.get(pid, -1),
-                topology.host,
-                pid,
-                f"rank {of_pid.get(pid, '?')} (host {topology.host}, pid {pid})",
-            )
-            for pid in group.pids
-        ]
+        processes = [Process(of_pid.get(pid, -1), topology.host, pid) for pid in group.pids]
         fd = group.share_fd(lambda: _core.create_segment(group.size, _BOARD_CHUNK_BYTES))
         board = stack.cuda.NcclBoard(fd, group.rank, processes)
         group.all_gather(b"")  # nobody may miss a peer before that peer has shown that it lives

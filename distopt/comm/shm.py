@@ -14,7 +14,8 @@ from ..errors import Process, UsageError
 from ..launch.join.rendezvous import HostGroup
 from ..launch.topology import Topology
 from ..settings import Settings
-from .base import DTYPES, OPS, Array, Communicator, MessageWork, RaggedWork, ReduceOp, Work
+from .base import DTYPES, OPS, Array, MessageWork, RaggedWork, ReduceOp, Work
+from .native import NativeCommunicator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,15 +35,14 @@ RaggedWork.register(_core.ShmRaggedWork)
 MessageWork.register(_core.ShmMessage)
 
 
-class ShmCommunicator(Communicator):
+class ShmCommunicator(NativeCommunicator):
     """Collectives over the ranks of one host.
 
     Arrays from `empty` are reduced where they lie; others go through chunks in shared memory. `max` and `min` of
     floats give NaN if any rank has NaN.
-
-    Attributes:
-        core: the communicator of csrc/shm.
     """
+
+    core: _core.ShmCommunicator
 
     name = "shm"
     finds_nonfinite = True
@@ -70,10 +70,7 @@ class ShmCommunicator(Communicator):
         self._settings = settings = settings or Settings.from_env()
         self._numbers = ranks or range(group.size)
         self.topology = topology
-        processes = [
-            Process(q, host, pid, f"rank {q} (host {host}, pid {pid})")
-            for q, host, pid in zip(self._numbers, topology.hosts, group.pids, strict=True)
-        ]
+        processes = list(map(Process, self._numbers, topology.hosts, group.pids))
         fd = group.share_fd(lambda: _core.create_segment(group.size, chunk_bytes))
         self.core = _core.ShmCommunicator(
             fd, group.rank, processes, settings.timeout, settings.stall_warning, _log.warning
@@ -94,24 +91,8 @@ class ShmCommunicator(Communicator):
             raise UsageError("ranks on several hosts share no memory; choose the mpi communicator")
         return cls(job.host_group(), job.topology)
 
-    def all_reduce(
-        self,
-        array: Array,
-        op: ReduceOp = "sum",
-        *,
-        wire: str | None = None,
-        label: str = "",
-        find_nonfinite: bool = False,
-    ) -> Work:
-        """Collective. See `Communicator.all_reduce`, which makes the errors."""
-        work = self.core.all_reduce_plain(array, op, wire, label, find_nonfinite)
-        return work or super().all_reduce(array, op, wire=wire, label=label, find_nonfinite=find_nonfinite)
-
     def barrier(self) -> None:  # noqa: D102
         self.core.barrier()
-
-    def progress(self) -> None:  # noqa: D102
-        self.core.progress()
 
     def close(self) -> None:
         """Local. Leave; peers that still wait for this rank get a CommunicatorClosedError. Idempotent."""
@@ -121,23 +102,8 @@ class ShmCommunicator(Communicator):
         array = self.core.empty(count, DTYPES[dtype], _available_bytes() if self.topology.rank == 0 else 0)
         return array if count else np.empty(0, array.dtype)
 
-    def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        return self.core.all_reduce(array, DTYPES[dtype], OPS[op], label, False)
-
     def _all_reduce_and_look(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
         return self.core.all_reduce(array, DTYPES[dtype], OPS[op], label, True)
-
-    def _reduce_scatter(self, array: Array, out: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        return self.core.reduce_scatter(array, out, DTYPES[dtype], OPS[op], label)
-
-    def _all_gather(self, array: Array, out: Array, dtype: str, label: str) -> Work:
-        return self.core.all_gather(array, out, DTYPES[dtype], label)
-
-    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork:
-        return self.core.all_gather_ragged(array, DTYPES[dtype], label)
-
-    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
-        return self.core.all_to_all_ragged(list(parts), DTYPES[dtype], label)
 
     def _subgroup(self, ranks: Sequence[int], secret: bytes) -> ShmCommunicator:
         place, size = ranks.index(self.topology.rank), len(ranks)
@@ -152,9 +118,6 @@ class ShmCommunicator(Communicator):
 
     def _start_message(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MessageWork:
         return self.core.start_message(sends, array, peer, tag, DTYPES[dtype])
-
-    def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:
-        return self.core.broadcast(array, root, DTYPES[dtype], label)
 
 
 def _available_bytes() -> int:

@@ -271,7 +271,7 @@ def use_named_file(job: LocalJob) -> None:
     assert str(Path(f"/proc/self/fd/{fd}").readlink()).startswith("/dev/shm/")
     assert os.fstat(fd).st_nlink == 0
     core = _core.ShmCommunicator(
-        fd, job.topology.rank, [Process(rank, "host", 7, f"rank {rank}") for rank in range(2)], 10.0, 5.0, print
+        fd, job.topology.rank, [Process(rank, "host", 7) for rank in range(2)], 10.0, 5.0, print
     )
     job.all_gather(b"")
     array = core.empty(30_000, 0, 1 << 30)

@@ -52,14 +52,20 @@ def test_hosts_with_different_numbers_of_ranks_are_refused():
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("mismatch", r"MismatchError rank \d on host-[ab] .* in all_reduce #\d+ of 100,000 float32"),
+        ("mismatch", r"MismatchError rank \d \(host host-[ab], .* in all_reduce #\d+ of 100,000 float32"),
         (
             "close",
-            r"CommunicatorClosedError rank \d on host-[ab] .* but rank 3 on host-b .* has closed the communicator",
+            (
+                r"CommunicatorClosedError rank \d \(host host-[ab], .* but rank 3 \(host host-b, .*"
+                r" has closed the communicator"
+            ),
         ),
         (
             "late",
-            r"StalledError no answer within 1.5 s: rank \d on host-[ab] .* for rank 3 on host-b .* DISTOPT_TIMEOUT",
+            (
+                r"StalledError no answer within 1.5 s: rank \d \(host host-[ab], .* for rank 3 \(host host-b, .*"
+                r" raise DISTOPT_TIMEOUT"
+            ),
         ),
     ],
 )

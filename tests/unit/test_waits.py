@@ -15,7 +15,7 @@ from distopt.comm.mpi.waits import Waits
 from distopt.errors import Process, StalledError
 
 TIMEOUT, WARNING = 10.0, 2.0
-PROCESSES = [Process(rank, "host", 7, f"rank {rank}") for rank in range(4)]
+PROCESSES = [Process(rank, "host", 7) for rank in range(4)]
 
 
 class Clock:
@@ -82,7 +82,7 @@ def test_who_is_accused(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "distopt"), pytest.raises(StalledError) as raised:
         one.wait_for(Core(clock), SimpleNamespace(sequence=5), None)
     (warning,) = caplog.messages
-    assert " for rank 3;" in warning
-    assert " for rank 2, rank 3;" in str(raised.value)
+    assert " for rank 3 (host host, pid 7);" in warning
+    assert " for rank 2 (host host, pid 7), rank 3 (host host, pid 7);" in str(raised.value)
     assert raised.value.ranks == tuple(PROCESSES[2:])
     assert one._notes.told <= 5  # no answers to answers without end

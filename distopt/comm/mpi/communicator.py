@@ -14,7 +14,8 @@ import numpy as np
 from ... import _core
 from ...errors import UsageError, WireMemoryError
 from ...launch.join.mpi import MpiJob, close_at_exit, import_mpi
-from ..base import DTYPES, OPS, Array, Communicator, MessageWork, RaggedWork, ReduceOp, Work, storage_of
+from ..base import Array, Communicator, MessageWork, RaggedWork, Work, storage_of
+from ..native import NativeCommunicator
 from .messages import MpiMessages
 from .waits import Waits
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from ...launch.join.job import Job
 
-__all__ = ["MpiCommunicator", "MpiWork"]
+__all__ = ["MpiCommunicator"]
 
 _ALIGNMENT = 64
 # What travels with the announcement goes to every rank: of more than two, it crosses the network more often than need
@@ -33,51 +34,17 @@ _INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 64 << 10, 48 << 10
 CHUNK_BYTES = 1 << 20
 
 
-class MpiWork(Work):
-    """An operation over MPI."""
-
-    __slots__ = ("_core", "_operation", "_waits")
-
-    def __init__(self, core: _core.MpiCommunicator, waits: Waits, operation: _core.MpiOperation) -> None:
-        self._core = core
-        self._waits = waits
-        self._operation = operation
-
-    def done(self) -> bool:
-        """Local. Move all operations of the communicator forward; whether this one has finished."""
-        return self._core.test(self._operation)
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait for the end; see `Work.wait`."""
-        seconds = _core.yield_seconds if timeout is None else min(timeout, _core.yield_seconds)
-        if not self._core.wait(self._operation, seconds):
-            self._waits.wait_for(self._core, self._operation, timeout)
+Work.register(_core.MpiWork)  # written in C++ for speed
+RaggedWork.register(_core.MpiRaggedWork)
 
 
-class _MpiRaggedWork(RaggedWork):
-    def __init__(self, work: MpiWork, operation: _core.MpiGather | _core.MpiExchange) -> None:
-        super().__init__(work, [])
-        self._operation = operation
-
-    def done(self) -> bool:
-        return super().done() and self._take()
-
-    def wait(self, timeout: float | None = None) -> None:
-        super().wait(timeout)
-        self._take()
-
-    def _take(self) -> bool:
-        if not self.parts:
-            self.parts.extend(self._operation.take_parts())
-        return True
-
-
-class MpiCommunicator(Communicator):
+class MpiCommunicator(NativeCommunicator):
     """Collectives over an MPI communicator of its own. Progress happens in `done`, `wait` and `progress` only.
 
     All sums run in rank order, whichever hosts the ranks are on; so they do in subgroups of every job of MPI.
     """
 
+    core: _core.MpiCommunicator
     name: ClassVar[str] = "mpi"
     sends_parts: ClassVar[bool] = True
     overlaps: ClassVar[bool] = True
@@ -106,7 +73,7 @@ class MpiCommunicator(Communicator):
         self._mpi = mpi = import_mpi()
         self._waits = Waits(mpi, job)
         self._comm = job.comm.Dup()
-        self._core = _core.MpiCommunicator(
+        self.core = _core.MpiCommunicator(
             str(mpi.__file__),
             mpi._addressof(self._comm),
             mpi._addressof(mpi.BYTE),
@@ -117,35 +84,18 @@ class MpiCommunicator(Communicator):
             inline_bytes,
             chunk_bytes,
         )
-        self._messages = MpiMessages(mpi, job.comm.Dup(), self._core, self._waits)
+        self.core.waits = self._waits  # type: ignore[attr-defined]  # read by csrc/bind/mpi.cpp
+        self._messages = MpiMessages(mpi, job.comm.Dup(), self.core, self._waits)
         self._waits.help = self._messages.advance
         self._farewell: Callable[[], None] = lambda: None  # of a subgroup, whose job is its own
         self._closed = False
         close_at_exit(self)
 
-    def all_reduce(  # noqa: D102
-        self,
-        array: Array,
-        op: ReduceOp = "sum",
-        *,
-        wire: str | None = None,
-        label: str = "",
-        find_nonfinite: bool = False,
-    ) -> Work:
-        # Most arrays need no more than the look that csrc takes at their buffer.
-        operation = None if find_nonfinite else self._core.all_reduce_plain(array, op, wire, label)
-        if operation is None:
-            return super().all_reduce(array, op, wire=wire, label=label, find_nonfinite=find_nonfinite)
-        return MpiWork(self._core, self._waits, operation)
-
     def barrier(self) -> None:
         """Collective. Return when every rank has called it and all earlier operations of this rank have finished."""
-        self._work(self._core.barrier()).wait()
-        while (oldest := self._core.oldest) is not None:
-            self._work(oldest).wait()
-
-    def progress(self) -> None:  # noqa: D102
-        self._core.progress()
+        self.core.barrier().wait()
+        while (oldest := self.core.oldest) is not None:
+            self._waits.wait_for(self.core, oldest, None)
 
     def close(self) -> None:
         """Local. Leave; ranks that wait for an operation which this one has not finished get an error. Idempotent."""
@@ -154,8 +104,8 @@ class MpiCommunicator(Communicator):
         self._closed = True
         finalized = self._mpi.Is_finalized()
         if not finalized:
-            self._waits.close(self._core)
-        if self._core.close() and not finalized:
+            self._waits.close(self.core)
+        if self.core.close() and not finalized:
             self._comm.Free()
             self._messages.close()
             self._farewell()
@@ -164,9 +114,6 @@ class MpiCommunicator(Communicator):
     def closed(self) -> bool:
         """Local. Whether this rank has left."""
         return self._closed
-
-    def _work(self, operation: _core.MpiOperation) -> MpiWork:
-        return MpiWork(self._core, self._waits, operation)
 
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
         # Aligned to cache lines; MPI needs no special memory.
@@ -179,23 +126,6 @@ class MpiCommunicator(Communicator):
         start = -memory.ctypes.data % _ALIGNMENT
         return memory[start : start + n_bytes].view(storage_of(dtype))
 
-    def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        return self._work(self._core.all_reduce(array, DTYPES[dtype], OPS[op], label))
-
-    def _reduce_scatter(self, array: Array, out: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        return self._work(self._core.reduce_scatter(array, out, DTYPES[dtype], OPS[op], label))
-
-    def _all_gather(self, array: Array, out: Array, dtype: str, label: str) -> Work:
-        return self._work(self._core.all_gather(array, out, DTYPES[dtype], label))
-
-    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork:
-        operation = self._core.all_gather_ragged(array, DTYPES[dtype], label)
-        return _MpiRaggedWork(self._work(operation), operation)
-
-    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
-        operation = self._core.all_to_all_ragged(list(parts), DTYPES[dtype], label)
-        return _MpiRaggedWork(self._work(operation), operation)
-
     def _subgroup(self, ranks: Sequence[int], secret: bytes) -> Communicator:
         job = self._job.subgroup(ranks, secret)
         made = MpiCommunicator(job)
@@ -203,8 +133,5 @@ class MpiCommunicator(Communicator):
         return made
 
     def _start_message(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MessageWork:
-        self._core.progress()  # refuses a communicator that is closed or has failed
+        self.core.progress()  # refuses a communicator that is closed or has failed
         return self._messages.start(sends, array, dtype, peer, tag)
-
-    def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:
-        return self._work(self._core.broadcast(array, root, DTYPES[dtype], label))

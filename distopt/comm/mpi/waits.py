@@ -46,10 +46,7 @@ class Waits:
         self.settings = Settings.from_env()
         # First, because it does not wait without end for a rank that will not come, as Dup does.
         pids = [int.from_bytes(pid, "little") for pid in job.all_gather(os.getpid().to_bytes(4, "little"))]
-        self.processes = [
-            Process(number, host, pid, f"rank {number} on {host} (pid {pid})")
-            for number, host, pid in zip(job.numbers, job.topology.hosts, pids, strict=True)
-        ]
+        self.processes = list(map(Process, job.numbers, job.topology.hosts, pids))
         self._peers = LocalPeers({r: pids[r] for r in job.local_ranks if r != self._rank})
         self._notes = MpiNotes(mpi, job.comm.Dup())
         self.help: Callable[[], object] = lambda: None
