@@ -15,8 +15,8 @@ SIGKILL = Failure(2, 137, "rank 2 was ended by SIGKILL")
 RAISED = Failure(1, 1, "rank 1 left with exit code 1: ValueError")
 LEFT = Failure(0, 3, "rank 0 left with exit code 3")
 PEER_LOST = Failure(3, 1, "rank 3 left with exit code 1: PeerLostError", is_consequence=True)
-ENDED = Failure(0, 143, "rank 0 was ended by SIGTERM", is_consequence=True)
-GONE = Failure(2, 1, "node 1 has ended", is_final=True)
+ENDED = Failure(1, 143, "rank 1 was ended by SIGTERM", is_consequence=True)
+GONE = Failure(3, 1, "node 1 has ended", is_final=True)
 
 
 class OneNode:
@@ -43,7 +43,8 @@ class OneNode:
         ([RAISED, LEFT], RAISED),
         ([PEER_LOST, RAISED], RAISED),
         ([PEER_LOST, ENDED, LEFT], LEFT),
-        ([RAISED, SIGKILL], SIGKILL),  # on two hosts, what follows may be heard of before the cause
+        ([RAISED, SIGKILL], RAISED),
+        ([SIGKILL, RAISED], SIGKILL),
         ([SIGKILL, GONE, RAISED], GONE),
         ([PEER_LOST], PEER_LOST),
     ],
