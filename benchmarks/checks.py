@@ -59,16 +59,16 @@ def measure(backend: str, rounds: int) -> None:
     model, x, y = compiled(optimizer, 64, use_graph=False)
     collectives = count_collectives(communicator, lambda: model(x, y))
     assert collectives, "a step starts no collective"
-    engine = optimizer._engine
+    agreement, statistics = optimizer._engine.agreement, optimizer._engine.statistics
     parts = {
         "collectives": (communicator.barrier, BARRIERS, collectives),
-        "constants": (lambda: look(engine, optimizer.opt), CALLS, 1),
-        "labels": (lambda: engine.drift.label("bucket 0: linear2.b ... linear1.W"), CALLS, collectives),
-        "order": (lambda: f"{engine.drift.prefix}bucket 0", CALLS, collectives),
+        "constants": (lambda: look(agreement, statistics, optimizer.opt), CALLS, 1),
+        "labels": (lambda: agreement.label("bucket 0: linear2.b ... linear1.W"), CALLS, collectives),
+        "order": (lambda: f"{agreement.prefix}bucket 0", CALLS, collectives),
         "digests": (
-            lambda: engine.drift.compare([*model.get_params().values()], 0),
+            lambda: agreement.compare([*model.get_params().values()], 0),
             COMPARISONS,
-            1 / engine.drift.every,
+            1 / agreement.every,
         ),
     }
     model(x, y)
@@ -90,10 +90,10 @@ def measure(backend: str, rounds: int) -> None:
     communicator.barrier()
 
 
-def look(engine, slots) -> None:
-    """What begins a step."""
-    with engine.drift:
-        engine.drift.look(slots.constants(), engine.progress.steps - engine.progress.skipped)
+def look(agreement, statistics, slots) -> None:
+    """The beginning of a step."""
+    with agreement.explained():
+        agreement.look(slots.constants(), statistics.steps - statistics.skipped)
 
 
 def seconds_per_call(call, repeats: int) -> float:

@@ -46,7 +46,7 @@ __all__ = [
 CONNECT_SECONDS = 2.0
 # For which a process may be connected without having proved that it belongs to the job: three ways of a slow line.
 _HANDSHAKE_SECONDS = 5.0
-LONGEST_CALL_SECONDS = _HANDSHAKE_SECONDS + 0.3  # that a connection may take, or an answer
+LONGEST_CALL_SECONDS = CONNECT_SECONDS + 0.3  # that a connection may take
 
 _NONCE_BYTES = _PROOF_BYTES = 32
 # Nonce, purpose, rank, number of ranks, host, process id, proof of the key.
@@ -144,10 +144,9 @@ def call(place: tuple[str, int], key: bytes, purpose: bytes, rank: int, size: in
     """
     clock.seconds()
     link = socket.create_connection(place, timeout=CONNECT_SECONDS)
-    clock.seconds()
     try:
         _keep_alive(link)
-        introduce(link, key, purpose, rank, size, Deadline(_HANDSHAKE_SECONDS))
+        introduce(link, key, purpose, rank, size, Deadline(_HANDSHAKE_SECONDS, clock))
     except BaseException as error:
         link.close()
         if isinstance(error, OSError) and not isinstance(error, (StrangerError, TimeoutError)):

@@ -40,15 +40,21 @@ class Stopwatch:
 
 
 class Deadline:
-    """The end of a wait of so many seconds, in which those of a suspension do not count."""
+    """The end of a wait of so many seconds, in which those of a suspension do not count.
 
-    def __init__(self, seconds: float) -> None:
+    Args:
+        seconds: how long the wait may last.
+        clock: measures them (default: a stopwatch of its own), and is looked at with every look at the deadline.
+    """
+
+    def __init__(self, seconds: float, clock: Stopwatch | None = None) -> None:
         self.seconds = seconds
-        self._watch = Stopwatch()
+        self._clock = clock or Stopwatch()
+        self._end = self._clock.seconds() + seconds
 
     def left(self) -> float:
         """Seconds left; raises TimeoutError if there are none."""
-        left = self.seconds - self._watch.seconds()
+        left = self._end - self._clock.seconds()
         if left <= 0:
             raise TimeoutError
         return left
@@ -56,4 +62,4 @@ class Deadline:
     @property
     def over(self) -> bool:
         """Whether none are left."""
-        return self._watch.seconds() >= self.seconds
+        return self._clock.seconds() >= self._end
