@@ -11,6 +11,8 @@ import pytest
 
 from tests.processes import Ended, Program
 
+pytestmark = pytest.mark.slow(kept=1)  # seconds a case
+
 HERE = os.uname().nodename
 RAISED = "left with exit code 1: ValueError: the cause of rank"
 

@@ -18,6 +18,8 @@ from tests.faults.backends import own_memory
 from tests.processes import ROOT, Ended, Program, is_open_mpi, mpiexec_command
 from tests.ranks.test_launchers import slurm
 
+pytestmark = pytest.mark.slow(kept=1)  # seconds a case
+
 SCRIPT = str(ROOT / "tests" / "ranks" / "large_sums_script.py")
 CONTAINERS = {
     "user namespaces": ("unshare", "--user", "--map-root-user"),

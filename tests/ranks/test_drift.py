@@ -18,6 +18,8 @@ from tests.emulation import build as emulator
 from tests.processes import ROOT, mpiexec
 from tests.ranks.small_net import SMALL, batch, build, step_of
 
+pytestmark = pytest.mark.slow(kept=1)  # seconds a case
+
 STRATEGIES = {"fp32": Fp32(), "fp16": Fp16(), "top-K": ErrorFeedback(TopK(0.1)), "partial": "partialUpdate"}
 STEPS, LATER, EVERY = 8, 5, 2
 

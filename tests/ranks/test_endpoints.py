@@ -20,6 +20,8 @@ from benchmarks.networks.emulation import LINK
 from tests.processes import ROOT, Program
 from tests.ranks.test_launchers import slurm
 
+pytestmark = pytest.mark.slow(kept=1)  # seconds a case
+
 RUN = [sys.executable, "-m", "distopt", "run"]
 SCRIPT = str(ROOT / "tests" / "ranks" / "launched_script.py")
 VARIABLES = str(ROOT / "tests" / "ranks" / "run_script.py")

@@ -12,6 +12,8 @@ from tests.ranks.graph_refused import told_and_trained
 from tests.ranks.graph_steps import BODIES, Net
 from tests.ranks.small_net import SMALL, assert_equal_bits, on_ranks
 
+pytestmark = pytest.mark.slow(kept=1)  # seconds a case
+
 
 class Dropping(Net):
     def forward(self, x):

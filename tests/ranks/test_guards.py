@@ -25,6 +25,8 @@ from tests.ranks.small_net import (
     train,
 )
 
+pytestmark = pytest.mark.slow(kept=1)  # seconds a case
+
 CODECS = {"fp32": Fp32(), "fp16": Fp16(), "top-K": ErrorFeedback(TopK(0.1)), "threshold": Threshold(0.01)}
 
 

@@ -10,6 +10,8 @@ import pytest
 from tests.processes import ROOT, Program, mpiexec_command
 from tests.ranks.test_launchers import said, slurm
 
+pytestmark = pytest.mark.slow(kept=1)  # seconds a case
+
 SCRIPT = str(ROOT / "tests" / "ranks" / "launched_script.py")
 MAIN = str(ROOT / "tests" / "ranks" / "launched_main.py")
 HERE = os.uname().nodename

@@ -14,6 +14,8 @@ from distopt.errors import RankFailedError
 
 from .test_dist_opt import Net, batch
 
+pytestmark = pytest.mark.slow(kept=1)  # seconds a case
+
 SIZE = 8
 
 

@@ -12,6 +12,8 @@ from tests.faults.backends import can_mount, own_memory
 from tests.processes import ROOT, Program, is_open_mpi, mpiexec_command
 from tests.ranks.test_launchers import slurm
 
+pytestmark = pytest.mark.slow(kept=1)  # seconds a case
+
 SCRIPT = str(ROOT / "tests" / "ranks" / "large_sums_script.py")
 RUN = [sys.executable, "-m", "distopt", "run"]
 

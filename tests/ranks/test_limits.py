@@ -11,6 +11,8 @@ import pytest
 
 from tests.processes import ROOT, Program
 
+pytestmark = pytest.mark.slow(kept=1)  # seconds a case
+
 SCRIPT = str(ROOT / "tests" / "ranks" / "launched_script.py")
 MAIN = str(ROOT / "tests" / "ranks" / "launched_main.py")
 SHORT = {"DISTOPT_TIMEOUT": "5"}

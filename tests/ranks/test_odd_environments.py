@@ -14,6 +14,8 @@ from tests.faults.backends import can_mount
 from tests.processes import ROOT, Program, patience
 from tests.ranks.test_run_hosts import told
 
+pytestmark = pytest.mark.slow(kept=1)  # seconds a case
+
 HERE = os.uname().nodename
 MAIN = str(ROOT / "tests" / "ranks" / "launched_main.py")
 SUMS = ["[rank 1] rank 1 of 2: sum 3", "rank 0 of 2: sum 3"]

@@ -17,6 +17,8 @@ import pytest
 from tests.faults.backends import can_mount
 from tests.processes import Program, patience
 
+pytestmark = pytest.mark.slow(kept=1)  # seconds a case
+
 RUN = [sys.executable, "-m", "distopt", "run", "--nproc-per-node", "2"]
 
 # Writes without end; on SIGUSR1, says so in a file, as one that saves its state.

@@ -14,6 +14,8 @@ import distopt
 from distopt import launch
 from tests.processes import ROOT, Ended, Program, mpiexec
 
+pytestmark = pytest.mark.slow(kept=1)  # seconds a case
+
 SCRIPT = str(ROOT / "tests" / "ranks" / "world_script.py")
 
 
