@@ -80,22 +80,25 @@ class Bucket:
 
 
 class WireMemory:
-    """Arrays in wire memory, given back all at once: a new layout of buckets lies where the one before it lay.
+    """Arrays in wire memory, given back all at once: a new layout of buckets lies where the last but one lay.
 
     Communicators keep wire memory for as long as they live. So it is cut anew here, and grows only where a layout needs
-    more than every one before it.
+    more than every one before it. The memory of the last layout stays as it is: a recorded training step writes there
+    once more before it is recorded anew.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self._blocks: list[Array] = []  # of bytes
+        self._last_blocks: list[Array] = []  # of the last layout
         self._used: list[int] = []  # bytes in use of each block
         self._cut_anew = False
 
     def clear(self) -> None:
-        """Local, alike on all ranks. Take all arrays back; nothing may use them any more."""
-        self._used = [0] * len(self._used)
-        self._cut_anew = True
+        """Local, alike on all ranks. Begin a new layout."""
+        self._blocks, self._last_blocks = self._last_blocks, self._blocks
+        self._used = [0] * len(self._blocks)
+        self._cut_anew = bool(self._blocks)
 
     def empty(self, count: int, dtype: str, *, xp: Any) -> Array:
         """Collective. As `Communicator.empty`, in the memory at hand if there is room."""

@@ -187,7 +187,7 @@ def overlap(optimizer) -> dict[str, np.ndarray]:
     assert net.graph_replays == 1
     expected = ["launch"]  # forward
     for piece in kind.step.pieces:
-        expected += ["launch", *["send"] * sum(param in own._adopted.last for param, _ in piece.pairs)]
+        expected += ["launch", *["send"] * sum(param in own._layout.last for param, _ in piece.pairs)]
     assert events == expected
     assert events.count("send") == len(buckets)
     return {}

@@ -192,7 +192,11 @@ class RecordedStep(ABC):
 
     def fits(self) -> bool:
         """Whether parameters, states and gradients are still at the recorded addresses."""
-        return not self._moved and all(tensor.array is array for tensor, array in self._states)
+        here = all(tensor.array is array for tensor, array in self._states)
+        pairs = (pair for piece in self.pieces for pair in piece.pairs)
+        return (
+            here and not self._moved and all(param.grad is None or param.grad.array is array for param, array in pairs)
+        )
 
     @abstractmethod
     def launch(self, work: Any) -> None:
