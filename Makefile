@@ -21,7 +21,7 @@ mpi: $(VENV)/.with-mpi
 # The ranks of a test mostly wait for each other, so one worker more than there are cores; 0: in one process.
 TEST_WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations=20
-# What touches everything once, in three minutes; what that leaves; both. tests/parts.py tells one from the other.
+# A part that touches everything once; the rest; both. tests/parts.py divides them.
 test: $(VENV)/.with-$(TEST_EXTRAS)
 	$(PYTEST) --part quick
 test-rest: $(VENV)/.with-$(TEST_EXTRAS)
