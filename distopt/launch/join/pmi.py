@@ -111,8 +111,10 @@ class Member(Watch):
                 f"{self._who} has lost rank 0 while the ranks were joining; see the output of rank 0"
             ) from None
         if line != "go":
-            _, _, text = line.split(" ", 2)
-            raise LaunchError(text or "another rank has failed while the ranks were joining; see the output")
+            _, _, speaker, text = line.split(" ", 3)
+            if int(speaker) != self._rank or not text:
+                text = "another rank has failed while the ranks were joining; see the output"
+            raise LaunchError(text)
 
 
 def ports(key: bytes) -> list[int]:
