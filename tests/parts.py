@@ -8,7 +8,10 @@ so many of its cases.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from functools import cache
+from typing import Any
 
 import pytest
 
@@ -29,10 +32,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def quick_part(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    by_function: dict[str, list[pytest.Item]] = {}
+    by_function = defaultdict(list)
     for item in items:
-        by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    quick = []
+        if kept(item):
+            by_function[item.nodeid.partition("[")[0]].append(item)
+    quick: list[pytest.Item] = []
     for cases in by_function.values():
         covering = [cases[i] for i in cover([values_of(case) for case in cases])]
         quick += [case for i, case in enumerate(covering) if i < kept(case)]
@@ -50,6 +54,25 @@ def kept(item: pytest.Item) -> float:
     """How many cases of this one's function the quick part may have."""
     slow = item.get_closest_marker("slow")
     return slow.kwargs.get("kept", 0) if slow else float("inf")
+
+
+def values_beside(request: pytest.FixtureRequest, name: str) -> tuple[Any, ...]:
+    """Values of the parameter `name` in the cases of this test that run and have its other values.
+
+    For tests that start ranks once for several cases.
+    """
+    own = request.node.callspec.params
+    cases = cases_of(request.session)[request.function]
+    return tuple(case[name] for case in cases if all(case[other] == own[other] for other in own if other != name))
+
+
+@cache
+def cases_of(session: pytest.Session) -> dict[Any, list[dict[str, Any]]]:
+    found = defaultdict(list)
+    for item in session.items:
+        if callspec := getattr(item, "callspec", None):
+            found[item.function].append(callspec.params)  # type: ignore[attr-defined]
+    return found
 
 
 def cover(cases: Sequence[frozenset[Hashable]]) -> list[int]:

@@ -207,6 +207,7 @@ def test_large_and_tiny_gradients_in_half_precision_are_counted_not_lost(world_s
         assert rank.residual[4] > 1e7
 
 
+@pytest.mark.slow(kept=1)
 @worlds
 def test_dynamic_scale_follows_overflow_of_any_rank(world_size, cls):
     grads = np.full((1002, world_size, 3), 0.25, F32)

@@ -10,7 +10,8 @@ from tests.conformance.thread_ranks import on_ranks
 SIZES = [3, 5003, 70001]
 
 
-@pytest.mark.parametrize(("backend", "world_size"), [("single", 1), ("shm", 1), ("shm", 2), ("shm", 3), ("shm", 4)])
+@pytest.mark.slow(kept=2)
+@pytest.mark.parametrize(("backend", "world_size"), [("shm", 3), ("single", 1), ("shm", 1), ("shm", 2), ("shm", 4)])
 def test_all_backends_agree_with_the_oracle(backend, world_size):
     ranks = run_ranks_ok(on_backend, world_size, backend, SIZES)
     for position, size in enumerate(SIZES):

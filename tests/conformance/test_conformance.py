@@ -6,28 +6,30 @@ import functools
 
 import pytest
 
+from tests.parts import values_beside
+
 from .checks import CHECKS
 from .ranks import Outcome, run_ranks
 from .run import run_checks
 
 JOBS = [
+    *(("shm", n) for n in (2, 1, 3, 4)),
     ("single", 1),
-    *(("shm", n) for n in (1, 2, 3, 4)),
     *(("tests.conformance.ranks:SmallChunkCommunicator", n) for n in (2, 3, 4)),
     ("tests.conformance.oracle:OracleCommunicator", 2),
 ]
 
 
 @functools.cache
-def outcomes(backend: str, world_size: int) -> list[Outcome]:
+def outcomes(backend: str, world_size: int, checks: tuple[str, ...]) -> list[Outcome]:
     """One start of the ranks serves all checks."""
-    return run_ranks(run_checks, world_size, backend, timeout=100)
+    return run_ranks(run_checks, world_size, backend, checks, timeout=100)
 
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize(("backend", "world_size"), JOBS, ids=[f"{b.split(':')[-1]}-{n}" for b, n in JOBS])
-def test_check(backend: str, world_size: int, check: str) -> None:
-    for rank, outcome in enumerate(outcomes(backend, world_size)):
+def test_check(request: pytest.FixtureRequest, backend: str, world_size: int, check: str) -> None:
+    for rank, outcome in enumerate(outcomes(backend, world_size, values_beside(request, "check"))):
         assert outcome.error is None, f"rank {rank}:\n{outcome.trace}"
         assert outcome.exit_code == 0, f"rank {rank} ended with exit code {outcome.exit_code}"
         trace = outcome.value.get(check, "not reached: an earlier check failed")

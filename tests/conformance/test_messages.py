@@ -184,6 +184,7 @@ def several_threads(job: LocalJob) -> None:
     assert [set(array) for array in arrays] == [{tag + 0.5} for tag in range(4)]
 
 
+@pytest.mark.slow
 def test_several_threads_may_send_and_receive() -> None:
     run_ranks_ok(several_threads, 2)
 

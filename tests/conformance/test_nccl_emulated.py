@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.emulation import build
+from tests.parts import values_beside
 
 from .checks import CHECKS
 from .nccl_ranks import connect, emulated_checks
@@ -24,14 +25,14 @@ def built() -> None:
 
 
 @functools.cache
-def outcomes(world_size: int) -> list[Outcome]:
-    return run_ranks(emulated_checks, world_size, tuple(CHECKS), timeout=110)
+def outcomes(world_size: int, checks: tuple[str, ...]) -> list[Outcome]:
+    return run_ranks(emulated_checks, world_size, checks, timeout=110)
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_check(world_size: int, check: str) -> None:
-    for rank, outcome in enumerate(outcomes(world_size)):
+@pytest.mark.parametrize("world_size", [2, 1, 3, 4])
+def test_check(request: pytest.FixtureRequest, world_size: int, check: str) -> None:
+    for rank, outcome in enumerate(outcomes(world_size, values_beside(request, "check"))):
         assert outcome.error is None, f"rank {rank}:\n{outcome.trace}"
         assert outcome.exit_code == 0, f"rank {rank} ended with exit code {outcome.exit_code}"
         trace = outcome.value.get(check, "not reached: an earlier check failed")
@@ -170,6 +171,7 @@ def count_beside(job: LocalJob, function: str) -> int:
         thread.join()
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("function", ["ncclCommInitRankConfig", "ncclAllReduce", "ncclCommFinalize"])
 def test_other_threads_run_while_nccl_takes_its_time(function: str) -> None:
     for ticks in run_ranks_ok(count_beside, 2, function):

@@ -215,6 +215,7 @@ def abort_slowly(job: LocalJob) -> float | None:
     return took
 
 
+@pytest.mark.slow
 def test_an_abort_that_hangs_is_left_alone() -> None:
     assert run_ranks_ok(abort_slowly, 2)[0] < 20.0
 

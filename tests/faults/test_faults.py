@@ -49,7 +49,7 @@ def check(trial: Trial, request: pytest.FixtureRequest) -> None:
     assert not outcome.faults, outcome.output
 
 
-@pytest.mark.slow(kept=12)
+@pytest.mark.slow(kept=5)
 @pytest.mark.parametrize("trial", matrix(), ids=str)
 def test_fault(trial: Trial, request) -> None:
     check(trial, request)

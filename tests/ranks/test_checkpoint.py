@@ -64,7 +64,7 @@ def test_every_strategy_goes_on_to_the_bit(tmp_path, world_size):
     assert ranks[0]["steps"] == 2 * (203 // world_size // 8)
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"adam": True}, {"dropout": 0.5}, {"graph": True}], ids=str)
 def test_other_jobs_go_on_to_the_bit(tmp_path, options):
     on_ranks(tmp_path, 2, stopped_and_resumed, str(tmp_path), ["plain", "partialUpdate"], options)
@@ -116,7 +116,7 @@ def wait_for_step(step: int, folder: Path, program: Program) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["partialUpdate", "sparseTopK"])
 def test_killed_jobs_end_like_undisturbed_ones(tmp_path, strategy):
     rng, epochs = random.Random(strategy), 30

@@ -79,6 +79,7 @@ def test_ranks_of_one_host_share_memory_or_find_out_that_they_cannot(container, 
     assert_sums(ended, 2, "hierarchical" if container == "process namespaces" else "shm")
 
 
+@pytest.mark.slow
 @each_container
 def test_ranks_of_srun_on_one_host(container, memory):
     if container == "process namespaces":
@@ -90,6 +91,7 @@ def test_ranks_of_srun_on_one_host(container, memory):
     assert_sums([program.end() for program in programs], 2, "shm")
 
 
+@pytest.mark.slow
 @each_container
 def test_ranks_of_srun_on_two_hosts(container, memory, net):
     command = [*CONTAINERS[container], sys.executable, SCRIPT]
@@ -102,6 +104,7 @@ def test_ranks_of_srun_on_two_hosts(container, memory, net):
     assert_said(ended)
 
 
+@pytest.mark.slow
 @each_container
 def test_ranks_of_distopt_run_on_two_hosts(container, memory, net, tmp_path):
     script = tmp_path / "contained.py"

@@ -96,7 +96,7 @@ def single_process(size: int) -> np.ndarray:
     return train(sgd(), slice(0, size), size)
 
 
-@pytest.mark.slow(kept=2)
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("step", [call, small_buckets, by_hand])
 def test_ranks_follow_one_process(tmp_path, world_size, step):

@@ -125,6 +125,7 @@ def other_rules(request, tmp_path_factory):
     return run(tmp_path_factory, request.param, other_rule, OTHER_RULES, STRATEGIES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", STRATEGIES)
 @pytest.mark.parametrize("rule", OTHER_RULES)
 def test_another_rule_on_one_rank_is_named_in_the_first_step(other_rules, rule, way):
@@ -173,6 +174,7 @@ def changes_by_hand(request, tmp_path_factory):
     return run(tmp_path_factory, request.param, change, ["lr", "momentum"], ["by hand"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["lr", "momentum"])
 def test_a_change_on_one_rank_that_reduces_by_hand_is_named(changes_by_hand, what):
     assert_named(changes_by_hand[f"{what}/by hand"], CHANGES[what][1], "make the same assignments")
@@ -233,6 +235,7 @@ def loaded(request, tmp_path_factory):
     return run(tmp_path_factory, request.param, loaded_alone, EQUAL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", EQUAL)
 def test_parameters_that_differ_before_the_first_step_are_named(loaded, way):
     assert_named(loaded[way], "before step 0, parameter linear2.b has other values on rank", "than on rank 0 (")
@@ -252,6 +255,7 @@ def other_tensors(request, tmp_path_factory):
     return run(tmp_path_factory, request.param, other_tensor, EQUAL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", EQUAL)
 def test_another_tensor_than_was_attached_is_named(other_tensors, way):
     assert_named(other_tensors[way], "has linear1.W of shape [21, 31] and type float32 of DistOpt.attach")
@@ -303,6 +307,7 @@ def other_intervals(request, tmp_path_factory):
     return run(tmp_path_factory, request.param, other_interval, ["fp32"])
 
 
+@pytest.mark.slow
 def test_another_interval_on_one_rank_is_named(other_intervals):
     assert_named(other_intervals["fp32"], "check_every is 7 there, 0 on rank 0")
 
@@ -338,7 +343,7 @@ def swapped(request, tmp_path_factory):
     return run(tmp_path_factory, request.param, two, WHEN, WAYS)
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("when", WHEN)
 def test_two_optimizers_in_another_order_on_one_rank_are_named(swapped, when, way):

@@ -65,7 +65,7 @@ def test_one_process_without_a_launcher(digits):
     assert EPOCH.search(ended.stdout)
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["mnist_dist.py", "mnist_slurm.py"])
 def test_an_accuracy_on_generated_digits_says_so(script, tmp_path):
     (tmp_path / "home").write_text("no folder, and so no cache")
@@ -78,6 +78,7 @@ def test_an_accuracy_on_generated_digits_says_so(script, tmp_path):
     assert all("(generated digits, not MNIST)" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_fetching_mnist_says_whether_it_is_absent_broken_or_there(digits, tmp_path):
     def fetch(home: str, folder: Path | str) -> Ended:
         env = {"HOME": str(tmp_path / home), "DISTOPT_DATA_DIR": str(folder)}
@@ -115,7 +116,7 @@ def test_unknown_dist_option(run, digits):
     assert_one_line(run("--data-dir", str(digits), "-d", "fp8"), "fp8", "fp16", "sparseTopK")
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @BOTH
 def test_batch_larger_than_a_shard(run, digits):
     assert_one_line(run("--data-dir", str(digits), "-b", "193"), "193", "use batch_size 192 or less")
@@ -170,7 +171,7 @@ def test_layers_that_do_not_fit_are_named(digits, tmp_path):
 FIGURES = re.compile(r"Training loss = (\S+), training accuracy = (\S+)\nEvaluation accuracy = (\S+),")
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @BOTH
 def test_an_example_goes_on_in_the_middle_of_an_epoch(run, digits, tmp_path):
     folder = tmp_path / "checkpoints"
@@ -193,6 +194,7 @@ def test_an_example_goes_on_in_the_middle_of_an_epoch(run, digits, tmp_path):
     assert FIGURES.findall(anew.stdout) == FIGURES.findall(whole.stdout)[:1]
 
 
+@pytest.mark.slow
 def test_options_of_checkpoints_that_make_no_sense(digits, tmp_path):
     assert_one_line(multiprocess("--data-dir", str(digits), "--reset"), "--reset needs --checkpoint DIR")
     options = ["--data-dir", str(digits), "-b", "32"]

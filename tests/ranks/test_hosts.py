@@ -4,11 +4,14 @@ import re
 import sys
 import time
 
+import pytest
+
 from tests.processes import ROOT, Program
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "hosts_script.py")
 
 
+@pytest.mark.slow
 def test_sum_is_that_of_the_flat_communicator_and_has_the_same_bits_everywhere(net):
     ended = Program(net.mpiexec(2, [sys.executable, SCRIPT, "check"])).end()
     assert ended.code == 0, ended.stderr

@@ -89,6 +89,7 @@ def test_rank_that_has_left_is_not_missed_by_one_that_goes_on():
     assert ended[1].stdout.endswith("done\n")
 
 
+@pytest.mark.slow
 def test_ranks_that_tcp_does_not_connect_are_warned_and_train(net):
     """A namespace of its own has no interface that is up, not even the loopback."""
     variables = [[f"{name}={value}" for name, value in slurm(rank, 2, "here", 1).items()] for rank in range(2)]
@@ -134,6 +135,7 @@ def test_exception_on_one_host_ends_both_and_is_shown_once(net):
     assert "Traceback" not in ended[0].stderr
 
 
+@pytest.mark.slow
 def test_host_that_never_comes_is_named(net):
     first, second = on_two_hosts(net, "ok", {"DISTOPT_TIMEOUT": "3", "SLURM_NTASKS": "3"})
     ended = first.end(), second.end()
@@ -142,6 +144,7 @@ def test_host_that_never_comes_is_named(net):
     assert ended[1].stderr == "error: another rank has failed while the ranks were joining; see the output\n"
 
 
+@pytest.mark.slow
 def test_wrong_secret_is_kept_out(net):
     programs = on_two_hosts(net, "ok", {"DISTOPT_TIMEOUT": "3"})
     intruder = Program(

@@ -90,6 +90,7 @@ def test_no_file_remains_of_an_mpi_init_that_misses_a_rank(memory, tmp_path):
     assert [path.name for path in memory.iterdir()] == []
 
 
+@pytest.mark.slow
 @processes_of_ranks
 @pytest.mark.parametrize("launcher", ["launch.main", "distopt run"])
 def test_processes_that_ranks_have_started_end_with_a_killed_launcher(tmp_path, launcher):

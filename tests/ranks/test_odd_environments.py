@@ -105,6 +105,7 @@ def test_ranks_start_and_meet(name, launcher):
     assert sorted(ended.stdout.splitlines()) == SUMS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_script_behind_odd_paths(tmp_path, launcher):
     folder = tmp_path / "a folder, 'quoted' é\n"
@@ -117,6 +118,7 @@ def test_a_script_behind_odd_paths(tmp_path, launcher):
     assert sorted(ended.stdout.splitlines()) == SUMS
 
 
+@pytest.mark.slow
 def test_a_frozen_node_is_told_by_the_other(net, tmp_path):
     """All its processes are stopped, as when a virtual machine pauses; its kernel still answers."""
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29471"]

@@ -65,6 +65,7 @@ def assert_goes_on_or_says_why(programs: list[Program], seconds: float) -> None:
         assert ended.code == (143 if "SIGTERM" in line else 1)
 
 
+@pytest.mark.slow
 def test_where_only_the_agents_reach_each_other_a_job_goes_on_or_says_why_it_has_ended(net):
     programs = job(net)
     drop_all_but(net, PORT)
@@ -74,6 +75,7 @@ def test_where_only_the_agents_reach_each_other_a_job_goes_on_or_says_why_it_has
         filter_gone(net)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [2.0, 6.5])
 def test_after_an_outage_a_job_goes_on_or_says_why_it_has_ended(net, seconds):
     programs = job(net)

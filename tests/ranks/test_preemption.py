@@ -46,6 +46,7 @@ def step_of(ended: Ended, signum: signal.Signals) -> int:
     return int(line)
 
 
+@pytest.mark.slow
 def test_spawned_ranks_leave_together_and_end_like_an_undisturbed_job(tmp_path):
     whole, again = tmp_path / "whole", tmp_path / "again"
     assert start(whole, []).end().code == 0
@@ -84,6 +85,7 @@ esac
 """
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     ("state", "requeue", "code", "said"),
     [

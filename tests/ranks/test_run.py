@@ -54,6 +54,7 @@ def test_ranks_meet_without_mpi(n):
     assert sorted(ended.stdout.splitlines()) == sorted(expected)
 
 
+@pytest.mark.slow
 def test_jobs_at_the_same_time_never_meet():
     programs = [start(n, LAUNCHED, "ok") for n in (2, 3)]
     for n, program in zip((2, 3), programs, strict=True):
@@ -73,6 +74,7 @@ def test_main_joins_or_refuses_and_never_nests(n):
         assert ended.stderr.startswith("error: distopt run has started 2 ranks (RANK=0 WORLD_SIZE=2")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is absent")
 def test_scripts_of_pytorch_run_as_they_are():
     ended = start(2, SCRIPT, "torch").end(100.0)

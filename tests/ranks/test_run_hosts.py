@@ -60,6 +60,7 @@ def test_ranks_of_two_hosts_meet_through_mpich(net):
     assert ended[1].stdout == f"[rank 2] rank 2 of 3, 0 of 1 on {second.name}: MpiJob mpi mpi=True\n"
 
 
+@pytest.mark.slow
 def test_ranks_meet_again_after_a_restart(net):
     ended = ends(on_two_hosts(net, LAUNCHED, "SIGKILL once", ranks=(1, 1), options=("--max-restarts", "1")))
     assert [one.code for one in ended] == [0, 0], ended
@@ -156,6 +157,7 @@ TURNED_AWAY = (
 )
 
 
+@pytest.mark.slow
 def test_garbage_and_strangers_are_turned_away_and_the_job_runs(port):
     owner = node(port, SCRIPT, "variables", env={"DISTOPT_JOB_SECRET": "s"})
     wait_for(port)

@@ -82,6 +82,7 @@ def test_names_that_another_user_has_taken_are_told_and_others_are_used(names):
     assert "another user" in ended[0].stderr
 
 
+@pytest.mark.slow
 def test_a_scan_of_all_ports_does_not_disturb_a_job_at_work(net):
     """Every port of the host of rank 0 is connected to, and gets words that are no distopt's."""
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29451"]

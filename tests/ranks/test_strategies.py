@@ -148,6 +148,7 @@ def with_other_options(optimizer) -> dict[str, np.ndarray]:
     return {"sent": sums[0], "received": sums[1]}
 
 
+@pytest.mark.slow
 def test_a_reducer_keeps_its_residual_under_other_options(tmp_path):
     ranks = on_ranks(tmp_path, 3, with_other_options)
     np.testing.assert_allclose(ranks[0]["received"], np.mean([rank["sent"] for rank in ranks], axis=0), atol=1e-6)
@@ -197,6 +198,7 @@ def resumed(optimizer) -> dict[str, np.ndarray]:
     return results
 
 
+@pytest.mark.slow
 def test_a_saved_run_goes_on_to_the_bit(tmp_path):
     on_ranks(tmp_path, 2, resumed)
 

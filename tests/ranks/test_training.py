@@ -88,6 +88,7 @@ def uneven_sums(optimizer) -> dict[str, np.ndarray]:
     return {"parameters": parameters(net)}
 
 
+@pytest.mark.slow
 def test_how_many_losses_a_rank_adds_is_its_own_affair(tmp_path):
     assert_equal_bits(on_ranks(tmp_path, 3, uneven_sums), "parameters")
 
@@ -241,6 +242,7 @@ def frozen_on_one_rank(rank: int, world_size: int, ticket) -> None:
     net(*batch(1, rank), dist)
 
 
+@pytest.mark.slow
 def test_freezing_on_one_rank_alone_is_an_error_on_all():
     with pytest.raises(RankFailedError, match=r"rank 1 .*all ranks must call the same collectives in the same order"):
         launch.spawn(frozen_on_one_rank, 2, (singa_wrap.NcclIdHolder(),))
@@ -296,6 +298,7 @@ def assigned(optimizer) -> dict[str, np.ndarray]:
     return {"parameters": parameters(net), "one process": parameters(other)}
 
 
+@pytest.mark.slow(kept=1)
 @WORLDS
 def test_a_learning_rate_that_is_assigned_counts_from_the_next_step_on(tmp_path, world_size):
     ranks = on_ranks(tmp_path, world_size, assigned)

@@ -11,9 +11,10 @@ import pytest
 pytest.importorskip("torch")
 
 
-def test_failures_are_named() -> None:
+@pytest.mark.parametrize("trials", ["1", pytest.param("8", marks=pytest.mark.slow)])
+def test_failures_are_named(trials: str) -> None:
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.torch.faults", "8"],
+        [sys.executable, "-W", "ignore", "-m", "tests.torch.faults", trials],
         cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,

@@ -51,6 +51,7 @@ def test_ranks_meet(launcher: str, method: str, tmp_path: Path) -> None:
         assert f"rank {rank} of 2 is done" in ended.stdout
 
 
+@pytest.mark.slow
 def test_import_of_torch_alone_loads_nothing_of_distopt() -> None:
     code = "import sys, torch; assert 'distopt' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

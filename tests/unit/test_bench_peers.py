@@ -241,6 +241,7 @@ def test_answers_come_in_the_order_of_the_ranks():
         assert [answer["pid"] for answer in crew.ask({})] == [answer["pid"] for answer in named]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("request_", "message"),
     [({"die": 1}, "ended while it was measured; out of luck"), ({"fail": 2}, "no idea"), ({"hang": 0}, "no answer")],
@@ -371,12 +372,14 @@ def test_a_small_real_run(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int64"])
 def test_other_types_at_three_ranks(dtype, capsys):
     code, out = bench(f"--np 3 -b 999 -e 999 -n 2 --dtype {dtype}", capsys)
     assert code == 0, out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "broadcast"])
 def test_other_collectives(collective, tmp_path, capsys):
     pytest.importorskip("mpi4py")
@@ -423,6 +426,7 @@ def test_a_collective_that_moves_nothing_is_wrong(collective, wrong):
     assert lazy.roots == [0, 1, 1, 0, 0, 1]
 
 
+@pytest.mark.slow
 def test_mpi_beside_shared_memory(capsys):
     pytest.importorskip("mpi4py")
     code, out = bench("-b 4K -e 4K -n 2 --backend shm,mpi,hierarchical", capsys)
@@ -435,6 +439,7 @@ def test_mpi_beside_shared_memory(capsys):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", ["", "--rate 1gbit"])
 def test_between_two_emulated_hosts(rate, capsys):
     pytest.importorskip("mpi4py")
@@ -490,6 +495,7 @@ def own_mpiexec():
     return [str(path), "-n", "2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["mpi", "torch"])
 def test_the_ranks_of_peers(library):
     launcher = own_mpiexec() if library == "mpi" else []
@@ -507,6 +513,7 @@ def test_the_ranks_of_peers(library):
                 assert len(answer["seconds"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["train", "kernels"])
 def test_the_other_ranks_of_torch(module):
     pytest.importorskip("torch")

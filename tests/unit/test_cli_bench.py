@@ -50,6 +50,7 @@ def distopt(*words: str, env: dict[str, str] | None = None) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int32", "int64"])
 def test_new_ranks_on_this_host(dtype, tmp_path):
     path = tmp_path / "out.json"

@@ -15,7 +15,7 @@ def run(n: int, backend: str, how: str, where: str) -> Ended:
     return mpiexec(n, SCRIPT, how, where, env={"DISTOPT_BACKEND": backend, "DISTOPT_TIMEOUT": "30"})
 
 
-@pytest.mark.slow(kept=2)
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("how", ["os._exit", "exit of C"])
 @pytest.mark.parametrize("where", ["between steps", "after the last step"])
 @pytest.mark.parametrize(("n", "backend"), [(2, "shm"), (3, "shm"), (2, "mpi"), (3, "mpi")])
@@ -38,6 +38,7 @@ def test_rank_that_nothing_in_it_can_hold_is_named_by_another_process(n, backend
     assert named == [(str(n - 1), pid)], ended.stderr
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     ("how", "where"), [("os._exit", "after close"), ("return", "after close"), ("return", "after the last step")]
 )

@@ -238,6 +238,7 @@ USE_SHARED = """context = multiprocessing.get_context("spawn")
     print(sorted([queue.get(), queue.get()]), total.value)"""
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     ("text", "printed", "how"),
     [
@@ -315,7 +316,7 @@ SINGA_MISTAKES = {
 }
 
 
-@pytest.mark.slow(kept=3)
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("name", SINGA_MISTAKES)
 def test_ranks_that_a_script_starts_itself_say_what_is_wrong(tmp_path, name):
     """Each process has a traceback, which multiprocessing prints; the last lines of all of them are the point."""
@@ -332,7 +333,7 @@ def test_ranks_that_a_script_starts_itself_say_what_is_wrong(tmp_path, name):
     assert sorted(ended.stdout.splitlines()) == joined
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("count", [2, 3])
 def test_no_guard_around_processes_that_a_script_starts_itself(tmp_path, method, count):
@@ -371,6 +372,7 @@ train(opt.DistOpt(opt.SGD(lr=0.1)))
 """
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     "text",
     [

@@ -30,6 +30,7 @@ def told(stdout: str) -> list[tuple[str, str]]:
     return re.findall(r"^rank \d on \S+ over (\w+): (.*)$", stdout, re.MULTILINE)
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     ("hosts", "backend"), [("aabb", "hierarchical"), ("abba", "hierarchical"), ("aab", "mpi"), ("abc", "mpi")]
 )
@@ -49,6 +50,7 @@ def test_hosts_with_different_numbers_of_ranks_are_refused():
     assert "needs as many ranks on every host, not 2 on host-a, 1 on host-b; choose mpi" in ended.stderr
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     ("how", "expected"),
     [

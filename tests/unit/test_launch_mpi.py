@@ -23,6 +23,7 @@ def library() -> str:
     return MPI.Get_library_version()
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("n", [2, 4])
 def test_the_suite_passes_under_mpiexec(n):
     suite = str(ROOT / "tests" / "ranks" / "test_mpi.py")
@@ -32,8 +33,9 @@ def test_the_suite_passes_under_mpiexec(n):
     assert ended.stdout.count(" passed in ") == n
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("backend", ["mpi", "shm"])
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [2, 1, 3, 4])
 def test_conformance_under_mpiexec(n, backend):
     ended = mpiexec(n, "-m", "tests.conformance.run", "--backend", backend, "--job", "distopt.launch.join.mpi:MpiJob")
     assert ended.code == 0, ended.stdout + ended.stderr
@@ -110,6 +112,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(("how", "code"), [("return", 0), ("sys.exit", 3), ("raise", 1)])
 def test_forked_child_does_not_act_for_its_rank(how, code):
     ended = mpiexec(2, str(ROOT / "tests" / "ranks" / "fork_script.py"), "0", how)
@@ -140,6 +143,7 @@ def test_huge_exception_is_cut_and_ends_the_job():
     assert len(ended.stderr) < 200_000
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_to_mpiexec_ends_all(signum):
     program = start_mpiexec(2, SCRIPT, "wait")

@@ -219,6 +219,7 @@ def test_an_error_of_all_ranks_of_a_host_is_printed_once(capsys):
     assert capsys.readouterr().err == "error: SLURM_PROCID=0 is wrong\nerror: of rank 2 alone\n"
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(("how", "code"), [("return", 0), ("sys.exit", 3), ("raise", 1)])
 def test_forked_child_does_not_act_for_its_rank(how, code):
     ended = Program([sys.executable, str(ROOT / "tests" / "ranks" / "fork_script.py"), "2", how]).end()

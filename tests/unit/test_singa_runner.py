@@ -59,6 +59,7 @@ def test_a_case_passes_if_it_passes_on_every_rank(tmp_path):
     assert list(report.failed) == ["test_b_fails"]
 
 
+@pytest.mark.slow
 def test_faults_are_named(report):
     listed = {"test_b_fails": "why", "test_g_passes": "why", "test_h": "why"}
     assert unit.faults_of([report], {"test_tensor.py": listed}) == [

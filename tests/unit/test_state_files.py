@@ -98,6 +98,7 @@ def test_the_whole_file_is_read(whole, tmp_path):
     assert net.linear.W.array[4, 2] == 14
 
 
+@pytest.mark.slow
 def test_every_truncation_is_refused(whole, tmp_path):
     for length in range(len(whole)):
         assert_refused(whole[:length], tmp_path)

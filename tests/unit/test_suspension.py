@@ -37,6 +37,7 @@ def test_job_that_is_suspended_for_longer_than_the_timeout(start, where):
     assert not ended.stderr
 
 
+@pytest.mark.slow
 def test_rank_that_alone_is_suspended_is_named():
     program = Program([sys.executable, SCRIPT, "2", "collective"], ENV)
     (line,) = program.read_lines(1)
@@ -91,6 +92,7 @@ def test_server_of_a_job_that_is_suspended_while_ranks_join():
     assert ended.code == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_rank_that_is_suspended_while_it_looks_for_the_server():
     with listen(0, 8) as listener:
         port = listener.getsockname()[1]
@@ -138,6 +140,7 @@ watchdog.stop()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "code"), [("2.5", 0), ("0.6", 7)])
 def test_watchdog_does_not_bark_at_a_suspension(seconds, code):
     program = Program([sys.executable, "-c", WATCHED, seconds])
