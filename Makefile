@@ -18,6 +18,9 @@ mnist: $(VENV)/.base
 
 mpi: $(VENV)/.with-mpi
 
+# Without bytecode every rank of every test compiles the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The ranks of a test mostly wait for each other, so one worker more than there are cores; 0: in one process.
 TEST_WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations=20

@@ -165,7 +165,7 @@ def generator(rank: dict[str, np.ndarray], notes: str, name: str) -> dict:
     return json.loads(rank[notes].tobytes())[name]
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["partialUpdate", "sparseTopK", "velocity", "warm-up", "power-sgd fed"])
 def test_from_two_ranks_to_three_and_back(tmp_path, strategy, capfd):
     folder = str(tmp_path / "checkpoints")

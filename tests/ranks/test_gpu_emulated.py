@@ -163,7 +163,7 @@ def test_every_strategy_ends_as_on_the_cpu(tmp_path, world_size):
     assert {str(gpu["kind"]) for gpu in gpus} == {"cuda"}
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [by_hand, wrong_label, mnist_example, mnist_example_as_graphs])
 def test_other_ways_end_as_on_the_cpu(tmp_path, body):
     (tmp_path / "cpu").mkdir()

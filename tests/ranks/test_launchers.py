@@ -157,6 +157,7 @@ def test_wrong_secret_is_kept_out(net):
     assert "found no rank 0" in ended.stderr
 
 
+@pytest.mark.slow
 @needs_torchrun
 def test_torchrun_on_two_hosts(net):
     programs = []

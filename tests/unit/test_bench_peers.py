@@ -536,6 +536,7 @@ def test_a_busy_machine_is_said(load, said):
     assert ("load average" in heading(facts)) is said
 
 
+@pytest.mark.slow
 def test_what_is_missing_or_wrong_changes_the_exit_code(monkeypatch, capsys, shell):
     shell.fail = "install"
     code, out = bench("-b 1K -e 1K -n 1 --peers mpich", capsys)

@@ -129,7 +129,7 @@ def test_tuned_torch_trains_the_same_model():
     np.testing.assert_allclose(trained(tuned=True, bfloat16=True), default, atol=1e-2)
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["differ", "die"])
 def test_a_fault_is_said_and_changes_the_exit_code(monkeypatch, capsys, fault):
     def take_turn(candidate, result, args):

@@ -37,7 +37,7 @@ def copied(newest) -> None:
     shutil.copyfile(newest / "rank-00000.safetensors", newest / "rank-00001.safetensors")
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [exchanged, copied])
 def test_a_file_of_another_rank_is_refused_by_name(tmp_path, damage):
     assert start(tmp_path, 2).code == 0

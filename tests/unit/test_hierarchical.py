@@ -30,7 +30,7 @@ def told(stdout: str) -> list[tuple[str, str]]:
     return re.findall(r"^rank \d on \S+ over (\w+): (.*)$", stdout, re.MULTILINE)
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hosts", "backend"), [("aabb", "hierarchical"), ("abba", "hierarchical"), ("aab", "mpi"), ("abc", "mpi")]
 )

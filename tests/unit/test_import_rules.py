@@ -64,6 +64,7 @@ def test_the_package_keeps_all_contracts(tmp_path: Path) -> None:
     assert results == dict.fromkeys((contract for _, contract, _ in VIOLATIONS.values()), "KEPT"), report
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("which", VIOLATIONS)
 def test_a_violation_breaks_its_contract(tmp_path: Path, which: str) -> None:
     new_modules, contract, said = VIOLATIONS[which]

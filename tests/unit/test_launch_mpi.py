@@ -23,7 +23,7 @@ def library() -> str:
     return MPI.Get_library_version()
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4])
 def test_the_suite_passes_under_mpiexec(n):
     suite = str(ROOT / "tests" / "ranks" / "test_mpi.py")
