@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import pickle
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,6 +25,26 @@ def evaluation_mode() -> Iterator[None]:
     """Training mode is a switch of the whole process, as in SINGA; no test may leave it on for the next."""
     yield
     autograd.training = False
+
+
+@pytest.fixture(scope="session")
+def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """`once(name, function, *args)`: the function's result, made by the first of pytest's workers that asks."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if hasattr(request.config, "workerinput") else base  # workers have folders of their own there
+    results: dict[str, Any] = {}
+
+    def result(name: str, function: Callable[..., Any], *args: Any) -> Any:
+        if name not in results:
+            path = folder / f"{name}.pickle"
+            with (folder / f"{name}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not path.exists():
+                    path.write_bytes(pickle.dumps(function(*args)))
+            results[name] = pickle.loads(path.read_bytes())
+        return results[name]
+
+    return result
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
 from tests.parts import values_beside
@@ -20,7 +18,6 @@ JOBS = [
 ]
 
 
-@functools.cache
 def outcomes(backend: str, world_size: int, checks: tuple[str, ...]) -> list[Outcome]:
     """One start of the ranks serves all checks."""
     return run_ranks(run_checks, world_size, backend, checks, timeout=100)
@@ -28,8 +25,9 @@ def outcomes(backend: str, world_size: int, checks: tuple[str, ...]) -> list[Out
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize(("backend", "world_size"), JOBS, ids=[f"{b.split(':')[-1]}-{n}" for b, n in JOBS])
-def test_check(request: pytest.FixtureRequest, backend: str, world_size: int, check: str) -> None:
-    for rank, outcome in enumerate(outcomes(backend, world_size, values_beside(request, "check"))):
+def test_check(request, once, backend: str, world_size: int, check: str) -> None:
+    checks = values_beside(request, "check")
+    for rank, outcome in enumerate(once(f"{backend}-{world_size}", outcomes, backend, world_size, checks)):
         assert outcome.error is None, f"rank {rank}:\n{outcome.trace}"
         assert outcome.exit_code == 0, f"rank {rank} ended with exit code {outcome.exit_code}"
         trace = outcome.value.get(check, "not reached: an earlier check failed")

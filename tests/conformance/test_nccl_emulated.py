@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import threading
 from pathlib import Path
@@ -24,15 +23,15 @@ def built() -> None:
     build.build()
 
 
-@functools.cache
 def outcomes(world_size: int, checks: tuple[str, ...]) -> list[Outcome]:
     return run_ranks(emulated_checks, world_size, checks, timeout=110)
 
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("world_size", [2, 1, 3, 4])
-def test_check(request: pytest.FixtureRequest, world_size: int, check: str) -> None:
-    for rank, outcome in enumerate(outcomes(world_size, values_beside(request, "check"))):
+def test_check(request, once, world_size: int, check: str) -> None:
+    checks = values_beside(request, "check")
+    for rank, outcome in enumerate(once(f"emulated-{world_size}", outcomes, world_size, checks)):
         assert outcome.error is None, f"rank {rank}:\n{outcome.trace}"
         assert outcome.exit_code == 0, f"rank {rank} ended with exit code {outcome.exit_code}"
         trace = outcome.value.get(check, "not reached: an earlier check failed")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, Program
+from tests.processes import ROOT, Program, patience
 
 pytestmark = pytest.mark.slow(kept=1)  # seconds a case
 
@@ -72,6 +73,10 @@ def few_processes():
     if group is None:
         pytest.skip("control groups of processes are not ours to make")
     yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
+    deadline = time.monotonic() + patience(5.0)
+    while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.1)  # the kernel still counts a process that has just left
     group.rmdir()
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,7 +19,6 @@ from .checks import CHECKS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@cache
 def outcomes(size: int, checks: tuple[str, ...]) -> dict[str, dict[str, str]]:
     """For every check, the errors of all ranks that have got so far."""
     with TemporaryDirectory() as folder:
@@ -33,8 +31,8 @@ def outcomes(size: int, checks: tuple[str, ...]) -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", CHECKS)
-def test_check(request: pytest.FixtureRequest, name: str, size: int) -> None:
-    found = outcomes(size, values_beside(request, "name")).get(name, {})
+def test_check(request, once, name: str, size: int) -> None:
+    found = once(f"torch-{size}", outcomes, size, values_beside(request, "name")).get(name, {})
     assert len(found) == size, f"only {len(found)} of {size} ranks have ended {name}"
     for rank, error in found.items():
         assert not error, f"rank {rank}\n{error}"
