@@ -74,7 +74,7 @@ def bandwidth_rows(cupy, n: int) -> list[str]:
         "threshold select, 1 %": (4 * n, lambda: codec.threshold(x, 2.5758, none, lists, findings)),
         "exact top-K, 1 %": (4 * n, lambda: codec.top_k(x, k, none, lists, findings)),
         "sparse sum of 1 %": (16 * k, lambda: codec.scatter_sum(dense, [indices], [values], 0, n)),
-        "SGD with momentum": (20 * n, lambda: ops.sgd_update(x, grad, momentum, 1e-6, 0.9)),
+        "SGD with momentum": (20 * n, lambda: ops.update("sgd", x, grad, [momentum], 1e-6, 0.9, 0.0, 0.0, False)),
     }
     rows = []
     for name, (n_bytes, call) in cases.items():

@@ -57,5 +57,5 @@ def run(args: argparse.Namespace) -> None:
         back = array(*y.shape), saved, np.empty_like(given[1]), np.empty_like(given[2])
         measure(f"{name} forward", lambda given=given: cpu.linear(*given), args.rounds, others)
         measure(f"{name} backward", lambda back=back: cpu.linear_backward(*back), args.rounds, others)
-    state = array(PARAMETERS), array(PARAMETERS), array(PARAMETERS), 0.005, 0.9
-    measure("SGD, momentum", lambda: cpu.sgd_update(*state), args.rounds, others)
+    state = array(PARAMETERS), array(PARAMETERS), [array(PARAMETERS)], 0.005, 0.9, 0.0, 0.0, False
+    measure("SGD, momentum", lambda: cpu.update("sgd", *state), args.rounds, others)

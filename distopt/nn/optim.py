@@ -81,16 +81,8 @@ class SGD(Optimizer):
 
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
         values = self.values
-        kernels_of(param).sgd_update(
-            param,
-            grad,
-            slots.get("momentum"),
-            values["lr"],
-            values["momentum"],
-            values["dampening"],
-            values["weight_decay"],
-            self.nesterov,
-        )
+        rule = values["lr"], values["momentum"], values["dampening"], values["weight_decay"], self.nesterov
+        kernels_of(param).update("sgd", param, grad, [slots.get("momentum")], *rule)
 
 
 class Adam(Optimizer):
@@ -129,18 +121,8 @@ class Adam(Optimizer):
         if self._decoupled:
             param *= 1 - values["lr"] * weight_decay
             weight_decay = 0.0
-        kernels_of(param).adam_update(
-            param,
-            grad,
-            slots["m"],
-            slots["v"],
-            self._steps + 1,
-            values["lr"],
-            values["beta_1"],
-            values["beta_2"],
-            values["epsilon"],
-            weight_decay,
-        )
+        rule = self._steps + 1, values["lr"], values["beta_1"], values["beta_2"], values["epsilon"], weight_decay
+        kernels_of(param).update("adam", param, grad, [slots["m"], slots["v"]], *rule)
 
 
 class AdamW(Adam):
@@ -199,9 +181,8 @@ class RMSProp(Optimizer):
 
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
         values = self.values
-        kernels_of(param).rmsprop_update(
-            param, grad, slots["running"], values["lr"], values["rho"], values["epsilon"], values["weight_decay"]
-        )
+        rule = values["lr"], values["rho"], values["epsilon"], values["weight_decay"]
+        kernels_of(param).update("rmsprop", param, grad, [slots["running"]], *rule)
 
 
 class AdaGrad(Optimizer):
@@ -232,6 +213,5 @@ class AdaGrad(Optimizer):
 
     def _apply(self, param: Array, grad: Array, slots: dict[str, Array]) -> None:
         values = self.values
-        kernels_of(param).adagrad_update(
-            param, grad, slots["history"], values["lr"], values["epsilon"], values["weight_decay"]
-        )
+        rule = values["lr"], values["epsilon"], values["weight_decay"]
+        kernels_of(param).update("adagrad", param, grad, [slots["history"]], *rule)

@@ -11,7 +11,17 @@ from distopt.nn.kernels import gpu
 
 
 def to_device(value: Any) -> Any:
+    if isinstance(value, list):
+        return [to_device(item) for item in value]
     return cupy.asarray(value) if isinstance(value, np.ndarray) else value
+
+
+def copy_back(value: Any, on_device: Any) -> None:
+    if isinstance(value, list):
+        for pair in zip(value, on_device, strict=True):
+            copy_back(*pair)
+    elif isinstance(value, np.ndarray):
+        value[...] = on_device.get()
 
 
 def to_host(value: Any) -> Any:
@@ -30,9 +40,7 @@ class Hosted:
         def call(*args: Any, **options: Any) -> Any:
             given = [to_device(value) for value in args]
             result = to_host(function(*given, **options))
-            for value, on_device in zip(args, given, strict=True):
-                if isinstance(value, np.ndarray):
-                    value[...] = on_device.get()
+            copy_back(list(args), given)
             return result
 
         return call

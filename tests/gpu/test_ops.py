@@ -35,6 +35,8 @@ from tests.unit.test_ops import (  # noqa: E402, F401 - collected here
     test_softmax_cross_entropy,
 )
 
+SGD = 0.1, 0.0, 0.0, 0.0, False
+
 
 @pytest.fixture(autouse=True)
 def kernels_of_the_gpu(monkeypatch):
@@ -123,12 +125,15 @@ def zeros(*shape, kind="float32"):
         (lambda: gpu.softmax(zeros(3, 0)), ValueError),
         (lambda: gpu.softmax_cross_entropy(zeros(2, 3), zeros(3, kind="int64")), ValueError),
         (lambda: gpu.softmax_cross_entropy(zeros(2, 3), zeros(2)), TypeError),
-        (lambda: gpu.sgd_update(zeros(3), zeros(4), None, 0.1), ValueError),
-        (lambda: gpu.sgd_update(zeros(6)[::2], zeros(3), None, 0.1), TypeError),
-        (lambda: gpu.sgd_update(zeros(3, kind="float64"), zeros(3), None, 0.1), TypeError),
-        (lambda: gpu.sgd_update(np.zeros(3, "float32"), zeros(3), None, 0.1), TypeError),
+        (lambda: gpu.update("sgd", zeros(3), zeros(4), [None], *SGD), ValueError),
+        (lambda: gpu.update("sgd", zeros(6)[::2], zeros(3), [None], *SGD), TypeError),
+        (lambda: gpu.update("sgd", zeros(3, kind="float64"), zeros(3), [None], *SGD), TypeError),
+        (lambda: gpu.update("sgd", np.zeros(3, "float32"), zeros(3), [None], *SGD), TypeError),
         (lambda: gpu.relu(zeros(3, kind="float16")), TypeError),
-        (lambda: gpu.adam_update(zeros(3), zeros(3), zeros(3), zeros(3), 0, 0.1), ValueError),
+        (
+            lambda: gpu.update("adam", zeros(3), zeros(3), [zeros(3), zeros(3)], 0, 0.1, 0.9, 0.999, 1e-8, 0.0),
+            ValueError,
+        ),
     ],
 )
 def test_arrays_that_do_not_fit_never_reach_a_kernel(call, kind):

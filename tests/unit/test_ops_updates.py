@@ -19,6 +19,13 @@ SETTINGS = {
     "rmsprop": [{"lr": 0.01, "rho": 0.9}, {"lr": 0.01, "rho": 0.7, "eps": 1e-4, "weight_decay": 0.1}],
     "adagrad": [{"lr": 0.1}, {"lr": 0.1, "eps": 1e-4, "weight_decay": 0.1}],
 }
+# What a rule takes, in order, with the values of settings that do not say.
+VALUES = {
+    "sgd": {"lr": 0.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+    "adam": {"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
+    "rmsprop": {"lr": 0.0, "rho": 0.9, "eps": 1e-8, "weight_decay": 0.0},
+    "adagrad": {"lr": 0.0, "eps": 1e-8, "weight_decay": 0.0},
+}
 CASES = [(name, settings) for name, several in SETTINGS.items() for settings in several]
 SHAPES = [1, 7, 1003, (3, 5, 7), 0]
 # PyTorch adds the epsilon of these two to the root, and does not dampen the first gradient.
@@ -41,12 +48,11 @@ def run(kernels, name, settings, shape, dtype, steps=3, smallest=1e-9):
     for step in range(steps):
         grad = array(shape, dtype, 1 + step) * scale
         kept = grad.copy()
-        if name == "sgd":
-            kernels.sgd_update(param, grad, *(states or [None]), **settings)
-        elif name == "adam":
-            kernels.adam_update(param, grad, *states, step + 1, **settings)
+        slots, counted = states or [None], [step + 1] * (name == "adam")
+        if kernels is reference:
+            getattr(reference, f"{name}_update")(param, grad, *slots, *counted, **settings)
         else:
-            getattr(kernels, f"{name}_update")(param, grad, *states, **settings)
+            kernels.update(name, param, grad, slots, *counted, *(VALUES[name] | settings).values())
         np.testing.assert_array_equal(grad, kept)
     return [param, *states]
 

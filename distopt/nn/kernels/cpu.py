@@ -3,7 +3,7 @@
 Conventions of all functions: local, no communication; arrays are C-contiguous and share one dtype, float32 or float64;
 images are [N, C, H, W]; an empty batch is allowed. Results come from a pool (see `empty`) and belong to the caller.
 `saved` is opaque and refers to inputs and outputs, which must not change before the backward pass. No function changes
-an argument unless it says so. Equal inputs give equal bits on equal processors.
+an argument unless it says so. Equal inputs give equal bits on all processors.
 
 Raises (all functions): UsageError for values that cannot be used, ValueError or TypeError for arrays whose shape, type
 or layout does not fit.
@@ -24,27 +24,26 @@ from .cpu_images import *  # noqa: F403 - the other half of this module
 from .pool import empty
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     Array = NDArray[Any]
 
 __all__ = [
-    "adagrad_update",
-    "adam_update",
     "empty",
     "from_half",
     "linear",
     "linear_backward",
     "relu",
     "relu_backward",
-    "rmsprop_update",
-    "sgd_update",
     "sigmoid",
     "sigmoid_backward",
     "softmax",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
     "to_half",
+    "update",
 ]
 __all__ += cpu_images.__all__
 
@@ -180,48 +179,14 @@ def _cross_entropy_backward(
     _core.cross_entropy_backward(probability, index, target, factor / max(len(probability), 1), dlogits)
 
 
-def sgd_update(
-    param: Array,
-    grad: Array,
-    momentum_buffer: Array | None,
-    lr: float,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-) -> None:
-    """Update `param` and `momentum_buffer` in place: see `optim.SGD`. The buffer begins as zeros.
+def update(rule: str, param: Array, grad: Array, slots: Sequence[Array | None], *values: float) -> None:
+    """Update `param` and `slots` in place by one of these rules of `optim`, which says how; `grad` does not change.
 
-    As in all updates, arrays have any one shape, `grad` does not change, and weight decay is added to the gradient.
+    | rule | slots, of the shape of `param` | values |
+    | --- | --- | --- |
+    | "sgd" | momentum buffer or None | lr, momentum, dampening, weight_decay, nesterov |
+    | "adam" | m, v | step from 1 on, lr, beta_1, beta_2, epsilon, weight_decay |
+    | "rmsprop" | running mean square | lr, rho, epsilon, weight_decay |
+    | "adagrad" | sum of squares | lr, epsilon, weight_decay |
     """
-    _core.sgd(param, grad, momentum_buffer, lr, momentum, dampening, weight_decay, nesterov)
-
-
-def adam_update(
-    param: Array,
-    grad: Array,
-    m: Array,
-    v: Array,
-    step: int,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-) -> None:
-    """Update `param` and the moments in place; `step` counts from 1 (Kingma and Ba, arXiv 1412.6980, algorithm 1)."""
-    _core.adam(param, grad, m, v, step, lr, beta1, beta2, eps, weight_decay)
-
-
-def rmsprop_update(
-    param: Array, grad: Array, running: Array, lr: float, rho: float = 0.9, eps: float = 1e-8, weight_decay: float = 0.0
-) -> None:
-    """Update `param` and `running`, the mean square of the gradient with decay `rho`, in place; see `optim.RMSProp`."""
-    _core.rmsprop(param, grad, running, lr, rho, eps, weight_decay)
-
-
-def adagrad_update(
-    param: Array, grad: Array, history: Array, lr: float, eps: float = 1e-8, weight_decay: float = 0.0
-) -> None:
-    """Update `param` and `history`, the sum of squares of the gradient, in place; see `optim.AdaGrad`."""
-    _core.adagrad(param, grad, history, lr, eps, weight_decay)
+    getattr(_core, rule)(param, grad, *slots, *values)

@@ -11,7 +11,7 @@ added in their order.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cupy
 import numpy as np
@@ -22,6 +22,9 @@ from . import cpu
 from .cpu import SavedLinear, SavedLoss
 from .gpu_base import Array, address_of, address_or_null, code_of, current_stream, native, product
 from .gpu_images import *  # noqa: F403 - the other half of this module
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = cpu.__all__
 
@@ -140,52 +143,6 @@ def softmax_cross_entropy_backward(saved: Any, scale: float | Array = 1.0) -> Ar
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------
-def _like(param: Array, *arrays: Array | None) -> list[int]:
-    """Addresses of arrays of the shape and type of `param`."""
-    return [address_or_null(array, param.shape, param.dtype) for array in arrays]
-
-
-def sgd_update(
-    param: Array,
-    grad: Array,
-    momentum_buffer: Array | None,
-    lr: float,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-) -> None:
-    at, slope, buffer = _like(param, param, grad, momentum_buffer)
-    rule = lr, momentum, dampening, weight_decay, nesterov
-    native.sgd(code_of(param), at, slope, buffer, param.size, *rule, current_stream())
-
-
-def adam_update(
-    param: Array,
-    grad: Array,
-    m: Array,
-    v: Array,
-    step: int,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-) -> None:
-    at, slope, first, second = _like(param, param, grad, m, v)
-    rule = step, lr, beta1, beta2, eps, weight_decay
-    native.adam(code_of(param), at, slope, first, second, param.size, *rule, current_stream())
-
-
-def rmsprop_update(
-    param: Array, grad: Array, running: Array, lr: float, rho: float = 0.9, eps: float = 1e-8, weight_decay: float = 0.0
-) -> None:
-    at, slope, square = _like(param, param, grad, running)
-    native.rmsprop(code_of(param), at, slope, square, param.size, lr, rho, eps, weight_decay, current_stream())
-
-
-def adagrad_update(
-    param: Array, grad: Array, history: Array, lr: float, eps: float = 1e-8, weight_decay: float = 0.0
-) -> None:
-    at, slope, square = _like(param, param, grad, history)
-    native.adagrad(code_of(param), at, slope, square, param.size, lr, eps, weight_decay, current_stream())
+def update(rule: str, param: Array, grad: Array, slots: Sequence[Array | None], *values: float) -> None:
+    addresses = [address_or_null(array, param.shape, param.dtype) for array in (param, grad, *slots)]
+    getattr(native, rule)(code_of(param), *addresses, param.size, *values, current_stream())
