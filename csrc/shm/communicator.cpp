@@ -145,26 +145,12 @@ bool ShmCommunicator::start(std::shared_ptr<Operation> operation) {
 
 void ShmCommunicator::enqueue(std::shared_ptr<Operation> operation) {
   raise_recorded_failure();
-  check_arguments(*operation);
-  operation->begin(++started_);
-  queue_.push_back(std::move(operation));
-}
-
-void ShmCommunicator::check_arguments(const Operation& operation) const {
-  const Request& request = operation.request();
-  const int n = peers_.size();
-  if (request.parts.size() * sizeof(std::uint64_t) > inline_bytes)
+  if (operation->request().parts.size() * sizeof(std::uint64_t) > inline_bytes)
     throw CommunicatorError(ErrorKind::usage, "all_to_all_ragged in shared memory serves at most " +
                                                   std::to_string(inline_bytes / sizeof(std::uint64_t)) +
                                                   " ranks on one host; choose the mpi communicator");
-  if (request.kind != OpKind::reduce_scatter && request.kind != OpKind::all_gather) return;
-  const std::size_t own = request.part_bytes() * static_cast<std::size_t>(peers_.rank());
-  const bool in_place = request.kind == OpKind::reduce_scatter ? request.output == request.input + own
-                                                               : request.input == request.output + own;
-  if (!in_place && overlap(request.input, request.input_bytes(n), request.output, request.output_bytes(n)))
-    throw CommunicatorError(
-        ErrorKind::usage,
-        "input and output overlap; pass separate arrays, or as the part this rank's own part of the whole");
+  operation->begin(++started_);
+  queue_.push_back(std::move(operation));
 }
 
 bool ShmCommunicator::may_post(const Operation& operation) {

@@ -62,7 +62,6 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   [[noreturn]] void fail(const Failure& failure);
   void enqueue(std::shared_ptr<Operation> operation);
   bool only_brief() const { return queue_.size() == 1 && queue_.front()->brief(peers_.size()); }
-  void check_arguments(const Operation& operation) const;
   void post_ready();
   bool may_post(const Operation& operation);
   void advance(bool helps = false);

@@ -7,6 +7,14 @@ the same call gives the same bits on all ranks and on every run of the same layo
 another order: where hosts have several ranks each, large arrays are summed host by host (`by_host_above_bytes`;
 `$DISTOPT_SUM_ORDER=rank` forbids it), and NCCL has an order of its own. Counts are elements.
 
+Memory: `out` and `array` of a collective share none, unless the smaller one is exactly this rank's part of the larger
+one; ranks may differ in this. Arrays that are only read may overlap at will. Collectives under way may use the same
+memory: each sees what the earlier ones wrote. Messages have no place in that order, so an array that is received is left
+alone until its message has ended, and one that is sent is only read.
+
+Arguments are checked on each rank for itself, before anything is sent: a rank that gets a UsageError has not taken part,
+and may call again with better arguments, for which the others wait.
+
 Threads: any thread may call, but one at a time per communicator and its works, `done` and `wait` included, and in the
 same order on all ranks. The communicators over shared memory and MPI refuse a second thread (`UsageError`). Messages
 between two ranks may be sent and received by several threads at the same time, whatever others do.
@@ -22,6 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import numpy as np
 
 from ..errors import UsageError
+from ..kernels import array_module
 from .subgroups import meet
 from .work import Array, DoneWork, GatheredParts, MessageWork, RaggedWork, Work, Works
 
@@ -164,7 +173,10 @@ class Communicator(ABC):
     def reduce_scatter(
         self, array: Array, out: Array, op: ReduceOp = "sum", *, wire: str | None = None, label: str = ""
     ) -> Work:
-        """Collective. `out` (count elements) = this rank's part of the reduction of `array` (world_size * count)."""
+        """Collective. `out` (count elements) = this rank's part of the reduction of `array` (world_size * count).
+
+        In place, `out` is `array[rank * count : (rank + 1) * count]`; it overlaps `array` in no other way.
+        """
         dtype = self.check_array(array, wire)
         self._check_op(op, dtype)
         self.check_array(out, wire, written=True)
@@ -172,7 +184,10 @@ class Communicator(ABC):
         return self._reduce_scatter(array, out, dtype, op, label)
 
     def all_gather(self, array: Array, out: Array, *, wire: str | None = None, label: str = "") -> Work:
-        """Collective. `out` (world_size * count) = the `array` (count elements) of every rank, in rank order."""
+        """Collective. `out` (world_size * count) = the `array` (count elements) of every rank, in rank order.
+
+        In place, `array` is `out[rank * count : (rank + 1) * count]`; it overlaps `out` in no other way.
+        """
         dtype = self.check_array(array, wire)
         self.check_array(out, wire, written=True)
         self._check_pair(array, out)
@@ -382,12 +397,24 @@ class Communicator(ABC):
                 f"on {self.topology.world_size} ranks"
             )
         _check_kinds(part, whole)
+        if array_module(part).may_share_memory(part, whole):
+            rank, count = self.topology.rank, part.size
+            if _address(part) != _address(whole) + rank * part.nbytes:
+                raise UsageError(
+                    f"input and output overlap, and the smaller one is not rank {rank}'s part of the larger one, "
+                    f"[{rank * count}:{(rank + 1) * count}] of it; pass a copy of the input, array.copy()"
+                )
 
     def _cannot_move(self, xp: Any) -> UsageError:
         return UsageError(
             f"the {self.name} communicator moves {self.xp.__name__} arrays, and these are of {xp.__name__}; put model "
             "and batches on DistOpt.device, or stay on the CPU with DISTOPT_DEVICE=cpu"
         )
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr
+    return address
 
 
 def _check_kinds(*arrays: Array) -> None:

@@ -187,6 +187,68 @@ def check_all_gather(comm: Communicator, dtype: str) -> None:
         assert_same_bits(out, np.concatenate(inputs), (count, place, in_place))
 
 
+def check_overlap(comm: Communicator) -> None:
+    """A part and its whole in one memory, at offsets that differ by rank.
+
+    A rank whose part is its own part of the whole, or beside it, gets the right bits. Any other one is refused before
+    anything is sent, in words that name the cure; the others wait until it has called again.
+    """
+    n, rank = comm.topology.world_size, comm.topology.rank
+    for i, (gathers, count, place) in enumerate(
+        itertools.product((False, True), (1, 5, 1_500, 33_001), ("ordinary", "wire", "host"))
+    ):
+        if place == "host" and comm.xp is np:
+            continue
+        memory = (
+            comm.empty((n + 2) * count)
+            if place == "wire"
+            else (np if place == "host" else comm.xp).empty((n + 2) * count, np.float32)
+        )
+        own = (1 + rank) * count
+        begins = [
+            own,
+            0,
+            own + 1,
+            (n + 1) * count,
+            own - 1,
+            own + count,
+            own - count,
+            count,
+            n * count,
+            own + count // 2,
+        ]
+        for step in range(len(begins)):
+            begin = begins[(3 * rank + i + step) % len(begins)]
+            part, whole = memory[begin : begin + count], memory[count : (n + 1) * count]
+            source, out = (part, whole) if gathers else (whole, part)
+            inputs = all_values(comm, source.size, "float32", salt=i)
+            memory[...] = -1
+            source[...] = inputs[rank] if place == "host" else comm.xp.asarray(inputs[rank])
+            start = comm.all_gather if gathers else comm.reduce_scatter
+            refused = begin != own and 0 < begin < (n + 1) * count
+            if refused:
+                with pytest.raises(UsageError, match=r"overlap.*pass a copy.*\.copy\(\)"):
+                    start(source, out)
+                assert_same_bits(source, inputs[rank], "nothing has happened")
+            start(source.copy() if refused else source, out).wait()
+            if gathers:
+                assert_same_bits(out, np.concatenate(inputs), (count, place, begin))
+            else:
+                mine = slice(rank * count, (rank + 1) * count)
+                flat, _ = _long_results(comm.topology.hosts, "float32", "sum")
+                expected = flat[_window(n * count, i)][mine]
+                assert_reduced(comm, "float32", out, expected, [one[mine] for one in inputs], (count, place, begin))
+    # Parts of an exchange are only read, and results are never the caller's memory.
+    memory = comm.xp.asarray(values(rank, 9_000, "float32"))
+    gathered = comm.all_gather_ragged(memory[rank : 5_000 + rank])
+    received = comm.all_to_all_ragged([memory[(rank + r) % 3 : 2_000 * r + 7] for r in range(n)])
+    for q, (whole, part) in enumerate(zip(arrived(gathered), arrived(received), strict=True)):
+        theirs = values(q, 9_000, "float32")
+        assert_same_bits(whole, theirs[q : 5_000 + q], q)
+        assert_same_bits(part, theirs[(q + rank) % 3 : 2_000 * rank + 7], q)
+    comm.barrier()
+
+
 def check_all_gather_ragged(comm: Communicator, dtype: str) -> None:
     if refused(comm, dtype):
         return
@@ -662,6 +724,7 @@ CHECKS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
         for check in (
             check_empty,
             check_all_to_all_ragged,
+            check_overlap,
             check_ragged_outstanding,
             check_dropped_ragged,
             check_read_only_inputs,
