@@ -70,8 +70,12 @@ nb::object all_reduce_plain(Communicator& communicator, nb::handle array, nb::ha
 MpiWork barrier(Communicator& communicator) { return start(communicator, Request{}, Buffers()); }
 
 bool done(const MpiWork& work) {
-  const nb::gil_scoped_release release;
-  return communicator_of(work).test(*work.operation);
+  {
+    const nb::gil_scoped_release release;
+    if (communicator_of(work).test(*work.operation)) return true;
+  }
+  work.communicator.attr("waits").attr("help")();
+  return false;
 }
 
 // Short waits end here; long ones are those of distopt/comm/mpi/waits.py.

@@ -199,7 +199,7 @@ void ShmCommunicator::advance(bool helps) {
   }
 }
 
-// For a rank that waits for a message.
+// For a rank that waits for a message, or polls one.
 void ShmCommunicator::help() {
   if (const HelpersTurn turn(turn_); turn) advance(true);
 }
@@ -209,6 +209,7 @@ bool ShmCommunicator::test(const Operation& operation) {
   require_open();
   const CallersTurn turn(turn_);
   advance();
+  messages_.help();
   if (!operation.finished()) raise_recorded_failure();
   return operation.finished();
 }
@@ -217,6 +218,7 @@ void ShmCommunicator::progress() {
   require_open();
   const CallersTurn turn(turn_);
   advance();
+  messages_.help();
 }
 
 void ShmCommunicator::wait(const Operation& operation, double timeout_seconds) {

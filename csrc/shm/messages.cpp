@@ -129,6 +129,7 @@ bool Messages::test(const Message& message) {
   if (message.finished()) return true;
   const Guard guard(*this);
   advance();
+  help_collectives_();
   if (!message.finished() && peers_.failed()) throw peers_.failure();
   return message.finished();
 }

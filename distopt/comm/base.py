@@ -15,6 +15,10 @@ alone until its message has ended, and one that is sent is only read.
 Arguments are checked on each rank for itself, before anything is sent: a rank that gets a UsageError has not taken part,
 and may call again with better arguments, for which the others wait.
 
+Progress: to start, poll or wait for any operation moves every collective and message of its communicator, so ranks may
+poll and wait for them in different orders. It moves nothing of other communicators, subgroups included: ranks that have
+operations under way in several wait for them in the same order, or call `progress` of the others while they poll.
+
 Threads: any thread may call, but one at a time per communicator and its works, `done` and `wait` included, and in the
 same order on all ranks. The communicators over shared memory and MPI refuse a second thread (`UsageError`). Messages
 between two ranks may be sent and received by several threads at the same time, whatever others do.
@@ -30,7 +34,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import numpy as np
 
 from ..errors import UsageError
-from ..kernels import array_module
 from .subgroups import meet
 from .work import Array, DoneWork, GatheredParts, MessageWork, RaggedWork, Work, Works
 
@@ -230,8 +233,8 @@ class Communicator(ABC):
         """Local. Send `array` to rank `to`, which receives it with an equal tag, type and count.
 
         Messages have no place in the order of collectives. Those between two ranks with one tag arrive in the order of
-        sending. They move while this rank starts, polls or waits for one of them, or waits in a collective; a send may
-        not end before its receive begins.
+        sending. They move while this rank starts, polls or waits for one of them or for a collective; a send may not
+        end before its receive begins.
 
         Args:
             array: any shape; to be left alone until the message has ended.
@@ -397,13 +400,12 @@ class Communicator(ABC):
                 f"on {self.topology.world_size} ranks"
             )
         _check_kinds(part, whole)
-        if array_module(part).may_share_memory(part, whole):
-            rank, count = self.topology.rank, part.size
-            if _address(part) != _address(whole) + rank * part.nbytes:
-                raise UsageError(
-                    f"input and output overlap, and the smaller one is not rank {rank}'s part of the larger one, "
-                    f"[{rank * count}:{(rank + 1) * count}] of it; pass a copy of the input, array.copy()"
-                )
+        rank, count, offset_bytes = self.topology.rank, part.size, _address(part) - _address(whole)
+        if count and -part.nbytes < offset_bytes < whole.nbytes and offset_bytes != rank * part.nbytes:
+            raise UsageError(
+                f"input and output overlap, and the smaller one is not rank {rank}'s part of the larger one, "
+                f"[{rank * count}:{(rank + 1) * count}] of it; pass a copy of the input, array.copy()"
+            )
 
     def _cannot_move(self, xp: Any) -> UsageError:
         return UsageError(

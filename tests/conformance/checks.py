@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+import time
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -433,6 +434,34 @@ def check_messages(comm: Communicator) -> None:
             assert token[0] == 7 + n * (n - 1) // 2
 
 
+def check_polls(comm: Communicator) -> None:
+    """Ranks that poll, or wait, each for another one of the operations under way, all come to their ends."""
+    n, rank = comm.topology.world_size, comm.topology.rank
+    if n == 1 or type(comm)._start_message is Communicator._start_message:
+        return
+    to, source, count = (rank + 1) % n, (rank - 1) % n, 300_001  # more than any buffer holds
+    for first, waits in itertools.product(range(4), (None, *range(n))):
+        reduced, gathered = np.full(count, float(rank)), np.empty(n * 1_001)
+        came = np.empty(count)
+        works = [
+            comm.all_reduce(reduced),
+            comm.send(np.full(count, rank + 0.5), to, tag=first),
+            comm.receive(came, source, tag=first),
+            comm.all_gather(np.full(1_001, float(rank)), gathered),
+        ]
+        for step in range(4):
+            work = works[(first + rank + step) % 4]
+            if waits == rank:
+                work.wait()
+            deadline = time.monotonic() + 20
+            while not work.done():
+                assert time.monotonic() < deadline, (first, waits, step)
+        assert (reduced == n * (n - 1) / 2).all()
+        assert (came == source + 0.5).all()
+        assert (gathered == np.repeat(np.arange(n), 1_001)).all()
+    comm.barrier()
+
+
 def check_subgroups(comm: Communicator) -> None:
     """Of all ranks in another order, of odd and even ones at the same time, of one; and one of one of these."""
     n, rank = comm.topology.world_size, comm.topology.rank
@@ -729,6 +758,7 @@ CHECKS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
             check_dropped_ragged,
             check_read_only_inputs,
             check_messages,
+            check_polls,
             check_subgroups,
             check_sparse_all_reduce,
             check_not_a_number,

@@ -91,6 +91,11 @@ class MpiCommunicator(NativeCommunicator):
         self._closed = False
         close_at_exit(self)
 
+    def progress(self) -> None:  # noqa: D102
+        if self._messages.under_way:
+            self._messages.advance()
+        self.core.progress()
+
     def barrier(self) -> None:
         """Collective. Return when every rank has called it and all earlier operations of this rank have finished."""
         self.core.barrier().wait()

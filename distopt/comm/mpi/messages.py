@@ -61,9 +61,8 @@ class MpiMessage(MessageWork):
         return f"{self.header[2]:,} {_NAMES[self.header[1]]}"
 
     def done(self) -> bool:
-        """Local. Move messages forward without waiting; whether this one has ended."""
-        self._messages.advance()
-        return self.ended()
+        """Local. Move messages and collectives forward without waiting; whether this one has ended."""
+        return self.ended() or self._messages.moved(self)
 
     def ended(self) -> bool:
         """Local. Whether it has, as far as is known."""
@@ -131,6 +130,12 @@ class MpiMessages:
         self._moving = [message for message in self._moving if not message.ended()]
         for early in self._aside:
             early.requests = [request for request in early.requests if not request.Test()]
+
+    def moved(self, message: MpiMessage) -> bool:
+        """Local. Move everything forward; whether `message` has ended."""
+        self.advance()
+        self._core.progress()
+        return message.ended()
 
     @property
     def under_way(self) -> bool:

@@ -91,15 +91,11 @@ class Waits:
         Args:
             core: the communicator that fails where it can come no more.
             peer: rank at the other end; -1: any.
-            done: moves messages; whether it has ended.
+            done: moves messages and collectives; whether it has ended.
             waiting: the wait in words.
             timeout: in seconds (default: `Settings.timeout`).
         """
         others = self._others() if peer < 0 else [peer]
-
-        def move() -> bool:
-            core.progress()
-            return done()
 
         def check() -> None:
             if all(rank in self._notes.closed for rank in others) and not done():
@@ -114,7 +110,7 @@ class Waits:
 
         self.wait_until(
             core,
-            move,
+            done,
             check,
             lambda: (waiting(), [self.processes[rank] for rank in others]),
             timeout,
