@@ -9,11 +9,11 @@ another order: where hosts have several ranks each, large arrays are summed host
 
 Memory: `out` and `array` of a collective share none, unless the smaller one is exactly this rank's part of the larger
 one; ranks may differ in this. Arrays that are only read may overlap at will. Collectives under way may use the same
-memory: each sees what the earlier ones wrote. Messages have no place in that order, so an array that is received is left
+memory: each sees what the earlier ones wrote. Messages have no place in that order: an array that is received is left
 alone until its message has ended, and one that is sent is only read.
 
-Arguments are checked on each rank for itself, before anything is sent: a rank that gets a UsageError has not taken part,
-and may call again with better arguments, for which the others wait.
+Every rank checks its own arguments, before anything is sent: one that gets a UsageError has not taken part, and may
+call again with better arguments, for which the others wait.
 
 Progress: to start, poll or wait for any operation moves every collective and message of its communicator, so ranks may
 poll and wait for them in different orders. It moves nothing of other communicators, subgroups included: ranks that have

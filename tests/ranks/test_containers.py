@@ -46,11 +46,21 @@ def available(request):
 
 
 @pytest.fixture
-def memory(tmp_path) -> list[str]:
-    """The start of a command line with a /dev/shm of the test's own, in which MPICH may leave what it likes."""
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    return own_memory(folder)
+def memories(tmp_path) -> list[list[str]]:
+    """For each of two hosts, the start of a command line with a /dev/shm of its own.
+
+    MPICH may leave there what it likes. It names files after process ids, which are 1 in every process namespace.
+    """
+    folders = [tmp_path / "shm-a", tmp_path / "shm-b"]
+    for folder in folders:
+        folder.mkdir()
+    return [own_memory(folder) for folder in folders]
+
+
+@pytest.fixture
+def memory(memories) -> list[str]:
+    """That of one host."""
+    return memories[0]
 
 
 def assert_sums(ended: list[Ended], size: int, name: str) -> None:
@@ -93,12 +103,12 @@ def test_ranks_of_srun_on_one_host(container, memory):
 
 @pytest.mark.slow
 @each_container
-def test_ranks_of_srun_on_two_hosts(container, memory, net):
+def test_ranks_of_srun_on_two_hosts(container, memories, net):
     command = [*CONTAINERS[container], sys.executable, SCRIPT]
     programs = []
     for rank in range(4):
         env = {**slurm(rank, 4, net.hosts[0].address, 2), "SLURM_LOCALID": str(rank % 2), **WIRE}
-        programs.append(Program(memory + net.hosts[rank // 2].inside(command), env))
+        programs.append(Program(memories[rank // 2] + net.hosts[rank // 2].inside(command), env))
     ended = [program.end() for program in programs]
     assert_sums(ended, 4, "hierarchical")
     assert_said(ended)
@@ -106,14 +116,19 @@ def test_ranks_of_srun_on_two_hosts(container, memory, net):
 
 @pytest.mark.slow
 @each_container
-def test_ranks_of_distopt_run_on_two_hosts(container, memory, net, tmp_path):
+def test_ranks_of_distopt_run_on_two_hosts(container, memories, net, tmp_path):
     script = tmp_path / "contained.py"
     script.write_text(
         f"import os\nos.execvp({CONTAINERS[container][0]!r}, {[*CONTAINERS[container], sys.executable, SCRIPT]})\n"
     )
     run = [sys.executable, "-m", "distopt", "run", "--nnodes", "2", "--nproc-per-node", "2"]
     run += ["--rdzv-endpoint", f"{net.hosts[0].address}:29421", str(script)]
-    ended = [program.end() for program in [Program(memory + host.inside(run), WIRE) for host in net.hosts]]
+    ended = [
+        program.end()
+        for program in [
+            Program(memory + host.inside(run), WIRE) for memory, host in zip(memories, net.hosts, strict=True)
+        ]
+    ]
     assert_sums(ended, 4, "hierarchical")
     assert_said(ended)
 
