@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,8 @@ def few_processes():
     if group is None:
         pytest.skip("control groups of processes are not ours to make")
     yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
+    while (group / "cgroup.procs").read_text():  # processes that are ending
+        time.sleep(0.02)
     group.rmdir()
 
 
