@@ -34,6 +34,20 @@ while True:
     print("x" * 100, flush=True)
 """
 
+# Writes; after SIGTERM, saves its state, and writes more than a pipe holds meanwhile.
+SAVER = """
+import os, signal, sys
+from pathlib import Path
+
+caught = []
+signal.signal(signal.SIGTERM, lambda signum, _: caught.append(signum))
+while not caught:
+    print("x" * 100, flush=True)
+for _ in range(2000):
+    print("y" * 100, flush=True)
+Path(sys.argv[1], os.environ["RANK"]).touch()
+"""
+
 # 60 lines to each stream, of which nobody may see one, and a file that says that the rank has come to its end.
 QUIET = """
 import os, sys
@@ -57,10 +71,10 @@ def folder(tmp_path):
     return made
 
 
-def chatter(tmp_path, folder, how: str = "") -> Program:
+def chatter(tmp_path, folder, how: str = "", text: str = CHATTER) -> Program:
     """A job whose output nobody reads, once there is no more room for it."""
     script = tmp_path / "chatter.py"
-    script.write_text(CHATTER)
+    script.write_text(text)
     program = Program(redirected(how, [*RUN, str(script), str(folder)]))
     before, since = 0, time.monotonic()
     while time.monotonic() < since + 0.5:
@@ -105,6 +119,13 @@ def test_ranks_of_a_job_whose_output_nobody_reads_get_its_preemption(tmp_path, f
     program.kill()
     program.process.communicate()
     assert saved == ["0", "1"]
+
+
+def test_ranks_of_a_job_whose_output_nobody_reads_may_write_while_they_save(tmp_path, folder):
+    program = chatter(tmp_path, folder, text=SAVER)
+    program.process.send_signal(signal.SIGTERM)
+    assert wait_for_the_end(program) == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["0", "1"]
 
 
 def test_a_failed_rank_ends_a_job_whose_output_nobody_reads(tmp_path, folder):

@@ -35,7 +35,7 @@ _LOOK_SECONDS = 0.2
 _RETRY_SECONDS = 0.03
 _FOREIGN_SECONDS = 3.0  # for which another program may still hold the endpoint
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_STILL_SECONDS = 1.0  # for which the reader of the last lines of a job that has failed may take none
+_STILL_SECONDS = 1.0  # for which the reader of the last lines of a job that has failed, or must end, may take none
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
 # Those of a launcher that has started the agent would contradict the ranks' own.
 _FOREIGN_VARIABLES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_")
@@ -102,11 +102,12 @@ class _Agent:
             if output.dropped:
                 lines = "line" if output.dropped == 1 else "lines"
                 self._print(f"{output.dropped} {lines} of {output.name} could not be written")
+        ending = any(signum in ENDING_SIGNALS for signum in self._signals)
         before, clock = 0, Stopwatch()
         while unread := sum(len(output.unread) for output in self._outputs):
             if unread != before:
                 before, clock = unread, Stopwatch()
-            elif (self._code or self._caught) and clock.seconds() > _STILL_SECONDS:
+            elif (self._code or self._caught or ending) and clock.seconds() > _STILL_SECONDS:
                 break
             turn(self._selector, _LOOK_SECONDS)
         for output in self._outputs:
@@ -183,7 +184,8 @@ class _Agent:
         if do == "start":
             self._start(message)
         elif do == "end" and self._ranks is not None:
-            self._ranks.signal(signal.SIGTERM)
+            self._make_room()
+            self._ranks.terminate()
             self._kill_at = min(self._kill_at, self._clock.seconds() + message["patience"])
         elif do == "finish":
             self._code = int(message["code"])
@@ -247,7 +249,12 @@ class _Agent:
                 self._ranks.kill()
                 self._say("kill", failures=[], signals=self._signals)
             else:
+                self._make_room()
                 self._ranks.signal(signum)
+
+    def _make_room(self) -> None:
+        for output in self._outputs:
+            output.make_room()
 
 
 class _Remote:

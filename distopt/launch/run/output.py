@@ -22,6 +22,7 @@ __all__ = ["Output", "Relay", "mark_output", "open_standard_streams"]
 
 _RELAY_BYTES = 1 << 16
 _RELAY_READS = 64
+_ROOM_BYTES = 16 << 20
 
 
 class _MarkedStream:
@@ -77,8 +78,8 @@ def mark_output(rank: int) -> None:
 class Output:
     """A stream of this process, written without waiting for its reader.
 
-    While the reader stands still, nothing is read from `sources`. Lines that cannot be written, as on a full disk, are
-    dropped and counted.
+    While the reader stands still, nothing is read from `sources` beyond `room`. Lines that cannot be written, as on a
+    full disk, are dropped and counted.
 
     Args:
         fd: descriptor of the stream.
@@ -88,6 +89,7 @@ class Output:
     Attributes:
         sources: waits for descriptors whose contents are to be shown, each registered with a function to call.
         unread: what waits for the reader.
+        room: how many bytes may wait for it when more are read.
         dropped: number of lines that could not be written.
         warn: the argument.
     """
@@ -95,6 +97,7 @@ class Output:
     def __init__(self, fd: int, selector: selectors.BaseSelector, warn: Callable[[str], None]) -> None:
         self.sources = selectors.EpollSelector()
         self.unread = bytearray()
+        self.room = 0
         self.dropped = 0
         self.warn = warn
         self.name = {1: "stdout", 2: "stderr"}.get(fd, f"descriptor {fd}")
@@ -107,31 +110,42 @@ class Output:
             with contextlib.suppress(OSError):  # it is another user's
                 self._fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
                 self._files.callback(os.close, self._fd)
-        self._read_on()
+        self._arrange()
+
+    def make_room(self) -> None:
+        """Local. From now on, the ranks may write so much that they can save their states without a reader."""
+        self.room = _ROOM_BYTES
+        self._arrange()
 
     def write(self, data: bytes) -> None:
         """Local. Write what the reader takes now, and the rest later."""
         stood_still = bool(self.unread)
         self.unread += data
-        if not stood_still:
+        if stood_still:
+            self._arrange()
+        else:
             self._flush()
-            if self.unread:
-                self._selector.unregister(self.sources)
-                self._selector.register(self._fd, selectors.EVENT_WRITE, self._go_on)
 
     def close(self) -> None:
         """Local. Drop what the reader has not taken."""
-        self._selector.unregister(self._fd if self.unread else self.sources)
+        self._wait_for(self._fd, False)
+        self._wait_for(self.sources, False)
         self._files.close()
 
-    def _read_on(self) -> None:
-        self._selector.register(self.sources, selectors.EVENT_READ, partial(turn, self.sources, 0.0))
+    def _arrange(self) -> None:
+        """Wait for the reader if anything does, and for the sources if there is room."""
+        self._wait_for(self._fd, bool(self.unread))
+        self._wait_for(self.sources, len(self.unread) <= self.room)
 
-    def _go_on(self) -> None:
-        self._flush()
-        if not self.unread:
-            self._selector.unregister(self._fd)
-            self._read_on()
+    def _wait_for(self, file: int | selectors.EpollSelector, wanted: bool) -> None:
+        if wanted == (file in self._selector.get_map()):
+            return
+        if not wanted:
+            self._selector.unregister(file)
+        elif file is self.sources:
+            self._selector.register(file, selectors.EVENT_READ, partial(turn, self.sources, 0.0))
+        else:
+            self._selector.register(file, selectors.EVENT_WRITE, self._flush)
 
     def _flush(self) -> None:
         try:
@@ -140,11 +154,12 @@ class Output:
         except BlockingIOError:
             pass
         except OSError as error:
-            lines = len(self.unread.splitlines())
-            if not self.dropped:
+            dropped_before = self.dropped
+            self.dropped += len(self.unread.splitlines())
+            self.unread.clear()
+            if not dropped_before:  # of stderr, the warning is dropped, too
                 self.warn(f"cannot write {self.name} ({error.strerror}); lines are dropped until it can be written")
-            self.dropped += lines
-            self.unread.clear()  # of stderr, with the warning
+        self._arrange()
 
 
 class Relay:

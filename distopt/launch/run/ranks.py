@@ -24,6 +24,8 @@ from ...errors import UsageError
 from ..ending import ENDED_BY_SIGTERM
 from ..gate import turn
 from ..stopwatch import Stopwatch
+from ..watch.report import VARIABLE
+from .orphans import Orphans
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -192,10 +194,12 @@ class LocalRanks:
         self.ranks: list[Rank] = []
         self._selector = selector
         self._ends: list[int] = []
+        self._orphans = Orphans(f"{VARIABLE}={os.getpid()} ")
 
     def add(self, rank: Rank) -> None:
         """Local. Supervise a rank that has been started."""
         self.ranks.append(rank)
+        self._orphans.add(rank.pid)
         self._selector.register(rank.source, selectors.EVENT_READ, partial(self._read, rank))
         with contextlib.suppress(OSError):  # a kernel before 5.3, or a sandbox: its end is noticed a little later
             end = os.pidfd_open(rank.pid)
@@ -228,9 +232,19 @@ class LocalRanks:
         for rank in self.ranks:
             rank.kill()
 
+    def terminate(self) -> None:
+        """Local. Send SIGTERM to all ranks that run, but for those that have said why they fail, and end by themselves.
+
+        Such a rank may not have printed its traceback yet. One that fails because another did may wait for the signal.
+        """
+        for rank in self.ranks:
+            rank.read()
+            if rank.said.get("failed", {}).get("is_consequence", True):
+                rank.signal(signal.SIGTERM)
+
     def end(self, seconds: float) -> None:
         """Local. End all ranks by SIGTERM and, so many seconds later, by SIGKILL."""
-        self.signal(signal.SIGTERM)
+        self.terminate()
         clock = Stopwatch()
         while self.running:
             if clock.seconds() >= seconds:
@@ -249,6 +263,7 @@ class LocalRanks:
             self._forget(end)
             os.close(end)
         self.ranks, self._ends = [], []
+        self._orphans.close()
 
     def _read(self, rank: Rank) -> None:
         if not rank.read():

@@ -23,6 +23,7 @@ from ..join.mpi import start_mpi
 from ..join.multiprocess import Ticket
 from ..join.origin import origin
 from ..threads import cores, thread_variables
+from ..watch.report import VARIABLE
 from .child import Child
 from .ranks import LocalRanks, first_of, starting
 from .task import check_call, check_script
@@ -191,7 +192,7 @@ def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int
 
 
 def _start(local: LocalRanks, fn: Callable[..., object], world_size: int, args: tuple[Any, ...]) -> None:
-    variables = thread_variables(world_size, os.environ)
+    variables = {**thread_variables(world_size, os.environ), VARIABLE: f"{os.getpid()} -1"}
     ticket = Ticket()
     # A new process inherits blocked signals, and unblocks them when its handlers are installed. Otherwise Ctrl-C, which
     # a terminal sends to parent and children alike, could print a traceback per child from the middle of its imports.

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["VARIABLE", "Reports", "supervisor"]
 
-VARIABLE = "DISTOPT_AGENT"  # process id of the agent, and the descriptor that its rank has inherited
+# Process id of the supervisor, and the descriptor that its rank has inherited; of a rank of `spawn`, -1.
+VARIABLE = "DISTOPT_AGENT"
 
 
 class Reports:
