@@ -36,13 +36,13 @@ from typing import TYPE_CHECKING, Any
 from ... import _core
 from ...errors import LaunchError, MissingDependencyError
 from ...settings import Settings
+from ..isolation import spare_reads
 from ..threads import cap_threads, cores
 from ..topology import Topology, host_identity
 from ..watch.exit_guard import after_closing, close_at_exit, finalize_at_exit, guard
 from ..watch.siblings import Absence, ends_of_siblings
 from ..watch.watch import Watch, watch_ranks
 from .env import LauncherInfo, launcher
-from .isolation import spare_reads
 from .job import Job
 from .meeting import meeting
 from .mpi_setup import all_gather_bytes
@@ -229,7 +229,7 @@ def _initialize(MPI: Any, info: LauncherInfo | None) -> None:
             raise LaunchError(_mismatch(info, library, "needs an MPI plugin of srun"))
         place = None  # the plugin connects the ranks
     if not of_open_mpi:
-        spare_reads(info)
+        spare_reads(info.local_rank, info.local_size)
     if place is None:
         with _bounded_init(info):
             MPI.Init_thread()

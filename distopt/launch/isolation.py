@@ -11,12 +11,8 @@ import ctypes
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..watch.siblings import children
-
-if TYPE_CHECKING:
-    from .env import LauncherInfo
+from .watch.siblings import children
 
 __all__ = ["spare_reads"]
 
@@ -26,12 +22,12 @@ _FIRST_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of linux/proc_ns.h
 _log = logging.getLogger("distopt")
 
 
-def spare_reads(info: LauncherInfo) -> None:
+def spare_reads(local_rank: int | None, local_size: int | None) -> None:
     """Local. Before MPI_Init, have MPICH copy through shared memory if reads may be refused, and say so once a host."""
-    if _SWITCH in os.environ or info.local_size == 1 or not (reason := _refusal()):
+    if _SWITCH in os.environ or local_size == 1 or not (reason := _refusal()):
         return
     os.environ[_SWITCH] = "0"
-    if not info.local_rank:
+    if not local_rank:
         _log.warning("%s, so MPICH copies messages between ranks of one host once more (%s=0)", reason, _SWITCH)
 
 
