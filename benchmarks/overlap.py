@@ -31,7 +31,7 @@ CASES = ((4 * PARAMETERS, 0.010), (6_800_000, 0.040), (25_600_000, 0.150))
 def convolve() -> None:
     x, w = np.ones((8, 20, 12, 12), np.float32), np.ones((50, 20, 5, 5), np.float32)
     dy, dw = np.ones((8, 50, 8, 8), np.float32), np.empty_like(w)
-    _core.conv2d_backward(dy, None, x, w, dw, None, None, (1, 1))
+    _core.conv2d_backward(dy, None, x, w, dw, None, None, (1, 1), None)
 
 
 def multiply() -> None:

@@ -1,3 +1,5 @@
+#include <nanobind/stl/tuple.h>
+
 #include "bind/arrays.h"
 #include "bind/rooms.h"
 #include "cpu/conv.h"
@@ -17,20 +19,19 @@ Index windows(Index size, Index kernel, Index stride, Index padding) {
 
 template <class T>
 ConvShape conv_shape(const Array<const T, 4>& x, const Array<const T, 4>& w, Pair stride) {
-  ConvShape s{Index(x.shape(0)),
-              Index(x.shape(1)),
-              Index(x.shape(2)),
-              Index(x.shape(3)),
-              Index(w.shape(0)),
-              Index(w.shape(2)),
-              Index(w.shape(3)),
-              stride.first,
-              stride.second,
-              0,
-              0};
+  const Index h = x.shape(2), width = x.shape(3), kh = w.shape(2), kw = w.shape(3);
+  const ConvShape s{Index(x.shape(0)),
+                    Index(x.shape(1)),
+                    h,
+                    width,
+                    Index(w.shape(0)),
+                    kh,
+                    kw,
+                    stride.first,
+                    stride.second,
+                    windows(h, kh, stride.first, 0),
+                    windows(width, kw, stride.second, 0)};
   need(w, "w", {s.m, s.c, s.kh, s.kw});
-  s.oh = windows(s.h, s.kh, s.sh, 0);
-  s.ow = windows(s.w, s.kw, s.sw, 0);
   return s;
 }
 
@@ -57,16 +58,20 @@ PoolShape pool_shape(const A& x, Pair kernel, Pair stride, Pair padding) {
   return pool_shape(x.shape(0) * x.shape(1), x.shape(2), x.shape(3), kernel, stride, padding);
 }
 
-// What a convolution computes on; with pooling y, dy and `taken` have the pooled size.
+// Where the maxima were, then kernel, stride and padding of the pooling.
+using MaxPooling = std::tuple<Array<std::uint8_t, 4>, Pair, Pair, Pair>;
+
+// A convolution, with max pooling in the same pass if that is given: y and dy then have the pooled size.
 template <class T>
 struct Conv {
   ConvShape shape;
   std::optional<Pooling> pooling;
 
-  Conv(const Array<const T, 4>& x, const Array<const T, 4>& w, Pair stride) : shape(conv_shape<T>(x, w, stride)) {}
-
-  void pool(const Array<std::uint8_t, 4>& taken, Pair kernel, Pair stride, Pair padding) {
-    pooling = Pooling{pool_shape(shape.m, shape.oh, shape.ow, kernel, stride, padding), taken.data()};
+  Conv(const Array<const T, 4>& x, const Array<const T, 4>& w, Pair stride, const std::optional<MaxPooling>& pool)
+      : shape(conv_shape<T>(x, w, stride)) {
+    if (!pool) return;
+    const auto& [taken, kernel, pool_stride, padding] = *pool;
+    pooling = Pooling{pool_shape(shape.m, shape.oh, shape.ow, kernel, pool_stride, padding), taken.data()};
     need_output(taken, "taken");
   }
 
@@ -79,64 +84,35 @@ struct Conv {
   }
 
   const Pooling* pooling_or_null() const { return pooling ? &*pooling : nullptr; }
-
-  void forward(const Array<const T, 4>& x, const Array<const T, 4>& w, const std::optional<Array<const T, 1>>& b,
-               const Array<T, 4>& y, bool relu) const {
-    need(b, "b", {shape.m});
-    need_output(y, "y");
-    nb::gil_scoped_release release;
-    table_of<T>(conv_kernels())
-        .forward(shape, x.data(), w.data(), data_of(b), y.data(), relu, pooling_or_null(), work());
-  }
-
-  void backward(const Array<const T, 4>& dy, const std::optional<Array<const T, 4>>& y, const Array<const T, 4>& x,
-                const Array<const T, 4>& w, const std::optional<Array<T, 4>>& dw, const std::optional<Array<T, 1>>& db,
-                const std::optional<Array<T, 4>>& dx) const {
-    need_output(dy, "dy");
-    need_output(y, "y");
-    need(dw, "dw", {shape.m, shape.c, shape.kh, shape.kw});
-    need(db, "db", {shape.m});
-    need(dx, "dx", {shape.n, shape.c, shape.h, shape.w});
-    nb::gil_scoped_release release;
-    table_of<T>(conv_kernels())
-        .backward(shape, dy.data(), data_of(y), x.data(), w.data(), data_of(dw), data_of(db), data_of(dx),
-                  pooling_or_null(), work());
-  }
-
- private:
   T* work() const { return scratch<T>(table_of<T>(conv_kernels()).work_size(shape, pooling_or_null())); }
 };
 
 template <class T>
 void conv2d(Array<const T, 4> x, Array<const T, 4> w, std::optional<Array<const T, 1>> b, Array<T, 4> y, Pair stride,
-            bool relu) {
-  Conv<T>(x, w, stride).forward(x, w, b, y, relu);
+            bool relu, std::optional<MaxPooling> pooling) {
+  const Conv<T> conv(x, w, stride, pooling);
+  need(b, "b", {conv.shape.m});
+  conv.need_output(y, "y");
+  nb::gil_scoped_release release;
+  table_of<T>(conv_kernels())
+      .forward(conv.shape, x.data(), w.data(), data_of(b), y.data(), relu, conv.pooling_or_null(), conv.work());
 }
 
 template <class T>
 void conv2d_backward(Array<const T, 4> dy, std::optional<Array<const T, 4>> y, Array<const T, 4> x, Array<const T, 4> w,
                      std::optional<Array<T, 4>> dw, std::optional<Array<T, 1>> db, std::optional<Array<T, 4>> dx,
-                     Pair stride) {
-  Conv<T>(x, w, stride).backward(dy, y, x, w, dw, db, dx);
-}
-
-template <class T>
-void conv2d_max_pool(Array<const T, 4> x, Array<const T, 4> w, std::optional<Array<const T, 1>> b, Array<T, 4> y,
-                     Array<std::uint8_t, 4> taken, Pair stride, bool relu, Pair pool_kernel, Pair pool_stride,
-                     Pair pool_padding) {
-  Conv<T> whole(x, w, stride);
-  whole.pool(taken, pool_kernel, pool_stride, pool_padding);
-  whole.forward(x, w, b, y, relu);
-}
-
-template <class T>
-void conv2d_max_pool_backward(Array<const T, 4> dy, std::optional<Array<const T, 4>> y, Array<std::uint8_t, 4> taken,
-                              Array<const T, 4> x, Array<const T, 4> w, std::optional<Array<T, 4>> dw,
-                              std::optional<Array<T, 1>> db, std::optional<Array<T, 4>> dx, Pair stride,
-                              Pair pool_kernel, Pair pool_stride, Pair pool_padding) {
-  Conv<T> whole(x, w, stride);
-  whole.pool(taken, pool_kernel, pool_stride, pool_padding);
-  whole.backward(dy, y, x, w, dw, db, dx);
+                     Pair stride, std::optional<MaxPooling> pooling) {
+  const Conv<T> conv(x, w, stride, pooling);
+  const ConvShape& s = conv.shape;
+  conv.need_output(dy, "dy");
+  conv.need_output(y, "y");
+  need(dw, "dw", {s.m, s.c, s.kh, s.kw});
+  need(db, "db", {s.m});
+  need(dx, "dx", {s.n, s.c, s.h, s.w});
+  nb::gil_scoped_release release;
+  table_of<T>(conv_kernels())
+      .backward(s, dy.data(), data_of(y), x.data(), w.data(), data_of(dw), data_of(db), data_of(dx),
+                conv.pooling_or_null(), conv.work());
 }
 
 template <class T>
@@ -177,12 +153,8 @@ void avg_pool2d_backward(Array<const T, 4> dy, Array<T, 4> dx, Pair kernel, Pair
 
 template <class T>
 void bind_all(nb::module_& m) {
-  define(m, "conv2d", &conv2d<T>, {"x", "w", "b", "y", "stride", "relu"});
-  define(m, "conv2d_backward", &conv2d_backward<T>, {"dy", "y", "x", "w", "dw", "db", "dx", "stride"});
-  define(m, "conv2d_max_pool", &conv2d_max_pool<T>,
-         {"x", "w", "b", "y", "taken", "stride", "relu", "pool_kernel", "pool_stride", "pool_padding"});
-  define(m, "conv2d_max_pool_backward", &conv2d_max_pool_backward<T>,
-         {"dy", "y", "taken", "x", "w", "dw", "db", "dx", "stride", "pool_kernel", "pool_stride", "pool_padding"});
+  define(m, "conv2d", &conv2d<T>, {"x", "w", "b", "y", "stride", "relu", "pooling"});
+  define(m, "conv2d_backward", &conv2d_backward<T>, {"dy", "y", "x", "w", "dw", "db", "dx", "stride", "pooling"});
   define(m, "max_pool2d", &max_pool2d<T>, {"x", "y", "taken", "kernel", "stride", "padding"});
   define(m, "max_pool2d_backward", &max_pool2d_backward<T>, {"dy", "taken", "dx", "kernel", "stride", "padding"});
   define(m, "avg_pool2d", &avg_pool2d<T>, {"x", "y", "kernel", "stride", "padding"});

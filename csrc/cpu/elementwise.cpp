@@ -221,7 +221,7 @@ void adagrad(T* __restrict__ param, const T* __restrict__ grad, T* __restrict__ 
 }
 
 template <class T>
-constexpr ElementwiseTable<T> table_of = {
+constexpr ElementwiseTable<T> elementwise_table = {
     &relu<T>,
     &relu_backward<T>,
     &sigmoid<T>,
@@ -238,10 +238,11 @@ constexpr ElementwiseTable<T> table_of = {
     &adagrad<T>,
 };
 
-const ElementwiseKernels table = {table_of<float>, table_of<double>};
-
 }  // namespace
 
-const ElementwiseKernels& elementwise_kernels() { return table; }
+const ElementwiseKernels& elementwise_kernels() {
+  static constexpr ElementwiseKernels table = {elementwise_table<float>, elementwise_table<double>};
+  return table;
+}
 
 }  // namespace distopt::DISTOPT_ISA

@@ -156,12 +156,13 @@ void avg_pool_backward(const PoolShape& s, const T* dy, T* dx) {
 }
 
 template <class T>
-constexpr PoolTable<T> table_of = {&max_pool<T>, &max_pool_backward<T>, &avg_pool<T>, &avg_pool_backward<T>};
-
-const PoolKernels table = {table_of<float>, table_of<double>};
+constexpr PoolTable<T> pool_table = {&max_pool<T>, &max_pool_backward<T>, &avg_pool<T>, &avg_pool_backward<T>};
 
 }  // namespace
 
-const PoolKernels& pool_kernels() { return table; }
+const PoolKernels& pool_kernels() {
+  static constexpr PoolKernels table = {pool_table<float>, pool_table<double>};
+  return table;
+}
 
 }  // namespace distopt::DISTOPT_ISA

@@ -6,8 +6,6 @@
 namespace distopt::DISTOPT_ISA {
 namespace {
 
-constexpr int lanes = kLanes<float>;
-
 enum class Mode { plain, residual, momentum };
 
 std::int32_t key_of(float x) { return load_as<std::int32_t>(&x) & top_key; }
@@ -54,7 +52,7 @@ std::size_t gather_range(const Source& from, std::size_t begin, std::size_t end,
                          std::int32_t* indices, float* values) {
   const float* selected = mode == Mode::plain ? from.grad : from.residual;
   std::size_t i = begin;
-  for (; i + lanes <= end; i += lanes) {
+  for (; i + kLanes<float> <= end; i += kLanes<float>) {
     const Floats x = accumulate<mode, Floats>(from, i);
     const unsigned mask = bits_of(((Ints)x & top_key) > floor);
     if (!listing)
@@ -104,7 +102,7 @@ unsigned lowest(unsigned mask, std::size_t count) {
 std::size_t keep(const float* x, const std::int32_t* ids, std::size_t n, std::int32_t floor, std::size_t ties,
                  std::int32_t* indices, float* values) {
   std::size_t out = 0, i = 0;
-  for (; i + lanes <= n; i += lanes) {
+  for (; i + kLanes<float> <= n; i += kLanes<float>) {
     const Ints key = (Ints)load_as<Floats>(x + i) & top_key;
     unsigned mask = bits_of(key > floor);
     if (ties) {
@@ -124,10 +122,11 @@ std::size_t keep(const float* x, const std::int32_t* ids, std::size_t n, std::in
   return out;
 }
 
-const SelectKernels table = {&gather, &keep};
-
 }  // namespace
 
-const SelectKernels& select_kernels() { return table; }
+const SelectKernels& select_kernels() {
+  static constexpr SelectKernels table = {&gather, &keep};
+  return table;
+}
 
 }  // namespace distopt::DISTOPT_ISA

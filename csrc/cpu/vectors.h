@@ -2,8 +2,10 @@
 // Kernels are written once with operators, and only what has no operator is spelled per set.
 #pragma once
 
-#if defined(__x86_64__)
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 #include "base/types.h"

@@ -275,10 +275,10 @@ void reduce_floats(void* const* outs, int n_outs, const void* const* ins, int n_
       reduce_as<Format, Add>(outs, n_outs, ins, n_ins, count);
       return;
     case RedOp::max:
-      reduce_as<Format, Max>(outs, n_outs, ins, n_ins, count);
+      reduce_seldom<Format, Max>(outs, n_outs, ins, n_ins, count);
       return;
     case RedOp::min:
-      reduce_as<Format, Min>(outs, n_outs, ins, n_ins, count);
+      reduce_seldom<Format, Min>(outs, n_outs, ins, n_ins, count);
       return;
     case RedOp::mean:
       reduce_as<Format, Add, true>(outs, n_outs, ins, n_ins, count);

@@ -377,11 +377,11 @@ def test_geometry_that_does_not_fit_is_refused(call):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: _core.conv2d(zeros(1, 2, 4, 4), zeros(3, 1, 3, 3), None, zeros(1, 3, 2, 2), (1, 1), False),
-        lambda: _core.conv2d(zeros(1, 1, 4, 4), zeros(3, 1, 3, 3), zeros(2), zeros(1, 3, 2, 2), (1, 1), False),
-        lambda: _core.conv2d(zeros(1, 1, 4, 4), zeros(3, 1, 3, 3), None, zeros(1, 3, 2, 1), (1, 1), False),
+        lambda: _core.conv2d(zeros(1, 2, 4, 4), zeros(3, 1, 3, 3), None, zeros(1, 3, 2, 2), (1, 1), False, None),
+        lambda: _core.conv2d(zeros(1, 1, 4, 4), zeros(3, 1, 3, 3), zeros(2), zeros(1, 3, 2, 2), (1, 1), False, None),
+        lambda: _core.conv2d(zeros(1, 1, 4, 4), zeros(3, 1, 3, 3), None, zeros(1, 3, 2, 1), (1, 1), False, None),
         lambda: _core.conv2d_backward(
-            zeros(1, 3, 2, 2), None, zeros(1, 1, 4, 4), zeros(3, 1, 3, 3), zeros(3, 1, 3, 2), None, None, (1, 1)
+            zeros(1, 3, 2, 2), None, zeros(1, 1, 4, 4), zeros(3, 1, 3, 3), zeros(3, 1, 3, 2), None, None, (1, 1), None
         ),
         lambda: _core.max_pool2d(
             zeros(1, 1, 4, 4), zeros(1, 1, 2, 2), np.zeros((1, 1, 2, 1), np.uint8), (2, 2), (2, 2), (0, 0)

@@ -37,13 +37,8 @@ class _Conv(NamedTuple):
     w: Array
     stride: Pair
     padding: Pair
-    y: Array | None  # with ReLU
-
-
-class _ConvPool(NamedTuple):
-    conv: _Conv  # y is pooled
-    taken: Array
-    window: tuple[Pair, Pair, Pair]  # of pooling: kernel, stride, padding
+    y: Array | None  # with ReLU, and pooled
+    pooling: tuple[Array, Pair, Pair, Pair] | None  # where the maxima were; kernel, stride, padding
 
 
 class _Pool(NamedTuple):
@@ -77,15 +72,15 @@ def conv2d(
     kernel = (w.shape[2], w.shape[3])
     y = empty((len(x), len(w), *out_size(x.shape, kernel, stride, padding)), x.dtype)
     x = with_border(x, padding, empty)
-    noted(_core.conv2d, x, w, b, y, stride, relu)
-    return y, _Conv(x, w, stride, padding, y if relu else None)
+    noted(_core.conv2d, x, w, b, y, stride, relu, None)
+    return y, _Conv(x, w, stride, padding, y if relu else None, None)
 
 
 def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
     """Overwrite dw and db, if given, with the gradients of w and b; return the gradient of x, or None if not needed."""
-    x, w, stride, padding, y = saved
+    x, w, stride, padding, y, pooling = saved
     dx = empty(x.shape, x.dtype) if need_dx else None
-    noted(_core.conv2d_backward, dy, y, x, w, dw, db, dx, stride)
+    noted(_core.conv2d_backward, dy, y, x, w, dw, db, dx, stride, pooling)
     return dx if dx is None else without_border(dx, padding, empty)
 
 
@@ -112,9 +107,9 @@ def conv2d_max_pool(
     shape = pool_out(full, pool_kernel, pool_stride, pool_padding)
     y, taken = empty(shape, x.dtype), empty(shape, np.uint8)
     x = with_border(x, padding, empty)
-    window = pool_kernel, pool_stride, pool_padding
-    noted(_core.conv2d_max_pool, x, w, b, y, taken, stride, relu, *window)
-    return y, _ConvPool(_Conv(x, w, stride, padding, y if relu else None), taken, window)
+    pooling = taken, pool_kernel, pool_stride, pool_padding
+    noted(_core.conv2d, x, w, b, y, stride, relu, pooling)
+    return y, _Conv(x, w, stride, padding, y if relu else None, pooling)
 
 
 def conv2d_max_pool_backward(
@@ -125,10 +120,7 @@ def conv2d_max_pool_backward(
     If dx is not needed, with up to 4 channels, dw and db are sums over pooled pixels only (csrc/cpu/conv/direct.h).
     Their last bits may differ from those of the two separate functions.
     """
-    (x, w, stride, padding, y), taken, window = saved
-    dx = empty(x.shape, x.dtype) if need_dx else None
-    noted(_core.conv2d_max_pool_backward, dy, y, taken, x, w, dw, db, dx, stride, *window)
-    return dx if dx is None else without_border(dx, padding, empty)
+    return conv2d_backward(dy, saved, dw, db, need_dx)
 
 
 def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
