@@ -109,8 +109,8 @@ ON_GPU = (
     ),
     Part("top-K beside others", 60, measures("select")),
     Part("convolutions", 60, measures("convolutions")),
-    Part("CNN step beside PyTorch", 180, measures("cnn")),
-    Part("ResNet-50 step beside PyTorch", 240, measures("resnet")),
+    Part("CNN step beside PyTorch", 200, measures("cnn")),
+    Part("ResNet-50 step beside PyTorch", 300, measures("resnet")),
     sanitized("memcheck"),
     sanitized("racecheck"),
     Part(

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Pack what `first_gpu.py` needs on a machine without network or pip: python tests/gpu/pack.py FOLDER
 
-FOLDER gets first_gpu.py, the tests, benchmarks and sources as repository.zip, distopt's wheel built with CUDA, and of the
-packages it uses as many as fit, in the order of `PACKAGES`. Copy it to that machine and run `python3 first_gpu.py` there.
+FOLDER gets first_gpu.py, the tests, benchmarks and sources as repository.zip, distopt's wheel built with CUDA, and as
+many of the packages that it uses as fit, in the order of `PACKAGES`. On that machine run `python3 first_gpu.py` in it.
 
-Wheels are packed anew, with LZMA. Libraries in them lose debugging symbols and the code for GPUs of other architectures,
-which leaves one part in twenty of NCCL. cuDNN, cuBLAS and NVRTC are larger than the limit, so the machine must have them;
-those of PyTorch will do if their folders are in LD_LIBRARY_PATH.
+Wheels are packed anew, with LZMA. Libraries in them lose debugging symbols and the code for other architectures, which
+leaves a twentieth of NCCL. cuDNN, cuBLAS and NVRTC are larger than the limit, so the machine must have them; the
+libraries of PyTorch will do if their folders are in LD_LIBRARY_PATH.
 """
 
 from __future__ import annotations
