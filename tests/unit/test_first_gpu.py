@@ -135,6 +135,30 @@ def test_a_part_for_a_gpu(name):
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+def test_the_tables_of_kernels():
+    """A sparse sum must at least write the result and read what is summed, so it can reach a copy's bandwidth."""
+    build.build()
+    code = """
+from tests.emulation import activate
+activate()
+from benchmarks import gpu
+from benchmarks.__main__ import main
+asked, copy_of = [], gpu.copy_of
+gpu.copy_of = lambda cupy, n: asked.append(n) or copy_of(cupy, n)
+gpu.device_ms = lambda cupy, *calls, **_: [(call(), 2.0)[1] for call in calls]
+main("gpu --only ceilings kernels select --elements 1000 --selected-from 1000".split())
+print(asked)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    *table, asked = ended.stdout.splitlines()
+    names = [line.split(" | ")[0] for line in table if "a copy of the same bytes" in line]
+    n_bytes = dict(zip(names, json.loads(asked)[1:], strict=True))  # the first is the ceiling
+    assert n_bytes["| sparse sum of 1 %, 1,000 elements"] == 4 * 1000 + 8 * 10
+    assert n_bytes["| cast to float16, 1,000 elements"] == 6 * 1000
+    assert "| copy, 1,000 elements | 2.000 ms | | 0 GB/s | |" in table
+
+
 def test_a_killed_peer():
     build.build()
     first, _ = run_ranks(test_peers.lose, 2, "killed", True, timeout=100.0)
