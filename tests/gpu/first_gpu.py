@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a GPU shows in its first quarter of an hour, and what can be checked without one: `make first-gpu`.
+"""Everything a GPU can show in a quarter of an hour, or what can be checked without one: `make first-gpu`.
 
     python tests/gpu/first_gpu.py       in a checkout where distopt is installed
     python first_gpu.py                 in a folder that tests/gpu/pack.py made: needs no pip, no network
@@ -136,7 +136,7 @@ WITHOUT_GPU = (
 
 
 def missing(needs: Iterable[str], facts: Mapping[str, str]) -> str:
-    """What of `needs` is not here, and why; empty if all is."""
+    """Why `needs` are not met here; empty if they are."""
     return "; ".join(dict.fromkeys(reason for need in needs if (reason := facts.get(need, ""))))
 
 
@@ -196,7 +196,7 @@ def run_part(part: Part, seconds: float, log: Path, python: str, environment: Ma
     last = next((line.strip() for line in reversed(lines) if not line.startswith("| ")), "")
     row.says = ": ".join(filter(None, [row.says, last[:160]]))
     if row.result == "passed" and is_pytest and " passed" not in last:
-        row.result = NOT_RUN  # all tests were skipped; the last line says so
+        row.result = NOT_RUN  # all tests were skipped
     return row
 
 

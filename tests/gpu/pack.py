@@ -39,7 +39,7 @@ MAGIC = 0xBA55ED50
 ENTRY = struct.Struct("<HHIQ")  # kind, version, bytes of the header, bytes that follow
 ARCHITECTURE_AT = 28  # of an entry
 KIND_ELF = 2
-# Linked code, which the driver loads; and the objects it was linked from, which nobody reads at run time.
+# Linked code, for the driver to load; and the objects it was linked from, of no use at run time.
 LINKED, RELOCATABLE = ".nv_fatbin", "__nv_relfatbin"
 
 
