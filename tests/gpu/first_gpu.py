@@ -129,7 +129,7 @@ EMULATED = (
     "tests/conformance/test_gpus_refused.py",
 )
 WITHOUT_GPU = (
-    Part("every kernel compiles, without spills", 90, checks("compile"), ("nvcc",)),
+    Part("every kernel compiles, without spills", 150, checks("compile"), ("nvcc",)),
     Part("libraries load", 30, checks("libraries"), ()),
     Part("tests on the emulated GPU", 150, tests("--part", "quick", *EMULATED), ("pytest", "nanobind", "c++", "cmake")),
 )
