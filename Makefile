@@ -11,7 +11,7 @@ DISTOPT_SANITIZE ?=
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml CMakeLists.txt $(NATIVE)
 
-.PHONY: mnist mpi test test-rest test-all test-gpu model litmus faults torch torch-quick torch-newest slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
+.PHONY: mnist mpi test test-rest test-all test-gpu first-gpu first-gpu-pack model litmus faults torch torch-quick torch-newest slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -37,6 +37,15 @@ CUDA ?= 13
 test-gpu: DISTOPT_CUDA = ON
 test-gpu: $(VENV)/.with-$(TEST_EXTRAS),cuda$(CUDA)
 	$(BIN)/python -m pytest tests/gpu -rs
+
+# All that a GPU can show in a quarter of an hour; without one, in five minutes, all that needs none. See docs/gpu.md;
+# with a GPU: make first-gpu DISTOPT_CUDA=ON TEST_EXTRAS=mpi,plot,test,cuda13. `first-gpu-pack` makes a folder of
+# at most 55 MiB for a machine without network.
+FIRST_GPU ?= build/first-gpu
+first-gpu: $(VENV)/.with-$(TEST_EXTRAS)
+	$(BIN)/python tests/gpu/first_gpu.py --out $(FIRST_GPU)
+first-gpu-pack: $(VENV)/bin/python
+	$(BIN)/python tests/gpu/pack.py $(FIRST_GPU)-pack
 
 # The shared-memory protocol, see tests/model/README.md. `model`: every order of steps, with death at every step, of two
 # and three ranks; two minutes and 3 GB, of which `make test-all` does the smaller part. `litmus`: every execution that the

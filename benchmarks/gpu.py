@@ -1,11 +1,13 @@
 """What the GPU kernels and a training step cost, against a copy, other libraries and the bare collective.
 
-    python -m benchmarks gpu                        kernels and the CNN, on one GPU
+    python -m benchmarks gpu                        everything on one GPU
+    python -m benchmarks gpu --only cnn resnet      training steps
     python -m benchmarks gpu --np 2                 all-reduce too, on as many GPUs
     python -m benchmarks gpu --write docs/gpu.md    puts the table between the marks in that file
 
 Times are those of the device, between two events: the median of several rounds, in which both sides take turns. What a
-row is compared with, and must hold, stands in the row. Rows that need PyTorch with CUDA are left out without it.
+row is compared with, and must hold, stands in the row. A kernel is compared with a copy of as many bytes as it must read
+and write in all. Rows that need PyTorch with CUDA are left out without it.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from distopt import launch, opt
+import numpy as np
+
+from distopt import launch, opt, tensor
 from distopt.cli.values import at_least
 from distopt.errors import MissingDependencyError
 from distopt.nn import device
@@ -27,6 +32,7 @@ from .models.cnn import compiled, sgd
 from .output import put, table
 
 ELEMENTS = 100_000_000
+ADAM = 1e-6, 0.9, 0.999, 1e-8, 0.0  # learning rate, betas, epsilon, weight decay
 SELECTED_FROM = 25_600_000
 BATCH = 64
 
@@ -49,12 +55,25 @@ def device_ms(cupy, *calls, rounds: int = 9, repeats: int = 5) -> list[float]:
 
 def copy_of(cupy, n_bytes: int):
     """A call that moves `n_bytes` in all, read and written together."""
-    source, target = cupy.empty(n_bytes // 8, cupy.float32), cupy.empty(n_bytes // 8, cupy.float32)
+    source, target = cupy.zeros(max(n_bytes // 8, 1), cupy.float32), cupy.empty(max(n_bytes // 8, 1), cupy.float32)
     return lambda: cupy.copyto(target, source)
 
 
-def bandwidth_rows(cupy, n: int) -> list[str]:
-    """Casts, selection, sparse sum and update, against a copy of as many bytes."""
+def ceiling_rows(cupy, n: int) -> Iterator[str]:
+    """The bandwidth of the device's memory."""
+    x = cupy.ones(n, cupy.float32)
+    calls = {
+        "copy": (8 * n, copy_of(cupy, 8 * n)),
+        "read (sum)": (4 * n, lambda: cupy.sum(x)),
+        "write (fill)": (4 * n, lambda: x.fill(2)),
+    }
+    for name, (n_bytes, call) in calls.items():
+        (own,) = device_ms(cupy, call)
+        yield f"| {name}, {n:,} elements | {own:.3f} ms | | {n_bytes / own / 1e6:,.0f} GB/s | |"
+
+
+def kernel_rows(cupy, n: int) -> Iterator[str]:
+    """Casts, selection, sparse sum, norm and updates, against a copy of the bytes that they must move."""
     from distopt.kernels import FINDINGS, Accumulation
     from distopt.kernels import gpu as codec
     from distopt.nn.kernels import gpu as ops
@@ -62,30 +81,30 @@ def bandwidth_rows(cupy, n: int) -> list[str]:
     x = cupy.random.default_rng(0).standard_normal(n, dtype=cupy.float32)
     wire, findings = cupy.empty(n, cupy.uint16), cupy.full(FINDINGS, -1, cupy.int64)
     none = Accumulation()
-    k = n // 100
+    k = max(n // 100, 1)
     lists = codec.new_lists(2 * k)
     indices = cupy.arange(0, n, 100, dtype=cupy.int32)[:k]
     values, dense = cupy.ones(indices.size, cupy.float32), cupy.zeros(n, cupy.float32)
-    grad, momentum = cupy.ones_like(x), cupy.zeros_like(x)
+    grad, first, second = cupy.ones_like(x), cupy.zeros_like(x), cupy.zeros_like(x)
+    # The values that are selected, or summed, come with an index of 4 bytes each.
     cases = {
         "cast to float16": (6 * n, lambda: codec.encode16(x, None, wire, "float16", 1.0, 65504.0, findings)),
         "cast to bfloat16": (6 * n, lambda: codec.encode16(x, None, wire, "bfloat16", 1.0, 3e38, findings)),
-        "cast from float16": (6 * n, lambda: codec.decode16(wire, x, "float16", 1.0)),
-        "threshold select, 1 %": (4 * n, lambda: codec.threshold(x, 2.5758, none, lists, findings)),
-        "exact top-K, 1 %": (4 * n, lambda: codec.top_k(x, k, none, lists, findings)),
-        "sparse sum of 1 %": (16 * k, lambda: codec.scatter_sum(dense, [indices], [values], 0, n)),
-        "SGD with momentum": (20 * n, lambda: ops.update("sgd", x, grad, [momentum], 1e-6, 0.9, 0.0, 0.0, False)),
+        "cast from float16": (6 * n, lambda: codec.decode16(wire, dense, "float16", 1.0)),
+        "threshold select, 1 %": (4 * n + 8 * k, lambda: codec.threshold(x, 2.5758, none, lists, findings)),
+        "exact top-K, 1 %": (4 * n + 8 * k, lambda: codec.top_k(x, k, none, lists, findings)),
+        "sparse sum of 1 %": (4 * n + 8 * k, lambda: codec.scatter_sum(dense, [indices], [values], 0, n)),
+        "squared norm": (4 * n, lambda: codec.squared_norm(x)),
+        "ReLU": (8 * n, lambda: ops.relu(x)),
+        "SGD with momentum": (20 * n, lambda: ops.update("sgd", x, grad, [first], 1e-6, 0.9, 0.0, 0.0, False)),
+        "Adam": (28 * n, lambda: ops.update("adam", x, grad, [first, second], 1, *ADAM)),
     }
-    rows = []
     for name, (n_bytes, call) in cases.items():
         own, copied = device_ms(cupy, call, copy_of(cupy, n_bytes))
-        rows.append(
-            f"| {name}, {n:,} elements | {own:.3f} ms | a copy of the same bytes | {copied / own:.0%} of it | 80 % |"
-        )
-    return rows
+        yield f"| {name}, {n:,} elements | {own:.3f} ms | a copy of the same bytes | {copied / own:.0%} of it | 80 % |"
 
 
-def select_rows(cupy, torch, n: int) -> list[str]:
+def select_rows(cupy, torch, n: int) -> Iterator[str]:
     """Exact top 1 % against other libraries."""
     from distopt.kernels import FINDINGS, Accumulation
     from distopt.kernels import gpu as codec
@@ -101,20 +120,18 @@ def select_rows(cupy, torch, n: int) -> list[str]:
         y = torch.as_tensor(x, device="cuda")
         calls["torch.topk"] = lambda: torch.topk(y.abs(), k)
     own, *others = device_ms(cupy, *calls.values(), repeats=2)
-    return [
-        f"| exact top 1 % of {n:,} | {own:.3f} ms | {name}, {other:.3f} ms | {other / own:.1f}x | 5x torch.topk |"
-        for name, other in zip([*calls][1:], others, strict=True)
-    ]
+    for name, other in zip([*calls][1:], others, strict=True):
+        yield f"| exact top 1 % of {n:,} | {own:.3f} ms | {name}, {other:.3f} ms | {other / own:.1f}x | 5x torch.topk |"
 
 
-def convolution_rows(cupy) -> list[str]:
+def convolution_rows(cupy) -> Iterator[str]:
     """The convolutions of the reference CNN, by cuDNN and by lowering."""
     from distopt.nn.kernels import gpu as ops
     from distopt.nn.kernels import gpu_cudnn
 
     if device.find_cudnn()[0] is None:
-        return []
-    rng, rows = cupy.random.default_rng(2), []
+        return
+    rng = cupy.random.default_rng(2)
     for channels, size, filters in ((1, 28, 20), (20, 12, 50)):
         x = rng.standard_normal((BATCH, channels, size, size), dtype=cupy.float32)
         w = rng.standard_normal((filters, channels, 5, 5), dtype=cupy.float32)
@@ -132,27 +149,18 @@ def convolution_rows(cupy) -> list[str]:
 
         for name, call in (("convolution", forward), ("its gradients", backward)):
             own, other = device_ms(cupy, partial(call, "cudnn"), partial(call, "lowering"), repeats=20)
-            rows.append(
+            yield (
                 f"| {name}, [{BATCH}, {channels}, {size}, {size}] to {filters} channels by 5 x 5, cuDNN | {own:.3f} ms | "
                 f"lowering, {other:.3f} ms | {other / own:.2f}x | |"
             )
-    return rows
 
 
-def ours(use_graph: bool = False):
-    """One call that trains the reference CNN on a batch, as CUDA graphs or not."""
-    cnn, x, y = compiled(opt.DistOpt(sgd()), BATCH, use_graph=use_graph)
-    return lambda: cnn(x, y)
-
-
-def torch_step(torch, compiled: bool):
-    """The same by PyTorch."""
-    from .peers.ranks.train_torch import network
-
-    net = network().cuda()
+def torch_step(torch, net, shape: tuple[int, ...], classes: int, mode: str):
+    """A call that trains `net` on a batch of `shape`, compiled in `mode` or, if that is "eager", not."""
+    net = net.cuda()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.005, momentum=0.9, weight_decay=1e-5)
-    x, y = torch.randn(BATCH, 1, 28, 28, device="cuda"), torch.randint(0, 10, (BATCH,), device="cuda")
-    forward = torch.compile(net) if compiled else net
+    x, y = torch.randn(*shape, device="cuda"), torch.randint(0, classes, shape[:1], device="cuda")
+    forward = net if mode == "eager" else torch.compile(net, mode=mode)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -162,28 +170,65 @@ def torch_step(torch, compiled: bool):
     return step
 
 
-def cnn_rows(cupy, torch) -> list[str]:
-    step = ours()
+# How PyTorch runs: compiled in a mode, and with convolutions in TF32, as they are unless it is told otherwise.
+PEERS = (("eager", False), ("eager", True), ("default", False), ("reduce-overhead", False), ("reduce-overhead", True))
+
+
+def step_rows(cupy, torch, name: str, ours, theirs, shape: tuple[int, ...], classes: int) -> Iterator[str]:
+    """Steps of ours(use_graph), with and without CUDA graphs, and of the network theirs() in PyTorch."""
+    what = f"| {name} step, batch {shape[0]}"
+    step = ours(False)
     (own,) = device_ms(cupy, step, repeats=20)
-    rows = [f"| CNN step, batch {BATCH}: {BATCH / own * 1e3:,.0f} images/s | {own:.3f} ms | | | |"]
+    yield f"{what}: {shape[0] / own * 1e3:,.0f} images/s | {own:.3f} ms | | | |"
     # Alone, as the wish for graphs is the device's; `step` has been measured by now.
-    replay = ours(use_graph=True)
-    (replayed,) = device_ms(cupy, replay, repeats=20)
-    rows.append(
-        f"| CNN step, batch {BATCH}, CUDA graphs: {BATCH / replayed * 1e3:,.0f} images/s | {replayed:.3f} ms | "
-        f"without, {own:.3f} ms | {own / replayed:.2f}x | |"
-    )
+    (replayed,) = device_ms(cupy, ours(True), repeats=20)
     device.create_cuda_gpu().EnableGraph(False)
-    for is_compiled in (False, True) if torch is not None else ():
+    yield (
+        f"{what}, CUDA graphs: {shape[0] / replayed * 1e3:,.0f} images/s | {replayed:.3f} ms | without, {own:.3f} ms | "
+        f"{own / replayed:.2f}x | |"
+    )
+    for mode, tf32 in PEERS if torch is not None else ():
+        torch.backends.cudnn.allow_tf32 = tf32
+        peer = torch_step(torch, theirs(), shape, classes, mode)
         # Streams of two libraries: one call at a time, and PyTorch on CuPy's stream.
         with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)):
-            own, other = device_ms(cupy, step, torch_step(torch, is_compiled), repeats=20)
-        name = "PyTorch compiled" if is_compiled else "PyTorch eager"
-        must = "" if is_compiled else "1x"
-        rows.append(
-            f"| CNN step, batch {BATCH} | {own:.3f} ms | {name}, {other:.3f} ms | {other / own:.2f}x | {must} |"
-        )
-    return rows
+            own, other = device_ms(cupy, step, peer, repeats=20)
+        peer_name = f"PyTorch {'compiled, ' if mode != 'eager' else ''}{mode}{', TF32' if tf32 else ''}"
+        must = "1x" if mode == "eager" and not tf32 else ""
+        yield f"{what} | {own:.3f} ms | {peer_name}, {other:.3f} ms | {other / own:.2f}x | {must} |"
+
+
+def cnn_rows(cupy, torch) -> Iterator[str]:
+    def ours(use_graph: bool):
+        cnn, x, y = compiled(opt.DistOpt(sgd()), BATCH, use_graph=use_graph)
+        return lambda: cnn(x, y)
+
+    def theirs():
+        from .peers.ranks.train_torch import network
+
+        return network()
+
+    return step_rows(cupy, torch, "CNN", ours, theirs, (BATCH, 1, 28, 28), 10)
+
+
+def resnet_rows(cupy, torch, batch_size: int, size: int) -> Iterator[str]:
+    from .models.resnet import ResNet50, in_torch
+
+    shape = (batch_size, 3, size, size)
+    rng = np.random.default_rng(0)
+    images, labels = rng.standard_normal(shape, dtype=np.float32), rng.integers(0, 1000, batch_size).astype(np.int32)
+
+    def ours(use_graph: bool):
+        optimizer, net = opt.DistOpt(sgd()), ResNet50(size)
+        x, y = (tensor.from_numpy(array, optimizer.device) for array in (images, labels))
+        net.set_optimizer(optimizer)
+        net.compile([x], is_train=True, use_graph=use_graph, sequential=False)
+        return lambda: net(x, y)
+
+    return step_rows(cupy, torch, "ResNet-50", ours, in_torch, shape, 1000)
+
+
+SECTIONS = ("ceilings", "kernels", "select", "convolutions", "cnn", "resnet")
 
 
 def reduce_rows(rank: int, world_size: int, file: str) -> None:
@@ -237,8 +282,11 @@ def find_torch():
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--np", type=at_least(1), default=1, metavar="N", help="GPUs for all-reduce (1)")
-    parser.add_argument("--elements", type=at_least(100), default=ELEMENTS, metavar="N", help="of the bandwidth rows")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=[*SECTIONS], help="sections of the table (all)")
+    parser.add_argument("--elements", type=at_least(100), default=ELEMENTS, metavar="N", help="of ceilings and kernels")
     parser.add_argument("--selected-from", type=at_least(100), default=SELECTED_FROM, metavar="N", help="of top-K")
+    parser.add_argument("--images", type=at_least(1), default=32, metavar="N", help="ResNet-50's batch (32)")
+    parser.add_argument("--size", type=at_least(32), default=224, metavar="PIXELS", help="of its images (224)")
     parser.add_argument("--write", metavar="FILE", help="put the table between its marks in this file")
 
 
@@ -248,14 +296,25 @@ def run(args: argparse.Namespace) -> None:
         raise MissingDependencyError(f"the benchmark measures on a GPU: {missing}")
     device.create_cuda_gpu()
     torch = find_torch()
-    lines = [versions(cupy, torch), "", table(["what", "time", "against", "result", "must hold"], [])]
-    lines += bandwidth_rows(cupy, args.elements) + select_rows(cupy, torch, args.selected_from)
-    lines += convolution_rows(cupy) + cnn_rows(cupy, torch)
+    sections = {
+        "ceilings": partial(ceiling_rows, cupy, args.elements),
+        "kernels": partial(kernel_rows, cupy, args.elements),
+        "select": partial(select_rows, cupy, torch, args.selected_from),
+        "convolutions": partial(convolution_rows, cupy),
+        "cnn": partial(cnn_rows, cupy, torch),
+        "resnet": partial(resnet_rows, cupy, torch, args.images, args.size),
+    }
+    lines = [versions(cupy, torch), "", *table(["what", "time", "against", "result", "must hold"], []).splitlines()]
+    print("\n".join(lines), flush=True)
+    for row in (row for name in args.only for row in sections[name]()):
+        print(row, flush=True)  # a later one may fail or hang
+        lines.append(row)
     if args.np > 1:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "rows")
             launch.spawn(reduce_rows, args.np, (str(file),))
-            lines += file.read_text().splitlines()
-    print("\n".join(lines))
+            rows = file.read_text().splitlines()
+        print("\n".join(rows))
+        lines += rows
     if args.write:
         put(Path(args.write), "gpu", "\n".join(lines))

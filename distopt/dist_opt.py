@@ -7,6 +7,7 @@ where the gradient was; the wrapped optimizer applies it (`_update`).
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
@@ -16,7 +17,7 @@ from .comm.world import current
 from .errors import UsageError, absent_name, check_assignment, names_of
 from .nn import autograd
 from .nn.accumulation import Accumulation
-from .nn.device import find_gpu, get_default_device
+from .nn.device import find_gpu, get_default_device, tell_once
 from .nn.mode import mode
 from .nn.optim import Optimizer
 from .nn.tensor import Tensor
@@ -174,7 +175,10 @@ class DistOpt:
         """
         index: int | None = getattr(self.communicator, "device_id", 0 if self.world_size == 1 else None)
         if index is not None:
-            return find_gpu(index)[0] or get_default_device()
+            device, missing = find_gpu(index)
+            if missing and sys.modules.get("distopt._cuda"):  # built for GPUs
+                tell_once(f"using the CPU: {missing} (DISTOPT_DEVICE=cpu stops this notice)")
+            return device or get_default_device()
         if Settings.from_env().device == "cuda":
             raise UsageError(
                 f"DISTOPT_DEVICE=cuda, but the {self.communicator.name} communicator moves data of the CPU; set "

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     Pair = tuple[int, int]
 
 __all__ = [
-    "adagrad_update",
-    "adam_update",
     "avg_pool2d",
     "avg_pool2d_backward",
     "batch_norm2d",
@@ -40,14 +38,13 @@ __all__ = [
     "max_pool2d_backward",
     "relu",
     "relu_backward",
-    "rmsprop_update",
-    "sgd_update",
     "sigmoid",
     "sigmoid_backward",
     "softmax",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
     "to_half",
+    "update",
 ]
 
 
@@ -267,52 +264,35 @@ def softmax_cross_entropy_backward(saved: Any, scale: float | Array = 1.0) -> Ar
     return np.asarray((probability * weight - target) * probability.dtype.type(scale / max(len(target), 1)))
 
 
-def sgd_update(
-    param: Array,
-    grad: Array,
-    momentum_buffer: Array | None,
-    lr: float,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-) -> None:
+def update(rule: str, param: Array, grad: Array, slots: list[Array | None], *values: float) -> None:
+    _RULES[rule](param, grad, *slots, *values)
+
+
+def _sgd(param, grad, buffer, lr, momentum, dampening, weight_decay, nesterov):  # type: ignore[no-untyped-def]
     grad = grad + weight_decay * param
-    if momentum_buffer is not None:
-        momentum_buffer[...] = momentum * momentum_buffer + (1 - dampening) * grad
-        grad = grad + momentum * momentum_buffer if nesterov else momentum_buffer
+    if buffer is not None:
+        buffer[...] = momentum * buffer + (1 - dampening) * grad
+        grad = grad + momentum * buffer if nesterov else buffer
     param -= lr * grad
 
 
-def adam_update(
-    param: Array,
-    grad: Array,
-    m: Array,
-    v: Array,
-    step: int,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-) -> None:
+def _adam(param, grad, m, v, step, lr, beta_1, beta_2, epsilon, weight_decay):  # type: ignore[no-untyped-def]
     grad = grad + weight_decay * param
-    m[...] = beta1 * m + (1 - beta1) * grad
-    v[...] = beta2 * v + (1 - beta2) * grad**2
-    param -= lr * (m / (1 - beta1**step)) / (np.sqrt(v / (1 - beta2**step)) + eps)
+    m[...] = beta_1 * m + (1 - beta_1) * grad
+    v[...] = beta_2 * v + (1 - beta_2) * grad**2
+    param -= lr * (m / (1 - beta_1**step)) / (np.sqrt(v / (1 - beta_2**step)) + epsilon)
 
 
-def rmsprop_update(
-    param: Array, grad: Array, running: Array, lr: float, rho: float = 0.9, eps: float = 1e-8, weight_decay: float = 0.0
-) -> None:
+def _rmsprop(param, grad, running, lr, rho, epsilon, weight_decay):  # type: ignore[no-untyped-def]
     grad = grad + weight_decay * param
     running[...] = rho * running + (1 - rho) * grad**2
-    param -= lr * grad / np.sqrt(running + eps)
+    param -= lr * grad / np.sqrt(running + epsilon)
 
 
-def adagrad_update(
-    param: Array, grad: Array, history: Array, lr: float, eps: float = 1e-8, weight_decay: float = 0.0
-) -> None:
+def _adagrad(param, grad, history, lr, epsilon, weight_decay):  # type: ignore[no-untyped-def]
     grad = grad + weight_decay * param
     history += grad**2
-    param -= lr * grad / np.sqrt(history + eps)
+    param -= lr * grad / np.sqrt(history + epsilon)
+
+
+_RULES = {"sgd": _sgd, "adam": _adam, "rmsprop": _rmsprop, "adagrad": _adagrad}

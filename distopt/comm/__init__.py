@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ..errors import MissingDependencyError, UsageError
+from ..errors import LaunchError, MissingDependencyError, UsageError
 from ..settings import Settings
 from .base import Communicator, Work
 from .checks import check_same_environment, environment
-from .gpu import gpu_stack, has_gpu
+from .gpu import gpu_stack, refusal
 
 if TYPE_CHECKING:
     from ..launch.join.job import Job
@@ -37,22 +38,28 @@ def create(job: Job, backend: str | None = None) -> Communicator:
     Args:
         job: this rank's membership.
         backend: a key of `BACKENDS`, or "auto" (default: `$DISTOPT_BACKEND`): nothing to do for one rank, NCCL where
-            `$DISTOPT_DEVICE` is cuda or there are GPUs, CuPy and NCCL, else shared memory for ranks of one host, shared
-            memory and MPI for several ranks on each of several hosts, else MPI.
+            `$DISTOPT_DEVICE` is cuda or each rank can use a GPU (if distopt was built for GPUs, a warning says why it
+            cannot), else shared memory for ranks of one host, shared memory and MPI for several on each host, else MPI.
 
     Raises:
         UsageError: no backend has that name.
-        LaunchError: the ranks run different versions, or were told to use different backends.
+        LaunchError: the ranks run different versions, or were told to use different backends; or NCCL or a GPU was
+            asked for, and a rank has no GPU that it can use.
         MissingDependencyError: the backend needs something that is absent; the message says what, and the cure.
     """
     settings = Settings.from_env()
-    choice = backend or settings.backend
-    if choice == "auto":
+    wish = choice = backend or settings.backend
+    if wish == "auto":
         choice = _choose(job.topology, settings.device)
     if choice not in BACKENDS:
         raise UsageError(f"unknown communicator {choice!r}; choose auto or one of {', '.join(BACKENDS)}")
     if job.topology.world_size > 1:
         check_same_environment(job, environment(choice))
+    if choice == "nccl" and (reason := refusal(job)):
+        if wish == "nccl" or settings.device == "cuda":
+            raise LaunchError(reason)
+        _warn(job.topology, reason)
+        choice = _choose(job.topology, "cpu")
     module, _, cls = BACKENDS[choice].partition(":")
     communicator: Communicator = getattr(import_module(module), cls).create(job)
     return communicator
@@ -78,11 +85,16 @@ def _choose(topology: Topology, device: str) -> str:
 
 
 def _gpus_are_usable(topology: Topology) -> bool:
-    """Whether this machine has GPUs and all that NCCL needs. Having GPUs, but not all, is told."""
+    """Whether this machine has GPUs and all that NCCL needs. If distopt was built for them, a lack is a warning."""
     try:
         gpu_stack()
     except MissingDependencyError as error:
-        if has_gpu() and topology.rank == 0:
-            _log.warning("using no NCCL, though there are GPUs: %s (DISTOPT_DEVICE=cpu stops this notice)", error)
+        if sys.modules.get("distopt._cuda"):
+            _warn(topology, error)
         return False
     return True
+
+
+def _warn(topology: Topology, reason: object) -> None:
+    if topology.rank == 0:
+        _log.warning("using the CPU: %s (DISTOPT_DEVICE=cpu stops this notice)", reason)

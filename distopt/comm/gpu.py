@@ -26,7 +26,7 @@ __all__ = [
     "exchange_places",
     "find_nccl",
     "gpu_stack",
-    "has_gpu",
+    "refusal",
 ]
 
 _LIBRARY = "DISTOPT_NCCL_LIBRARY"
@@ -64,36 +64,25 @@ def gpu_stack() -> GpuStack:
             f"distopt was built without CUDA ({error}); install the CUDA toolkit with nvcc, then distopt again with "
             "DISTOPT_CUDA=ON (docs/gpu.md)"
         ) from error
+    major = cuda.runtime_version() // 1000
     try:
         count = cuda.device_count()
     except RuntimeError as error:
-        raise MissingDependencyError(
-            f"no GPU answers ({error}); install NVIDIA's driver, or check CUDA_VISIBLE_DEVICES"
-        ) from error
+        cure = f"install NVIDIA's driver for CUDA {major} or later, or check CUDA_VISIBLE_DEVICES"
+        raise MissingDependencyError(f"no GPU answers ({error}); {cure}") from error
     if count == 0:
         raise MissingDependencyError("no GPU is visible to this process; check CUDA_VISIBLE_DEVICES")
-    built_for = cuda.runtime_version() // 1000
     try:
         cupy = import_module("cupy")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"CuPy cannot be imported ({error}); pip install 'distopt[cuda{built_for}]'"
-        ) from error
+        cupy.cuda.runtime.getDeviceCount()  # its CUDA may be newer than the driver
+    except (ImportError, RuntimeError) as error:
+        raise MissingDependencyError(f"CuPy cannot be used ({error}); pip install 'distopt[cuda{major}]'") from error
     path = find_nccl(cupy.cuda.runtime.runtimeGetVersion() // 1000)
     try:
         version = cuda.nccl_version(path)
     except RuntimeError as error:
-        raise MissingDependencyError(f"NCCL cannot be used: {error}; {_nccl_cure(built_for)}") from error
+        raise MissingDependencyError(f"NCCL cannot be used: {error}; {_nccl_cure(major)}") from error
     return GpuStack(cuda, cupy, path, version)
-
-
-def has_gpu() -> bool:
-    """Local. Whether a GPU responds; also False if distopt was built without CUDA."""
-    try:
-        found: int = import_module("distopt._cuda").device_count()
-    except (ImportError, RuntimeError):
-        return False
-    return found > 0
 
 
 def find_nccl(cuda_major: int, env: Mapping[str, str] | None = None) -> str:
@@ -203,3 +192,24 @@ def choose_devices(places: Sequence[Place], nccl_version: int, env: Mapping[str,
             )
         devices.append(device)
     return devices
+
+
+def refusal(job: Job) -> str:
+    """Collective. Why a rank has no GPU that it can use, with the cure, the same on all ranks; empty if each has one.
+
+    Raises:
+        MissingDependencyError: as `gpu_stack`.
+    """
+    stack = gpu_stack()
+    places, rank, own = exchange_places(job, stack), job.topology.rank, ""
+    try:
+        device = choose_devices(places, stack.nccl_version)[rank]
+    except LaunchError as error:
+        return str(error)
+    try:
+        stack.cupy.cuda.Device(device).use()
+        stack.cupy.empty(1)  # makes the context, which another process may forbid
+    except (RuntimeError, MemoryError) as error:
+        cure = "end the processes that nvidia-smi lists, or choose other GPUs by CUDA_VISIBLE_DEVICES"
+        own = f"rank {rank} ({job.topology.host}) cannot use GPU {places[rank].gpus[device]} ({error}); {cure}"
+    return next((reason.decode() for reason in job.all_gather(own.encode()) if reason), "")

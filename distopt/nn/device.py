@@ -309,14 +309,18 @@ def find_gpu(device_id: int) -> tuple[Device | None, str]:
     if wish == "cpu":
         return None, ""
     cupy, missing = find_cupy()
-    if cupy is None:
-        if wish == "cuda":
-            raise MissingDependencyError(f"DISTOPT_DEVICE=cuda, but {missing}")
-        return None, missing
-    count = cupy.cuda.runtime.getDeviceCount()
-    if not 0 <= device_id < count:
-        raise UsageError(f"there is no GPU {device_id}: {count} visible (numbered from 0), see CUDA_VISIBLE_DEVICES")
-    return _gpu(cupy, device_id), ""
+    if cupy is not None:
+        seen = cupy.cuda.runtime.getDeviceCount()
+        if not 0 <= device_id < seen:
+            raise UsageError(f"there is no GPU {device_id}: {seen} visible (numbered from 0), see CUDA_VISIBLE_DEVICES")
+        try:
+            return _gpu(cupy, device_id), ""
+        except (RuntimeError, MemoryError) as error:
+            cure = "end the processes that nvidia-smi lists, or choose another by CUDA_VISIBLE_DEVICES"
+            missing = f"GPU {device_id} cannot be used ({error}); {cure}"
+    if wish == "cuda":
+        raise MissingDependencyError(f"DISTOPT_DEVICE=cuda, but {missing}")
+    return None, missing
 
 
 def _gpu(cupy: Any, index: int) -> Device:
@@ -329,20 +333,20 @@ def _gpu(cupy: Any, index: int) -> Device:
 def find_cupy() -> tuple[Any, str]:
     """Local. CuPy if it sees a GPU that distopt can use; otherwise None, and what is missing and how to fix it."""
     try:
-        import cupy
-    except ImportError as error:
-        return None, f"CuPy cannot be imported ({error}); pip install 'distopt[cuda12]' or 'distopt[cuda13]'"
-    try:
-        cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        return None, f"no GPU answers ({error}); install NVIDIA's driver, or check CUDA_VISIBLE_DEVICES"
-    try:
         import_module("distopt._cuda")
     except ImportError as error:
         return None, (
             f"distopt was built without _cuda ({error}); install the CUDA toolkit (nvcc), then distopt again with "
             "DISTOPT_CUDA=ON (docs/gpu.md)"
         )
+    try:
+        import cupy
+    except ImportError as error:
+        return None, f"CuPy cannot be imported ({error}); pip install 'distopt[cuda12]' or 'distopt[cuda13]'"
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return None, f"no GPU answers ({error}); install NVIDIA's driver, or a newer one, or check CUDA_VISIBLE_DEVICES"
     return cupy, ""
 
 

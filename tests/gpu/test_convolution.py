@@ -265,6 +265,29 @@ def test_a_cudnn_that_does_not_start(road, fresh, monkeypatch):
 
 
 @pytest.mark.parametrize("road", ["cudnn"], indirect=True)
+def test_a_frontend_without_cuda_bindings(road, fresh, monkeypatch, caplog):
+    """Newer versions import it only when they plan."""
+    import cudnn
+
+    def pygraph(**_):
+        raise ModuleNotFoundError("No module named 'cuda.bindings'", name="cuda.bindings")
+
+    monkeypatch.setattr(cudnn, "pygraph", pygraph)
+    given = [*map(to_device, parts(CASE)[:3])]
+    with pytest.raises(
+        MissingDependencyError, match=r"DISTOPT_CONVOLUTION=cudnn, but .*'cuda.bindings'\); pip install"
+    ):
+        gpu.conv2d(*given)
+    with gpu_cudnn.convolving_by("auto"), caplog.at_level("WARNING", "distopt"):
+        for _ in range(2):
+            y, _ = gpu.conv2d(*given)
+    np.testing.assert_allclose(y.get(), reference.conv2d(*parts(CASE)[:3])[0], rtol=1e-4, atol=1e-5)
+    (record,) = caplog.records
+    assert record.message.startswith("convolution by lowering and cuBLAS: cudnn-frontend ")
+    assert record.message.endswith("(No module named 'cuda.bindings'); pip install cuda-bindings")
+
+
+@pytest.mark.parametrize("road", ["cudnn"], indirect=True)
 def test_float32_stays_float32_unless_tf32_is_asked_for(road, fresh, monkeypatch):
     import cudnn
 

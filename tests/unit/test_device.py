@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from distopt import device, singa_wrap
+from distopt import device, opt, singa_wrap
 from distopt.errors import MissingDependencyError, UsageError
 
 
@@ -98,6 +98,37 @@ def test_without_a_gpu_the_cpu_is_used_with_one_notice(monkeypatch, caplog, unto
     for _ in range(2):
         with pytest.raises(MissingDependencyError, match=missing):
             device.create_cuda_gpu()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("cudaErrorDevicesUnavailable: busy"), MemoryError("out of memory")])
+def test_a_gpu_that_others_hold_is_left_to_them_with_one_notice(monkeypatch, caplog, untold, error):
+    fake_cupy(monkeypatch, 1)
+
+    def refuse(index):
+        raise error
+
+    monkeypatch.setattr(sys.modules["cupy"].cuda, "Device", refuse)
+    optimizer = opt.DistOpt(opt.SGD())
+    with caplog.at_level(logging.WARNING, "distopt"):
+        for _ in range(2):
+            assert optimizer.device is device.get_default_device()
+            assert device.create_cuda_gpu() is device.get_default_device()
+    (record,) = caplog.records
+    assert record.message.startswith(
+        f"using the CPU: GPU 0 cannot be used ({error}); end the processes that nvidia-smi"
+    )
+    assert "\n" not in record.message
+    monkeypatch.setenv("DISTOPT_DEVICE", "cuda")
+    with pytest.raises(MissingDependencyError, match="DISTOPT_DEVICE=cuda, but GPU 0 cannot be used"):
+        assert optimizer.device
+
+
+def test_an_optimizer_that_was_not_built_for_gpus_takes_the_cpu_in_silence(monkeypatch, caplog, untold):
+    monkeypatch.setitem(sys.modules, "distopt._cuda", None)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    with caplog.at_level(logging.WARNING, "distopt"):
+        assert opt.DistOpt(opt.SGD()).device is device.get_default_device()
+    assert not caplog.records
 
 
 def test_the_cpu_can_be_asked_for(monkeypatch, caplog, untold):

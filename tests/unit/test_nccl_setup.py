@@ -116,7 +116,8 @@ class Cuda(types.ModuleType):
 
 def fake_cupy() -> types.ModuleType:
     cupy = types.ModuleType("cupy")
-    cupy.cuda = types.SimpleNamespace(runtime=types.SimpleNamespace(runtimeGetVersion=lambda: 13000))  # type: ignore[attr-defined]
+    runtime = types.SimpleNamespace(runtimeGetVersion=lambda: 13000, getDeviceCount=lambda: 2)
+    cupy.cuda = types.SimpleNamespace(runtime=runtime)  # type: ignore[attr-defined]
     return cupy
 
 
@@ -124,9 +125,9 @@ def fake_cupy() -> types.ModuleType:
     ("cuda", "cupy", "nccl", "words"),
     [
         (None, None, None, r"built without CUDA \(.*\); install the CUDA toolkit"),
-        (Cuda(-1), None, None, r"no GPU answers \(.*CUDA error 35\)\); install NVIDIA's driver"),
+        (Cuda(-1), None, None, r"no GPU answers \(.*CUDA error 35\)\); install NVIDIA's driver for CUDA 13 or later"),
         (Cuda(0), None, None, r"no GPU is visible .*CUDA_VISIBLE_DEVICES"),
-        (Cuda(2), None, None, r"CuPy cannot be imported \(.*\); pip install 'distopt\[cuda13\]'"),
+        (Cuda(2), None, None, r"CuPy cannot be used \(.*\); pip install 'distopt\[cuda13\]'"),
         (Cuda(2), fake_cupy(), None, r"nvidia-nccl-cu13 is not installed; pip install 'distopt\[cuda13\]'"),
         (Cuda(2, "is NCCL 2.17.1; 2.18.0 is the oldest"), fake_cupy(), "any", r"is NCCL 2.17.1; .*; pip install"),
         (Cuda(2), fake_cupy(), "any", None),

@@ -49,10 +49,7 @@ def run(kernels, name, settings, shape, dtype, steps=3, smallest=1e-9):
         grad = array(shape, dtype, 1 + step) * scale
         kept = grad.copy()
         slots, counted = states or [None], [step + 1] * (name == "adam")
-        if kernels is reference:
-            getattr(reference, f"{name}_update")(param, grad, *slots, *counted, **settings)
-        else:
-            kernels.update(name, param, grad, slots, *counted, *(VALUES[name] | settings).values())
+        kernels.update(name, param, grad, slots, *counted, *(VALUES[name] | settings).values())
         np.testing.assert_array_equal(grad, kept)
     return [param, *states]
 

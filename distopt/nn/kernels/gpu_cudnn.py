@@ -163,6 +163,12 @@ def _plan(library: _Library, kind: str, x: Array, w: Array, window: tuple[int, .
     except cudnn.cudnnGraphNotSupportedError as error:
         _tell_once(logging.INFO, f"cuDNN has no engine for {what}, so it is lowered: {error}")
         return None
+    except ImportError as error:  # cudnn-frontend imports cuda.bindings only now
+        missing = f"cudnn-frontend {cudnn.__version__} cannot plan ({error}); pip install cuda-bindings"
+        if _thread.wish == "cudnn":
+            raise MissingDependencyError(f"DISTOPT_CONVOLUTION=cudnn, but {missing}") from error
+        _tell_once(logging.WARNING, f"convolution by lowering and cuBLAS: {missing}")
+        return None
     except (RuntimeError, ValueError) as error:
         if _thread.wish == "cudnn":
             raise

@@ -1,0 +1,106 @@
+"""GPUs that the ranks cannot use: `auto` says so in one line and takes the CPU; an explicit wish is an error."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from distopt import comm
+from tests.emulation import activate, build
+
+from .ranks import LocalJob, run_ranks_ok
+
+SHARED = r"ranks 0 and 1 on .* would both use GPU .*, of 1 that rank 1 sees; start no more ranks than GPUs"
+# How the machine is, and the line that says so.
+LACKS = {
+    "one GPU": SHARED,
+    "no memory": r"rank 1 \(.*\) cannot use GPU .* \(out of memory\); end the processes that nvidia-smi lists",
+    "exclusive": r"rank 1 \(.*\) cannot use GPU .* \(.*busy or unavailable\); end the processes that nvidia-smi lists",
+    "no driver": r"no GPU answers \(.*\); install NVIDIA's driver for CUDA 13 or later",
+    "old driver": r"CuPy cannot be used \(.*driver version is insufficient.*\); pip install 'distopt\[cuda13\]'",
+    "no CuPy": r"CuPy cannot be used \(.*\); pip install 'distopt\[cuda13\]'",
+    "other NCCL": r"nvidia-nccl-cu13 is not installed; pip install 'distopt\[cuda13\]'",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    build.build()
+
+
+def take_away(lack: str, rank: int) -> None:
+    """Leave the emulated machine without what `lack` names; only rank 1 finds its GPU occupied."""
+    if lack == "one GPU":
+        os.environ["DISTOPT_EMULATED_GPUS"] = "1"
+    elif lack == "no driver":
+        os.environ["DISTOPT_EMULATED_GPUS"] = "0"
+    elif lack == "no CuPy":
+        sys.modules["cupy"] = None  # type: ignore[assignment]
+        return
+    elif lack == "other NCCL":
+        del os.environ["DISTOPT_NCCL_LIBRARY"]
+        return
+    import cupy
+
+    def refuse(*_: object) -> None:
+        if lack == "no memory":
+            raise MemoryError("out of memory")
+        raise cupy.cuda.runtime.CUDARuntimeError(46, "cudaErrorDevicesUnavailable: busy or unavailable")
+
+    def insufficient() -> int:
+        raise cupy.cuda.runtime.CUDARuntimeError(35, "cudaErrorInsufficientDriver: driver version is insufficient")
+
+    if rank == 1 and lack == "no memory":
+        cupy.empty = refuse
+    elif rank == 1 and lack == "exclusive":
+        cupy.cuda.Device.use = refuse
+    elif lack == "old driver":
+        cupy.cuda.runtime.getDeviceCount = insufficient
+
+
+def create(job: LocalJob, lack: str, backend: str, device: str) -> tuple[str, float, list[str]]:
+    """Name of the communicator or error, a sum of ranks + 1 or 0, and the lines of the log or the error."""
+    os.environ["DISTOPT_DEVICE"] = device
+    activate()
+    take_away(lack, job.topology.rank)
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("distopt").addHandler(handler)
+    try:
+        made = comm.create(job, backend)
+    except Exception as error:
+        return type(error).__name__, 0.0, [str(error)]
+    array = np.full(5, job.topology.rank + 1.0)
+    made.all_reduce(array).wait()
+    made.close()
+    return made.name, float(array[4]), lines
+
+
+@pytest.mark.parametrize("lack", LACKS)
+def test_auto_takes_the_cpu_and_says_so_in_one_line(lack: str) -> None:
+    first, second = run_ranks_ok(create, 2, lack, "auto", "auto")
+    assert [first[:2], second[:2]] == [("shm", 3.0)] * 2
+    (line,) = first[2]
+    assert second[2] == []
+    assert line.startswith("using the CPU: ")
+    assert line.endswith(" (DISTOPT_DEVICE=cpu stops this notice)")
+    assert "\n" not in line
+    assert re.search(LACKS[lack], line)
+
+
+@pytest.mark.parametrize(("backend", "device"), [("nccl", "auto"), ("auto", "cuda")])
+@pytest.mark.parametrize("lack", LACKS)
+def test_an_explicit_wish_is_an_error_with_the_cure(lack: str, backend: str, device: str) -> None:
+    for name, _, lines in run_ranks_ok(create, 2, lack, backend, device):
+        assert name in {"LaunchError", "MissingDependencyError"}
+        assert re.search(LACKS[lack], lines[0])
+
+
+def test_each_rank_with_a_gpu_of_its_own_takes_nccl() -> None:
+    assert run_ranks_ok(create, 2, "", "auto", "auto") == [("nccl", 3.0, [])] * 2

@@ -1,0 +1,311 @@
+#!/usr/bin/env python3
+"""Everything a GPU can show in a quarter of an hour, or what can be checked without one: `make first-gpu`.
+
+    python tests/gpu/first_gpu.py       in a checkout where distopt is installed
+    python first_gpu.py                 in a folder that tests/gpu/pack.py made: needs no pip, no network
+
+Every part is a process of its own with a time limit, so that one which hangs or crashes does not keep the others from
+running. After each, OUT/first-gpu.md and first-gpu.json have what is known so far; the output of part N is in
+OUT/N-NAME.txt. The exit code is 0 if every part passed, 1 if one failed, 77 if none failed but some were not run.
+
+The file needs nothing but Python's own library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = "repository.zip"  # beside this file in a pack: tests, benchmarks, examples, csrc
+NOT_RUN, FAILED, SKIPPED = "not run", 1, 77
+NO_TESTS = 5  # pytest's exit code where a whole file is skipped
+MINUTES, MINUTES_WITHOUT_GPU = 15.0, 4.7
+SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of Python's, what it needs, and how long it may take."""
+
+    name: str
+    seconds: float
+    arguments: tuple[str, ...]
+    needs: tuple[str, ...] = ("GPU",)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    before: tuple[str, ...] = ()  # a command that runs Python, such as compute-sanitizer
+
+
+@dataclass
+class Row:
+    """How a part ended."""
+
+    name: str
+    result: str = NOT_RUN
+    seconds: float = 0.0
+    says: str = ""
+    table: list[str] = field(default_factory=list)
+
+
+def checks(name: str, *more: str) -> tuple[str, ...]:
+    return ("-m", "tests.gpu.first_parts", name, *more)
+
+
+def tests(*names: str) -> tuple[str, ...]:
+    return ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *names)
+
+
+def gpu_tests(name: str, seconds: float, *more: str) -> Part:
+    return Part(f"tests of {name}", seconds, tests(f"tests/gpu/test_{name}.py", *more), ("GPU", "pytest"))
+
+
+def measures(only: str, *more: str) -> tuple[str, ...]:
+    return ("-m", "benchmarks", "gpu", "--only", only, *more)
+
+
+def sanitized(tool: str) -> Part:
+    command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no")
+    return Part(f"every kernel under {tool}", 120, checks("kernels"), ("GPU", "compute-sanitizer"), before=command)
+
+
+# Versions first, as all else may fail for their sake; then by risk, so that the first failure names its cause.
+VERSIONS = Part("versions", 60, ("-m", "distopt", "doctor"), ())
+ON_GPU = (
+    Part("ceilings", 60, measures("ceilings")),
+    Part("one kernel", 60, checks("kernel")),
+    Part("one product", 60, checks("product")),
+    Part("one cuDNN plan", 60, checks("plan")),
+    gpu_tests("tensor", 60),
+    gpu_tests("codec_kernels", 90),
+    gpu_tests("ops", 120),
+    gpu_tests("functions", 60),
+    gpu_tests("staging", 30),
+    gpu_tests("convolution", 120),
+    gpu_tests("cudnn", 60),
+    gpu_tests("training", 120),
+    gpu_tests("graph", 120),
+    Part("NCCL, one rank", 90, tests("tests/gpu/test_nccl.py", "-k", "not two"), ("GPU", "pytest")),
+    Part(
+        "NCCL, two ranks on one GPU", 120, tests("tests/gpu/test_nccl.py", "-k", "two"), ("GPU", "pytest", "NCCL 2.30")
+    ),
+    Part("lost and stalled peers", 120, tests("tests/gpu/test_peers.py"), ("GPU", "pytest", "NCCL 2.30"), SHARING),
+    *(Part(f"kernels, {n:,} elements", 60, measures("kernels", "--elements", str(n))) for n in (431_080, 2_000_000)),
+    *(
+        Part(f"kernels, {n:,} elements", 60, measures("kernels", "--elements", str(n)))
+        for n in (25_600_000, 100_000_000)
+    ),
+    Part("top-K beside others", 60, measures("select")),
+    Part("convolutions", 60, measures("convolutions")),
+    Part("CNN step beside PyTorch", 200, measures("cnn")),
+    Part("ResNet-50 step beside PyTorch", 300, measures("resnet")),
+    sanitized("memcheck"),
+    sanitized("racecheck"),
+    Part(
+        "MNIST",
+        300,
+        ("examples/mnist_multiprocess.py", "1", "--max-epoch", "10"),
+        environment={"DISTOPT_DEVICE": "cuda"},
+    ),
+)
+EMULATED = (
+    "tests/unit/test_cuda_codec_kernels.py",
+    "tests/unit/test_ops_gpu.py",
+    "tests/unit/test_nccl_setup.py",
+    "tests/unit/test_cupy_names.py",
+    "tests/unit/test_cudnn_names.py",
+    "tests/conformance/test_gpus_refused.py",
+)
+WITHOUT_GPU = (
+    Part("every kernel compiles, without spills", 150, checks("compile"), ("nvcc",)),
+    Part("libraries load", 30, checks("libraries"), ()),
+    Part("tests on the emulated GPU", 150, tests("--part", "quick", *EMULATED), ("pytest", "nanobind", "c++", "cmake")),
+)
+
+
+def missing(needs: Iterable[str], facts: Mapping[str, str]) -> str:
+    """Why `needs` are not met here; empty if they are."""
+    return "; ".join(dict.fromkeys(reason for need in needs if (reason := facts.get(need, ""))))
+
+
+def look_around(environment: Mapping[str, str], python: str, seconds: float = 60) -> dict[str, str]:
+    """For each possible need, why it is not met, or an empty text. A look that hangs or crashes rules nothing out."""
+    facts = {
+        tool: "" if _which(tool) else f"there is no {tool}" for tool in ("nvcc", "compute-sanitizer", "c++", "cmake")
+    }
+    code = (
+        "import json\nfrom importlib.util import find_spec\nfrom tests.gpu.first_parts import lacks\n"
+        "tools = {name: '' if find_spec(name) else f'{name} is not installed' for name in ('pytest', 'nanobind')}\n"
+        "print(json.dumps({**lacks(), **tools}))"
+    )
+    try:
+        ended = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, timeout=seconds, env=environment, check=True
+        )
+        return {**facts, **json.loads(ended.stdout.splitlines()[-1])}
+    except (subprocess.SubprocessError, ValueError, IndexError):
+        return facts
+
+
+def _which(tool: str) -> str | None:
+    return shutil.which(tool) or shutil.which(tool, path=f"/usr/local/cuda/bin:{Path(sys.executable).parent}")
+
+
+def run_part(part: Part, seconds: float, log: Path, python: str, environment: Mapping[str, str]) -> Row:
+    """Run `part` in a process group of its own, which is killed as a whole when `seconds` are over."""
+    tool = [_which(part.before[0]) or part.before[0], *part.before[1:]] if part.before else []
+    is_pytest = part.arguments[:2] == ("-m", "pytest")
+    began = time.monotonic()
+    row = Row(part.name)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*tool, python, *part.arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**environment, **part.environment},
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(seconds)
+            skipped = code == SKIPPED or (code == NO_TESTS and is_pytest)
+            row.result = "passed" if code == 0 else NOT_RUN if skipped else "failed" if code > 0 else "crashed"
+            signalled = f", {signal.Signals(-code).name}" if code < 0 else ""
+            row.says = f"exit code {code}{signalled}" if row.result in {"failed", "crashed"} else ""
+        except subprocess.TimeoutExpired:
+            row.result = f"stopped after {seconds:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it started, too
+            process.wait()
+    row.seconds = time.monotonic() - began
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    row.table = [line for line in lines if line.startswith("| ")]
+    last = next((line.strip() for line in reversed(lines) if not line.startswith("| ")), "")
+    row.says = ": ".join(filter(None, [row.says, last[:160]]))
+    if row.result == "passed" and is_pytest and " passed" not in last:
+        row.result = NOT_RUN  # all tests were skipped
+    return row
+
+
+def run_parts(
+    parts: Sequence[Part],
+    out: Path,
+    facts: Mapping[str, str],
+    minutes: float,
+    python: str,
+    environment: Mapping[str, str],
+    head: str = "",
+) -> list[Row]:
+    """Run what the facts allow within `minutes`, and write after each part what is known."""
+    end = time.monotonic() + 60 * minutes
+    rows: list[Row] = [Row(part.name, says="its turn has not come") for part in parts]
+    for number, part in enumerate(parts):
+        left = end - time.monotonic()
+        if reason := missing(part.needs, facts) or ("" if left > 1 else f"{minutes:g} minutes are over"):
+            rows[number].says = reason
+        else:
+            log = out / f"{number:02}-{''.join(c if c.isalnum() else '-' for c in part.name)}.txt"
+            try:
+                rows[number] = run_part(part, min(part.seconds, left), log, python, environment)
+            except OSError as error:
+                rows[number] = Row(part.name, "failed", 0.0, str(error))
+        row = rows[number]
+        print(f"{row.result:22} {row.seconds:6.1f} s  {row.name}: {row.says}", flush=True)
+        write(out, rows, head)
+    return rows
+
+
+def write(out: Path, rows: Sequence[Row], head: str) -> None:
+    """Replace both files, so that whatever ends this process leaves whole ones."""
+    lines = [head, "", "| part | result | seconds | says |", "| --- | --- | --- | --- |"]
+    clean = [row.says.replace("|", "/") for row in rows]
+    lines += [
+        f"| {row.name} | {row.result} | {row.seconds:.1f} | {says} |" for row, says in zip(rows, clean, strict=True)
+    ]
+    for row in rows:
+        if row.table:
+            lines += ["", f"{row.name}:", "", *row.table]
+    report = {"head": head, "parts": [asdict(row) for row in rows]}
+    for name, text in (("first-gpu.md", "\n".join(lines) + "\n"), ("first-gpu.json", json.dumps(report, indent=1))):
+        new = out / f"{name}.new"
+        new.write_text(text)
+        new.replace(out / name)
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    results = {row.result for row in rows}
+    if results - {"passed", NOT_RUN}:
+        return FAILED
+    return SKIPPED if NOT_RUN in results else 0
+
+
+def unpack(folder: Path, target: Path) -> tuple[Path, dict[str, str]]:
+    """Unpack the wheels and the repository beside this file; the folder to run in, and what to add to the environment.
+
+    A package that this Python has already is taken from the wheel all the same, as the pack was tried with it.
+    """
+    site, root = target / "site", target / "repository"
+    for wheel in sorted(folder.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
+    with zipfile.ZipFile(folder / REPOSITORY) as archive:
+        archive.extractall(root)
+    added = {"PYTHONPATH": os.pathsep.join([str(site), str(root)])}
+    if found := sorted(site.glob("nvidia/nccl/lib/libnccl.so.2")):
+        added["DISTOPT_NCCL_LIBRARY"] = str(found[0])
+    return root, added
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("build/first-gpu"), help="folder of the results (%(default)s)")
+    parser.add_argument("--minutes", type=float, help=f"when to stop ({MINUTES:g}; no GPU: {MINUTES_WITHOUT_GPU:g})")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="parts whose names have one of these words")
+    options = parser.parse_args(argv)
+    began = time.monotonic()
+    options.out.mkdir(parents=True, exist_ok=True)
+    out = options.out.resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        if (HERE / REPOSITORY).exists():
+            root, added = unpack(HERE, Path(folder))
+        else:
+            root = HERE.parents[1]
+            added = {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "MPLBACKEND": "agg", **added}
+        os.chdir(root)
+        # Tests on the emulated GPU must not meet a wish for a real one, or the reverse.
+        environment.pop("DISTOPT_DEVICE", None)
+        facts = look_around(environment, sys.executable)
+        has_gpu = not facts.get("GPU", "")
+        parts = (VERSIONS, *ON_GPU, *(() if has_gpu else WITHOUT_GPU))
+        if not has_gpu:  # what can be run comes first
+            parts = (VERSIONS, *WITHOUT_GPU, *ON_GPU)
+            print(f"no GPU can be used here: {facts['GPU']}", flush=True)
+        if options.only:
+            parts = tuple(part for part in parts if any(word in part.name for word in options.only))
+        gpu = facts.get("name", "") or "no GPU"
+        head = f"{gpu}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d %H:%M')}."
+        minutes = options.minutes or (MINUTES if has_gpu else MINUTES_WITHOUT_GPU)
+        rows = run_parts(
+            parts, out, facts, minutes - (time.monotonic() - began) / 60, sys.executable, environment, head
+        )
+    counts = {result: sum(row.result == result for row in rows) for result in sorted({row.result for row in rows})}
+    print(f"{', '.join(f'{count} {result}' for result, count in counts.items())}; see {out}/first-gpu.md")
+    return exit_code(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""Parts of `first_gpu.py` that are no tests: python -m tests.gpu.first_parts NAME. Each is as small as it can be."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+ARCHITECTURES = (80, 90, 100)
+# As in CMakeLists.txt.
+FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "--fmad=false", "-Icsrc", "-Xptxas", "-v", "-fatbin")
+NOT_RUN = 77
+
+
+def lacks() -> dict[str, str]:
+    """Why needs are not met here: of a GPU, and of an NCCL that lets two ranks share it; and the GPU's name."""
+    from distopt.comm.gpu import dotted_version, gpu_stack
+    from distopt.errors import MissingDependencyError
+    from distopt.nn import device
+
+    cupy, missing = device.find_cupy()
+    facts = {"GPU": missing, "name": "", "NCCL 2.30": missing}
+    if cupy is None:
+        return facts
+    runtime = cupy.cuda.runtime
+    if runtime.getDeviceCount() == 0:
+        return {**facts, "GPU": "no GPU is visible; check CUDA_VISIBLE_DEVICES"}
+    major, rest = divmod(runtime.driverGetVersion(), 1000)
+    facts["name"] = f"{runtime.getDeviceProperties(0)['name'].decode()}, driver for CUDA {major}.{rest // 10}"
+    driver = Path("/proc/driver/nvidia/version")
+    if found := re.search(r"\b\d{3}\.\d+(\.\d+)?\b", driver.read_text() if driver.exists() else ""):
+        facts["name"] += f" ({found[0]})"
+    try:
+        version = gpu_stack().nccl_version
+        facts["NCCL 2.30"] = "" if version >= 23000 else f"NCCL {dotted_version(version)} gives a GPU to one rank only"
+    except MissingDependencyError as error:
+        facts["NCCL 2.30"] = str(error)
+    return facts
+
+
+# -- without a GPU -----------------------------------------------------------------------------------------------------
+def compile_kernels() -> int:
+    """Compile each source for each architecture; registers and spills as ptxas reports them."""
+    sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        reports = [*pool.map(lambda source: _compiled(source, Path(folder)), sources)]
+    bad = [line for report in reports for line in report[1]]
+    print("| source | kernels | most registers | kernels that spill |\n| --- | --- | --- | --- |")
+    for source, (registers, spilling) in zip(sources, reports, strict=True):
+        print(f"| {source.name} | {len(registers)} | {max(registers, default=0)} | {len(spilling)} |")
+    print(*bad, sep="\n")
+    architectures = ", ".join(f"sm_{number}" for number in ARCHITECTURES)
+    print(f"{sum(len(report[0]) for report in reports)} kernels for {architectures}, {len(bad)} spill")
+    return int(bool(bad) or not all(report[0] for report in reports))
+
+
+def _compiled(source: Path, folder: Path) -> tuple[list[int], list[str]]:
+    """Registers of each kernel, and a line for each that spills."""
+    targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in ARCHITECTURES]
+    output = str(folder / f"{source.stem}.fatbin")
+    ended = subprocess.run(
+        ["nvcc", *FLAGS, *targets, "-o", output, str(source)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if ended.returncode:
+        raise SystemExit(f"{source.name} does not compile:\n{ended.stdout}{ended.stderr}")
+    return usage(ended.stdout + ended.stderr)
+
+
+def usage(report: str) -> tuple[list[int], list[str]]:
+    """What `ptxas -v` says: registers of each kernel, and a line for each that spills."""
+    registers, spilling = [], []
+    for kernel in report.split("Compiling entry function ")[1:]:
+        name = kernel.split("\n", 1)[0]
+        registers.append(int(re.search(r"Used (\d+) registers", kernel)[1]))
+        stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", kernel).groups()
+        if stores != "0" or loads != "0":
+            spilling.append(f"{name}: spills {stores} bytes, loads {loads}")
+    return registers, spilling
+
+
+def load_libraries() -> int:
+    """Load what a GPU will need, as far as it is installed; nothing here needs a driver."""
+    from importlib import import_module
+
+    from distopt.comm.gpu import dotted_version, find_nccl
+    from distopt.errors import MissingDependencyError
+    from distopt.nn.device import find_cudnn
+
+    absent = []
+    try:
+        cuda = import_module("distopt._cuda")
+        print(f"distopt._cuda: CUDA {cuda.runtime_version() // 1000}")
+    except ImportError as error:
+        cuda = None
+        absent.append(f"distopt._cuda ({error})")
+    try:
+        print(f"CuPy {import_module('cupy').__version__}")
+    except ImportError as error:
+        absent.append(f"CuPy ({error})")
+    try:
+        path = find_nccl(13)
+        print(f"NCCL {dotted_version(cuda.nccl_version(path)) if cuda else 'found'}: {path}")
+    except (MissingDependencyError, RuntimeError) as error:
+        absent.append(f"NCCL ({error})")
+    cudnn, missing = find_cudnn()
+    print(f"cuDNN {cudnn.backend_version_string()}" if cudnn else "")
+    absent += [] if cudnn else [f"cuDNN ({missing})"]
+    print("absent: " + "; ".join(absent) if absent else "all load")
+    return NOT_RUN if absent else 0
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+def one_kernel() -> int:
+    """A cast of numbers that depend on their place."""
+    import cupy
+
+    from distopt.kernels import FINDINGS, gpu
+
+    x = cupy.asarray(np.arange(10_007, dtype=np.float32) - 5000)
+    wire, findings = cupy.empty(x.size, cupy.uint16), cupy.full(FINDINGS, -1, cupy.int64)
+    gpu.encode16(x, None, wire, "float16", 1.0, 65504.0, findings)
+    np.testing.assert_array_equal(wire.get().view(np.float16), x.get().astype(np.float16))
+    print("encode16 of 10,007 elements: equal bits")
+    return 0
+
+
+def one_product() -> int:
+    import cupy
+
+    from distopt.nn.kernels import gpu
+
+    rng = np.random.default_rng(0)
+    x, w, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((64, 800), (800, 500), (500,)))
+    y, _ = gpu.linear(*map(cupy.asarray, (x, w, b)))
+    error = np.abs(y.get() - (x.astype(np.float64) @ w + b)).max()
+    print(f"[64, 800] by [800, 500] with cuBLAS: largest error {error:.1e}")
+    return int(not error < 1e-3)
+
+
+def one_plan() -> int:
+    import cupy
+
+    from distopt.nn.device import find_cudnn
+    from distopt.nn.kernels import cpu, gpu, gpu_cudnn
+
+    cudnn, missing = find_cudnn()
+    if cudnn is None:
+        print(missing)
+        return NOT_RUN
+    rng = np.random.default_rng(0)
+    x, w, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((64, 20, 12, 12), (50, 20, 5, 5), (50,)))
+    with gpu_cudnn.convolving_by("cudnn"):
+        y, _ = gpu.conv2d(*map(cupy.asarray, (x, w, b)))
+    error = np.abs(y.get() - cpu.conv2d(x, w, b)[0]).max()
+    print(f"{x.shape} to 50 channels by cuDNN {cudnn.backend_version_string()}: largest error {error:.1e}")
+    return int(not error < 1e-2)
+
+
+def every_kernel() -> int:
+    """Each kind of kernel once or twice, on odd sizes: short enough for compute-sanitizer."""
+    import cupy
+
+    from distopt.kernels import FINDINGS, Accumulation
+    from distopt.kernels import gpu as codec
+    from distopt.nn.kernels import gpu, gpu_cudnn
+
+    for n in (1, 1023, 70_001):
+        x = cupy.asarray(np.sin(np.arange(n)).astype(np.float32))
+        wire, findings = cupy.empty(n, cupy.uint16), cupy.full(FINDINGS, -1, cupy.int64)
+        for kind in ("float16", "bfloat16"):
+            codec.encode16(x, None, wire, kind, 1.0, 1e4, findings)
+            codec.decode16(wire, x, kind, 1.0)
+        k = max(n // 100, 1)
+        lists = codec.new_lists(n)
+        codec.top_k(x, k, Accumulation(), lists, findings)
+        codec.threshold(x, 0.5, Accumulation(), lists, findings)
+        indices = cupy.arange(k, dtype=cupy.int32)
+        codec.scatter_sum(cupy.zeros(n, cupy.float32), [indices], [cupy.ones(k, cupy.float32)], 0, n)
+        codec.clear_at(x, indices)
+        codec.squared_norm(x)
+        gpu.sgd_update(x, cupy.ones_like(x), cupy.zeros_like(x), 0.1, 0.9)
+        gpu.relu_backward(x, gpu.relu(x))
+    images = cupy.asarray(np.cos(np.arange(3 * 2 * 13 * 11)).astype(np.float32).reshape(3, 2, 13, 11))
+    w, b = cupy.ones((5, 2, 3, 3), cupy.float32), cupy.ones(5, cupy.float32)
+    with gpu_cudnn.convolving_by("lowering"):  # cuDNN's kernels are not ours
+        y, saved = gpu.conv2d(images, w, b)
+        gpu.conv2d_backward(cupy.ones_like(y), saved, cupy.empty_like(w), cupy.empty_like(b))
+    for pool, back in ((gpu.max_pool2d, gpu.max_pool2d_backward), (gpu.avg_pool2d, gpu.avg_pool2d_backward)):
+        y, saved = pool(images, (2, 2), (2, 2))
+        back(cupy.ones_like(y), saved)
+    logits, labels = cupy.asarray(np.eye(7, 10, dtype=np.float32)), cupy.arange(7, dtype=cupy.int64)
+    _, saved = gpu.softmax_cross_entropy(logits, labels)
+    gpu.softmax_cross_entropy_backward(saved)
+    cupy.cuda.Device().synchronize()
+    print("every kernel has run")
+    return 0
+
+
+PARTS = {
+    "compile": compile_kernels,
+    "libraries": load_libraries,
+    "kernel": one_kernel,
+    "product": one_product,
+    "plan": one_plan,
+    "kernels": every_kernel,
+}
+
+if __name__ == "__main__":
+    sys.exit(PARTS[sys.argv[1]]())

@@ -1,0 +1,73 @@
+"""Peers that are killed or stall while a GPU has more than 1,000 kernels to do: two ranks, on one GPU where need be.
+
+Two ranks on one GPU need NCCL 2.30 and the variables of `first_gpu.SHARING`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from distopt.comm.gpu import GpuStack
+from distopt.settings import Settings
+from tests.conformance.ranks import LocalJob, run_ranks
+
+LAUNCHES = 1500
+HASTY = Settings(timeout=10.0, stall_warning=2.0)
+
+pytestmark = pytest.mark.timeout(110)
+
+
+def lose(job: LocalJob, how: str, emulated: bool) -> float:
+    """Seconds in which the host of the rank that remains got its error; it queues kernels before and after."""
+    if emulated:
+        from tests.emulation import activate
+
+        activate()
+    from distopt.comm.gpu import exchange_places, gpu_stack
+    from distopt.comm.nccl import NcclCommunicator
+    from distopt.errors import CommunicatorError
+
+    stack = gpu_stack()
+    comm = NcclCommunicator(job, stack, exchange_places(job, stack), HASTY)
+    xp = comm.xp
+    array = xp.full(1 << 16, job.topology.rank + 1.0, np.float32)
+    comm.all_reduce(array).wait(10.0)
+    assert float(array[-1]) == 3.0
+    job.all_gather(b"")
+    if job.topology.rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        job.all_gather(b"")  # alive, and in no collective
+        return 0.0
+    began = time.monotonic()
+    for _ in range(LAUNCHES):
+        array += 1
+    work = comm.all_reduce(array)
+    work.wait()  # the host goes on; the device waits
+    for _ in range(LAUNCHES):
+        array += 1
+    with pytest.raises((CommunicatorError, TimeoutError), match="rank 1"):
+        comm.barrier()
+    took = time.monotonic() - began
+    if how == "stalled":
+        job.all_gather(b"")
+    return took
+
+
+def check(how: str, emulated: bool) -> None:
+    first, _ = run_ranks(lose, 2, how, emulated, timeout=100.0)
+    assert first.error is None, first.trace
+    assert first.value < HASTY.timeout + 20.0
+
+
+@pytest.mark.parametrize("how", ["killed", "stalled"])
+def test_a_lost_peer_is_named_though_the_device_is_busy(stack: GpuStack, how: str) -> None:
+    shared = stack.nccl_version >= 23000 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    if stack.cuda.device_count() < 2 and not shared:
+        pytest.skip("needs two GPUs, or NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1")
+    check(how, emulated=False)
