@@ -185,7 +185,7 @@ def every_kernel() -> int:
         codec.scatter_sum(cupy.zeros(n, cupy.float32), [indices], [cupy.ones(k, cupy.float32)], 0, n)
         codec.clear_at(x, indices)
         codec.squared_norm(x)
-        gpu.sgd_update(x, cupy.ones_like(x), cupy.zeros_like(x), 0.1, 0.9)
+        gpu.update("sgd", x, cupy.ones_like(x), [cupy.zeros_like(x)], 0.1, 0.9, 0.0, 0.0, False)
         gpu.relu_backward(x, gpu.relu(x))
     images = cupy.asarray(np.cos(np.arange(3 * 2 * 13 * 11)).astype(np.float32).reshape(3, 2, 13, 11))
     w, b = cupy.ones((5, 2, 3, 3), cupy.float32), cupy.ones(5, cupy.float32)
