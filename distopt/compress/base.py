@@ -141,6 +141,7 @@ class Reduction:
         self.finished = False
         self.verdict: BadGradient | None = None
         self._state = state
+        state.settle(False)  # should an exception have ended the last step
         self._steps = codec.reduce(state)
         cost, began = state.statistics, perf_counter()
         before = cost.comm_seconds
@@ -172,7 +173,12 @@ class Reduction:
         """Collective. Finish this reduction alone; the verdict. Other ones must not be waiting for a further step."""
         while not self.finished:
             self.resume(timeout)
+        self.settle(self.verdict is None)
         return self.verdict
+
+    def settle(self, good: bool) -> None:
+        """Local. Keep what the reduction has changed in the codec's state, or leave that as it was before."""
+        self._state.settle(good)
 
     def _run(self) -> None:
         try:
@@ -191,11 +197,17 @@ def _failed(error: BaseException) -> Steps:
 
 
 def finish_all(reductions: Sequence[Reduction]) -> list[BadGradient | None]:
-    """Collective. Finish reductions that are under way together: in rounds, in their order. Their verdicts."""
+    """Collective. Finish reductions that are under way together: in rounds, in their order. Their verdicts.
+
+    Where one of them is bad, the states of all codecs are as they were before.
+    """
     under_way = True
     while under_way:
         under_way = False
         for reduction in reductions:
             reduction.resume()
             under_way |= not reduction.finished
-    return list(map(attrgetter("verdict"), reductions))
+    verdicts = list(map(attrgetter("verdict"), reductions))
+    for reduction in reductions:
+        reduction.settle(not any(verdicts))
+    return verdicts

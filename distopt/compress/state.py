@@ -114,12 +114,14 @@ class CodecState:
         self.pending: Work | None = None
         self._state: dict[str, Array] = {}  # by name, or by "NAME/PARAMETER" where it is of one parameter
         self._initial: dict[str, Array | None] = {}
+        self._new: dict[str, Array] = {}  # room for what takes the place of arrays of the state, by the same names
+        self._renewed: set[str] = set()  # names of those that the step under way renews
         self._loaded: States = {}  # what no options have used yet
 
     # -- state -------------------------------------------------------------------------------------------------------
     @property
     def residual(self) -> Array | None:
-        """What has not been sent yet, with error feedback: the array itself, where the bucket is."""
+        """What had not been sent before this step, with error feedback: the array itself, where the bucket is."""
         return self._state.get("residual")
 
     def keep(self, name: str, initial: Array | None = None, part: Part | None = None) -> Array:
@@ -139,6 +141,28 @@ class CodecState:
             self._state[name], self._initial[name] = array, initial
             self._claim()
         return array
+
+    def renew(self, name: str, initial: Array | None = None, part: Part | None = None) -> tuple[Array, Array]:
+        """Local. The array that `keep` gives, to be read, and the one that follows it if the step ends well.
+
+        The codec fills all of the second in this step. `settle` says how the step has ended.
+        """
+        old = self.keep(name, initial, part)
+        name = name if part is None else f"{name}/{part.name}"
+        if name not in self._new:
+            self._new[name] = array_module(old).empty_like(old)
+        self._renewed.add(name)
+        return old, self._new[name]
+
+    def renew_residual(self) -> tuple[Array, Array] | tuple[None, None]:
+        """Local. `renew` of the residual, if there is error feedback."""
+        return (None, None) if self.residual is None else self.renew("residual")
+
+    def settle(self, good: bool) -> None:
+        """Local. The end of a step: what it has renewed takes effect, or never will if a bucket of it was bad."""
+        for name in self._renewed if good else ():
+            self._state[name], self._new[name] = self._new[name], self._state[name]
+        self._renewed.clear()
 
     def state_dict(self) -> States:
         """Local. Copies, in NumPy arrays, of what the next steps depend on; they differ between ranks."""
