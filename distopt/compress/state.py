@@ -87,6 +87,7 @@ class CodecState:
         findings: int64 [4], what a pass over the bucket has found; see `kernels.base`. Only with headers.
         statistics: totals of all reductions.
         pending: what the reduction under way waits for.
+        renewed: names of what follows others in the state, once the verdict on the step is known.
     """
 
     def __init__(
@@ -112,10 +113,10 @@ class CodecState:
         self.memory: dict[str, Any] = {}
         self.findings: Array = None
         self.pending: Work | None = None
+        self.renewed: set[str] = set()
         self._state: dict[str, Array] = {}  # by name, or by "NAME/PARAMETER" where it is of one parameter
         self._initial: dict[str, Array | None] = {}
-        self._new: dict[str, Array] = {}  # room for what takes the place of arrays of the state, by the same names
-        self._renewed: set[str] = set()  # names of those that the step under way renews
+        self._new: dict[str, Array] = {}  # room for what follows arrays of the state, by the same names
         self._loaded: States = {}  # what no options have used yet
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -143,26 +144,23 @@ class CodecState:
         return array
 
     def renew(self, name: str, initial: Array | None = None, part: Part | None = None) -> tuple[Array, Array]:
-        """Local. The array that `keep` gives, to be read, and the one that follows it if the step ends well.
-
-        The codec fills all of the second in this step. `settle` says how the step has ended.
-        """
+        """Local. The array that `keep` gives, to be read, and the one that follows it with `accept`, to be filled."""
         old = self.keep(name, initial, part)
         name = name if part is None else f"{name}/{part.name}"
         if name not in self._new:
             self._new[name] = array_module(old).empty_like(old)
-        self._renewed.add(name)
+        self.renewed.add(name)
         return old, self._new[name]
 
     def renew_residual(self) -> tuple[Array, Array] | tuple[None, None]:
         """Local. `renew` of the residual, if there is error feedback."""
         return (None, None) if self.residual is None else self.renew("residual")
 
-    def settle(self, good: bool) -> None:
-        """Local. The end of a step: what it has renewed takes effect, or never will if a bucket of it was bad."""
-        for name in self._renewed if good else ():
+    def accept(self) -> None:
+        """Local. All gradients of the step are good, those of other buckets too: what was renewed takes effect."""
+        for name in self.renewed:
             self._state[name], self._new[name] = self._new[name], self._state[name]
-        self._renewed.clear()
+        self.renewed.clear()
 
     def state_dict(self) -> States:
         """Local. Copies, in NumPy arrays, of what the next steps depend on; they differ between ranks."""
