@@ -68,7 +68,7 @@ class _Half(Codec):
         return header.verdict
 
     def _scale_state(self, state: CodecState) -> tuple[Array, Array] | None:
-        """With a dynamic scale: the scale, and the number of reductions since it last changed; and room for new ones."""
+        """With a dynamic scale: the scale and the number of reductions since it last changed, old and new."""
         return state.renew("scale", np.array([1.0, 0.0])) if self.scale == "dynamic" else None
 
 

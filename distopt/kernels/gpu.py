@@ -156,5 +156,8 @@ def _code_of(x: Array) -> int:
 def _source(x: Array, accumulation: Accumulation) -> tuple[int, int, int, float, int, float, int, int]:
     residual, momentum, scale, decay, new_residual, new_momentum = accumulation
     factor = (1.0, _at(scale)) if isinstance(scale, cupy.ndarray) else (scale, 0)
-    new = _at(residual if new_residual is None else new_residual), _at(momentum if new_momentum is None else new_momentum)
+    new = (
+        _at(residual if new_residual is None else new_residual),
+        _at(momentum if new_momentum is None else new_momentum),
+    )
     return _at(x), _at(residual), _at(momentum), *factor, decay, *new

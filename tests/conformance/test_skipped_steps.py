@@ -94,7 +94,7 @@ def trained(comm, codec_of, plan, *, skip=False, non_finite="skip"):
         rank, place, value = bad
         grads = gradients(own.rank, 1000 + number)
         if value is LEAVES:
-            with pytest.raises(ZeroDivisionError if rank == own.rank else GradientError), step:
+            with pytest.raises(ZeroDivisionError if rank == own.rank else GradientError), step:  # noqa: PT012
                 if rank == own.rank:
                     own.write(step, grads, without=[list(SHAPES)[place]])
                     1 / 0  # noqa: B018
@@ -157,7 +157,9 @@ def test_bad_steps_leave_no_trace_where_options_and_codecs_change(kinds, world_s
 
 @worlds
 @pytest.mark.parametrize(
-    "codec", [Fp16("dynamic"), TopK(0.1, warm_up_steps=2), ErrorFeedback(TopK(0.2)), ErrorFeedback(BFloat16())], ids=repr
+    "codec",
+    [Fp16("dynamic"), TopK(0.1, warm_up_steps=2), ErrorFeedback(TopK(0.2)), ErrorFeedback(BFloat16())],
+    ids=repr,
 )
 def test_sums_by_hand_leave_no_trace_of_a_bad_step(codec, world_size):
     plan = [bad and (*bad[:2], np.nan) for bad in plan_of(9, world_size)]
