@@ -41,12 +41,14 @@ float cast_limit(const std::string& type, int ranks) {
 }
 
 Counts encode16(Flat<const float> in, Flat<std::uint16_t> out, const std::string& type, float scale, float limit,
-                std::optional<Flat<float>> residual) {
-  require(out.size() == in.size() && (!residual || residual->size() == in.size()), "the arrays differ in length");
+                std::optional<Flat<float>> residual, std::optional<Flat<float>> new_residual) {
+  const auto fits = [&](const auto& array) { return !array || array->size() == in.size(); };
+  require(out.size() == in.size() && fits(residual) && fits(new_residual), "the arrays differ in length");
   const DType dtype = type_16(type);
   nb::gil_scoped_release release;
   const CastCounts counts =
-      codec_kernels().encode16(in.data(), data_of(residual), out.data(), in.size(), scale, limit, dtype);
+      codec_kernels().encode16(in.data(), data_of(residual), data_of(new_residual ? new_residual : residual),
+                               out.data(), in.size(), scale, limit, dtype);
   return {counts.overflowed, counts.underflowed, counts.nan};
 }
 
@@ -74,17 +76,28 @@ std::optional<std::size_t> first_beyond(Flat<const Real> x, double limit) {
 }
 
 Source source(const Flat<const float>& grad, const std::optional<Flat<float>>& residual,
-              const std::optional<Flat<float>>& momentum, float scale, float decay) {
+              const std::optional<Flat<float>>& momentum, float scale, float decay,
+              const std::optional<Flat<float>>& new_residual, const std::optional<Flat<float>>& new_momentum) {
   require(grad.size() <= std::numeric_limits<std::int32_t>::max(), "int32 indices reach 2^31 - 1 elements");
   require(!residual || residual->size() == grad.size(), "residual and gradient differ in length");
   require(!momentum || (residual && momentum->size() == grad.size()), "momentum needs a residual, of equal length");
-  return {grad.data(), data_of(residual), data_of(momentum), scale, decay};
+  require(!new_residual || (residual && new_residual->size() == grad.size()), "a new residual needs an old one");
+  require(!new_momentum || (momentum && new_momentum->size() == grad.size()), "a new momentum needs an old one");
+  return {grad.data(),
+          data_of(residual),
+          data_of(momentum),
+          scale,
+          decay,
+          data_of(new_residual ? new_residual : residual),
+          data_of(new_momentum ? new_momentum : momentum)};
 }
 
 std::pair<std::size_t, std::size_t> bind_top_k(Flat<const float> grad, std::size_t k, Flat<std::int32_t> indices,
                                                Flat<float> values, std::optional<Flat<float>> residual,
-                                               std::optional<Flat<float>> momentum, float scale, float decay) {
-  const Source from = source(grad, residual, momentum, scale, decay);
+                                               std::optional<Flat<float>> momentum, float scale, float decay,
+                                               std::optional<Flat<float>> new_residual,
+                                               std::optional<Flat<float>> new_momentum) {
+  const Source from = source(grad, residual, momentum, scale, decay, new_residual, new_momentum);
   require(k <= grad.size(), "k is larger than the array");
   require(indices.size() == values.size() && values.size() >= top_k_capacity(grad.size(), k),
           "the lists are shorter than top_k_capacity");
@@ -95,8 +108,10 @@ std::pair<std::size_t, std::size_t> bind_top_k(Flat<const float> grad, std::size
 
 std::pair<std::size_t, std::size_t> bind_threshold(Flat<const float> grad, float bound, Flat<std::int32_t> indices,
                                                    Flat<float> values, std::optional<Flat<float>> residual,
-                                                   std::optional<Flat<float>> momentum, float scale, float decay) {
-  const Source from = source(grad, residual, momentum, scale, decay);
+                                                   std::optional<Flat<float>> momentum, float scale, float decay,
+                                                   std::optional<Flat<float>> new_residual,
+                                                   std::optional<Flat<float>> new_momentum) {
+  const Source from = source(grad, residual, momentum, scale, decay, new_residual, new_momentum);
   require(bound >= 0, "the threshold is negative or NaN");
   require(indices.size() == values.size(), "the lists differ in length");
   nb::gil_scoped_release release;
@@ -136,9 +151,10 @@ void bind_cpu_codec(nb::module_& m) {
   m.def("cast_limit", &cast_limit, "dtype"_a, "ranks"_a,
         "The largest value of `dtype` that `ranks` ranks can add up without leaving it.");
   m.def("encode16", &encode16, "x"_a.noconvert(), "out"_a.noconvert(), "dtype"_a, "scale"_a, "limit"_a,
-        "residual"_a.noconvert() = nb::none(),
+        "residual"_a.noconvert() = nb::none(), "new_residual"_a.noconvert() = nb::none(),
         "Cast x * scale to 16 bits (in a uint16 array), clamped to +-limit. With a residual, residual + x is cast and\n"
-        "residual becomes what the cast lost of it. Returns the counts (overflowed, underflowed, nan).");
+        "what the cast lost of it goes to new_residual, or where that is None to residual. Returns the counts\n"
+        "(overflowed, underflowed, nan).");
   m.def("decode16", &decode16, "x"_a.noconvert(), "out"_a.noconvert(), "dtype"_a, "scale"_a,
         "Cast 16-bit floats (in a uint16 array) to float32 and multiply them by scale.");
   m.def("squared_norm", &squared_norm, "x"_a.noconvert(), "Sum of squares, accumulated in float64.");
@@ -147,16 +163,18 @@ void bind_cpu_codec(nb::module_& m) {
   m.def("first_beyond", &first_beyond<double>, "x"_a.noconvert(), "limit"_a);
   m.def("top_k_capacity", &top_k_capacity, "n"_a, "k"_a, "Length that the lists given to top_k need.");
   m.attr("list_slack") = gather_slack;
-  m.def("top_k", &bind_top_k, "x"_a.noconvert(), "k"_a, "indices"_a.noconvert(), "values"_a.noconvert(),
-        "residual"_a.noconvert() = nb::none(), "momentum"_a.noconvert() = nb::none(), "scale"_a = 1.0f,
-        "decay"_a = 0.0f,
-        "List the k elements of largest magnitude, indices ascending, ties by lowest index, in the first k places of\n"
-        "indices and values. With a residual, residual += scale * x first, and the selection is from residual; with\n"
-        "momentum too, momentum = decay * momentum + scale * x and residual += momentum.\n"
-        "Returns (count, how many of these are not finite).");
+  m.def(
+      "top_k", &bind_top_k, "x"_a.noconvert(), "k"_a, "indices"_a.noconvert(), "values"_a.noconvert(),
+      "residual"_a.noconvert() = nb::none(), "momentum"_a.noconvert() = nb::none(), "scale"_a = 1.0f, "decay"_a = 0.0f,
+      "new_residual"_a.noconvert() = nb::none(), "new_momentum"_a.noconvert() = nb::none(),
+      "List the k elements of largest magnitude, indices ascending, ties by lowest index, in the first k places of\n"
+      "indices and values. With a residual, new_residual = residual + scale * x first, and the selection is from it;\n"
+      "with momentum too, new_momentum = decay * momentum + scale * x and new_residual = residual + new_momentum.\n"
+      "Where a new one is None, the old one is overwritten. Returns (count, how many of these are not finite).");
   m.def(
       "threshold", &bind_threshold, "x"_a.noconvert(), "bound"_a, "indices"_a.noconvert(), "values"_a.noconvert(),
       "residual"_a.noconvert() = nb::none(), "momentum"_a.noconvert() = nb::none(), "scale"_a = 1.0f, "decay"_a = 0.0f,
+      "new_residual"_a.noconvert() = nb::none(), "new_momentum"_a.noconvert() = nb::none(),
       "List the elements with |x| >= bound, and NaN; accumulation as in top_k. Returns (count, how many of these are\n"
       "not finite); where count + list_slack exceeds the room, the lists are incomplete.");
   m.def("clear_at", &clear_at, "dense"_a.noconvert(), "indices"_a.noconvert(), "dense[indices] = 0");

@@ -51,14 +51,21 @@ struct Passed<DType> {
   }
 };
 
-// x, residual, momentum, scale, device_scale, decay
+// x, residual, momentum, scale, device_scale, decay, new_residual, new_momentum
 template <>
 struct Passed<cuda::Source> {
-  using Type = std::tuple<Address, Address, Address, float, Address, float>;
+  using Type = std::tuple<Address, Address, Address, float, Address, float, Address, Address>;
   static cuda::Source take(const Type& given) {
-    const auto [x, residual, momentum, scale, device_scale, decay] = given;
+    const auto [x, residual, momentum, scale, device_scale, decay, new_residual, new_momentum] = given;
     require(!momentum || residual, "momentum needs a residual");
-    return {at<const float>(x), at<float>(residual), at<float>(momentum), scale, at<const float>(device_scale), decay};
+    return {at<const float>(x),
+            at<const float>(residual),
+            at<const float>(momentum),
+            scale,
+            at<const float>(device_scale),
+            decay,
+            at<float>(new_residual),
+            at<float>(new_momentum)};
   }
 };
 
@@ -79,8 +86,8 @@ void bind_cuda_codec(nb::module_& m) {
   m.def("select_workspace", &cuda::select_workspace, "n"_a, "capacity"_a,
         "Bytes of workspace of a selection from n elements with room for `capacity` candidates.");
   define(m, "top_k", &cuda::top_k,
-         "As in _core, for 1 <= k <= n; the lists have room for k. Elements that are not finite are listed, reported\n"
-         "in findings[2] and become 0 in residual and momentum.");
+         "As in _core, for 1 <= k <= n; the lists have room for k. Elements that are not finite are listed, and\n"
+         "reported in findings[2].");
   define(m, "threshold", &cuda::threshold,
          "As in _core; the count goes to findings[0]. Where it exceeds the capacity the lists are not written.");
   define(m, "clear_at", &cuda::clear_at, "dense[indices] = 0");

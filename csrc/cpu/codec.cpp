@@ -73,8 +73,8 @@ struct LaneCounts {
 };
 
 template <class Type, bool with_residual>
-inline void encode_lanes(const float* in, float* residual, std::uint16_t* out, float scale, float limit,
-                         LaneCounts& counts) {
+inline void encode_lanes(const float* in, const float* residual, float* new_residual, std::uint16_t* out, float scale,
+                         float limit, LaneCounts& counts) {
   Floats x = load_as<Floats>(in);
   if (with_residual) x += load_as<Floats>(residual);
   const Floats scaled = x * scale;
@@ -89,7 +89,7 @@ inline void encode_lanes(const float* in, float* residual, std::uint16_t* out, f
   counts.overflowed -= over;
   counts.nan -= x != x;
   counts.underflowed -= (magnitude <= Type::becomes_zero) & (x != 0.0f);
-  if (with_residual) store(residual, x - Type::decode(encoded) * (1.0f / scale));
+  if (with_residual) store(new_residual, x - Type::decode(encoded) * (1.0f / scale));
 }
 
 std::size_t sum(Ints v) {
@@ -99,32 +99,34 @@ std::size_t sum(Ints v) {
 }
 
 template <class Type, bool with_residual>
-CastCounts encode(const float* in, float* residual, std::uint16_t* out, std::size_t n, float scale, float limit) {
+CastCounts encode(const float* in, const float* residual, float* new_residual, std::uint16_t* out, std::size_t n,
+                  float scale, float limit) {
   LaneCounts counts;
   std::size_t i = 0;
   for (; i + lanes <= n; i += lanes) {
     __builtin_prefetch(in + i + 1024);  // the hardware's own prefetch leaves a tenth of the bandwidth unused
-    encode_lanes<Type, with_residual>(in + i, with_residual ? residual + i : nullptr, out + i, scale, limit, counts);
+    encode_lanes<Type, with_residual>(in + i, with_residual ? residual + i : nullptr,
+                                      with_residual ? new_residual + i : nullptr, out + i, scale, limit, counts);
   }
   if (const std::size_t rest = n - i) {
     float in_rest[lanes] = {}, residual_rest[lanes] = {};
     std::uint16_t out_rest[lanes];
     __builtin_memcpy(in_rest, in + i, rest * sizeof *in);
     if (with_residual) __builtin_memcpy(residual_rest, residual + i, rest * sizeof *in);
-    encode_lanes<Type, with_residual>(in_rest, residual_rest, out_rest, scale, limit, counts);
+    encode_lanes<Type, with_residual>(in_rest, residual_rest, residual_rest, out_rest, scale, limit, counts);
     __builtin_memcpy(out + i, out_rest, rest * sizeof *out);
-    if (with_residual) __builtin_memcpy(residual + i, residual_rest, rest * sizeof *in);
+    if (with_residual) __builtin_memcpy(new_residual + i, residual_rest, rest * sizeof *in);
   }
   return {sum(counts.overflowed), sum(counts.underflowed), sum(counts.nan)};
 }
 
-CastCounts encode16(const float* in, float* residual, std::uint16_t* out, std::size_t n, float scale, float limit,
-                    DType type) {
+CastCounts encode16(const float* in, const float* residual, float* new_residual, std::uint16_t* out, std::size_t n,
+                    float scale, float limit, DType type) {
   if (type == DType::float16)
-    return residual ? encode<Half, true>(in, residual, out, n, scale, limit)
-                    : encode<Half, false>(in, residual, out, n, scale, limit);
-  return residual ? encode<BFloat16, true>(in, residual, out, n, scale, limit)
-                  : encode<BFloat16, false>(in, residual, out, n, scale, limit);
+    return residual ? encode<Half, true>(in, residual, new_residual, out, n, scale, limit)
+                    : encode<Half, false>(in, residual, new_residual, out, n, scale, limit);
+  return residual ? encode<BFloat16, true>(in, residual, new_residual, out, n, scale, limit)
+                  : encode<BFloat16, false>(in, residual, new_residual, out, n, scale, limit);
 }
 
 template <class Type>

@@ -14,10 +14,10 @@ struct CastCounts {
 
 struct CodecKernels {
   // out[i] = in[i] * scale, clamped to +-limit, rounded to nearest even as float16 or bfloat16. `limit` is a finite
-  // value of that type. With a residual (else null), residual[i] + in[i] takes the place of in[i], and residual[i]
-  // becomes what the rounding lost of it: residual[i] + in[i] - out[i] / scale.
-  CastCounts (*encode16)(const float* in, float* residual, std::uint16_t* out, std::size_t n, float scale, float limit,
-                         DType type);
+  // value of that type. With a residual (else null), residual[i] + in[i] takes the place of in[i], and what the
+  // rounding lost of it goes to new_residual, perhaps the same array: residual[i] + in[i] - out[i] / scale.
+  CastCounts (*encode16)(const float* in, const float* residual, float* new_residual, std::uint16_t* out, std::size_t n,
+                         float scale, float limit, DType type);
   // out[i] = in[i] * scale.
   void (*decode16)(const std::uint16_t* in, float* out, std::size_t n, float scale, DType type);
   // Sum of squares, accumulated in float64.

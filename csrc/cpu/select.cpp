@@ -18,10 +18,10 @@ inline T accumulate(const Source& from, std::size_t i) {
   x *= from.scale;
   if (mode == Mode::momentum) {
     x += load_as<T>(from.momentum + i) * from.decay;
-    store(from.momentum + i, x);
+    store(from.new_momentum + i, x);
   }
   x += load_as<T>(from.residual + i);
-  store(from.residual + i, x);
+  store(from.new_residual + i, x);
   return x;
 }
 
@@ -50,7 +50,7 @@ inline std::size_t append(unsigned mask, const float* at, const std::int32_t* id
 template <Mode mode, bool listing>
 std::size_t gather_range(const Source& from, std::size_t begin, std::size_t end, std::int32_t floor, std::size_t out,
                          std::int32_t* indices, float* values) {
-  const float* selected = mode == Mode::plain ? from.grad : from.residual;
+  const float* selected = mode == Mode::plain ? from.grad : from.new_residual;
   std::size_t i = begin;
   for (; i + kLanes<float> <= end; i += kLanes<float>) {
     const Floats x = accumulate<mode, Floats>(from, i);

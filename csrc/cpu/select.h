@@ -12,11 +12,13 @@ namespace distopt {
 // What is selected from, and how it comes about in the same pass over the memory.
 struct Source {
   const float* grad;
-  float* residual = nullptr;  // if given: residual[i] += scale * grad[i], and the selection is from residual
-  float* momentum =
-      nullptr;  // if given too: momentum[i] = decay * momentum[i] + scale * grad[i]; residual[i] += momentum[i]
+  const float* residual = nullptr;  // if given: new_residual[i] = residual[i] + scale * grad[i] is selected from
+  const float* momentum = nullptr;  // if given too: new_momentum[i] = decay * momentum[i] + scale * grad[i], and
+                                    // new_residual[i] = residual[i] + new_momentum[i]
   float scale = 1;
   float decay = 0;
+  float* new_residual = nullptr;  // given with residual; may be the same array
+  float* new_momentum = nullptr;  // the same with momentum
 };
 
 struct SelectKernels {

@@ -99,7 +99,7 @@ std::size_t top_k_capacity(std::size_t n, std::size_t k) { return candidate_capa
 Selection top_k(const Source& from, std::size_t n, std::size_t k, std::int32_t* indices, float* values,
                 std::size_t capacity) {
   const SelectKernels& kernels = select_kernels();
-  const float* x = from.residual ? from.residual : from.grad;
+  const float* x = from.residual ? from.new_residual : from.grad;
   const std::int32_t floor = k ? estimate_floor(from, n, k) : top_key;
   std::size_t collected = 0;
   if (floor != top_key || from.residual) collected = kernels.gather(from, n, floor, indices, values, capacity);

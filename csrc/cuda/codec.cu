@@ -61,8 +61,8 @@ struct Tally {
 };
 
 template <class Type, bool with_residual, int unit>
-__device__ void encode_unit(const float* in, float* residual, unsigned short* out, std::size_t first, std::size_t n,
-                            float scale, float limit, Tally& tally) {
+__device__ void encode_unit(const float* in, const float* residual, float* new_residual, unsigned short* out,
+                            std::size_t first, std::size_t n, float scale, float limit, Tally& tally) {
   float x[unit], left[unit];
   unsigned short encoded[unit];
   load(in + first, x);
@@ -78,27 +78,26 @@ __device__ void encode_unit(const float* in, float* residual, unsigned short* ou
     if (with_residual) {
       left[i] = __fsub_rn(x[i], __fmul_rn(Type::decode(encoded[i]), __fdiv_rn(1.0f, scale)));
       bad = (__float_as_int(left[i]) & top_key) >= nonfinite_key;
-      if (bad) left[i] = 0;
     }
     tally.overflowed += over;
     tally.underflowed += magnitude <= Type::becomes_zero && x[i] != 0;
     if (bad && n - first - i > tally.from_bad) tally.from_bad = n - first - i;
   }
   store(out + first, encoded);
-  if (with_residual) store(residual + first, left);
+  if (with_residual) store(new_residual + first, left);
 }
 
 template <class Type, bool with_residual, int unit>
 __global__ void __launch_bounds__(block_threads)
-    encode_kernel(const float* in, float* residual, unsigned short* out, std::size_t n, float scale, float limit,
-                  Findings* findings) {
+    encode_kernel(const float* in, const float* residual, float* new_residual, unsigned short* out, std::size_t n,
+                  float scale, float limit, Findings* findings) {
   Tally tally;
   const std::size_t thread = std::size_t{blockIdx.x} * block_threads + threadIdx.x;
   const std::size_t stride = std::size_t{gridDim.x} * block_threads;
   for (std::size_t u = thread; u < n / unit; u += stride)
-    encode_unit<Type, with_residual, unit>(in, residual, out, u * unit, n, scale, limit, tally);
+    encode_unit<Type, with_residual, unit>(in, residual, new_residual, out, u * unit, n, scale, limit, tally);
   if (unit > 1 && thread < n % unit)
-    encode_unit<Type, with_residual, 1>(in, residual, out, n - n % unit + thread, n, scale, limit, tally);
+    encode_unit<Type, with_residual, 1>(in, residual, new_residual, out, n - n % unit + thread, n, scale, limit, tally);
   if (tally.from_bad) atomicMax(&findings->from_bad, tally.from_bad);
   // Both counts in one sum; a block sees fewer than 2^31 elements of either kind.
   const auto both =
@@ -191,14 +190,14 @@ __global__ void mark_kernel(Real* x, Real mark, const unsigned long long* from_b
 }
 
 template <class Type, bool with_residual>
-void encode(const float* in, float* residual, std::uint16_t* out, std::size_t n, float scale, float limit,
-            Findings* findings, cudaStream_t stream) {
-  if (is_aligned(in, 16) && is_aligned(residual, 16) && is_aligned(out, 16))
-    launch(&encode_kernel<Type, with_residual, 8>, stride_blocks(n / 8), block_threads, stream, in, residual, out, n,
-           scale, limit, findings);
+void encode(const float* in, const float* residual, float* new_residual, std::uint16_t* out, std::size_t n, float scale,
+            float limit, Findings* findings, cudaStream_t stream) {
+  if (is_aligned(in, 16) && is_aligned(residual, 16) && is_aligned(new_residual, 16) && is_aligned(out, 16))
+    launch(&encode_kernel<Type, with_residual, 8>, stride_blocks(n / 8), block_threads, stream, in, residual,
+           new_residual, out, n, scale, limit, findings);
   else
-    launch(&encode_kernel<Type, with_residual, 1>, stride_blocks(n), block_threads, stream, in, residual, out, n, scale,
-           limit, findings);
+    launch(&encode_kernel<Type, with_residual, 1>, stride_blocks(n), block_threads, stream, in, residual, new_residual,
+           out, n, scale, limit, findings);
 }
 
 template <class Type>
@@ -218,13 +217,13 @@ void find_beyond(const Real* x, std::size_t n, Real limit, unsigned long long* f
 
 }  // namespace
 
-void encode16(const float* in, float* residual, std::uint16_t* out, std::size_t n, float scale, float limit, DType type,
-              Findings* findings, cudaStream_t stream) {
+void encode16(const float* in, const float* residual, float* new_residual, std::uint16_t* out, std::size_t n,
+              float scale, float limit, DType type, Findings* findings, cudaStream_t stream) {
   DISTOPT_CUDA_CHECK(cudaMemsetAsync(findings, 0, sizeof *findings, stream));
   if (!n) return;
   const auto chosen = type == DType::float16 ? (residual ? &encode<Half, true> : &encode<Half, false>)
                                              : (residual ? &encode<BFloat16, true> : &encode<BFloat16, false>);
-  chosen(in, residual, out, n, scale, limit, findings, stream);
+  chosen(in, residual, new_residual, out, n, scale, limit, findings, stream);
 }
 
 void decode16(const std::uint16_t* in, float* out, std::size_t n, float scale, DType type, cudaStream_t stream) {

@@ -19,10 +19,10 @@ struct Findings {
   unsigned long long underflowed;  // as in CastCounts
 };
 
-// cpu/codec.h: encode16. Unusable is NaN, and with a residual also what leaves one that is not finite: there the
-// residual becomes 0, since it would keep it for ever. Per element 4 bytes read and 2 written; with a residual 8 and 6.
-void encode16(const float* in, float* residual, std::uint16_t* out, std::size_t n, float scale, float limit, DType type,
-              Findings* findings, cudaStream_t stream);
+// cpu/codec.h: encode16. Unusable is NaN, and with a residual also what leaves one that is not finite. Per element 4
+// bytes read and 2 written; with a residual 8 and 6.
+void encode16(const float* in, const float* residual, float* new_residual, std::uint16_t* out, std::size_t n,
+              float scale, float limit, DType type, Findings* findings, cudaStream_t stream);
 
 // cpu/codec.h: decode16. Per element 2 bytes read, 4 written.
 void decode16(const std::uint16_t* in, float* out, std::size_t n, float scale, DType type, cudaStream_t stream);

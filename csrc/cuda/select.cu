@@ -336,21 +336,17 @@ __global__ void __launch_bounds__(block_threads)
 }
 
 // -- elements that are not finite -------------------------------------------------------------------------------------
-// Does nothing unless one was listed. Then it looks for the first one, which may not have been, and clears them all.
-__global__ void __launch_bounds__(block_threads)
-    give_up_kernel(const float* x, float* residual, float* momentum, std::size_t n, Findings* findings) {
+// Does nothing unless one was listed. Then it looks for the first one, which may not have been.
+__global__ void __launch_bounds__(block_threads) find_first_kernel(const float* x, std::size_t n, Findings* findings) {
   if (!findings->from_bad) return;
-  for (std::size_t i = thread_index(); i < n; i += thread_stride()) {
-    if (key_of(x[i]) < nonfinite_key) continue;
-    atomicMax(&findings->from_bad, static_cast<unsigned long long>(n - i));
-    if (residual) residual[i] = 0;
-    if (momentum) momentum[i] = 0;
-  }
+  for (std::size_t i = thread_index(); i < n; i += thread_stride())
+    if (key_of(x[i]) >= nonfinite_key) atomicMax(&findings->from_bad, static_cast<unsigned long long>(n - i));
 }
 
-void give_up(const Source& from, std::size_t n, Findings* findings, cudaStream_t stream) {
-  const float* const x = from.residual ? from.residual : from.grad;
-  launch(&give_up_kernel, stride_blocks(n / 16), block_threads, stream, x, from.residual, from.momentum, n, findings);
+const float* selected(const Source& from) { return from.residual ? from.new_residual : from.grad; }
+
+void find_first(const Source& from, std::size_t n, Findings* findings, cudaStream_t stream) {
+  launch(&find_first_kernel, stride_blocks(n / 16), block_threads, stream, selected(from), n, findings);
 }
 
 }  // namespace
@@ -375,7 +371,7 @@ void top_k(const Source& from, std::size_t n, std::size_t k, std::int32_t* indic
          estimated ? unsigned(sample_rank(n, k)) : 0u, top_key, w.state, findings);
   if (estimated || from.residual)
     launch(&collect_kernel, tiles, block_threads, stream, from, n32, takes_vectors(from), w, findings);
-  const float* const x = from.residual ? from.residual : from.grad;
+  const float* const x = selected(from);
   const unsigned blocks = stride_blocks(n / 4);
   launch(&digit_kernel<31, 20>, blocks, block_threads, stream, w, x, n32, k32);
   launch(&digit_kernel<20, 10>, blocks, block_threads, stream, w, x, n32, k32);
@@ -384,7 +380,7 @@ void top_k(const Source& from, std::size_t n, std::size_t k, std::int32_t* indic
   launch(&scan_kernel, 1, scan_threads, stream, w, tiles, true, findings);
   launch(&write_top_k_kernel, blocks_of(tiles, warps), block_threads, stream, w, x, n32, k32, tiles, indices, values,
          findings);
-  give_up(from, n, findings, stream);
+  find_first(from, n, findings, stream);
 }
 
 void threshold(const Source& from, std::size_t n, float bound, std::int32_t* indices, float* values,
@@ -400,7 +396,7 @@ void threshold(const Source& from, std::size_t n, float bound, std::int32_t* ind
   launch(&collect_kernel, tiles, block_threads, stream, from, n32, takes_vectors(from), w, findings);
   launch(&scan_kernel, 1, scan_threads, stream, w, tiles, false, findings);
   launch(&write_all_kernel, blocks_of(tiles, warps), block_threads, stream, w, n32, tiles, indices, values, findings);
-  give_up(from, n, findings, stream);
+  find_first(from, n, findings, stream);
 }
 
 }  // namespace distopt::cuda

@@ -14,18 +14,19 @@ namespace distopt::cuda {
 // What is selected from, and how it comes about in the same pass: cpu/select.h.
 struct Source {
   const float* grad;
-  float* residual = nullptr;
-  float* momentum = nullptr;
+  const float* residual = nullptr;
+  const float* momentum = nullptr;
   float scale = 1;
   const float* device_scale = nullptr;  // if given, a factor in device memory, in place of `scale`
   float decay = 0;
+  float* new_residual = nullptr;
+  float* new_momentum = nullptr;
 };
 
-// The passes below all treat elements that are not finite alike: findings->from_bad says where the first one is, and in
-// residual and momentum they become 0 after they have been listed.
+// Of the elements that are not finite, findings->from_bad says in all passes below where the first one is.
 
-// residual and momentum as a selection would leave them. Needs a residual. Per element 8 bytes read and 4 written, with
-// momentum 12 and 8.
+// new_residual and new_momentum as a selection would leave them. Needs a residual. Per element 8 bytes read and 4
+// written, with momentum 12 and 8.
 void accumulate(const Source& from, std::size_t n, Findings* findings, cudaStream_t stream);
 
 // Lists the k largest, 1 <= k <= n < 2^31: cpu/sparse.h. Reads (and accumulates) every element once and the few

@@ -13,7 +13,8 @@
 namespace distopt::cuda {
 
 inline bool takes_vectors(const Source& from) {
-  return is_aligned(from.grad, 16) && is_aligned(from.residual, 16) && is_aligned(from.momentum, 16);
+  return is_aligned(from.grad, 16) && is_aligned(from.residual, 16) && is_aligned(from.momentum, 16) &&
+         is_aligned(from.new_residual, 16) && is_aligned(from.new_momentum, 16);
 }
 
 __device__ inline std::int32_t key_of(float x) { return __float_as_int(x) & top_key; }
@@ -60,8 +61,8 @@ __device__ inline float4 accumulate_four(const Source& from, float scale, std::s
   x.y = accumulated(from, scale, x.y, left.y, m.y);
   x.z = accumulated(from, scale, x.z, left.z, m.z);
   x.w = accumulated(from, scale, x.w, left.w, m.w);
-  if (from.momentum) store(from.momentum + at, m, available, vectors);
-  store(from.residual + at, x, available, vectors);
+  if (from.momentum) store(from.new_momentum + at, m, available, vectors);
+  store(from.new_residual + at, x, available, vectors);
   return x;
 }
 

@@ -13,13 +13,7 @@ __global__ void __launch_bounds__(block_threads)
   for (std::size_t at = thread_index() * 4; at < n; at += thread_stride() * 4) {
     const unsigned available = static_cast<unsigned>(min(n - at, std::size_t{4}));
     const float4 x = accumulate_four(from, scale, at, available, vectors);
-    const float elements[4] = {x.x, x.y, x.z, x.w};
-    for (unsigned c = 0; c < available; ++c) {
-      if (key_of(elements[c]) < nonfinite_key) continue;
-      from.residual[at + c] = 0;
-      if (from.momentum) from.momentum[at + c] = 0;
-      atomicMax(&findings->from_bad, static_cast<unsigned long long>(n - at - c));
-    }
+    report_nonfinite(x, at, n, findings);
   }
 }
 

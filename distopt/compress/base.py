@@ -132,6 +132,7 @@ class Reduction:
     """One step's reduction: a bucket on its way to being the mean over ranks.
 
     Attributes:
+        state: that of the bucket.
         finished: whether the bucket holds the mean, or there is none.
         verdict: what `Codec.reduce` returned, when it has finished.
     """
@@ -140,7 +141,8 @@ class Reduction:
         """Collective: runs up to the first wait."""
         self.finished = False
         self.verdict: BadGradient | None = None
-        self._state = state
+        self.state = state
+        state.renewed.clear()  # by a step without update
         self._steps = codec.reduce(state)
         cost, began = state.statistics, perf_counter()
         before = cost.comm_seconds
@@ -150,7 +152,7 @@ class Reduction:
 
     def done(self) -> bool:
         """Local. Whether `resume` would return without waiting. Moves bytes, but never goes on to the next step."""
-        pending = self._state.pending
+        pending = self.state.pending
         return self.finished or pending is None or pending.done()
 
     def resume(self, timeout: float | None = None) -> None:
@@ -158,10 +160,10 @@ class Reduction:
 
         An error of the communicator is raised by every further call.
         """
-        pending = self._state.pending
+        pending = self.state.pending
         if self.finished or pending is None:
             return
-        cost, began = self._state.statistics, perf_counter()
+        cost, began = self.state.statistics, perf_counter()
         pending.wait(timeout)
         waited, before = perf_counter(), cost.comm_seconds
         self._run()
@@ -172,14 +174,16 @@ class Reduction:
         """Collective. Finish this reduction alone; the verdict. Other ones must not be waiting for a further step."""
         while not self.finished:
             self.resume(timeout)
+        if self.verdict is None:
+            self.state.accept()
         return self.verdict
 
     def _run(self) -> None:
         try:
-            self._state.pending = next(self._steps)
+            self.state.pending = next(self._steps)
         except StopIteration as end:
-            self.verdict, self.finished, self._state.pending = end.value, True, None
-            self._state.statistics.reductions += 1
+            self.verdict, self.finished, self.state.pending = end.value, True, None
+            self.state.statistics.reductions += 1
         except BaseException as error:
             self._steps = _failed(error)  # where a generator that has raised would look as if it had finished
             raise
@@ -191,11 +195,19 @@ def _failed(error: BaseException) -> Steps:
 
 
 def finish_all(reductions: Sequence[Reduction]) -> list[BadGradient | None]:
-    """Collective. Finish reductions that are under way together: in rounds, in their order. Their verdicts."""
+    """Collective. Finish reductions that are under way together: in rounds, in their order. Their verdicts.
+
+    Where one of these is bad, the states of all codecs stay as they were before.
+    """
     under_way = True
     while under_way:
         under_way = False
         for reduction in reductions:
             reduction.resume()
             under_way |= not reduction.finished
-    return list(map(attrgetter("verdict"), reductions))
+    verdicts = list(map(attrgetter("verdict"), reductions))
+    if not any(verdicts):
+        for reduction in reductions:
+            if reduction.state.renewed:
+                reduction.state.accept()
+    return verdicts

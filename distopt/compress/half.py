@@ -50,25 +50,26 @@ class _Half(Codec):
     def reduce(self, state: CodecState) -> Steps:
         """Collective. See `Codec.reduce`."""
         on_wire, dynamic = state.memory["wire"], self._scale_state(state)
-        scale = float(self.scale) if dynamic is None else float(dynamic[0])
+        scale = float(dynamic[0][0]) if dynamic else float(self.scale)
+        residual, new_residual = state.renew_residual()
         limit = _core.cast_limit(self.wire, state.wire.world_size)
         bits, factor = on_wire.view(np.uint16), scale / state.wire.world_size
         # Without a residual infinity is saturated and counted; a residual would keep it for ever.
-        state.kernels.encode16(state.bucket, state.residual, bits, self.wire, factor, limit, state.findings)
+        state.kernels.encode16(state.bucket, residual, bits, self.wire, factor, limit, state.findings, new_residual)
         sent = state.send_header()
         work = state.wire.all_reduce(on_wire, "sum", wire=self.wire)
         yield sent
         yield work
         header = state.read_header(sent)
-        if dynamic is not None:
-            _adapt(dynamic, header.overflowed)
+        if dynamic:
+            _adapt(*dynamic, header.overflowed)
         if header.verdict is None:
             state.kernels.decode16(bits, state.bucket, self.wire, 1 / scale)
         return header.verdict
 
-    def _scale_state(self, state: CodecState) -> Array | None:
-        """With a dynamic scale: the scale, and the number of reductions since it last changed."""
-        return state.keep("scale", np.array([1.0, 0.0])) if self.scale == "dynamic" else None
+    def _scale_state(self, state: CodecState) -> tuple[Array, Array] | None:
+        """With a dynamic scale: the scale and the number of reductions since it last changed, old and new."""
+        return state.renew("scale", np.array([1.0, 0.0])) if self.scale == "dynamic" else None
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,12 @@ class BFloat16(_Half):
     scale: float | Literal["dynamic"] = 1.0
 
 
-def _adapt(state: Array, overflowed: bool) -> None:
-    scale, calm = state
+def _adapt(old: Array, new: Array, overflowed: bool) -> None:
+    scale, calm = old
     if overflowed:
         scale, calm = scale / 2, 0
     elif calm + 1 == _GROWTH_STEPS:
         scale, calm = min(scale * 2, _LARGEST_SCALE), 0
     else:
         calm += 1
-    state[:] = scale, calm
+    new[:] = scale, calm

@@ -16,26 +16,25 @@ from .base import Codec
 if TYPE_CHECKING:
     from ..comm.base import Array
     from .base import Steps
-    from .state import CodecState
+    from .state import CodecState, Part
 
 __all__ = ["PowerSGD"]
 
 
 class _Matrix(NamedTuple):
-    """Views for one parameter: M [n, m], where its mean goes, P [n, r], Q [m, r], the Q before it and the first one."""
+    """Of one parameter: where it lies, and views: where the mean of M [n, m] goes, P [n, r], Q [m, r], the first Q."""
 
-    gradient: Array
+    part: Part
     mean: Array
     p: Array
     q: Array
-    last_q: Array
     start: Array
 
 
 class _Vector(NamedTuple):
-    """Views for a parameter that is averaged densely: its gradient, where the mean goes, and its place on the wire."""
+    """Of a parameter that is averaged densely: where it lies, and views: where the mean goes, its place on the wire."""
 
-    gradient: Array
+    part: Part
     mean: Array
     sent: Array
 
@@ -84,59 +83,61 @@ class PowerSGD(Codec):
         for part in state.parts:
             place = slice(part.offset, part.offset + part.size)
             mean = state.bucket[place]
-            gradient = mean if state.residual is None else state.residual[place]
             if part in sides:
                 n, m = sides[part]
                 in_p, in_q = slice(p, p + n * r), slice(q, q + m * r)
                 first_q = xp.asarray(start[in_q])
-                last_q = state.keep("q", first_q, part)
-                factors = ps[in_p].reshape(n, r), *(q.reshape(m, r) for q in (qs[in_q], last_q, first_q))
-                state.memory["matrices"].append(_Matrix(gradient.reshape(n, m), mean.reshape(n, m), *factors))
+                state.keep("q", first_q, part)
+                factors = ps[in_p].reshape(n, r), *(q.reshape(m, r) for q in (qs[in_q], first_q))
+                state.memory["matrices"].append(_Matrix(part, mean.reshape(n, m), *factors))
                 p, q = in_p.stop, in_q.stop
             else:
                 state.keep("q", xp.empty(0, dtype), part)  # every parameter has states, or some are missing
-                state.memory["vectors"].append(_Vector(gradient, mean, ps[dense : dense + part.size]))
+                state.memory["vectors"].append(_Vector(part, mean, ps[dense : dense + part.size]))
                 dense += part.size
 
     def reduce(self, state: CodecState) -> Steps:
         """Collective. See `Codec.reduce`."""
         xp = array_module(state.bucket)
         matrices, vectors = state.memory["matrices"], state.memory["vectors"]
-        residual, limit = state.residual, state.memory["limit"]
-        if residual is not None:
-            residual += state.bucket
-        bad = state.findings[FROM_BAD : FROM_BAD + 1]
-        state.kernels.mark_beyond(state.bucket if residual is None else residual, limit, bad)
+        limit, (residual, new_residual) = state.memory["limit"], state.renew_residual()
+        total = state.bucket if residual is None else xp.add(residual, state.bucket, out=new_residual)
+        state.kernels.mark_beyond(total, limit, state.findings[FROM_BAD : FROM_BAD + 1])
+
+        def gradient(own: _Matrix | _Vector) -> Array:
+            return total[own.part.offset : own.part.offset + own.part.size].reshape(own.mean.shape)
+
         with np.errstate(over="ignore", invalid="ignore"):  # of bad gradients
             for own in matrices:
-                xp.matmul(own.gradient, own.last_q, out=own.p)
+                xp.matmul(gradient(own), state.keep("q", part=own.part).reshape(own.start.shape), out=own.p)
         for vector in vectors:
-            vector.sent[...] = vector.gradient
+            vector.sent[...] = gradient(vector)
         header = state.send_header()
         work = state.wire.all_reduce(state.memory["p"], "mean")
         yield header
         yield work
         verdict = state.read_header(header, f"NaN, infinite or, beyond {limit:.2g}, too large for PowerSGD").verdict
         if verdict is not None:
-            if residual is not None and int(bad[0]):
-                residual.fill(0)  # it could never be sent
+            if residual is not None and not bool((abs(residual) <= limit).all()):
+                residual.fill(0)  # no step could ever send it
             return verdict
         for own in matrices:
             _orthogonalise(own.p)
-            xp.matmul(own.gradient.T, own.p, out=own.q)
+            xp.matmul(gradient(own).T, own.p, out=own.q)
         yield state.wire.all_reduce(state.memory["q"], "mean")
         for own in matrices:
             # A column of zeros would stay so, as would one that another holds already.
-            own.last_q[...] = xp.where(own.p.any(axis=0), own.q, own.last_q)
-            _orthogonalise(own.last_q)  # of which the next P keeps the directions, and no tiny scale
-            own.last_q[...] = xp.where(own.last_q.any(axis=0), own.last_q, own.start)
+            last_q, next_q = (q.reshape(own.start.shape) for q in state.renew("q", part=own.part))
+            next_q[...] = xp.where(own.p.any(axis=0), own.q, last_q)
+            _orthogonalise(next_q)  # of which the next P keeps the directions, and no tiny scale
+            next_q[...] = xp.where(next_q.any(axis=0), next_q, own.start)
             own.mean[...] = own.p[:, :1] * own.q[:, 0]
             for k in range(1, self.rank):
                 own.mean[...] += own.p[:, k : k + 1] * own.q[:, k]
         for vector in vectors:
             vector.mean[...] = vector.sent
         if residual is not None:
-            residual -= state.bucket
+            total -= state.bucket
         return None
 
 

@@ -65,8 +65,8 @@ class SparseCodec(Codec):
     def _select(self, state: CodecState, accumulation: Accumulation, count: int | None) -> None:
         """Local. Accumulate; fill the lists and the findings. `count` is what `_known_count` gave."""
 
-    def _complete(self, state: CodecState, count: int) -> None:
-        """Local. Make sure that the lists hold all `count` entries that the findings promised."""
+    def _complete(self, state: CodecState, count: int, source: Array) -> None:
+        """Local. Make sure that the lists hold all `count` entries of `source` that the findings promised."""
 
     # -- the reduction -----------------------------------------------------------------------------------------------
     def prepare(self, state: CodecState) -> None:
@@ -74,7 +74,7 @@ class SparseCodec(Codec):
         size = state.bucket.size
         if size >= 2**31:
             raise UsageError(f"int32 indices do not reach into a bucket of {size}; use smaller buckets")
-        self._velocity(state)
+        self._accumulation(state)
         state.memory["lists"] = state.kernels.new_lists(0)
 
     def reduce(self, state: CodecState) -> Steps:
@@ -89,32 +89,36 @@ class SparseCodec(Codec):
             self._select(state, accumulation, count)
         sent = state.send_header()
         # Lists of known lengths set out with the header, others follow it.
-        payload = None if counts is None else self._send(state, counts)
+        payload = None if counts is None else self._send(state, counts, accumulation)
         under_way = [] if payload is None else [next(payload)]
         yield sent
         header = state.read_header(sent)
         yield from under_way
         if payload is None and header.verdict is None:
-            payload = self._send(state, header.counts)
+            payload = self._send(state, header.counts, accumulation)
         if payload is not None:
             yield from payload
         return header.verdict
 
-    def _send(self, state: CodecState, counts: Sequence[int]) -> Generator[Work, None, None]:
+    def _send(
+        self, state: CodecState, counts: Sequence[int], accumulation: Accumulation
+    ) -> Generator[Work, None, None]:
         if _goes_dense(state, counts):
-            yield from self._send_dense(state, counts)
+            yield from self._send_dense(state, counts, accumulation.new_residual)
             return
-        count, velocity = counts[state.wire.rank], self._velocity(state)
-        self._complete(state, count)
+        count = counts[state.wire.rank]
+        self._complete(state, count, accumulation.source(state.bucket))
         lists = state.memory["lists"]
         indices, values = lists.indices[:count], lists.values[:count]
-        if state.residual is not None:
-            state.kernels.clear_at(state.residual, indices)
-        if velocity is not None and self.factor_masking:
-            state.kernels.clear_at(velocity, indices)
+        if accumulation.new_residual is not None:
+            state.kernels.clear_at(accumulation.new_residual, indices)
+        if accumulation.new_momentum is not None and self.factor_masking:
+            state.kernels.clear_at(accumulation.new_momentum, indices)
         yield from state.wire.sparse_all_reduce(indices, values, state.bucket, counts, 1 / len(counts))
 
-    def _send_dense(self, state: CodecState, counts: Sequence[int]) -> Generator[Work, None, None]:
+    def _send_dense(
+        self, state: CodecState, counts: Sequence[int], residual: Array | None
+    ) -> Generator[Work, None, None]:
         if not state.statistics.fell_back:
             log.info(
                 "bucket %r: %d of %d elements per rank on %d ranks are more bytes than the dense bucket; reducing it "
@@ -122,26 +126,24 @@ class SparseCodec(Codec):
             )  # fmt: skip
         state.statistics.fell_back += 1
         # Everything is sent, so nothing is left over. Velocity goes on: masked everywhere, there would be no momentum.
-        if state.residual is not None:
-            state.kernels.copy_into(state.bucket, state.residual)
-            state.residual.fill(0)
+        if residual is not None:
+            state.kernels.copy_into(state.bucket, residual)
+            residual.fill(0)
         yield state.wire.all_reduce(state.bucket, "mean")
 
     # -- the residual ------------------------------------------------------------------------------------------------
-    def _velocity(self, state: CodecState) -> Array | None:
+    def _accumulation(self, state: CodecState) -> Accumulation:
         if state.residual is None and (self.momentum or self.clip_norm is not None):
             raise UsageError(
                 "momentum correction and local clipping act on the residual; wrap the codec: "
                 f"ErrorFeedback({type(self).__name__}(...))"
             )
-        return state.keep("velocity") if self.momentum else None
-
-    def _accumulation(self, state: CodecState) -> Accumulation:
-        scale, velocity = 1.0, self._velocity(state)
+        scale, (residual, new_residual) = 1.0, state.renew_residual()
+        velocity, new_velocity = state.renew("velocity") if self.momentum else (None, None)
         if self.clip_norm is not None:
             limit = self.clip_norm / math.sqrt(state.wire.world_size)
             scale = state.kernels.clip_scale(state.bucket, limit)
-        return Accumulation(state.residual, velocity, scale, self.momentum)
+        return Accumulation(residual, velocity, scale, self.momentum, new_residual, new_velocity)
 
 
 def _goes_dense(state: CodecState, counts: Sequence[int]) -> bool:

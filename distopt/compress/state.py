@@ -87,6 +87,7 @@ class CodecState:
         findings: int64 [4], what a pass over the bucket has found; see `kernels.base`. Only with headers.
         statistics: totals of all reductions.
         pending: what the reduction under way waits for.
+        renewed: names of what follows others in the state, once the verdict on the step is known.
     """
 
     def __init__(
@@ -112,14 +113,16 @@ class CodecState:
         self.memory: dict[str, Any] = {}
         self.findings: Array = None
         self.pending: Work | None = None
+        self.renewed: set[str] = set()
         self._state: dict[str, Array] = {}  # by name, or by "NAME/PARAMETER" where it is of one parameter
         self._initial: dict[str, Array | None] = {}
+        self._new: dict[str, Array] = {}  # room for what follows arrays of the state, by the same names
         self._loaded: States = {}  # what no options have used yet
 
     # -- state -------------------------------------------------------------------------------------------------------
     @property
     def residual(self) -> Array | None:
-        """What has not been sent yet, with error feedback: the array itself, where the bucket is."""
+        """What had not been sent before this step, with error feedback: the array itself, where the bucket is."""
         return self._state.get("residual")
 
     def keep(self, name: str, initial: Array | None = None, part: Part | None = None) -> Array:
@@ -139,6 +142,25 @@ class CodecState:
             self._state[name], self._initial[name] = array, initial
             self._claim()
         return array
+
+    def renew(self, name: str, initial: Array | None = None, part: Part | None = None) -> tuple[Array, Array]:
+        """Local. The array that `keep` gives, to be read, and the one that follows it with `accept`, to be filled."""
+        old = self.keep(name, initial, part)
+        name = name if part is None else f"{name}/{part.name}"
+        if name not in self._new:
+            self._new[name] = array_module(old).empty_like(old)
+        self.renewed.add(name)
+        return old, self._new[name]
+
+    def renew_residual(self) -> tuple[Array, Array] | tuple[None, None]:
+        """Local. `renew` of the residual, if there is error feedback."""
+        return (None, None) if self.residual is None else self.renew("residual")
+
+    def accept(self) -> None:
+        """Local. All gradients of the step are good, those of other buckets too: what was renewed takes effect."""
+        for name in self.renewed:
+            self._state[name], self._new[name] = self._new[name], self._state[name]
+        self.renewed.clear()
 
     def state_dict(self) -> States:
         """Local. Copies, in NumPy arrays, of what the next steps depend on; they differ between ranks."""

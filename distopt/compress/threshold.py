@@ -11,6 +11,7 @@ from ..kernels import FINDINGS, Accumulation
 from .sparse import SparseCodec
 
 if TYPE_CHECKING:
+    from ..comm.base import Array
     from .state import CodecState
 
 __all__ = ["Threshold"]
@@ -49,12 +50,11 @@ class Threshold(SparseCodec):
         lists = state.memory["lists"]
         state.kernels.threshold(state.bucket, self.bound, accumulation, lists, state.findings)
 
-    def _complete(self, state: CodecState, count: int) -> None:
+    def _complete(self, state: CodecState, count: int, source: Array) -> None:
         lists = state.memory["lists"]
         if count <= lists.values.size:
             return
-        # A GPU does not wait for the host to make room. What was accumulated is in the residual by now.
+        # A GPU does not wait for the host to make room. What was accumulated is in the source by now.
         lists.reserve(count + count // 4)
-        source = state.bucket if state.residual is None else state.residual
         scratch = state.kernels.empty(FINDINGS, "int64")
         state.kernels.threshold(source, self.bound, Accumulation(), lists, scratch)

@@ -12,7 +12,6 @@ from ..errors import UsageError
 from .sparse import SparseCodec
 
 if TYPE_CHECKING:
-    from ..comm.base import Array
     from ..kernels import Accumulation
     from .state import CodecState
 
@@ -68,16 +67,16 @@ class TopK(SparseCodec):
         super().prepare(state)
         self._step(state)
 
-    def _step(self, state: CodecState) -> Array:
-        """Number of the reduction, which warm-up needs."""
-        first = np.zeros(1, np.int64)
-        return state.keep("step", first) if self.warm_up_steps else first
+    def _step(self, state: CodecState) -> int:
+        """Number of the reduction, which warm-up needs; counts it."""
+        if not self.warm_up_steps:
+            return 0
+        step, following = state.renew("step", np.zeros(1, np.int64))
+        following[...] = step + 1
+        return int(step[0])
 
     def _known_count(self, state: CodecState) -> int:
-        step = self._step(state)
-        count = self.count(state.size, int(step[0]))
-        step += 1
-        return count
+        return self.count(state.size, self._step(state))
 
     def _select(self, state: CodecState, accumulation: Accumulation, count: int | None) -> None:
         kernels, lists = state.kernels, state.memory["lists"]

@@ -25,20 +25,30 @@ FINDINGS = 4
 class Accumulation(NamedTuple):
     """What a selection does to the gradient on the way.
 
-    residual += scale * gradient, and the selection is from the residual; with momentum, momentum = decay * momentum +
-    scale * gradient and residual += momentum.
+    new_residual = residual + scale * gradient, and the selection is from it; with momentum, new_momentum = decay *
+    momentum + scale * gradient and new_residual = residual + new_momentum.
 
     Attributes:
         residual: float32, as long as the gradient, or None: the selection is from the gradient itself.
         momentum: the same, or None; needs a residual.
         scale: a number, or what `Kernels.clip_scale` gave.
         decay: factor on the momentum.
+        new_residual: an array like residual, or None: the sum takes its place.
+        new_momentum: the same of momentum.
     """
 
     residual: Array | None = None
     momentum: Array | None = None
     scale: Any = 1.0
     decay: float = 0.0
+    new_residual: Array | None = None
+    new_momentum: Array | None = None
+
+    def source(self, x: Array) -> Array:
+        """The array that is selected from, once the gradient `x` has been accumulated."""
+        if self.residual is None:
+            return x
+        return self.residual if self.new_residual is None else self.new_residual
 
 
 class Lists:
@@ -68,8 +78,7 @@ class Lists:
 class Kernels(Protocol):
     """Flat float32 arrays, unless it says otherwise.
 
-    A pass that fills findings treats an unusable element (NaN or infinite; for a cast without a residual only NaN)
-    alike: it is reported, and in residual and momentum it becomes 0, since these would keep it for ever.
+    A pass that fills findings reports an unusable element: NaN or infinite; for a cast without a residual only NaN.
     """
 
     def empty(self, count: int, dtype: Any, /) -> Array:
@@ -85,9 +94,20 @@ class Kernels(Protocol):
         """Room for selections."""
 
     def encode16(
-        self, x: Array, residual: Array | None, wire: Array, dtype: str, scale: float, limit: float, findings: Array
+        self,
+        x: Array,
+        residual: Array | None,
+        wire: Array,
+        dtype: str,
+        scale: float,
+        limit: float,
+        findings: Array,
+        new_residual: Array | None = None,
     ) -> None:
-        """Cast x * scale, or (residual + x) * scale, into the uint16 array `wire`, clamped to +-limit."""
+        """Cast x * scale, or (residual + x) * scale, into the uint16 array `wire`, clamped to +-limit.
+
+        What the cast loses goes to `new_residual`; where that is None, to `residual` if there is one.
+        """
 
     def decode16(self, wire: Array, x: Array, dtype: str, scale: float, /) -> None:
         """Cast back into x, times scale."""

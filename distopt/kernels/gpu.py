@@ -45,9 +45,17 @@ def copy_into(target: Array, source: Array) -> None:
 
 
 def encode16(
-    x: Array, residual: Array | None, wire: Array, dtype: str, scale: float, limit: float, findings: Array
+    x: Array,
+    residual: Array | None,
+    wire: Array,
+    dtype: str,
+    scale: float,
+    limit: float,
+    findings: Array,
+    new_residual: Array | None = None,
 ) -> None:
-    _cuda.encode16(_at(x), _at(residual), _at(wire), x.size, scale, limit, dtype, _at(findings), _stream())
+    residuals = _at(residual), _at(residual if new_residual is None else new_residual)
+    _cuda.encode16(_at(x), *residuals, _at(wire), x.size, scale, limit, dtype, _at(findings), _stream())
 
 
 def decode16(wire: Array, x: Array, dtype: str, scale: float) -> None:
@@ -145,7 +153,11 @@ def _code_of(x: Array) -> int:
     return int(x.dtype == np.float64)  # of csrc/base/types.h
 
 
-def _source(x: Array, accumulation: Accumulation) -> tuple[int, int, int, float, int, float]:
-    residual, momentum, scale, decay = accumulation
+def _source(x: Array, accumulation: Accumulation) -> tuple[int, int, int, float, int, float, int, int]:
+    residual, momentum, scale, decay, new_residual, new_momentum = accumulation
     factor = (1.0, _at(scale)) if isinstance(scale, cupy.ndarray) else (scale, 0)
-    return _at(x), _at(residual), _at(momentum), *factor, decay
+    new = (
+        _at(residual if new_residual is None else new_residual),
+        _at(momentum if new_momentum is None else new_momentum),
+    )
+    return _at(x), _at(residual), _at(momentum), *factor, decay, *new

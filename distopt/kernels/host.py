@@ -29,14 +29,21 @@ def new_lists(capacity: int) -> Lists:
 
 
 def encode16(
-    x: Array, residual: Array | None, wire: Array, dtype: str, scale: float, limit: float, findings: Array
+    x: Array,
+    residual: Array | None,
+    wire: Array,
+    dtype: str,
+    scale: float,
+    limit: float,
+    findings: Array,
+    new_residual: Array | None = None,
 ) -> None:
-    overflowed, underflowed, nan = _core.encode16(x, wire, dtype, scale, limit, residual)
+    overflowed, underflowed, nan = _core.encode16(x, wire, dtype, scale, limit, residual, new_residual)
     from_bad = 0
     if residual is None and nan:
         from_bad = _from_first(np.isnan(x))
     elif nan or (overflowed and residual is not None):
-        from_bad = _give_up(x, Accumulation(residual))
+        from_bad = _from_bad(Accumulation(residual, new_residual=new_residual).source(x))
     findings[:] = 0, overflowed, from_bad, underflowed
 
 
@@ -66,25 +73,25 @@ def accumulate(x: Array, accumulation: Accumulation, lists: Lists, findings: Arr
     lists.reserve(_core.top_k_capacity(x.size, 0))
     if accumulation.residual is not None:
         _core.top_k(x, 0, lists.indices, lists.values, *accumulation)
-    source = x if accumulation.residual is None else accumulation.residual
+    source = accumulation.source(x)
     finite = math.isfinite(_core.squared_norm(source))
-    findings[:] = 0, 0, 0 if finite else _give_up(x, accumulation), 0
+    findings[:] = 0, 0, 0 if finite else _from_bad(source), 0
 
 
 def top_k(x: Array, k: int, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
     lists.reserve(_core.top_k_capacity(x.size, k))
     count, unusable = _core.top_k(x, k, lists.indices, lists.values, *accumulation)
-    findings[:] = count, 0, _give_up(x, accumulation) if unusable else 0, 0
+    findings[:] = count, 0, _from_bad(accumulation.source(x)) if unusable else 0, 0
 
 
 def threshold(x: Array, bound: float, accumulation: Accumulation, lists: Lists, findings: Array) -> None:
     count, unusable = _core.threshold(x, bound, lists.indices, lists.values, *accumulation)
+    source = accumulation.source(x)
     if count + _core.list_slack > lists.values.size:
-        # Once more with room to grow into; what was accumulated is in the residual by now.
+        # Once more with room to grow into; what was accumulated is in the source by now.
         lists.reserve(count + count // 4 + _core.list_slack)
-        source = x if accumulation.residual is None else accumulation.residual
         count, unusable = _core.threshold(source, bound, lists.indices, lists.values)
-    findings[:] = count, 0, _give_up(x, accumulation) if unusable else 0, 0
+    findings[:] = count, 0, _from_bad(source) if unusable else 0, 0
 
 
 def nonzero(x: Array) -> tuple[Array, Array]:
@@ -104,15 +111,8 @@ def cuts(indices: Array, bounds: Sequence[int]) -> list[int]:
     return found
 
 
-def _give_up(x: Array, accumulation: Accumulation) -> int:
-    residual, momentum = accumulation.residual, accumulation.momentum
-    if residual is None:
-        return _from_first(~np.isfinite(x))
-    unusable = ~np.isfinite(residual)
-    residual[unusable] = 0
-    if momentum is not None:
-        momentum[unusable] = 0
-    return _from_first(unusable)
+def _from_bad(x: Array) -> int:
+    return _from_first(~np.isfinite(x))
 
 
 def _from_first(mask: Array) -> int:

@@ -6,7 +6,7 @@ is a number or a schedule. `clip_grad_norm` is that of `Optimizer.clip_gradients
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import UsageError
 from .hyperparameters import CurrentValue, Hyperparameter, SlotView
@@ -47,6 +47,7 @@ class SGD(Optimizer):
     """
 
     nesterov: bool
+    former_slots: ClassVar[tuple[str, ...]] = ("momentum",)
     moments = SlotView("momentum")
     momentum, mom_value = Hyperparameter(), CurrentValue("momentum")
     dampening, dam_value = Hyperparameter(), CurrentValue("dampening")

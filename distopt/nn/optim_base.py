@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -58,6 +58,7 @@ class Optimizer:
 
     dtype: DTypeLike
     values: dict[str, float]
+    former_slots: ClassVar[tuple[str, ...]] = ()  # what `slots` may have named under other hyperparameters
     lr = Hyperparameter()
     lr_value = CurrentValue("lr")
     grad_norm: float | None = None
@@ -287,7 +288,7 @@ class Optimizer:
                 raise StateError(f"state {key} is {dtype or type(value).__name__}; expected an array of floats")
             loaded.setdefault(name, {})[slot] = array.copy()
         for name, slots in loaded.items():
-            if set(slots) != set(self.slots):
+            if not set(self.slots) <= set(slots) <= {*self.slots, *self.former_slots}:
                 raise StateError(
                     f"the states of parameter {name} are {sorted(slots)}, where {type(self).__name__} as it is set up "
                     f"has {sorted(self.slots)}"

@@ -113,7 +113,8 @@ class Fusion:
         """Collective. Finish what was sent, staged arrays included, and put the sums in place.
 
         Raises:
-            GradientError: a value was NaN or infinite on some rank; arrays of other messages hold their sums.
+            GradientError: a value was NaN or infinite on some rank; arrays of other messages hold their sums, and no
+                residual has changed.
         """
         self.send_staged()
         sent, self._sent = self._sent, []
@@ -125,6 +126,7 @@ class Fusion:
                     array[...] = (part * self._communicator.topology.world_size).reshape(array.shape)
             if message.residual is not None:
                 message.residual[...] = reducer.residual
+        for reducer in (message.reducer for message in reversed(sent)):  # the next step finds them in this one's order
             self._free[reducer.kind, reducer.bucket.dtype.name, reducer.bucket.size].append(reducer)
         for verdict in filter(None, verdicts):
             raise verdict.error()

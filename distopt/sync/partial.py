@@ -73,8 +73,9 @@ class PartialUpdates:
         if layout is None or (layout.bucket_elements, layout.version) != (elements, version):
             layout = self._fitting(elements, order(), slots, version)
         self._agreement.look(slots.constants(), statistics.steps - statistics.skipped)
+        step = PartialStep(self, layout, self._agreement, statistics, look)
         self.pending = self.slots_pending = True  # even if an exception ends the update half-way
-        return PartialStep(layout, self._agreement, statistics, look)
+        return step
 
     def _fitting(self, elements: int, params: Sequence[Parameter], slots: Slots, version: int) -> Layout:
         layout = self.layout
@@ -179,11 +180,22 @@ def _floats_of(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 class PartialStep(GradientCounter):
     """A step in which every rank uses its own gradients."""
 
+    def __init__(self, partial: PartialUpdates, *rest: Any) -> None:
+        """Local. `partial`: what the step is one of; `rest`: see `GradientCounter`."""
+        super().__init__(*rest)
+        self._partial, self._flags = partial, (partial.pending, partial.slots_pending)
+
     def _start_full(self) -> None:
         pass
 
     def _end(self) -> BadGradient | None:
         """Collective. The verdict on all ranks' gradients, which are left as they are."""
+        verdict = self._verdict()
+        if verdict is not None:  # nobody updates
+            self._partial.pending, self._partial.slots_pending = self._flags
+        return verdict
+
+    def _verdict(self) -> BadGradient | None:
         buckets, world_size = self.layout.buckets, self._communicator.topology.world_size
         for bucket in buckets:
             cost = self._statistics.buckets[bucket.label, PARAMETERS]

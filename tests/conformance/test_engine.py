@@ -766,3 +766,44 @@ def test_where_the_ranks_cannot_go_on_together_the_others_get_an_error(how):
             whole(own, codec, 0)
 
     on_ranks(2, body)
+
+
+CHANGES = [
+    (ErrorFeedback(TopK(0.01, warm_up_steps=2)), ErrorFeedback(TopK(0.01))),
+    (TopK(0.01, warm_up_steps=2), TopK(0.01)),
+    (ErrorFeedback(TopK(0.05, momentum=0.5)), ErrorFeedback(TopK(0.05))),
+    (ErrorFeedback(Threshold(0.5, momentum=0.5)), ErrorFeedback(Threshold(1.0, clip_norm=3.0))),
+    (Fp16("dynamic"), Fp16(8.0)),
+    (ErrorFeedback(BFloat16("dynamic")), ErrorFeedback(BFloat16())),
+    (ErrorFeedback(TopK(0.05)), ErrorFeedback(Threshold(0.5))),
+    (ErrorFeedback(PowerSGD(1)), ErrorFeedback(PowerSGD(2))),
+    (ErrorFeedback(Fp16("dynamic")), Fp32()),
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("fresh", [True, False], ids=["new", "running"])
+@pytest.mark.parametrize(
+    ("first", "second"), [*CHANGES, *((b, a) for a, b in CHANGES)], ids=lambda v: repr(v).replace(" ", "")
+)
+def test_options_that_may_change_from_step_to_step_may_change_across_a_save(first, second, fresh, world_size):
+    kinds = [first, first, first, second, second, first, second]
+
+    def body(comm, saved):
+        own, means = Rank(comm), []
+        for number, codec in enumerate(kinds):
+            if number == saved:
+                states = own.engine.get_states()
+                if fresh:
+                    own = Rank(comm)
+                else:
+                    own.run(first, gradients(own.rank, 99))
+                own.engine.set_states(states)
+            means += own.run(codec, gradients(own.rank, number))
+        states = own.engine.get_states()
+        return means + [states[key].astype(F32) for key in sorted(states)]
+
+    whole = on_ranks(world_size, lambda comm: body(comm, None))
+    for saved in (1, 3, 4, 5):
+        for rank, reference in zip(on_ranks(world_size, lambda comm: body(comm, saved)), whole, strict=True):  # noqa: B023
+            assert same_bits(rank, reference)

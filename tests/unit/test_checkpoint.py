@@ -495,8 +495,8 @@ def test_slots_of_another_optimizer_are_refused(tmp_path):
         return optimizer
 
     write_over(tmp_path / "folder", optimizer=trained(opt.SGD(momentum=0.5)))
-    for other in (opt.Adam(), trained(opt.Adam()), opt.SGD()):
-        with pytest.raises(StateError, match=r"w are \['momentum'\], where (Adam|SGD)"):
+    for other in (opt.Adam(), trained(opt.Adam())):
+        with pytest.raises(StateError, match=r"w are \['momentum'\], where Adam"):
             load(tmp_path / "folder", optimizer=other)
 
 

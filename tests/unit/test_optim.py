@@ -229,6 +229,32 @@ def test_states_that_do_not_fit_change_nothing():
         fresh.attach([Tensor((2, 2), name="p0")])
 
 
+@pytest.mark.parametrize("steps", [3, 4, 6])
+@pytest.mark.parametrize("momenta", [(0.9, 0.0, 0.5), (0.0, 0.9, 0.0)])
+def test_a_momentum_that_may_change_from_step_to_step_may_change_across_a_save(momenta, steps):
+    def trained(saved):
+        param, optimizer = Tensor((3,), name="w"), optim.SGD(lr=0.1, momentum=momenta[0])
+        for step in range(8):
+            momentum = momenta[min(step // 3, 2)]
+            if step == saved:
+                states = optimizer.get_states()
+                optimizer = optim.SGD(lr=0.1, momentum=momentum)
+                optimizer.set_states(states)
+            optimizer.momentum = momentum
+            grad = Tensor((3,))
+            grad.array[...] = [step + 1, 1 / (step + 1), -step]
+            optimizer.update(param, grad)
+            optimizer.step()
+        return [param.array, *optimizer.get_states().values()]
+
+    for array, expected in zip(trained(steps), trained(None), strict=True):
+        np.testing.assert_array_equal(array, expected)
+    adam = optim.Adam()
+    adam.update(Tensor((3,), name="w"), Tensor((3,)))
+    with pytest.raises(StateError, match=r"\['m', 'v'\], where SGD"):
+        optim.SGD(lr=0.1).set_states(adam.get_states())
+
+
 def test_names_tell_parameters_apart():
     twins = [Tensor((2,), name="w"), Tensor((2,), name="w")]
     optimizer = optim.RMSProp()
