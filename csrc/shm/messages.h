@@ -66,7 +66,8 @@ class Messages {
   bool test(const Message& message);
   void wait(const Message& message, double timeout_seconds);
 
-  // For a rank that waits for something else, or polls it: moves what is under way, unless another thread does; whether anything is.
+  // For a rank that waits for something else, or polls it: moves what is under way, unless another thread does; whether
+  // anything is.
   bool help();
 
   // Forgets all that is under way. Throws where another thread waits.
