@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from distopt import device, launch, opt, singa_wrap, tensor
-from distopt.compress import ErrorFeedback, Fp16, Fp32, Threshold, TopK
+from distopt.compress import ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
 from distopt.errors import GradientError, RankFailedError, UsageError
 from distopt.nn import autograd
 from tests.ranks.small_net import (
@@ -117,6 +118,36 @@ def test_a_step_with_nan_is_skipped_on_all_ranks(tmp_path):
     ranks = on_ranks(tmp_path, 3, skipping)
     for name in ranks[0]:
         assert_equal_bits(ranks, name)
+
+
+def without_bad_steps(optimizer, raises: bool) -> dict[str, np.ndarray]:
+    strategies = {**CODECS, "PowerSGD": ErrorFeedback(PowerSGD(1)), "partial": "partialUpdate"}
+    for name, strategy in strategies.items():
+        found = []
+        for bad_steps in ((1, 4, 5), ()):
+            rule = opt.SGD(lr=0.05, momentum=0.5)
+            optimizer = opt.DistOpt(rule, communicator=optimizer.communicator, bucket_elements=SMALL)
+            optimizer.non_finite = "raise" if raises else "skip"
+            net = build(optimizer)
+            for number in range(8):
+                with optimizer.no_sync() if number == 2 else contextlib.nullcontext():
+                    if number not in (1, 4, 5):
+                        train(optimizer, net, range(number, number + 1), strategy)
+                    elif number in bad_steps:
+                        with pytest.raises(GradientError) if raises else contextlib.nullcontext():
+                            poisoned(optimizer, net, number, strategy, np.nan)
+            states = optimizer.get_states()
+            assert states.pop("steps")[2:].tolist() == [4 * (name == "partial"), *2 * [name == "partial"]]
+            found.append({"": parameters(net), **states})
+        assert found[0].keys() == found[1].keys()
+        for key, array in found[0].items():
+            np.testing.assert_array_equal(array, found[1][key], err_msg=f"{name} {key}")
+    return {}
+
+
+@pytest.mark.parametrize(("world_size", "raises"), [(1, True), (2, True), (3, False)])
+def test_after_a_bad_step_training_goes_on_as_if_it_had_not_been(tmp_path, world_size, raises):
+    on_ranks(tmp_path, world_size, without_bad_steps, raises)
 
 
 def ignoring(optimizer) -> dict[str, np.ndarray]:
