@@ -74,7 +74,6 @@ class PowerSGD(Codec):
         others = state.size - sum(part.size for part in sides)
         ps = state.memory["p"] = state.wire.empty(rows + others, dtype, xp=xp)  # dense ones travel behind P
         qs = state.memory["q"] = state.wire.empty(columns, dtype, xp=xp)
-        start = np.random.default_rng(0).standard_normal(columns).astype(dtype)  # the same on all ranks
         # Sums of up to so many products, over the ranks, stay finite below it.
         longest = 4 * max([1, *map(max, sides.values())]) * state.wire.world_size
         state.memory["limit"] = float(np.finfo(dtype).max) / longest
@@ -86,7 +85,9 @@ class PowerSGD(Codec):
             if part in sides:
                 n, m = sides[part]
                 in_p, in_q = slice(p, p + n * r), slice(q, q + m * r)
-                first_q = xp.asarray(start[in_q])
+                # Of the parameter alone: the same on all ranks, and in buckets of any size.
+                random = np.random.default_rng([*part.name.encode()])
+                first_q = xp.asarray(random.standard_normal(m * r).astype(dtype))
                 state.keep("q", first_q, part)
                 factors = ps[in_p].reshape(n, r), *(q.reshape(m, r) for q in (qs[in_q], first_q))
                 state.memory["matrices"].append(_Matrix(part, mean.reshape(n, m), *factors))
