@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from distopt.comm.base import DTYPES, OPS
+from distopt.comm.base import DTYPES, OPS, RaggedWork
 from distopt.errors import UsageError
 from tests.conformance.oracle import STORAGE, bfloat16_from, bfloat16_to, reduce_in_rank_order
 
@@ -202,7 +202,7 @@ def on_rank(comm: Any, program: Program) -> Answer:
             on = group if step.sub and program.group else comm
             works.append(_start(on, program, number, step, rank, memories[on is group], answer))
     for number, work, came in works:
-        if hasattr(work, "parts"):
+        if isinstance(work, RaggedWork):
             work.wait()
             answer.results[number] = [np.array(part) for part in work.parts]
     order.shuffle(works)
@@ -247,7 +247,7 @@ def _wait_for(works: list[Any], program: Program, step: Wait, rank: int) -> None
     if not works:
         return
     _, work, _ = works[step.which % len(works)]
-    if work is None or not (program.group or hasattr(work, "parts") or rank in step.ranks):
+    if work is None or not (program.group or isinstance(work, RaggedWork) or rank in step.ranks):
         return
     if step.how == "wait":
         work.wait()

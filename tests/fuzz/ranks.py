@@ -23,7 +23,7 @@ from tests.conformance import fake_hosts
 from tests.conformance.ranks import LocalJob
 from tests.processes import mpiexec_command
 
-TIMEOUT = 8.0  # seconds that a rank waits; a program that takes twice as many hangs
+TIMEOUT = 4.0  # seconds that a rank waits; a program that takes twice as many hangs
 # Backends, and what numbers of ranks they have: shared memory with its usual and with small chunks, and under mpiexec.
 BACKENDS = {"shm": (1, 2, 3, 4, 5), "small": (2, 3, 5), "mpi": (2, 3), "blocks": (4,), "round_robin": (4,)}
 
@@ -48,7 +48,7 @@ class Ranks:
             else:
                 args = [sys.executable, "-m", "tests.fuzz.ranks", address, key.hex(), body, backend]
                 env = os.environ | {"DISTOPT_TIMEOUT": str(TIMEOUT), "DISTOPT_STALL_WARNING": str(TIMEOUT)}
-                self._processes.append(subprocess.Popen([*mpiexec_command(world_size), *args], env=env, stderr=subprocess.DEVNULL))
+                self._processes.append(subprocess.Popen([*mpiexec_command(world_size), *args], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT))
             ends = [listener.accept() for _ in range(world_size)]
             self._ends = [end for _, end in sorted((end.recv(), end) for end in ends)]
 
