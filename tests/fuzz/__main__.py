@@ -1,4 +1,4 @@
-"""Run random programs against slow oracles, for minutes: see docs/testing.md."""
+"""Run random programs against slow oracles, for minutes: see docs/fuzz.md."""
 
 from __future__ import annotations
 

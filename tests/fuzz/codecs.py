@@ -100,9 +100,7 @@ def _runs(draw: Any) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-PROGRAMS = st.builds(
-    Program, st.integers(1, 4), st.booleans(), st.booleans(), _runs()
-)
+PROGRAMS = st.builds(Program, st.integers(1, 4), st.booleans(), st.booleans(), _runs())
 
 
 def gradient(kind: str, shape: tuple[int, ...], *seed: int) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -95,12 +96,12 @@ _rank = st.integers(0, 4)
 _messages = st.builds(Message, _rank, _rank, _counts, st.integers(0, SIZE), st.integers(-1, 2), st.booleans())
 _waits = st.builds(Wait, st.integers(0, 9), st.lists(_rank, unique=True).map(tuple),
                    st.sampled_from(["wait", "poll", "spin"]))  # fmt: skip
-_jobs = st.sampled_from([(backend, n) for backend, sizes in BACKENDS.items() for n in sizes])
 
 
 @st.composite
-def _programs(draw: Any) -> Program:
-    backend, ranks = draw(_jobs)
+def programs(draw: Any, jobs: Sequence[tuple[str, int]]) -> Program:
+    """Programs for some of the jobs, backend and number of ranks."""
+    backend, ranks = draw(st.sampled_from(jobs))
     dtype = draw(st.sampled_from(list(DTYPES) if backend in ("shm", "small", "mpi") else ["float64", "int32", "bool"]))
     group = draw(st.just(()) | st.lists(st.integers(0, ranks - 1), min_size=1, unique=True).map(tuple))
     steps = draw(st.lists(_calls | _calls | _messages | _waits, max_size=12))
@@ -112,7 +113,7 @@ def _programs(draw: Any) -> Program:
     return Program(backend, ranks, dtype, draw(st.booleans()), group, draw(st.integers(0, 999)), tuple(steps))
 
 
-PROGRAMS = _programs()
+PROGRAMS = programs([(backend, n) for backend, sizes in BACKENDS.items() for n in sizes])
 
 
 # -- what both the ranks and the oracle compute ------------------------------------------------------------------------

@@ -17,9 +17,7 @@ from typing import Any
 from distopt.comm import create
 from distopt.comm.shm import ShmCommunicator
 from distopt.errors import StalledError
-from distopt.launch.join.mpi import MpiJob
 from distopt.settings import Settings
-from tests.conformance import fake_hosts
 from tests.conformance.ranks import LocalJob
 from tests.processes import mpiexec_command
 
@@ -40,6 +38,7 @@ class Ranks:
         self._ends: list[Connection] = []
         self._processes: list[Any] = []
         with Listener(address, "AF_UNIX", backlog=8, authkey=key) as listener:
+            listener._listener._socket.settimeout(15 * TIMEOUT)  # type: ignore[attr-defined] - or it waits for ever
             if backend in ("shm", "small"):
                 for rank in range(world_size):
                     args = (address, key, body, backend, ticket, rank, world_size)
@@ -48,7 +47,14 @@ class Ranks:
             else:
                 args = [sys.executable, "-m", "tests.fuzz.ranks", address, key.hex(), body, backend]
                 env = os.environ | {"DISTOPT_TIMEOUT": str(TIMEOUT), "DISTOPT_STALL_WARNING": str(TIMEOUT)}
-                self._processes.append(subprocess.Popen([*mpiexec_command(world_size), *args], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT))
+                self._processes.append(
+                    subprocess.Popen(
+                        [*mpiexec_command(world_size), *args],
+                        env=env,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
             ends = [listener.accept() for _ in range(world_size)]
             self._ends = [end for _, end in sorted((end.recv(), end) for end in ends)]
 
@@ -106,6 +112,9 @@ def _serve(comm: Any, address: str, key: bytes, body: str) -> None:
 
 
 if __name__ == "__main__":
+    from distopt.launch.join.mpi import MpiJob
+    from tests.conformance import fake_hosts
+
     address, key, body, backend = sys.argv[1:]
     job = MpiJob() if backend == "mpi" else getattr(fake_hosts, backend)()
     _serve(create(job, "mpi" if backend == "mpi" else "hierarchical"), address, bytes.fromhex(key), body)
