@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -167,7 +168,7 @@ def _train(comm: Any, program: Program) -> list[Record]:
             for param, value in zip(params, values, strict=True):
                 param.array[...] = value
             engine.set_states(states)
-        args = step.bucket, lambda: params, Slots()
+        args = step.bucket, partial(list, params), Slots()
         opened = engine.begin_partial(*args) if step.codec is None else engine.begin(step.codec, *args)
         before = _residuals(engine, step)
         places = {p.name: g for b in opened.layout.buckets for p, g in zip(b.params, b.grads, strict=True)}
@@ -238,7 +239,7 @@ def run(program: Program) -> None:
     _check_equal(ranks, -1)
     if any(refused) or any(step.saves for step in program.steps):
         good = [number for number, bad in enumerate(refused[:-1]) if not bad]
-        steps = tuple(program.steps[number]._replace(saves=False, bad=None) for number in good)
+        steps = tuple(program.steps[number]._replace(saves=False) for number in good)
         for rank, (records, others) in enumerate(zip(ranks, _runs_of(replace(program, steps=steps)), strict=True)):
             for number, other in zip([*good, -1], others, strict=True):
                 what = f"rank {rank} after step {number}, against a run without saves and bad steps"
@@ -255,7 +256,7 @@ def _check_equal(ranks: list[list[Record]], number: int) -> None:
 
 def _same(arrays: list[np.ndarray], others: list[np.ndarray], what: str) -> None:
     for array, other in zip(arrays, others, strict=True):
-        assert array.tobytes() == other.tobytes(), f"{what}: {array} is not {other}"
+        assert array.tobytes() == other.tobytes(), f"{what}: {array.flat[:3]}... is not {other.flat[:3]}..."
 
 
 def _check_means(codec: Codec, buckets: tuple[Bucket, ...], what: str) -> None:

@@ -105,10 +105,7 @@ def programs(draw: Any, jobs: Sequence[tuple[str, int]]) -> Program:
     dtype = draw(st.sampled_from(list(DTYPES) if backend in ("shm", "small", "mpi") else ["float64", "int32", "bool"]))
     group = draw(st.just(()) | st.lists(st.integers(0, ranks - 1), min_size=1, unique=True).map(tuple))
     steps = draw(st.lists(_calls | _calls | _messages | _waits, max_size=12))
-    if dtype in FLOATS:
-        bad = ("and", "or", "xor")
-    else:
-        bad = ("mean",)
+    bad = ("and", "or", "xor") if dtype in FLOATS else ("mean",)
     steps = [s._replace(op="max") if isinstance(s, Call) and s.op in bad else s for s in steps]
     return Program(backend, ranks, dtype, draw(st.booleans()), group, draw(st.integers(0, 999)), tuple(steps))
 
@@ -202,7 +199,7 @@ def on_rank(comm: Any, program: Program) -> Answer:
         else:
             on = group if step.sub and program.group else comm
             works.append(_start(on, program, number, step, rank, memories[on is group], answer))
-    for number, work, came in works:
+    for number, work, _ in works:
         if isinstance(work, RaggedWork):
             work.wait()
             answer.results[number] = [np.array(part) for part in work.parts]

@@ -1,8 +1,8 @@
 """Programs of tensors: operations, changes in place, and a backward pass, against complex steps in float64.
 
 The oracle repeats the program with plain NumPy arrays of complex numbers: of a parameter whose imaginary part is tiny,
-the loss has the derivative as its imaginary part (Squire and Trapp, SIAM Review 40, 1998). Changes in place concern real
-parts only.
+the loss has the derivative as its imaginary part (Squire and Trapp, SIAM Review 40, 1998). Changes in place concern
+real parts only.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def run(program: Program) -> None:
         gradients = {id(p): g.to_numpy() for p, g in autograd.backward(loss)} if loss.in_graph else {}
     except UsageError as error:
         changes = any(isinstance(step, Change) for step in (*program.steps, *program.late))
-        assert changes and "changed in place" in str(error), f"refused: {error}"
+        if not changes or "changed in place" not in str(error):
+            raise
         return
     finally:
         autograd.training = False
