@@ -11,7 +11,7 @@ DISTOPT_SANITIZE ?=
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml CMakeLists.txt $(NATIVE)
 
-.PHONY: mnist mpi test test-rest test-all test-gpu first-gpu first-gpu-pack model litmus faults torch torch-quick torch-newest slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
+.PHONY: mnist mpi test test-rest test-all test-gpu first-gpu first-gpu-pack model litmus faults fuzz torch torch-quick torch-newest slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -61,6 +61,11 @@ TRIALS ?= 500
 faults: $(VENV)/.with-$(TEST_EXTRAS)
 	$(BIN)/python -m tests.faults --trials $(TRIALS)
 	$(BIN)/python -m tests.faults.soak
+
+# Random programs against slow oracles; see docs/fuzz.md. An hour: make fuzz MINUTES=60.
+MINUTES ?= 5
+fuzz: $(VENV)/.with-$(TEST_EXTRAS)
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # Real jobs on a real Slurm of two nodes, both on this machine; see docs/slurm.md. Needs root; installs Debian's packages.
 # The first writes docs/slurm-results.md, in 15 minutes; the second is for continuous integration, in one.
