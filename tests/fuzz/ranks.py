@@ -22,8 +22,15 @@ from tests.conformance.ranks import LocalJob
 from tests.processes import mpiexec_command
 
 TIMEOUT = 4.0  # seconds that a rank waits; a program that takes twice as many hangs
-# Backends, and what numbers of ranks they have: shared memory with its usual and with small chunks, and under mpiexec.
-BACKENDS = {"shm": (1, 2, 3, 4, 5), "small": (2, 3, 5), "mpi": (2, 3), "blocks": (4,), "round_robin": (4,)}
+# Backends, and what numbers of ranks they have: shared memory and MPI with their usual and with small chunks, and both.
+BACKENDS = {
+    "shm": (1, 2, 3, 4, 5),
+    "small": (2, 3, 5),
+    "mpi": (2, 3),
+    "mpi_small": (2, 3),
+    "blocks": (4,),
+    "round_robin": (4,),
+}
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["numpy", "distopt.comm.shm", "tests.fuzz.ranks"])
@@ -112,9 +119,15 @@ def _serve(comm: Any, address: str, key: bytes, body: str) -> None:
 
 
 if __name__ == "__main__":
+    from distopt.comm.mpi.communicator import MpiCommunicator
     from distopt.launch.join.mpi import MpiJob
     from tests.conformance import fake_hosts
 
     address, key, body, backend = sys.argv[1:]
-    job = MpiJob() if backend == "mpi" else getattr(fake_hosts, backend)()
-    _serve(create(job, "mpi" if backend == "mpi" else "hierarchical"), address, bytes.fromhex(key), body)
+    if backend == "mpi_small":
+        comm: Any = MpiCommunicator(MpiJob(), inline_bytes=64, chunk_bytes=1024)
+    elif backend == "mpi":
+        comm = create(MpiJob(), "mpi")
+    else:
+        comm = create(getattr(fake_hosts, backend)(), "hierarchical")
+    _serve(comm, address, bytes.fromhex(key), body)
