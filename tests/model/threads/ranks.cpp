@@ -120,7 +120,7 @@ class Rank {
 
   static std::vector<Process> processes(int size) {
     std::vector<Process> result;
-    for (int q = 0; q < size; ++q) result.push_back({q, "host", 0, "rank " + std::to_string(q)});
+    for (int q = 0; q < size; ++q) result.push_back({q, "host", 0});
     return result;
   }
   static Hooks hooks() {
