@@ -24,7 +24,7 @@ from distopt.nn.replay import replayed as replay
 from .models.cnn import compiled, sgd
 
 WARM_UP_STEPS = 20
-KERNELS = ("conv2d_max_pool", "linear", "cross_entropy")
+KERNELS = ("conv2d", "linear", "cross_entropy")
 KERNELS += tuple(f"{name}_backward" for name in KERNELS)
 
 
