@@ -88,8 +88,8 @@ def kernel_rows(cupy, n: int) -> Iterator[str]:
     grad, first, second = cupy.ones_like(x), cupy.zeros_like(x), cupy.zeros_like(x)
     # The values that are selected, or summed, come with an index of 4 bytes each.
     cases = {
-        "cast to float16": (6 * n, lambda: codec.encode16(x, None, wire, "float16", 1.0, 65504.0, findings)),
-        "cast to bfloat16": (6 * n, lambda: codec.encode16(x, None, wire, "bfloat16", 1.0, 3e38, findings)),
+        "cast to float16": (6 * n, lambda: codec.encode16(x, (None, None), wire, "float16", 1.0, 65504.0, findings)),
+        "cast to bfloat16": (6 * n, lambda: codec.encode16(x, (None, None), wire, "bfloat16", 1.0, 3e38, findings)),
         "cast from float16": (6 * n, lambda: codec.decode16(wire, dense, "float16", 1.0)),
         "threshold select, 1 %": (4 * n + 8 * k, lambda: codec.threshold(x, 2.5758, none, lists, findings)),
         "exact top-K, 1 %": (4 * n + 8 * k, lambda: codec.top_k(x, k, none, lists, findings)),

@@ -51,8 +51,12 @@ inline void raise_as_python(const std::exception_ptr& pointer, void*) {
   try {
     std::rethrow_exception(pointer);
   } catch (const CommunicatorError& error) {
-    const nanobind::object raised = as_python(error.failure());
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
+    try {
+      const nanobind::object raised = as_python(error.failure());
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
+    } catch (nanobind::python_error& other) {  // of a signal's handler, which ran meanwhile
+      other.restore();
+    }
   }
 }
 

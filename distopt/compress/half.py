@@ -51,11 +51,11 @@ class _Half(Codec):
         """Collective. See `Codec.reduce`."""
         on_wire, dynamic = state.memory["wire"], self._scale_state(state)
         scale = float(dynamic[0][0]) if dynamic else float(self.scale)
-        residual, new_residual = state.renew_residual()
         limit = _core.cast_limit(self.wire, state.wire.world_size)
         bits, factor = on_wire.view(np.uint16), scale / state.wire.world_size
         # Without a residual infinity is saturated and counted; a residual would keep it for ever.
-        state.kernels.encode16(state.bucket, residual, bits, self.wire, factor, limit, state.findings, new_residual)
+        residuals = state.renew_residual()
+        state.kernels.encode16(state.bucket, residuals, bits, self.wire, factor, limit, state.findings)
         sent = state.send_header()
         work = state.wire.all_reduce(on_wire, "sum", wire=self.wire)
         yield sent

@@ -96,17 +96,16 @@ class Kernels(Protocol):
     def encode16(
         self,
         x: Array,
-        residual: Array | None,
+        residuals: tuple[Array, Array],
         wire: Array,
         dtype: str,
         scale: float,
         limit: float,
         findings: Array,
-        new_residual: Array | None = None,
     ) -> None:
         """Cast x * scale, or (residual + x) * scale, into the uint16 array `wire`, clamped to +-limit.
 
-        What the cast loses goes to `new_residual`; where that is None, to `residual` if there is one.
+        Of `residuals`, what the cast loses goes to the second, perhaps the same array; without, both are None.
         """
 
     def decode16(self, wire: Array, x: Array, dtype: str, scale: float, /) -> None:

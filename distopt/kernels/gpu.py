@@ -45,17 +45,9 @@ def copy_into(target: Array, source: Array) -> None:
 
 
 def encode16(
-    x: Array,
-    residual: Array | None,
-    wire: Array,
-    dtype: str,
-    scale: float,
-    limit: float,
-    findings: Array,
-    new_residual: Array | None = None,
+    x: Array, residuals: tuple[Array, Array], wire: Array, dtype: str, scale: float, limit: float, findings: Array
 ) -> None:
-    residuals = _at(residual), _at(residual if new_residual is None else new_residual)
-    _cuda.encode16(_at(x), *residuals, _at(wire), x.size, scale, limit, dtype, _at(findings), _stream())
+    _cuda.encode16(_at(x), *map(_at, residuals), _at(wire), x.size, scale, limit, dtype, _at(findings), _stream())
 
 
 def decode16(wire: Array, x: Array, dtype: str, scale: float) -> None:

@@ -29,21 +29,14 @@ def new_lists(capacity: int) -> Lists:
 
 
 def encode16(
-    x: Array,
-    residual: Array | None,
-    wire: Array,
-    dtype: str,
-    scale: float,
-    limit: float,
-    findings: Array,
-    new_residual: Array | None = None,
+    x: Array, residuals: tuple[Array, Array], wire: Array, dtype: str, scale: float, limit: float, findings: Array
 ) -> None:
-    overflowed, underflowed, nan = _core.encode16(x, wire, dtype, scale, limit, residual, new_residual)
+    overflowed, underflowed, nan = _core.encode16(x, wire, dtype, scale, limit, *residuals)
     from_bad = 0
-    if residual is None and nan:
+    if residuals[1] is None and nan:
         from_bad = _from_first(np.isnan(x))
-    elif nan or (overflowed and residual is not None):
-        from_bad = _from_bad(Accumulation(residual, new_residual=new_residual).source(x))
+    elif nan or (overflowed and residuals[1] is not None):
+        from_bad = _from_bad(residuals[1])
     findings[:] = 0, overflowed, from_bad, underflowed
 
 

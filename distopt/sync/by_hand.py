@@ -24,7 +24,7 @@ __all__ = ["Fusion", "memory_of"]
 
 @dataclass
 class _Message:
-    reducer: CodecState
+    state: CodecState
     arrays: Sequence[Array]
     residual: Array | None
     reduction: Reduction
@@ -98,16 +98,16 @@ class Fusion:
             )
         free = self._free[codec.kind, dtype.name, total]
         if free:
-            reducer = free.pop()
+            state = free.pop()
         else:
             memory = self._communicator.empty(total, dtype.name, xp=array_module(arrays[0]))
-            reducer = codec.attach(memory, self._communicator, label="fused")
-        for array, part in self._parts(arrays, reducer):
+            state = codec.attach(memory, self._communicator, label="fused")
+        for array, part in self._parts(arrays, state):
             part[...] = array.reshape(-1)
         if residual is not None:
-            reducer.load_state_dict({f"residual/{reducer.label}": residual})
-        reducer.wire.label = self._label("fused")
-        self._sent.append(_Message(reducer, arrays, residual, codec.start(reducer)))
+            state.load_state_dict({f"residual/{state.label}": residual})
+        state.wire.label = self._label("fused")
+        self._sent.append(_Message(state, arrays, residual, codec.start(state)))
 
     def wait(self) -> None:
         """Collective. Finish what was sent, staged arrays included, and put the sums in place.
@@ -120,21 +120,21 @@ class Fusion:
         sent, self._sent = self._sent, []
         verdicts = finish_all([message.reduction for message in sent])
         for message, verdict in zip(sent, verdicts, strict=True):
-            reducer = message.reducer
+            state = message.state
             if verdict is None:
-                for array, part in self._parts(message.arrays, reducer):
+                for array, part in self._parts(message.arrays, state):
                     array[...] = (part * self._communicator.topology.world_size).reshape(array.shape)
             if message.residual is not None:
-                message.residual[...] = reducer.residual
-        for reducer in (message.reducer for message in reversed(sent)):  # the next step finds them in this one's order
-            self._free[reducer.kind, reducer.bucket.dtype.name, reducer.bucket.size].append(reducer)
+                message.residual[...] = state.residual
+        for state in (message.state for message in reversed(sent)):  # the next step finds them in this one's order
+            self._free[state.kind, state.bucket.dtype.name, state.bucket.size].append(state)
         for verdict in filter(None, verdicts):
             raise verdict.error()
 
     @staticmethod
-    def _parts(arrays: Sequence[Array], reducer: CodecState) -> list[tuple[Array, Array]]:
+    def _parts(arrays: Sequence[Array], state: CodecState) -> list[tuple[Array, Array]]:
         stops = list(accumulate(array.size for array in arrays))
-        return [(array, reducer.bucket[stop - array.size : stop]) for array, stop in zip(arrays, stops, strict=True)]
+        return [(array, state.bucket[stop - array.size : stop]) for array, stop in zip(arrays, stops, strict=True)]
 
 
 def _check_types(arrays: Sequence[Array], codec: Codec) -> None:

@@ -41,6 +41,25 @@ def test_ctrl_c_interrupts_a_wait() -> None:
     run_ranks_ok(interrupt, 2)
 
 
+def interrupt_while_an_error_is_raised(job: LocalJob) -> None:
+    comm = connect(job)
+    comm.close()
+
+    def interrupted(*_: object, **__: object) -> None:  # as by a signal whose handler runs before the first statement
+        raise SystemExit(143)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distopt.errors.CommunicatorClosedError", interrupted)
+        with pytest.raises(SystemExit, match="143"):
+            comm.core.barrier()
+    with pytest.raises(CommunicatorClosedError):
+        comm.core.barrier()
+
+
+def test_a_signal_that_comes_while_an_error_is_raised_is_not_lost() -> None:
+    run_ranks_ok(interrupt_while_an_error_is_raised, 2)
+
+
 def interrupt_ragged(job: LocalJob) -> None:
     comm = connect(job)
     rank = job.topology.rank

@@ -247,7 +247,7 @@ def run(trial: Trial, net: TwoHosts | None = None) -> Outcome:
 
 def is_alien(trial: Trial, path: Path) -> bool:
     """Whether a file is the MPI library's own, which only a process could remove that the fault has ended."""
-    if trial.place == LAUNCH:
+    if trial.place in (LAUNCH, START):  # others may still be in MPI_Init, which mpiexec's SIGKILL then ends
         return path.name.startswith("mpich_shm_")
     return trial.kind == "parent killed" and path.name.startswith(("ompi.", "sm_segment."))
 

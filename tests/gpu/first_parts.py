@@ -125,7 +125,7 @@ def one_kernel() -> int:
 
     x = cupy.asarray(np.arange(10_007, dtype=np.float32) - 5000)
     wire, findings = cupy.empty(x.size, cupy.uint16), cupy.full(FINDINGS, -1, cupy.int64)
-    gpu.encode16(x, None, wire, "float16", 1.0, 65504.0, findings)
+    gpu.encode16(x, (None, None), wire, "float16", 1.0, 65504.0, findings)
     np.testing.assert_array_equal(wire.get().view(np.float16), x.get().astype(np.float16))
     print("encode16 of 10,007 elements: equal bits")
     return 0
@@ -175,7 +175,7 @@ def every_kernel() -> int:
         x = cupy.asarray(np.sin(np.arange(n)).astype(np.float32))
         wire, findings = cupy.empty(n, cupy.uint16), cupy.full(FINDINGS, -1, cupy.int64)
         for kind in ("float16", "bfloat16"):
-            codec.encode16(x, None, wire, kind, 1.0, 1e4, findings)
+            codec.encode16(x, (None, None), wire, kind, 1.0, 1e4, findings)
             codec.decode16(wire, x, kind, 1.0)
         k = max(n // 100, 1)
         lists = codec.new_lists(n)

@@ -151,8 +151,8 @@ def test_casts_give_the_bits_and_counts_of_the_cpu(n, kind, ranks, with_residual
         residual_device = on_device(residual, offset) if with_residual else None
         wire, found = np.full(n, 77, np.uint16), new_findings()
         wire_device, x_device = on_device(wire, 8 * offset // 2), on_device(x, offset)
-        host.encode16(x, residual, wire, kind, scale, limit, found[0])
-        gpu.encode16(x_device, residual_device, wire_device, kind, scale, limit, found[1])
+        host.encode16(x, (residual, residual), wire, kind, scale, limit, found[0])
+        gpu.encode16(x_device, (residual_device, residual_device), wire_device, kind, scale, limit, found[1])
         assert found[0].tolist() == found[1].tolist(), name
         nan = np.isnan(x)
         back = np.empty(n, F32)
@@ -172,15 +172,15 @@ def test_all_16_bit_values_survive_the_way_there_and_back(kind):
     host.decode16(wire, expected, kind, 0.5)
     assert same(values, expected)
     back, (_, found) = cupy.empty(wire.size, np.uint16), new_findings()
-    gpu.encode16(values, None, back, kind, 2.0, _core.cast_limit(kind, 1), found)
+    gpu.encode16(values, (None, None), back, kind, 2.0, _core.cast_limit(kind, 1), found)
     finite = np.isfinite(expected)
     assert np.array_equal(back.get()[finite], wire[finite])
     assert found.tolist()[:2] == [0, 2]
     assert wire.size - found.tolist()[FROM_BAD] == np.flatnonzero(np.isnan(expected))[0]
     # Halves of all values, among them what lies exactly between two.
     wire, ours = np.empty(wire.size, np.uint16), np.empty(FINDINGS, np.int64)
-    host.encode16(expected, None, wire, kind, 1.0, _core.cast_limit(kind, 1), ours)
-    gpu.encode16(values, None, back, kind, 1.0, _core.cast_limit(kind, 1), found)
+    host.encode16(expected, (None, None), wire, kind, 1.0, _core.cast_limit(kind, 1), ours)
+    gpu.encode16(values, (None, None), back, kind, 1.0, _core.cast_limit(kind, 1), found)
     assert found.tolist() == ours.tolist()
     assert np.array_equal(back.get()[finite], wire[finite])
 

@@ -92,9 +92,7 @@ class MpiCommunicator(NativeCommunicator):
         close_at_exit(self)
 
     def progress(self) -> None:  # noqa: D102
-        if self._messages.under_way:
-            self._messages.advance()
-        self.core.progress()
+        self._messages.progress()
 
     def barrier(self) -> None:
         """Collective. Return when every rank has called it and all earlier operations of this rank have finished."""

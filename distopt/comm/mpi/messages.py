@@ -62,7 +62,10 @@ class MpiMessage(MessageWork):
 
     def done(self) -> bool:
         """Local. Move messages and collectives forward without waiting; whether this one has ended."""
-        return self.ended() or self._messages.moved(self)
+        if self.ended():
+            return True
+        self._messages.progress()
+        return self.ended()
 
     def ended(self) -> bool:
         """Local. Whether it has, as far as is known."""
@@ -131,11 +134,11 @@ class MpiMessages:
         for early in self._aside:
             early.requests = [request for request in early.requests if not request.Test()]
 
-    def moved(self, message: MpiMessage) -> bool:
-        """Local. Move everything forward; whether `message` has ended."""
-        self.advance()
+    def progress(self) -> None:
+        """Local. Move messages and collectives forward without waiting."""
+        if self.under_way:
+            self.advance()
         self._core.progress()
-        return message.ended()
 
     @property
     def under_way(self) -> bool:
