@@ -102,6 +102,8 @@ class Communicator(ABC):
     finds_nonfinite: ClassVar[bool] = False
     # Whether bytes move while this rank computes, so that starting early pays.
     overlaps: ClassVar[bool] = False
+    # Whether messages move while this rank computes; if so, their `done` need not be asked.
+    moves_messages: ClassVar[bool] = False
     # The keys of `DTYPES` and of `OPS` that the transport takes.
     dtypes: ClassVar[tuple[str, ...]] = tuple(DTYPES)
     ops: ClassVar[tuple[str, ...]] = tuple(OPS)

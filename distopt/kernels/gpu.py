@@ -47,7 +47,8 @@ def copy_into(target: Array, source: Array) -> None:
 def encode16(
     x: Array, residuals: tuple[Array, Array], wire: Array, dtype: str, scale: float, limit: float, findings: Array
 ) -> None:
-    _cuda.encode16(_at(x), *map(_at, residuals), _at(wire), x.size, scale, limit, dtype, _at(findings), _stream())
+    old, new = map(_at, residuals)
+    _cuda.encode16(_at(x), old, new, _at(wire), x.size, scale, limit, dtype, _at(findings), _stream())
 
 
 def decode16(wire: Array, x: Array, dtype: str, scale: float) -> None:

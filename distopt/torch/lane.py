@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ class Lane:
         self._starting = 0  # threads
         self._idle = 0
         self._closed = False
+        self._threads: set[threading.Thread] = set()
 
     def enter(self) -> bool:
         """Local. Take the lane if nothing is under way. Whoever has got it calls `leave`."""
@@ -66,6 +68,12 @@ class Lane:
             self._closed = True
             self._condition.notify_all()
 
+    def join(self, seconds: float) -> None:
+        """Local, after `close`. Wait for the ends of the threads, at most so long: at exit, Python kills the others."""
+        deadline = time.monotonic() + seconds
+        for thread in self._threads - {threading.current_thread()}:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
     def _let_others(self) -> None:
         if self._teller == threading.get_ident():
             self._teller, self._busy = 0, False
@@ -80,7 +88,9 @@ class Lane:
         elif not self._starting:
             self._starting += 1
             # A daemon: a script may end without destroy_process_group, in the middle of an operation.
-            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+            thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._threads.add(thread)
+            thread.start()
 
     def _serve(self) -> None:
         holds = False
@@ -92,6 +102,7 @@ class Lane:
             if work.awaited:
                 holds = self._tell(work)
             del work  # its tensors are the caller's again
+        self._threads.discard(threading.current_thread())
 
     def _tell(self, work: PendingWork) -> bool:
         """Run the callbacks; whether this thread still has the lane."""

@@ -1,4 +1,7 @@
-"""The ranks of a process group meet: through the store that PyTorch has given them, then on a socket of their host."""
+"""The ranks of a process group meet: through the store that PyTorch has given them, then on a socket of their host.
+
+Ranks on several hosts are connected by PyTorch's Gloo, too.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,24 @@ import socket
 from secrets import token_bytes
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.distributed import DistBackendError
 
 from ..comm.shm import ShmCommunicator
 from ..comm.single import SingleCommunicator
-from ..errors import DistoptError
+from ..errors import DistoptError, LaunchError, Process
 from ..launch.join.rendezvous import HostGroup
 from ..launch.topology import Topology, host_identity
 from ..launch.watch.siblings import Absence
 from ..settings import Settings
+from .cause import Cause
+from .gloo import Gloo, route_to
+from .hosts import HostsCommunicator
 from .process_group import DistoptProcessGroup
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..comm.base import Communicator
 
 __all__ = ["meet"]
@@ -33,43 +42,79 @@ def meet(options: Any, backend_options: object = None) -> DistoptProcessGroup:  
         backend_options: the `pg_options` of `init_process_group`; the backend has none.
 
     Raises:
-        DistBackendError: the ranks are on several hosts, or did not find each other.
+        DistBackendError: the ranks did not find each other.
     """
     rank, size = options.group_rank, options.group_size
-    settings = Settings.from_env()
     timeout = options.timeout.total_seconds()
     try:
-        communicator, who = _communicator(options, rank, size, timeout, settings)
+        communicator, processes = _communicator(options, rank, size, timeout)
     except DistoptError as error:
         raise DistBackendError(f"rank {rank} of {size}: {error}") from error
+    who = [process.name for process in processes]
     return DistoptProcessGroup(options.store, rank, size, communicator, options.timeout, who)
 
 
-def _communicator(
-    options: Any, rank: int, size: int, timeout: float, settings: Settings
-) -> tuple[Communicator, list[str]]:
-    """The communicator, and what messages call the ranks."""
-    host = socket.gethostname()
+def _communicator(options: Any, rank: int, size: int, timeout: float) -> tuple[Communicator, list[Process]]:
+    """The communicator, and the ranks as messages call them."""
+    host, pid = socket.gethostname(), os.getpid()
+    ranks = options.global_ranks_in_group or range(size)
     if size == 1:
-        return SingleCommunicator(Topology.of_one_host(rank, size, host)), [host]
+        return SingleCommunicator(Topology.of_one_host(rank, size, host)), [Process(ranks[0], host, pid)]
     store = options.store
-    secret = token_bytes(16) if rank == 0 else b""
-    store.set(str(rank), json.dumps([host_identity(), host, os.getpid(), secret.hex()]))
-    notes = [json.loads(note) for note in store.multi_get([str(q) for q in range(size)])]
-    for q, (identity, name, pid, _) in enumerate(notes):
-        if identity != notes[0][0]:
-            raise DistBackendError(
-                f"rank {q} (host {name}, pid {pid}) shares no memory with rank 0 (host {notes[0][1]}, pid "
-                f"{notes[0][2]}): the backend distopt serves the ranks of one host, in the same container; start all "
-                "there, or use gloo for this group"
-            )
-    group = HostGroup(bytes.fromhex(notes[0][3]), rank, size, timeout, Absence(settings.stall_warning))
-    try:
+    master = _host_of(store)
+    identity, address = host_identity(), route_to(master) if master else ""
+    note = [identity, host, pid, token_bytes(16).hex(), address]
+    store.set(str(rank), json.dumps(note))
+    notes = [json.loads(each) for each in store.multi_get([str(q) for q in range(size)])]
+    processes = [Process(q, name, pid) for q, (_, name, pid, *_) in zip(ranks, notes, strict=True)]
+    hosts: dict[str, list[int]] = {}
+    for q, (whose, *_) in enumerate(notes):
+        hosts.setdefault(whose, []).append(q)
+    mine = hosts[identity]
+    local = _of_host(mine, rank, processes, bytes.fromhex(notes[mine[0]][3]), timeout)
+    if len(hosts) == 1:
         store.delete_key(str(rank))  # all have read it; a later group may use the same store and name
-        topology = Topology.of_one_host(rank, size, host)
-        ranks = options.global_ranks_in_group or range(size)
-        limits = Settings(timeout=timeout, stall_warning=settings.stall_warning)
-        who = [f"rank {q} (host {name}, pid {pid})" for q, (_, name, pid, _) in zip(ranks, notes, strict=True)]
-        return ShmCommunicator(group, topology, limits, ranks=ranks), who
+        return local, processes
+    try:
+        names = tuple(process.host for process in processes)
+        topology = Topology(rank, size, mine.index(rank), len(mine), names)
+        abroad = [theirs for q, (*_, theirs) in enumerate(notes) if q not in mine and theirs]
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+        address = address or (route_to(abroad[0]) if abroad else "")
+        if not (address or interface):
+            raise LaunchError(
+                f"{processes[rank].name} has found no address by which other hosts reach it; name a network interface "
+                "in GLOO_SOCKET_IFNAME, or make MASTER_ADDR an address that all hosts reach"
+            )
+        gloo = Gloo(dist.PrefixStore("gloo", store), rank, processes, address, interface, timeout)
+        # All have read it once they are connected.
+        store.delete_key(str(rank))
+        cause = Cause(dist.PrefixStore("cause", store))
+        return HostsCommunicator(topology, list(hosts.values()), local, gloo, cause, timeout), processes
+    except BaseException:
+        local.close()
+        raise
+
+
+def _of_host(
+    mine: Sequence[int], rank: int, processes: Sequence[Process], secret: bytes, timeout: float
+) -> Communicator:
+    """Collective among the ranks of this host. Their communicator."""
+    place, size, host = mine.index(rank), len(mine), processes[rank].host
+    topology = Topology.of_one_host(place, size, host)
+    if size == 1:
+        return SingleCommunicator(topology)
+    stall_warning = Settings.from_env().stall_warning
+    group = HostGroup(secret, place, size, timeout, Absence(stall_warning))
+    try:
+        limits = Settings(timeout=timeout, stall_warning=stall_warning)
+        return ShmCommunicator(group, topology, limits, ranks=[processes[q].rank for q in mine])
     finally:
         group.close()
+
+
+def _host_of(store: dist.Store) -> str:
+    """Where a store is kept, if it is kept by a host."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else ""

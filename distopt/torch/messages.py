@@ -122,7 +122,7 @@ class Mail:
 
     def _started(self, message: PendingMessage) -> PendingMessage:
         work = message._work
-        if not work.done():
+        if not self._communicator.moves_messages and not work.done():
             with self._condition:
                 self._under_way.append(work)
                 if self._thread is None:

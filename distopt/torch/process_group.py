@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DistoptProcessGroup"]
 
+_LEAVE_SECONDS = 2.0  # in which threads see that their group has been closed
+
 
 class DistoptProcessGroup(dist.ProcessGroup):
     """A process group for CPU tensors. `init_process_group("distopt")` and `new_group` make it.
@@ -240,6 +242,7 @@ class DistoptProcessGroup(dist.ProcessGroup):
         self._mail.close()
         with contextlib.suppress(DistoptError):  # a thread waits in it, and will be told that this rank has gone
             self._communicator.close()
+        self._lane.join(_LEAVE_SECONDS)
 
     abort = shutdown
 

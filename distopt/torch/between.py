@@ -1,0 +1,254 @@
+"""Operations of ranks on different hosts: what each says of them, and the data, through PyTorch's Gloo.
+
+What an operation is travels beside its data, so that ranks which call different collectives raise an error. Their data
+never meet, since the tag of a message tells its length: Gloo would end the process.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from .. import _core
+from ..comm.base import DTYPES, OPS, Array
+from ..errors import Call, MismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .gloo import Gloo, Transfer
+
+__all__ = ["NOTHING", "Between", "Exchange", "Meeting", "Operation", "bytes_of", "fold"]
+
+# At the head of a rank's first message: bytes of its data, and what it calls.
+_SIZE_BYTES, _CALL_BYTES = 8, 248
+_HEAD_BYTES = _SIZE_BYTES + _CALL_BYTES
+# Data of this size travel with it, to every host: beyond, the network would carry more than need be.
+_INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 256 << 10, 96 << 10
+_MOST_SCRATCH = 64  # arrays
+# By which a wait between hosts is longer than one inside a host, whose ranks know better who is late.
+_GRACE_SECONDS = 1.0
+NOTHING = np.empty(0, np.uint8)
+
+
+def bytes_of(array: Array) -> Array:
+    """Local. Its memory as a flat array of bytes."""
+    return array.reshape(-1).view(np.uint8)
+
+
+@dataclass
+class Operation:
+    """A collective as this rank has called it.
+
+    Attributes:
+        kind, count, dtype, op, label, root: see `distopt.errors.Call`.
+        number: its place in the order of operations.
+        deadline: on the clock of `time.monotonic`.
+        n_bytes: of the data that it moves, which become part of the tag of their messages.
+    """
+
+    kind: str
+    count: int
+    dtype: str
+    op: Any
+    label: str
+    root: int = 0
+    number: int = 0
+    deadline: float = 0.0
+    n_bytes: int = 0
+
+    def left(self) -> float:
+        """Local. Seconds until the deadline."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def tag(self, phase: int = 0) -> int:
+        """Local. Of a message: one for what ranks say, others for data, in one of two phases."""
+        data = 2 * (1 + self.n_bytes % 0x7FFF) + phase if self.n_bytes else 0
+        return (self.number & 0x3FFF) << 16 | data
+
+    def packed(self) -> bytes:
+        """Local. What ranks must agree on."""
+        text = f"{self.kind}|{self.count}|{self.dtype}|{self.op}|{self.root}|{self.label[:31]}"
+        return text.encode().ljust(_CALL_BYTES)
+
+    def unpacked(self, packed: bytes) -> Operation:
+        """Local. What another rank says in this one's place."""
+        kind, count, dtype, op, root, label = packed.decode().rstrip().split("|", 5)
+        return Operation(kind, int(count), dtype, op, label, int(root), self.number)
+
+    def describe(self) -> str:
+        """Local. In words, as those of csrc/host/describe.cpp."""
+        text = f"{self.kind} #{self.number:,}"
+        if self.count:
+            text += f" of {self.count:,} {self.dtype}"
+        if self.op:
+            text += f", {self.op}"
+        if self.kind == "broadcast":
+            text += f" from rank {self.root}"
+        return f"{text} ({self.label})" if self.label else text
+
+    def call(self, rank: int) -> Call:
+        """Local. As the call of a rank."""
+        return Call(rank, self.kind, self.number, self.count, self.dtype, self.op, self.root, self.label)
+
+
+class Between:
+    """What one rank sends to ranks of other hosts, and receives, in its operations.
+
+    Attributes:
+        inline_bytes: size of the data that travel with what a rank says of an operation.
+    """
+
+    def __init__(self, gloo: Gloo, n_hosts: int) -> None:
+        self.gloo = gloo
+        self.inline_bytes = _INLINE_BYTES_OF_TWO if n_hosts == 2 else _INLINE_BYTES_OF_ALL // n_hosts
+        self._boxes: dict[int, tuple[_Box, _Box]] = {}
+        self._scratch: list[Array] = []
+
+    def meet(self, step: Operation, data: Mapping[int, Array]) -> Meeting:
+        """Local. Say what this rank does, with `data`, to some ranks, which do the same; valid until the next time."""
+        for rank in data:
+            if rank not in self._boxes:
+                self._boxes[rank] = _Box(self.inline_bytes), _Box(self.inline_bytes)
+        return Meeting(self, step, data, self._boxes)
+
+    def send(self, step: Operation, array: Array, to: int, phase: int = 0) -> Transfer:
+        """Local. Begin to send to a rank that awaits as much."""
+        return self.gloo.send(torch.from_numpy(bytes_of(array)), to, step.tag(phase), step.describe)
+
+    def receive(self, step: Operation, array: Array, source: int, phase: int = 0) -> Transfer:
+        """Local. Begin to receive."""
+        return self.gloo.receive(torch.from_numpy(bytes_of(array)), source, step.tag(phase), step.describe)
+
+    def wait(self, step: Operation, transfers: Sequence[Transfer]) -> None:
+        """Wait for the end of all; see `Gloo.wait`."""
+        for transfer in transfers:
+            self.gloo.wait(transfer, step.deadline + _GRACE_SECONDS)
+
+    def take(self, n_bytes: int) -> Array:
+        """Local. Scratch memory of so many bytes, as a flat array of them; fresh memory would cost page faults."""
+        for i, memory in enumerate(self._scratch):
+            if memory.size >= n_bytes:
+                return self._scratch.pop(i)[:n_bytes]
+        return np.empty(n_bytes, np.uint8)
+
+    def give(self, array: Array) -> None:
+        """Local. What `take` has given can be used again."""
+        while isinstance(array.base, np.ndarray):
+            array = array.base
+        if len(self._scratch) < _MOST_SCRATCH:
+            self._scratch.append(array)
+
+
+class _Box:
+    """Memory of a first message, as an array and as a tensor."""
+
+    def __init__(self, inline_bytes: int) -> None:
+        self.array = np.empty(_HEAD_BYTES + inline_bytes, np.uint8)
+        self.tensor = torch.from_numpy(self.array)
+        self.head = memoryview(self.array)[:_HEAD_BYTES]  # type: ignore[arg-type]
+
+
+class Meeting:
+    """What some ranks say of an operation, with small data.
+
+    Attributes:
+        sizes: bytes that each of them has for this one, once `wait` has returned.
+    """
+
+    def __init__(
+        self, between: Between, step: Operation, data: Mapping[int, Array], boxes: Mapping[int, tuple[_Box, _Box]]
+    ) -> None:
+        self.sizes: dict[int, int] = {}
+        self._between, self._step, self._boxes = between, step, boxes
+        self._theirs: dict[int, Array] | None = None
+        self._said = step.packed()
+        gloo, tag = between.gloo, step.tag()
+        self._receives = {rank: gloo.receive(boxes[rank][0].tensor, rank, tag, step.describe) for rank in data}
+        self._sends = []
+        for rank, each in data.items():
+            box, size = boxes[rank][1], each.size
+            box.head[:] = size.to_bytes(_SIZE_BYTES, "little") + self._said
+            end = _HEAD_BYTES
+            if 0 < size <= between.inline_bytes:
+                end += size
+                box.array[_HEAD_BYTES:end] = each
+            self._sends.append(gloo.send(box.tensor[:end], rank, tag, step.describe))
+
+    def wait(self) -> dict[int, Array]:
+        """The data of each rank; empty where they are too long to travel with what it says.
+
+        Raises:
+            MismatchError: a rank does something else.
+        """
+        if self._theirs is None:
+            self._theirs = {}
+            for rank, transfer in self._receives.items():
+                self._between.wait(self._step, [transfer])
+                box = self._boxes[rank][0]
+                head = bytes(box.head)
+                if head[_SIZE_BYTES:] != self._said:
+                    raise self._mismatch(rank, head[_SIZE_BYTES:])
+                size = self.sizes[rank] = int.from_bytes(head[:_SIZE_BYTES], "little")
+                self._theirs[rank] = box.array[_HEAD_BYTES:][: size if size <= self._between.inline_bytes else 0]
+            self._between.wait(self._step, self._sends)
+        return self._theirs
+
+    def _mismatch(self, rank: int, said: bytes) -> MismatchError:
+        other, me = self._between.gloo.processes[rank], self._between.gloo.me
+        theirs = self._step.unpacked(said)
+        return MismatchError(
+            f"{other.name} is in {theirs.describe()}, {me.name} in {self._step.describe()}",
+            cure="all ranks must call the same collectives in the same order with equal types and counts",
+            ranks=[other, me],
+            calls=[theirs.call(other.rank), self._step.call(me.rank)],
+        )
+
+
+class Exchange:
+    """A reduction over ranks of different hosts under way.
+
+    Two ranks send all that they have: one message time, and as many bytes. More of them send each its piece, which it
+    reduces, and then gather the pieces (Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004).
+    """
+
+    def __init__(self, between: Between, step: Operation, part: Array, ranks: Sequence[int], rank: int) -> None:
+        """Local. Begin to send.
+
+        Args:
+            between: moves the data.
+            step: the operation.
+            part: what this rank has, a flat array; it gets the result.
+            ranks: all that take part, in the order of the sum.
+            rank: this one among them.
+        """
+        self._between, self._step, self._ranks = between, step, ranks
+        self._others = [q for q in ranks if q != rank]
+        bounds = [part.size * i // len(ranks) for i in range(len(ranks) + 1)]
+        self._whole = len(ranks) == 2
+        self._pieces = {q: part if self._whole else part[bounds[i] : bounds[i + 1]] for i, q in enumerate(ranks)}
+        self._own = own = self._pieces[rank]
+        self._rooms = {q: between.take(own.nbytes).view(own.dtype) for q in self._others}
+        self._moves = [between.receive(step, self._rooms[q], q) for q in self._others]
+        self._moves += [between.send(step, self._pieces[q], q) for q in self._others]
+
+    def finish(self) -> None:
+        """Wait for what comes, and put the result in place."""
+        between, step, own = self._between, self._step, self._own
+        between.wait(step, self._moves)
+        fold(step, [self._rooms.get(q, own) for q in self._ranks], own)
+        for room in self._rooms.values():
+            between.give(room)
+        if not self._whole:
+            moves = [between.receive(step, self._pieces[q], q, 1) for q in self._others]
+            moves += [between.send(step, own, q, 1) for q in self._others]
+            between.wait(step, moves)
+
+
+def fold(step: Operation, parts: Sequence[Array], out: Array) -> None:
+    """Local. `out` = the reduction of the parts in their order."""
+    _core.reduce([out], list(parts), DTYPES[step.dtype], OPS[step.op])

@@ -1,0 +1,187 @@
+"""Bytes between two ranks on different hosts, through PyTorch's own Gloo."""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..comm.work import MessageWork
+from ..errors import CommunicatorClosedError, LaunchError, PeerLostError, StalledError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ..comm.base import Array
+    from ..errors import Process
+
+__all__ = ["Gloo", "GlooMessage", "Transfer", "route_to"]
+
+# Gloo's tags have 31 bits. A message has the caller's tag and, since Gloo ends the process where a message is longer
+# than its receive, some bits of its length: two that differ never meet.
+_MESSAGE = 1 << 30
+_TAG_BITS, _LENGTH_BITS = 20, 10
+
+
+class Transfer(NamedTuple):
+    """Bytes on their way.
+
+    Attributes:
+        work: PyTorch's.
+        peer: rank at the other end; None: any.
+        what: the wait for it, in words.
+    """
+
+    work: Any
+    peer: int | None
+    what: Callable[[], str]
+
+
+class Gloo:
+    """What one rank sends to others, and receives.
+
+    A wait that runs into its time-out, or finds that a peer has ended, closes all connections: Gloo cannot go on.
+
+    Args:
+        store: where the ranks leave their addresses.
+        rank: of this process among `processes`.
+        processes: all ranks.
+        address: that other hosts reach this one by; empty for the interface in `GLOO_SOCKET_IFNAME`.
+        interface: that interface, or empty.
+        seconds: for which the ranks wait for each other here.
+
+    Raises:
+        LaunchError: Gloo cannot connect the ranks.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, processes: Sequence[Process], address: str, interface: str, seconds: float
+    ) -> None:
+        self.processes = processes
+        self.me = processes[rank]
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=seconds)
+        options._threads = 1  # they carry out collectives, of which there are none
+        try:
+            device = {"interface": interface} if interface else {"hostname": address}
+            options._devices = [dist.ProcessGroupGloo.create_device(**device)]
+            self._group: Any = dist.ProcessGroupGloo(store, rank, len(processes), options)
+        except RuntimeError as error:
+            place = f"interface {interface}" if interface else f"address {address}"
+            raise LaunchError(
+                f"{self.me.name} has not met the other ranks through Gloo by its {place} ({error}); let all TCP ports "
+                "pass between the hosts, or name a network interface that reaches them in GLOO_SOCKET_IFNAME"
+            ) from error
+
+    def send(self, data: torch.Tensor, to: int, tag: int, what: Callable[[], str]) -> Transfer:
+        """Local. Begin to send to rank `to`, which must not await fewer bytes."""
+        try:
+            return Transfer(self._open().send([data], to, tag), to, what)
+        except RuntimeError as error:
+            raise self._lost(to, what()) from error
+
+    def receive(self, data: torch.Tensor, source: int | None, tag: int, what: Callable[[], str]) -> Transfer:
+        """Local. Begin to receive from a rank, or from any; fewer bytes may come."""
+        group = self._open()
+        try:
+            work = group.recv_anysource([data], tag) if source is None else group.recv([data], source, tag)
+        except RuntimeError as error:
+            raise self._lost(source, what()) from error
+        return Transfer(work, source, what)
+
+    def wait(self, transfer: Transfer, deadline: float) -> None:
+        """Wait for the end of a transfer.
+
+        Args:
+            transfer: what is awaited.
+            deadline: on the clock of `time.monotonic`.
+
+        Raises:
+            PeerLostError: the connection has broken. Whoever is at its other end need not be the cause.
+            StalledError: the other rank did not come in time.
+        """
+        try:
+            transfer.work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except RuntimeError as error:
+            if time.monotonic() < deadline:
+                raise self._lost(transfer.peer, transfer.what()) from error
+            self.close()
+            peer, ranks = self._named(transfer.peer)
+            cure = "find out what it is busy with, or raise DISTOPT_TIMEOUT"
+            fact = f"{self.me.name} waits in {transfer.what()} for {peer}, which did not come in time"
+            raise StalledError(fact, cure=cure, ranks=ranks) from error
+
+    def message(self, sends: bool, data: Array, peer: int | None, tag: int, seconds: float) -> GlooMessage:
+        """Local. Begin a message beside the collectives; see `Communicator.send`."""
+        if not 0 <= tag < 1 << _TAG_BITS:
+            raise UsageError(f"tag {tag} is out of range between hosts; choose one from 0 to {(1 << _TAG_BITS) - 1:,}")
+        wide = _MESSAGE | tag << _LENGTH_BITS | data.size % (1 << _LENGTH_BITS)
+        start: Any = self.send if sends else self.receive
+        text = f"{'send' if sends else 'receive'} of a message of {data.size:,} bytes with tag {tag}"
+        transfer = start(torch.from_numpy(data), peer, wide, lambda: f"{text}; both sides must agree on tag and length")
+        return GlooMessage(self, transfer, seconds)
+
+    def close(self) -> None:
+        """Local. Close the connections when nothing waits any more; idempotent."""
+        self._group = None
+
+    def _open(self) -> Any:
+        if self._group is None:
+            raise CommunicatorClosedError(f"{self.me.name} has closed its connections", cure="make a new group")
+        return self._group
+
+    def _lost(self, rank: int | None, what: str) -> PeerLostError:
+        self.close()
+        peer, ranks = self._named(rank)
+        fact = f"{peer} ended or cannot be reached while {self.me.name} is in {what}"
+        return PeerLostError(fact, cure="see its output", ranks=ranks)
+
+    def _named(self, rank: int | None) -> tuple[str, list[Process]]:
+        processes = [] if rank is None else [self.processes[rank]]
+        return processes[0].name if processes else "any rank", processes
+
+
+class GlooMessage(MessageWork):
+    """A message under way. Gloo moves it without help, and says that it has ended to those who wait only."""
+
+    def __init__(self, gloo: Gloo, transfer: Transfer, seconds: float) -> None:
+        self._gloo = gloo
+        self._transfer = transfer
+        self._seconds = seconds
+        self._ended = False
+
+    @property
+    def source(self) -> int:
+        """Local. See `MessageWork.source`."""
+        if not self._ended:
+            return -1
+        peer = self._transfer.peer
+        return int(self._transfer.work._source_rank()) if peer is None else peer
+
+    def done(self) -> bool:
+        """Local. Whether `wait` has returned."""
+        return self._ended
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the end; see `Work.wait`."""
+        if not self._ended:
+            seconds = self._seconds if timeout is None else timeout
+            self._gloo.wait(self._transfer, time.monotonic() + seconds)
+            self._ended = True
+
+
+def route_to(host: str) -> str:
+    """Local. The address from which the kernel would send to `host`; empty if there is no way, or only the loopback."""
+    with suppress(OSError):
+        for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(place)
+                address = str(probe.getsockname()[0])
+                if not address.startswith("127.") and address != "::1":
+                    return address
+    return ""

@@ -1,0 +1,338 @@
+"""Collectives over several hosts for PyTorch: shared memory inside a host, PyTorch's Gloo between hosts.
+
+An all_reduce runs in three stages: the ranks of a host reduce, each its slice, in shared memory; the ranks that carry
+the same slice on all hosts exchange it through Gloo and add what they get; then everyone reads the slices of its host.
+So what crosses the network is what one rank per host would send, and all ranks of a host send it together. Large arrays
+go in chunks, some on the network while the next is inside the host.
+
+Sums run inside a host in rank order, then over the hosts in the order of their first ranks: equal bits on all ranks and
+on every run. 16-bit floats are accumulated in float32 and rounded once per host and once more at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+
+from ..comm.base import Array, Communicator, MessageWork, RaggedWork, ReduceOp, Work
+from ..errors import CommunicatorClosedError, CommunicatorError, PeerLostError, UsageError
+from .between import NOTHING, Between, Exchange, Operation, bytes_of, fold
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ..launch.topology import Topology
+    from .cause import Cause
+    from .gloo import Gloo
+
+__all__ = ["HostsCommunicator"]
+
+# Of an array; large enough to hide the time of a message, small enough for caches.
+_CHUNK_BYTES = 1 << 20
+_CHUNKS_IN_FLIGHT = 8
+
+
+class HostsCommunicator(Communicator):
+    """Collectives over hosts with any numbers of ranks, however the ranks are dealt out to them.
+
+    An operation is carried out while its `Work` is waited for, so works are waited for in the order of starting.
+    """
+
+    name: ClassVar[str] = "gloo"
+    sends_parts: ClassVar[bool] = True
+    moves_messages: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        topology: Topology,
+        hosts: Sequence[Sequence[int]],
+        local: Communicator,
+        gloo: Gloo,
+        cause: Cause,
+        seconds: float,
+    ) -> None:
+        """Local.
+
+        Args:
+            topology: of all ranks.
+            hosts: the ranks of each host, in their order there.
+            local: that of the ranks of this host.
+            gloo: connects all ranks.
+            cause: tells the ranks of each other's failures.
+            seconds: for which an operation waits for a rank, if not told otherwise.
+        """
+        self.topology = topology
+        self._rank, self._size = topology.rank, topology.world_size
+        self._hosts = hosts
+        self._mine = next(ranks for ranks in hosts if self._rank in ranks)
+        self._local = local
+        self._gloo = gloo
+        self._between = Between(gloo, len(hosts))
+        self._cause = cause
+        self._seconds = seconds
+        self._even = len({len(ranks) for ranks in hosts}) == 1
+        # So many ranks of every host carry slices: this one, if it does, the same slice as these of all hosts.
+        self._n_slices = min(len(ranks) for ranks in hosts)
+        place = topology.local_rank
+        self._carriers = [ranks[place] for ranks in hosts] if place < self._n_slices else []
+        self._others = [rank for rank in self._carriers if rank != self._rank]
+        self._number = 0
+        self._error: CommunicatorError | None = None
+
+    @classmethod
+    def create(cls, job: Any) -> HostsCommunicator:  # noqa: ARG003
+        """Raise a UsageError: ranks of PyTorch meet by `distopt.torch.meeting`."""
+        raise UsageError("the gloo communicator serves process groups of PyTorch; choose mpi")
+
+    def barrier(self) -> None:  # noqa: D102
+        self._all_reduce(np.zeros(1, np.int32), "int32", "sum", "barrier").wait()
+
+    def close(self) -> None:
+        """Local. Leave; ranks that wait for this one get an error. Idempotent."""
+        if self._error is None:
+            me = self._gloo.me.name
+            self._error = CommunicatorClosedError(f"{me} has closed this communicator", cure="use it before close()")
+        self._gloo.close()
+        self._local.close()
+
+    def carry_out(self, step: Operation, run: Callable[[Operation], None], timeout: float | None) -> None:
+        """Collective. Run an operation in its turn; see `Work.wait`."""
+        if self._error is not None:
+            raise self._error
+        self._number += 1
+        step.number = self._number
+        step.deadline = time.monotonic() + (self._seconds if timeout is None else timeout)
+        try:
+            run(step)
+        except CommunicatorError as error:
+            # A rank that has left, or whose connection broke, may have been ended by the failure of another.
+            here = [self._gloo.processes[rank] for rank in self._mine]
+            is_known = not error.is_consequence or (isinstance(error, PeerLostError) and error.ranks[0] in here)
+            self._error = self._cause.of(error, is_known=is_known)
+            self._gloo.close()
+            self._local.close()
+            raise self._error from error
+
+    # -- for the base class ------------------------------------------------------------------------------------------
+    def _empty(self, count: int, dtype: str, xp: Any) -> Array:
+        return self._local.empty(count, dtype)
+
+    def _start_message(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MessageWork:
+        return self._gloo.message(sends, bytes_of(array), None if peer < 0 else peer, tag, self._seconds)
+
+    def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
+        step = Operation("all_reduce", array.size, dtype, op, label)
+        return _Deferred(self, step, partial(self._reduce, flat=array.reshape(-1)))
+
+    def _reduce_scatter(self, array: Array, out: Array, dtype: str, op: ReduceOp, label: str) -> Work:
+        step = Operation("reduce_scatter", out.size, dtype, op, label)
+        run = self._scatter if self._even else self._scatter_unevenly
+        return _Deferred(self, step, partial(run, array=array.reshape(-1), out=out.reshape(-1)))
+
+    def _all_gather(self, array: Array, out: Array, dtype: str, label: str) -> Work:
+        step = Operation("all_gather", array.size, dtype, "", label)
+        run = self._gather if self._even else self._gather_unevenly
+        return _Deferred(self, step, partial(run, array=array.reshape(-1), out=out.reshape(-1)))
+
+    def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:
+        step = Operation("broadcast", array.size, dtype, "", label, root)
+        return _Deferred(self, step, partial(self._spread, array=array.reshape(-1)))
+
+    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork:
+        return self._ragged("all_gather_ragged", [array] * self._size, dtype, label)
+
+    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
+        return self._ragged("all_to_all_ragged", parts, dtype, label)
+
+    def _ragged(self, kind: str, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
+        received: list[Array] = []
+        run = partial(self._exchange, parts=parts, received=received)
+        return RaggedWork(_Deferred(self, Operation(kind, 0, dtype, "", label), run), received)
+
+    # -- all_reduce --------------------------------------------------------------------------------------------------
+    def _reduce(self, step: Operation, flat: Array) -> None:
+        """A small array travels with what ranks say; so does what is left of a large one when it is cut into slices."""
+        if step.op == "mean" and not self._even:
+            self._reduce_mean(step, flat)
+            return
+        cut = 0 if flat.nbytes <= self._between.inline_bytes else flat.size - flat.size % self._n_slices
+        head, rest = flat[:cut], flat[cut:]
+        if rest.size and len(self._mine) > 1:
+            self._local.all_reduce(rest, step.op, wire=step.dtype, label=step.label).wait(step.left())
+        meeting = self._between.meet(step, dict.fromkeys(self._others, bytes_of(rest)))
+        step.n_bytes = flat.nbytes
+        length = _CHUNK_BYTES // flat.itemsize * self._n_slices
+        flow: deque[tuple[Array, Array | None, Exchange | None]] = deque()
+        for begin in range(0, head.size, length):
+            flow.append(self._begin_chunk(step, head[begin : begin + length]))
+            if len(flow) == _CHUNKS_IN_FLIGHT:
+                meeting.wait()
+                self._finish_chunk(step, *flow.popleft())
+        theirs = meeting.wait()
+        if rest.size and self._carriers:
+            fold(step, [theirs[q].view(rest.dtype) if q in theirs else rest for q in self._carriers], rest)
+        for chunk in flow:
+            self._finish_chunk(step, *chunk)
+        if rest.size and not self._even:
+            self._local.broadcast(rest, wire=step.dtype, label=step.label).wait(step.left())
+
+    def _reduce_mean(self, step: Operation, flat: Array) -> None:
+        """Of hosts with different numbers of ranks: the sum, divided once."""
+        numbers = torch.from_numpy(flat).view(getattr(torch, step.dtype))
+        wide = numbers.float() if numbers.itemsize == 2 else numbers
+        dtype = str(wide.dtype).removeprefix("torch.")
+        self._reduce(replace(step, dtype=dtype, op="sum", label=f"mean {step.label}"), wide.numpy())
+        numbers.copy_(wide.div_(self._size))
+
+    def _begin_chunk(self, step: Operation, chunk: Array) -> tuple[Array, Array | None, Exchange | None]:
+        """Collective in this host. The chunk, this rank's slice of it, reduced there, and its way between hosts."""
+        part: Array | None = chunk
+        if len(self._mine) > 1:
+            n_bytes = chunk.nbytes // self._n_slices
+            if self._even:
+                part = self._between.take(n_bytes).view(chunk.dtype)
+                work = self._local.reduce_scatter(chunk, part, step.op, wire=step.dtype, label=step.label)
+            else:
+                slices = np.split(chunk, self._n_slices)
+                part = slices[self.topology.local_rank] if self._carriers else None
+                work = self._local.all_reduce(chunk, step.op, wire=step.dtype, label=step.label)
+            work.wait(step.left())
+        return (
+            chunk,
+            part,
+            Exchange(self._between, step, part, self._carriers, self._rank) if part is not None else None,
+        )
+
+    def _finish_chunk(self, step: Operation, chunk: Array, part: Array | None, exchange: Exchange | None) -> None:
+        """Collective in this host. Give the result to all its ranks."""
+        if exchange is not None:
+            exchange.finish()
+        if len(self._mine) == 1:
+            return
+        if self._even:
+            self._local.all_gather(part, chunk, wire=step.dtype, label=step.label).wait(step.left())
+            self._between.give(part)
+            return
+        for place, each in enumerate(np.split(chunk, self._n_slices)):
+            self._local.broadcast(each, place, wire=step.dtype, label=step.label).wait(step.left())
+
+    # -- other collectives -------------------------------------------------------------------------------------------
+    def _scatter(self, step: Operation, array: Array, out: Array) -> None:
+        between = self._between
+        meeting = between.meet(step, dict.fromkeys(self._others, NOTHING))
+        step.n_bytes = array.nbytes
+        rooms = {q: between.take(out.nbytes).view(out.dtype) for q in self._others}
+        moves = [between.receive(step, room, q) for q, room in rooms.items()]
+        parts = {}
+        for ranks, carrier in zip(self._hosts, self._carriers, strict=True):
+            wholes = [array[q * out.size : (q + 1) * out.size] for q in ranks]
+            parts[carrier] = wholes[0]
+            if len(ranks) > 1:
+                part = parts[carrier] = between.take(out.nbytes).view(out.dtype)
+                whole = np.concatenate(wholes)
+                work = self._local.reduce_scatter(whole, part, step.op, wire=step.dtype, label=step.label)
+                work.wait(step.left())
+            if carrier != self._rank:
+                moves.append(between.send(step, parts[carrier], carrier))
+        meeting.wait()
+        between.wait(step, moves)
+        fold(step, [rooms.get(q, parts[self._rank]) for q in self._carriers], out)
+        for memory in (*rooms.values(), *(parts.values() if len(self._mine) > 1 else ())):
+            between.give(memory)
+
+    def _scatter_unevenly(self, step: Operation, array: Array, out: Array) -> None:
+        whole = array.copy()
+        self._reduce(replace(step, kind="all_reduce", label=f"reduce_scatter {step.label}"), whole)
+        out[...] = whole[self._rank * out.size :][: out.size]
+
+    def _gather(self, step: Operation, array: Array, out: Array) -> None:
+        between, alone = self._between, len(self._mine) == 1
+        meeting = between.meet(step, dict.fromkeys(self._others, NOTHING))
+        step.n_bytes = out.nbytes
+        places = np.split(out, self._size)
+        rooms = {q: places[q] if alone else between.take(array.nbytes).view(array.dtype) for q in self._others}
+        moves = [between.receive(step, room, q) for q, room in rooms.items()]
+        moves += [between.send(step, array, q) for q in self._others]
+        meeting.wait()
+        between.wait(step, moves)
+        if alone:
+            places[self._rank][...] = array
+            return
+        for ranks, carrier in zip(self._hosts, self._carriers, strict=True):
+            whole = np.empty(array.size * len(ranks), array.dtype)
+            part = rooms.get(carrier, array)
+            self._local.all_gather(part, whole, wire=step.dtype, label=step.label).wait(step.left())
+            for q, each in zip(ranks, np.split(whole, len(ranks)), strict=True):
+                places[q][...] = each
+        for room in rooms.values():
+            between.give(room)
+
+    def _gather_unevenly(self, step: Operation, array: Array, out: Array) -> None:
+        received: list[Array] = []
+        label = f"all_gather of {array.size} {step.label}"
+        self._exchange(replace(step, kind="all_gather_ragged", count=0, label=label), [array] * self._size, received)
+        np.concatenate(received, out=out)
+
+    def _spread(self, step: Operation, array: Array) -> None:
+        """To one rank of every other host, and from it to all of its host."""
+        root, between = step.root, self._between
+        firsts = {root if root in ranks else ranks[0] for ranks in self._hosts}
+        first = next(q for q in self._mine if q in firsts)
+        peers = (firsts - {root} if self._rank == root else {root}) if self._rank == first else set()
+        small = array.nbytes <= between.inline_bytes
+        meeting = between.meet(step, dict.fromkeys(peers, bytes_of(array) if small and first == root else NOTHING))
+        step.n_bytes = array.nbytes
+        move = between.send if self._rank == root else between.receive
+        moves = [] if small else [move(step, array, peer) for peer in peers]
+        theirs = meeting.wait()
+        if small and self._rank != root and theirs:
+            bytes_of(array)[...] = theirs[root]
+        between.wait(step, moves)
+        self._local.broadcast(array, self._mine.index(first), wire=step.dtype, label=step.label).wait(step.left())
+
+    def _exchange(self, step: Operation, parts: Sequence[Array], received: list[Array]) -> None:
+        between = self._between
+        work = self._local.all_to_all_ragged([parts[q] for q in self._mine], label=step.label)
+        data = {q: bytes_of(parts[q]) for ranks in self._hosts if ranks is not self._mine for q in ranks}
+        meeting = between.meet(step, data)
+        moves = []
+        for q, each in data.items():
+            if each.size > between.inline_bytes:
+                step.n_bytes = each.size
+                moves.append(between.send(step, each, q))
+        work.wait(step.left())
+        results = dict(zip(self._mine, work.parts, strict=True))
+        for q, payload in meeting.wait().items():
+            step.n_bytes = meeting.sizes[q]
+            results[q] = payload.copy()
+            if step.n_bytes > between.inline_bytes:
+                results[q] = np.empty(step.n_bytes, np.uint8)
+                moves.append(between.receive(step, results[q], q))
+        between.wait(step, moves)
+        received.extend(results[q].view(parts[0].dtype) for q in range(self._size))
+
+
+class _Deferred(Work):
+    """An operation that its wait carries out."""
+
+    def __init__(self, owner: HostsCommunicator, step: Operation, run: Callable[[Operation], None]) -> None:
+        self._owner = owner
+        self._step = step
+        self._run: Callable[[Operation], None] | None = run
+
+    def done(self) -> bool:
+        """Collective. Carry it out."""
+        self.wait()
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Collective. Carry it out, waiting at most `timeout` seconds for the other ranks; see `Work.wait`."""
+        if self._run is not None:
+            self._owner.carry_out(self._step, self._run, timeout)
+            self._run = None
