@@ -27,9 +27,10 @@ __all__ = ["NOTHING", "Between", "Exchange", "Meeting", "Operation", "bytes_of",
 # At the head of a rank's first message: bytes of its data, and what it calls.
 _SIZE_BYTES, _CALL_BYTES = 8, 248
 _HEAD_BYTES = _SIZE_BYTES + _CALL_BYTES
-# Data of this size travel with it, to every host: beyond, the network would carry more than need be.
-_INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 256 << 10, 96 << 10
-_MOST_SCRATCH = 64  # arrays
+# Data of this size travel with it, from each of several carriers to every host: beyond, the network would carry more
+# than need be.
+_INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 256 << 10, 64 << 10
+_MOST_SCRATCH, _LARGEST_SCRATCH_BYTES = 32, 4 << 20  # arrays that are kept
 # By which a wait between hosts is longer than one inside a host, whose ranks know better who is late.
 _GRACE_SECONDS = 1.0
 NOTHING = np.empty(0, np.uint8)
@@ -60,6 +61,11 @@ class Operation:
     number: int = 0
     deadline: float = 0.0
     n_bytes: int = 0
+
+    @property
+    def within(self) -> str:
+        """Local. Label of what a host's ranks call for it."""
+        return f"{self.kind} {self.count:,} {self.label}".rstrip()
 
     def left(self) -> float:
         """Local. Seconds until the deadline."""
@@ -103,9 +109,10 @@ class Between:
         inline_bytes: size of the data that travel with what a rank says of an operation.
     """
 
-    def __init__(self, gloo: Gloo, n_hosts: int) -> None:
+    def __init__(self, gloo: Gloo, n_hosts: int, n_carriers: int) -> None:
         self.gloo = gloo
-        self.inline_bytes = _INLINE_BYTES_OF_TWO if n_hosts == 2 else _INLINE_BYTES_OF_ALL // n_hosts
+        two = n_hosts == 2 and n_carriers == 1
+        self.inline_bytes = _INLINE_BYTES_OF_TWO if two else 2 * _INLINE_BYTES_OF_ALL // n_hosts
         self._boxes: dict[int, tuple[_Box, _Box]] = {}
         self._scratch: list[Array] = []
 
@@ -140,7 +147,7 @@ class Between:
         """Local. What `take` has given can be used again."""
         while isinstance(array.base, np.ndarray):
             array = array.base
-        if len(self._scratch) < _MOST_SCRATCH:
+        if len(self._scratch) < _MOST_SCRATCH and array.nbytes <= _LARGEST_SCRATCH_BYTES:
             self._scratch.append(array)
 
 

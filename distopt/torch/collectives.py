@@ -215,7 +215,8 @@ class Collectives:
         work = self._communicator.all_to_all_ragged(arrays, label=f"{label} {dtypes[0]}")
         work.wait(seconds)
         like = parts[0]
-        received = [torch.from_numpy(part).view(like.dtype) for part in work.parts]
+        # An empty array has strides that `view` refuses.
+        received = [torch.from_numpy(part).view(like.dtype) if part.size else like.new_empty(0) for part in work.parts]
         for q, (part, count) in enumerate(zip(received, counts, strict=True)):
             if part.numel() != count:
                 raise UsageError(

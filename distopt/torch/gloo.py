@@ -1,7 +1,11 @@
-"""Bytes between two ranks on different hosts, through PyTorch's own Gloo."""
+"""Bytes between two ranks on different hosts, through PyTorch's own Gloo.
+
+A rank that fails says why to all others before it closes its connections, so that they name the same cause.
+"""
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from contextlib import suppress
@@ -11,14 +15,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from .. import errors
 from ..comm.work import MessageWork
-from ..errors import CommunicatorClosedError, LaunchError, PeerLostError, StalledError, UsageError
+from ..errors import (
+    CommunicatorClosedError,
+    CommunicatorError,
+    LaunchError,
+    PeerLostError,
+    Process,
+    StalledError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ..comm.base import Array
-    from ..errors import Process
 
 __all__ = ["Gloo", "GlooMessage", "Transfer", "route_to"]
 
@@ -26,6 +38,10 @@ __all__ = ["Gloo", "GlooMessage", "Transfer", "route_to"]
 # than its receive, some bits of its length: two that differ never meet.
 _MESSAGE = 1 << 30
 _TAG_BITS, _LENGTH_BITS = 20, 10
+_CAUSE_TAG = (1 << 31) - 1
+_CAUSE_BYTES = 4096
+_CAUSE_SECONDS = 1.0  # in which a rank that knows the cause has said so
+_NAP_SECONDS = 0.01
 
 
 class Transfer(NamedTuple):
@@ -45,7 +61,7 @@ class Transfer(NamedTuple):
 class Gloo:
     """What one rank sends to others, and receives.
 
-    A wait that runs into its time-out, or finds that a peer has ended, closes all connections: Gloo cannot go on.
+    After a wait that ran into its time-out, or found that a peer has ended, Gloo cannot go on: call `fail`.
 
     Args:
         store: where the ranks leave their addresses.
@@ -77,6 +93,9 @@ class Gloo:
                 f"{self.me.name} has not met the other ranks through Gloo by its {place} ({error}); let all TCP ports "
                 "pass between the hosts, or name a network interface that reaches them in GLOO_SOCKET_IFNAME"
             ) from error
+        self._causes = [torch.zeros(_CAUSE_BYTES, dtype=torch.uint8) for _ in processes]
+        others = [q for q in range(len(processes)) if q != rank]
+        self._hears = [self._group.recv([self._causes[q]], q, _CAUSE_TAG) for q in others]
 
     def send(self, data: torch.Tensor, to: int, tag: int, what: Callable[[], str]) -> Transfer:
         """Local. Begin to send to rank `to`, which must not await fewer bytes."""
@@ -110,7 +129,6 @@ class Gloo:
         except RuntimeError as error:
             if time.monotonic() < deadline:
                 raise self._lost(transfer.peer, transfer.what()) from error
-            self.close()
             peer, ranks = self._named(transfer.peer)
             cure = "find out what it is busy with, or raise DISTOPT_TIMEOUT"
             fact = f"{self.me.name} waits in {transfer.what()} for {peer}, which did not come in time"
@@ -118,17 +136,55 @@ class Gloo:
 
     def message(self, sends: bool, data: Array, peer: int | None, tag: int, seconds: float) -> GlooMessage:
         """Local. Begin a message beside the collectives; see `Communicator.send`."""
-        if not 0 <= tag < 1 << _TAG_BITS:
-            raise UsageError(f"tag {tag} is out of range between hosts; choose one from 0 to {(1 << _TAG_BITS) - 1:,}")
+        most = (1 << _TAG_BITS) - 2
+        if not 0 <= tag <= most:
+            raise UsageError(f"tag {tag} is out of range between hosts; choose one from 0 to {most:,}")
         wide = _MESSAGE | tag << _LENGTH_BITS | data.size % (1 << _LENGTH_BITS)
         start: Any = self.send if sends else self.receive
         text = f"{'send' if sends else 'receive'} of a message of {data.size:,} bytes with tag {tag}"
         transfer = start(torch.from_numpy(data), peer, wide, lambda: f"{text}; both sides must agree on tag and length")
         return GlooMessage(self, transfer, seconds)
 
+    def fail(self, error: CommunicatorError, *, is_known: bool) -> CommunicatorError:
+        """Local. Close the connections. The first failure as far as the ranks know, which may be another's.
+
+        Args:
+            error: this rank's.
+            is_known: whether it is a cause rather than what came of another failure.
+        """
+        deadline = time.monotonic() + (0.0 if is_known else _CAUSE_SECONDS)
+        while (heard := self._heard()) is None and time.monotonic() < deadline:
+            time.sleep(_NAP_SECONDS)
+        cause = heard or error
+        self._say(cause)
+        self.close()
+        return cause
+
     def close(self) -> None:
         """Local. Close the connections when nothing waits any more; idempotent."""
         self._group = None
+        self._hears = []
+
+    def _say(self, cause: CommunicatorError) -> None:
+        """To all others; what they have room for."""
+        text = json.dumps([type(cause).__name__, cause.fact[: _CAUSE_BYTES // 2], cause.cure, cause.ranks])
+        data = torch.frombuffer(bytearray(text.encode()[:_CAUSE_BYTES]), dtype=torch.uint8)
+        for rank, process in enumerate(self.processes):
+            if process is not self.me and self._group is not None:
+                with suppress(RuntimeError):  # it has gone
+                    self._group.send([data], rank, _CAUSE_TAG).wait(timedelta(seconds=_CAUSE_SECONDS))
+
+    def _heard(self) -> CommunicatorError | None:
+        """What another rank has said."""
+        for said in self._causes:
+            text = said.numpy().tobytes().rstrip(b"\0")
+            with suppress(ValueError):  # none, or one too long
+                kind, fact, cure, ranks = json.loads(text)
+                cause: CommunicatorError = getattr(errors, kind)(
+                    fact, cure=cure, ranks=[Process(*one) for one in ranks]
+                )
+                return cause
+        return None
 
     def _open(self) -> Any:
         if self._group is None:
@@ -136,7 +192,6 @@ class Gloo:
         return self._group
 
     def _lost(self, rank: int | None, what: str) -> PeerLostError:
-        self.close()
         peer, ranks = self._named(rank)
         fact = f"{peer} ended or cannot be reached while {self.me.name} is in {what}"
         return PeerLostError(fact, cure="see its output", ranks=ranks)
@@ -171,7 +226,10 @@ class GlooMessage(MessageWork):
         """Wait for the end; see `Work.wait`."""
         if not self._ended:
             seconds = self._seconds if timeout is None else timeout
-            self._gloo.wait(self._transfer, time.monotonic() + seconds)
+            try:
+                self._gloo.wait(self._transfer, time.monotonic() + seconds)
+            except CommunicatorError as error:
+                raise self._gloo.fail(error, is_known=isinstance(error, StalledError)) from error
             self._ended = True
 
 

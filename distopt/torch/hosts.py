@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ..launch.topology import Topology
-    from .cause import Cause
     from .gloo import Gloo
 
 __all__ = ["HostsCommunicator"]
 
-# Of an array; large enough to hide the time of a message, small enough for caches.
-_CHUNK_BYTES = 1 << 20
+# Of a slice; large enough to hide the time of a message, small enough that one is on the network while the next is
+# inside the host.
+_CHUNK_BYTES = 2 << 20
 _CHUNKS_IN_FLIGHT = 8
 
 
@@ -54,7 +54,6 @@ class HostsCommunicator(Communicator):
         hosts: Sequence[Sequence[int]],
         local: Communicator,
         gloo: Gloo,
-        cause: Cause,
         seconds: float,
     ) -> None:
         """Local.
@@ -64,7 +63,6 @@ class HostsCommunicator(Communicator):
             hosts: the ranks of each host, in their order there.
             local: that of the ranks of this host.
             gloo: connects all ranks.
-            cause: tells the ranks of each other's failures.
             seconds: for which an operation waits for a rank, if not told otherwise.
         """
         self.topology = topology
@@ -73,12 +71,11 @@ class HostsCommunicator(Communicator):
         self._mine = next(ranks for ranks in hosts if self._rank in ranks)
         self._local = local
         self._gloo = gloo
-        self._between = Between(gloo, len(hosts))
-        self._cause = cause
         self._seconds = seconds
         self._even = len({len(ranks) for ranks in hosts}) == 1
         # So many ranks of every host carry slices: this one, if it does, the same slice as these of all hosts.
         self._n_slices = min(len(ranks) for ranks in hosts)
+        self._between = Between(gloo, len(hosts), self._n_slices)
         place = topology.local_rank
         self._carriers = [ranks[place] for ranks in hosts] if place < self._n_slices else []
         self._others = [rank for rank in self._carriers if rank != self._rank]
@@ -114,8 +111,7 @@ class HostsCommunicator(Communicator):
             # A rank that has left, or whose connection broke, may have been ended by the failure of another.
             here = [self._gloo.processes[rank] for rank in self._mine]
             is_known = not error.is_consequence or (isinstance(error, PeerLostError) and error.ranks[0] in here)
-            self._error = self._cause.of(error, is_known=is_known)
-            self._gloo.close()
+            self._error = self._gloo.fail(error, is_known=is_known)
             self._local.close()
             raise self._error from error
 
@@ -164,7 +160,7 @@ class HostsCommunicator(Communicator):
         cut = 0 if flat.nbytes <= self._between.inline_bytes else flat.size - flat.size % self._n_slices
         head, rest = flat[:cut], flat[cut:]
         if rest.size and len(self._mine) > 1:
-            self._local.all_reduce(rest, step.op, wire=step.dtype, label=step.label).wait(step.left())
+            self._local.all_reduce(rest, step.op, wire=step.dtype, label=step.within).wait(step.left())
         meeting = self._between.meet(step, dict.fromkeys(self._others, bytes_of(rest)))
         step.n_bytes = flat.nbytes
         length = _CHUNK_BYTES // flat.itemsize * self._n_slices
@@ -180,7 +176,7 @@ class HostsCommunicator(Communicator):
         for chunk in flow:
             self._finish_chunk(step, *chunk)
         if rest.size and not self._even:
-            self._local.broadcast(rest, wire=step.dtype, label=step.label).wait(step.left())
+            self._local.broadcast(rest, wire=step.dtype, label=step.within).wait(step.left())
 
     def _reduce_mean(self, step: Operation, flat: Array) -> None:
         """Of hosts with different numbers of ranks: the sum, divided once."""
@@ -197,11 +193,11 @@ class HostsCommunicator(Communicator):
             n_bytes = chunk.nbytes // self._n_slices
             if self._even:
                 part = self._between.take(n_bytes).view(chunk.dtype)
-                work = self._local.reduce_scatter(chunk, part, step.op, wire=step.dtype, label=step.label)
+                work = self._local.reduce_scatter(chunk, part, step.op, wire=step.dtype, label=step.within)
             else:
                 slices = np.split(chunk, self._n_slices)
                 part = slices[self.topology.local_rank] if self._carriers else None
-                work = self._local.all_reduce(chunk, step.op, wire=step.dtype, label=step.label)
+                work = self._local.all_reduce(chunk, step.op, wire=step.dtype, label=step.within)
             work.wait(step.left())
         return (
             chunk,
@@ -216,11 +212,11 @@ class HostsCommunicator(Communicator):
         if len(self._mine) == 1:
             return
         if self._even:
-            self._local.all_gather(part, chunk, wire=step.dtype, label=step.label).wait(step.left())
+            self._local.all_gather(part, chunk, wire=step.dtype, label=step.within).wait(step.left())
             self._between.give(part)
             return
         for place, each in enumerate(np.split(chunk, self._n_slices)):
-            self._local.broadcast(each, place, wire=step.dtype, label=step.label).wait(step.left())
+            self._local.broadcast(each, place, wire=step.dtype, label=step.within).wait(step.left())
 
     # -- other collectives -------------------------------------------------------------------------------------------
     def _scatter(self, step: Operation, array: Array, out: Array) -> None:
@@ -236,7 +232,7 @@ class HostsCommunicator(Communicator):
             if len(ranks) > 1:
                 part = parts[carrier] = between.take(out.nbytes).view(out.dtype)
                 whole = np.concatenate(wholes)
-                work = self._local.reduce_scatter(whole, part, step.op, wire=step.dtype, label=step.label)
+                work = self._local.reduce_scatter(whole, part, step.op, wire=step.dtype, label=step.within)
                 work.wait(step.left())
             if carrier != self._rank:
                 moves.append(between.send(step, parts[carrier], carrier))
@@ -267,7 +263,7 @@ class HostsCommunicator(Communicator):
         for ranks, carrier in zip(self._hosts, self._carriers, strict=True):
             whole = np.empty(array.size * len(ranks), array.dtype)
             part = rooms.get(carrier, array)
-            self._local.all_gather(part, whole, wire=step.dtype, label=step.label).wait(step.left())
+            self._local.all_gather(part, whole, wire=step.dtype, label=step.within).wait(step.left())
             for q, each in zip(ranks, np.split(whole, len(ranks)), strict=True):
                 places[q][...] = each
         for room in rooms.values():
@@ -294,11 +290,11 @@ class HostsCommunicator(Communicator):
         if small and self._rank != root and theirs:
             bytes_of(array)[...] = theirs[root]
         between.wait(step, moves)
-        self._local.broadcast(array, self._mine.index(first), wire=step.dtype, label=step.label).wait(step.left())
+        self._local.broadcast(array, self._mine.index(first), wire=step.dtype, label=step.within).wait(step.left())
 
     def _exchange(self, step: Operation, parts: Sequence[Array], received: list[Array]) -> None:
         between = self._between
-        work = self._local.all_to_all_ragged([parts[q] for q in self._mine], label=step.label)
+        work = self._local.all_to_all_ragged([parts[q] for q in self._mine], label=step.within)
         data = {q: bytes_of(parts[q]) for ranks in self._hosts if ranks is not self._mine for q in ranks}
         meeting = between.meet(step, data)
         moves = []

@@ -21,7 +21,6 @@ from ..launch.join.rendezvous import HostGroup
 from ..launch.topology import Topology, host_identity
 from ..launch.watch.siblings import Absence
 from ..settings import Settings
-from .cause import Cause
 from .gloo import Gloo, route_to
 from .hosts import HostsCommunicator
 from .process_group import DistoptProcessGroup
@@ -89,8 +88,7 @@ def _communicator(options: Any, rank: int, size: int, timeout: float) -> tuple[C
         gloo = Gloo(dist.PrefixStore("gloo", store), rank, processes, address, interface, timeout)
         # All have read it once they are connected.
         store.delete_key(str(rank))
-        cause = Cause(dist.PrefixStore("cause", store))
-        return HostsCommunicator(topology, list(hosts.values()), local, gloo, cause, timeout), processes
+        return HostsCommunicator(topology, list(hosts.values()), local, gloo, timeout), processes
     except BaseException:
         local.close()
         raise

@@ -288,7 +288,7 @@ class DistoptProcessGroup(dist.ProcessGroup):
             raise ValueError(f"all_to_all_single: {role} splits {list(sizes)} do not cut {rows} rows for each rank")
         if not sizes and rows % self.size():
             raise ValueError(f"all_to_all_single: {rows} rows of the {role} do not divide by {self.size()} ranks")
-        return list(tensor.split(list(sizes) if sizes else rows // self.size()))
+        return list(tensor.split(list(sizes) or [rows // self.size()] * self.size()))
 
 
 def _carry_out(action: Callable[..., object], args: Sequence[Any], seconds: float) -> object:
