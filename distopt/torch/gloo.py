@@ -235,8 +235,8 @@ class GlooMessage(MessageWork):
 
 def route_to(host: str) -> str:
     """Local. The address from which the kernel would send to `host`; empty if there is no way, or only the loopback."""
-    with suppress(OSError):
-        for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+    with suppress(OSError, UnicodeError):
+        for family, kind, _, _, place in socket.getaddrinfo(host or None, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind) as probe:
                 probe.connect(place)
                 address = str(probe.getsockname()[0])

@@ -20,6 +20,7 @@ from ..errors import DistoptError, LaunchError, Process
 from ..launch.join.rendezvous import HostGroup
 from ..launch.topology import Topology, host_identity
 from ..launch.watch.siblings import Absence
+from ..launch.watch.watch import own_addresses
 from ..settings import Settings
 from .gloo import Gloo, route_to
 from .hosts import HostsCommunicator
@@ -61,8 +62,9 @@ def _communicator(options: Any, rank: int, size: int, timeout: float) -> tuple[C
         return SingleCommunicator(Topology.of_one_host(rank, size, host)), [Process(ranks[0], host, pid)]
     store = options.store
     master = _host_of(store)
-    identity, address = host_identity(), route_to(master) if master else ""
-    note = [identity, host, pid, token_bytes(16).hex(), address]
+    identity, address = host_identity(), route_to(master)
+    offered = address or next(iter(own_addresses()), "")
+    note = [identity, host, pid, token_bytes(16).hex(), offered]
     store.set(str(rank), json.dumps(note))
     notes = [json.loads(each) for each in store.multi_get([str(q) for q in range(size)])]
     processes = [Process(q, name, pid) for q, (_, name, pid, *_) in zip(ranks, notes, strict=True)]
@@ -79,7 +81,7 @@ def _communicator(options: Any, rank: int, size: int, timeout: float) -> tuple[C
         topology = Topology(rank, size, mine.index(rank), len(mine), names)
         abroad = [theirs for q, (*_, theirs) in enumerate(notes) if q not in mine and theirs]
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-        address = address or (route_to(abroad[0]) if abroad else "")
+        address = address or route_to(abroad[0] if abroad else "") or offered
         if not (address or interface):
             raise LaunchError(
                 f"{processes[rank].name} has found no address by which other hosts reach it; name a network interface "

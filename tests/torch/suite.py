@@ -2,16 +2,18 @@
 
     python tests/torch/suite.py --ranks 2
     python tests/torch/suite.py --ranks 3 --backends distopt --expect tests/torch/passes.txt
+    python tests/torch/suite.py --ranks 4 --hosts 2
 
 Prints what passes and what differs: four tests whose bodies ask for the word "gloo". With `--expect`, fails if a test
 of that file does not pass over each backend. Every test runs in processes of its own, forked from one that has imported
-PyTorch.
+PyTorch. With two hosts, which are network namespaces and need root, each has half of the ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import io
 import json
 import os
@@ -24,6 +26,9 @@ from pathlib import Path
 
 TESTS = "torch.testing._internal.distributed.distributed_test"
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.networks.emulation import LINK, two_hosts  # noqa: E402
 
 
 def main() -> int:
@@ -33,17 +38,28 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="tests at the same time (2)")
     parser.add_argument("--tests", type=lambda text: text.split(","), help="only these")
     parser.add_argument("--expect", type=Path, help="file with the names of tests that must pass")
+    parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
     parser.add_argument("--verbose", action="store_true", help="show why tests fail")
     parser.add_argument("--shard", help=argparse.SUPPRESS)
+    parser.add_argument("--namespaces", type=lambda text: text.split(","), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.shard:
         return serve(args)
     expected = set(args.expect.read_text().split()) if args.expect else set()
     chosen = args.tests or (sorted(expected) if expected else None)
+    with contextlib.ExitStack() as stack:
+        namespaces = []
+        if args.hosts == 2:
+            namespaces = [host.namespace for host in stack.enter_context(two_hosts()).hosts]
+        return compare(args, expected, chosen, namespaces)
+
+
+def compare(args: argparse.Namespace, expected: set[str], chosen: list[str] | None, namespaces: list[str]) -> int:
+    """Run the tests over each backend, and print what differs."""
     passed = {}
     for backend in args.backends:
         start = time.monotonic()
-        outcomes = run(backend, args.ranks, args.jobs, chosen)
+        outcomes = run(backend, args.ranks, args.jobs, chosen, namespaces)
         by_kind: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
         for name, (kind, reason) in sorted(outcomes.items()):
             by_kind[kind].append(name)
@@ -62,7 +78,9 @@ def main() -> int:
     return 1 if missing else 0
 
 
-def run(backend: str, ranks: int, jobs: int, tests: list[str] | None) -> dict[str, tuple[str, str]]:
+def run(
+    backend: str, ranks: int, jobs: int, tests: list[str] | None, namespaces: list[str]
+) -> dict[str, tuple[str, str]]:
     """Name of every test -> passed, failed or skipped, and why."""
     with contextlib.ExitStack() as stack:
         shards = []
@@ -70,9 +88,11 @@ def run(backend: str, ranks: int, jobs: int, tests: list[str] | None) -> dict[st
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="distopt-suite-"))
             command = [sys.executable, __file__, "--ranks", str(ranks), "--backends", backend]
             command += ["--shard", f"{shard}/{jobs}", *(["--tests", ",".join(tests)] if tests else [])]
+            command += ["--namespaces", ",".join(namespaces)] if namespaces else []
             # PyTorch's file decides by BACKEND, when it is imported, which tests there are.
             variables = {"BACKEND": "gloo", "WORLD_SIZE": str(ranks), "TEMP_DIR": folder, "OMP_NUM_THREADS": "1"}
             variables |= {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "60", "PYTHONPATH": str(ROOT)}
+            variables |= {"GLOO_SOCKET_IFNAME": LINK} if namespaces else {}
             shards.append(
                 subprocess.Popen(
                     command, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -105,6 +125,12 @@ def serve(args: argparse.Namespace) -> int:
             # Where PyTorch's own tests spawn, which imports PyTorch for every rank of every test.
             self._start_processes(mp.get_context("fork").Process)
 
+        @classmethod
+        def _run(cls, rank: int, *given: object, **named: object) -> None:
+            if args.namespaces:
+                enter(args.namespaces[rank * len(args.namespaces) // args.ranks])
+            super()._run(rank, *given, **named)
+
     shard, shards = map(int, args.shard.split("/"))
     names = args.tests or unittest.TestLoader().getTestCaseNames(Suite)
     outcomes = {}
@@ -120,6 +146,13 @@ def serve(args: argparse.Namespace) -> int:
             outcomes[name] = "passed", ""
     print(json.dumps(outcomes))
     return 0
+
+
+def enter(namespace: str) -> None:
+    """Move this process into a network namespace."""
+    with Path("/run/netns", namespace).open() as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ..topology import Topology
 
-__all__ = ["Watch", "start_server", "watch_ranks"]
+__all__ = ["Watch", "own_addresses", "start_server", "watch_ranks"]
 
 _log = logging.getLogger("distopt")
 
@@ -250,7 +250,7 @@ def watch_ranks(topology: Topology, all_gather: Callable[[bytes], list[bytes]], 
         with contextlib.suppress(OSError), listen(0, 2 * topology.world_size + 16) as listener:
             key = os.urandom(32)
             server = start_server(listener, key, topology.world_size, timeout)
-            offer = json.dumps([key.hex(), listener.getsockname()[1], _own_addresses()]).encode()
+            offer = json.dumps([key.hex(), listener.getsockname()[1], own_addresses()]).encode()
     offer = all_gather(offer)[0]
     watch = None
     with contextlib.suppress(LaunchError, ValueError):
@@ -291,8 +291,8 @@ def _end_waiting_daemon() -> None:
             subprocess.Popen(["sh", "-c", signals], stderr=subprocess.DEVNULL, start_new_session=True)
 
 
-def _own_addresses() -> list[str]:
-    """Those of this host's network interfaces, in the kernel's order, which is the administrator's."""
+def own_addresses() -> list[str]:
+    """Local. Those of this host's network interfaces, but for the loopback, in the order of the kernel."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
