@@ -15,7 +15,7 @@
 namespace distopt {
 
 constexpr std::uint64_t segment_magic = 0x74706f7473696400;
-constexpr std::uint32_t segment_version = 6;
+constexpr std::uint32_t segment_version = 7;
 // Two lines, because x86 prefetches lines in pairs.
 constexpr std::size_t line_bytes = 128;
 // Operations that a rank may have posted before its slowest peer has finished the first of them.
@@ -58,6 +58,7 @@ struct alignas(line_bytes) Slot {
   alignas(line_bytes) std::atomic<std::uint32_t> sleepers;  // peers that sleep on a word of this slot
   alignas(line_bytes) std::atomic<std::uint32_t> closed;
   std::atomic<std::uint32_t> allocation_errno;
+  std::atomic<std::int64_t> asked;  // when it last waited or polled, in nanoseconds of the host's steady clock
   std::uint64_t cores[16];  // bit set of the cores that this rank may run on
   alignas(line_bytes) RingEntry ring[ring_size];
 };

@@ -39,6 +39,7 @@
 // the futex         -                              by the kernel, in FUTEX_WAIT   Compares under the lock that
 //                                                                                 FUTEX_WAKE takes. The count goes down
 //                                                                                 only after its answer.
+// asked             by its rank: relaxed           by peers: relaxed              A number for messages, and no more.
 // closed            by its rank, in close: store   by peers: load acquire         Who sees it sees the last counters.
 //                   release
 // lock of the file  by the kernel, when the rank   by the kernel, in F_GETLK      Both hold a lock of the kernel. Who
@@ -57,6 +58,11 @@ namespace distopt {
 namespace {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the futex is the low half of a counter, at its address");
+
+// Longer than a rank sleeps that waits: see slice_seconds.
+constexpr double life_seconds = 0.5;
+
+std::int64_t now() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // For a failure that another rank is writing down: a second.
 constexpr int most_naps = 1000;
@@ -192,6 +198,16 @@ bool Peers::all_finished(std::uint64_t sequence) {
                        segment_.slot(q).counters[static_cast<int>(Signal::finished)].load(std::memory_order_acquire));
   finished_seen_ = least;
   return sequence <= finished_seen_;
+}
+
+void Peers::show_life() const { segment_.slot(rank_).asked.store(now(), std::memory_order_relaxed); }
+
+std::vector<int> Peers::silent(const std::vector<int>& ranks, double waited) const {
+  const auto since = now() - static_cast<std::int64_t>(1e9 * std::min(life_seconds, waited / 2));
+  std::vector<int> found;
+  for (int q : ranks)
+    if (segment_.slot(q).asked.load(std::memory_order_relaxed) < since) found.push_back(q);
+  return found.empty() ? ranks : found;
 }
 
 CommunicatorError Peers::fail(const Failure& failure) {

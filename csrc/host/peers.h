@@ -46,6 +46,10 @@ class Peers {
   std::vector<int> absent(const Blocker& blocker) const;
   // Whether every peer has finished that operation.
   bool all_finished(std::uint64_t sequence);
+  // Tells the peers that this rank waits or polls itself.
+  void show_life() const;
+  // Those of `ranks` to blame for a wait that has lasted so many seconds: whoever shows no life or, if all do, all.
+  std::vector<int> silent(const std::vector<int>& ranks, double waited) const;
   // Records a failure; the first of all ranks is kept and returned, as what others see later only follows from it.
   CommunicatorError fail(const Failure& failure);
   // Records that a rank has gone, `waiting` being this rank's wait for it in words.

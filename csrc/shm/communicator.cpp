@@ -82,6 +82,7 @@ void ShmCommunicator::wait_until(Condition condition, double timeout_seconds) {
     raise_recorded_failure();
     if (peers_.spin(blocker_)) continue;
     if (!watch) watch.emplace();
+    peers_.show_life();
     const double left = timeout_seconds - watch->seconds();
     const double slice = messages_.help() ? helping_seconds : slice_seconds;
     if (peers_.sleep(blocker_, std::min(slice, std::max(left, 1e-6)))) continue;
@@ -116,7 +117,11 @@ void ShmCommunicator::check_peers(double waited, Patience& patience) {
   const std::vector<int> absent = peers_.absent(blocker_);
   if (absent.empty()) return;
   patience.look(
-      waited, [&] { return Waiting{waiting_for(absent), peers_.processes(absent)}; },
+      waited,
+      [&] {
+        const std::vector<int> late = peers_.silent(absent, waited);
+        return Waiting{waiting_for(late), peers_.processes(late)};
+      },
       [this](const std::string& text) { call_hook([&] { hooks_.warn(text); }); },
       [this](const Failure& failure) { fail(failure); });
 }
@@ -209,8 +214,10 @@ bool ShmCommunicator::test(const Operation& operation) {
   require_open();
   const CallersTurn turn(turn_);
   advance();
+  if (operation.finished()) return true;
   messages_.help();
-  if (!operation.finished()) raise_recorded_failure();
+  peers_.show_life();
+  raise_recorded_failure();
   return operation.finished();
 }
 

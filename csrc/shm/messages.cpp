@@ -130,6 +130,7 @@ bool Messages::test(const Message& message) {
   const Guard guard(*this);
   advance();
   help_collectives_();
+  peers_.show_life();
   if (!message.finished() && peers_.failed()) throw peers_.failure();
   return message.finished();
 }
@@ -148,6 +149,7 @@ void Messages::wait(const Message& message, double timeout_seconds) {
     if (peers_.failed()) throw peers_.failure();
     help_collectives_();
     if (!watch) watch.emplace();
+    peers_.show_life();
     const double left = std::max(timeout_seconds - watch->seconds(), 1e-6);
     if (apart([&] { return listen(heard, std::min(slice_seconds, left)); })) continue;
     call_hook(hooks_.check_signals);
@@ -328,7 +330,7 @@ void Messages::check_peers(const Message& message, double waited, Patience& pati
     if (gone.size() == ranks.size()) throw peers_.lost(gone[0].first, gone[0].second, describe(message));
   }
   patience.look(
-      waited, [&] { return Waiting{describe(message), peers_.processes(ranks)}; },
+      waited, [&] { return Waiting{describe(message), peers_.processes(peers_.silent(ranks, waited))}; },
       [this](const std::string& text) { call_hook([&] { hooks_.warn(text); }); },
       [this](const Failure& failure) { throw peers_.fail(failure); });
 }

@@ -35,7 +35,7 @@ import numpy as np
 
 from ..errors import UsageError
 from .subgroups import meet
-from .work import Array, DoneWork, GatheredParts, MessageWork, RaggedWork, Work, Works
+from .work import Array, DoneWork, MessageWork, RaggedWork, Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +53,6 @@ __all__ = [
     "RaggedWork",
     "ReduceOp",
     "Work",
-    "Works",
     "storage_of",
 ]
 
@@ -315,6 +314,8 @@ class Communicator(ABC):
     @abstractmethod
     def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork: ...
     @abstractmethod
+    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork: ...
+    @abstractmethod
     def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work: ...
 
     def _subgroup(self, ranks: Sequence[int], secret: bytes) -> Communicator:
@@ -325,15 +326,6 @@ class Communicator(ABC):
 
     def _all_reduce_and_look(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
         raise NotImplementedError("for backends with finds_nonfinite")
-
-    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
-        # Correct on every transport of NumPy arrays, and no cheaper than a gather: see `sends_parts`.
-        lengths = np.array([part.size for part in parts], np.int64)
-        return GatheredParts(
-            self.topology.rank,
-            self._all_gather_ragged(lengths, "int64", label),
-            self._all_gather_ragged(np.concatenate(parts), dtype, label),
-        )
 
     def _moves(self, xp: Any) -> bool:
         """Whether wire memory can be arrays of that module."""

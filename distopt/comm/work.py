@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = ["Array", "DoneWork", "GatheredParts", "MessageWork", "RaggedWork", "Work", "Works"]
+__all__ = ["Array", "DoneWork", "MessageWork", "RaggedWork", "Work"]
 
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 
@@ -50,24 +44,6 @@ class DoneWork(Work):
         """Return at once."""
 
 
-class Works(Work):
-    """Several operations as one."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def done(self) -> bool:
-        """Local. Move all forward; whether all have finished."""
-        states = [work.done() for work in self._works]  # a list, so that every one moves forward
-        return all(states)
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait for all of them, at most `timeout` seconds; see `Work.wait`."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for work in self._works:
-            work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-
-
 class MessageWork(Work):
     """A message under way. Any number may be, and they may be waited for in any order."""
 
@@ -101,21 +77,3 @@ class RaggedWork(Work):
     def wait(self, timeout: float | None = None) -> None:
         """Collective. Wait for `parts`; see the class and `Work.wait`."""
         self._work.wait(timeout)
-
-
-class GatheredParts(RaggedWork):
-    """An all_to_all in which everything goes to everyone: the lengths of all parts, and the parts in a row."""
-
-    def __init__(self, rank: int, lengths: RaggedWork, rows: RaggedWork) -> None:
-        super().__init__(Works([lengths, rows]), [])
-        self._rank = rank
-        self._gathered = lengths, rows
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Collective. See `RaggedWork.wait`."""
-        super().wait(timeout)
-        if not self.parts:
-            lengths, rows = (work.parts for work in self._gathered)
-            self.parts = [
-                np.split(row, np.cumsum(cuts)[:-1])[self._rank].copy() for cuts, row in zip(lengths, rows, strict=True)
-            ]

@@ -102,6 +102,14 @@ class OracleCommunicator(Communicator):
     def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork:
         return RaggedWork(DoneWork(), [part.copy() for part in self._exchange(array)])
 
+    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
+        cuts = self._exchange(np.cumsum([part.size for part in parts]))
+        rows = self._exchange(np.concatenate(parts))
+        rank = self.topology.rank
+        return RaggedWork(
+            DoneWork(), [np.split(row, ends[:-1])[rank].copy() for row, ends in zip(rows, cuts, strict=True)]
+        )
+
     def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:
         array.reshape(-1)[...] = self._exchange(array)[root]
         return DoneWork()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from distopt.errors import UsageError
+from distopt.errors import StalledError, UsageError
 from distopt.settings import Settings
 
 from .ranks import PATIENT, LocalJob, connect, run_ranks, run_ranks_ok
@@ -92,6 +92,35 @@ def test_a_stalled_sender_is_named() -> None:
     text = run_ranks_ok(stall, 2)[0]
     assert "waits to receive 7 int16 with tag -4 from rank 1 (host" in text
     assert "it has started no operation" in text
+
+
+def stall_behind_polls(job: LocalJob, polled: str) -> tuple[str, list[int]]:
+    """Rank 0 waits for both others; rank 1 is about to come, but polls what rank 2 is to send or to start first."""
+    comm = connect(job, Settings(timeout=2.0, stall_warning=50.0))
+    rank = job.topology.rank
+    job.all_gather(b"")
+    caught = None
+    if rank == 0:
+        work = comm.receive(np.zeros(7), tag=5) if polled == "collective" else comm.all_reduce(np.zeros(7))
+        with pytest.raises(StalledError, match=r"no answer within 2 s") as info:
+            work.wait()
+        caught = str(info.value), [one.rank for one in info.value.ranks]
+    elif rank == 1:
+        work = comm.receive(np.zeros(7), 2) if polled == "message" else comm.all_reduce(np.zeros(7))
+        with pytest.raises(StalledError):  # that of rank 0
+            while not work.done():
+                time.sleep(1e-3)
+    job.all_gather(b"")
+    return caught or ("", [])
+
+
+@pytest.mark.parametrize("polled", ["message", "collective"])
+def test_a_rank_that_polls_is_not_to_blame(polled: str) -> None:
+    text, blamed = run_ranks_ok(stall_behind_polls, 3, polled)[0]
+    assert blamed == [2], text
+    if polled == "message":
+        assert "for rank 2 (host" in text
+        assert "rank 1" not in text
 
 
 def beside_collectives(job: LocalJob) -> None:

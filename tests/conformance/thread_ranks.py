@@ -133,6 +133,17 @@ class OracleCommunicator(Communicator):
 
         return RaggedWork(self._post(("all_gather_ragged", dtype), array, None, finish), got)
 
+    def _all_to_all_ragged(self, parts, dtype, label):
+        got, ends = [], np.cumsum([part.size for part in parts])
+        deposit = np.concatenate([ends.view(np.uint8), np.concatenate(parts).view(np.uint8)])
+
+        def finish(arrays):
+            for array in arrays:
+                cuts, row = array[: ends.nbytes].view(ends.dtype), array[ends.nbytes :].view(parts[0].dtype)
+                got.append(np.split(row, cuts[:-1])[self.topology.rank].copy())
+
+        return RaggedWork(self._post(("all_to_all_ragged", dtype), deposit, None, finish), got)
+
     def _broadcast(self, array, root, dtype, label):
         def finish(arrays):
             array[...] = arrays[root]
