@@ -74,7 +74,7 @@ bool done(const MpiWork& work) {
     const nb::gil_scoped_release release;
     if (communicator_of(work).test(*work.operation)) return true;
   }
-  work.communicator.attr("waits").attr("help")();
+  work.communicator.attr("waits").attr("polled")();
   return false;
 }
 
@@ -85,7 +85,7 @@ void wait(const MpiWork& work, std::optional<double> timeout) {
     const double quiet_seconds = std::min(timeout.value_or(yield_seconds), yield_seconds);
     if (communicator_of(work).wait(*work.operation, quiet_seconds)) return;
   }
-  work.communicator.attr("waits").attr("wait_for")(work.communicator, work.operation, timeout);
+  work.communicator.attr("waits").attr("wait_for")(work.operation, timeout);
 }
 
 // Addresses of MPI handles, as numbers.

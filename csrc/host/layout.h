@@ -59,7 +59,7 @@ struct alignas(line_bytes) Slot {
   alignas(line_bytes) std::atomic<std::uint32_t> closed;
   std::atomic<std::uint32_t> allocation_errno;
   std::atomic<std::int64_t> asked;  // when it last waited or polled, in nanoseconds of the host's steady clock
-  std::uint64_t cores[16];  // bit set of the cores that this rank may run on
+  std::uint64_t cores[16];          // bit set of the cores that this rank may run on
   alignas(line_bytes) RingEntry ring[ring_size];
 };
 

@@ -17,7 +17,7 @@ from distopt.settings import Settings
 from .ranks import PATIENT, LocalJob, connect, run_ranks, run_ranks_ok
 
 if TYPE_CHECKING:
-    from distopt.comm.base import Communicator
+    from distopt.comm.base import Communicator, Work
 
 LARGE = 3_000_001
 
@@ -94,6 +94,11 @@ def test_a_stalled_sender_is_named() -> None:
     assert "it has started no operation" in text
 
 
+def poll(work: Work) -> None:
+    while not work.done():
+        time.sleep(1e-3)
+
+
 def stall_behind_polls(job: LocalJob, polled: str) -> tuple[str, list[int]]:
     """Rank 0 waits for both others; rank 1 is about to come, but polls what rank 2 is to send or to start first."""
     comm = connect(job, Settings(timeout=2.0, stall_warning=50.0))
@@ -108,8 +113,7 @@ def stall_behind_polls(job: LocalJob, polled: str) -> tuple[str, list[int]]:
     elif rank == 1:
         work = comm.receive(np.zeros(7), 2) if polled == "message" else comm.all_reduce(np.zeros(7))
         with pytest.raises(StalledError):  # that of rank 0
-            while not work.done():
-                time.sleep(1e-3)
+            poll(work)
     job.all_gather(b"")
     return caught or ("", [])
 

@@ -327,6 +327,22 @@ def test_absent_rank_is_named(peers, job):
     job.all_gather(b"")  # the last rank is still there
 
 
+def test_a_rank_that_polls_is_not_to_blame(peers, job):
+    rank, size = job.topology.rank, job.topology.world_size
+    if size == 2:
+        pytest.skip("needs three ranks; runs under mpiexec")
+    if rank == 0:
+        with pytest.raises(StalledError, match=rf"for rank {size - 1} \(host ") as caught:
+            peers.all_reduce(np.zeros(4)).wait(1.5)
+        assert [one.rank for one in caught.value.ranks] == [size - 1]
+    elif rank < size - 1:  # polls what the last rank is to send before it comes itself
+        work, deadline = peers.receive(np.zeros(3), size - 1), time.monotonic() + 2.5
+        while time.monotonic() < deadline:
+            assert not work.done()
+            time.sleep(1e-3)
+    job.all_gather(b"")
+
+
 def test_rank_that_closed_is_named(peers, job):
     last = job.topology.world_size - 1
     peers.barrier()

@@ -78,9 +78,10 @@ def test_who_is_accused(monkeypatch, caplog):
     one = object.__new__(Waits)
     one.processes, one._rank, one._notes = PROCESSES, 0, Notes(clock)
     one.settings = SimpleNamespace(timeout=TIMEOUT, stall_warning=WARNING)
+    one.core, one._told = Core(clock), float("-inf")
     one._peers, one.help = SimpleNamespace(lost=lambda: None), lambda: None
     with caplog.at_level(logging.WARNING, "distopt"), pytest.raises(StalledError) as raised:
-        one.wait_for(Core(clock), SimpleNamespace(sequence=5), None)
+        one.wait_for(SimpleNamespace(sequence=5), None)
     (warning,) = caplog.messages
     assert " for rank 3 (host host, pid 7);" in warning
     assert " for rank 2 (host host, pid 7), rank 3 (host host, pid 7);" in str(raised.value)

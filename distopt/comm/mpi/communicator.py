@@ -85,7 +85,8 @@ class MpiCommunicator(NativeCommunicator):
             chunk_bytes,
         )
         self.core.waits = self._waits  # type: ignore[attr-defined]  # read by csrc/bind/mpi.cpp
-        self._messages = MpiMessages(mpi, job.comm.Dup(), self.core, self._waits)
+        self._waits.core = self.core
+        self._messages = MpiMessages(mpi, job.comm.Dup(), self._waits)
         self._waits.help = self._messages.advance
         self._farewell: Callable[[], None] = lambda: None  # of a subgroup, whose job is its own
         self._closed = False
@@ -98,7 +99,7 @@ class MpiCommunicator(NativeCommunicator):
         """Collective. Return when every rank has called it and all earlier operations of this rank have finished."""
         self.core.barrier().wait()
         while (oldest := self.core.oldest) is not None:
-            self._waits.wait_for(self.core, oldest, None)
+            self._waits.wait_for(oldest, None)
 
     def close(self) -> None:
         """Local. Leave; ranks that wait for an operation which this one has not finished get an error. Idempotent."""
@@ -107,7 +108,7 @@ class MpiCommunicator(NativeCommunicator):
         self._closed = True
         finalized = self._mpi.Is_finalized()
         if not finalized:
-            self._waits.close(self.core)
+            self._waits.close()
         if self.core.close() and not finalized:
             self._comm.Free()
             self._messages.close()

@@ -18,7 +18,6 @@ from ..work import MessageWork
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ... import _core
     from .waits import Waits
 
 __all__ = ["MpiMessages"]
@@ -62,8 +61,13 @@ class MpiMessage(MessageWork):
 
     def done(self) -> bool:
         """Local. Move messages and collectives forward without waiting; whether this one has ended."""
-        if self.ended():
+        if self.ended() or self.moved():
             return True
+        self._messages.waits.answer()
+        return False
+
+    def moved(self) -> bool:
+        """Local. Move everything forward; whether this message has ended."""
         self._messages.progress()
         return self.ended()
 
@@ -77,7 +81,14 @@ class MpiMessage(MessageWork):
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the end, at most `timeout` seconds; see `Work.wait`."""
-        self._messages.wait(self, timeout)
+        self._messages.waits.wait_for_message(self, timeout)
+
+    def waiting(self) -> str:
+        """Local. A wait for it, in words."""
+        waits = self._messages.waits
+        peer = "any rank" if self.peer == _ANYONE else waits.processes[self.peer].name
+        verb, word = ("send", "to") if self.sends else ("receive", "from")
+        return f"{waits.me.name} waits to {verb} {self.what} with tag {self.header[0]} {word} {peer}"
 
 
 @dataclass(eq=False)
@@ -96,15 +107,13 @@ class MpiMessages:
     Args:
         mpi: the module `mpi4py.MPI`.
         comm: an MPI communicator that carries nothing else.
-        core: the communicator of the collectives, which a wait for a message moves along.
-        waits: those of its rank.
+        waits: those of its rank, whose communicator a wait for a message moves along.
     """
 
-    def __init__(self, mpi: Any, comm: Any, core: _core.MpiCommunicator, waits: Waits) -> None:
+    def __init__(self, mpi: Any, comm: Any, waits: Waits) -> None:
         self._mpi = mpi
         self._comm = comm
-        self._core = core
-        self._waits = waits
+        self.waits = waits
         self._awaiting: list[MpiMessage] = []
         self._aside: deque[_Aside] = deque()
         self._moving: list[MpiMessage] = []  # kept, with their arrays, if the caller does not
@@ -138,26 +147,17 @@ class MpiMessages:
         """Local. Move messages and collectives forward without waiting."""
         if self.under_way:
             self.advance()
-        self._core.progress()
+        self.waits.core.progress()
 
     @property
     def under_way(self) -> bool:
         """Local. Whether any message has not ended."""
         return bool(self._awaiting or self._moving or self._aside)
 
-    def wait(self, message: MpiMessage, timeout: float | None) -> None:
-        """Wait for the end of `message`; see `Work.wait`."""
-        self._waits.wait_for_message(self._core, message.peer, message.done, lambda: self._waiting(message), timeout)
-
     def close(self) -> None:
         """Local. Give back the communicator if MPI does not use it any more."""
         if not self.under_way:
             self._comm.Free()
-
-    def _waiting(self, message: MpiMessage) -> str:
-        peer = "any rank" if message.peer == _ANYONE else self._waits.processes[message.peer].name
-        verb, word = ("send", "to") if message.sends else ("receive", "from")
-        return f"{self._waits.me.name} waits to {verb} {message.what} with tag {message.header[0]} {word} {peer}"
 
     def _await(self, message: MpiMessage) -> None:
         for early in self._aside:
@@ -187,8 +187,8 @@ class MpiMessages:
         if message.header[0] != header[0] or message.peer not in (source, _ANYONE):
             return False
         if not np.array_equal(message.header, header):
-            sender, me = self._waits.processes[source], self._waits.me
-            self._core.fail(
+            sender, me = self.waits.processes[source], self.waits.me
+            self.waits.core.fail(
                 "MismatchError",
                 f"{sender.name} sent {header[2]:,} {_NAMES[header[1]]} with tag {header[0]}, where {me.name} receives "
                 f"{message.what}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ... import _core
 from ...errors import Process
@@ -30,14 +30,24 @@ _FAREWELL_SECONDS = 1.0  # that the others have to close their communicators at 
 _closed: list[MpiNotes] = []
 
 
+class _Message(Protocol):
+    peer: int
+
+    def moved(self) -> bool: ...
+    def waiting(self) -> str: ...
+
+
 class Waits:
     """One rank's waits.
 
     Attributes:
+        core: the communicator whose operations it waits for; set once it is made.
         processes: of every rank.
         settings: time-outs.
         help: moves what is under way beside the collectives.
     """
+
+    core: _core.MpiCommunicator
 
     def __init__(self, mpi: Any, job: MpiJob) -> None:
         """Collective. `mpi` is the module `mpi4py.MPI`."""
@@ -49,6 +59,7 @@ class Waits:
         self.processes = list(map(Process, job.numbers, job.topology.hosts, pids))
         self._peers = LocalPeers({r: pids[r] for r in job.local_ranks if r != self._rank})
         self._notes = MpiNotes(mpi, job.comm.Dup())
+        self._told = float("-inf")  # when the others last heard that this rank waits
         self.help: Callable[[], object] = lambda: None
 
     @property
@@ -56,17 +67,32 @@ class Waits:
         """Local. This rank."""
         return self.processes[self._rank]
 
-    def wait_for(self, core: _core.MpiCommunicator, operation: _core.MpiOperation, timeout: float | None) -> None:
+    def polled(self) -> None:
+        """Local. Do for a rank that polls an operation, in vain so far, what a wait does beside moving it."""
+        self.help()
+        self.answer()
+
+    def answer(self, *, asks: bool = False) -> None:
+        """Local. If others have said that they wait, say that this rank waits or polls, too; in any case if it `asks`.
+
+        Who is silent is the one to blame. Not twice in a short time: an answer to every answer would never end.
+        """
+        heard, now = self._notes.read(), time.monotonic()
+        if asks or (heard and now > self._told + 2 * _ANSWER_SECONDS):
+            self._told = now
+            self._notes.tell_waiting()
+
+    def wait_for(self, operation: _core.MpiOperation, timeout: float | None) -> None:
         """Wait for `operation`, at most `timeout` seconds (default: `Settings.timeout`); see `Work.wait`."""
 
         def move() -> bool:
             self.help()
-            return core.wait_on(operation, _core.yield_seconds)
+            return self.core.wait_on(operation, _core.yield_seconds)
 
         def check() -> None:
             for rank, finished in self._notes.closed.items():
                 if operation.sequence >= finished:
-                    core.fail(
+                    self.core.fail(
                         "CommunicatorClosedError",
                         f"{self.me.name} waits in {operation}, but {self.processes[rank].name} has closed the "
                         "communicator",
@@ -74,52 +100,23 @@ class Waits:
                         [self.processes[rank]],
                     )
 
-        self.wait_until(
-            core, move, check, lambda: self._waiting_in(core, operation), timeout, lambda _: core.quiet_seconds
-        )
+        self._wait(move, check, lambda: self._waiting_in(operation), timeout, lambda _: self.core.quiet_seconds)
 
-    def wait_for_message(
-        self,
-        core: _core.MpiCommunicator,
-        peer: int,
-        done: Callable[[], bool],
-        waiting: Callable[[], str],
-        timeout: float | None,
-    ) -> None:
-        """Wait for the end of a message; see `Work.wait`.
-
-        Args:
-            core: the communicator that fails where it can come no more.
-            peer: rank at the other end; -1: any.
-            done: moves messages and collectives; whether it has ended.
-            waiting: the wait in words.
-            timeout: in seconds (default: `Settings.timeout`).
-        """
-        others = self._others() if peer < 0 else [peer]
+    def wait_for_message(self, message: _Message, timeout: float | None) -> None:
+        """Wait for the end of `message`, at most `timeout` seconds (default: `Settings.timeout`); see `Work.wait`."""
+        ranks = self._others() if message.peer < 0 else [message.peer]
+        others = [self.processes[rank] for rank in ranks]
 
         def check() -> None:
-            if all(rank in self._notes.closed for rank in others) and not done():
-                left = [self.processes[rank] for rank in others]
-                names = ", ".join(one.name for one in left)
-                core.fail(
-                    "CommunicatorClosedError",
-                    f"{names} closed the communicator while {waiting()}",
-                    "see its output",
-                    left,
-                )
+            if all(rank in self._notes.closed for rank in ranks) and not message.moved():
+                names = ", ".join(one.name for one in others)
+                fact = f"{names} closed the communicator while {message.waiting()}"
+                self.core.fail("CommunicatorClosedError", fact, "see its output", others)
 
-        self.wait_until(
-            core,
-            done,
-            check,
-            lambda: (waiting(), [self.processes[rank] for rank in others]),
-            timeout,
-            lambda waited: waited,
-        )
+        self._wait(message.moved, check, lambda: (message.waiting(), others), timeout, lambda waited: waited)
 
-    def wait_until(
+    def _wait(
         self,
-        core: _core.MpiCommunicator,
         move: Callable[[], bool],
         check: Callable[[], None],
         tell: Callable[[], tuple[str, list[Process]]],
@@ -129,7 +126,6 @@ class Waits:
         """Wait until `move` returns True.
 
         Args:
-            core: the communicator that fails if this takes too long.
             move: moves what is awaited; whether it has ended.
             check: raises an error if it can end no more.
             tell: the wait in words, and who has not arrived.
@@ -142,43 +138,34 @@ class Waits:
         warn_at = min(self.settings.stall_warning, timeout / 2) + answer
         patience = _core.Patience(timeout, warn_at)
         asks = [warn_at - answer, timeout - answer]
-        told = float("-inf")
         while not move():
             waited = watch.seconds()
             _core.pause(quiet(waited))
-            # A rank that hears of another's wait while it waits itself says so: who is silent is the one to blame. Not
-            # twice in a short time, since an answer to every answer would never end.
-            heard = self._notes.read()
             asks_now = bool(asks) and waited > asks[0]
-            if asks_now or (heard and waited > told + 2 * _ANSWER_SECONDS):
-                told = waited
-                self._notes.tell_waiting()
             if asks_now:
                 asks.pop(0)
+            self.answer(asks=asks_now)
             check()
             lost = self._peers.lost()
             if lost is not None:
                 ended, text = self.processes[lost], tell()[0]
-                core.fail("PeerLostError", f"{ended.name} ended while {text}", "see its output", [ended])
-            core.look(patience, waited, tell, _log.warning)
+                self.core.fail("PeerLostError", f"{ended.name} ended while {text}", "see its output", [ended])
+            self.core.look(patience, waited, tell, _log.warning)
 
-    def close(self, core: _core.MpiCommunicator) -> None:
-        """Local. Tell the others that this rank leaves."""
+    def close(self) -> None:
+        """Local. Tell the others that this rank leaves, and how many operations it has finished."""
+        oldest = self.core.oldest
         self._peers.close()
-        self._notes.tell_closed(self._oldest(core))
+        self._notes.tell_closed(self.core.started if oldest is None else oldest.sequence)
         _closed.append(self._notes)
         if len(_closed) == 1:
             after_closing(_read_farewells)
 
-    def _oldest(self, core: _core.MpiCommunicator) -> int:
-        """Number of the first operation that this rank has not finished."""
-        return core.started if core.oldest is None else core.oldest.sequence
-
     def _others(self) -> list[int]:
         return [rank for rank in range(len(self.processes)) if rank != self._rank]
 
-    def _waiting_in(self, core: _core.MpiCommunicator, operation: _core.MpiOperation) -> tuple[str, list[Process]]:
-        since = time.monotonic() - 3 * _ANSWER_SECONDS
+    def _waiting_in(self, operation: _core.MpiOperation) -> tuple[str, list[Process]]:
+        core, since = self.core, time.monotonic() - 3 * _ANSWER_SECONDS
         # Where all have begun, one may have stopped since. Whoever waits itself has not, be it in an earlier operation.
         suspects = (core.oldest and core.oldest.unheard) or self._others()
         absent = [self.processes[rank] for rank in suspects if self._notes.waiting.get(rank, 0.0) < since]
