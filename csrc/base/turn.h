@@ -20,6 +20,20 @@ class Turn {
     }
     return true;
   }
+  // The same, as soon as no other caller has it.
+  void await() {
+    while (!take()) ::sched_yield();
+  }
+  // Others may have their turns while `body` runs.
+  template <typename Body>
+  auto apart(Body body) {
+    give_back();
+    struct Retake {
+      Turn& turn;
+      ~Retake() { turn.await(); }
+    } retake{*this};
+    return body();
+  }
   // That of one who passes by to move things forward, for a moment; false if anybody has it.
   bool help() {
     Holder found = Holder::none;

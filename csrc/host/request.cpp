@@ -4,7 +4,7 @@
 
 namespace distopt {
 
-bool overlap(const char* a, std::size_t a_bytes, const char* b, std::size_t b_bytes) {
+static bool overlap(const char* a, std::size_t a_bytes, const char* b, std::size_t b_bytes) {
   return a_bytes != 0 && b_bytes != 0 && a < b + b_bytes && b < a + a_bytes;
 }
 

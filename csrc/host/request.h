@@ -42,8 +42,6 @@ struct Request {
   }
 };
 
-// Whether any byte is in both.
-bool overlap(const char* a, std::size_t a_bytes, const char* b, std::size_t b_bytes);
 // Whether one of two requests writes what the other reads or writes, so that the later must wait for the earlier.
 bool conflict(const Request& a, const Request& b, int world_size);
 

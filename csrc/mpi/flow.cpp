@@ -49,8 +49,8 @@ void Flow::begin(Plan plan) {
   send_what_may_go();
 }
 
+// What it takes to receive.
 void Flow::admit() {
-  admitted_ = true;
   if (!plan_.reduction) return;
   slots_ = std::min(window, ready_chunks_);
   slot_bytes_ = std::min(world_.chunk_bytes, plan_.result.bytes);
@@ -58,17 +58,17 @@ void Flow::admit() {
 }
 
 bool Flow::advance() {
+  if (!std::exchange(admitted_, true)) admit();
   bool complete = true;
   for (std::vector<Lane>* lanes : {&to_, &from_, &shared_, &collected_})
     for (Lane& lane : *lanes) complete = lane.look() && complete;
-  if (admitted_)
-    while (ready_ < ready_chunks_ && has_arrived(ready_)) {
-      if (plan_.reduction) reduce(ready_);
-      ++ready_;
-    }
+  while (ready_ < ready_chunks_ && has_arrived(ready_)) {
+    if (plan_.reduction) reduce(ready_);
+    ++ready_;
+  }
   send_what_may_go();
-  if (admitted_) receive_what_may_come();
-  return complete && admitted_ && ready_ == ready_chunks_;
+  receive_what_may_come();
+  return complete && ready_ == ready_chunks_;
 }
 
 // Chunk by chunk, and to the next rank first, so that no rank gets all at once.

@@ -46,11 +46,10 @@ class Flow {
   Flow(const Flow&) = delete;
   Flow& operator=(const Flow&) = delete;
 
-  // Begins to send. Nothing is received before admit().
+  // Begins to send.
   void begin(Plan plan);
-  // All ranks are known to take part. What others send may only now be told how much room it has.
-  void admit();
-  // Does what can be done without waiting; whether all has been sent and received.
+  // Does what can be done without waiting; whether all has been sent and received. To be called once all ranks are
+  // known to take part: what others send may only then be told how much room it has.
   bool advance();
 
  private:
@@ -71,6 +70,7 @@ class Flow {
     }
   };
 
+  void admit();
   std::size_t chunks_of(std::size_t bytes) const;
   Piece chunk_of(const Piece& piece, std::size_t chunk) const;
   std::vector<Lane> lanes_of(const std::vector<Piece>& pieces) const;

@@ -31,15 +31,10 @@ class HierarchicalOperation::FlowStage final : public Stage {
   FlowStage(World& world, const Group& group, int tag, Plan plan) : flow_(world, group, tag) {
     flow_.begin(std::move(plan));
   }
-  bool advance(bool agreed) override {
-    if (!agreed) return false;
-    if (!std::exchange(admitted_, true)) flow_.admit();
-    return flow_.advance();
-  }
+  bool advance(bool agreed) override { return agreed && flow_.advance(); }
 
  private:
   Flow flow_;
-  bool admitted_ = false;
 };
 
 HierarchicalOperation::HierarchicalOperation(Request request, std::shared_ptr<Hierarchy> hierarchy)

@@ -49,10 +49,7 @@ bool Operation::advance() {
   if (!admitted_) {
     admitted_ = true;
     if (request_.kind == OpKind::all_gather_ragged || request_.kind == OpKind::all_to_all_ragged) make_room();
-    if (flow_)
-      flow_->admit();
-    else
-      take_inline();
+    if (!flow_) take_inline();
   }
   if (flow_ && !flow_->advance()) return false;
   finish();

@@ -86,23 +86,12 @@ void ShmCommunicator::wait_until(Condition condition, double timeout_seconds) {
     const double left = timeout_seconds - watch->seconds();
     const double slice = messages_.help() ? helping_seconds : slice_seconds;
     if (peers_.sleep(blocker_, std::min(slice, std::max(left, 1e-6)))) continue;
-    call_hook(hooks_.check_signals);
+    turn_.apart(hooks_.check_signals);  // it may run a signal handler that closes this communicator
     require_open();
     advance();
     if (condition()) return;
     check_peers(watch->seconds(), patience);
   }
-}
-
-template <typename Hook>
-void ShmCommunicator::call_hook(Hook hook) {
-  // The hook may run a signal handler that closes this communicator.
-  turn_.give_back();
-  struct Retake {
-    Turn& turn;
-    ~Retake() { turn.take(); }
-  } retake{turn_};
-  hook();
 }
 
 // The order matters: a peer that left after its last counter is read as absent only if the counter, read again, is
@@ -122,7 +111,7 @@ void ShmCommunicator::check_peers(double waited, Patience& patience) {
         const std::vector<int> late = peers_.silent(absent, waited);
         return Waiting{waiting_for(late), peers_.processes(late)};
       },
-      [this](const std::string& text) { call_hook([&] { hooks_.warn(text); }); },
+      [this](const std::string& text) { turn_.apart([&] { hooks_.warn(text); }); },
       [this](const Failure& failure) { fail(failure); });
 }
 

@@ -70,8 +70,6 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   void wait_until(Condition condition, double timeout_seconds);
   void check_peers(double waited, Patience& patience);
   std::string waiting_for(const std::vector<int>& ranks) const;
-  template <typename Hook>
-  void call_hook(Hook hook);
   template <typename Body>
   auto or_fail(const char* what, Body body);
 

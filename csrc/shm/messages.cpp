@@ -1,7 +1,5 @@
 #include "shm/messages.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -47,7 +45,7 @@ class Messages::Guard {
  public:
   explicit Guard(Messages& owner) : owner_(owner) {
     owner.require_open_();
-    owner.take_turn();
+    owner.turn_.await();  // nobody has it for longer than it takes to copy what there is
   }
   ~Guard() { owner_.turn_.give_back(); }
   Guard(const Guard&) = delete;
@@ -70,22 +68,11 @@ class Messages::Count {
   const int change_;
 };
 
-// Others have their turns meanwhile.
-template <typename Body>
-auto Messages::apart(Body body) {
-  turn_.give_back();
-  struct Retake {
-    Messages& owner;
-    ~Retake() { owner.take_turn(); }
-  } retake{*this};
-  return body();
-}
-
 template <typename Hook>
 void Messages::call_hook(Hook hook) {
   // It may run a signal handler that closes the communicator.
   const Count count(waiting_, -1);
-  apart(hook);
+  turn_.apart(hook);
 }
 
 Messages::Messages(Segment& segment, Peers& peers, const Limits& limits, const Hooks& hooks,
@@ -151,7 +138,7 @@ void Messages::wait(const Message& message, double timeout_seconds) {
     if (!watch) watch.emplace();
     peers_.show_life();
     const double left = std::max(timeout_seconds - watch->seconds(), 1e-6);
-    if (apart([&] { return listen(heard, std::min(slice_seconds, left)); })) continue;
+    if (turn_.apart([&] { return listen(heard, std::min(slice_seconds, left)); })) continue;
     call_hook(hooks_.check_signals);
     require_open_();
     check_peers(message, watch->seconds(), patience);
@@ -344,11 +331,6 @@ std::string Messages::describe(const Message& message) const {
   for (std::size_t i = 0; i < ranks.size(); ++i)
     text += (i ? "; or " : "") + peers_.name(ranks[i]) + ": " + last_operation(peers_, ranks[i]);
   return text;
-}
-
-// Nobody has a turn for longer than it takes to copy what there is.
-void Messages::take_turn() {
-  while (!turn_.take()) ::sched_yield();
 }
 
 }  // namespace distopt

@@ -113,11 +113,8 @@ class Messages {
   void check_peers(const Message& message, double waited, Patience& patience);
   std::vector<int> awaited(const Message& message) const;
   std::string describe(const Message& message) const;
-  template <typename Body>
-  auto apart(Body body);
   template <typename Hook>
   void call_hook(Hook hook);
-  void take_turn();
 
   Segment& segment_;
   Peers& peers_;
