@@ -17,7 +17,7 @@ from distopt.nn.kernels import cpu
 
 from .models.cnn import PARAMETERS
 
-POOLING = (1, 1), (0, 0), True, (2, 2), (2, 2), (0, 0)  # as `cpu.conv2d_max_pool` has it
+POOLED = (1, 1), (0, 0), True, ((2, 2), (2, 2), (0, 0))  # as `cpu.conv2d` has it
 CONVOLUTIONS = [("conv1", 1, 28, 20), ("conv2", 20, 12, 50)]  # channels, height and width, filters of 5 x 5
 ROWS = [("linear1", 800, 500), ("linear2", 500, 10)]
 
@@ -45,12 +45,12 @@ def run(args: argparse.Namespace) -> None:
 
     print(f"{'kernel':20} {'min':>8} {'median':>8}")
     for i, (name, channels, size, filters) in enumerate(CONVOLUTIONS):
-        given = array(args.batch_size, channels, size, size), array(filters, channels, 5, 5), array(filters), *POOLING
-        y, saved = cpu.conv2d_max_pool(*given)
+        given = array(args.batch_size, channels, size, size), array(filters, channels, 5, 5), array(filters), *POOLED
+        y, saved = cpu.conv2d(*given)
         # The gradient of the images themselves is not needed.
         back = array(*y.shape), saved, np.empty_like(given[1]), np.empty_like(given[2]), i > 0
-        measure(f"{name} forward", lambda given=given: cpu.conv2d_max_pool(*given), args.rounds, others)
-        measure(f"{name} backward", lambda back=back: cpu.conv2d_max_pool_backward(*back), args.rounds, others)
+        measure(f"{name} forward", lambda given=given: cpu.conv2d(*given), args.rounds, others)
+        measure(f"{name} backward", lambda back=back: cpu.conv2d_backward(*back), args.rounds, others)
     for name, inner, columns in ROWS:
         given = array(args.batch_size, inner), array(inner, columns), array(columns), name == "linear1"
         y, saved = cpu.linear(*given)

@@ -28,8 +28,6 @@ __all__ = [
     "batch_norm2d_backward",
     "conv2d",
     "conv2d_backward",
-    "conv2d_max_pool",
-    "conv2d_max_pool_backward",
     "empty",
     "from_half",
     "linear",
@@ -74,7 +72,13 @@ def _out_shape(x: Array, channels: int, kernel: Pair, stride: Pair) -> tuple[int
 
 
 def conv2d(
-    x: Array, w: Array, b: Array | None, stride: Pair = (1, 1), padding: Pair = (0, 0), relu: bool = False
+    x: Array,
+    w: Array,
+    b: Array | None,
+    stride: Pair = (1, 1),
+    padding: Pair = (0, 0),
+    relu: bool = False,
+    pool: tuple[Pair, Pair, Pair] | None = None,
 ) -> tuple[Array, Any]:
     kernel = (w.shape[2], w.shape[3])
     bordered = _padded(x, padding)
@@ -85,11 +89,15 @@ def conv2d(
         y += b[:, None, None]
     if relu:
         y = np.where(y < 0, 0, y)
-    return y, (bordered, w, stride, padding, y if relu else None)
+    full = y
+    y, pooling = (y, None) if pool is None else max_pool2d(y, *pool)
+    return y, (bordered, w, stride, padding, full if relu else None, pooling)
 
 
 def conv2d_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
-    bordered, w, stride, padding, y = saved
+    bordered, w, stride, padding, y, pooling = saved
+    if pooling is not None:
+        dy = max_pool2d_backward(dy, pooling)
     if y is not None:
         dy = np.where(y <= 0, 0, dy)
     dw[...] = 0
@@ -119,27 +127,6 @@ def max_pool2d_backward(dy: Array, saved: Any) -> Array:
             place = np.unravel_index(window.argmax(), window.shape)  # of equal values the first
             dx[n, c, rows, columns][place] += dy[n, c, oy, ox]
     return _cropped(dx, padding)
-
-
-def conv2d_max_pool(
-    x: Array,
-    w: Array,
-    b: Array | None,
-    stride: Pair,
-    padding: Pair,
-    relu: bool,
-    pool_kernel: Pair,
-    pool_stride: Pair,
-    pool_padding: Pair,
-) -> tuple[Array, Any]:
-    y, conv = conv2d(x, w, b, stride, padding, relu)
-    y, pool = max_pool2d(y, pool_kernel, pool_stride, pool_padding)
-    return y, (conv, pool)
-
-
-def conv2d_max_pool_backward(dy: Array, saved: Any, dw: Array, db: Array | None, need_dx: bool = True) -> Array | None:
-    conv, pool = saved
-    return conv2d_backward(max_pool2d_backward(dy, pool), conv, dw, db, need_dx)
 
 
 def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:

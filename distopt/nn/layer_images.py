@@ -150,11 +150,9 @@ class Conv2d(_Windowed):
 
     def _operation(self, x: Tensor) -> Operation:
         settings = self.stride, self._padding_of(x), self.relu
-        if self.pool is not None:
-            window = self.pool.kernel_size, self.pool.stride, self.pool.padding
-            return operations.Conv2dMaxPool(*settings, window)
         if self.group == 1:
-            return operations.Conv2d(*settings)
+            pool = self.pool
+            return operations.Conv2d(*settings, pool and (pool.kernel_size, pool.stride, pool.padding))
         if self.group == self.in_channels == self.nb_kernels:
             return operations.DepthwiseConv2d(*settings)
         return operations.GroupedConv2d(self.group, *settings)

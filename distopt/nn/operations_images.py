@@ -22,7 +22,6 @@ __all__ = [
     "AvgPool2d",
     "BatchNorm2d",
     "Conv2d",
-    "Conv2dMaxPool",
     "DepthwiseConv2d",
     "GroupedConv2d",
     "MaxPool2d",
@@ -66,47 +65,31 @@ def _trimmed(dx: Array | None, padding: Padding) -> Array | None:
 
 
 class Conv2d(Weighted):
-    """Cross-correlation of x [N, C, H, W] with w [M, C, kh, kw], plus b [M] if given, optionally with ReLU."""
+    """Cross-correlation of x [N, C, H, W] with w [M, C, kh, kw], plus b [M] if given, optionally with ReLU.
+
+    Args:
+        stride: of the convolution.
+        padding: of the convolution.
+        relu: whether to apply ReLU.
+        pool: kernel, stride and padding of a `MaxPool2d`, the latter of two numbers: the convolution's result is pooled
+            while it is in the cache.
+    """
 
     native = True
 
-    def __init__(self, stride: Pair, padding: Padding, relu: bool = False) -> None:
-        self.stride, self.padding, self.relu = stride, padding, relu
+    def __init__(
+        self, stride: Pair, padding: Padding, relu: bool = False, pool: tuple[Pair, Pair, Padding] | None = None
+    ) -> None:
+        self.stride, self.padding, self.relu, self.pool = stride, padding, relu, pool
 
     def forward(self, x: Array, w: Array, b: Array | None = None) -> Array:
         x, padding = _evened(x, w.shape[2:], self.stride, self.padding)
-        y, self.saved = kernels_of(x).conv2d(x, w, b, self.stride, padding, self.relu)
+        y, self.saved = kernels_of(x).conv2d(x, w, b, self.stride, padding, self.relu, self.pool)
         return y
 
     def gradients(self, dy: Array, into: Into) -> Gradients:
         dw, *db = self.gradient_memory(into)
         dx = kernels_of(dy).conv2d_backward(dy, self.saved, dw, db[0] if db else None, self.needs[0])
-        return _trimmed(dx, self.padding), dw, *db
-
-
-class Conv2dMaxPool(Weighted):
-    """`Conv2d` and `MaxPool2d` fused: the convolution's result stays in the cache.
-
-    Args:
-        stride: of the convolution.
-        padding: of the convolution.
-        relu: whether to apply ReLU in between.
-        pool: kernel, stride and padding of the pooling; the latter of two numbers.
-    """
-
-    native = True
-
-    def __init__(self, stride: Pair, padding: Padding, relu: bool, pool: tuple[Pair, Pair, Padding]) -> None:
-        self.stride, self.padding, self.relu, self.pool = stride, padding, relu, pool
-
-    def forward(self, x: Array, w: Array, b: Array | None = None) -> Array:
-        x, padding = _evened(x, w.shape[2:], self.stride, self.padding)
-        y, self.saved = kernels_of(x).conv2d_max_pool(x, w, b, self.stride, padding, self.relu, *self.pool)
-        return y
-
-    def gradients(self, dy: Array, into: Into) -> Gradients:
-        dw, *db = self.gradient_memory(into)
-        dx = kernels_of(dy).conv2d_max_pool_backward(dy, self.saved, dw, db[0] if db else None, self.needs[0])
         return _trimmed(dx, self.padding), dw, *db
 
 

@@ -114,7 +114,7 @@ REFUSED = {
     Alternates: "another number of operations runs",
     OtherSettings: "other settings",
     FromItsArguments: "ReLU has an input that is no argument, state or result",
-    FromBefore: "Conv2dMaxPool has an input that is no argument, state or result",
+    FromBefore: "Conv2d has an input that is no argument, state or result",
     InPlace: "changed in place",
     BackwardInside: "before the forward pass is complete",
     AsksFromTheSecondOn: "self.optimizer.get_states before the forward pass is complete",

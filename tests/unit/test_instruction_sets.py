@@ -61,9 +61,9 @@ def test_the_gradient_of_a_bias_has_as_many_partial_sums_on_every_set(isa, dtype
     dy, db = numbers(*y.shape, dtype=dtype, step=61), np.empty_like(b)
     cpu.conv2d_backward(dy, saved, np.empty_like(w), db, False)
     np.testing.assert_array_equal(db, partial_sums(dy.reshape(3, 6, -1), lanes, False))
-    y, saved = cpu.conv2d_max_pool(x[:, :2].copy(), w[:, :2].copy(), b, (1, 1), (0, 0), False, (2, 2), (2, 2), (0, 0))
+    y, saved = cpu.conv2d(x[:, :2].copy(), w[:, :2].copy(), b, (1, 1), (0, 0), False, ((2, 2), (2, 2), (0, 0)))
     dy = numbers(*y.shape, dtype=dtype, step=61)
-    cpu.conv2d_max_pool_backward(dy, saved, np.empty_like(w[:, :2]), db, False)
+    cpu.conv2d_backward(dy, saved, np.empty_like(w[:, :2]), db, False)
     np.testing.assert_array_equal(db, partial_sums(dy.reshape(3, 6, -1), lanes, True))
 
 

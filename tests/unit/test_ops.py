@@ -213,15 +213,15 @@ def test_conv2d_max_pool(isa, dtype, case, with_bias, relu):
     bias = array(m, dtype, 2) if with_bias else None
 
     def run(kernels):
-        y, saved = kernels.conv2d_max_pool(x, weight, bias, *geometry, relu, *pooling)
+        y, saved = kernels.conv2d(x, weight, bias, *geometry, relu, pooling)
         dw, db = np.full_like(weight, np.nan), None if bias is None else np.full_like(bias, np.nan)
-        dx = kernels.conv2d_max_pool_backward(array(y.shape, dtype, 3), saved, dw, db)
+        dx = kernels.conv2d_backward(array(y.shape, dtype, 3), saved, dw, db)
         return (y, dx, dw) if db is None else (y, dx, dw, db)
 
     def run_without_dx(kernels):
-        y, saved = kernels.conv2d_max_pool(x, weight, bias, *geometry, relu, *pooling)
+        y, saved = kernels.conv2d(x, weight, bias, *geometry, relu, pooling)
         dw, db = np.full_like(weight, np.nan), None if bias is None else np.full_like(bias, np.nan)
-        assert kernels.conv2d_max_pool_backward(array(y.shape, dtype, 3), saved, dw, db, need_dx=False) is None
+        assert kernels.conv2d_backward(array(y.shape, dtype, 3), saved, dw, db, need_dx=False) is None
         return (y, dw) if db is None else (y, dw, db)
 
     def run_apart():

@@ -37,8 +37,8 @@ def test_conv2d(isa, dtype, case, need_dx):
 def test_conv2d_max_pool(isa, dtype, case, need_dx):
     (n, c, h, w, m, kernel, *geometry), pooling = case
     x, weight, bias = array((n, c, h, w), dtype), array((m, c, *kernel), dtype, 1), array(m, dtype, 2)
-    y, saved = cpu.conv2d_max_pool(x, weight, bias, *geometry, True, *pooling)
-    check(cpu.conv2d_max_pool_backward, saved, weight, y, need_dx)
+    y, saved = cpu.conv2d(x, weight, bias, *geometry, True, pooling)
+    check(cpu.conv2d_backward, saved, weight, y, need_dx)
 
 
 @pytest.mark.parametrize("sizes", [(64, 800, 50), (5, 37, 10), (0, 4, 3)])

@@ -47,12 +47,12 @@ def test_conv2d(k, stride, padding, relu):
 @pytest.mark.parametrize("pooling", [((2, 2), (2, 2), (0, 0)), ((3, 2), (2, 1), (1, 1))])
 def test_conv2d_max_pool(k, pooling, relu):
     x, w, b = array(2, 3, 6, 7), array(4, 3, 3, 2, seed=1), array(4, seed=2)
-    options = (1, 1), (1, 0), relu, *pooling
-    y, saved = k.conv2d_max_pool(x, w, b, *options)
+    options = (1, 1), (1, 0), relu, pooling
+    y, saved = k.conv2d(x, w, b, *options)
     out = array(*y.shape, seed=3)
     dw, db = np.empty_like(w), np.empty_like(b)
-    dx = k.conv2d_max_pool_backward(out.copy(), saved, dw, db)
-    check(lambda: (k.conv2d_max_pool(x, w, b, *options)[0] * out).sum(), (x, w, b), (dx, dw, db))
+    dx = k.conv2d_backward(out.copy(), saved, dw, db)
+    check(lambda: (k.conv2d(x, w, b, *options)[0] * out).sum(), (x, w, b), (dx, dw, db))
 
 
 @pytest.mark.parametrize("kind", ["max", "avg"])

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
     Pair = tuple[int, int]
+    Window = tuple[Pair, Pair, Pair]  # kernel, stride and padding of a pooling
 
 __all__ = [
     "avg_pool2d",
@@ -25,8 +26,6 @@ __all__ = [
     "batch_norm2d_backward",
     "conv2d",
     "conv2d_backward",
-    "conv2d_max_pool",
-    "conv2d_max_pool_backward",
     "max_pool2d",
     "max_pool2d_backward",
 ]
@@ -58,69 +57,46 @@ class SavedNorm(NamedTuple):
 
 
 def conv2d(
-    x: Array, w: Array, b: Array | None, stride: Pair = (1, 1), padding: Pair = (0, 0), relu: bool = False
-) -> tuple[Array, Any]:
-    """Cross-correlate x [N, C, H, W] with w [M, C, kh, kw], add b [M], and optionally apply ReLU.
-
-    In float32, kernels of 3 x 3 and 5 x 5 with stride 1 and at least 8 input and output channels use Winograd's minimal
-    filtering (csrc/cpu/conv/winograd.h), with an error of about 2e-6 standard deviations of y; others are summed
-    directly.
-
-    Returns:
-        y [N, M, (H + 2 ph - kh) // sh + 1, (W + 2 pw - kw) // sw + 1], and saved.
-    """
-    kernel = (w.shape[2], w.shape[3])
-    y = empty((len(x), len(w), *out_size(x.shape, kernel, stride, padding)), x.dtype)
-    x = with_border(x, padding, empty)
-    noted(_core.conv2d, x, w, b, y, stride, relu, None)
-    return y, _Conv(x, w, stride, padding, y if relu else None, None)
-
-
-def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
-    """Overwrite dw and db, if given, with the gradients of w and b; return the gradient of x, or None if not needed."""
-    x, w, stride, padding, y, pooling = saved
-    dx = empty(x.shape, x.dtype) if need_dx else None
-    noted(_core.conv2d_backward, dy, y, x, w, dw, db, dx, stride, pooling)
-    return dx if dx is None else without_border(dx, padding, empty)
-
-
-def conv2d_max_pool(
     x: Array,
     w: Array,
     b: Array | None,
-    stride: Pair,
-    padding: Pair,
-    relu: bool,
-    pool_kernel: Pair,
-    pool_stride: Pair,
-    pool_padding: Pair,
+    stride: Pair = (1, 1),
+    padding: Pair = (0, 0),
+    relu: bool = False,
+    pool: Window | None = None,
 ) -> tuple[Array, Any]:
-    """`max_pool2d(conv2d(x, w, b, stride, padding, relu), ...)` with the same bits, image by image.
+    """Cross-correlate x [N, C, H, W] with w [M, C, kh, kw], add b [M], and optionally apply ReLU, then `max_pool2d`.
 
-    The result of the convolution is pooled while it is in the cache, and is not written to memory.
+    In float32, kernels of 3 x 3 and 5 x 5 with stride 1 and at least 8 input and output channels use Winograd's minimal
+    filtering (csrc/cpu/conv/winograd.h), with an error of about 2e-6 standard deviations of y; others are summed
+    directly. With `pool`, the convolution of each image is pooled while it is in the cache, with the same bits as by
+    `max_pool2d`, and is not written to memory.
 
     Returns:
-        y as of `max_pool2d`, and saved.
+        y [N, M, (H + 2 ph - kh) // sh + 1, (W + 2 pw - kw) // sw + 1], or that pooled, and saved.
     """
     kernel = (w.shape[2], w.shape[3])
-    full = (len(x), len(w), *out_size(x.shape, kernel, stride, padding))
-    shape = pool_out(full, pool_kernel, pool_stride, pool_padding)
-    y, taken = empty(shape, x.dtype), empty(shape, np.uint8)
+    shape = (len(x), len(w), *out_size(x.shape, kernel, stride, padding))
+    pooling = None
+    if pool is not None:
+        shape = pool_out(shape, *pool)
+        pooling = empty(shape, np.uint8), *pool
+    y = empty(shape, x.dtype)
     x = with_border(x, padding, empty)
-    pooling = taken, pool_kernel, pool_stride, pool_padding
     noted(_core.conv2d, x, w, b, y, stride, relu, pooling)
     return y, _Conv(x, w, stride, padding, y if relu else None, pooling)
 
 
-def conv2d_max_pool_backward(
-    dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True
-) -> Array | None:
+def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
     """Overwrite dw and db, if given, with the gradients of w and b; return the gradient of x, or None if not needed.
 
-    If dx is not needed, with up to 4 channels, dw and db are sums over pooled pixels only (csrc/cpu/conv/direct.h).
-    Their last bits may differ from those of the two separate functions.
+    With pooling, and up to 4 channels, dw and db are sums over pooled pixels only if dx is not needed
+    (csrc/cpu/conv/direct.h). Their last bits may differ from those of convolution and pooling apart.
     """
-    return conv2d_backward(dy, saved, dw, db, need_dx)
+    x, w, stride, padding, y, pooling = saved
+    dx = empty(x.shape, x.dtype) if need_dx else None
+    noted(_core.conv2d_backward, dy, y, x, w, dw, db, dx, stride, pooling)
+    return dx if dx is None else without_border(dx, padding, empty)
 
 
 def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:

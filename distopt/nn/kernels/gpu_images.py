@@ -7,6 +7,7 @@ in chunks of images that bound the memory.
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import cupy
@@ -31,13 +32,9 @@ class _Conv(NamedTuple):
     x: Array
     w: Array
     window: Sizes
-    y: Array | None  # with ReLU
-
-
-class _ConvPool(NamedTuple):
-    conv: _Conv  # y is pooled
-    taken: Array
-    window: Sizes  # of pooling
+    y: Array | None  # with ReLU, and pooled
+    taken: Array | None  # of pooling, as its window
+    pooling: Sizes | None
 
 
 class _Pool(NamedTuple):
@@ -88,31 +85,52 @@ def _convolution(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pai
 
 
 def conv2d(
-    x: Array, w: Array, b: Array | None, stride: Pair = (1, 1), padding: Pair = (0, 0), relu: bool = False
+    x: Array,
+    w: Array,
+    b: Array | None,
+    stride: Pair = (1, 1),
+    padding: Pair = (0, 0),
+    relu: bool = False,
+    pool: tuple[Pair, Pair, Pair] | None = None,
 ) -> tuple[Array, Any]:
+    """See `cpu.conv2d`; bias, ReLU and pooling are one pass over the product."""
     window, bias = _convolution(x, w, b, stride, padding)
-    m, places = len(w), window[8] * window[9]
-    y = cupy.empty((len(x), m, *window[8:]), x.dtype)
-    for first, images, result, rows in _results(x, w, window, y):
-        at = y.data.ptr + first * m * places * y.itemsize
-        if rows or bias or relu:
-            native.spread(code_of(x), (images, m), places, result.data.ptr, rows, bias, relu, at, current_stream())
-    return y, _Conv(x, w, window, y if relu else None)
+    m, places, shape = len(w), window[8] * window[9], (len(x), len(w), *window[8:])
+    pooling = taken = None
+    if pool is not None:
+        kernel, step, border = pool
+        shape = pool_out(shape, kernel, step, border)
+        pooling = (*window[8:], *kernel, *step, *border, *shape[2:])
+        taken = cupy.empty(shape, cupy.uint8)
+    y = cupy.empty(shape, x.dtype)
+    for first, images, result, rows in _results(x, w, window, y if pool is None else None):
+        at = first * prod(shape[1:])
+        given, to = (result.data.ptr, rows, bias, relu), y.data.ptr + at * y.itemsize
+        if taken is not None:
+            taken_at = taken.data.ptr + at
+            native.max_pool(code_of(x), (images, m), pooling, *given, to, taken_at, current_stream())
+        elif rows or bias or relu:
+            native.spread(code_of(x), (images, m), places, *given, to, current_stream())
+    return y, _Conv(x, w, window, y if relu else None, taken, pooling)
 
 
 def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
-    m, places = len(saved.w), saved.window[8] * saved.window[9]
-    shape = (len(saved.x), m, *saved.window[8:])
-    slope, result = address_of(dy, shape, saved.x.dtype), address_or_null(saved.y, shape, saved.x.dtype)
-    image_bytes = m * places * dy.itemsize
+    x, w, window, y, taken, pooling = saved
+    m, size = len(w), window[8:]
+    shape = (len(x), m, *size) if taken is None else taken.shape
+    slope, result = address_of(dy, shape, x.dtype), address_or_null(y, shape, x.dtype)
 
     def collect(first: int, images: int, rows: bool) -> Array:
-        if not rows and not result:
+        if taken is None and not rows and not result:
             return dy
-        at = first * image_bytes
-        y = result and result + at
-        before = cupy.empty((m, images * places) if rows else shape, dy.dtype)
-        native.collect(code_of(dy), (images, m), places, slope + at, y, before.data.ptr, rows, current_stream())
+        at = first * prod(shape[1:])
+        from_dy, from_y = slope + at * dy.itemsize, result and result + at * dy.itemsize
+        before = cupy.empty((m, images * prod(size)) if rows else (images, m, *size), dy.dtype)
+        to = before.data.ptr, rows, current_stream()
+        if taken is None:
+            native.collect(code_of(dy), (images, m), prod(size), from_dy, from_y, *to)
+        else:
+            native.max_pool_backward(code_of(dy), (images, m), pooling, from_dy, from_y, taken.data.ptr + at, *to)
         return before
 
     return _convolution_backward(saved, collect, dw, db, need_dx)
@@ -131,7 +149,7 @@ def _convolution_backward(
         db: overwritten, if given.
         need_dx: whether the gradient of x is returned.
     """
-    x, w, window, _ = saved
+    x, w, window, *_ = saved
     address_or_null(dw, w.shape, x.dtype)
     sums = address_or_null(db, (len(w),), x.dtype)
     dx = cupy.empty(x.shape, x.dtype) if need_dx else None
@@ -155,7 +173,7 @@ def _lowered_backward(
     saved: _Conv, collect: Callable[[int, int, bool], Array], dw: Array | None, db: Array | None, dx: Array | None
 ) -> None:
     """As `_convolution_backward`; dx is overwritten, if given."""
-    x, w, window, _ = saved
+    x, w, window, *_ = saved
     matrix = w.reshape(len(w), -1)
     places = window[8] * window[9]
     if not len(x):
@@ -176,52 +194,6 @@ def _lowered_backward(
             product(matrix, rows, columns, a_transposed=True)
             address = dx.data.ptr + first * (dx.nbytes // len(x))
             native.gather_columns(code_of(x), (images, x.shape[1]), window, columns.data.ptr, address, current_stream())
-
-
-def conv2d_max_pool(
-    x: Array,
-    w: Array,
-    b: Array | None,
-    stride: Pair,
-    padding: Pair,
-    relu: bool,
-    pool_kernel: Pair,
-    pool_stride: Pair,
-    pool_padding: Pair,
-) -> tuple[Array, Any]:
-    """See `cpu.conv2d_max_pool`; bias, ReLU and pooling are one pass over the product."""
-    window, bias = _convolution(x, w, b, stride, padding)
-    shape = pool_out((len(x), len(w), *window[8:]), pool_kernel, pool_stride, pool_padding)
-    pooling = (*window[8:], *pool_kernel, *pool_stride, *pool_padding, *shape[2:])
-    y, taken = cupy.empty(shape, x.dtype), cupy.empty(shape, cupy.uint8)
-    image = len(w) * shape[2] * shape[3]
-    for first, images, result, rows in _results(x, w, window):
-        at = first * image
-        addresses = y.data.ptr + at * y.itemsize, taken.data.ptr + at
-        native.max_pool(
-            code_of(x), (images, len(w)), pooling, result.data.ptr, rows, bias, relu, *addresses, current_stream()
-        )
-    return y, _ConvPool(_Conv(x, w, window, y if relu else None), taken, pooling)
-
-
-def conv2d_max_pool_backward(
-    dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True
-) -> Array | None:
-    conv, taken, pooling = saved
-    slope, result = address_of(dy, taken.shape, conv.x.dtype), address_or_null(conv.y, taken.shape, conv.x.dtype)
-    m = len(conv.w)
-    image = m * pooling[8] * pooling[9]
-    h, w = pooling[:2]
-
-    def collect(first: int, images: int, rows: bool) -> Array:
-        at = first * image
-        y = result and result + at * dy.itemsize
-        before = cupy.empty((m, images * h * w) if rows else (images, m, h, w), dy.dtype)
-        addresses = slope + at * dy.itemsize, y, taken.data.ptr + at, before.data.ptr
-        native.max_pool_backward(code_of(dy), (images, m), pooling, *addresses, rows, current_stream())
-        return before
-
-    return _convolution_backward(conv, collect, dw, db, need_dx)
 
 
 # -- pooling -----------------------------------------------------------------------------------------------------------
