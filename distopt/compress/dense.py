@@ -33,18 +33,18 @@ class Fp32(Codec):
 
     def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""
-        if state.check_finite and not state.wire.finds_nonfinite:
+        if state.check_finite and not state.comm.finds_nonfinite:
             state.prepare_header()
             state.memory["limit"] = _limit(state)
 
     def reduce(self, state: CodecState) -> Steps:
         """Collective. See `Codec.reduce`."""
-        bucket, wire = state.bucket, state.wire
+        bucket = state.bucket
         marks = "limit" in state.memory
         if marks:
             state.kernels.mark_beyond(bucket, state.memory["limit"], state.findings[FROM_BAD : FROM_BAD + 1])
         looks = state.check_finite and not marks
-        work = wire.all_reduce(bucket, "mean", find_nonfinite=looks)
+        work = state.all_reduce(bucket, "mean", find_nonfinite=looks)
         yield work
         if looks and (found := work.nonfinite):
             rank, index = found
@@ -59,10 +59,10 @@ class Fp32(Codec):
 
 def _limit(state: CodecState) -> float:
     """The largest magnitude of which a sum over the ranks is surely finite."""
-    largest, ranks = float(np.finfo(state.bucket.dtype).max), state.wire.world_size
+    largest, ranks = float(np.finfo(state.bucket.dtype).max), state.topology.world_size
     return largest / (2 * ranks) if ranks > 1 else largest  # half of a share, as rounding goes up as well
 
 
 def _fault(state: CodecState) -> str:
-    ranks = state.wire.world_size
+    ranks = state.topology.world_size
     return f"NaN, infinite or, beyond {_limit(state):.2g}, too large for a sum over {ranks} ranks"

@@ -44,20 +44,20 @@ class _Half(Codec):
 
     def prepare(self, state: CodecState) -> None:
         """Collective. See `Codec.prepare`."""
-        state.memory["wire"] = state.wire.empty(state.bucket.size, self.wire, xp=array_module(state.bucket))
+        state.memory["wire"] = state.empty(state.bucket.size, self.wire, xp=array_module(state.bucket))
         self._scale_state(state)
 
     def reduce(self, state: CodecState) -> Steps:
         """Collective. See `Codec.reduce`."""
         on_wire, dynamic = state.memory["wire"], self._scale_state(state)
         scale = float(dynamic[0][0]) if dynamic else float(self.scale)
-        limit = _core.cast_limit(self.wire, state.wire.world_size)
-        bits, factor = on_wire.view(np.uint16), scale / state.wire.world_size
+        limit = _core.cast_limit(self.wire, state.topology.world_size)
+        bits, factor = on_wire.view(np.uint16), scale / state.topology.world_size
         # Without a residual infinity is saturated and counted; a residual would keep it for ever.
         residuals = state.renew_residual()
         state.kernels.encode16(state.bucket, residuals, bits, self.wire, factor, limit, state.findings)
         sent = state.send_header()
-        work = state.wire.all_reduce(on_wire, "sum", wire=self.wire)
+        work = state.all_reduce(on_wire, "sum", wire=self.wire)
         yield sent
         yield work
         header = state.read_header(sent)

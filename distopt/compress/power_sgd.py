@@ -72,10 +72,10 @@ class PowerSGD(Codec):
         sides = {part: (n, m) for part, (n, m) in sides.items() if r * (n + m) < n * m}
         rows, columns = (r * sum(side[i] for side in sides.values()) for i in (0, 1))
         others = state.size - sum(part.size for part in sides)
-        ps = state.memory["p"] = state.wire.empty(rows + others, dtype, xp=xp)  # dense ones travel behind P
-        qs = state.memory["q"] = state.wire.empty(columns, dtype, xp=xp)
+        ps = state.memory["p"] = state.empty(rows + others, dtype, xp=xp)  # dense ones travel behind P
+        qs = state.memory["q"] = state.empty(columns, dtype, xp=xp)
         # Sums of up to so many products, over the ranks, stay finite below it.
-        longest = 4 * max([1, *map(max, sides.values())]) * state.wire.world_size
+        longest = 4 * max([1, *map(max, sides.values())]) * state.topology.world_size
         state.memory["limit"] = float(np.finfo(dtype).max) / longest
         state.memory["matrices"], state.memory["vectors"] = [], []
         p, q, dense = 0, 0, rows
@@ -114,7 +114,7 @@ class PowerSGD(Codec):
         for vector in vectors:
             vector.sent[...] = gradient(vector)
         header = state.send_header()
-        work = state.wire.all_reduce(state.memory["p"], "mean")
+        work = state.all_reduce(state.memory["p"], "mean")
         yield header
         yield work
         verdict = state.read_header(header, f"NaN, infinite or, beyond {limit:.2g}, too large for PowerSGD").verdict
@@ -125,7 +125,7 @@ class PowerSGD(Codec):
         for own in matrices:
             _orthogonalise(own.p)
             xp.matmul(gradient(own).T, own.p, out=own.q)
-        yield state.wire.all_reduce(state.memory["q"], "mean")
+        yield state.all_reduce(state.memory["q"], "mean")
         for own in matrices:
             # A column of zeros would stay so, as would one that another holds already.
             last_q, next_q = (q.reshape(own.start.shape) for q in state.renew("q", part=own.part))

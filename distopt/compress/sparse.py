@@ -82,7 +82,7 @@ class SparseCodec(Codec):
         kernels, lists = state.kernels, state.memory["lists"]
         accumulation = self._accumulation(state)
         count = self._known_count(state)
-        counts = None if count is None else [count] * state.wire.world_size
+        counts = None if count is None else [count] * state.topology.world_size
         if counts is not None and _goes_dense(state, counts):
             kernels.accumulate(state.bucket, accumulation, lists, state.findings)
         else:
@@ -106,7 +106,7 @@ class SparseCodec(Codec):
         if _goes_dense(state, counts):
             yield from self._send_dense(state, counts, accumulation.new_residual)
             return
-        count = counts[state.wire.rank]
+        count = counts[state.topology.rank]
         self._complete(state, count, accumulation.source(state.bucket))
         lists = state.memory["lists"]
         indices, values = lists.indices[:count], lists.values[:count]
@@ -114,7 +114,7 @@ class SparseCodec(Codec):
             state.kernels.clear_at(accumulation.new_residual, indices)
         if accumulation.new_momentum is not None and self.factor_masking:
             state.kernels.clear_at(accumulation.new_momentum, indices)
-        yield from state.wire.sparse_all_reduce(indices, values, state.bucket, counts, 1 / len(counts))
+        yield from state.sparse_all_reduce(indices, values, counts)
 
     def _send_dense(
         self, state: CodecState, counts: Sequence[int], residual: Array | None
@@ -129,7 +129,7 @@ class SparseCodec(Codec):
         if residual is not None:
             state.kernels.copy_into(state.bucket, residual)
             residual.fill(0)
-        yield state.wire.all_reduce(state.bucket, "mean")
+        yield state.all_reduce(state.bucket, "mean")
 
     # -- the residual ------------------------------------------------------------------------------------------------
     def _accumulation(self, state: CodecState) -> Accumulation:
@@ -141,10 +141,10 @@ class SparseCodec(Codec):
         scale, (residual, new_residual) = 1.0, state.renew_residual()
         velocity, new_velocity = state.renew("velocity") if self.momentum else (None, None)
         if self.clip_norm is not None:
-            limit = self.clip_norm / math.sqrt(state.wire.world_size)
+            limit = self.clip_norm / math.sqrt(state.topology.world_size)
             scale = state.kernels.clip_scale(state.bucket, limit)
         return Accumulation(residual, velocity, scale, self.momentum, new_residual, new_velocity)
 
 
 def _goes_dense(state: CodecState, counts: Sequence[int]) -> bool:
-    return choose_route(counts, state.size, splits=state.wire.sends_parts) == "dense"
+    return choose_route(counts, state.size, splits=state.comm.sends_parts) == "dense"

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from math import prod
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from ..comm.sparse import dense_wire_bytes
+from ..comm.sparse import dense_wire_bytes, sparse_all_reduce
 from ..errors import GradientError, StateError
 from ..kernels import FINDINGS, array_module, kernels_of
 from .statistics import Statistics
-from .wire import Wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from ..comm import Communicator, Work
-    from ..comm.base import Array
+    from ..comm.base import Array, ReduceOp
 
 __all__ = ["BadGradient", "CodecState", "Header", "Part", "States"]
 
@@ -81,7 +81,10 @@ class CodecState:
         dense_bytes: what each rank sends in a bandwidth-optimal all_reduce of the bucket.
         label: name of the bucket in diagnostics.
         check_finite: whether a codec that could carry NaN and infinity looks for them.
-        wire: what the bytes go through.
+        comm: what the bytes go through, by the methods here, which count them.
+        topology: that of the communicator.
+        empty: gives wire memory, as `Communicator.empty` does; collective.
+        calls: the label of the collectives that follow, alike on all ranks; communicators compare it.
         kernels: passes over arrays like the bucket.
         memory: wire memory and scratch of the codec, by name; not part of the state.
         findings: int64 [4], what a pass over the bucket has found; see `kernels.base`. Only with headers.
@@ -107,7 +110,8 @@ class CodecState:
         self.names = {part.name for part in self.parts}
         self.size = sum(part.size for part in self.parts)
         self.statistics = Statistics() if statistics is None else statistics
-        self.wire = Wire(comm, label, self.statistics, empty)
+        self.comm, self.topology, self.calls = comm, comm.topology, label
+        self.empty = empty or comm.empty
         self.dense_bytes = dense_wire_bytes(bucket.nbytes, comm.topology.world_size)
         self.kernels = kernels_of(bucket)
         self.memory: dict[str, Any] = {}
@@ -232,24 +236,47 @@ class CodecState:
                 views[f"{name}/{part.name}"] = array[place].reshape(part.shape) if like_bucket else array
         return views
 
+    # -- collectives -------------------------------------------------------------------------------------------------
+    def all_reduce(self, array: Array, op: ReduceOp, *, wire: str | None = None, find_nonfinite: bool = False) -> Work:
+        """Collective. See `Communicator.all_reduce`."""
+        n_bytes = dense_wire_bytes(array.nbytes, self.topology.world_size)
+        return self._counted(n_bytes, self.comm.all_reduce, array, op, wire=wire, find_nonfinite=find_nonfinite)
+
+    def all_gather(self, array: Array, out: Array) -> Work:
+        """Collective. See `Communicator.all_gather`."""
+        return self._counted(array.nbytes * (self.topology.world_size - 1), self.comm.all_gather, array, out)
+
+    def sparse_all_reduce(self, indices: Array, values: Array, counts: Sequence[int]) -> Generator[Work, None, None]:
+        """Collective. Replace the bucket by the mean of the ranks' lists; see `comm.sparse.sparse_all_reduce`."""
+        self.statistics.wire_bytes += yield from sparse_all_reduce(
+            self.comm, indices, values, self.bucket, counts=counts, scale=1 / len(counts), label=self.calls
+        )
+
+    def _counted(self, n_bytes: int, start: Callable[..., Work], *args: Any, **options: Any) -> Work:
+        began = perf_counter()
+        work = start(*args, label=self.calls, **options)
+        self.statistics.wire_bytes += n_bytes
+        self.statistics.comm_seconds += perf_counter() - began
+        return work
+
     # -- findings ----------------------------------------------------------------------------------------------------
     def prepare_header(self) -> None:
         """Collective. Make the memory of findings and headers."""
-        gathered = _FIELDS * self.wire.world_size
+        gathered = _FIELDS * self.topology.world_size
         # Everyone's headers and then the own findings, so that the host reads both at once.
-        self._report = self.wire.empty(gathered + FINDINGS, "int64", xp=array_module(self.bucket))
+        self._report = self.empty(gathered + FINDINGS, "int64", xp=array_module(self.bucket))
         self._report.fill(0)
         self._headers, self.findings = self._report[:gathered], self._report[gathered:]
 
     def send_header(self) -> Work:
         """Collective. Start to exchange the findings, except for the last one, with all ranks."""
-        return self.wire.all_gather(self.findings[:_FIELDS], self._headers)
+        return self.all_gather(self.findings[:_FIELDS], self._headers)
 
     def read_header(self, work: Work, fault: str = "NaN or infinite") -> Header:
         """Local. What all ranks have found, once `work` of `send_header` has been waited for; `fault` is for errors."""
         report = self.read(self._report, work)
         counts, overflowed, from_bad = (report[field:-FINDINGS:_FIELDS] for field in range(_FIELDS))
-        self.statistics.overflowed += overflowed[self.wire.rank]
+        self.statistics.overflowed += overflowed[self.topology.rank]
         self.statistics.underflowed += report[-1]
         return Header(counts, any(overflowed), self.verdict(from_bad, fault))
 
@@ -262,7 +289,7 @@ class CodecState:
                     rank,
                     index,
                     f"a gradient is {fault}: element {index} of bucket {self.label!r} on rank {rank} "
-                    f"({self.wire.hosts[rank]}); lower the learning rate or clip the gradients",
+                    f"({self.topology.hosts[rank]}); lower the learning rate or clip the gradients",
                 )
         return None
 

@@ -106,7 +106,7 @@ class Fusion:
             part[...] = array.reshape(-1)
         if residual is not None:
             state.load_state_dict({f"residual/{state.label}": residual})
-        state.wire.label = self._label("fused")
+        state.calls = self._label("fused")
         self._sent.append(_Message(state, arrays, residual, codec.start(state)))
 
     def wait(self) -> None:

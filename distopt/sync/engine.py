@@ -158,7 +158,7 @@ class Engine:
         if agreement.is_due():
             trained = {id(param): param for bucket in layout.buckets for param in bucket.params}
             agreement.compare([*(agreement.attached | trained).values()], statistics.steps)
-        states[0].wire.label = agreement.label(layout.buckets[0].label)
+        states[0].calls = agreement.label(layout.buckets[0].label)
         return Step(layout, agreement, statistics, codec, states, clip=recipe.clip, weight=weight)
 
     def begin_partial(

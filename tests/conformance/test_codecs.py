@@ -549,7 +549,7 @@ def test_power_sgd_has_all_its_columns_after_gradients_of_lower_rank():
 def test_an_error_inside_a_reduction_is_raised_again_and_never_taken_for_its_end():
     class Breaks(Fp32):
         def reduce(self, reducer):
-            yield reducer.wire.all_reduce(reducer.bucket, "mean")
+            yield reducer.all_reduce(reducer.bucket, "mean")
             raise OSError("in the middle")
 
     def body(comm):

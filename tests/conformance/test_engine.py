@@ -751,7 +751,7 @@ def test_where_the_ranks_cannot_go_on_together_the_others_get_an_error(how):
             yield from super().reduce(state)
 
         def start(self, state):
-            if state.wire.rank == 1:
+            if state.topology.rank == 1:
                 raise TroubleError
             return super().start(state)
 
