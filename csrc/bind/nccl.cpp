@@ -54,41 +54,22 @@ Request make_request(OpKind kind, Address input, Address output, std::size_t cou
   return request;
 }
 
-NcclWork start(Shared communicator, Request request, Address stream) {
-  auto operation = communicator->start(request, stream_of(stream));
-  return {std::move(communicator), std::move(operation)};
-}
-
-NcclWork all_reduce(Shared communicator, Address array, std::size_t count, int dtype, int op, const char* label,
-                    Address stream) {
-  Request request = make_request(OpKind::all_reduce, array, array, count, dtype, label);
-  request.op = static_cast<RedOp>(op);
-  return start(std::move(communicator), std::move(request), stream);
-}
-
-NcclWork reduce_scatter(Shared communicator, Address array, Address out, std::size_t count, int dtype, int op,
-                        const char* label, Address stream) {
-  Request request = make_request(OpKind::reduce_scatter, array, out, count, dtype, label);
-  request.op = static_cast<RedOp>(op);
-  return start(std::move(communicator), std::move(request), stream);
-}
-
-NcclWork all_gather(Shared communicator, Address array, Address out, std::size_t count, int dtype, const char* label,
-                    Address stream) {
-  return start(std::move(communicator), make_request(OpKind::all_gather, array, out, count, dtype, label), stream);
-}
-
-NcclWork broadcast(Shared communicator, Address array, std::size_t count, int root, int dtype, const char* label,
-                   Address stream) {
-  Request request = make_request(OpKind::broadcast, array, array, count, dtype, label);
-  request.root = root;
-  return start(std::move(communicator), std::move(request), stream);
-}
-
-// One element of any value: when it has been reduced, every rank has come.
-NcclWork barrier(Shared communicator, Address scratch, Address stream) {
-  Request request = make_request(OpKind::barrier, scratch, scratch, 1, static_cast<int>(DType::int32), "");
-  return start(std::move(communicator), std::move(request), stream);
+// For Python, a method of each kind: addresses of the input and the output, elements as of Request, codes of type and
+// reduction, and the root.
+void bind_collectives(nb::class_<NcclCommunicator>& cls) {
+  for (const OpKind kind :
+       {OpKind::all_reduce, OpKind::reduce_scatter, OpKind::all_gather, OpKind::broadcast, OpKind::barrier})
+    cls.def(
+        kind_name(kind),
+        [kind](Shared communicator, Address input, Address output, std::size_t count, int dtype, int op, int root,
+               const char* label, Address stream) {
+          Request request = make_request(kind, input, output, count, dtype, label);
+          request.op = static_cast<RedOp>(op);
+          request.root = root;
+          auto operation = communicator->start(request, stream_of(stream));
+          return NcclWork{std::move(communicator), std::move(operation)};
+        },
+        WithoutGil());
 }
 
 std::vector<NcclPart> parts_of(const Parts& parts, int world_size) {
@@ -191,15 +172,12 @@ void bind_work(nb::module_& m) {
 void bind_nccl(nb::module_& m) {
   nb::register_exception_translator(raise_as_python);
   bind_work(m);
-  nb::class_<NcclCommunicator>(m, "NcclCommunicator",
-                               "Collectives over NCCL on device pointers; arguments are trusted.")
+  nb::class_<NcclCommunicator> communicator(m, "NcclCommunicator",
+                                            "Collectives over NCCL on device pointers; arguments are trusted.");
+  bind_collectives(communicator);
+  communicator
       .def(nb::new_(&create), nb::arg("path"), nb::arg("unique_id"), nb::arg("rank"), nb::arg("world_size"),
            nb::arg("board"), nb::arg("timeout"), nb::arg("stall_warning"), nb::arg("abort"), nb::arg("warn"))
-      .def("all_reduce", &all_reduce, WithoutGil())
-      .def("reduce_scatter", &reduce_scatter, WithoutGil())
-      .def("all_gather", &all_gather, WithoutGil())
-      .def("broadcast", &broadcast, WithoutGil())
-      .def("barrier", &barrier, WithoutGil())
       .def("gather_parts", &gather_parts, WithoutGil())
       .def("exchange_parts", &exchange_parts, WithoutGil())
       .def("allocate", &allocate, WithoutGil(), nb::sig("def allocate(self, n_bytes: int) -> NcclMemory | None"),

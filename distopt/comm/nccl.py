@@ -174,30 +174,16 @@ class NcclCommunicator(Communicator):
 
     # -- collectives -------------------------------------------------------------------------------------------------
     def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        return self._run(
-            lambda stream, x: self._core.all_reduce(x.data.ptr, x.size, DTYPES[dtype], OPS[op], label, stream), array
-        )
+        return self._run("all_reduce", array, array, array.size, dtype, label, op=op)
 
     def _reduce_scatter(self, array: Array, out: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        return self._run(
-            lambda stream, x, y: self._core.reduce_scatter(
-                x.data.ptr, y.data.ptr, y.size, DTYPES[dtype], OPS[op], label, stream
-            ),
-            array,
-            out,
-        )
+        return self._run("reduce_scatter", array, out, out.size, dtype, label, op=op)
 
     def _all_gather(self, array: Array, out: Array, dtype: str, label: str) -> Work:
-        return self._run(
-            lambda stream, x, y: self._core.all_gather(x.data.ptr, y.data.ptr, x.size, DTYPES[dtype], label, stream),
-            array,
-            out,
-        )
+        return self._run("all_gather", array, out, array.size, dtype, label)
 
     def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:
-        return self._run(
-            lambda stream, x: self._core.broadcast(x.data.ptr, x.size, root, DTYPES[dtype], label, stream), array
-        )
+        return self._run("broadcast", array, array, array.size, dtype, label, root=root)
 
     def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork:
         own = self.xp.asarray(array).reshape(-1)
@@ -233,7 +219,8 @@ class NcclCommunicator(Communicator):
 
     def barrier(self) -> None:
         """Collective. Return when every rank has called it and all earlier operations have finished."""
-        self._start(lambda stream, x: self._core.barrier(x.data.ptr, stream), self._scratch).wait(self._timeout)
+        # One element of any value: when it has been reduced, every rank has come.
+        self._run("barrier", self._scratch, self._scratch, 1, "int32", "").wait(self._timeout)
 
     # -- life cycle --------------------------------------------------------------------------------------------------
     def close(self) -> None:
@@ -246,15 +233,20 @@ class NcclCommunicator(Communicator):
         self._core.abort(reason)
 
     # -- helpers -----------------------------------------------------------------------------------------------------
-    def _run(self, start: Callable[..., Any], *arrays: Array) -> Work:
-        """`start(stream, *arrays)`, through device memory where the arrays are NumPy's."""
-        if not isinstance(arrays[0], np.ndarray):
-            return self._start(start, *arrays)
-        # A part stays a part of its whole only in the values, which is enough here.
-        staged = [self.xp.asarray(array) for array in arrays]
+    def _run(
+        self, kind: str, array: Array, out: Array, count: int, dtype: str, label: str, *, op: str = "sum", root: int = 0
+    ) -> Work:
+        """Start a collective of that kind, through device memory where the arrays are NumPy's."""
+        # A part stays a part of its whole only in the values, which is enough for those.
+        x = self.xp.asarray(array)
+        y = x if out is array else self.xp.asarray(out)
+        given = x.data.ptr, y.data.ptr, count, DTYPES[dtype], OPS[op], root, label
+        work = self._start(lambda stream, *_: getattr(self._core, kind)(*given, stream), x, y)
+        if not isinstance(out, np.ndarray):
+            return work
         # At once: a later operation on the same array must see the result, and the caller need not keep the array.
-        self._start(start, *staged).wait(self._timeout)
-        arrays[-1].reshape(-1)[...] = staged[-1].get().reshape(-1)
+        work.wait(self._timeout)
+        out.reshape(-1)[...] = y.get().reshape(-1)
         return DoneWork()
 
     def _start(self, start: Callable[..., Any], *arrays: Array) -> NcclWork:
