@@ -20,7 +20,7 @@ from ..errors import StateError, UsageError
 from .agreement import Agreement
 from .bucket import WireMemory
 from .layout import Layout, check_names, unique_names
-from .partial import PartialUpdates
+from .partial import PartialStep, PartialUpdates
 from .step import Step
 from .uneven import Recipe, RollCall
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..compress import BadGradient, Codec
     from ..compress.state import States
     from .bucket import Parameter
-    from .partial import PartialStep, Slots
+    from .partial import Slots
 
 __all__ = ["DEFAULT_BUCKET_ELEMENTS", "Engine", "NonFinite"]
 
@@ -180,7 +180,10 @@ class Engine:
             raise UsageError(
                 "partial updates need all ranks at every step; send gradients by a codec inside DistOpt.join"
             )
-        return self.partial.begin(partition_elements, order, slots, version, self.non_finite != "ignore")
+        agreement, statistics = self.agreement, self.statistics
+        layout = self.partial.layout_for(partition_elements, order, slots, version)
+        agreement.look(slots.constants(), statistics.steps - statistics.skipped)
+        return PartialStep(self.partial, layout, agreement, statistics, self.non_finite != "ignore")
 
     def refuse(self, verdict: BadGradient) -> None:
         """Local. The gradients of this step may not be applied, by the verdict of `finish`; alike on all ranks.

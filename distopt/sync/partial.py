@@ -65,20 +65,12 @@ class PartialUpdates:
         self._memory = WireMemory(agreement.communicator)
         self._plan: tuple[int, list[str]] | None = None  # size and order of the partitions, which loaded states name
 
-    def begin(
-        self, elements: int, order: Callable[[], Sequence[Parameter]], slots: Slots, version: int, look: bool
-    ) -> PartialStep:
-        """Collective. See `Engine.begin_partial`; `look`: whether NaN and infinity are looked for."""
-        layout, statistics = self.layout, self._statistics
-        if layout is None or (layout.bucket_elements, layout.version) != (elements, version):
-            layout = self._fitting(elements, order(), slots, version)
-        self._agreement.look(slots.constants(), statistics.steps - statistics.skipped)
-        step = PartialStep(self, layout, self._agreement, statistics, look)
-        self.pending = self.slots_pending = True  # even if an exception ends the update half-way
-        return step
-
-    def _fitting(self, elements: int, params: Sequence[Parameter], slots: Slots, version: int) -> Layout:
+    def layout_for(self, elements: int, order: Callable[[], Sequence[Parameter]], slots: Slots, version: int) -> Layout:
+        """Collective. The partitions for a step with these arguments; see `Engine.begin_partial`."""
         layout = self.layout
+        if layout is not None and (layout.bucket_elements, layout.version) == (elements, version):
+            return layout
+        params = order()
         if layout is not None and layout.places.keys() != {id(param) for param in params}:
             self.synchronize()  # while the parameters that differ are known
         elif layout is not None and layout.bucket_elements == elements:
@@ -184,6 +176,7 @@ class PartialStep(GradientCounter):
         """Local. `partial`: what the step is one of; `rest`: see `GradientCounter`."""
         super().__init__(*rest)
         self._partial, self._flags = partial, (partial.pending, partial.slots_pending)
+        partial.pending = partial.slots_pending = True  # even if an exception ends the update half-way
 
     def _start_full(self) -> None:
         pass
