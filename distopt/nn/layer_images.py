@@ -152,7 +152,8 @@ class Conv2d(_Windowed):
         settings = self.stride, self._padding_of(x), self.relu
         if self.group == 1:
             pool = self.pool
-            return operations.Conv2d(*settings, pool and (pool.kernel_size, pool.stride, pool.padding))
+            window = None if pool is None else (pool.kernel_size, pool.stride, pool.padding)
+            return operations.Conv2d(*settings, window)
         if self.group == self.in_channels == self.nb_kernels:
             return operations.DepthwiseConv2d(*settings)
         return operations.GroupedConv2d(self.group, *settings)
