@@ -76,7 +76,7 @@ def conv2d(
         y [N, M, (H + 2 ph - kh) // sh + 1, (W + 2 pw - kw) // sw + 1], or that pooled, and saved.
     """
     kernel = (w.shape[2], w.shape[3])
-    shape = (len(x), len(w), *out_size(x.shape, kernel, stride, padding))
+    shape: tuple[int, ...] = (len(x), len(w), *out_size(x.shape, kernel, stride, padding))
     pooling = None
     if pool is not None:
         shape = pool_out(shape, *pool)
