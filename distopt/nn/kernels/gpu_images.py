@@ -33,8 +33,7 @@ class _Conv(NamedTuple):
     w: Array
     window: Sizes
     y: Array | None  # with ReLU, and pooled
-    taken: Array | None  # of pooling, as its window
-    pooling: Sizes | None
+    pooling: tuple[Array, Sizes] | None  # where the maxima were, and its window
 
 
 class _Pool(NamedTuple):
@@ -96,41 +95,41 @@ def conv2d(
     """See `cpu.conv2d`; bias, ReLU and pooling are one pass over the product."""
     window, bias = _convolution(x, w, b, stride, padding)
     m, places, shape = len(w), window[8] * window[9], (len(x), len(w), *window[8:])
-    pooling = taken = None
+    pooling = None
     if pool is not None:
         kernel, step, border = pool
         shape = pool_out(shape, kernel, step, border)
-        pooling = (*window[8:], *kernel, *step, *border, *shape[2:])
-        taken = cupy.empty(shape, cupy.uint8)
+        pooling = cupy.empty(shape, cupy.uint8), (*window[8:], *kernel, *step, *border, *shape[2:])
     y = cupy.empty(shape, x.dtype)
     for first, images, result, rows in _results(x, w, window, y if pool is None else None):
         at = first * prod(shape[1:])
         given, to = (result.data.ptr, rows, bias, relu), y.data.ptr + at * y.itemsize
-        if taken is not None:
-            taken_at = taken.data.ptr + at
-            native.max_pool(code_of(x), (images, m), pooling, *given, to, taken_at, current_stream())
+        if pooling is not None:
+            taken, over = pooling
+            native.max_pool(code_of(x), (images, m), over, *given, to, taken.data.ptr + at, current_stream())
         elif rows or bias or relu:
             native.spread(code_of(x), (images, m), places, *given, to, current_stream())
-    return y, _Conv(x, w, window, y if relu else None, taken, pooling)
+    return y, _Conv(x, w, window, y if relu else None, pooling)
 
 
 def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
-    x, w, window, y, taken, pooling = saved
+    x, w, window, y, pooling = saved
     m, size = len(w), window[8:]
-    shape = (len(x), m, *size) if taken is None else taken.shape
+    shape = (len(x), m, *size) if pooling is None else pooling[0].shape
     slope, result = address_of(dy, shape, x.dtype), address_or_null(y, shape, x.dtype)
 
     def collect(first: int, images: int, rows: bool) -> Array:
-        if taken is None and not rows and not result:
+        if pooling is None and not rows and not result:
             return dy
         at = first * prod(shape[1:])
         from_dy, from_y = slope + at * dy.itemsize, result and result + at * dy.itemsize
         before = cupy.empty((m, images * prod(size)) if rows else (images, m, *size), dy.dtype)
         to = before.data.ptr, rows, current_stream()
-        if taken is None:
+        if pooling is None:
             native.collect(code_of(dy), (images, m), prod(size), from_dy, from_y, *to)
         else:
-            native.max_pool_backward(code_of(dy), (images, m), pooling, from_dy, from_y, taken.data.ptr + at, *to)
+            taken, over = pooling
+            native.max_pool_backward(code_of(dy), (images, m), over, from_dy, from_y, taken.data.ptr + at, *to)
         return before
 
     return _convolution_backward(saved, collect, dw, db, need_dx)
