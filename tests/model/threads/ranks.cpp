@@ -240,7 +240,7 @@ void one_leaves(int size, unsigned seed) {
       require(r == 0, "rank " + std::to_string(r) + " went on without rank 0");
     } catch (const CommunicatorError& error) {
       require(error.kind() == ErrorKind::closed, error.what());
-      require(std::string(error.what()).find("rank 0 closed its communicator") == 0, error.what());
+      require(std::string(error.what()).find("rank 0 (host host, pid 0) closed its communicator") == 0, error.what());
     }
     rank.communicator().close();
   });
