@@ -50,15 +50,17 @@ void watch(int stop, double seconds, std::string text, int exit_code, const std:
 
 }  // namespace
 
-void remove_mpich_files() {
-  std::ifstream maps("/proc/self/maps");
+void remove_mpich_files(int pid) {
+  const std::string process = "/proc/" + (pid != 0 ? std::to_string(pid) : "self");
+  std::ifstream maps(process + "/maps");
   for (std::string line; std::getline(maps, line);)
-    if (const auto at = line.find("/dev/shm/mpich_shm_"); at != std::string::npos) ::unlink(line.c_str() + at);
+    if (const auto at = line.find("/dev/shm/mpich_shm_"); at != std::string::npos)
+      ::unlink((process + "/root" + line.substr(at)).c_str());
 }
 
 Watchdog::Watchdog(double seconds, std::string text, int exit_code, std::vector<Sign> signs)
     : stop_(::eventfd(0, EFD_CLOEXEC)) {
-  static const int registered = std::atexit(remove_mpich_files);
+  static const int registered = std::atexit([] { remove_mpich_files(); });
   (void)registered;
   if (stop_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
   // A new thread inherits the mask: signals stay with the threads that expect them.

@@ -247,7 +247,9 @@ def run(trial: Trial, net: TwoHosts | None = None) -> Outcome:
 
 def is_alien(trial: Trial, path: Path) -> bool:
     """Whether a file is the MPI library's own, which only a process could remove that the fault has ended."""
-    if trial.place in (LAUNCH, START):  # others may still be in MPI_Init, which mpiexec's SIGKILL then ends
+    backend = BACKENDS[trial.backend]
+    # Ranks that have not come out of MPI_Init, which mpiexec ends by SIGKILL: those of the other host, or all others.
+    if trial.place == LAUNCH or (trial.place == START and backend.by_mpiexec and backend.hosts == 2):
         return path.name.startswith("mpich_shm_")
     return trial.kind == "parent killed" and path.name.startswith(("ompi.", "sm_segment."))
 

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from benchmarks.networks.emulation import LINK
 from tests.faults.backends import can_mount, own_memory
 from tests.processes import ROOT, Program, is_open_mpi, mpiexec_command, patience
 from tests.ranks.test_launchers import slurm
@@ -29,6 +30,34 @@ def main():
 if os.environ["PMI_RANK"] == "1":
     time.sleep(1)
     os._exit(3)
+launch.main(main)
+"""
+
+# Rank 1 ends when rank 0 is late, in or behind MPI_Init.
+LATE = """
+import ctypes, os, sys, time
+import mpi4py
+mpi4py.rc(initialize=False, finalize=False)
+from mpi4py import MPI
+from distopt import launch
+from distopt.launch.join.pmi import Member
+
+def late(call, sleep):
+    def called(*args):
+        call(*args)
+        sleep(5)
+        print("late", flush=True)
+    return called
+
+def main():
+    if launch.launcher().rank == 1:
+        os._exit(3)
+    launch.join()
+
+if launch.launcher().rank == 0 and sys.argv[1] == "in":
+    MPI.Init_thread = late(MPI.Init_thread, ctypes.PyDLL(None).sleep)  # which holds the interpreter as MPI_Init does
+elif launch.launcher().rank == 0:
+    Member.end_with_others = late(Member.end_with_others, time.sleep)
 launch.main(main)
 """
 
@@ -59,22 +88,38 @@ def memory(tmp_path):
     return folder
 
 
+def on_two_hosts(net, memory, launcher, per_host, words, env):
+    """Run a script on two hosts to its end."""
+    programs = []
+    if launcher == "srun":
+        for rank in range(2 * per_host):
+            numbers = {**slurm(rank, 2 * per_host, net.hosts[0].address, 2), "SLURM_LOCALID": str(rank % per_host)}
+            command = net.hosts[rank // per_host].inside([sys.executable, *words])
+            programs.append(Program(own_memory(memory) + command, {**env, **numbers}))
+    else:
+        meet = ["--nnodes", "2", "--nproc-per-node", str(per_host), "--rdzv-endpoint", f"{net.hosts[0].address}:29431"]
+        programs = [Program(own_memory(memory) + host.inside([*RUN, *meet, *words]), env) for host in net.hosts]
+    return [program.end() for program in programs]
+
+
 @pytest.mark.parametrize("launcher", ["srun", "distopt run"])
 def test_no_file_remains_of_an_mpi_init_that_cannot_connect_hosts(net, memory, launcher):
     """MPICH's network is the loopback, which each host has for itself."""
     env = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "DISTOPT_TIMEOUT": "20"}
-    programs = []
-    if launcher == "srun":
-        for rank in range(4):
-            numbers = {**slurm(rank, 4, net.hosts[0].address, 2), "SLURM_LOCALID": str(rank % 2)}
-            command = net.hosts[rank // 2].inside([sys.executable, SCRIPT])
-            programs.append(Program(own_memory(memory) + command, {**env, **numbers}))
-    else:
-        meet = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29431"]
-        programs = [Program(own_memory(memory) + host.inside([*RUN, *meet, SCRIPT]), env) for host in net.hosts]
-    ended = [program.end() for program in programs]
+    ended = on_two_hosts(net, memory, launcher, 2, [SCRIPT], env)
     assert all(one.code != 0 for one in ended), ended
     assert "MPI_Init" in "".join(one.stderr for one in ended)
+    assert [path.name for path in memory.iterdir()] == []
+
+
+@pytest.mark.parametrize(("launcher", "where"), [("srun", "behind"), ("distopt run", "in")])
+def test_no_file_remains_of_a_rank_that_is_ended_around_the_end_of_mpi_init(net, memory, tmp_path, launcher, where):
+    script = tmp_path / "script.py"
+    script.write_text(LATE)
+    env = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
+    ended = on_two_hosts(net, memory, launcher, 1, [str(script), where], env)
+    assert 3 in [one.code for one in ended], ended
+    assert "late" not in "".join(one.stdout for one in ended)
     assert [path.name for path in memory.iterdir()] == []
 
 

@@ -265,6 +265,7 @@ def _bounded_init(info: LauncherInfo, watch: Watch | None = None) -> Iterator[No
             yield
         finally:
             watchdog.stop()
+        _core.remove_mpich_files()  # before another rank's end may end this process
 
 
 def _check_launcher(MPI: Any) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ... import _core
 from ...errors import UsageError
 from ..ending import ENDED_BY_SIGTERM
 from ..gate import turn
@@ -145,6 +146,8 @@ class Rank:
     def signal(self, signum: int) -> None:
         """Local. Send a signal, if the process runs."""
         if self.running:
+            if signum in (signal.SIGTERM, signal.SIGKILL):  # which end it at once if it is in MPI_Init
+                _core.remove_mpich_files(self.pid)
             os.kill(self.pid, signum)
 
     def kill(self) -> None:
