@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import types
+from functools import partial
 
 import pytest
 
@@ -15,6 +16,7 @@ from distopt.cli import doctor
 from distopt.cli.doctor import answers, gpu, host, mpi
 from distopt.cli.doctor.ask import Ended, ask, run_bounded, unlaunched_environment
 from distopt.cli.doctor.report import Probe, Style, absent, examine, failed, ok
+from distopt.comm.gpu import dotted_version
 from distopt.errors import DistoptError
 
 
@@ -427,9 +429,8 @@ H200 = {
 
 
 def test_without_a_gpu_nothing_is_wrong(answer, monkeypatch):
-    answer.update(driver=NO_LIBRARY, devices=NO_LIBRARY, cupy=ModuleNotFoundError("cupy"), nccl=NO_LIBRARY)
+    answer.update(driver=NO_LIBRARY, devices=NO_LIBRARY, cupy=ModuleNotFoundError("cupy"))
     monkeypatch.setattr(gpu, "version_of", lambda name: None)
-    monkeypatch.setattr(gpu, "_nccl_of", lambda name: None)
     for probe in (gpu.driver, gpu.devices, gpu.cupy, gpu.cudnn, gpu.nccl):
         assert probe().state == "absent"
         assert probe().cure == ""
@@ -437,13 +438,13 @@ def test_without_a_gpu_nothing_is_wrong(answer, monkeypatch):
 
 @pytest.mark.parametrize(("driver", "extra"), [(12040, "cuda12"), (13000, "cuda13")])
 def test_with_a_driver_the_missing_packages_have_a_cure(answer, monkeypatch, driver, extra):
-    answer.update(driver={"version": driver, "path": "/lib/libcuda.so"}, nccl=NO_LIBRARY)
+    answer.update(driver={"version": driver, "path": "/lib/libcuda.so"}, nccl=partial(ask, "nccl"))
+    monkeypatch.delenv("DISTOPT_NCCL_LIBRARY", raising=False)
     monkeypatch.setattr(gpu, "version_of", lambda name: None)
-    monkeypatch.setattr(gpu, "_nccl_of", lambda name: None)
     assert f"CUDA {driver // 1000}.{driver % 1000 // 10}" in gpu.driver().found
     assert extra in gpu.cupy().cure
     assert extra in gpu.cudnn().cure
-    assert extra in gpu.nccl().cure
+    assert (gpu.nccl().state == "absent") == (extra in gpu.nccl().cure)
 
 
 def test_gpus_are_listed(answer, monkeypatch):
@@ -462,10 +463,27 @@ def test_a_broken_driver_is_a_failure(answer):
     ("number", "state", "text"), [(23203, "ok", "2.32.3"), (21805, "ok", "2.18.5"), (21600, "failed", "2.16.0")]
 )
 def test_nccl_versions(answer, monkeypatch, number, state, text):
-    monkeypatch.setattr(gpu, "_nccl_of", lambda name: f"/{name}/libnccl.so.2")
-    answer.update(nccl=lambda path: {"version": number, "path": path}, driver={"version": 13000, "path": ""})
+    answer["nccl"] = lambda major: {"version": number, "dotted": dotted_version(number), "path": f"/{major}/libnccl"}
+    answer["driver"] = {"version": 13000, "path": ""}
+    monkeypatch.setattr(gpu, "version_of", lambda name: None)
     assert gpu.nccl().state == state
-    assert gpu.nccl().found == f"{text}, /nvidia-nccl-cu13/libnccl.so.2"
+    assert gpu.nccl().found == f"{text}, /13/libnccl"
+    monkeypatch.setattr(gpu, "version_of", lambda name: "13.6" if name == "cupy-cuda12x" else None)
+    assert gpu.nccl().found == f"{text}, /12/libnccl"  # CuPy's, as for communicators
+
+
+@pytest.mark.parametrize(("made", "fact", "cure"), [(False, "is no file", "give the path"), (True, "short", "pip")])
+def test_nccl_is_the_library_that_communicators_take(answer, monkeypatch, tmp_path, made, fact, cure):
+    library = tmp_path / "libnccl.so.2"
+    if made:
+        library.touch()
+    answer.update(driver={"version": 13000, "path": ""}, nccl=lambda major: ask.__wrapped__("nccl", major))
+    monkeypatch.setenv("DISTOPT_NCCL_LIBRARY", str(library))
+    finding = gpu.nccl()
+    assert finding.state == "failed"
+    assert str(library) in finding.found
+    assert fact in finding.found
+    assert cure in finding.cure
 
 
 @pytest.mark.parametrize(

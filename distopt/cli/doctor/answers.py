@@ -149,10 +149,12 @@ def _cudnn() -> dict[str, Any]:
     return {"missing_part": missing} if cudnn is None else {"version": cudnn.backend_version_string()}
 
 
-def _nccl(path: str) -> dict[str, Any]:
-    number = ctypes.c_int()
+def _nccl(cuda_major: str) -> dict[str, Any]:
+    from ...comm.gpu import dotted_version, find_nccl
+
+    path, number = find_nccl(int(cuda_major)), ctypes.c_int()
     _check(ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number)), "ncclGetVersion")
-    return {"version": number.value, "path": _loaded("libnccl") or path}
+    return {"version": number.value, "dotted": dotted_version(number.value), "path": path}
 
 
 def _resolve(name: str) -> dict[str, Any]:

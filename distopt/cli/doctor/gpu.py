@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path
 
 from ...errors import DistoptError
 from .ask import ask, version_of
@@ -14,7 +12,6 @@ __all__ = ["cudnn", "cupy", "devices", "driver", "nccl"]
 
 _CUDNN_PACKAGE = "nvidia-cudnn-frontend"
 _CUPY_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
-_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _OLDEST_NCCL = 21800
 
 
@@ -79,28 +76,20 @@ def cudnn() -> Finding:
 
 
 def nccl() -> Finding:
-    """NCCL: the library from the wheel or, without one, from the system."""
-    path = next((path for package in _NCCL_PACKAGES if (path := _nccl_of(package))), "libnccl.so.2")
+    """NCCL, where communicators look for it."""
+    number = _driver_version()
+    if number is None:
+        return absent("not looked for: there is no CUDA driver")
+    package = next(filter(version_of, _CUPY_PACKAGES), "")
     try:
-        answer = ask("nccl", path)
+        answer = ask("nccl", package[9:11] or _major(number))
     except DistoptError as error:
-        if path == "libnccl.so.2" and "cannot open shared object" in str(error):
-            return absent("not found", _install())
-        return failed(f"{path}: {error}", _install())
-    major, minor = divmod(answer["version"], 10000)
-    found = f"{major}.{minor // 100}.{minor % 100}, {answer['path']}"
+        found, _, cure = str(error).partition("; ")
+        return (absent if "not installed" in found else failed)(found, cure or _install())
+    found = f"{answer['dotted']}, {answer['path']}"
     if answer["version"] < _OLDEST_NCCL:
         return failed(found, f"2.18 is the oldest that works: {_install()}", **answer)
     return ok(found, **answer)
-
-
-def _nccl_of(package: str) -> str | None:
-    try:
-        files = distribution(package).files or []
-    except PackageNotFoundError:
-        return None
-    found = (Path(str(file.locate())) for file in files if file.name == "libnccl.so.2")
-    return next((str(path) for path in found if path.exists()), None)
 
 
 def _install() -> str:
@@ -108,7 +97,12 @@ def _install() -> str:
     number = _driver_version()
     if number is None:
         return ""
-    return f'pip install "distopt[cuda{12 if number < 13000 else 13}]"'
+    return f'pip install "distopt[cuda{_major(number)}]"'
+
+
+def _major(number: int) -> str:
+    """Of the CUDA that a driver with this version is for, as packages are named."""
+    return "12" if number < 13000 else "13"
 
 
 def _driver_version() -> int | None:
