@@ -30,7 +30,7 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip")
 LINK = "eth0"  # a node's interface to the others
 NODES = ("node1", "node2")
 _ADDRESSES = {"head": "10.214.33.254", "node1": "10.214.33.1", "node2": "10.214.33.2"}
-_START_SECONDS = 30.0
+_START_SECONDS = 120.0
 _INSTALL_SECONDS = 180.0
 _HASTE = ("--option", "Acquire::Retries=1", "--option", "Acquire::http::Timeout=20")  # where there is no network
 

@@ -38,7 +38,7 @@ BIN = Path(sys.executable).parent
 GRADIENT_BYTES = 4 * 431_080  # of the CNN
 TRAIN, TEST, BATCH, EPOCHS = 3000, 1000, 32, 2
 OPTIONS = f"--epochs {EPOCHS} --batch-size {BATCH}"
-SECONDS = 120.0
+SECONDS = 600.0
 
 
 @dataclass(frozen=True)
