@@ -250,7 +250,7 @@ def is_alien(trial: Trial, path: Path) -> bool:
     backend = BACKENDS[trial.backend]
     # Ranks that have not come out of MPI_Init, which mpiexec ends by SIGKILL: those of the other host, or all others.
     if trial.place == LAUNCH or (trial.place == START and backend.by_mpiexec and backend.hosts == 2):
-        return path.name.startswith("mpich_shm_")
+        return path.name.startswith(("mpich_shm_", "ucx_shm_posix_"))
     return trial.kind == "parent killed" and path.name.startswith(("ompi.", "sm_segment."))
 
 
