@@ -8,9 +8,9 @@
 
 namespace distopt {
 
-// Removes the files that MPICH would leave in /dev/shm if a process, 0 for this one, were killed or aborted. MPICH keeps
-// the names of its shared memory until MPI_Finalize. They are not needed after MPI_Init, which ends with a barrier of the
-// host's ranks: by then all of them have mapped the memory.
+// Removes the files that MPICH would leave in /dev/shm if this process, or the one named, were killed or aborted.
+// MPICH keeps the names of its shared memory until MPI_Finalize. They are not needed after MPI_Init, which ends with a
+// barrier of the host's ranks: by then all of them have mapped the memory.
 void remove_mpich_files(int pid = 0);
 
 // MPICH's files are removed, too, if the process ends by exit() or by a watchdog from now on.
