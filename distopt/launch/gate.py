@@ -306,8 +306,10 @@ class Gate:
             link.unreachable = not isinstance(error, ConnectionError)
         link.received += part
         if link.rank < 0:
-            if not part:
+            if not part and link.received:
                 self._turn_away(link)
+            elif not part:  # gave up, as on a slow line
+                self._drop(link)
             elif len(link.received) >= _HELLO.size:
                 self._admit(link)
             return

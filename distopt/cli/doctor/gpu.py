@@ -53,7 +53,7 @@ def cupy() -> Finding:
     try:
         answer = ask("cupy", seconds=60.0)
     except (ImportError, DistoptError) as error:
-        if _driver_version() is None:
+        if not _major():
             return absent(f"{found} is installed, but there is no CUDA driver")
         return failed(f"{found}: {error}", _install())
     found = f"{found} {answer['version']}, CUDA runtime {_dotted(answer['runtime'])}, {answer['devices']} devices"
@@ -77,12 +77,11 @@ def cudnn() -> Finding:
 
 def nccl() -> Finding:
     """NCCL, where communicators look for it."""
-    number = _driver_version()
-    if number is None:
+    if not _major():
         return absent("not looked for: there is no CUDA driver")
     package = next(filter(version_of, _CUPY_PACKAGES), "")
     try:
-        answer = ask("nccl", package[9:11] or _major(number))
+        answer = ask("nccl", package[9:11] or _major())
     except DistoptError as error:
         found, _, cure = str(error).partition("; ")
         return (absent if "not installed" in found else failed)(found, cure or _install())
@@ -94,23 +93,15 @@ def nccl() -> Finding:
 
 def _install() -> str:
     """How to install a missing CUDA package; empty without a driver."""
-    number = _driver_version()
-    if number is None:
-        return ""
-    return f'pip install "distopt[cuda{_major(number)}]"'
+    return f'pip install "distopt[cuda{_major()}]"' if _major() else ""
 
 
-def _major(number: int) -> str:
-    """Of the CUDA that a driver with this version is for, as packages are named."""
-    return "12" if number < 13000 else "13"
-
-
-def _driver_version() -> int | None:
+def _major() -> str:
+    """The major version of the driver's CUDA, as packages are named; empty without a driver."""
     try:
-        number: int = ask("driver")["version"]
+        return "12" if ask("driver")["version"] < 13000 else "13"
     except DistoptError:
-        return None
-    return number
+        return ""
 
 
 def _memory(count: int | None) -> str:
