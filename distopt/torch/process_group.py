@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..errors import DistoptError
 from .collectives import Collectives
+from .dynamo import untraced
 from .errors import as_torch
 from .lane import Lane
 from .messages import Mail
@@ -36,6 +37,7 @@ __all__ = ["DistoptProcessGroup"]
 _LEAVE_SECONDS = 2.0  # in which threads see that their group has been closed
 
 
+@untraced
 class DistoptProcessGroup(dist.ProcessGroup):
     """A process group for CPU tensors. `init_process_group("distopt")` and `new_group` make it.
 
