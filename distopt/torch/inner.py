@@ -24,7 +24,7 @@ class Abilities:
     _supports_time_estimate = False
 
 
-class _Backend(Abilities, native.Backend):  # type: ignore[misc]
+class _Backend(Abilities, native.Backend):
     """Forwards to the group what C++ does not find there itself."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -35,7 +35,8 @@ class _Backend(Abilities, native.Backend):  # type: ignore[misc]
         return "distopt"
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._asked()._get_sequence_number_for_group()
+        number: int = self._asked()._get_sequence_number_for_group()
+        return number
 
     def _set_sequence_number_for_group(self) -> None:
         """Groups count from the start."""

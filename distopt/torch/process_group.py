@@ -194,7 +194,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         if self._check_nan and start == self._mail.send:
             refuse_nan((), (tensor,), self.rank())
         if _profiler_enabled():
-            start = _recorded(start)
+            start = _recorded(start, start)
         try:
             return start(tensor, *args, self._seconds)
         except DistoptError as error:
@@ -266,8 +266,6 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         device_types: object = None,
     ) -> DistoptProcessGroup | None:
         """Collective among `ranks` of this group. A group of theirs; None on the others."""
-        from .meeting import meet
-
         if self.rank() not in ranks:
             return None
         name = group_name or f"{self.group_name}:split:{list(ranks)}"
@@ -277,7 +275,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         options.timeout = timedelta(seconds=self._seconds) if timeout is None else timeout
         options.group_id = name
         options.global_ranks_in_group = [dist.get_global_rank(self, rank) for rank in ranks]
-        group = meet(options, opts)
+        group: DistoptProcessGroup = dist.Backend._plugins["DISTOPT"].creator_fn(options, opts)  # `meet`
         group._set_group_name(name)
         group._set_group_desc(group_desc or f"{self.group_desc}:split")
         return group
@@ -352,12 +350,12 @@ def _carry_out(action: Callable[..., object], args: Sequence[Any], seconds: floa
         raise as_torch(error) from error
 
 
-def _recorded(action: Callable[..., object], start: Callable[..., dist.Work] | None = None) -> Callable[..., dist.Work]:
-    """`start` (default: `action`) with a record of `action` for the profiler, which lasts until the work ends."""
+def _recorded(action: Callable[..., object], start: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+    """`start` with a record of `action` for the profiler, which lasts until the work ends."""
 
     def recorded(*args: Any) -> dist.Work:
         with torch.profiler.record_function(f"distopt:{action.__name__.removesuffix('_list')}") as record:
-            work = (start or action)(*args)
+            work = start(*args)
             if not work.is_completed():
                 record._call_end_callbacks_on_future(work.get_future())
             return work
