@@ -11,7 +11,7 @@ DISTOPT_SANITIZE ?=
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml CMakeLists.txt $(NATIVE)
 
-.PHONY: mnist mpi test test-rest test-all test-gpu first-gpu first-gpu-pack model litmus faults fuzz torch torch-quick torch-newest slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
+.PHONY: mnist mpi test test-rest test-all test-gpu first-gpu first-gpu-pack model litmus faults fuzz torch torch-quick torch-newest torch-libraries slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -89,6 +89,11 @@ torch-newest:
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade torch
 	$(NEWEST)/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal tests/torch
 	$(MAKE) VENV=$(NEWEST) TEST_EXTRAS=mpi,test,torch RANKS=2 torch-quick
+# Libraries over PyTorch, of the versions that the index has, in that environment: over Gloo and over distopt.
+torch-libraries:
+	$(MAKE) VENV=$(NEWEST) $(NEWEST)/.with-mpi,test,torch
+	$(NEWEST)/bin/python -m pip install --quiet accelerate transformers lightning
+	$(NEWEST)/bin/python -W ignore -m tests.torch.libraries
 
 # SINGA's unit tests and example scripts from a checkout of github.com/apache/singa, with their imports renamed; see
 # docs/singa.md. Half an hour, and no part of continuous integration. The tests run with the installed NumPy and with 2.3.

@@ -6,6 +6,7 @@ script for Gloo has to change. `docs/pytorch.md` says what it does and does not.
 
 from __future__ import annotations
 
+from .._core import set_leak_warnings
 from ..errors import MissingDependencyError
 
 try:
@@ -22,3 +23,4 @@ __all__ = ["DistoptProcessGroup"]
 if dist.is_available() and not hasattr(dist.Backend, "DISTOPT"):
     dist.Backend.register_backend("distopt", meet, extended_api=True, devices=["cpu"])
     extend_monitored_barrier(DistoptProcessGroup)
+    set_leak_warnings(False)  # DTensor keeps its groups, and they their communicators, until the process has ended

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import DistoptError
+from .dynamo import untraced
 from .errors import as_torch
 from .tensors import as_message, dense, give_back
 from .work import WaitedWork
@@ -24,6 +25,7 @@ __all__ = ["Mail", "PendingMessage"]
 _NAP_SECONDS = 1e-3
 
 
+@untraced
 class PendingMessage(WaitedWork):
     """A message under way.
 

@@ -7,25 +7,29 @@ Python subclass. A group is used by many threads: operations run one at a time, 
 from __future__ import annotations
 
 import contextlib
+import os
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C._autograd import _profiler_enabled
 from torch.distributed import distributed_c10d as c10d
 
 from ..errors import DistoptError
 from .collectives import Collectives
+from .dynamo import untraced
 from .errors import as_torch
+from .inner import Abilities, give_backend
 from .lane import Lane
 from .messages import Mail
 from .monitored import monitored_barrier
-from .tensors import reduction_of
+from .tensors import reduction_of, refuse_nan
 from .work import DoneWork, PendingWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from datetime import timedelta
 
     from torch import Tensor
 
@@ -36,7 +40,8 @@ __all__ = ["DistoptProcessGroup"]
 _LEAVE_SECONDS = 2.0  # in which threads see that their group has been closed
 
 
-class DistoptProcessGroup(dist.ProcessGroup):
+@untraced
+class DistoptProcessGroup(Abilities, dist.ProcessGroup):
     """A process group for CPU tensors. `init_process_group("distopt")` and `new_group` make it.
 
     Args:
@@ -67,6 +72,9 @@ class DistoptProcessGroup(dist.ProcessGroup):
         self._seconds = timeout.total_seconds()
         self._who = who
         self._barriers = 0
+        self._operations = 0
+        self._check_nan = os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
+        self._backend = give_backend(self)
 
     # -- reductions --------------------------------------------------------------------------------------------------
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
@@ -182,9 +190,13 @@ class DistoptProcessGroup(dist.ProcessGroup):
         (tensor,) = _list(tensors)
         return self._message(self._mail.receive, tensor, None, tag)
 
-    def _message(self, start: Callable[..., dist.Work], *args: Any) -> dist.Work:
+    def _message(self, start: Callable[..., dist.Work], tensor: Tensor, *args: Any) -> dist.Work:
+        if self._check_nan and start == self._mail.send:
+            refuse_nan((), (tensor,), self.rank())
+        if _profiler_enabled():
+            start = _recorded(start, start)
         try:
-            return start(*args, self._seconds)
+            return start(tensor, *args, self._seconds)
         except DistoptError as error:
             raise as_torch(error) from error
 
@@ -217,8 +229,7 @@ class DistoptProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # From 2.15 on PyTorch looks for a flight recorder in every device's backend while it makes the group.
-        return [torch.device("cpu")] if self in c10d._world.pg_map else []
+        return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> dist.ProcessGroup:
         if torch.device(device).type != "cpu":
@@ -236,6 +247,39 @@ class DistoptProcessGroup(dist.ProcessGroup):
         """Local. For which operations called from now on wait for a rank."""
         self._seconds = timeout.total_seconds()
 
+    def _get_sequence_number_for_group(self) -> int:
+        return self._operations
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Ranks count alike from the start."""
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Local. Nothing: the ranks have met."""
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: object = None,
+    ) -> DistoptProcessGroup | None:
+        """Collective among `ranks` of this group. A group of theirs; None on the others."""
+        if self.rank() not in ranks:
+            return None
+        name = group_name or f"{self.group_name}:split:{list(ranks)}"
+        options = c10d._DistributedBackendOptions()
+        options.store = dist.PrefixStore(f"{name}/", self._store)
+        options.group_rank, options.group_size = list(ranks).index(self.rank()), len(ranks)
+        options.timeout = timedelta(seconds=self._seconds) if timeout is None else timeout
+        options.group_id = name
+        options.global_ranks_in_group = [dist.get_global_rank(self, rank) for rank in ranks]
+        group: DistoptProcessGroup = dist.Backend._plugins["DISTOPT"].creator_fn(options, opts)  # `meet`
+        group._set_group_name(name)
+        group._set_group_desc(group_desc or f"{self.group_desc}:split")
+        return group
+
     def shutdown(self) -> None:
         """Local. Leave the group; idempotent. Ranks that still wait for this one get an error that says so."""
         self._lane.close()
@@ -249,6 +293,14 @@ class DistoptProcessGroup(dist.ProcessGroup):
     # -- carrying out ------------------------------------------------------------------------------------------------
     def _run(self, opts: Any, tensors: list[Tensor], action: Callable[..., object], *args: Any) -> dist.Work:
         """Carry out `action(*args, seconds)`, whose result will be in `tensors`, now or in a thread of the lane."""
+        self._operations += 1
+        if self._check_nan:
+            refuse_nan(tensors, args, self.rank())
+        if _profiler_enabled():
+            return _recorded(action, self._start)(opts, tensors, action, *args)
+        return self._start(opts, tensors, action, *args)
+
+    def _start(self, opts: Any, tensors: list[Tensor], action: Callable[..., object], *args: Any) -> dist.Work:
         seconds = opts.timeout.total_seconds()
         if seconds <= 0:
             seconds = self._seconds
@@ -296,6 +348,19 @@ def _carry_out(action: Callable[..., object], args: Sequence[Any], seconds: floa
         return action(*args, seconds)
     except DistoptError as error:
         raise as_torch(error) from error
+
+
+def _recorded(action: Callable[..., object], start: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+    """`start` with a record of `action` for the profiler, which lasts until the work ends."""
+
+    def recorded(*args: Any) -> dist.Work:
+        with torch.profiler.record_function(f"distopt:{action.__name__.removesuffix('_list')}") as record:
+            work = start(*args)
+            if not work.is_completed():
+                record._call_end_callbacks_on_future(work.get_future())
+            return work
+
+    return recorded
 
 
 def _list(tensors: Any) -> list[Tensor]:

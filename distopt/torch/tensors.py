@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,7 +12,10 @@ import torch.distributed as dist
 from ..comm.base import DTYPES, OPS, ReduceOp
 from ..errors import UsageError
 
-__all__ = ["Reduction", "as_items", "as_message", "as_numbers", "dense", "give_back", "reduction_of"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Reduction", "as_items", "as_message", "as_numbers", "dense", "give_back", "reduction_of", "refuse_nan"]
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 # What communicators reduce themselves, apart from bfloat16 and, as pairs, sums of complex numbers. NumPy does the rest.
@@ -71,7 +74,15 @@ def reduction_of(reduce_op: Any, dtype: torch.dtype) -> Reduction:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Local. The values of `tensor` in a row and out of the graph: its own memory where that is such, else a copy."""
+    """Local. The values of `tensor` in a row and out of the graph: its own memory where that is such, else a copy.
+
+    Raises:
+        UsageError: it is not on the CPU.
+    """
+    if not tensor.is_cpu:
+        raise UsageError(
+            f"the backend distopt serves CPU tensors, not those on {tensor.device}; make a group for these"
+        )
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
@@ -109,3 +120,18 @@ def as_message(row: torch.Tensor) -> tuple[np.ndarray[Any, Any], str | None]:
     if row.dtype == torch.bfloat16:
         return row.view(torch.uint16).numpy(), "bfloat16"
     return as_items(row)[0], None
+
+
+def refuse_nan(results: Sequence[torch.Tensor], args: Sequence[Any], rank: int) -> None:
+    """Local. Look for NaN in what an operation reads: of its `args` what is no result, or all where it writes in place.
+
+    Raises:
+        RuntimeError: there is one. With TORCH_DIST_NAN_CHECK=1, PyTorch's own groups say the same.
+    """
+    written = {tensor.untyped_storage().data_ptr() for tensor in results}
+    tensors = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    tensors = [each for each in tensors if isinstance(each, torch.Tensor)]
+    read = [each for each in tensors if each.untyped_storage().data_ptr() not in written] or tensors
+    for tensor in read:
+        if (tensor.is_floating_point() or tensor.is_complex()) and bool(torch.isnan(tensor).any()):
+            raise RuntimeError(f"NaN found in input tensor of rank {rank}; TORCH_DIST_NAN_CHECK=1 asks for this check")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from .dynamo import untraced
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["DoneWork", "PendingWork", "WaitedWork"]
 
 
+@untraced
 class DoneWork(dist.Work):
     """An operation that had ended when it was returned.
 
@@ -51,11 +54,14 @@ class DoneWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Local. A future that holds them."""
+        if _of_a_hook(self._tensors):
+            return _typed(self._tensors)
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result(self._tensors)
         return future
 
 
+@untraced
 class WaitedWork(dist.Work):
     """What can be waited for, of whatever kind: `wait` and `is_completed` are its own.
 
@@ -86,6 +92,7 @@ class WaitedWork(dist.Work):
         return self._tensors
 
 
+@untraced
 class PendingWork(WaitedWork):
     """An operation that another thread carries out.
 
@@ -152,6 +159,9 @@ class PendingWork(WaitedWork):
 
         Its callbacks run in a thread of the group's, and may start and wait for other operations.
         """
+        if _of_a_hook(self._tensors):
+            self.wait()
+            return _typed(self._tensors)
         with self._lock:
             if self._futures is not None:
                 return self._futures[1]
@@ -162,3 +172,13 @@ class PendingWork(WaitedWork):
         if ended:
             first.set_result(None)
         return self._futures[1]
+
+
+def _of_a_hook(tensors: list[torch.Tensor]) -> bool:
+    """Whether DDP's hook FP16_COMPRESS may want a future: of C++, it takes none whose value is a Python object."""
+    return torch._C._current_graph_task_id() >= 0 and bool(tensors) and tensors[0].dtype == torch.float16
+
+
+def _typed(tensors: list[torch.Tensor]) -> Any:
+    """A future that holds a list of C++. Python can make only such that have ended."""
+    return torch.jit.fork(lambda: tensors)

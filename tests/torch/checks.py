@@ -21,6 +21,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -30,6 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distopt.torch  # noqa: F401 - registers the backend
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+AT_LEAST_2_14 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
 COMPLEX = [torch.complex64, torch.complex128]
@@ -518,6 +523,124 @@ def check_names(r: Ranks) -> None:
     dist.destroy_process_group(group)
 
 
+def check_abilities(r: Ranks) -> None:
+    """What PyTorch asks, of the group and, from 2.14 on, of the backend that C++ knows."""
+    group = dist.group.WORLD
+    asked = [group]
+    if AT_LEAST_2_14:
+        asked.append(dist.ProcessGroup._get_backend(group, torch.device("cpu")))
+    for each in asked:
+        assert each.supports_splitting
+        for name in ("coalescing", "shrinking", "reconfigure", "window"):
+            assert not getattr(each, f"supports_{name}"), name
+        assert each.getBackendName() == "distopt"
+        each._set_sequence_number_for_group()
+        before = each._get_sequence_number_for_group()
+        numbers = [None] * r.size
+        dist.all_gather_object(numbers, before)
+        assert len(set(numbers)) == 1
+        dist.barrier()
+        dist.all_reduce(torch.ones(2), async_op=True).wait()
+        assert each._get_sequence_number_for_group() == before + 4  # the objects are two
+    assert group._device_types == [torch.device("cpu")]
+    group.eager_connect_single_device(torch.device("cpu"))
+
+
+def check_calls_of_cpp(r: Ranks) -> None:
+    """Through the operators of C++, which look for a backend."""
+    if not AT_LEAST_2_14:
+        return
+    group, mine = dist.group.WORLD.boxed(), values(r.rank, torch.float32)
+    tensor, outs = mine.clone(), [torch.zeros_like(mine) for _ in r.all]
+    torch.ops.c10d.allreduce_([tensor], group, dist.ReduceOp(dist.ReduceOp.SUM).boxed(), None, False, 20_000)
+    same(tensor, reduced("SUM", [values(q, torch.float32) for q in r.all]))
+    torch.ops.c10d.gather_([outs] if r.rank == 0 else [], [mine], group, 0, False, 20_000)
+    if r.rank == 0:
+        for q, out in enumerate(outs):
+            same(out, values(q, torch.float32))
+
+
+def check_split_group(r: Ranks) -> None:
+    kept = list(r.all)[1:]
+    group = dist.group.WORLD.split_group(kept, timedelta(seconds=20), group_name="split", group_desc="of a test")
+    if r.rank == 0:
+        assert group is None
+    else:
+        assert (group.group_name, group.group_desc) == ("split", "of a test")
+        assert (group.rank(), group.size()) == (r.rank - 1, r.size - 1)
+        tensor = values(r.rank, torch.float32)
+        group.allreduce([tensor]).wait()
+        same(tensor, reduced("SUM", [values(q, torch.float32) for q in kept]))
+        group.shutdown()
+    if AT_LEAST_2_14:  # before, PyTorch splits groups of CUDA tensors only
+        group = dist.split_group(None, [kept, [0]])
+        tensor = values(r.rank, torch.float32)
+        dist.all_reduce(tensor, group=group)
+        same(tensor, reduced("SUM", [values(q, torch.float32) for q in (kept if r.rank else [0])]))
+        dist.destroy_process_group(group)
+
+
+def check_nan(r: Ranks) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_DIST_NAN_CHECK", "1")
+        group = dist.new_group(list(r.all))
+    good, bad = torch.ones(r.size), torch.tensor([1.0] * (r.size - 1) + [float("nan")])
+    outs, text = [bad.clone() for _ in r.all], f"NaN found in input tensor of rank {r.rank}"
+    with_error(RuntimeError, text, dist.all_reduce, bad, dist.ReduceOp.SUM, group)
+    with_error(RuntimeError, text, dist.all_gather, outs, bad, group)
+    with_error(RuntimeError, text, dist.reduce_scatter_single, torch.ones(1), bad, dist.ReduceOp.SUM, group)
+    with_error(RuntimeError, text, dist.send, bad, (r.rank + 1) % r.size, group)
+    dist.all_gather(outs, good, group)  # NaN may lie where results will
+    for out in outs:
+        same(out, good)
+    dist.all_to_all_single(torch.full((r.size,), float("nan")), good, group=group)
+    dist.destroy_process_group(group)
+    dist.all_reduce(bad)
+
+
+def check_profiler(r: Ranks) -> None:
+    """Records have the names of Gloo's, and last until asynchronous works end."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.all_reduce(torch.ones(3))
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        time.sleep(0.1 if r.rank == 1 else 0)
+        work.wait()
+        work.get_future().wait()
+        dist.all_gather([torch.ones(3) for _ in r.all], torch.ones(3))
+        dist.barrier()
+        time.sleep(0.05)  # another thread writes the record
+    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("distopt:")}
+    assert counts == {"distopt:all_reduce": 2, "distopt:all_gather": 1, "distopt:barrier": 1}, counts
+
+
+def check_debug_detail(r: Ranks) -> None:
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        group = dist.new_group(list(r.all))
+        ours = trained(r.rank, group)
+    finally:
+        dist.set_debug_level(level)
+    for one, other in zip(ours, trained(r.rank, dist.group.WORLD), strict=True):
+        same(one, other)
+    dist.destroy_process_group(group)
+
+
+def check_devices(r: Ranks) -> None:
+    """With a backend for another device the group serves CPU tensors, and refuses others in words."""
+    text = "distopt serves CPU tensors, not those on meta; make a group for these"
+    for backend in ("cpu:distopt", "cpu:distopt,cuda:gloo", "cuda:gloo,cpu:distopt"):
+        group = dist.new_group(list(r.all), backend=backend)
+        tensor = values(r.rank, torch.float32)
+        dist.all_reduce(tensor, group=group)
+        same(tensor, reduced("SUM", [values(q, torch.float32) for q in r.all]), backend)
+        there = torch.ones(3, device="meta")
+        with_error(ValueError, text, dist.broadcast, there, 0, group)
+        with_error(ValueError, text, dist.send, there, (r.rank + 1) % r.size, group)
+        with_error(RuntimeError, "CPU tensors, not those on cuda", group._get_backend, torch.device("cuda"))
+        dist.destroy_process_group(group)
+
+
 def check_monitored_barrier_by_its_function(r: Ranks) -> None:
     for timeout in (None, timedelta(seconds=20), 20.0):
         dist.monitored_barrier(timeout=timeout)
@@ -638,6 +761,56 @@ def check_reference_cnn(r: Ranks) -> None:
             same(one, other)
         else:  # Gloo sums in another order
             torch.testing.assert_close(one, other)
+    dist.destroy_process_group(gloo)
+
+
+def check_compiled_ddp(r: Ranks) -> None:
+    def steps(wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        layers = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 2))
+        model, generator = wrap(DistributedDataParallel(layers)), torch.Generator().manual_seed(r.rank)
+        for _ in range(3):
+            model(torch.randn(4, 5, generator=generator)).square().mean().backward()
+        return [parameter.grad for parameter in layers.parameters()]
+
+    for one, other in zip(
+        steps(lambda model: torch.compile(model, backend="eager")), steps(lambda model: model), strict=True
+    ):
+        same(one, other)
+
+
+def check_compiled_collectives(r: Ranks) -> None:
+    @torch.compile(backend="eager")
+    def step(tensor: torch.Tensor) -> torch.Tensor:
+        doubled = tensor * 2
+        work = dist.all_reduce(doubled, async_op=True)
+        work.wait()
+        dist.all_reduce(doubled)
+        return doubled + 1
+
+    own = values(r.rank, torch.float32)
+    same(step(own), reduced("SUM", [values(q, torch.float32) * 2 for q in r.all]) * r.size + 1)
+
+
+def check_builtin_hooks(r: Ranks) -> None:
+    """Those of C++, which ask for futures that hold a list of C++."""
+    gloo = dist.new_group(list(r.all), backend="gloo")
+    for kind in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
+        results = []
+        for group in (dist.group.WORLD, gloo):
+            model, generator = (
+                DistributedDataParallel(network(), process_group=group),
+                torch.Generator().manual_seed(r.rank),
+            )
+            model._register_builtin_comm_hook(kind)
+            for _ in range(3):
+                model(torch.randn(4, 1, 8, 8, generator=generator)).square().mean().backward()
+            results.append([parameter.grad for parameter in model.parameters()])
+        for one, other in zip(*results, strict=True):
+            if r.size == 2:  # with more ranks Gloo sums in another order, and rounds every sum
+                same(one, other, kind)
+            else:
+                torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
     dist.destroy_process_group(gloo)
 
 

@@ -62,6 +62,16 @@ def test_distopt_alone_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 
+def test_a_group_that_pytorch_keeps_is_no_leak(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.torch.kept", str(tmp_path / "store")],
+        cwd=root, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "leaked" not in ended.stderr
+
+
 def test_without_pytorch_the_cure_is_told() -> None:
     code = "import sys; sys.modules['torch'] = None; import distopt.torch"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)

@@ -1,0 +1,141 @@
+"""Libraries that start from PyTorch's groups, over Gloo and over distopt: their parameters must agree to the last bit.
+
+    python -m tests.torch.libraries
+
+runs those that are installed with two ranks each, by the recipes of docs/pytorch.md, and prints a line for each. No
+part of continuous integration. With `--rank` it is one of the ranks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZE = 2
+
+
+def main() -> int:
+    failed = 0
+    for name in RECIPES:
+        if importlib.util.find_spec(name) is None:
+            print(f"{name}: not installed")
+            continue
+        digests = [run(name, backend) for backend in ("gloo", "distopt")]
+        agree = len({digest for each in digests for digest in each}) == 1
+        failed += not agree
+        print(f"{name}: {'the same parameters' if agree else f'Gloo {digests[0]}, distopt {digests[1]}'}", flush=True)
+    return 1 if failed else 0
+
+
+def run(name: str, backend: str) -> list[str]:
+    """What the ranks print last; "failed" in place of one that has."""
+    with tempfile.TemporaryDirectory() as folder:
+        variables = {"WORLD_SIZE": str(SIZE), "OMP_NUM_THREADS": "1"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "tests.torch.libraries", "--rank", name, backend, folder],
+                env=os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(SIZE)
+        ]
+        outputs = [process.communicate(timeout=600)[0].split() for process in ranks]
+        return [o[-1] if o and not process.returncode else "failed" for o, process in zip(outputs, ranks, strict=True)]
+
+
+def rank_main(name: str, backend: str, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import distopt.torch  # noqa: F401 - registers the backend
+
+    torch.manual_seed(0)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=SIZE)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 1))
+    x = torch.randn(64, 20)
+    RECIPES[name](model, torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), folder, backend)
+    assert dist.get_backend() == backend
+    total = sum(parameter.double().sum().item() for parameter in model.parameters())
+    print(f"{total:.17g}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def accelerate(model: object, data: object, folder: str, backend: str) -> None:
+    import torch
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    loader = torch.utils.data.DataLoader(data, batch_size=8)
+    wrapped, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01), loader)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        accelerator.backward(torch.nn.functional.mse_loss(wrapped(inputs), targets))
+        optimizer.step()
+
+
+def transformers(model: object, data: object, folder: str, backend: str) -> None:
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    class Regression(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, inputs: object, labels: object) -> dict[str, object]:
+            return {"loss": torch.nn.functional.mse_loss(self.layers(inputs), labels)}
+
+    def batch(items: list[tuple[object, object]]) -> dict[str, object]:
+        inputs, labels = zip(*items, strict=True)
+        return {"inputs": torch.stack(inputs), "labels": torch.stack(labels)}
+
+    args = TrainingArguments(
+        folder, use_cpu=True, max_steps=6, per_device_train_batch_size=4, report_to=[], save_strategy="no",
+        disable_tqdm=True, remove_unused_columns=False,
+    )  # fmt: skip
+    trainer = Trainer(Regression(), args, train_dataset=data, data_collator=batch)
+    sys.stdout, kept = sys.stderr, sys.stdout  # it prints what it logs
+    trainer.train()
+    sys.stdout = kept
+
+
+def lightning(model: object, data: object, folder: str, backend: str) -> None:
+    import torch
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy
+
+    class Regression(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> torch.Tensor:
+            return torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    trainer = Trainer(
+        accelerator="cpu", devices=SIZE, strategy=DDPStrategy(process_group_backend=backend), max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(Regression(), torch.utils.data.DataLoader(data, batch_size=8))
+
+
+RECIPES = {"accelerate": accelerate, "transformers": transformers, "lightning": lightning}
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        rank_main(*sys.argv[2:])
+    else:
+        sys.exit(main())
