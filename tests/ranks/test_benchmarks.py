@@ -25,6 +25,7 @@ COMMAND = re.compile(r"python -m benchmarks ([a-z].*)")
 SHORT = {
     "all-reduce": "-b 1K -e 1K -n 2 --turns 1 --peers= --sizes 1K",
     "train": "--batch-size 2 -n 1 -w 0 --turns 1 --peers=",
+    "pytorch": "--only all-reduce,cnn --sizes 1K --rounds 1 --steps 1",
     "kernels": "--count 1000 -n 1 --peers=",
     "scaling": "{table} --step-ms 10 --bytes 1M",
     "collectives": "--only 2x1,1gbit,all_reduce --sizes 1K --samples 1 --peers= --results {results} --output {page}",
