@@ -31,9 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 import distopt.torch  # noqa: F401 - registers the backend
 from benchmarks.networks.emulation import LINK
 
-from .forked import CONTEXT, gloo_group, place_of
+from .forked import CONTEXT, gloo_group, join, place_of
 
-BACKEND = os.environ.get("BACKEND", "distopt")
 TIMEOUT_SECONDS = 60.0
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
@@ -818,16 +817,19 @@ CHECKS = {name.removeprefix("check_"): function for name, function in list(globa
 
 def rank_main(rank: int, method: str, counts: list[int], names: list[str], out: Queue[tuple[int, str, str]]) -> None:
     faulthandler.dump_traceback_later(float(os.environ.get("HANGS_AFTER", "200")), exit=True)
-    dist.init_process_group(
-        BACKEND, init_method=method, rank=rank, world_size=sum(counts), timeout=timedelta(seconds=TIMEOUT_SECONDS)
-    )
+    join(rank, sum(counts), method, TIMEOUT_SECONDS)
     for name in names:
         error = ""
         try:
             CHECKS[name](Ranks(rank, counts))
-            dist.barrier()
         except BaseException:
             error = traceback.format_exc()
+        try:
+            dist.barrier()
+        except BaseException:  # the next check has a new group
+            error = error or traceback.format_exc()
+            dist.destroy_process_group()
+            join(rank, sum(counts), method, TIMEOUT_SECONDS, f" after {name}")
         out.put((rank, name, error))
     dist.destroy_process_group()
 
@@ -837,7 +839,9 @@ def main() -> None:
     out: Queue[tuple[int, str, str]] = CONTEXT.Queue()
     errors: dict[str, dict[int, str]] = {}
     with place_of(sys.argv[1]) as place:
-        ranks = place.start(rank_main, place.method(), place.counts, names, out)
+        method = place.method()
+        place.keep_store(method)
+        ranks = place.start(rank_main, method, place.counts, names, out)
         threading.Thread(target=lambda: ([process.join() for process in ranks], out.put(None)), daemon=True).start()
         while (entry := out.get()) is not None:
             rank, name, error = entry
