@@ -26,7 +26,6 @@ BENCHMARKS = {
     "checkpoint": "what checkpoints cost a training step",
     "convergence": "accuracy, bytes and speed with every codec: docs/convergence.md",
     "memory": "resident memory of a training rank beside PyTorch DDP",
-    "layers": "the kernels of the reference CNN, on one core",
     "step-profile": "where a training step spends its time, by part of the package",
     "gpu": "GPU kernels and steps beside a copy, other libraries and the bare collective: docs/gpu.md",
 }

@@ -37,7 +37,6 @@ SHORT = {
     "convergence": "--epochs 1 --batch-size 32 --only fp32 half partial topk1-bare --data-dir {digits} --cache {cache} "
     "--output {convergence}",
     "memory": "--steps 20 --batch-size 2 --only distopt",
-    "layers": "--batch-size 2 --rounds 2",
     "step-profile": "--steps 5 --batch-size 4",
     "gpu": "--elements 1000 --selected-from 1000 --write {page}",
 }
@@ -115,7 +114,7 @@ def test_every_benchmark_is_here_and_in_its_readme():
     table = (ROOT / "benchmarks" / "README.md").read_text()
     assert all(re.search(rf"^\| [^|]*\b{name}\b[^|]* \|", table, re.M) for name in BENCHMARKS)
     modules = {path.stem.replace("_", "-") for path in (ROOT / "benchmarks").glob("*.py")}
-    assert modules - {"--init--", "--main--", "output", "plots"} == set(BENCHMARKS)
+    assert modules - {"--init--", "--main--", "output"} == set(BENCHMARKS)
 
 
 def test_the_pages_name_commands_that_exist():
