@@ -43,9 +43,10 @@ AWAY = ("killed", "stalled")  # the culprit has no part in the new group
 
 
 def rank_main(
-    rank: int, place: Place, method: str, kind: str, culprit: int, at: int, goes_on: Event, out: Queue[tuple]
+    rank: int, place: Place, method: str, seconds: float, fault: tuple[str, int, int], goes_on: Event, out: Queue[tuple]
 ) -> None:
-    join(rank, place.size, method, TIMEOUT_SECONDS if kind in ("stalled", *CUTS) else 60)
+    kind, culprit, at = fault
+    join(rank, place.size, method, seconds)
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(50, 300), torch.nn.ReLU(), torch.nn.Linear(300, 10))
     model = DistributedDataParallel(layers, bucket_cap_mb=0.01)
@@ -92,7 +93,8 @@ def trial(seed: int, net: TwoHosts | None, folder: str) -> list[str]:
     goes_on, out = CONTEXT.Event(), CONTEXT.Queue()
     method = place.method()
     place.keep_store(method)
-    ranks = place.start(rank_main, place, method, kind, culprit, at, goes_on, out)
+    timeout = patience(TIMEOUT_SECONDS if kind in ("stalled", *CUTS) else 60)
+    ranks = place.start(rank_main, place, method, timeout, (kind, culprit, at), goes_on, out)
     left = [rank for rank in range(place.size) if rank != culprit or kind not in AWAY]
     wrong = []
     if net and kind in CUTS:
@@ -104,7 +106,7 @@ def trial(seed: int, net: TwoHosts | None, folder: str) -> list[str]:
         wanted = (f"rank {q} (host {place.host_name(q)}, pid {pids[q]})" for q in culprits)
         if error is None or not any(name in error for name in wanted):
             wrong.append(f"rank {rank} says {error}")
-        elif seconds > patience(LIMIT_SECONDS) + (TIMEOUT_SECONDS if kind in ("stalled", *CUTS) else 0):
+        elif seconds > patience(LIMIT_SECONDS) + (timeout if kind in ("stalled", *CUTS) else 0):
             wrong.append(f"rank {rank} needed {seconds:.1f} s")
     wrong += [f"rank {rank} said nothing" for rank in sorted({*left} - {rank for rank, *_ in told})]
     if net and kind in CUTS:
