@@ -15,6 +15,7 @@ from distopt.cli import Parser, run_command
 BENCHMARKS = {
     "all-reduce": "all-reduce and other collectives beside Open MPI, MPICH and Gloo, over a range of sizes",
     "train": "training steps of the reference CNN beside PyTorch DDP",
+    "pytorch": "all-reduce and what communication adds to a DDP step, over Gloo and over distopt",
     "kernels": "codec kernels beside NumPy and PyTorch",
     "scaling": "a prediction of steps on up to 1,024 ranks, from tables of all-reduce and train",
     "collectives": "the tables of collectives between emulated hosts in docs/network.md",
@@ -25,7 +26,6 @@ BENCHMARKS = {
     "checkpoint": "what checkpoints cost a training step",
     "convergence": "accuracy, bytes and speed with every codec: docs/convergence.md",
     "memory": "resident memory of a training rank beside PyTorch DDP",
-    "layers": "the kernels of the reference CNN, on one core",
     "step-profile": "where a training step spends its time, by part of the package",
     "gpu": "GPU kernels and steps beside a copy, other libraries and the bare collective: docs/gpu.md",
 }

@@ -31,7 +31,6 @@ from .peers.crew import Crew, rank_command
 from .peers.lineup import Candidate, Lineup, Setup, distopt_crew, mpi_crew, torch_crew
 from .peers.ranks.pattern import max_calls
 from .peers.ranks.transports import COLLECTIVES
-from .plots import plot_bandwidths, require_matplotlib
 
 # Short calls are timed in batches of about this length, to make the cost of reading the clock negligible.
 _BATCH_SECONDS = 1e-3
@@ -68,7 +67,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", metavar="TYPE", help="(float32)")
     parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot bandwidth against size to FILE")
 
 
 def byte_sizes(text: str) -> list[int]:
@@ -84,8 +82,6 @@ def whole_sizes(sizes: Iterable[int], item_bytes: int) -> list[int]:
 def run(args: argparse.Namespace) -> int:
     """Measure and print; return 0 if every candidate was measured and every result was correct."""
     item_bytes = 2 if "16" in args.dtype else np.dtype(args.dtype).itemsize
-    if args.plot:
-        require_matplotlib()
     facts = machine()
     with ExitStack() as stack:
         args.backend = args.backend or ["mpi" if is_far(args) else "shm"]
@@ -107,8 +103,6 @@ def run(args: argparse.Namespace) -> int:
         report |= {"world_size": args.np, "missing": lineup.missing, "rows": [row.as_json() for row in rows]}
         report["candidates"] = {candidate.name: candidate.hello["about"] for candidate in lineup.candidates}
         write_json(args.json, report)
-    if args.plot:
-        plot_bandwidths(rows, args.plot)
     return 1 if lineup.missing or any(row.wrong for row in rows) else 0
 
 

@@ -12,7 +12,7 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from distopt.data import ShardedSampler
 
 from .models.cnn import sgd, train_cnn
 from .output import ROOT, table
-from .plots import plot_errors
 
 STEPS_PER_EPOCH = 468  # 60,000 images, 2 ranks, batch 64
 PARTITION = 100_000  # elements; the model falls into two partitions
@@ -147,6 +146,24 @@ def rows(records: dict[str, dict]) -> Iterator[list[str]]:
         sent = [f"{record['bytes_per_step'] / 1e3:.1f} kB", f"{100 * share:.2f} %"]
         speed = f"{record['steps_per_second']:.0f}"
         yield [SENT[name].label, f"{100 * final:.2f} %", f"{points:+.2f}", verdict, *sent, speed]
+
+
+def plot_errors(errors: dict[str, Sequence[float]], labels: dict[str, str], path: Path) -> None:
+    """Plot the test error (%) after each epoch, by codec: those named "...-bare" in a panel of their own, fp32 in both."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")  # drawn without a display
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, title, bare in zip(panels, ("dense, and error feedback", "no feedback"), (False, True), strict=True):
+        for name, error in errors.items():
+            if name == "fp32" or name.endswith("-bare") == bare:
+                style = {"color": "black", "linewidth": 2} if name == "fp32" else {"linewidth": 1}
+                axes.plot(range(1, len(error) + 1), error, label=labels[name], **style)
+        axes.set(title=title, xlabel="epoch", yscale="log")
+        axes.legend(fontsize=7)
+        axes.grid(visible=True, which="both", alpha=0.3)
+    panels[0].set_ylabel("test error (%)")
+    figure.savefig(path, dpi=110)
 
 
 def write(records: dict[str, dict], args: argparse.Namespace) -> None:

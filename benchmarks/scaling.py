@@ -18,7 +18,6 @@ from distopt.errors import DataError, UsageError
 
 from .models.scaling import ALGORITHMS, STRATEGIES, Curve, Line, Network, Prediction, Training, fit, predict
 from .output import write_json
-from .plots import plot_efficiencies, require_matplotlib
 
 _LARGEST = 1024
 # Fields that every row of a file must have.
@@ -67,13 +66,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ratio", type=positive, default=0.01, metavar="R", help="share that sparseTopK sends (0.01)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write fits and predictions to FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot efficiency against ranks to FILE")
 
 
 def run(args: argparse.Namespace) -> int:
     """Fit, predict and print; return 0."""
-    if args.plot:
-        require_matplotlib()
     fits = _fits(args.tables)
     per_host, local = _local(args, fits)
     report = _load(args.train, "train") if args.train else None
@@ -90,8 +86,6 @@ def run(args: argparse.Namespace) -> int:
     _print_predictions(args, training, per_host, predictions)
     if args.json:
         write_json(args.json, _as_json(fits, training, network, predictions))
-    if args.plot:
-        plot_efficiencies(predictions, args.plot, f"{args.gbit:g} Gbit/s, {args.latency_us:g} us, {args.algorithm}")
     return 0
 
 

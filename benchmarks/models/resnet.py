@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from distopt import autograd, layer, model
@@ -51,17 +52,21 @@ class ResNet50(model.Model):
         return out, loss
 
 
-def in_torch() -> Any:
+def in_torch(counts: Sequence[int] = (3, 4, 6, 3), expansion: int = 4) -> Any:
+    """ResNet-50; with counts of 2 and no expansion ResNet-18, whose blocks are not bottlenecks."""
     from torch import nn
 
     class Block(nn.Module):
-        def __init__(self, inputs: int, channels: int, stride: int, widens: bool) -> None:
+        def __init__(self, inputs: int, channels: int, stride: int) -> None:
             super().__init__()
-            sizes = ((inputs, channels, 1, 1), (channels, channels, 3, stride), (channels, 4 * channels, 1, 1))
+            outputs = expansion * channels
+            sizes = [(inputs, channels, 3, stride), (channels, channels, 3, 1)]
+            if expansion > 1:
+                sizes = [(inputs, channels, 1, 1), (channels, channels, 3, stride), (channels, outputs, 1, 1)]
             parts = [part for size in sizes for part in (convolution(*size), nn.BatchNorm2d(size[1]), nn.ReLU())]
             self.main = nn.Sequential(*parts[:-1])
-            widening = (convolution(inputs, 4 * channels, 1, stride), nn.BatchNorm2d(4 * channels))
-            self.shortcut = nn.Sequential(*widening) if widens else nn.Identity()
+            widening = (convolution(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+            self.shortcut = nn.Identity() if (inputs, stride) == (outputs, 1) else nn.Sequential(*widening)
 
         def forward(self, x: Any) -> Any:
             return nn.functional.relu(self.main(x) + self.shortcut(x))
@@ -70,8 +75,8 @@ def in_torch() -> Any:
         return nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
 
     parts, inputs = [convolution(3, 64, 7, 2), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)], 64
-    for channels, count, stride in STAGES:
+    for (channels, _, stride), count in zip(STAGES, counts, strict=True):
         for i in range(count):
-            parts.append(Block(inputs, channels, 1 if i else stride, not i))
-            inputs = 4 * channels
+            parts.append(Block(inputs, channels, 1 if i else stride))
+            inputs = expansion * channels
     return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))

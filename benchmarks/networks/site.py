@@ -95,7 +95,7 @@ class ListedSite(Site):
         return [mpiexec, "--hostfile", str(self._file), "-n", str(self.world_size)]
 
     def meeting(self) -> dict[str, str]:
-        return {"meeting": f"tcp://{self._first}:{_FIRST_PORT + secrets.randbelow(_N_PORTS)}"}
+        return _meeting_at(self._first)
 
 
 class EmulatedSite(Site):
@@ -116,11 +116,18 @@ class EmulatedSite(Site):
     def variables(self) -> dict[str, str]:
         return {"GLOO_SOCKET_IFNAME": LINK}
 
+    def meeting(self) -> dict[str, str]:
+        return _meeting_at(self._net.hosts[0].address)
+
     def by_mpi(self, mpiexec: str, *, open_mpi: bool) -> list[str]:
         return self._net.mpiexec(self._ranks_per_host, [], mpiexec, open_mpi=open_mpi)
 
     def by_hand(self, rank: int, command: Sequence[str]) -> list[str]:
         return self._net.hosts[rank // self._ranks_per_host].inside(command)
+
+
+def _meeting_at(host: str) -> dict[str, str]:
+    return {"meeting": f"tcp://{host}:{_FIRST_PORT + secrets.randbelow(_N_PORTS)}"}
 
 
 def add_places(parser: argparse.ArgumentParser, number: Callable[[str], int]) -> None:

@@ -25,6 +25,7 @@ COMMAND = re.compile(r"python -m benchmarks ([a-z].*)")
 SHORT = {
     "all-reduce": "-b 1K -e 1K -n 2 --turns 1 --peers= --sizes 1K",
     "train": "--batch-size 2 -n 1 -w 0 --turns 1 --peers=",
+    "pytorch": "--only all-reduce,cnn --sizes 1K --rounds 1 --steps 1",
     "kernels": "--count 1000 -n 1 --peers=",
     "scaling": "{table} --step-ms 10 --bytes 1M",
     "collectives": "--only 2x1,1gbit,all_reduce --sizes 1K --samples 1 --peers= --results {results} --output {page}",
@@ -36,7 +37,6 @@ SHORT = {
     "convergence": "--epochs 1 --batch-size 32 --only fp32 half partial topk1-bare --data-dir {digits} --cache {cache} "
     "--output {convergence}",
     "memory": "--steps 20 --batch-size 2 --only distopt",
-    "layers": "--batch-size 2 --rounds 2",
     "step-profile": "--steps 5 --batch-size 4",
     "gpu": "--elements 1000 --selected-from 1000 --write {page}",
 }
@@ -114,7 +114,7 @@ def test_every_benchmark_is_here_and_in_its_readme():
     table = (ROOT / "benchmarks" / "README.md").read_text()
     assert all(re.search(rf"^\| [^|]*\b{name}\b[^|]* \|", table, re.M) for name in BENCHMARKS)
     modules = {path.stem.replace("_", "-") for path in (ROOT / "benchmarks").glob("*.py")}
-    assert modules - {"--init--", "--main--", "output", "plots"} == set(BENCHMARKS)
+    assert modules - {"--init--", "--main--", "output"} == set(BENCHMARKS)
 
 
 def test_the_pages_name_commands_that_exist():

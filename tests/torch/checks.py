@@ -1,9 +1,9 @@
 """What the ranks of a group check, against what one process computes. Run by test_collectives.py.
 
-    python -m tests.torch.checks SIZE FILE
+    python -m tests.torch.checks RANKS
 
-forks SIZE ranks, which make a group through FILE and run every function `check_...` in turn, and prints for each the
-errors of all ranks as JSON.
+forks RANKS ranks ("2+1": on two emulated hosts), which make a group and run every function `check_...` in turn, and
+prints for each the errors of all ranks as JSON.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import faulthandler
 import gc
 import itertools
 import json
-import multiprocessing
 import os
 import sys
 import threading
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing.queues import Queue
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -30,11 +30,15 @@ import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
 import distopt.torch  # noqa: F401 - registers the backend
+from benchmarks.networks.emulation import LINK
+
+from .forked import CONTEXT, gloo_group, join, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 AT_LEAST_2_14 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+TIMEOUT_SECONDS = 60.0
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
 COMPLEX = [torch.complex64, torch.complex128]
@@ -107,16 +111,19 @@ def same(found: torch.Tensor, expected: torch.Tensor, what: object = "") -> None
 
 
 class Ranks:
-    """This rank, and the group."""
+    """This rank, and the group, with so many ranks on each host."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.all = range(size)
+    def __init__(self, rank: int, counts: list[int]) -> None:
+        self.rank, self.size = rank, sum(counts)
+        self.counts = counts
+        self.all = range(self.size)
+        # How tensors lie is the same matter on one host and on several, where a call takes longer.
+        self.layouts = {name: LAYOUTS[name] for name in (LAYOUTS if len(counts) == 1 else ("transposed", "empty"))}
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------
 def check_all_reduce(r: Ranks) -> None:
-    for dtype, (layout, lay) in itertools.product(DTYPES, LAYOUTS.items()):
+    for dtype, (layout, lay) in itertools.product(DTYPES, r.layouts.items()):
         for name in ops_of(dtype):
             tensor = lay(values(r.rank, dtype))
             expected = reduced(name, [lay(values(q, dtype)) for q in r.all])
@@ -172,7 +179,7 @@ def check_sparse_all_reduce(r: Ranks) -> None:
 
 
 def check_reduce(r: Ranks) -> None:
-    for dtype, lay, root in itertools.product(DTYPES, LAYOUTS.values(), r.all):
+    for dtype, lay, root in itertools.product(DTYPES, r.layouts.values(), r.all):
         tensor = lay(values(r.rank, dtype))
         parts = [lay(values(q, dtype)) for q in r.all]
         dist.reduce(tensor, root)
@@ -180,14 +187,14 @@ def check_reduce(r: Ranks) -> None:
 
 
 def check_broadcast(r: Ranks) -> None:
-    for dtype, lay, root in itertools.product(MOVED, LAYOUTS.values(), r.all):
+    for dtype, lay, root in itertools.product(MOVED, r.layouts.values(), r.all):
         tensor = lay(values(r.rank, dtype))
         dist.broadcast(tensor, root)
         same(tensor, lay(values(root, dtype)), (dtype, root))
 
 
 def check_all_gather(r: Ranks) -> None:
-    for dtype, lay, asynchronous in itertools.product(MOVED, LAYOUTS.values(), (False, True)):
+    for dtype, lay, asynchronous in itertools.product(MOVED, r.layouts.values(), (False, True)):
         tensor = lay(values(r.rank, dtype))
         outs = [lay(values(9, dtype)) for _ in r.all]
         work = dist.all_gather(outs, tensor, async_op=asynchronous)
@@ -235,7 +242,7 @@ def check_reduce_scatter_of_different_sizes(r: Ranks) -> None:
 
 
 def check_gather(r: Ranks) -> None:
-    for dtype, lay, root in itertools.product(MOVED, LAYOUTS.values(), r.all):
+    for dtype, lay, root in itertools.product(MOVED, r.layouts.values(), r.all):
         outs = [lay(values(9, dtype)) for _ in r.all] if r.rank == root else None
         dist.gather(lay(values(r.rank, dtype)), outs, root)
         for q, out in enumerate(outs or []):
@@ -243,7 +250,7 @@ def check_gather(r: Ranks) -> None:
 
 
 def check_scatter(r: Ranks) -> None:
-    for dtype, lay, root in itertools.product(MOVED, LAYOUTS.values(), r.all):
+    for dtype, lay, root in itertools.product(MOVED, r.layouts.values(), r.all):
         parts = [lay(values(root + 3 * p, dtype)) for p in r.all] if r.rank == root else None
         out = lay(values(9, dtype))
         dist.scatter(out, parts, root)
@@ -251,7 +258,7 @@ def check_scatter(r: Ranks) -> None:
 
 
 def check_all_to_all(r: Ranks) -> None:
-    for dtype, lay in itertools.product(MOVED, LAYOUTS.values()):
+    for dtype, lay in itertools.product(MOVED, r.layouts.values()):
         outs = [lay(values(9, dtype)) for _ in r.all]
         dist.all_to_all(outs, [lay(values(r.rank + 3 * p, dtype)) for p in r.all])
         for q, out in enumerate(outs):
@@ -272,6 +279,71 @@ def check_all_to_all_single(r: Ranks) -> None:
         out = torch.empty_like(whole)
         dist.all_to_all_single(out, whole)
         same(out, torch.cat([values(q + 3 * r.rank, dtype) for q in r.all]), dtype)
+
+
+def check_sizes(r: Ranks) -> None:
+    """From no element to some MiB; ranks and chunks divide few of these."""
+    world = dist.group.WORLD
+    counts = 0, 1, 2, 3, 7, 1023, 16_385, 300_007, 1_500_001
+    for count, dtype in itertools.product(counts, (torch.float32, torch.int64)):
+        every = [values(q, dtype, (count,)) for q in r.all]
+        mine, total = every[r.rank], reduced("SUM", every)
+        out = mine.clone()
+        dist.all_reduce(out)
+        same(out, total, ("all_reduce", count, dtype))
+        out = mine.clone()
+        dist.broadcast(out, r.size - 1)
+        same(out, every[-1], ("broadcast", count, dtype))
+        out = mine.clone()
+        dist.reduce(out, r.size - 1)
+        same(out, total if r.rank == r.size - 1 else mine, ("reduce", count, dtype))
+        out = mine.new_empty(count * r.size)
+        dist.all_gather_single(out, mine, group=world)
+        same(out, torch.cat(every), ("all_gather_single", count, dtype))
+        back = mine.new_empty(count)
+        dist.reduce_scatter_single(back, out, group=world)
+        same(back, mine * r.size, ("reduce_scatter_single", count, dtype))
+        turned = torch.empty_like(out)
+        dist.all_to_all_single(turned, out)
+        same(turned, mine.repeat(r.size), ("all_to_all_single", count, dtype))
+
+
+def check_large_sums_of_fractions(r: Ranks) -> None:
+    """The same bits everywhere, whatever the order of the sum; with two ranks there is one order only."""
+    for dtype in FLOATS:
+        every = [torch.randn(700_001, generator=torch.Generator().manual_seed(q)).to(dtype) for q in r.all]
+        out = every[r.rank].clone()
+        dist.all_reduce(out)
+        first = out.clone()
+        dist.broadcast(first, 0)
+        same(out, first, dtype)
+        if r.size == 2:
+            same(out, reduced("SUM", every), dtype)
+        else:
+            exact = torch.stack(every).double().sum(0)
+            step = torch.finfo(dtype).eps * (torch.stack(every).abs().double().sum(0) + 1e-3)
+            assert bool(((out.double() - exact).abs() <= r.size * step).all()), dtype
+
+
+def check_bytes_between_hosts(r: Ranks) -> None:
+    """Of a sum of n bytes a host sends n, whatever the number of its ranks, if they are as many on the other."""
+    if len(set(r.counts)) != 1 or len(r.counts) != 2:
+        return
+    tensor = torch.ones(1 << 20)
+    dist.all_reduce(tensor)
+    dist.barrier()
+    before = sent_bytes()
+    for _ in range(4):
+        dist.all_reduce(tensor)
+    dist.barrier()
+    sent = (sent_bytes() - before) / (4 * tensor.nbytes)
+    assert 1.0 <= sent < 1.1, f"{sent:.3f} times the bytes of the tensor"
+
+
+def sent_bytes() -> int:
+    """What this host has sent to the other, headers included."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith(f"{LINK}:"))
 
 
 def check_coalesced(r: Ranks) -> None:
@@ -339,7 +411,7 @@ def check_functional(r: Ranks) -> None:
 
 def check_messages(r: Ranks) -> None:
     after, before = (r.rank + 1) % r.size, (r.rank - 1) % r.size
-    for dtype, lay in itertools.product(MOVED, LAYOUTS.values()):
+    for dtype, lay in itertools.product(MOVED, r.layouts.values()):
         out = lay(values(9, dtype))
         sent = dist.isend(lay(values(r.rank, dtype)), after, tag=7)
         work = dist.irecv(out, before, tag=7)
@@ -414,6 +486,40 @@ def check_works_end_in_order(r: Ranks) -> None:
     assert ends == sorted(ends)
     same(works[0].result()[0], expected)
     same(works[0].get_future().wait()[0], expected)
+
+
+def check_operations_in_flight(r: Ranks) -> None:
+    """As in a backward pass: buckets are reduced while others are computed, and waited for in any order."""
+    sizes = [3, 262_144, 70_001, 1, 0, 524_289, 4096]
+    other = dist.new_group(list(r.all))
+    for turn in range(4):
+        tensors = [values(r.rank + i, torch.float32, (size,)) for i, size in enumerate(sizes)]
+        works, ends = [], []
+        for i, tensor in enumerate(tensors):
+            works.append(dist.all_reduce(tensor, async_op=True, group=other if i % 3 == 2 else None))
+            works[-1].get_future().then(lambda _, i=i, ends=ends: ends.append(i))
+            torch.randn(60, 60) @ torch.randn(60, 60)
+        gathered = torch.empty(5 * r.size)
+        dist.all_gather_single(gathered, values(r.rank, torch.float32, (5,)))
+        same(gathered, torch.cat([values(q, torch.float32, (5,)) for q in r.all]))
+        for work in works if turn % 2 else works[::-1]:
+            work.wait()
+        for i, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
+            same(tensor, reduced("SUM", [values(q + i, torch.float32, (size,)) for q in r.all]), (turn, i))
+        torch.futures.wait_all([work.get_future() for work in works])
+        assert [i for i in ends if i % 3 != 2] == [0, 1, 3, 4, 6]
+    dist.destroy_process_group(other)
+
+
+def check_an_operation_goes_on_without_a_wait(r: Ranks) -> None:
+    """Whoever starts one and then computes finds that it has ended."""
+    for _ in range(3):
+        works = [dist.all_reduce(torch.ones(200_000), async_op=True) for _ in range(3)]
+        deadline = time.monotonic() + 30
+        while not all(work.is_completed() for work in works):
+            assert time.monotonic() < deadline
+            torch.randn(50, 50) @ torch.randn(50, 50)
+        dist.barrier()
 
 
 def check_callbacks_may_wait_for_collectives(r: Ranks) -> None:
@@ -644,7 +750,7 @@ def check_devices(r: Ranks) -> None:
 def check_monitored_barrier_by_its_function(r: Ranks) -> None:
     for timeout in (None, timedelta(seconds=20), 20.0):
         dist.monitored_barrier(timeout=timeout)
-    gloo = dist.new_group(list(r.all), backend="gloo")
+    gloo = gloo_group(r.all)
     dist.monitored_barrier(gloo)
     dist.destroy_process_group(gloo)
     time.sleep(0.6 if r.rank == 1 else 0)
@@ -712,7 +818,7 @@ def trained(rank: int, group: dist.ProcessGroup, **options: object) -> list[torc
 
 
 def check_ddp(r: Ranks) -> None:
-    gloo = dist.new_group(list(r.all), backend="gloo")
+    gloo = gloo_group(r.all)
     for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}):
         ours = trained(r.rank, dist.group.WORLD, **options)
         theirs = trained(r.rank, gloo, **options)
@@ -740,7 +846,7 @@ def reference_cnn() -> torch.nn.Module:
 
 def check_reference_cnn(r: Ranks) -> None:
     """DDP with all defaults."""
-    gloo = dist.new_group(list(r.all), backend="gloo")
+    gloo = gloo_group(r.all)
     results = []
     for group in (dist.group.WORLD, gloo):
         model = DistributedDataParallel(reference_cnn(), process_group=group)
@@ -832,8 +938,7 @@ def check_fsdp(r: Ranks) -> None:
     from torch.distributed.fsdp import fully_shard
 
     results = []
-    for backend in ("distopt", "gloo"):
-        group = dist.new_group(list(r.all), backend=backend)
+    for group in (dist.new_group(list(r.all)), gloo_group(r.all)):
         mesh = dist.DeviceMesh.from_group(group, "cpu")
         model = network()
         for layer in model:
@@ -885,36 +990,37 @@ def check_checkpoint(r: Ranks) -> None:
 CHECKS = {name.removeprefix("check_"): function for name, function in list(globals().items()) if name[:6] == "check_"}
 
 
-def rank_main(rank: int, size: int, path: str, out: object) -> None:
+def rank_main(rank: int, method: str, counts: list[int], names: list[str], out: Queue[tuple[int, str, str]]) -> None:
     faulthandler.dump_traceback_later(float(os.environ.get("HANGS_AFTER", "200")), exit=True)
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "distopt", init_method=f"file://{path}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
-    chosen = os.environ.get("CHECKS", ",".join(CHECKS)).split(",")
-    for name in chosen:
+    join(rank, sum(counts), method, TIMEOUT_SECONDS)
+    for name in names:
         error = ""
         try:
-            CHECKS[name](Ranks(rank, size))
-            dist.barrier()
+            CHECKS[name](Ranks(rank, counts))
         except BaseException:
             error = traceback.format_exc()
+        try:
+            dist.barrier()
+        except BaseException:  # the next check has a new group
+            error = error or traceback.format_exc()
+            dist.destroy_process_group()
+            join(rank, sum(counts), method, TIMEOUT_SECONDS, f" after {name}")
         out.put((rank, name, error))
     dist.destroy_process_group()
 
 
 def main() -> None:
-    size, path = int(sys.argv[1]), sys.argv[2]
-    context = multiprocessing.get_context("fork")
-    out = context.Queue()
-    ranks = [context.Process(target=rank_main, args=(rank, size, path, out)) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    threading.Thread(target=lambda: ([process.join() for process in ranks], out.put(None)), daemon=True).start()
+    names = os.environ.get("CHECKS", ",".join(CHECKS)).split(",")
+    out: Queue[tuple[int, str, str]] = CONTEXT.Queue()
     errors: dict[str, dict[int, str]] = {}
-    while (entry := out.get()) is not None:
-        rank, name, error = entry
-        errors.setdefault(name, {})[rank] = error
+    with place_of(sys.argv[1]) as place:
+        method = place.method()
+        place.keep_store(method)
+        ranks = place.start(rank_main, method, place.counts, names, out)
+        threading.Thread(target=lambda: ([process.join() for process in ranks], out.put(None)), daemon=True).start()
+        while (entry := out.get()) is not None:
+            rank, name, error = entry
+            errors.setdefault(name, {})[rank] = error
     print(json.dumps(errors))
 
 

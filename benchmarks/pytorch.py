@@ -1,0 +1,117 @@
+"""Process groups of PyTorch: all-reduce, and what communication adds to a DDP step, over Gloo and over distopt.
+
+Both groups are in the same processes and take turns in every round. A third candidate of the steps does not
+communicate: its DDP has a hook that leaves gradients as they are. Bytes are those that one host sends, headers included.
+
+    python -m benchmarks pytorch --np 2
+    sudo .venv/bin/python -m benchmarks pytorch --emulate 2x2 --rate 1gbit --only resnet18,mlp
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from distopt.cli.bench import heading, machine
+from distopt.cli.values import at_least, names_of
+
+from .all_reduce import byte_sizes
+from .networks.emulation import LINK
+from .networks.site import add_places, site_of
+from .output import announce, table, write_json
+from .peers.lineup import torch_crew
+
+SIZES = [1024 * 4**i for i in range(8)]
+MODELS = {
+    "cnn": "reference CNN, batch 64",
+    "resnet18": "ResNet-18 at 64 x 64, batch 8",
+    "mlp": "MLP of 25 M, batch 16",
+}
+SUMS = "all-reduce"
+PARTS = (SUMS, *MODELS)
+NOTHING, GLOO, DISTOPT = "nothing", "gloo", "distopt"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_places(parser, at_least(2))
+    parser.add_argument(
+        "--only", type=names_of(PARTS), default=list(PARTS), metavar="NAMES", help=f"({','.join(PARTS)})"
+    )
+    parser.add_argument("--sizes", type=byte_sizes, default=SIZES, help="of all-reduce (1K to 16M)")
+    parser.add_argument("--rounds", type=at_least(1), default=20, metavar="N", help="(20)")
+    parser.add_argument("--steps", type=at_least(1), default=5, metavar="N", help="or sums, timed in each round (5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; return 0 if sums were right, and parameters equal on all ranks."""
+    answers: dict[str, list[dict[str, Any]]] = {}
+    facts, wrong = machine(), []
+    with ExitStack() as stack:
+        site = site_of(args, [], stack)
+        crew, setup = torch_crew("pytorch", site, announce, group=DISTOPT)
+        stack.enter_context(crew)
+        about = crew.ask({"folder": str(crew.folder), **setup})[0]["about"]
+        print(f"# {site.world_size} ranks{site.described} on {heading(facts)}")
+        print(f"# {about}; {args.rate or 'no limit of rate'}; medians of {args.rounds} rounds of {args.steps}")
+        common = {"rounds": args.rounds, "times": args.steps, "interface": LINK if args.emulate else "lo"}
+        if SUMS in args.only:
+            print_row(
+                "bytes", "Gloo (us)", "distopt (us)", "Gloo / distopt", "Gloo sends", "distopt sends", is_head=True
+            )
+        for size in args.sizes if SUMS in args.only else ():
+            answers[f"{SUMS} {size}"] = found = crew.ask({**common, "bytes": size})
+            gloo, ours = (median(of_rounds(found, name)) * 1e6 for name in (GLOO, DISTOPT))
+            print_row(f"{size:,}", f"{gloo:.0f}", f"{ours:.0f}", f"{gloo / ours:.2f}", *sent(found))
+            wrong += [f"{SUMS} of {size:,} bytes"] if any(sum(one["wrong"].values()) for one in found) else []
+        models = [name for name in MODELS if name in args.only]
+        if models:
+            head = (
+                "none (ms)",
+                "Gloo adds",
+                "distopt adds",
+                "distopt / Gloo",
+                "Gloo sends",
+                "distopt sends",
+                "same bits",
+            )
+            print_row("step", *head, is_head=True)
+        for name in models:
+            answers[name] = found = crew.ask({**common, "model": name})
+            bare = of_rounds(found, NOTHING)
+            # Within a round, so that changes of the machine's speed affect both.
+            gloo, ours = (
+                median(with_it - without for with_it, without in zip(of_rounds(found, one), bare, strict=True)) * 1e3
+                for one in (GLOO, DISTOPT)
+            )
+            times = f"{median(bare) * 1e3:.2f}", f"{gloo:.2f}", f"{ours:.2f}", f"{ours / gloo:.2f}"
+            digests = {one: {answer["parameters"][one] for answer in found} for one in (GLOO, DISTOPT)}
+            print_row(MODELS[name], *times, *sent(found), "yes" if digests[GLOO] == digests[DISTOPT] else "no")
+            wrong += [name] if len(digests[DISTOPT]) > 1 else []
+    for name in wrong:
+        print(f"# {name}: results are wrong, or differ between ranks")
+    if args.json:
+        write_json(args.json, {"benchmark": "pytorch", "machine": facts, "rate": args.rate, "answers": answers})
+    return 1 if wrong else 0
+
+
+def of_rounds(found: list[dict[str, Any]], name: str) -> list[float]:
+    """Seconds of a call in every round: the median of the slowest rank's."""
+    rounds = zip(*(answer["seconds"][name] for answer in found), strict=True)
+    return [median(max(call) for call in zip(*ranks, strict=True)) for ranks in rounds]
+
+
+def sent(found: list[dict[str, Any]]) -> list[str]:
+    """Kilobytes that the first host sends in one call."""
+    return [f"{found[0]['interface_bytes'][name] / 1e3:,.1f} kB" for name in (GLOO, DISTOPT)]
+
+
+def print_row(*cells: str, is_head: bool = False) -> None:
+    """Print a line of a table at once."""
+    if is_head:
+        print(f"\n{table(cells, [])}", flush=True)
+    else:
+        print(f"| {' | '.join(cells)} |", flush=True)

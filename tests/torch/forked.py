@@ -1,0 +1,141 @@
+"""Ranks that are forked from this process, which has imported PyTorch: on this host, or on two that are emulated.
+
+Their number is written as "3", or "2+1" for two ranks on one host and one on another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.networks.emulation import LINK, Host, TwoHosts, two_hosts
+
+CONTEXT = multiprocessing.get_context("fork")
+_PORT = 29_500
+_CLONE_NEWUTS, _CLONE_NEWNET = 0x0400_0000, 0x4000_0000
+
+
+def counts_of(text: str) -> list[int]:
+    """Ranks on each host."""
+    return [int(word) for word in text.split("+")]
+
+
+class Place:
+    """Where ranks run and meet.
+
+    Attributes:
+        counts: ranks on each host.
+        net: the emulated hosts; None: all run on this one.
+        size: number of ranks.
+    """
+
+    _number = itertools.count()
+
+    def __init__(self, counts: list[int], net: TwoHosts | None, prefix: str) -> None:
+        """`prefix`: of the files of stores."""
+        self.counts, self.net = counts, net
+        self.size = sum(counts)
+        self._hosts = [host for host, count in zip(net.hosts, counts, strict=True) for _ in range(count)] if net else []
+        self._prefix = prefix
+
+    def method(self) -> str:
+        """Where ranks can meet, as `init_process_group` takes it; another one each time."""
+        number = next(self._number)
+        return f"tcp://{self.net.hosts[0].address}:{_PORT + number}" if self.net else f"file://{self._prefix}{number}"
+
+    def start(self, main: Callable[..., None], *args: object) -> list[BaseProcess]:
+        """Start `main(rank, *args)` on every rank."""
+        ranks = [CONTEXT.Process(target=self._run, args=(self.host_of(q), main, q, *args)) for q in range(self.size)]
+        for process in ranks:
+            process.start()
+        return ranks
+
+    def keep_store(self, method: str) -> None:
+        """Serve a TCP store in a process that outlives ranks, as torchrun's agent does; for `join`."""
+        if self.net:
+            ready = CONTEXT.Event()
+            CONTEXT.Process(target=_serve, args=(self.net.hosts[0], method, ready), daemon=True).start()
+            assert ready.wait(60), "no store"
+
+    def host_of(self, rank: int) -> Host | None:
+        return self._hosts[rank] if self._hosts else None
+
+    def host_name(self, rank: int) -> str:
+        return self._hosts[rank].name if self._hosts else socket.gethostname()
+
+    def peers_of(self, rank: int) -> list[int]:
+        """The ranks of other hosts."""
+        return [q for q in range(self.size) if self.host_of(q) is not self.host_of(rank)]
+
+    @staticmethod
+    def _run(host: Host | None, main: Callable[..., None], rank: int, *args: object) -> None:
+        torch.set_num_threads(1)
+        if host:
+            enter(host)
+        main(rank, *args)
+
+
+def _serve(host: Host, method: str, ready: Event) -> None:
+    enter(host)
+    address, port = _address(method)
+    store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
+    ready.set()
+    signal.pause()
+    del store
+
+
+@contextmanager
+def place_of(text: str) -> Iterator[Place]:
+    """The place of as many ranks as `text` says; the hosts are removed at the end."""
+    counts = counts_of(text)
+    with TemporaryDirectory() as folder:
+        if len(counts) == 1:
+            yield Place(counts, None, f"{folder}/")
+            return
+        with two_hosts(f"-torch{text.replace('+', '')}") as net:
+            yield Place(counts, net, f"{folder}/")
+
+
+def join(rank: int, size: int, method: str, seconds: float, generation: str = "") -> None:
+    """Collective. Make the default group with a store that `keep_store` serves; a later one has another generation."""
+    if method.startswith("file"):
+        store: dist.Store = dist.FileStore(method.removeprefix("file://") + generation, size)
+    else:
+        store = dist.PrefixStore(f"generation{generation}", dist.TCPStore(*_address(method), is_master=False))
+    dist.init_process_group("distopt", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
+
+
+def _address(method: str) -> tuple[str, int]:
+    address, _, port = method.removeprefix("tcp://").rpartition(":")
+    return address, int(port)
+
+
+def gloo_group(ranks: Iterable[int]) -> dist.ProcessGroup:
+    """Collective. A group of Gloo, which does not find the interface between emulated hosts by itself."""
+    emulated = LINK in {name for _, name in socket.if_nameindex()}
+    with mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": LINK} if emulated else {}):
+        return dist.new_group(list(ranks), backend="gloo")
+
+
+def enter(host: Host) -> None:
+    """Move this process to an emulated host. Its threads stay where they are."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", host.namespace).open() as namespace:
+        if libc.unshare(_CLONE_NEWUTS) or libc.setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {host.namespace}")
+    socket.sethostname(host.name)
