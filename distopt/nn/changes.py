@@ -74,5 +74,9 @@ def _arrays(value: Any) -> Iterator[Array]:
 
 
 def _place(array: Array) -> tuple[int, int]:
-    """Address and bytes of an array without gaps; of others, of its first elements."""
-    return (array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr), array.nbytes
+    """Address and bytes of the memory in which all elements of an array lie, and the gaps between them."""
+    start = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+    if array.flags.c_contiguous:
+        return start, array.nbytes
+    ends = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+    return start + sum(end for end in ends if end < 0), array.itemsize + sum(map(abs, ends))

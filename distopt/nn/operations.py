@@ -101,8 +101,8 @@ class SoftMax(Operation):
     def forward(self, x: Array) -> Array:
         dense = array_module(x).ascontiguousarray
         rows = dense(x.swapaxes(self.axis, -1))
-        y = kernels_of(x).softmax(rows.reshape(-1, rows.shape[-1])).reshape(rows.shape)
-        self.saved = dense(y.swapaxes(self.axis, -1))
+        y = kernels_of(x).softmax(rows.reshape(-1, rows.shape[-1])) if x.size else rows
+        self.saved = dense(y.reshape(rows.shape).swapaxes(self.axis, -1))
         return self.saved
 
     def gradients(self, dy: Array, into: Into) -> Gradients:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,7 +62,8 @@ class OutsideGraph(Values):
     def operand(self, value: Any) -> Self:
         """`value` as a tensor: a number or array has the dtype of this one, or float32 if only the value is a float.
 
-        Integers that the dtype of this one cannot hold keep that which NumPy gives them, and so does the result.
+        Integers that the dtype of this one cannot hold keep that which NumPy gives them, and so does the result; beyond
+        64 bits they are floats.
 
         Raises:
             UsageError: it is neither a tensor nor a number nor an array of numbers.
@@ -69,6 +71,9 @@ class OutsideGraph(Values):
         if isinstance(value, Values):
             return value  # type: ignore[return-value]  # all are of one class
         given = value if hasattr(value, "dtype") else np.asarray(value)
+        if given.dtype.kind == "O" and isinstance(value, int):
+            with suppress(OverflowError):
+                given = np.asarray(float(value))
         if given.dtype.kind not in "biuf":
             raise UsageError(f"tensors compute with tensors, arrays and numbers, not with {value!r}")
         dtype = np.dtype(float32) if given.dtype.kind == "f" != self.dtype.kind else self.dtype

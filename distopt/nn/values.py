@@ -223,9 +223,16 @@ class Values:
         self.copy_from_numpy(source.device.host(source.array) if isinstance(source, Values) else source, offset)
 
     def set_value(self, value: float) -> Self:
-        """Overwrite every element with `value`; return this tensor."""
-        self.changed().array.fill(value)
-        return self
+        """Overwrite every element with `value`; return this tensor.
+
+        Raises:
+            UsageError: the elements cannot hold it.
+        """
+        try:
+            self.array.fill(value)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise UsageError(f"elements of {self.dtype} cannot hold {value!r} ({error}); convert by to_type") from None
+        return self.changed()
 
     def gaussian(self, mean: float = 0.0, std: float = 1.0) -> Self:
         """Overwrite the values with normal random numbers from the device's `host_rng`; return this tensor."""

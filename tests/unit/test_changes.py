@@ -9,7 +9,7 @@ from distopt import autograd, device, layer, model, opt, tensor
 from distopt.errors import UsageError
 from distopt.nn import changes, operations
 from distopt.nn.mode import mode
-from distopt.nn.tensor import Tensor
+from distopt.nn.tensor import Operation, Tensor
 
 F32 = np.float32
 
@@ -115,6 +115,35 @@ def test_a_neighbour_in_the_same_memory_is_another_value():
     y = x * weight(3, 5)
     shifted(other)
     np.testing.assert_array_equal(gradient_of(y), memory[:15].reshape(3, 5))
+
+
+class Strided(Operation):
+    """Adds up some elements, times a factor, of which its gradient needs them."""
+
+    def __init__(self, part):
+        self.part = part
+
+    def forward(self, x, w):
+        self.saved = x[self.part]
+        return (w * self.saved.sum()).astype(F32)
+
+    def gradients(self, dy, into):
+        return None, (dy * self.saved.sum()).astype(F32)
+
+
+@pytest.mark.parametrize("part", [np.s_[::2], np.s_[::-1], np.s_[::-3], np.s_[4:], np.s_[:0]], ids=str)
+def test_strided_values_lie_between_their_first_and_last(part):
+    memory = np.arange(8, dtype=F32)
+    for i in range(8):
+        x, w = Tensor.of(memory), weight(1)
+        y = Strided(part)(x, w)
+        shifted(Tensor.of(memory[i : i + 1]))
+        saved = np.arange(8)[part]
+        if saved.size and saved.min() <= i <= saved.max():
+            with pytest.raises(UsageError, match="gradient of Strided needs were changed in place"):
+                gradient_of(y)
+        else:
+            assert gradient_of(y) == memory[part].sum()
 
 
 OPERATIONS = {

@@ -517,3 +517,7 @@ def test_losses_and_paddings_without_elements_are_zero_or_empty(shape):
         n + 2 * width for n, width in zip(shape, widths, strict=True)
     )
     assert autograd.tile(Tensor(shape), 0).size() == 0
+    for axis in range(len(shape)):
+        x = Tensor(shape, stores_grad=True)
+        ((_, gradient),) = autograd.backward(autograd.softmax(x, axis), 1.0)
+        assert gradient.shape == shape

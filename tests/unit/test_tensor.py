@@ -242,6 +242,34 @@ def test_integers_outside_the_type_compare_and_compute_as_in_numpy(number, dtype
     assert (t + np.array([7, 1, 2, 3])).dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64, np.float32])
+@pytest.mark.parametrize("number", [2**64, -(2**64), 2**70])
+def test_integers_beyond_64_bits_are_floats(dtype, number):
+    values = np.array([0, 7, 44], dtype)
+    t, wide = Tensor.of(values), values.astype(np.float64)
+    for compare in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge):
+        np.testing.assert_array_equal(compare(t, number).array, compare(wide, number), err_msg=compare.__name__)
+    for compute in (operator.add, operator.sub, operator.mul, operator.truediv):
+        assert compute(t, number).dtype == np.float32
+        np.testing.assert_array_equal(compute(t, number).array, compute(wide, number).astype(np.float32))
+    assert Tensor.of(np.array([number], np.float32)) == number
+    assert (t == 10**400) is False
+    with pytest.raises(UsageError, match="tensors compute with tensors, arrays and numbers"):
+        t < 10**400  # noqa: B015
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(np.uint8, 300), (np.uint8, -1), (np.int32, 2**40), (np.int32, np.nan), (np.int64, np.inf), (np.float32, 10**400)],
+)
+def test_set_value_refuses_numbers_outside_the_type(dtype, value):
+    t = Tensor.of(np.arange(3, dtype=dtype))
+    with pytest.raises(UsageError, match=f"elements of {t.dtype} cannot hold"):
+        t.set_value(value)
+    np.testing.assert_array_equal(t.array, np.arange(3))
+    assert t.set_value(100).to_numpy().tolist() == [100] * 3
+
+
 def test_containers_of_tensors_go_by_identity():
     a, b = ramp(3), ramp(3)
     assert len({a, b, a}) == 2
