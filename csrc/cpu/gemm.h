@@ -7,13 +7,17 @@
 #include "cpu/vectors.h"
 
 namespace distopt::DISTOPT_ISA {
+namespace {
 
-// Vectors of a row of a tile.
 #if defined(__AVX512F__)
-constexpr Index kTileVectors = 4;
+constexpr Index kTileRegisters = 24, kTileVectors = 4;  // of 32 registers, those that hold C; vectors of a row of it
 #else
-constexpr Index kTileVectors = 2;
+constexpr Index kTileRegisters = 12, kTileVectors = 2;  // of 16
 #endif
+
+// Rows of a tile that is V vectors wide. Each number of rows is a function of its own, hence the limit.
+template <Index V>
+constexpr Index kTileRows = kTileRegisters / V < 8 ? kTileRegisters / V : 8;
 
 // Vectors of the widest tile where a row need not be one of a packed panel.
 constexpr Index kWidestTile = kTileVectors < 3 ? 3 : 4;
@@ -23,6 +27,9 @@ constexpr Index kWidestTile = kTileVectors < 3 ? 3 : 4;
 template <class T>
 constexpr Index kPanel = 256 / sizeof(T);
 constexpr Index kPanelRows = 128;
+// Elements of a row of A from which on it is worth while to ask for it.
+constexpr Index kPrefetched = 64;
+
 // A packed panel lies strip after strip, each as wide as a tile and kPanelRows long: one long stride for all rows would
 // make them compete for a few sets of the cache.
 template <class T>
@@ -32,6 +39,17 @@ constexpr Index kStrip = kTileVectors * kLanes<T>;
 template <class T>
 constexpr Index packed_column(Index j) {
   return j / kStrip<T> * (kPanelRows * kStrip<T>)+j % kStrip<T>;
+}
+
+// Keeps a value in a register at this point: without it GCC 12 reloads B for every row of A and spills the block of C
+// in every iteration, which halves the speed.
+template <class V>
+inline void keep_in_register(V& value) {
+#if defined(__x86_64__)
+  __asm__("" : "+v"(value));
+#else
+  (void)value;
+#endif
 }
 
 // A[i, k] = a[i * row + k * inner].
@@ -77,19 +95,148 @@ struct Finish {
   bool relu;
 };
 
+// Calls f(i, j) for each vector of a tile. Unrolled, so that the vectors stay in registers.
+template <Index R, Index V, class F>
+[[gnu::always_inline]] inline void for_vectors(F f) {
+#pragma GCC unroll 8
+  for (Index i = 0; i < R; ++i) {
+#pragma GCC unroll 8
+    for (Index j = 0; j < V; ++j) f(i, j);
+  }
+}
+
+// Not inlined: where GCC 12 knows a stride, it allocates registers worse, and spills C.
+template <class T, Index R, Index V, class B>
+[[gnu::noinline]] void tile(Index inner, Left<T> left, B right_side, T* c, Index c_row, Index columns,
+                            const Finish<T>& finish) {
+  constexpr Index lanes = kLanes<T>;
+  Vec<T> sum[R][V] = {};
+#pragma GCC unroll 8
+  for (Index i = 0; i < R; ++i) {
+    __builtin_prefetch(c + i * c_row, 1);
+    __builtin_prefetch(c + i * c_row + V * lanes - 1, 1);
+  }
+  const T* a = left.a;
+  for (Index k = 0; k < inner; ++k, a += left.inner) {
+    const T* const b = right_side.at(k);
+    Vec<T> right[V];
+#pragma GCC unroll 8
+    for (Index j = 0; j < V; ++j) {
+      right[j] = load(b + j * lanes);
+      keep_in_register(right[j]);
+    }
+#pragma GCC unroll 8
+    for (Index i = 0; i < R; ++i) {
+#pragma GCC unroll 8
+      for (Index j = 0; j < V; ++j) {
+        sum[i][j] = multiply_add(a[i * left.row], right[j], sum[i][j]);
+        keep_in_register(sum[i][j]);
+      }
+    }
+  }
+  // Each question is asked once, not for each vector.
+  const bool whole = columns >= V * lanes;
+  const auto at = [&](Index i, Index j) { return c + i * c_row + j * lanes; };
+  const auto some = [&](Index j) { return smaller(columns - j * lanes, lanes); };
+  if (finish.accumulate && whole)
+    for_vectors<R, V>([&](Index i, Index j) { sum[i][j] += load(at(i, j)); });
+  else if (finish.accumulate)
+    for_vectors<R, V>([&](Index i, Index j) { sum[i][j] += load_some(at(i, j), some(j)); });
+  if (finish.bias) for_vectors<R, V>([&](Index i, Index j) { sum[i][j] += finish.bias[i]; });
+  if (finish.relu)  // a NaN stays
+    for_vectors<R, V>([&](Index i, Index j) { sum[i][j] = sum[i][j] < 0 ? Vec<T>{} : sum[i][j]; });
+  if (whole)
+    for_vectors<R, V>([&](Index i, Index j) { store(at(i, j), sum[i][j]); });
+  else
+    for_vectors<R, V>([&](Index i, Index j) { store_some(at(i, j), sum[i][j], some(j)); });
+}
+
+// Asks for the rows of A that the next tile will read: each is too short for the processor to foresee. Shorter ones
+// come from matrices that the first cache holds.
+template <class T>
+inline void prefetch_rows(Left<T> left, Index rows, Index inner) {
+  constexpr Index line = 64 / sizeof(T);
+  for (Index i = 0; i < rows; ++i)
+    for (Index k = 0; k < inner; k += line) __builtin_prefetch(left.a + i * left.row + k);
+}
+
+// The same with a number of rows that is not known before, but is R at most.
+template <class T, Index R, Index V, class B>
+inline void tile_of(Index rows, Index inner, Left<T> left, B b, T* c, Index c_row, Index columns,
+                    const Finish<T>& finish) {
+  if (rows == R) return tile<T, R, V>(inner, left, b, c, c_row, columns, finish);
+  if constexpr (R > 1) tile_of<T, R - 1, V>(rows, inner, left, b, c, c_row, columns, finish);
+}
+
+// The rows are dealt out evenly: a narrow last tile would wait for loads.
+template <class T, Index V, class B>
+void strip_of(Index rows, Index inner, Left<T> left, B b, T* c, Index c_row, Index columns, Finish<T> finish) {
+  for (Index tiles = (rows + kTileRows<V> - 1) / kTileRows<V>; tiles > 0; --tiles) {
+    const Index some = (rows + tiles - 1) / tiles;
+    if (left.inner == 1 && inner >= kPrefetched)
+      prefetch_rows<T>({left.a + some * left.row, left.row, 1}, smaller(some, rows - some), inner);
+    tile_of<T, kTileRows<V>, V>(some, inner, left, b, c, c_row, columns, finish);
+    rows -= some;
+    c += some * c_row;
+    left.a += some * left.row;
+    if (finish.bias) finish.bias += some;
+  }
+}
+
 // C[rows, columns] = A[rows, inner] B[inner, columns]; B is one panel, of which the first `columns` count.
 template <class T>
 void multiply_panel(Index rows, Index inner, Left<T> left, Right<T> b, T* c, Index c_row, Index columns,
-                    Finish<T> finish);
+                    Finish<T> finish) {
+  constexpr Index lanes = kLanes<T>, strip = kStrip<T>;
+  for (Index j = 0; j < columns; j += strip, b.b += b.strip, c += strip) {
+    const Index some = smaller(columns - j, strip);
+    switch ((some + lanes - 1) / lanes) {
+#if defined(__AVX512F__)
+      case 4:
+        strip_of<T, 4>(rows, inner, left, b, c, c_row, some, finish);
+        break;
+      case 3:
+        strip_of<T, 3>(rows, inner, left, b, c, c_row, some, finish);
+        break;
+#endif
+      case 2:
+        strip_of<T, 2>(rows, inner, left, b, c, c_row, some, finish);
+        break;
+      default:
+        strip_of<T, 1>(rows, inner, left, b, c, c_row, some, finish);
+    }
+  }
+}
 
 // The same with B in rows, `b_row` apart, of whole vectors. The widths are dealt out evenly, too.
 template <class T>
 void multiply_rows(Index rows, Index inner, Left<T> left, const T* b, Index b_row, T* c, Index c_row, Index vectors,
-                   bool accumulate);
+                   bool accumulate) {
+  constexpr Index lanes = kLanes<T>;
+  const Finish<T> finish = {accumulate, nullptr, false};
+  for (Index strips = (vectors + kWidestTile - 1) / kWidestTile; strips > 0; --strips) {
+    const Index some = (vectors + strips - 1) / strips;
+    const Right<T> right = {b, b_row, 0};
+    switch (some) {
+#if defined(__AVX512F__)
+      case 4:
+        strip_of<T, 4>(rows, inner, left, right, c, c_row, 4 * lanes, finish);
+        break;
+#endif
+      case 3:
+        strip_of<T, 3>(rows, inner, left, right, c, c_row, 3 * lanes, finish);
+        break;
+      case 2:
+        strip_of<T, 2>(rows, inner, left, right, c, c_row, 2 * lanes, finish);
+        break;
+      default:
+        strip_of<T, 1>(rows, inner, left, right, c, c_row, lanes, finish);
+    }
+    vectors -= some;
+    b += some * lanes;
+    c += some * lanes;
+  }
+}
 
-// The same with rows of B that lie anywhere, of at most kWidestTile whole vectors.
-template <class T>
-void multiply_scattered(Index rows, Index inner, Left<T> left, Scattered<T> b, T* c, Index c_row, Index vectors,
-                        const Finish<T>& finish);
-
+}  // namespace
 }  // namespace distopt::DISTOPT_ISA
