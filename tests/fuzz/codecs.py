@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, replace
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
-from distopt.compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
-from distopt.errors import GradientError
+from distopt.compress import CODECS, BFloat16, Codec, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK, create
+from distopt.errors import GradientError, UsageError
 from distopt.sync.engine import Engine
+from tests.conformance.test_engine import Parameter, Rank
 from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
 
 __all__ = ["BFloat16", "ErrorFeedback", "Fp16", "Fp32", "PowerSGD", "Program", "Step", "Threshold", "TopK", "run"]
@@ -52,52 +54,58 @@ class Program:
 
 
 # -- programs ----------------------------------------------------------------------------------------------------------
-_scales = st.sampled_from([1.0, 64.0, "dynamic"])
-_extras = st.fixed_dictionaries(
-    {}, optional={"momentum": st.sampled_from([0.0, 0.5, 0.9]), "factor_masking": st.booleans(),
-                  "clip_norm": st.sampled_from([None, 0.5, 20.0])}
-)  # fmt: skip
-
-
-def _fed(codecs: st.SearchStrategy[Codec]) -> st.SearchStrategy[Codec]:
-    return codecs.map(ErrorFeedback)
-
-
-_ratios = st.sampled_from([0.01, 0.1, 0.3, 1.0])
-_bounds = st.sampled_from([0.0, 0.5, 1.5, 100.0])
-_ks = st.sampled_from([1, 3, 50])
-_CODECS = st.one_of(
-    st.just(Fp32()),
-    st.builds(Fp16, _scales),
-    st.builds(BFloat16, _scales),
-    st.builds(TopK, _ratios),
-    st.builds(Threshold, _bounds),
-    _fed(st.builds(Fp16, _scales)),
-    _fed(st.builds(BFloat16, _scales)),
-    _fed(st.builds(lambda r, w, x: TopK(r, warm_up_steps=w, **x), _ratios, st.sampled_from([0, 1, 2]), _extras)),
-    _fed(st.builds(lambda k, x: TopK(k=k, **x), _ks, _extras)),
-    _fed(st.builds(lambda b, x: Threshold(b, **x), _bounds, _extras)),
-    st.builds(PowerSGD, st.integers(1, 4)),
-    _fed(st.builds(PowerSGD, st.integers(1, 4))),
-)
+# Values of every option of the codecs in the registry, by name.
+_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "scale": (1.0, 64.0, "dynamic"),
+    "ratio": (None, 0.01, 0.1, 0.3, 1.0),
+    "k": (None, 1, 3, 50),
+    "bound": (0.0, 0.5, 1.5, 100.0),
+    "rank": (1, 2, 3, 4),
+    "warm_up_steps": (0, 0, 1, 2),
+    "momentum": (0.0, 0.5, 0.9),
+    "factor_masking": (True, False),
+    "clip_norm": (None, 0.5, 20.0),
+}
+_OF_RESIDUALS = {"momentum", "factor_masking", "clip_norm"}
 KINDS = ("normal", "zero", "constant", "rows", "low rank", "denormal", "tiny", "large")
+
+
+@st.composite
+def _any_options(draw: Any, name: str, fed: bool) -> Codec | None:
+    """A codec, or None where the options that were drawn do not go together."""
+    names = [field.name for field in fields(CODECS[name]) if fed or field.name not in _OF_RESIDUALS]
+    try:
+        return create(name, error_feedback=fed, **{name: draw(st.sampled_from(_OPTIONS[name])) for name in names})
+    except UsageError:
+        return None
+
+
+# By class, and whether with error feedback.
+_CODECS = {
+    (cls, fed): _any_options(name, fed).filter(bool) for name, cls in CODECS.items() for fed in {False, cls.lossy}
+}
 _kinds = st.tuples(*[st.sampled_from(KINDS)] * len(SHAPES))
 _bad = st.none() | st.tuples(st.integers(0, 3), st.integers(0, len(SHAPES) - 1), st.sampled_from(list(BAD)))
-_steps = st.builds(Step, st.none() | _CODECS | _CODECS | _CODECS | _CODECS, st.sampled_from([2000, 0, 50, 300]), _kinds,
-                   _bad, st.booleans(), st.integers(0, 99))  # fmt: skip
+_steps = st.builds(Step, st.none() | st.one_of(_CODECS.values()), st.sampled_from([2000, 0, 50, 300]), _kinds, _bad,
+                   st.booleans(), st.integers(0, 99))  # fmt: skip
+_changes = st.sampled_from(["other", "same", "options"])
+
+
+def _parts(codec: Codec) -> tuple[Codec, bool]:
+    """The codec itself, and whether it has error feedback."""
+    return (codec.codec, True) if isinstance(codec, ErrorFeedback) else (codec, False)
 
 
 @st.composite
 def _runs(draw: Any) -> tuple[Step, ...]:
     """Steps, of which many go on with the codec of the one before, under options of their own or the same."""
-    steps = draw(st.lists(_steps, min_size=1, max_size=6))
-    for i in range(1, len(steps)):
-        before = steps[i - 1].codec
-        change = draw(st.sampled_from(["same", "options", "other"]))
-        if change == "same" and before is not None:
-            steps[i] = steps[i]._replace(codec=before)
-        elif change == "options" and before is not None:
-            steps[i] = steps[i]._replace(codec=draw(_CODECS.filter(lambda codec, kind=before.kind: codec.kind == kind)))
+    steps: list[Step] = []
+    for change, step in draw(st.lists(st.tuples(_changes, _steps), min_size=1, max_size=6)):
+        before = steps[-1].codec if steps and change != "other" else None
+        if before is not None:
+            inner, fed = _parts(before)
+            step = step._replace(codec=before if change == "same" else draw(_CODECS[type(inner), fed]))
+        steps.append(step)
     return tuple(steps)
 
 
@@ -121,20 +129,11 @@ def gradient(kind: str, shape: tuple[int, ...], *seed: int) -> np.ndarray:
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
-class Parameter:
-    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
-        self.name, self.array = name, np.ones(shape, F32)
-
-
-class Slots:
-    def get_states(self) -> dict[str, np.ndarray]:
-        return {}
-
-    def set_states(self, states: dict[str, np.ndarray]) -> None:
-        assert not states
-
-    def constants(self) -> dict[str, Any]:
-        return {}
+class OwnRank(Rank):
+    def __init__(self, comm: Any, program: Program) -> None:
+        super().__init__(comm, non_finite="skip" if program.skips else "raise")
+        self.params = [Parameter(name, np.ones(shape, F32)) for name, shape in SHAPES.items()]
+        self.engine.agreement.attach(self.params)
 
 
 class Bucket(NamedTuple):
@@ -155,59 +154,50 @@ class Record(NamedTuple):
 
 
 def _train(comm: Any, program: Program) -> list[Record]:
-    rank, records, kinds = comm.topology.rank, [], set()
-    params = [Parameter(name, shape) for name, shape in SHAPES.items()]
-    engine = Engine(comm, "skip" if program.skips else "raise")
-    engine.agreement.attach(params)
+    own, records, kinds = OwnRank(comm, program), [], set()
     for step in program.steps:
         if step.saves:  # as a job that begins anew: it knows its parameters before it loads
-            states, values = engine.get_states(), [param.array for param in params]
-            params = [Parameter(name, shape) for name, shape in SHAPES.items()]
-            engine = Engine(comm, engine.non_finite)
-            engine.agreement.attach(params)
-            for param, value in zip(params, values, strict=True):
+            states, values = own.engine.get_states(), [param.array for param in own.params]
+            own = OwnRank(comm, program)
+            for param, value in zip(own.params, values, strict=True):
                 param.array[...] = value
-            engine.set_states(states)
-        args = step.bucket, partial(list, params), Slots()
-        opened = engine.begin_partial(*args) if step.codec is None else engine.begin(step.codec, *args)
-        before = _residuals(engine, step)
-        places = {p.name: g for b in opened.layout.buckets for p, g in zip(b.params, b.grads, strict=True)}
-        grads = {}
+            own.engine.set_states(states)
+        own.bucket_elements, kind = step.bucket, step.codec and step.codec.kind
+        opened = own.begin_partial(step.bucket) if step.codec is None else own.begin(step.codec)
+        before = _residuals(own.engine, kind)
+        grads = [gradient(kind, shape, step.seed, place, own.rank)
+                 for place, (kind, shape) in enumerate(zip(step.gradients, SHAPES.values(), strict=True))]  # fmt: skip
+        if step.bad and step.bad[0] % program.ranks == own.rank:
+            grad = grads[step.bad[1]].reshape(-1)
+            grad[step.seed % grad.size] = BAD[step.bad[2]]
         with opened:
-            for place, (param, kind) in enumerate(zip(params, step.gradients, strict=True)):
-                grad = grads[param.name] = gradient(kind, param.array.shape, step.seed, place, rank)
-                if step.bad and (step.bad[0] % program.ranks, step.bad[1]) == (rank, place):
-                    grad.reshape(-1)[step.seed % grad.size] = BAD[step.bad[2]]
-                places[param.name][...] = grad
-                opened.final(param)
+            own.write(opened, grads)
             verdict = opened.finish()
-        try:
-            if verdict is not None:
-                engine.refuse(verdict)
-        except GradientError:
-            assert not program.skips
         buckets = []
         if verdict is None:
-            after = _residuals(engine, step)
+            means, after = own.means(opened), _residuals(own.engine, kind)
+            arrays = dict(zip(SHAPES, grads, strict=True)), dict(zip(SHAPES, means, strict=True)), before, after
             for bucket in opened.layout.buckets:
                 names = [param.name for param in bucket.params]
-                own = [{name: of[name].copy() for name in names if of} for of in (grads, places, before, after)]
-                buckets.append(Bucket(*own, fresh=bool(step.codec) and step.codec.kind not in kinds))
-            for param in params:
+                buckets.append(Bucket(*[{name: of[name] for name in names if of} for of in arrays], kind not in kinds))
+            kinds.add(kind)
+            for param, mean in zip(own.params, means, strict=True):
                 with np.errstate(all="ignore"):  # 16-bit floats saturate far out
-                    param.array -= places[param.name]
-            kinds.add(step.codec and step.codec.kind)
+                    param.array -= mean
             if step.codec is None:
-                engine.partial.average(opened.layout)
-        states = {key: value for key, value in engine.get_states().items() if key != "steps"}
-        records.append(Record(verdict is not None, [p.array.copy() for p in params], buckets, states))
-    engine.partial.synchronize()
-    records.append(Record(False, [p.array.copy() for p in params], [], {}))
+                own.engine.partial.average(opened.layout)
+        else:
+            with nullcontext() if program.skips else pytest.raises(GradientError):
+                own.engine.refuse(verdict)
+        states = {key: value for key, value in own.engine.get_states().items() if key != "steps"}
+        records.append(Record(verdict is not None, [p.array.copy() for p in own.params], buckets, states))
+    own.engine.partial.synchronize()
+    records.append(Record(False, [p.array.copy() for p in own.params], [], {}))
     return records
 
 
-def _residuals(engine: Engine, step: Step) -> dict[str, np.ndarray]:
-    prefix = f"{step.codec and step.codec.kind}/residual/"
+def _residuals(engine: Engine, kind: str | None) -> dict[str, np.ndarray]:
+    prefix = f"{kind}/residual/"
     return {key.removeprefix(prefix): a for key, a in engine.get_states().items() if key.startswith(prefix)}
 
 
@@ -265,7 +255,7 @@ def _check_means(codec: Codec, buckets: tuple[Bucket, ...], what: str) -> None:
     for name in buckets[0].means:
         for bucket in buckets:
             assert bucket.means[name].tobytes() == buckets[0].means[name].tobytes(), f"{what}: other means of {name}"
-    inner, fed = (codec.codec, True) if isinstance(codec, ErrorFeedback) else (codec, False)
+    inner, fed = _parts(codec)
     if getattr(inner, "momentum", 0.0):
         return
     sums = [_flat(b.gradients) for b in buckets]

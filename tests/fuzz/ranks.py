@@ -1,9 +1,8 @@
-"""Ranks that stay and run one program after the other: forked, or started by mpiexec, where they run this module."""
+"""Ranks that stay and run one program after the other: each process runs this module."""
 
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import secrets
 import subprocess
@@ -32,38 +31,28 @@ BACKENDS = {
     "round_robin": (4,),
 }
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["numpy", "distopt.comm.shm", "tests.fuzz.ranks"])
-
 
 class Ranks:
     """The ranks of one backend and world size, each of which runs `body(communicator, program)`."""
 
     def __init__(self, backend: str, world_size: int, body: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        address, key, ticket = str(Path(self._folder.name) / "ranks"), secrets.token_bytes(16), secrets.token_bytes(16)
-        self._ends: list[Connection] = []
-        self._processes: list[Any] = []
+        address, key = str(Path(self._folder.name) / "ranks"), secrets.token_bytes(16)
+        command = [sys.executable, "-m", "tests.fuzz.ranks", address, key.hex(), body, backend]
+        if backend in ("shm", "small"):
+            ticket = secrets.token_hex(16)
+            commands = [[*command, ticket, str(rank), str(world_size)] for rank in range(world_size)]
+        else:
+            commands = [[*mpiexec_command(world_size), *command]]
+        env = os.environ | {"DISTOPT_TIMEOUT": str(TIMEOUT), "DISTOPT_STALL_WARNING": str(TIMEOUT)}
         with Listener(address, "AF_UNIX", backlog=8, authkey=key) as listener:
             listener._listener._socket.settimeout(15 * TIMEOUT)  # type: ignore[attr-defined] - or it waits for ever
-            if backend in ("shm", "small"):
-                for rank in range(world_size):
-                    args = (address, key, body, backend, ticket, rank, world_size)
-                    self._processes.append(_context.Process(target=_local_rank, args=args, daemon=True))
-                    self._processes[-1].start()
-            else:
-                args = [sys.executable, "-m", "tests.fuzz.ranks", address, key.hex(), body, backend]
-                env = os.environ | {"DISTOPT_TIMEOUT": str(TIMEOUT), "DISTOPT_STALL_WARNING": str(TIMEOUT)}
-                self._processes.append(
-                    subprocess.Popen(
-                        [*mpiexec_command(world_size), *args],
-                        env=env,
-                        stdout=subprocess.DEVNULL,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+            self._processes = [
+                subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+                for command in commands
+            ]
             ends = [listener.accept() for _ in range(world_size)]
-            self._ends = [end for _, end in sorted((end.recv(), end) for end in ends)]
+        self._ends: list[Connection] = [end for _, end in sorted((end.recv(), end) for end in ends)]
 
     def run(self, program: Any) -> list[Any]:
         """What every rank's body has returned.
@@ -90,22 +79,30 @@ class Ranks:
     def kill(self) -> None:
         for process in self._processes:
             process.kill()
-            process.join() if hasattr(process, "join") else process.wait()
+            process.wait()
         for end in self._ends:
             end.close()
         self._folder.cleanup()
 
 
-def _local_rank(address: str, key: bytes, body: str, backend: str, ticket: bytes, rank: int, world_size: int) -> None:
-    job, settings = LocalJob(ticket, rank, world_size), Settings(timeout=TIMEOUT, stall_warning=TIMEOUT)
-    chunk = {"chunk_bytes": 4096} if backend == "small" else {}
-    _serve(ShmCommunicator(job.host_group(), job.topology, settings, **chunk), address, key, body)
+def _communicator(backend: str, ticket: str = "", rank: str = "", world_size: str = "") -> Any:
+    if backend in ("shm", "small"):
+        job = LocalJob(bytes.fromhex(ticket), int(rank), int(world_size))
+        chunk = {"chunk_bytes": 4096} if backend == "small" else {}
+        return ShmCommunicator(job.host_group(), job.topology, Settings.from_env(), **chunk)
+    from distopt.comm.mpi.communicator import MpiCommunicator
+    from distopt.launch.join.mpi import MpiJob
+    from tests.conformance import fake_hosts
+
+    if backend == "mpi_small":
+        return MpiCommunicator(MpiJob(), inline_bytes=64, chunk_bytes=1024)
+    return create(MpiJob(), "mpi") if backend == "mpi" else create(getattr(fake_hosts, backend)(), "hierarchical")
 
 
-def _serve(comm: Any, address: str, key: bytes, body: str) -> None:
+def _serve(address: str, key: str, body: str, *place: str) -> None:
     module, _, name = body.partition(":")
-    function = getattr(importlib.import_module(module), name)
-    with Client(address, authkey=key) as end:
+    function, comm = getattr(importlib.import_module(module), name), _communicator(*place)
+    with Client(address, authkey=bytes.fromhex(key)) as end:
         end.send(comm.topology.rank)
         while True:
             try:
@@ -119,15 +116,4 @@ def _serve(comm: Any, address: str, key: bytes, body: str) -> None:
 
 
 if __name__ == "__main__":
-    from distopt.comm.mpi.communicator import MpiCommunicator
-    from distopt.launch.join.mpi import MpiJob
-    from tests.conformance import fake_hosts
-
-    address, key, body, backend = sys.argv[1:]
-    if backend == "mpi_small":
-        comm: Any = MpiCommunicator(MpiJob(), inline_bytes=64, chunk_bytes=1024)
-    elif backend == "mpi":
-        comm = create(MpiJob(), "mpi")
-    else:
-        comm = create(getattr(fake_hosts, backend)(), "hierarchical")
-    _serve(comm, address, bytes.fromhex(key), body)
+    _serve(*sys.argv[1:])

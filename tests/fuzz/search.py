@@ -12,11 +12,12 @@ import hypothesis
 from hypothesis import HealthCheck, Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hypothesis.strategies import SearchStrategy
 
-ROUND = 200  # programs of one seed; the next round has the next seed
+_SETTINGS = hypothesis.settings(
+    max_examples=200, phases=(Phase.generate, Phase.shrink), database=None, deadline=None, report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck), verbosity=hypothesis.Verbosity.quiet, print_blob=False,
+)  # fmt: skip
 
 
 class Family(Protocol):
@@ -39,10 +40,9 @@ class Search:
     """How a search has ended.
 
     Attributes:
-        seed: of the last round, with which a search finds the same program at once.
+        seed: of the last programs, with which a search finds the same failure at once.
         programs: number that ran before the first that failed; those that shrink it are not counted.
         seconds: until the first failure, or the end.
-        excused: failures that are known, by name.
         program: the smallest program that fails, or None.
         error: how it fails.
     """
@@ -50,7 +50,6 @@ class Search:
     seed: int
     programs: int = 0
     seconds: float = 0.0
-    excused: dict[str, int] | None = None
     program: Any = None
     error: str = ""
 
@@ -61,52 +60,28 @@ class Search:
         return "\n".join([*lines, f"# seed {self.seed}", f"from {family.__name__} import *", f"run({program})"])
 
 
-def search(
-    family: Family, seed: int, seconds: float, known: dict[str, Callable[[Any, Exception], bool]], largest: int = 10**9
-) -> Search:
-    """Run programs for that time, or so many, until one fails.
-
-    Args:
-        family: module of the programs.
-        seed: of the first round.
-        seconds: time for all programs, apart from shrinking.
-        known: by name, which failures of which programs do not count.
-        largest: number of programs.
-    """
-    found = Search(seed, excused={})
-    began = time.monotonic()
-
-    def over() -> bool:
-        return found.program is None and (time.monotonic() - began > seconds or found.programs >= largest)
+def search(family: Family, seed: int, seconds: float) -> Search:
+    """Run programs for that time, or until one fails, which is then shrunk; the seed grows by 1 every 200 programs."""
+    found, began = Search(seed), time.monotonic()
 
     def check(program: Any) -> None:
-        if over():
-            return
-        found.programs += found.program is None
+        if found.program is None:
+            if time.monotonic() - began > seconds:
+                return
+            found.programs += 1
+            found.seconds = time.monotonic() - began
         try:
             family.run(program)
-        except Exception as error:
-            for name, excuses in known.items():
-                if excuses(program, error):
-                    found.excused[name] = found.excused.get(name, 0) + 1
-                    return
-            if found.program is None:
-                found.seconds = time.monotonic() - began
+        except Exception:
             found.program, found.error = program, traceback.format_exc()
             raise
 
-    while not over():
-        phases = (Phase.generate, Phase.shrink)
-        settings = hypothesis.settings(
-            max_examples=ROUND, phases=phases, database=None, deadline=None, report_multiple_bugs=False,
-            suppress_health_check=list(HealthCheck), verbosity=hypothesis.Verbosity.quiet, print_blob=False,
-        )  # fmt: skip
+    while time.monotonic() - began < seconds:
         try:
-            hypothesis.seed(found.seed)(settings(hypothesis.given(family.PROGRAMS)(check)))()
+            hypothesis.seed(found.seed)(_SETTINGS(hypothesis.given(family.PROGRAMS)(check)))()
         except Exception:
             if found.program is None:
                 raise
-            return found
+            break
         found.seed += 1
-    found.seconds = time.monotonic() - began
     return found

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from tests.fuzz import codecs, communicators, operations
-from tests.fuzz.known import KNOWN
 from tests.fuzz.search import search
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +21,7 @@ def test_random_programs(family, monkeypatch) -> None:
     if family is communicators:  # the time is that of programs, once the ranks are there
         for backend, ranks in (("shm", 2), ("small", 3)):
             communicators.run(communicators.Program(backend, ranks, "int32", False, (), 0, ()))
-    found = search(family, 35, 3.0, KNOWN)
+    found = search(family, 35, 3.0)
     communicators.close()
     assert found.program is None, found.script(family)
     assert found.programs > 3
@@ -31,7 +30,7 @@ def test_random_programs(family, monkeypatch) -> None:
 def test_a_wrong_gradient_is_found_and_shrinks_to_a_script(monkeypatch) -> None:
     name, (_, right) = "relu", operations.OPERATIONS["relu"]
     monkeypatch.setitem(operations.OPERATIONS, name, (lambda a, b: a + 0.0, right))
-    found = search(operations, 35, 60.0, {})
+    found = search(operations, 35, 60.0)
     assert found.program is not None
     assert [step.name for step in found.program.steps] == ["relu"]
     assert not found.program.late
@@ -55,6 +54,6 @@ def test_a_residual_that_is_lost_is_found(monkeypatch) -> None:
         return records
 
     monkeypatch.setattr(codecs, "_train", forgetful)
-    found = search(codecs, 35, 60.0, KNOWN)
+    found = search(codecs, 35, 60.0)
     assert "mean and residual" in found.error
     assert len(found.program.steps) == 1
