@@ -20,7 +20,8 @@ from distopt.settings import Settings
 from tests.conformance.ranks import LocalJob
 from tests.processes import mpiexec_command
 
-TIMEOUT = 4.0  # seconds that a rank waits; a program that takes twice as many hangs
+TIMEOUT = 10.0  # seconds that a rank waits; a program that takes twice as many hangs
+START = 120.0  # seconds until all ranks are there, which import everything anew
 # Backends, and what numbers of ranks they have: shared memory and MPI with their usual and with small chunks, and both.
 BACKENDS = {
     "shm": (1, 2, 3, 4, 5),
@@ -46,7 +47,7 @@ class Ranks:
             commands = [[*mpiexec_command(world_size), *command]]
         env = os.environ | {"DISTOPT_TIMEOUT": str(TIMEOUT), "DISTOPT_STALL_WARNING": str(TIMEOUT)}
         with Listener(address, "AF_UNIX", backlog=8, authkey=key) as listener:
-            listener._listener._socket.settimeout(15 * TIMEOUT)  # type: ignore[attr-defined] - or it waits for ever
+            listener._listener._socket.settimeout(START)  # type: ignore[attr-defined] - or it waits for ever
             self._processes = [
                 subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
                 for command in commands
@@ -87,7 +88,7 @@ class Ranks:
 
 def _communicator(backend: str, ticket: str = "", rank: str = "", world_size: str = "") -> Any:
     if backend in ("shm", "small"):
-        job = LocalJob(bytes.fromhex(ticket), int(rank), int(world_size))
+        job = LocalJob(bytes.fromhex(ticket), int(rank), int(world_size), START)
         chunk = {"chunk_bytes": 4096} if backend == "small" else {}
         return ShmCommunicator(job.host_group(), job.topology, Settings.from_env(), **chunk)
     from distopt.comm.mpi.communicator import MpiCommunicator
