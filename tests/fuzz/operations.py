@@ -247,6 +247,11 @@ def _to_nan(net: _Net, param: Tensor) -> None:
         param.grad.set_value(np.nan)
 
 
+def _other_buckets(net: _Net, param: Tensor) -> None:
+    if isinstance(net.optimizer, opt.DistOpt):
+        net.optimizer.bucket_elements = 5 if net.optimizer.bucket_elements > 5 else 1000
+
+
 # Of these the first, `HARMLESS` ones, leave all memory where it is.
 EDITS: dict[str, Callable[[_Net, Tensor], object]] = {
     "gradient times 3": _times_3,
@@ -257,6 +262,7 @@ EDITS: dict[str, Callable[[_Net, Tensor], object]] = {
     "a gradient of the script's": lambda net, param: setattr(param, "grad", Tensor(data=np.full_like(param.array, 7))),
     "no gradient": lambda net, param: setattr(param, "grad", None),
     "other memory": lambda net, param: setattr(param, "data", param.array.copy()),
+    "other buckets": _other_buckets,
     "freeze": lambda net, param: setattr(net.w1, "requires_grad", not net.w1.requires_grad),
 }
 HARMLESS = list(EDITS)[:4]
