@@ -94,8 +94,11 @@ class Gloo:
                 "pass between the hosts, or name a network interface that reaches them in GLOO_SOCKET_IFNAME"
             ) from error
         self._causes = [torch.zeros(_CAUSE_BYTES, dtype=torch.uint8) for _ in processes]
-        others = [q for q in range(len(processes)) if q != rank]
-        self._hears = [self._group.recv([self._causes[q]], q, _CAUSE_TAG) for q in others]
+        self._hears: list[Any] = []
+        for other in range(len(processes)):
+            if other != rank:
+                with suppress(RuntimeError):  # it has left already
+                    self._hears.append(self._group.recv([self._causes[other]], other, _CAUSE_TAG))
 
     def send(self, data: torch.Tensor, to: int, tag: int, what: Callable[[], str]) -> Transfer:
         """Local. Begin to send to rank `to`, which must not await fewer bytes."""

@@ -125,11 +125,15 @@ def _address(method: str) -> tuple[str, int]:
     return address, int(port)
 
 
-def gloo_group(ranks: Iterable[int]) -> dist.ProcessGroup:
-    """Collective. A group of Gloo, which does not find the interface between emulated hosts by itself."""
-    emulated = LINK in {name for _, name in socket.if_nameindex()}
-    with mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": LINK} if emulated else {}):
-        return dist.new_group(list(ranks), backend="gloo")
+def on_emulated_host() -> bool:
+    """Local. Whether this process has entered one."""
+    return LINK in {name for _, name in socket.if_nameindex()}
+
+
+def group_with_gloo(ranks: Iterable[int], backend: str = "gloo") -> dist.ProcessGroup:
+    """Collective. A group of Gloo's, which does not find the interface between emulated hosts by itself."""
+    with mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": LINK} if on_emulated_host() else {}):
+        return dist.new_group(list(ranks), backend=backend)
 
 
 def enter(host: Host) -> None:
