@@ -38,7 +38,6 @@ __all__ = ["Gloo", "GlooMessage", "Transfer", "route_to"]
 # than its receive, some bits of its length: two that differ never meet.
 _MESSAGE = 1 << 30
 _TAG_BITS, _LENGTH_BITS = 20, 10
-_CAUSE_TAG = (1 << 31) - 1
 _CAUSE_BYTES = 4096
 _CAUSE_SECONDS = 1.0  # in which a rank that knows the cause has said so
 _NAP_SECONDS = 0.01
@@ -86,7 +85,11 @@ class Gloo:
         try:
             device = {"interface": interface} if interface else {"hostname": address}
             options._devices = [dist.ProcessGroupGloo.create_device(**device)]
-            self._group: Any = dist.ProcessGroupGloo(store, rank, len(processes), options)
+            # A wait that has run into its time-out closes all connections of its group.
+            self._group, self._notices = [
+                dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, len(processes), options)
+                for name in ("data", "notices")
+            ]
         except RuntimeError as error:
             place = f"interface {interface}" if interface else f"address {address}"
             raise LaunchError(
@@ -94,11 +97,11 @@ class Gloo:
                 "pass between the hosts, or name a network interface that reaches them in GLOO_SOCKET_IFNAME"
             ) from error
         self._causes = [torch.zeros(_CAUSE_BYTES, dtype=torch.uint8) for _ in processes]
-        self._hears: list[Any] = []
+        self._received: list[Any] = []
         for other in range(len(processes)):
             if other != rank:
                 with suppress(RuntimeError):  # it has left already
-                    self._hears.append(self._group.recv([self._causes[other]], other, _CAUSE_TAG))
+                    self._received.append(self._notices.recv([self._causes[other]], other, 0))
 
     def send(self, data: torch.Tensor, to: int, tag: int, what: Callable[[], str]) -> Transfer:
         """Local. Begin to send to rank `to`, which must not await fewer bytes."""
@@ -139,7 +142,7 @@ class Gloo:
 
     def message(self, sends: bool, data: Array, peer: int | None, tag: int, seconds: float) -> GlooMessage:
         """Local. Begin a message beside the collectives; see `Communicator.send`."""
-        most = (1 << _TAG_BITS) - 2
+        most = (1 << _TAG_BITS) - 1
         if not 0 <= tag <= most:
             raise UsageError(f"tag {tag} is out of range between hosts; choose one from 0 to {most:,}")
         wide = _MESSAGE | tag << _LENGTH_BITS | data.size % (1 << _LENGTH_BITS)
@@ -165,17 +168,17 @@ class Gloo:
 
     def close(self) -> None:
         """Local. Close the connections when nothing waits any more; idempotent."""
-        self._group = None
-        self._hears = []
+        self._group = self._notices = None
+        self._received = []
 
     def _say(self, cause: CommunicatorError) -> None:
         """To all others; what they have room for."""
         text = json.dumps([type(cause).__name__, cause.fact[: _CAUSE_BYTES // 2], cause.cure, cause.ranks])
         data = torch.frombuffer(bytearray(text.encode()[:_CAUSE_BYTES]), dtype=torch.uint8)
         for rank, process in enumerate(self.processes):
-            if process is not self.me and self._group is not None:
+            if process is not self.me and self._notices is not None:
                 with suppress(RuntimeError):  # it has gone
-                    self._group.send([data], rank, _CAUSE_TAG).wait(timedelta(seconds=_CAUSE_SECONDS))
+                    self._notices.send([data], rank, 0).wait(timedelta(seconds=_CAUSE_SECONDS))
 
     def _heard(self) -> CommunicatorError | None:
         """What another rank has said."""
