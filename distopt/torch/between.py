@@ -31,9 +31,6 @@ _HEAD_BYTES = _SIZE_BYTES + _CALL_BYTES
 # than need be.
 _INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 256 << 10, 64 << 10
 _MOST_SCRATCH, _LARGEST_SCRATCH_BYTES = 32, 4 << 20  # arrays that are kept
-# By which a wait between hosts is longer than one inside a host, whose ranks know better who is late; then follow those
-# who wait for such a rank.
-_GRACE_SECONDS = 1.0
 NOTHING = np.empty(0, np.uint8)
 
 
@@ -68,9 +65,9 @@ class Operation:
         """Local. Label of what a host's ranks call for it."""
         return f"{self.kind} {self.count:,} {self.label}".rstrip()
 
-    def left(self, *, after: bool = False) -> float:
-        """Local. Seconds until the deadline of a wait inside the host; `after`: for what comes from other hosts."""
-        return max(0.0, self.deadline + (2 * _GRACE_SECONDS if after else 0.0) - time.monotonic())
+    def left(self) -> float:
+        """Local. Seconds until the deadline."""
+        return max(0.0, self.deadline - time.monotonic())
 
     def tag(self, phase: int = 0) -> int:
         """Local. Of a message: one for what ranks say, others for data, in one of two phases."""
@@ -135,7 +132,7 @@ class Between:
     def wait(self, step: Operation, transfers: Sequence[Transfer]) -> None:
         """Wait for the end of all; see `Gloo.wait`."""
         for transfer in transfers:
-            self.gloo.wait(transfer, step.deadline + _GRACE_SECONDS)
+            self.gloo.wait(transfer, step.deadline)
 
     def take(self, n_bytes: int) -> Array:
         """Local. Scratch memory of so many bytes, as a flat array of them; fresh memory would cost page faults."""

@@ -96,6 +96,7 @@ class Gloo:
                 f"{self.me.name} has not met the other ranks through Gloo by its {place} ({error}); let all TCP ports "
                 "pass between the hosts, or name a network interface that reaches them in GLOO_SOCKET_IFNAME"
             ) from error
+        self._keeps = self._notices  # as long as what others say may come
         self._causes = [torch.zeros(_CAUSE_BYTES, dtype=torch.uint8) for _ in processes]
         self._received: list[Any] = []
         for other in range(len(processes)):
@@ -151,45 +152,55 @@ class Gloo:
         transfer = start(torch.from_numpy(data), peer, wide, lambda: f"{text}; both sides must agree on tag and length")
         return GlooMessage(self, transfer, seconds)
 
-    def fail(self, error: CommunicatorError, *, is_known: bool) -> CommunicatorError:
-        """Local. Close the connections. The first failure as far as the ranks know, which may be another's.
+    def fail(self, error: CommunicatorError, *, is_known: bool = False) -> CommunicatorError:
+        """Local. Say to all others what has failed here, and close the connections; the cause, as far as they know.
+
+        Where a rank has been waited for in vain, and says itself what it has waited for, that is nearer to the cause.
 
         Args:
             error: this rank's.
-            is_known: whether it is a cause rather than what came of another failure.
+            is_known: whether it needs no confirmation by the rank that it names.
         """
-        deadline = time.monotonic() + (0.0 if is_known else _CAUSE_SECONDS)
-        while (heard := self._heard()) is None and time.monotonic() < deadline:
-            time.sleep(_NAP_SECONDS)
-        cause = heard or error
-        self._say(cause)
+        self._say(error)
+        cause, passed, deadline = error, {self.me.rank}, time.monotonic() + _CAUSE_SECONDS
+        while not is_known and (cause.is_consequence or isinstance(cause, StalledError)):
+            named = cause.ranks[0].rank if cause.ranks else self.me.rank
+            heard = None if named in passed else self._heard(named)
+            if heard is not None:
+                passed.add(named)
+                cause = heard
+            elif named in passed or time.monotonic() > deadline:
+                break
+            else:
+                time.sleep(_NAP_SECONDS)
         self.close()
         return cause
 
     def close(self) -> None:
         """Local. Close the connections when nothing waits any more; idempotent."""
-        self._group = self._notices = None
+        self._group = self._notices = self._keeps = None
         self._received = []
 
-    def _say(self, cause: CommunicatorError) -> None:
-        """To all others; what they have room for."""
-        text = json.dumps([type(cause).__name__, cause.fact[: _CAUSE_BYTES // 2], cause.cure, cause.ranks])
+    def _say(self, error: CommunicatorError) -> None:
+        """To all others, once."""
+        notices, self._notices = self._notices, None
+        text = json.dumps([type(error).__name__, error.fact[: _CAUSE_BYTES // 2], error.cure, error.ranks])
         data = torch.frombuffer(bytearray(text.encode()[:_CAUSE_BYTES]), dtype=torch.uint8)
         for rank, process in enumerate(self.processes):
-            if process is not self.me and self._notices is not None:
+            if process is not self.me and notices is not None:
                 with suppress(RuntimeError):  # it has gone
-                    self._notices.send([data], rank, 0).wait(timedelta(seconds=_CAUSE_SECONDS))
+                    notices.send([data], rank, 0).wait(timedelta(seconds=_CAUSE_SECONDS))
 
-    def _heard(self) -> CommunicatorError | None:
-        """What another rank has said."""
-        for said in self._causes:
-            text = said.numpy().tobytes().rstrip(b"\0")
-            with suppress(ValueError):  # none, or one too long
-                kind, fact, cure, ranks = json.loads(text)
-                cause: CommunicatorError = getattr(errors, kind)(
-                    fact, cure=cure, ranks=[Process(*one) for one in ranks]
-                )
-                return cause
+    def _heard(self, number: int) -> CommunicatorError | None:
+        """What the rank of that number in the job has said."""
+        for process, said in zip(self.processes, self._causes, strict=True):
+            if process.rank == number:
+                with suppress(ValueError):  # nothing, or too much
+                    kind, fact, cure, ranks = json.loads(said.numpy().tobytes().rstrip(b"\0"))
+                    error: CommunicatorError = getattr(errors, kind)(
+                        fact, cure=cure, ranks=[Process(*one) for one in ranks]
+                    )
+                    return error
         return None
 
     def _open(self) -> Any:
@@ -235,7 +246,7 @@ class GlooMessage(MessageWork):
             try:
                 self._gloo.wait(self._transfer, time.monotonic() + seconds)
             except CommunicatorError as error:
-                raise self._gloo.fail(error, is_known=isinstance(error, StalledError)) from error
+                raise self._gloo.fail(error) from error
             self._ended = True
 
 

@@ -108,9 +108,9 @@ class HostsCommunicator(Communicator):
         try:
             run(step)
         except CommunicatorError as error:
-            # A rank that has left, or whose connection broke, may have been ended by the failure of another.
+            # The kernel says that a process of this host has ended.
             here = [self._gloo.processes[rank] for rank in self._mine]
-            is_known = not error.is_consequence or (isinstance(error, PeerLostError) and error.ranks[0] in here)
+            is_known = isinstance(error, PeerLostError) and error.ranks[0] in here
             self._error = self._gloo.fail(error, is_known=is_known)
             self._local.close()
             raise self._error from error
@@ -176,7 +176,7 @@ class HostsCommunicator(Communicator):
         for chunk in flow:
             self._finish_chunk(step, *chunk)
         if rest.size and not self._even:
-            self._local.broadcast(rest, wire=step.dtype, label=step.within).wait(step.left(after=True))
+            self._local.broadcast(rest, wire=step.dtype, label=step.within).wait(step.left())
 
     def _reduce_mean(self, step: Operation, flat: Array) -> None:
         """Of hosts with different numbers of ranks: the sum, divided once."""
@@ -212,11 +212,11 @@ class HostsCommunicator(Communicator):
         if len(self._mine) == 1:
             return
         if self._even:
-            self._local.all_gather(part, chunk, wire=step.dtype, label=step.within).wait(step.left(after=True))
+            self._local.all_gather(part, chunk, wire=step.dtype, label=step.within).wait(step.left())
             self._between.give(part)
             return
         for place, each in enumerate(np.split(chunk, self._n_slices)):
-            self._local.broadcast(each, place, wire=step.dtype, label=step.within).wait(step.left(after=True))
+            self._local.broadcast(each, place, wire=step.dtype, label=step.within).wait(step.left())
 
     # -- other collectives -------------------------------------------------------------------------------------------
     def _scatter(self, step: Operation, array: Array, out: Array) -> None:
@@ -263,7 +263,7 @@ class HostsCommunicator(Communicator):
         for ranks, carrier in zip(self._hosts, self._carriers, strict=True):
             whole = np.empty(array.size * len(ranks), array.dtype)
             part = rooms.get(carrier, array)
-            self._local.all_gather(part, whole, wire=step.dtype, label=step.within).wait(step.left(after=True))
+            self._local.all_gather(part, whole, wire=step.dtype, label=step.within).wait(step.left())
             for q, each in zip(ranks, np.split(whole, len(ranks)), strict=True):
                 places[q][...] = each
         for room in rooms.values():
@@ -290,9 +290,7 @@ class HostsCommunicator(Communicator):
         if small and self._rank != root and theirs:
             bytes_of(array)[...] = theirs[root]
         between.wait(step, moves)
-        self._local.broadcast(array, self._mine.index(first), wire=step.dtype, label=step.within).wait(
-            step.left(after=True)
-        )
+        self._local.broadcast(array, self._mine.index(first), wire=step.dtype, label=step.within).wait(step.left())
 
     def _exchange(self, step: Operation, parts: Sequence[Array], received: list[Array]) -> None:
         between = self._between
