@@ -71,7 +71,7 @@ class Operation:
 
     def tag(self, phase: int = 0) -> int:
         """Local. Of a message: one for what ranks say, others for data, in one of two phases."""
-        data = 2 * (1 + self.n_bytes % 0x7FFF) + phase if self.n_bytes else 0
+        data = 2 * (1 + self.n_bytes % 0x7FFE) + phase if self.n_bytes else 0
         return (self.number & 0x3FFF) << 16 | data
 
     def packed(self) -> bytes:

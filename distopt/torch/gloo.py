@@ -38,6 +38,7 @@ __all__ = ["Gloo", "GlooMessage", "Transfer", "route_to"]
 # than its receive, some bits of its length: two that differ never meet.
 _MESSAGE = 1 << 30
 _TAG_BITS, _LENGTH_BITS = 20, 10
+_NEVER_TAG = (1 << 30) - 1  # of data that no operation has
 _CAUSE_BYTES = 4096
 _CAUSE_SECONDS = 1.0  # in which a rank that knows the cause has said so
 _NAP_SECONDS = 0.01
@@ -173,13 +174,22 @@ class Gloo:
                 break
             else:
                 time.sleep(_NAP_SECONDS)
-        self.close()
+        self._break()
         return cause
 
     def close(self) -> None:
         """Local. Close the connections when nothing waits any more; idempotent."""
         self._group = self._notices = self._keeps = None
         self._received = []
+
+    def _break(self) -> None:
+        """Close the connections even if works are left that hold them, so that nobody waits for this rank any more."""
+        group = self._group
+        self.close()
+        for other, process in enumerate(self.processes if group is not None else ()):
+            if process is not self.me:
+                with suppress(RuntimeError):  # a wait that runs into its time-out closes all that are open
+                    group.recv([torch.empty(1)], other, _NEVER_TAG).wait(timedelta(milliseconds=1))
 
     def _say(self, error: CommunicatorError) -> None:
         """To all others, once."""

@@ -989,6 +989,8 @@ def check_checkpoint(r: Ranks) -> None:
 
 # -- running -----------------------------------------------------------------------------------------------------------
 CHECKS = {name.removeprefix("check_"): function for name, function in list(globals().items()) if name[:6] == "check_"}
+# A compiler's processes, and hooks of C++, are not for every run: `make torch` has them.
+BY_MAKE_TORCH = ("compiled_ddp", "compiled_collectives", "builtin_hooks")
 
 
 def rank_main(rank: int, method: str, counts: list[int], names: list[str], out: Queue[tuple[int, str, str]]) -> None:

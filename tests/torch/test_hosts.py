@@ -13,7 +13,7 @@ from benchmarks.networks.emulation import LINK, TwoHosts
 from tests.parts import values_beside
 from tests.processes import ROOT, Ended, Program
 
-from .checks import CHECKS
+from .checks import BY_MAKE_TORCH, CHECKS
 from .test_collectives import expect_no_error, outcomes
 
 SCRIPT = str(Path(__file__).with_name("launched.py"))
@@ -22,7 +22,7 @@ PORT = 29_400
 
 @pytest.mark.slow(kept=3)
 @pytest.mark.parametrize("ranks", ["1+1", "2+2", "2+1"])
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", [name for name in CHECKS if name not in BY_MAKE_TORCH])
 @pytest.mark.usefixtures("net")
 def test_check(request, once, name: str, ranks: str) -> None:
     expect_no_error(once(f"torch-{ranks}", outcomes, ranks, values_beside(request, "name")), name, ranks)
