@@ -64,6 +64,8 @@ if os.environ["RANK"] == "1":
     time.sleep(60)
 while not ready.exists():
     time.sleep(0.01)
+if sys.argv[3] == "SIGTERM":
+    os.kill(os.getpid(), signal.SIGTERM)
 sys.exit(3)
 """
 
@@ -119,14 +121,17 @@ def test_of_ranks_of_two_hosts_that_all_raise_the_first_is_named_on_both(tmp_pat
     assert re.fullmatch(rf"distopt run: rank 3 on {net.hosts[1].name} \(pid \d+\) {RAISED} 3", line)
 
 
+@pytest.mark.parametrize(
+    ("cause", "code", "text"), [("exit", 3, "left with exit code 3"), ("SIGTERM", 143, "was ended by SIGTERM")]
+)
 @pytest.mark.parametrize("how", ["abort", "exit"])
-def test_how_a_rank_ends_that_its_agent_ends_is_not_the_cause(tmp_path, how):
+def test_how_a_rank_ends_that_its_agent_ends_is_not_the_cause(tmp_path, how, cause, code, text):
     run, script = command(tmp_path, LATER, "--nproc-per-node", "2")
-    ended = Program([*run, *script, how]).end()
+    ended = Program([*run, *script, how, cause]).end()
     assert "rank 1 ends, too" in ended.stderr
-    assert ended.code == 3
+    assert ended.code == code
     (line,) = told(ended)
-    assert re.fullmatch(rf"distopt run: rank 0 on {re.escape(HERE)} \(pid \d+\) left with exit code 3", line)
+    assert re.fullmatch(rf"distopt run: rank 0 on {re.escape(HERE)} \(pid \d+\) {text}", line)
 
 
 def test_last_lines_of_a_foreign_program_are_shown_with_its_exit_code(tmp_path):

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from ... import _core
 from ...errors import UsageError
-from ..ending import ENDED_BY_SIGTERM
 from ..gate import turn
 from ..stopwatch import Stopwatch
 from ..watch.report import VARIABLE
@@ -111,7 +110,7 @@ class Rank:
         self.failure: Failure | None = None
         self.failed_at = 0
         self._received = b""
-        self._killed = False
+        self._sent: set[int] = set()  # the signals by which its supervisor ends it
 
     # For subclasses.
     def _poll(self) -> int | None:
@@ -150,10 +149,15 @@ class Rank:
                 _core.remove_mpich_files(self.pid)
             os.kill(self.pid, signum)
 
+    def end(self, signum: int) -> None:
+        """Local. End the process by this signal, if it runs: its end is then a consequence of another's."""
+        if self.running:
+            self._sent.add(signum)
+            self.signal(signum)
+
     def kill(self) -> None:
         """Local. Kill the process."""
-        self._killed = self._killed or self.running
-        self.signal(signal.SIGKILL)
+        self.end(signal.SIGKILL)
 
     def look(self, now: int) -> None:
         """Local. Notice whether the rank has ended or failed."""
@@ -166,9 +170,9 @@ class Rank:
             self.failed_at, is_consequence = report["time"], report["is_consequence"]
             code, text = self._describe(report["code"], report["text"])
         else:
-            self.failed_at, is_consequence = now, self._killed
+            self.failed_at, is_consequence = now, False
             code, text = self._describe(self.exit_code or 0, None)
-        self.failure = Failure(self.rank, code, text, is_consequence or code == ENDED_BY_SIGTERM)
+        self.failure = Failure(self.rank, code, text, is_consequence or code - 128 in self._sent)
 
     def read(self) -> bool:
         """Local. Take in what the rank has said; False if it can say no more."""
@@ -243,7 +247,7 @@ class LocalRanks:
         for rank in self.ranks:
             rank.read()
             if rank.said.get("failed", {}).get("is_consequence", True):
-                rank.signal(signal.SIGTERM)
+                rank.end(signal.SIGTERM)
 
     def end(self, seconds: float) -> None:
         """Local. End all ranks by SIGTERM and, so many seconds later, by SIGKILL."""
