@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
 
-    from ..comm import Communicator
     from ..files import Arrays
-    from .load import Resumed
+    from .load import Ranks, Resumed
     from .parts import Part
 
 __all__ = ["Checkpoint"]
@@ -87,7 +86,7 @@ class Checkpoint:
         every: int = 0,
         keep: int = 3,
         preemptible: bool = False,
-        communicator: Communicator | None = None,
+        communicator: Ranks | None = None,
         **objects: Any,
     ) -> None:
         """Local."""

@@ -9,7 +9,7 @@ import logging
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..comm.single import SingleCommunicator
 from ..comm.world import current
@@ -23,13 +23,21 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping
 
-    from ..comm import Communicator
     from ..files import Arrays
     from .parts import Part
 
-__all__ = ["Resumed", "communicator_of", "first_reason", "load"]
+__all__ = ["Ranks", "Resumed", "communicator_of", "first_reason", "load"]
 
 log = logging.getLogger("distopt")
+
+
+class Ranks(Protocol):
+    """The ranks of a job, as checkpoints need them; a communicator is such."""
+
+    topology: Topology
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Collective. The payload of every rank, in rank order; lengths may differ."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Resumed:
         return f"{self.folder} (step {self.step}, epoch {self.epoch})"
 
 
-def load(folder: str | os.PathLike[str], communicator: Communicator | None = None, **objects: Any) -> Resumed | None:
+def load(folder: str | os.PathLike[str], communicator: Ranks | None = None, **objects: Any) -> Resumed | None:
     """Collective. Set `objects` to the newest whole checkpoint in `folder`; see `Checkpoint` for what they can be.
 
     Nothing on the disk changes. A checkpoint may hold more objects than are asked for, so a model can be loaded alone.
@@ -102,15 +110,15 @@ def load(folder: str | os.PathLike[str], communicator: Communicator | None = Non
     )
 
 
-def communicator_of(objects: Mapping[str, Any]) -> Communicator:
+def communicator_of(objects: Mapping[str, Any]) -> Ranks:
     """Local. That of the first object that has one, else that of `distopt.init`, else that of a job of one rank."""
-    found: Communicator | None = next((x.communicator for x in objects.values() if hasattr(x, "communicator")), None)
+    found: Ranks | None = next((x.communicator for x in objects.values() if hasattr(x, "communicator")), None)
     if found is None and (world := current()):
         found = world.communicator
     return found or SingleCommunicator(Topology.of_one_host(0, 1, socket.gethostname()))
 
 
-def first_reason(communicator: Communicator, reason: str) -> str:
+def first_reason(communicator: Ranks, reason: str) -> str:
     """Collective. The first reason that any rank gives, with its rank and host, or nothing if none does."""
     topology = communicator.topology
     for rank, said in enumerate(communicator.all_gather_bytes(reason.encode(errors="replace"))):
@@ -120,7 +128,7 @@ def first_reason(communicator: Communicator, reason: str) -> str:
     return ""
 
 
-def _found(root: Path, communicator: Communicator) -> tuple[list[str], bool]:
+def _found(root: Path, communicator: Ranks) -> tuple[list[str], bool]:
     """Collective. Names of the checkpoints, by step, and whether the last is a first one that was only begun.
 
     Rank 0 looks for all ranks, so that they come to the same conclusions.
@@ -139,7 +147,7 @@ def _found(root: Path, communicator: Communicator) -> tuple[list[str], bool]:
     return names, begun
 
 
-def _common(communicator: Communicator, parts: Mapping[str, Part]) -> set[str]:
+def _common(communicator: Ranks, parts: Mapping[str, Part]) -> set[str]:
     """Collective. Names of the random generators that the ranks have seeded alike."""
     seeds = {name: _digest(part.look()) for name, part in parts.items() if part.random}
     gathered = [json.loads(text) for text in communicator.all_gather_bytes(json.dumps(seeds).encode())]

@@ -44,6 +44,8 @@ class Mean:
         if (state.arrays.keys(), state.notes) != (self._first.arrays.keys(), self._first.notes):
             raise StateError("values differ from rank to rank that have no mean; use as many ranks again")
         for key, array in state.arrays.items():
+            if array.shape != self._first.arrays[key].shape:
+                raise StateError(f"{key or 'an array'} has another shape on another rank; use as many ranks again")
             self._sums[key] += array
             if np.array_equal(array, self._first.arrays[key]):
                 continue

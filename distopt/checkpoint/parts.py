@@ -205,6 +205,8 @@ def of_device(name: str) -> bool:
 
 
 def _part_of(name: str, thing: Any) -> Part:
+    if isinstance(thing, Part):
+        return thing
     if isinstance(thing, np.random.Generator):
         return Random(thing)
     if hasattr(thing, "get_states") and hasattr(thing, "set_states"):

@@ -21,7 +21,7 @@ from ..launch.watch.report import supervisor
 from .requeue import requeue, slurm_job
 
 if TYPE_CHECKING:
-    from ..comm import Communicator
+    from .load import Ranks
 
 __all__ = ["Preemption"]
 
@@ -40,7 +40,7 @@ class Preemption:
         UsageError: this is not the main thread.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Ranks) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("preemptible=True needs signals, which only the main thread gets; call resume there")
         self._communicator = communicator

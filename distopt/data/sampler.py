@@ -115,8 +115,12 @@ class ShardedSampler:
         shard = self._shard(self.consumed)
         for start in range(0, self._batches(len(shard)) * self.batch_size, self.batch_size):
             batch = shard[start : start + self.batch_size]
-            self.consumed += len(batch) * self.world_size
+            self._hand_out(len(batch))
             yield batch
+
+    def _hand_out(self, samples: int) -> None:
+        """Count samples that this rank is given next."""
+        self.consumed += samples * self.world_size
 
     def shard(self) -> NDArray[np.int64]:
         """Local. The `shard_size` indices of this rank in the current epoch, in order of use."""

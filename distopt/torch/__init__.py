@@ -14,11 +14,13 @@ try:
 except ModuleNotFoundError as error:
     raise MissingDependencyError(f'PyTorch cannot be imported ({error}); pip install "distopt[torch]"') from error
 
+from .checkpoint import Checkpoint, load
 from .meeting import meet
 from .monitored import extend_monitored_barrier
 from .process_group import DistoptProcessGroup
+from .sampler import ResumableSampler
 
-__all__ = ["DistoptProcessGroup"]
+__all__ = ["Checkpoint", "DistoptProcessGroup", "ResumableSampler", "load"]
 
 if dist.is_available() and not hasattr(dist.Backend, "DISTOPT"):
     dist.Backend.register_backend("distopt", meet, extended_api=True, devices=["cpu"])

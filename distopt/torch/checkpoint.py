@@ -1,0 +1,112 @@
+"""Checkpoints of PyTorch's objects: the files, the thread and the leaving in time of `distopt.checkpoint`."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from .. import checkpoint
+from ..comm.single import SingleCommunicator
+from ..launch.topology import Topology
+from .ranks import GroupRanks
+from .sampler import ResumableSampler
+from .states import Generators, parts_of
+
+if TYPE_CHECKING:
+    import os
+
+    from ..checkpoint import Resumed
+    from ..checkpoint.load import Ranks
+
+__all__ = ["Checkpoint", "load"]
+
+
+class Checkpoint(checkpoint.Checkpoint):
+    """Saves a training job of PyTorch every few steps, and lets it go on from there, to the bit.
+
+    The ranks are those of a process group over any backend; a script without one is a job of one rank. Objects are
+    saved and restored by the names of their arguments. They can be
+
+    - models, perhaps inside DDP or `torch.compile`, which are saved under the names of the model itself;
+    - optimizers, schedules, `GradScaler`, and all else with `state_dict` and `load_state_dict`: its dictionaries,
+      lists and tuples hold tensors, arrays and values of JSON. Nothing is pickled;
+    - `ResumableSampler`, which goes on after the last sample that was trained;
+    - random generators of PyTorch and NumPy. The global ones, of Python too, are always saved.
+
+    Parameters of DDP's models and the states of their optimizers are the same on all ranks, of which each writes a
+    share; all else, such as buffers, is each rank's own. So are the shards of FSDP2, which go on with as many ranks.
+
+    Args:
+        folder: where checkpoints are, on a file system that all ranks see; with None, nothing is saved.
+        every: `step` saves after each multiple of so many steps; 0 leaves it to calls of `save`.
+        keep: how many whole checkpoints to keep.
+        preemptible: whether signals save and end the job in time; see `distopt.checkpoint.Checkpoint`.
+        group: the ranks (default: all).
+        replicated: False where ranks train DDP's parameters apart for a while, as post-local SGD does.
+        objects: see above.
+
+    Attributes:
+        steps: number of finished training steps.
+        epoch: the argument of the last `step` or `save` that gave one.
+
+    Raises:
+        UsageError: a number is out of range, or an object cannot be saved.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None,
+        *,
+        every: int = 0,
+        keep: int = 3,
+        preemptible: bool = False,
+        group: dist.ProcessGroup | None = None,
+        replicated: bool = True,
+        **objects: Any,
+    ) -> None:
+        """Collective."""
+        self._samplers = [thing for thing in objects.values() if isinstance(thing, ResumableSampler)]
+        self._generators = Generators()
+        parts = {**parts_of(objects, replicated=replicated), "torch.generators": self._generators}
+        super().__init__(
+            folder, every=every, keep=keep, preemptible=preemptible, communicator=_ranks_of(group), **parts
+        )
+
+    def resume(self, reset: bool = False) -> Resumed | None:
+        """Collective. Go on from the last whole checkpoint; see `distopt.checkpoint.Checkpoint.resume`."""
+        resumed = super().resume(reset)
+        if resumed is not None:
+            for sampler in self._samplers:
+                sampler.continue_with(self._generators.put_again)
+        return resumed
+
+    def step(self, epoch: int | None = None) -> None:
+        """Local, on all ranks. Count a finished step and its samples; see `distopt.checkpoint.Checkpoint.step`."""
+        for sampler in self._samplers:
+            sampler.step()
+        super().step(epoch)
+
+
+def load(
+    folder: str | os.PathLike[str], group: dist.ProcessGroup | None = None, *, replicated: bool = True, **objects: Any
+) -> Resumed | None:
+    """Collective. Set `objects` to the newest whole checkpoint in `folder`, a model alone, say; nothing is written.
+
+    Args:
+        folder: where the checkpoints are.
+        group: the ranks (default: all).
+        replicated: see `Checkpoint`.
+        objects: what to set, by the names under which it was saved.
+
+    Returns:
+        See `distopt.checkpoint.load`, for errors too.
+    """
+    return checkpoint.load(folder, _ranks_of(group), **parts_of(objects, replicated=replicated))
+
+
+def _ranks_of(group: dist.ProcessGroup | None) -> Ranks:
+    if dist.is_initialized():
+        return GroupRanks(group)
+    return SingleCommunicator(Topology.of_one_host(0, 1, socket.gethostname()))

@@ -1,0 +1,369 @@
+"""What checkpoints save of PyTorch's objects: their state dictionaries, as arrays and JSON.
+
+Nothing is pickled. A tensor becomes an array, named by its path; of types that NumPy lacks, such as bfloat16, the bits.
+The rest becomes JSON, in which each dictionary, tuple and tensor is an object with one key that says so. A DTensor, as
+FSDP2 makes of parameters, is its rank's own shard: it goes on with as many ranks, and `torch.distributed.checkpoint`,
+which deals shards out anew, is there for other numbers.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..checkpoint.parts import Part, State
+from ..errors import StateError, UsageError
+from .buckets import bucket_order, lay_out
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from ..files import Arrays
+
+__all__ = ["Generators", "parts_of"]
+
+_MAPPINGS: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+_BITS = {torch.bfloat16: torch.int16, **{getattr(torch, name): torch.uint8 for name in _FLOAT8}}
+
+
+def parts_of(objects: Mapping[str, Any], *, replicated: bool) -> dict[str, Any]:
+    """Local. The parts that `objects` are, in the order in which they go on; NumPy's generators are left as they are.
+
+    Args:
+        objects: see `Checkpoint`.
+        replicated: whether the parameters of DDP's models are the same on all ranks.
+
+    Raises:
+        UsageError: an object has no states that could be saved.
+    """
+    models = [_plain(thing)[1] for thing in objects.values() if isinstance(thing, nn.Module)]
+    alike = {id(p) for model in models if model is not None and replicated for p in model.parameters()}
+    parts = {name: _part_of(name, thing, alike) for name, thing in objects.items()}
+    # To construct a schedule changes the learning rates of its optimizer, which therefore comes last.
+    return dict(sorted(parts.items(), key=lambda item: isinstance(item[1], OptimizerState)))
+
+
+def _part_of(name: str, thing: Any, alike: set[int]) -> Any:
+    if isinstance(thing, (np.random.Generator, Part)) or hasattr(thing, "get_states"):
+        return thing
+    if isinstance(thing, torch.Generator):
+        return TorchGenerator(thing)
+    if isinstance(thing, nn.Module):
+        return ModelState(thing, alike)
+    if isinstance(thing, torch.optim.Optimizer):
+        return OptimizerState(thing, alike)
+    if hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
+        return StateDict(thing)
+    raise UsageError(
+        f"{name} is a {type(thing).__name__}, which cannot be saved; pass objects with state_dict and load_state_dict, "
+        "a ResumableSampler, or a random generator of PyTorch or NumPy"
+    )
+
+
+def _is(thing: Any, module: str, name: str) -> bool:
+    """Whether a thing is of a class whose module takes half a second or more to import."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(thing, kind)
+
+
+def _plain(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
+    """The model inside DDP and `torch.compile`, under whose names it is saved, and that of DDP around it."""
+    ddp = None
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            ddp, model = model, model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        else:
+            return model, ddp
+
+
+# -- trees ------------------------------------------------------------------------------------------------------------
+def encode(value: Any, path: str, arrays: dict[str, Any]) -> Any:
+    """Local. `value` as JSON; its tensors and arrays go to `arrays`.
+
+    Raises:
+        UsageError: there is something in it that is neither.
+    """
+
+    def under(key: object, inner: Any) -> Any:
+        return encode(inner, f"{path}/{key}" if path else str(key), arrays)
+
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return [under(i, each) for i, each in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"tuple": [under(i, each) for i, each in enumerate(value)]}
+    if isinstance(value, dict):
+        kind = type(value).__name__ if type(value).__name__ in _MAPPINGS else "dict"
+        return {kind: [[encode(key, path, arrays), under(key, each)] for key, each in value.items()]}
+    name = path if path not in arrays else f"{path}#{len(arrays)}"
+    if isinstance(value, (np.ndarray, np.generic)):
+        arrays[name] = np.asarray(value)
+        return {"array": name}
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
+        node = {"tensor": name, "dtype": str(value.dtype).removeprefix("torch.")}
+        if _is(value, "torch.distributed.tensor", "DTensor"):
+            mesh = value.device_mesh
+            node["shard"] = f"{mesh.get_coordinate()} of {list(mesh.shape)} of {list(value.shape)}, {value.placements}"
+            value = value.to_local()
+        arrays[name] = _array(value)
+        return node
+    raise UsageError(
+        f"{path} is a {type(value).__name__}, which can be saved neither as an array nor as JSON; leave it out of the "
+        "state dictionary, or give its object a state_dict without it"
+    )
+
+
+def decode(node: Any, arrays: Arrays, whole: Callable[[str], Any]) -> Any:
+    """Local. The value of which `encode` made `node`.
+
+    Args:
+        node: JSON.
+        arrays: of its tensors.
+        whole: gives, by the name of a shard, a DTensor that is laid out as that to which the shard belongs.
+    """
+    if isinstance(node, list):
+        return [decode(each, arrays, whole) for each in node]
+    if not isinstance(node, dict):
+        return node
+    if "tensor" in node:
+        name = node["tensor"]
+        tensor = _tensor(arrays[name], getattr(torch, node["dtype"]))
+        return _part_of_whole(tensor, whole(name)) if "shard" in node else tensor
+    ((kind, inner),) = node.items()
+    if kind == "array":
+        return arrays[inner]
+    if kind == "tuple":
+        return tuple(decode(inner, arrays, whole))
+    return _MAPPINGS[kind]((decode(key, arrays, whole), decode(each, arrays, whole)) for key, each in inner)
+
+
+def _part_of_whole(shard: torch.Tensor, whole: Any) -> torch.Tensor:
+    """The DTensor of which this rank has `shard`, laid out as `whole`."""
+    from torch.distributed.tensor import DTensor
+
+    shard = shard.to(whole.to_local().device)
+    layout = {"shape": whole.shape, "stride": whole.stride()}
+    return DTensor.from_local(shard, whole.device_mesh, whole.placements, run_check=False, **layout)
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The tensor's own memory where it is on the CPU; of a type that files or NumPy have not, numbers or bits in it."""
+    tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    elif tensor.dtype in _BITS:
+        tensor = tensor.view(_BITS[tensor.dtype])
+    array: np.ndarray[Any, Any] = tensor.numpy()
+    return array
+
+
+def _tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.from_numpy(np.array(array))  # a copy, since an optimizer keeps what it is given
+    if dtype.is_complex:
+        return torch.view_as_complex(tensor)
+    return tensor.view(dtype) if dtype in _BITS else tensor
+
+
+def _tensors(node: Any) -> dict[str, dict[str, str]]:
+    """The nodes of the tensors in a tree, by name."""
+    if isinstance(node, dict) and "tensor" in node:
+        return {node["tensor"]: node}
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return {name: found for each in inner for name, found in _tensors(each).items()}
+
+
+def _items(tree: Any) -> dict[Any, Any]:
+    """Of a mapping as `encode` makes it: the nodes of its values, by its keys, where these are strings."""
+    ((_, items),) = tree.items()
+    return {key: node for key, node in items if isinstance(key, str)}
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+class StateDict(Part):
+    """An object with `state_dict` and `load_state_dict`. Each rank saves its own."""
+
+    def __init__(self, thing: Any) -> None:
+        self._thing = thing
+
+    def look(self) -> State:
+        arrays: Arrays = {}
+        tree = encode(self._thing.state_dict(), "", arrays)
+        return State(arrays, {"class": type(self._thing).__name__, "tree": tree})
+
+    def check(self, state: State) -> None:
+        kind, own = state.notes.get("class"), type(self._thing).__name__
+        if kind != own:
+            raise StateError(f"the object is of {own}, the states are of {kind}; they are of another script")
+        self._check_tree(state)
+
+    def _check_tree(self, state: State) -> None:
+        """Compare more than the class."""
+        given, mine = (set(_items(notes["tree"])) for notes in (state.notes, self.look().notes))
+        if given != mine:
+            names = ", ".join(sorted(given ^ mine))
+            raise StateError(f"{names}: in the states or in the object, not in both; they are of another version")
+
+    def put(self, state: State) -> None:
+        self._thing.load_state_dict(decode(state.notes["tree"], state.arrays, self._whole))
+
+    def _whole(self, name: str) -> Any:
+        raise StateError(f"{name} is a shard, and no object here says of what")
+
+
+class ModelState(StateDict):
+    """A model. DDP's parameters are the same on all ranks; buffers, such as running statistics, are each rank's own.
+
+    Args:
+        model: perhaps inside DDP and `torch.compile`.
+        alike: identities of the parameters that are the same on all ranks.
+    """
+
+    def __init__(self, model: nn.Module, alike: set[int]) -> None:
+        plain, self._ddp = _plain(model)
+        super().__init__(plain)
+        self._alike = alike
+
+    def look(self) -> State:
+        state = super().look()
+        del state.notes["class"]  # a model may be loaded into another class with the same arrays
+        if self._ddp is not None:
+            state.notes["buckets"] = bucket_order(self._ddp)
+        return state
+
+    def shared(self, names: Iterable[str]) -> set[str]:
+        own = self._thing.named_parameters(remove_duplicate=False)
+        return {name for name, parameter in own if id(parameter) in self._alike} & set(names)
+
+    def check(self, state: State) -> None:
+        mine, given = ({name: _described(each, name) for name in each.arrays} for each in (super().look(), state))
+        for name in sorted(mine.keys() | given.keys()):
+            if mine.get(name) != given.get(name):
+                there = given.get(name, "not in the states")
+                raise StateError(
+                    f"{name} is {there}, here {mine.get(name, 'unknown')}; the states are of another model"
+                )
+
+    def put(self, state: State) -> None:
+        if self._ddp is not None:
+            lay_out(self._ddp, state.notes.get("buckets", []))
+        super().put(state)
+
+    def _whole(self, name: str) -> Any:
+        return self._thing.state_dict()[name]
+
+
+def _described(state: State, name: str) -> str:
+    array, node = state.arrays[name], _tensors(state.notes["tree"]).get(name, {})
+    shard = f", shard {node['shard']}" if "shard" in node else ""
+    return f"{node.get('dtype', array.dtype)} of shape {array.shape}{shard}"
+
+
+class OptimizerState(StateDict):
+    """An optimizer. Its states are the same on all ranks if its parameters are.
+
+    Args:
+        optimizer: of `ZeroRedundancyOptimizer`, that of this rank's share is saved.
+        alike: identities of the parameters that are the same on all ranks.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, alike: set[int]) -> None:
+        self._share = ""
+        zero: Any = optimizer
+        if _is(zero, "torch.distributed.optim", "ZeroRedundancyOptimizer"):
+            self._share = f"share {zero.rank} of {zero.world_size}"
+            optimizer = zero.optim
+        super().__init__(optimizer)
+        self._all_alike = not self._share and all(id(parameter) in alike for parameter in self._parameters())
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self._thing.param_groups for parameter in group["params"]]
+
+    def look(self) -> State:
+        state = super().look()
+        return State(state.arrays, {**state.notes, "share": self._share})
+
+    def shared(self, names: Iterable[str]) -> set[str]:
+        return set(names) if self._all_alike else set()
+
+    def _check_tree(self, state: State) -> None:
+        given, mine = (
+            [len(_items(group)["params"]) for group in _items(notes["tree"])["param_groups"]]
+            for notes in (state.notes, self.look().notes)
+        )
+        if given != mine:
+            raise StateError(f"the optimizer has groups of {mine} parameters, the states of {given}; see the script")
+        if state.notes["share"] != self._share:
+            raise StateError(f"the states are {state.notes['share'] or 'whole'}, here {self._share or 'whole'}")
+
+    def _whole(self, name: str) -> Any:
+        return self._parameters()[int(name.split("/")[1])]
+
+
+class TorchGenerator(Part):
+    """A random generator of PyTorch."""
+
+    random = True
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def look(self) -> State:
+        return State({"": self._generator.get_state().numpy()}, {"device": self._generator.device.type})
+
+    def check(self, state: State) -> None:
+        own = self.look()
+        if (state.notes, state.arrays[""].shape) != (own.notes, own.arrays[""].shape):
+            raise StateError(f"the generator is one of {own.notes['device']}, the states are of another kind")
+
+    def put(self, state: State) -> None:
+        self._generator.set_state(_tensor(state.arrays[""], torch.uint8))
+
+
+class Generators(Part):
+    """The global random generators of PyTorch, of Python and of NumPy."""
+
+    random = True
+
+    def __init__(self) -> None:
+        self._loaded: State | None = None
+
+    def look(self) -> State:  # noqa: D102
+        version, words, gauss = random.getstate()
+        states = {
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+            "python": (version, np.array(words, np.uint32), gauss),
+            "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 - the global one, which augmentations use  # noqa: NPY002 - the global one, of augmentations
+        }
+        arrays: Arrays = {}
+        return State(arrays, {"": encode(states, "", arrays)})
+
+    def check(self, state: State) -> None:  # noqa: D102
+        if not {"torch", "python/1"} <= state.arrays.keys():
+            raise StateError("these are no states of random generators")
+
+    def put(self, state: State) -> None:  # noqa: D102
+        self._loaded = state
+        states = decode(state.notes[""], state.arrays, str)
+        torch.set_rng_state(states["torch"])
+        if states["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+        version, words, gauss = states["python"]
+        random.setstate((version, tuple(words.tolist()), gauss))
+        np.random.set_state(states["numpy"])  # noqa: NPY002  # noqa: NPY002
+
+    def put_again(self) -> None:
+        """Local. As `put` did last."""
+        if self._loaded is not None:
+            self.put(self._loaded)
