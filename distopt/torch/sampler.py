@@ -63,7 +63,7 @@ class ResumableSampler(ShardedSampler):
         """The batches of the current epoch, lists of indices; see `ShardedSampler`."""
         # A loader has drawn a seed for its workers by now, which the interrupted epoch had done at its own start.
         at_start, self._at_start = self._at_start, None
-        if at_start is not None:
+        if at_start is not None and self._first:
             at_start()
         for batch in super().__iter__():
             yield batch.tolist()
@@ -78,5 +78,4 @@ class ResumableSampler(ShardedSampler):
 
     def continue_with(self, at_start: Callable[[], None]) -> None:
         """Local. If the next iteration begins in the middle of an epoch, call `at_start` at its beginning."""
-        if self.consumed:
-            self._at_start = at_start
+        self._at_start = at_start

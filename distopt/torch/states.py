@@ -145,7 +145,7 @@ def decode(node: Any, arrays: Arrays, whole: Callable[[str], Any]) -> Any:
         return arrays[inner]
     if kind == "tuple":
         return tuple(decode(inner, arrays, whole))
-    return _MAPPINGS[kind]((decode(key, arrays, whole), decode(each, arrays, whole)) for key, each in inner)
+    return _MAPPINGS[kind]({decode(key, arrays, whole): decode(each, arrays, whole) for key, each in inner})
 
 
 def _part_of_whole(shard: torch.Tensor, whole: Any) -> torch.Tensor:

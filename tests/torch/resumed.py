@@ -40,22 +40,19 @@ class Network(nn.Module):
 
 
 def digest(*objects) -> str:
-    """Of all tensors in state dictionaries, in order."""
+    """Of all that is in state dictionaries, in order."""
     sums = hashlib.blake2b(digest_size=8)
 
     def add(value) -> None:
-        if isinstance(value, torch.Tensor):
-            sums.update(
-                value.detach().cpu().contiguous().view(torch.uint8).numpy()
-                if value.dim()
-                else bytes(value.item().hex() if value.is_floating_point() else str(value.item()), "ascii")
-            )
-        elif isinstance(value, dict):
-            for key in value:
-                add(value[key])
+        if isinstance(value, dict):
+            for key, each in value.items():
+                add(key)
+                add(each)
         elif isinstance(value, (list, tuple)):
             for each in value:
                 add(each)
+        elif isinstance(value, torch.Tensor):
+            sums.update(value.detach().numpy().tobytes())
         else:
             sums.update(repr(value).encode())
 

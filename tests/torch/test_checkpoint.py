@@ -1,0 +1,427 @@
+"""Checkpoints of PyTorch's objects: disturbed jobs go on to the bit, and states that do not fit are refused."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter, OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from distopt import checkpoint
+from distopt.errors import CheckpointError, StateError, UsageError
+from distopt.torch import Checkpoint, ResumableSampler, load
+from distopt.torch.states import decode, encode
+from tests.processes import Ended, Program
+
+SEED = int(os.environ.get("DISTOPT_TEST_SEED", "7"))
+PORT = 29_470
+JOB = [sys.executable, "-W", "ignore", "-m", "distopt", "run", "--nproc-per-node"]
+THREADS = {"OMP_NUM_THREADS": "1"}
+
+
+# -- jobs that are disturbed -------------------------------------------------------------------------------------------
+def command(ranks: int, folder: Path, *options: str) -> list[str]:
+    return [*JOB, str(ranks), "-m", "tests.torch.resumed", "--folder", str(folder), *options]
+
+
+def run(ranks: int, folder: Path, *options: str) -> Ended:
+    return Program(command(ranks, folder, *options), THREADS).end(250)
+
+
+def ends_of(*ended: Ended) -> list[str]:
+    lines = [
+        line.removeprefix(f"[rank {n}] ") for one in ended for line in one.stdout.splitlines() for n in [line[6:7]]
+    ]
+    return sorted(line for line in lines if "ends with" in line)
+
+
+def undisturbed(folder: Path, ranks: int, *options: str) -> list[str]:
+    ended = run(ranks, folder, *options)
+    assert ended.code == 0, ended
+    return ends_of(ended)
+
+
+# Over Gloo, sums of three ranks depend on the layout of DDP's buckets.
+JOBS = [
+    ("distopt", 2, []),
+    ("distopt", 3, ["--precision", "bfloat16"]),
+    ("gloo", 2, ["--precision", "bfloat16"]),
+    ("gloo", 3, []),
+    ("gloo", 3, ["--static-graph"]),
+]
+
+
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize(("backend", "ranks", "options"), JOBS)
+def test_a_job_that_is_killed_and_preempted_ends_with_the_undisturbed_bits(tmp_path, backend, ranks, options):
+    options = ["--backend", backend, *options]
+    want = undisturbed(tmp_path / "undisturbed", ranks, *options)
+    folder, numbers = tmp_path / "disturbed", random.Random(SEED)
+    killed = run(ranks, folder, *options, "--end", "SIGKILL", str(numbers.randrange(8, 25)))
+    assert killed.code == 137, killed
+    left = run(ranks, folder, *options, "--end", "SIGTERM", str(numbers.randrange(26, 40)))
+    assert left.code == 143, left
+    assert "the job leaves after step" in left.stderr
+    ended = run(ranks, folder, *options)
+    assert ended.code == 0, ended
+    assert "going on from step" in ended.stdout
+    assert ends_of(ended) == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["distopt", "gloo"])
+def test_a_job_of_two_hosts_that_is_killed_at_any_moment_ends_with_the_undisturbed_bits(net, tmp_path, backend):
+    def start(folder: Path) -> list[Program]:
+        place = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:{PORT}"]
+        line = command(2, folder, "--backend", backend)
+        return [Program(host.inside([*line[:7], *place, *line[7:]]), THREADS) for host in net.hosts]
+
+    began = time.monotonic()
+    ended = [program.end(250) for program in start(tmp_path / "undisturbed")]
+    seconds = time.monotonic() - began
+    assert [one.code for one in ended] == [0, 0], ended
+    want, numbers = ends_of(*ended), random.Random(SEED)
+    assert len(want) == 4
+    for signum in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+        programs = start(tmp_path / "disturbed")
+        time.sleep(numbers.uniform(0.3, 0.9) * seconds)
+        for program in programs[: 1 if signum == signal.SIGTERM else 2]:
+            program.process.send_signal(signum)
+        for program in programs:
+            program.end(250)
+    ended = [program.end(250) for program in start(tmp_path / "disturbed")]
+    assert [one.code for one in ended] == [0, 0], ended
+    assert ends_of(*ended) == want
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_with_other_numbers_of_ranks(tmp_path):
+    assert run(2, tmp_path, "--end", "SIGTERM", "20").code == 143
+    more = run(3, tmp_path, "--end", "SIGTERM", "40", "--steps", "80")
+    assert more.code == 143, more
+    assert "was saved by 2 ranks and goes on with 3" in more.stderr
+    fewer = run(2, tmp_path, "--steps", "80")
+    assert fewer.code == 0, fewer
+    assert "was saved by 3 ranks and goes on with 2" in fewer.stderr
+    assert len(ends_of(fewer)) == 2
+
+
+# -- one rank ----------------------------------------------------------------------------------------------------------
+class Small(nn.Module):
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, width)
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x):
+        return self.norm(self.inner(x))
+
+
+def job(folder: Path, optimizer=torch.optim.AdamW, width: int = 5, **more):
+    torch.manual_seed(1)
+    model = Small(width)
+    optimizer = optimizer(model.parameters(), 0.01)
+    return model, optimizer, Checkpoint(folder, model=model, optimizer=optimizer, **more)
+
+
+def train(model, optimizer, checkpoint, steps: int) -> float:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 3)).square().mul(torch.rand(5)).mean()
+        loss.backward()
+        optimizer.step()
+        checkpoint.step()
+    return loss.item()
+
+
+SCHEDULERS = {
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    "steps": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [3, 3, 7]),
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "sequence": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1), torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (n + 1))],
+        milestones=[4],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedules_go_on(tmp_path, name):
+    def steps(folder, first, last):
+        torch.manual_seed(1)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        scheduler = SCHEDULERS[name](optimizer)
+        with Checkpoint(folder, scheduler=scheduler, optimizer=optimizer, model=model) as checkpoint:
+            checkpoint.resume()
+            assert checkpoint.steps == first
+            for step in range(first, last):
+                optimizer.zero_grad()
+                loss = model(torch.full((1, 3), float(step))).square().sum()
+                loss.backward()
+                optimizer.step()
+                scheduler.step(*([1.0 + step] if name == "plateau" else []))
+                checkpoint.step()
+            checkpoint.save()
+        return optimizer.param_groups[0]["lr"], model.weight.detach().clone()
+
+    rate, weight = steps(tmp_path / "whole", 0, 10)
+    steps(tmp_path / "parts", 0, 5)
+    again, other = steps(tmp_path / "parts", 5, 10)
+    assert rate == again
+    assert torch.equal(weight, other)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.LBFGS])
+def test_optimizers_and_generators_go_on(tmp_path, kind):
+    generator = torch.Generator().manual_seed(4)
+
+    def some(model, optimizer, checkpoint, steps):
+        for _ in range(steps):
+            batch = torch.randn(8, 3, generator=generator) * random.random() + torch.tensor(np.random.rand(3)).float()  # noqa: NPY002 - the global one
+
+            def loss(batch=batch):
+                optimizer.zero_grad()
+                value = model(batch).square().mul(torch.arange(5.0)).mean()
+                value.backward()
+                return value
+
+            optimizer.step(loss)
+            checkpoint.step()
+        return [*model.state_dict().values(), torch.rand(2)]
+
+    random.seed(1)
+    np.random.seed(2)  # noqa: NPY002
+    objects = job(tmp_path, kind, noise=generator)
+    assert objects[-1].resume() is None
+    some(*objects, 4)
+    objects[-1].save()
+    want = some(*objects, 3)
+    objects[-1].close()
+    random.seed(3)
+    objects = job(tmp_path, kind, noise=generator)
+    assert objects[-1].resume().step == 4
+    for one, other in zip(some(*objects, 3), want, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_model_goes_by_its_own_names_inside_ddp_and_compile_and_is_loaded_alone(tmp_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = Small()
+        inner = torch.compile(model, backend="eager")
+        wrapped = torch.compile(nn.parallel.DistributedDataParallel(inner), backend="eager")
+        with Checkpoint(tmp_path, model=wrapped) as saved:
+            saved.resume()
+            saved.save()
+    finally:
+        dist.destroy_process_group()
+    fresh = Small()
+    assert load(tmp_path, model=fresh).step == 0
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, fresh.state_dict()[name]), name
+
+
+TENSORS = {
+    **{str(t): torch.arange(6).reshape(2, 3).to(t) for t in (torch.int8, torch.uint8, torch.int64, torch.bool)},
+    **{str(t): torch.randn(3, 2).to(t) for t in (torch.float16, torch.bfloat16, torch.float64, torch.complex64)},
+    **{str(t): torch.randn(5).to(t) for t in (torch.float8_e4m3fn, torch.float8_e5m2)},
+    "scalar": torch.tensor(1.5),
+    "empty": torch.zeros(0, 3),
+    "strided": torch.arange(12.0).reshape(3, 4).t()[::2],
+    "conjugate": torch.randn(2, dtype=torch.complex64).conj(),
+}
+
+
+def test_trees_keep_their_types_and_bits():
+    tree = {
+        **TENSORS,
+        3: (1, 2.5, None, [float("inf"), "x", True]),
+        "counter": Counter([3, 3, 7]),
+        "ordered": OrderedDict(b=torch.ones(2), a={}),
+        (1, "pair"): np.float32(0.1),
+        "a/b": torch.tensor(1),
+        "a": {"b": torch.tensor(2)},
+    }
+    arrays: dict = {}
+    found = decode(encode(tree, "", arrays), {name: np.array(array) for name, array in arrays.items()}, str)
+    assert list(found) == list(tree)
+    for name, tensor in TENSORS.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert bytes(found[name].contiguous().view(-1).view(torch.uint8)) == bytes(
+            tensor.resolve_conj().contiguous().view(-1).view(torch.uint8)
+        ), name
+    assert found[3] == tree[3]
+    assert (type(found["counter"]), found["counter"]) == (Counter, tree["counter"])
+    assert (type(found["ordered"]), list(found["ordered"])) == (OrderedDict, ["b", "a"])
+    assert found[1, "pair"] == np.float32(0.1)
+    assert (found["a/b"], found["a"]["b"]) == (torch.tensor(1), torch.tensor(2))
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+class Holder:
+    def __init__(self, states) -> None:
+        self.states = states
+
+    def state_dict(self):
+        return self.states
+
+    def load_state_dict(self, states) -> None:
+        self.states = states
+
+
+@pytest.mark.parametrize(
+    ("thing", "words"),
+    [
+        (object(), "thing is a object, which cannot be saved; pass objects with state_dict"),
+        (Holder({"a": [{"deep": len}]}), "a/0/deep is a builtin_function_or_method, which can be saved neither"),
+        (Holder({"s": torch.ones(2, 2).to_sparse()}), "s is a Tensor, which can be saved neither"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(tmp_path, thing, words):
+    def save() -> None:
+        saved = Checkpoint(tmp_path, thing=thing)
+        saved.resume()
+        saved.save()
+
+    with pytest.raises(UsageError, match=words):
+        save()
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"width": 6}, r"model: inner.bias is float32 of shape \(5,\), here float32 of shape \(6,\)"),
+        ({"optimizer": torch.optim.SGD}, "optimizer: the object is of SGD, the states are of AdamW"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, "it has no scaler"),
+    ],
+)
+def test_checkpoints_of_another_job_are_refused_and_change_nothing(tmp_path, other, words):
+    objects = job(tmp_path)
+    objects[-1].resume()
+    train(*objects, 2)
+    objects[-1].save()
+    objects[-1].close()
+    model, _, saved = job(tmp_path, **other)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(StateError, match=words):
+        saved.resume()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(tmp_path, caplog):
+    objects = job(tmp_path, every=2)
+    objects[-1].resume()
+    train(*objects, 4)
+    objects[-1].close()
+    file = tmp_path / "step-0000000004" / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 4
+    file.write_bytes(data)
+    assert job(tmp_path)[-1].resume().step == 2
+    assert "is corrupt" in caplog.text
+
+
+def test_a_save_that_cannot_be_written_leaves_training_alone(tmp_path, caplog):
+    objects = job(tmp_path, every=1)
+    objects[-1].resume()
+    train(*objects, 1)
+    (tmp_path / "step-0000000002").write_text("in the way")
+    train(*objects, 1)
+    objects[-1]._wait()
+    assert "step 2 could not be saved" in caplog.text
+    assert train(*objects, 1) > 0
+    objects[-1].close()
+    assert job(tmp_path)[-1].resume().step == 3
+    (tmp_path / "step-0000000004").write_text("in the way")
+    objects = job(tmp_path, every=1)
+    objects[-1].resume()
+    train(*objects, 1)
+    with pytest.raises(CheckpointError, match="step 4 could not be saved"):
+        objects[-1].close()
+
+
+def test_the_files_are_those_of_nn_and_hold_no_pickle(tmp_path):
+    objects = job(tmp_path)
+    objects[-1].resume()
+    train(*objects, 2)
+    objects[-1].save()
+    objects[-1].close()
+    with pytest.raises(StateError, match="of another script"):  # states of PyTorch's for arrays of nn's
+        checkpoint.load(tmp_path, model={"weight": np.zeros((5, 3), np.float32)})
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [
+        ".lock",
+        "checkpoint.json",
+        "rank-00000.safetensors",
+    ]
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+def given(world_size: int, rank: int, size: int = 103, **options) -> ResumableSampler:
+    sampler = ResumableSampler(size, 4, seed=3, **options)
+    sampler.world_size, sampler.rank = world_size, rank
+    return sampler
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_workers_have_fetched_are_not_counted(workers):
+    data = TensorDataset(torch.arange(103))
+    sampler = ResumableSampler(data, 4, seed=3)
+    whole = [batch.tolist() for (batch,) in DataLoader(data, batch_sampler=sampler, num_workers=workers)]
+    sampler.set_epoch(1)
+    sampler.set_epoch(0)
+    seen = []
+    for (batch,) in DataLoader(data, batch_sampler=sampler, num_workers=workers):
+        seen.append(batch.tolist())
+        sampler.step()
+        if len(seen) == 5:
+            break
+    assert sampler.consumed == 20
+    again = ResumableSampler(data, 4, seed=3)
+    again.set_states(sampler.get_states())
+    rest = [batch.tolist() for (batch,) in DataLoader(data, batch_sampler=again, num_workers=workers)]
+    assert seen + rest == whole
+
+
+def test_accumulated_batches_count_together():
+    sampler = ResumableSampler(10, 1, batches_per_step=4)
+    next(iter(sampler))
+    counts = []
+    for _ in range(3):
+        sampler.step()
+        counts.append(sampler.consumed)
+    assert counts == [4, 8, 10]
+
+
+@pytest.mark.parametrize("before", [1, 2, 3])
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_an_epoch_goes_on_with_other_ranks_and_repeats_no_sample(before, after):
+    samplers = [given(before, rank, size=96) for rank in range(before)]
+    iterators = [iter(sampler) for sampler in samplers]
+    used: list[int] = []
+    for _ in range(3):
+        for sampler, iterator in zip(samplers, iterators, strict=True):
+            used += next(iterator)
+            sampler.step()
+    states = samplers[0].get_states()
+    for rank in range(after):
+        sampler = given(after, rank, size=96)
+        sampler.set_states(states)
+        for batch in sampler:
+            used += batch
+    assert sorted(used) == sorted(set(used))
+    assert len(used) >= 96 - 4 * after
