@@ -185,6 +185,8 @@ def _tensors(node: Any) -> dict[str, dict[str, str]]:
 
 def _items(tree: Any) -> dict[Any, Any]:
     """Of a mapping as `encode` makes it: the nodes of its values, by its keys, where these are strings."""
+    if not isinstance(tree, dict):
+        return {}
     ((_, items),) = tree.items()
     return {key: node for key, node in items if isinstance(key, str)}
 
@@ -202,13 +204,14 @@ class StateDict(Part):
         return State(arrays, {"class": type(self._thing).__name__, "tree": tree})
 
     def check(self, state: State) -> None:
-        kind, own = state.notes.get("class"), type(self._thing).__name__
-        if kind != own:
-            raise StateError(f"the object is of {own}, the states are of {kind}; they are of another script")
+        if "tree" not in state.notes:
+            raise StateError("the states are no state dictionary of PyTorch; they are of another script")
         self._check_tree(state)
 
     def _check_tree(self, state: State) -> None:
-        """Compare more than the class."""
+        kind, own = state.notes["class"], type(self._thing).__name__
+        if kind != own:
+            raise StateError(f"the object is of {own}, the states are of {kind}; they are of another script")
         given, mine = (set(_items(notes["tree"])) for notes in (state.notes, self.look().notes))
         if given != mine:
             names = ", ".join(sorted(given ^ mine))
@@ -233,19 +236,21 @@ class ModelState(StateDict):
         plain, self._ddp = _plain(model)
         super().__init__(plain)
         self._alike = alike
+        self._buckets: list[str] = []  # once they stay
 
     def look(self) -> State:
         state = super().look()
         del state.notes["class"]  # a model may be loaded into another class with the same arrays
         if self._ddp is not None:
-            state.notes["buckets"] = bucket_order(self._ddp)
+            state.notes["buckets"] = order = self._buckets or bucket_order(self._ddp)
+            self._buckets = order if self._ddp._has_rebuilt_buckets else []
         return state
 
     def shared(self, names: Iterable[str]) -> set[str]:
         own = self._thing.named_parameters(remove_duplicate=False)
         return {name for name, parameter in own if id(parameter) in self._alike} & set(names)
 
-    def check(self, state: State) -> None:
+    def _check_tree(self, state: State) -> None:
         mine, given = ({name: _described(each, name) for name in each.arrays} for each in (super().look(), state))
         for name in sorted(mine.keys() | given.keys()):
             if mine.get(name) != given.get(name):
@@ -297,6 +302,7 @@ class OptimizerState(StateDict):
         return set(names) if self._all_alike else set()
 
     def _check_tree(self, state: State) -> None:
+        super()._check_tree(state)
         given, mine = (
             [len(_items(group)["params"]) for group in _items(notes["tree"])["param_groups"]]
             for notes in (state.notes, self.look().notes)
@@ -323,7 +329,7 @@ class TorchGenerator(Part):
 
     def check(self, state: State) -> None:
         own = self.look()
-        if (state.notes, state.arrays[""].shape) != (own.notes, own.arrays[""].shape):
+        if state.notes != own.notes or state.arrays.get("", np.empty(0)).shape != own.arrays[""].shape:
             raise StateError(f"the generator is one of {own.notes['device']}, the states are of another kind")
 
     def put(self, state: State) -> None:
