@@ -901,19 +901,20 @@ def check_compiled_collectives(r: Ranks) -> None:
 
 def check_builtin_hooks(r: Ranks) -> None:
     """Those of C++, which ask for futures that hold a list of C++."""
+
+    def gradients(group: dist.ProcessGroup, kind: dist.BuiltinCommHookType) -> list[torch.Tensor]:
+        # The model goes before its group is destroyed: if it holds the last reference to a group of Gloo, PyTorch 2.13
+        # joins Gloo's threads with the interpreter lock held, for which they may wait.
+        model = DistributedDataParallel(network(), process_group=group)
+        generator = torch.Generator().manual_seed(r.rank)
+        model._register_builtin_comm_hook(kind)
+        for _ in range(3):
+            model(torch.randn(4, 1, 8, 8, generator=generator)).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
     gloo = group_with_gloo(r.all)
     for kind in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
-        results = []
-        for group in (dist.group.WORLD, gloo):
-            model, generator = (
-                DistributedDataParallel(network(), process_group=group),
-                torch.Generator().manual_seed(r.rank),
-            )
-            model._register_builtin_comm_hook(kind)
-            for _ in range(3):
-                model(torch.randn(4, 1, 8, 8, generator=generator)).square().mean().backward()
-            results.append([parameter.grad for parameter in model.parameters()])
-        for one, other in zip(*results, strict=True):
+        for one, other in zip(gradients(dist.group.WORLD, kind), gradients(gloo, kind), strict=True):
             if r.size == 2:  # with more ranks Gloo sums in another order, and rounds every sum
                 same(one, other, kind)
             else:
