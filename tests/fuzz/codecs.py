@@ -29,7 +29,7 @@ BAD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 class Step(NamedTuple):
     codec: Codec | None  # what is sent; None: a partial update
     bucket: int  # size in elements, or of partitions
-    gradients: tuple[str, ...]  # the kind of every parameter's, see `gradient`
+    gradients: tuple[str, ...]  # the kind of every parameter's, see `gradient`; none: the step is left out
     bad: tuple[int, str, str] | None = None  # rank, parameter, and key of `BAD`
     saves: bool = False  # whether the states are saved before it and loaded into a new engine
     seed: int = 0  # of the gradients
@@ -134,6 +134,11 @@ def _train(comm, program):
             for param, value in zip(own.params, values, strict=True):
                 param.array[...] = value
             own.engine.set_states(states)
+        if not step.gradients:  # in `begin` partial updates come to their end, which stays if a step is refused
+            if step.codec is not None and own.engine.partial.slots_pending:
+                own.engine.partial.end(own.slots)
+            records.append(_record(own, False, [], {}, {}))
+            continue
         own.bucket_elements = step.bucket
         opened = own.begin_partial(step.bucket) if step.codec is None else own.begin(step.codec)
         kinds = zip(SHAPES, step.gradients, strict=True)
@@ -177,7 +182,7 @@ def run(program):
     logging.getLogger("distopt").setLevel(logging.ERROR)  # every step that is skipped warns
     ranks = _runs_of(program)
     steps = [[records[number] for records in ranks] for number in range(len(program.steps) + 1)]
-    before, kinds, good, equal = [{} for _ in ranks], set(), [], True
+    before, kinds, equal = [{} for _ in ranks], set(), True
     for number, (step, records) in enumerate(zip(program.steps, steps, strict=False)):
         what, codec, refused = f"step {number}", step.codec, records[0].refused
         halves = isinstance(codec, BFloat16 | Fp16)  # which saturate
@@ -185,7 +190,6 @@ def run(program):
         assert not refused or step.bad or "large" in step.gradients, f"{what} is refused"
         assert refused or not step.bad or (halves and step.bad[2] != "nan"), f"{what} is not refused"
         if not refused:
-            good.append(number)
             equal &= codec is not None
         if equal:
             _check_equal(records, what)
@@ -197,15 +201,19 @@ def run(program):
             kinds.add(codec.kind)
         before = [record.states for record in records]
     _check_equal(steps[-1], "the end")
-    if len(good) < len(program.steps) or any(step.saves for step in program.steps):
-        plain = tuple(program.steps[number]._replace(saves=False) for number in good)
+    if any(step.saves for step in program.steps) or any(record.refused for record in ranks[0]):
+        plain = tuple(
+            step._replace(saves=False, gradients=() if records[0].refused else step.gradients)
+            for step, records in zip(program.steps, steps, strict=False)
+        )
         for rank, others in enumerate(_runs_of(replace(program, steps=plain))):
-            for number, other in zip([*good, -1], others, strict=True):
-                what, record = f"of rank {rank} after step {number}, without saves and bad steps", ranks[rank][number]
+            for number, (record, other) in enumerate(zip(ranks[rank], others, strict=True)):
+                what = f"of rank {rank} after step {number}, without saves and bad steps"
                 _same(record.params, other.params, what)
-                # A dynamic scale is a bucket's: other buckets in a bad step share it among other parameters.
-                common = {name for name in record.states.keys() & other.states.keys() if "/scale/" not in name}
-                _same(*({name: of.states[name] for name in common} for of in (record, other)), what)
+                if not record.refused:  # else there may be other partitions
+                    # A dynamic scale is a bucket's: other buckets in a bad step share it among other parameters.
+                    common = {name for name in record.states.keys() & other.states.keys() if "/scale/" not in name}
+                    _same(*({name: of.states[name] for name in common} for of in (record, other)), what)
 
 
 def _check_equal(records, what):

@@ -6,6 +6,7 @@ import atexit
 import random
 import time
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,13 +16,16 @@ from distopt.comm.base import DTYPES, OPS, RaggedWork
 from distopt.errors import UsageError
 from tests.conformance.oracle import STORAGE, bfloat16_from, bfloat16_to, reduce_in_rank_order
 
-from .ranks import BACKENDS, TIMEOUT, Ranks
+from .ranks import TIMEOUT, Ranks
 
 __all__ = ["Call", "Message", "Program", "Wait", "run"]
 
 SIZE = 3000  # elements of every memory of a rank; places of arrays in it are modulo what fits
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 BY_HOST = ("blocks", "round_robin")  # backends that sum host by host
+# Backends and numbers of ranks: shared memory and MPI with their usual and with small chunks, and both.
+JOBS = [*product(["shm"], range(1, 6)), *product(["small"], [2, 3, 5]), *product(["mpi", "mpi_small"], [2, 3]),
+        *product(BY_HOST, [4])]  # fmt: skip
 PAIRS = ("reduce_scatter", "all_gather")  # whose array and result are a part and a whole
 CALLS = ("all_reduce", *PAIRS, *PAIRS, "all_gather_ragged", "all_to_all_ragged", "broadcast", "barrier")
 PRIVATE = 1  # the value that a rank sends from an array of its own, after its memory was refused
@@ -85,7 +89,7 @@ def programs(draw, jobs):
     return Program(backend, dtype, draw(st.booleans()), members, draw(st.integers(0, 999)), draw(steps))
 
 
-PROGRAMS = programs([(backend, n) for backend, sizes in BACKENDS.items() for n in sizes])
+PROGRAMS = programs(JOBS)
 
 
 # -- what both the ranks and the oracle compute ------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from importlib.abc import MetaPathFinder
 from importlib.machinery import SourceFileLoader
 from typing import NamedTuple
 
@@ -30,24 +28,17 @@ MISTAKES = {
 }  # fmt: skip
 
 
-class _Loader(SourceFileLoader):
-    def get_code(self, fullname):
-        """From the source, whatever bytecode there is."""
-        mistake, source = MISTAKES[os.environ[VARIABLE]], self.get_source(fullname) or ""
-        assert source.count(mistake.right) == 1, f"{mistake.right!r} is not once in {self.path}"
-        return compile(source.replace(mistake.right, mistake.wrong), self.path, "exec")
-
-
-class _Finder(MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != MISTAKES[os.environ[VARIABLE]].module:
-            return None
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in sys.meta_path[1:])))
-        spec.loader = _Loader(name, spec.origin or "")
-        return spec
-
-
 def make():
     """The one that the environment names, if any."""
-    if VARIABLE in os.environ:
-        sys.meta_path.insert(0, _Finder())
+    if VARIABLE not in os.environ:
+        return
+    mistake, right = MISTAKES[os.environ[VARIABLE]], SourceFileLoader.get_code
+
+    def get_code(loader, name):
+        if name != mistake.module:
+            return right(loader, name)
+        source = loader.get_source(name)
+        assert source.count(mistake.right) == 1, f"{mistake.right!r} is not once in {name}"
+        return compile(source.replace(mistake.right, mistake.wrong), loader.path, "exec")
+
+    SourceFileLoader.get_code = get_code

@@ -20,15 +20,6 @@ from tests.processes import mpiexec_command
 
 TIMEOUT = 10.0  # seconds that a rank waits; a program that takes twice as many hangs
 START = 120.0  # seconds until all ranks are there, which import everything anew
-# Backends, and what numbers of ranks they have: shared memory and MPI with their usual and with small chunks, and both.
-BACKENDS = {
-    "shm": (1, 2, 3, 4, 5),
-    "small": (2, 3, 5),
-    "mpi": (2, 3),
-    "mpi_small": (2, 3),
-    "blocks": (4,),
-    "round_robin": (4,),
-}
 
 
 class Ranks:
