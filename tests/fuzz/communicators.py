@@ -24,7 +24,7 @@ SIZE = 3000  # elements of every memory of a rank; places of arrays in it are mo
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 BY_HOST = ("blocks", "round_robin")  # backends that sum host by host
 # Backends and numbers of ranks: shared memory and MPI with their usual and with small chunks, and both.
-JOBS = [*product(["shm"], range(1, 6)), *product(["small"], [2, 3, 5]), *product(["mpi", "mpi_small"], [2, 3]),
+JOBS = [*product(["shm"], [2, 1, 3, 4, 5]), *product(["small"], [2, 3, 5]), *product(["mpi", "mpi_small"], [2, 3]),
         *product(BY_HOST, [4])]  # fmt: skip
 PAIRS = ("reduce_scatter", "all_gather")  # whose array and result are a part and a whole
 CALLS = ("all_reduce", *PAIRS, *PAIRS, "all_gather_ragged", "all_to_all_ragged", "broadcast", "barrier")
@@ -68,8 +68,8 @@ class Program:
 
 @st.composite
 def programs(draw, jobs):
-    """Programs for some of the jobs, backend and number of ranks."""
-    backend, ranks = draw(st.sampled_from(jobs))
+    """Programs for some of the jobs, backend and number of ranks; half are for the first, as ranks start slowly."""
+    backend, ranks = draw(st.just(jobs[0]) | st.sampled_from(jobs))
     dtype = draw(st.sampled_from(["float64", "int32", "bool"] if backend in BY_HOST else list(DTYPES)))
     members, world = {"world": tuple(range(ranks))}, st.sampled_from(range(ranks))
     if draw(st.booleans()):
