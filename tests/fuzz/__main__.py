@@ -12,7 +12,7 @@ from .search import search
 FAMILIES = ("communicators", "codecs", "operations")
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"{', '.join(FAMILIES)} (default: all)")
     parser.add_argument("--minutes", type=float, default=5.0, help="of all families together (default: %(default)s)")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from hypothesis import strategies as st
@@ -16,340 +16,267 @@ from distopt.comm.base import DTYPES, OPS, RaggedWork
 from distopt.errors import UsageError
 from tests.conformance.oracle import STORAGE, bfloat16_from, bfloat16_to, reduce_in_rank_order
 
-from .ranks import BACKENDS, TIMEOUT, Ranks
+from .ranks import TIMEOUT, Ranks
 
 __all__ = ["Call", "Message", "Program", "Wait", "run"]
 
-SIZE = 3000  # elements of every rank's memory
+SIZE = 3000  # elements of every memory of a rank; places of arrays in it are modulo what fits
 FLOATS = ("float32", "float64", "float16", "bfloat16")
+BY_HOST = ("blocks", "round_robin")  # backends that sum host by host
+# Backends and numbers of ranks: shared memory and MPI with their usual and with small chunks, and both.
+JOBS = [*product(["shm"], [2, 1, 3, 4, 5]), *product(["small"], [2, 3, 5]), *product(["mpi", "mpi_small"], [2, 3]),
+        *product(BY_HOST, [4])]  # fmt: skip
+PAIRS = ("reduce_scatter", "all_gather")  # whose array and result are a part and a whole
+CALLS = ("all_reduce", *PAIRS, *PAIRS, "all_gather_ragged", "all_to_all_ragged", "broadcast", "barrier")
 PRIVATE = 1  # the value that a rank sends from an array of its own, after its memory was refused
 
 
 class Call(NamedTuple):
-    """A collective. Places of arrays in the memory are modulo what fits, and rank r has `at[r]`.
-
-    Attributes:
-        name: of the method of the communicator.
-        count: number of elements; of ragged arrays, the largest.
-        at: of the array.
-        out: of the result, where there is another array for it; None: in place.
-        op: reduction, or the root of a broadcast modulo the number of ranks.
-        sub: whether it is one of the subgroup.
-    """
+    """A collective, the method `name`."""
 
     name: str
-    count: int
-    at: tuple[int, ...]
-    out: tuple[int, ...] | None = None
-    op: Any = "sum"
-    sub: bool = False
+    on: str  # a key of `Program.members`, and of a memory
+    count: int  # elements of the array, or of a part; of ragged arrays, at most
+    at: tuple[int, ...]  # by rank, where the array lies; the whole, of a pair
+    out: tuple[int, ...] | None  # by rank, where the part lies in the whole, in quarters of a part; None: in place
+    op: Any
 
 
 class Message(NamedTuple):
-    """A message of rank `source` to rank `to`, modulo the number of ranks; `anyone`: the receiver names no source."""
-
-    source: int
-    to: int
+    ends: tuple[int, int]  # from rank, to rank
     count: int
     at: int
     tag: int
-    anyone: bool
+    anyone: bool  # whether the receiver names no source
 
 
 class Wait(NamedTuple):
-    """A wait for operation number `which` of those under way, on the ranks in `ranks` ("all" where it is collective).
-
-    Attributes:
-        how: "wait", "poll" once, or "spin": poll to the end.
-    """
-
-    which: int
-    ranks: tuple[int, ...]
-    how: str
+    which: int  # operation of those so far, modulo their number
+    ranks: tuple[int, ...]  # who waits; all where it is collective
+    how: str  # "wait", "poll" once, or "spin": poll to the end
 
 
 @dataclass(frozen=True)
 class Program:
     backend: str
-    ranks: int
     dtype: str
-    wire: bool  # whether the memory is wire memory
-    group: tuple[int, ...]  # ranks of a subgroup, in its order; empty: none
+    wire: bool  # whether the memory of the world is wire memory
+    members: dict[str, tuple[int, ...]]  # ranks of the "world" and, where there is one, of a "subgroup", in its order
     seed: int  # of the values, and of the order in which what is left is waited for
     steps: tuple[Call | Message | Wait, ...]
 
 
-def _pair(name: str, count: int, at: tuple[int, ...], out: tuple[int, ...] | None, beside: bool, op: str,
-          sub: bool) -> Call:  # fmt: skip
-    """A call whose result lies at `out`, or so far from the array."""
-    if out is not None and beside:
-        out = tuple(max(0, a + o) for a, o in zip(at, out, strict=True))
-    return Call(name, count, at, out, op, sub)
-
-
-# -- programs ----------------------------------------------------------------------------------------------------------
-_offsets = st.tuples(*[st.integers(0, 40) | st.integers(0, SIZE)] * 5)
-_beside = st.tuples(*[st.integers(-40, 700)] * 5)  # how far from the array its result begins
-_counts = st.sampled_from([0, 1, 2, 7, 33, 200, 555])
-_calls = st.one_of(
-    st.builds(Call, st.just("all_reduce"), _counts, _offsets, st.none(), st.sampled_from(list(OPS)), st.booleans()),
-    st.builds(_pair, st.just("reduce_scatter"), _counts, _offsets, st.none() | _beside | _offsets, st.booleans(),
-              st.sampled_from(list(OPS)), st.booleans()),
-    st.builds(_pair, st.just("all_gather"), _counts, _offsets, st.none() | _beside | _offsets, st.booleans(),
-              st.just("sum"), st.booleans()),
-    st.builds(Call, st.sampled_from(["all_gather_ragged", "all_to_all_ragged"]), _counts, _offsets, st.none(),
-              st.just("sum"), st.booleans()),
-    st.builds(Call, st.just("broadcast"), _counts, _offsets, st.none(), st.integers(0, 4), st.booleans()),
-    st.builds(Call, st.just("barrier"), st.just(0), _offsets, st.none(), st.just("sum"), st.booleans()),
-)  # fmt: skip
-_rank = st.integers(0, 4)
-_messages = st.builds(Message, _rank, _rank, _counts, st.integers(0, SIZE), st.integers(-1, 2), st.booleans())
-_waits = st.builds(Wait, st.integers(0, 9), st.lists(_rank, unique=True).map(tuple),
-                   st.sampled_from(["wait", "poll", "spin"]))  # fmt: skip
-
-
 @st.composite
-def programs(draw: Any, jobs: Sequence[tuple[str, int]]) -> Program:
-    """Programs for some of the jobs, backend and number of ranks."""
-    backend, ranks = draw(st.sampled_from(jobs))
-    dtype = draw(
-        st.sampled_from(
-            list(DTYPES) if backend in ("shm", "small", "mpi", "mpi_small") else ["float64", "int32", "bool"]
-        )
-    )
-    group = draw(st.just(()) | st.lists(st.integers(0, ranks - 1), min_size=1, unique=True).map(tuple))
-    steps = draw(st.lists(_calls | _calls | _messages | _waits, max_size=12))
-    bad = ("and", "or", "xor") if dtype in FLOATS else ("mean",)
-    steps = [s._replace(op="max") if isinstance(s, Call) and s.op in bad else s for s in steps]
-    return Program(backend, ranks, dtype, draw(st.booleans()), group, draw(st.integers(0, 999)), tuple(steps))
+def programs(draw, jobs):
+    """Programs for some of the jobs, backend and number of ranks; half are for the first, as ranks start slowly."""
+    backend, ranks = draw(st.just(jobs[0]) | st.sampled_from(jobs))
+    dtype = draw(st.sampled_from(["float64", "int32", "bool"] if backend in BY_HOST else list(DTYPES)))
+    members, world = {"world": tuple(range(ranks))}, st.sampled_from(range(ranks))
+    if draw(st.booleans()):
+        members["subgroup"] = draw(st.lists(world, min_size=1, unique=True).map(tuple))
+    ops = [op for op in OPS if op not in (("and", "or", "xor") if dtype in FLOATS else ("mean",))]
+    counts, offsets = st.sampled_from([0, 1, 2, 7, 33, 200, 555]), st.integers(0, 40) | st.integers(0, SIZE)
+    out = st.tuples(*[st.integers(-6, 18)] * ranks)
+    calls = st.builds(
+        Call, st.sampled_from(CALLS), st.sampled_from(list(members)), counts, st.tuples(*[offsets] * ranks),
+        out | out | st.none(), st.sampled_from(ops),
+    )  # fmt: skip
+    ends = st.tuples(world, world).filter(lambda pair: pair[0] != pair[1])
+    messages = st.builds(Message, ends, counts, offsets, st.integers(-1, 2), st.booleans())
+    waits = st.builds(Wait, st.integers(0, 9), st.lists(world, unique=True).map(tuple),
+                      st.sampled_from(["wait", "poll", "spin"]))  # fmt: skip
+    steps = st.lists(calls | calls | waits | messages if ranks > 1 else calls | waits, max_size=12).map(tuple)
+    return Program(backend, dtype, draw(st.booleans()), members, draw(st.integers(0, 999)), draw(steps))
 
 
-PROGRAMS = programs([(backend, n) for backend, sizes in BACKENDS.items() for n in sizes])
+PROGRAMS = programs(JOBS)
 
 
 # -- what both the ranks and the oracle compute ------------------------------------------------------------------------
-def _memory(program: Program, rank: int, place: int) -> np.ndarray:
-    """Memory number `place`: 0 of the world, 1 of the subgroup, 2 what messages are sent from."""
-    rng = np.random.default_rng([program.seed, place, rank])
-    values = rng.standard_normal(SIZE) * 2
-    if program.backend in ("blocks", "round_robin") or program.dtype not in FLOATS:
+# Of a rank: the memories of the "world", of the "subgroup" and for "messages"; what came otherwise, by step and part;
+# and by step, whether the rank's arguments were refused.
+State: TypeAlias = dict[Any, Any]
+
+
+def _at_first(program, rank):
+    values = np.random.default_rng([program.seed, rank]).standard_normal((3, SIZE)) * 2
+    if program.backend in BY_HOST or program.dtype not in FLOATS:
         values = np.floor(values)  # any order of sums gives the same
     if program.dtype == "bfloat16":
-        return bfloat16_from(values)
-    return (values if program.dtype in FLOATS else values.astype(int)).astype(program.dtype)
+        values = bfloat16_from(values)
+    else:
+        values = (values if program.dtype in FLOATS else values.astype(int)).astype(program.dtype)
+    return dict(zip(("world", "subgroup", "messages"), values, strict=True))
 
 
-def _members(program: Program, call: Call) -> tuple[int, ...]:
-    return program.group if call.sub and program.group else tuple(range(program.ranks))
-
-
-def _place(at: int, size: int) -> slice:
+def _place(at, size):
     first = at % (SIZE - size + 1)
     return slice(first, first + size)
 
 
-def _counts_of(call: Call, members: tuple[int, ...], rank: int) -> list[int]:
-    """How many elements rank `rank` sends to each member; to all the same, in a gather."""
-    if call.name == "all_gather_ragged":
-        return [(call.count + 7 * rank + call.at[0]) % (call.count + 1)]
-    return [(call.count // 3 + 5 * rank + 3 * other + call.at[1]) % (call.count + 1) for other in members]
+def _sides(program, call, rank):
+    """Where a rank's array lies, and its result, and whether they overlap otherwise than in place."""
+    if call.name not in PAIRS:
+        both = _place(call.at[rank], call.count)
+        return both, both, False
+    members = program.members[call.on]
+    own, whole = members.index(rank), _place(call.at[rank], len(members) * call.count)
+    part = _place(whole.start + (4 * own if call.out is None else call.out[rank]) * call.count // 4, call.count)
+    overlap = part.start < whole.stop and whole.start < part.stop and part.start != whole.start + own * call.count
+    return (whole, part, overlap) if call.name == "reduce_scatter" else (part, whole, overlap)
 
 
-def _sides(call: Call, members: tuple[int, ...], rank: int) -> tuple[slice, slice]:
-    """Where in the memory a rank's array, and its result, lie."""
-    own, n = members.index(rank), len(members)
-    sizes = {"reduce_scatter": (n, 1), "all_gather": (1, n)}.get(call.name, (1, 1))
-    if call.out is not None or sizes == (1, 1):
-        out = call.at if call.out is None else call.out
-        return _place(call.at[rank], sizes[0] * call.count), _place(out[rank], sizes[1] * call.count)
-    whole = _place(call.at[rank], n * call.count)
-    part = slice(whole.start + own * call.count, whole.start + (own + 1) * call.count)
-    return (whole, part) if call.name == "reduce_scatter" else (part, whole)
+def _pieces(program, call, rank):
+    """Where the arrays lie that a rank sends in a ragged collective: one to each member or, in a gather, to all."""
+    receivers = program.members[call.on][: None if call.name == "all_to_all_ragged" else 1]
+    counts = [(call.count + 7 * rank + 3 * other + call.at[0]) % (call.count + 1) for other in receivers]
+    return [_place(call.at[rank] + 50 * i, count) for i, count in enumerate(counts)]
 
 
 # -- a rank ------------------------------------------------------------------------------------------------------------
-class Answer(NamedTuple):
-    """Memories at the end, the results of ragged collectives and messages by step, and which steps were refused."""
-
-    memories: list[np.ndarray]
-    results: dict[int, list[np.ndarray]]
-    refused: set[int]
-    has_group: bool
-
-
-def on_rank(comm: Any, program: Program) -> Answer:
-    rank = comm.topology.rank
-    memories = [_memory(program, rank, place) for place in range(3)]
+def on_rank(comm, program):
+    rank, state = comm.topology.rank, _at_first(program, comm.topology.rank)
     if program.wire:
-        wire = comm.empty(SIZE, program.dtype)
-        wire[...] = memories[0]
-        memories[0] = wire
-    answer = Answer(memories, {}, set(), bool(program.group))
-    group = None
-    if rank in program.group:
-        try:
-            group = comm.subgroup(program.group)
-        except UsageError:
-            answer = answer._replace(has_group=False)
-    works: list[tuple[int, Any, Any]] = []  # step, work, where a result comes
-    order = random.Random(program.seed + rank if not program.group else program.seed)
+        state["world"], values = comm.empty(SIZE, program.dtype), state["world"]
+        state["world"][...] = values
+    comms, subgroup = {"world": comm}, program.members.get("subgroup", ())
+    if rank in subgroup:
+        comms["subgroup"] = comm.subgroup(subgroup)
+    works = []  # of all operations so far; None where there is nothing to wait for
     for number, step in enumerate(program.steps):
-        if isinstance(step, Wait):
-            _wait_for(works, program, step, rank)
+        if isinstance(step, Call):
+            members = program.members[step.on]
+            works.append((number, _start(comms[step.on], program, number, step, state) if rank in members else None))
         elif isinstance(step, Message):
-            source, to = step.source % program.ranks, step.to % program.ranks
-            tag = 1000 + number if step.anyone else step.tag
-            wire = {"wire": program.dtype}
-            if rank == source != to:
-                works.append((number, comm.send(memories[2][_place(step.at, step.count)], to, tag=tag, **wire), None))
-            elif rank == to != source:
-                came = np.full(step.count, 0, STORAGE[program.dtype])
-                work = comm.receive(came, None if step.anyone else source, tag=tag, **wire)
-                works.append((number, work, came))
-            else:
-                works.append((number, None, None))
-        elif rank not in _members(program, step) or (step.sub and program.group and not answer.has_group):
-            works.append((number, None, None))
-        else:
-            on = group if step.sub and program.group else comm
-            works.append(_start(on, program, number, step, rank, memories[on is group], answer))
-    for number, work, _ in works:
-        if isinstance(work, RaggedWork):
-            work.wait()
-            answer.results[number] = [np.array(part) for part in work.parts]
-    order.shuffle(works)
-    for number, work, came in works:
+            works.append((number, _start_message(comm, program, number, step, state) if rank in step.ends else None))
+        elif works:
+            work = works[step.which % len(works)][1]
+            # All wait where a wait is collective, or where it could be for a rank in another communicator.
+            if work is not None and (subgroup or isinstance(work, RaggedWork) or rank in step.ranks):
+                _wait(work, step.how)
+    ragged = [(number, work) for number, work in works if isinstance(work, RaggedWork)]
+    random.Random(program.seed + (0 if subgroup else rank)).shuffle(works)
+    for number, work in ragged + works:
         if work is not None:
             work.wait()
-        if came is not None:
-            answer.results[number] = [came]
+        if isinstance(work, RaggedWork):
+            state |= {(number, part): np.array(array) for part, array in enumerate(work.parts)}
     comm.barrier()
-    if group is not None:
-        group.close()
-    return answer._replace(memories=[memory.copy() for memory in memories])
+    if rank in subgroup:
+        comms["subgroup"].close()
+    return {what: np.array(array) for what, array in state.items()}
 
 
-def _start(on: Any, program: Program, number: int, call: Call, rank: int, memory: np.ndarray, answer: Answer) -> Any:
-    members = _members(program, call)
-    wire = {"wire": program.dtype}
-    array, out = (memory[side] for side in _sides(call, members, rank))
+def _start_message(comm, program, number, message, state):
+    (source, to), tag = message.ends, 1000 + number if message.anyone else message.tag
+    if comm.topology.rank == source:
+        return comm.send(state["messages"][_place(message.at, message.count)], to, tag=tag, wire=program.dtype)
+    state[number, 0] = np.zeros(message.count, STORAGE[program.dtype])
+    return comm.receive(state[number, 0], None if message.anyone else source, tag=tag, wire=program.dtype)
+
+
+def _start(comm, program, number, call, state):
+    members, memory, start = program.members[call.on], state[call.on], getattr(comm, call.name)
+    rank = members[comm.topology.rank]
     if call.name == "barrier":
-        return number, on.barrier(), None
+        return start()
     if call.name.endswith("ragged"):
-        if program.dtype == "bfloat16":
-            memory = memory.view(np.int16)
-        counts = _counts_of(call, members, rank)
-        parts = [memory[_place(call.at[(rank + i) % 5], count)] for i, count in enumerate(counts)]
-        return number, on.all_to_all_ragged(parts) if "to_all" in call.name else on.all_gather_ragged(*parts), None
-    if call.name == "broadcast":
-        return number, on.broadcast(array, call.op % len(members), **wire), None
-    if call.name == "all_reduce":
-        return number, on.all_reduce(array, call.op, **wire), None
-    options = {"op": call.op, **wire} if call.name == "reduce_scatter" else wire
+        memory = memory.view(np.int16) if program.dtype == "bfloat16" else memory
+        parts = [memory[piece] for piece in _pieces(program, call, rank)]
+        return start(parts) if call.name == "all_to_all_ragged" else start(*parts)
+    array, out = (memory[side] for side in _sides(program, call, rank)[:2])
+    more = {"broadcast": [call.at[0] % len(members)], "all_gather": []}.get(call.name, [call.op])
+    if call.name not in PAIRS:
+        return start(array, *more, wire=program.dtype)
     try:
-        return number, getattr(on, call.name)(array, out, **options), None
+        work, state[number] = start(array, out, *more, wire=program.dtype), False
     except UsageError:
-        assert np.shares_memory(array, out), "a call is refused whose arrays share no memory"
-        answer.refused.add(number)
-        return number, getattr(on, call.name)(np.full_like(array, PRIVATE), out.copy(), **options), None
+        work, state[number] = start(np.full_like(array, PRIVATE), out.copy(), *more, wire=program.dtype), True
+    return work
 
 
-def _wait_for(works: list[Any], program: Program, step: Wait, rank: int) -> None:
-    """All members wait where a wait is collective, or where it could be for a rank in another communicator."""
-    if not works:
-        return
-    _, work, _ = works[step.which % len(works)]
-    if work is None or not (program.group or isinstance(work, RaggedWork) or rank in step.ranks):
-        return
-    if step.how == "wait":
+def _wait(work, how):
+    if how == "wait":
         work.wait()
         return
     deadline = time.monotonic() + TIMEOUT
-    while not work.done() and step.how == "spin":
+    while not work.done() and how == "spin":
         assert time.monotonic() < deadline, f"done() of {work} never says so"
 
 
 # -- the oracle --------------------------------------------------------------------------------------------------------
-def _expected(program: Program, answers: list[Answer]) -> list[Answer]:
-    """What every rank must have: one step after the other."""
-    expected = [Answer([_memory(program, rank, place) for place in range(3)], {}, set(), True)
-                for rank in range(program.ranks)]  # fmt: skip
+def _expected(program):
+    """What every rank must have in the end: one step after the other."""
+    states = [_at_first(program, rank) for rank in program.members["world"]]
     for number, step in enumerate(program.steps):
         if isinstance(step, Message):
-            source, to = step.source % program.ranks, step.to % program.ranks
-            if source != to:
-                sent = expected[source].memories[2][_place(step.at, step.count)]
-                expected[to].results[number] = [sent]
-        elif isinstance(step, Call):
-            members = _members(program, step)
-            sub = bool(step.sub and program.group)
-            if not sub or all(answers[rank].has_group for rank in members):
-                _call(program, number, step, members, {r: expected[r] for r in members}, answers, sub)
-    return expected
+            source, to = (states[rank] for rank in step.ends)
+            to[number, 0] = source["messages"][_place(step.at, step.count)]
+        elif isinstance(step, Call) and step.name != "barrier":
+            (_ragged if step.name.endswith("ragged") else _collective)(program, number, step, states)
+    return states
 
 
-def _call(program: Program, number: int, call: Call, members: tuple[int, ...], expected: dict[int, Answer],
-          answers: list[Answer], sub: bool) -> None:  # fmt: skip
-    memories = {rank: expected[rank].memories[sub] for rank in members}
-    if call.name.endswith("ragged"):
-        parts = {r: [memories[r][_place(call.at[(r + i) % 5], count)].copy()
-                     for i, count in enumerate(_counts_of(call, members, r))] for r in members}  # fmt: skip
-        for own, rank in enumerate(members):
-            expected[rank].results[number] = [parts[r][own if "to_all" in call.name else 0] for r in members]
-        return
-    sides = {rank: _sides(call, members, rank) for rank in members}
-    arrays = [memories[rank][sides[rank][0]].copy() for rank in members]
-    for i, rank in enumerate(members):
-        if number in answers[rank].refused:
-            arrays[i][...] = PRIVATE
+def _ragged(program, number, call, states):
+    members = program.members[call.on]
+    sent = [[states[rank][call.on][piece].copy() for piece in _pieces(program, call, rank)] for rank in members]
+    for own, rank in enumerate(members):
+        states[rank] |= {(number, part): arrays[own % len(arrays)] for part, arrays in enumerate(sent)}
+
+
+def _collective(program, number, call, states):
+    members = program.members[call.on]
+    sides, arrays = [_sides(program, call, rank) for rank in members], []
+    for rank, (array, _, refused) in zip(members, sides, strict=True):
+        sent = states[rank][call.on][array]
+        arrays.append(np.full_like(sent, PRIVATE) if refused else sent.copy())
     if call.name in ("all_reduce", "reduce_scatter"):
         result = reduce_in_rank_order(arrays, program.dtype, call.op)
-    elif call.name == "broadcast":
-        result = arrays[call.op % len(members)]
     else:
-        result = np.concatenate(arrays)
-    for i, rank in enumerate(members):
-        if call.name != "barrier" and number not in answers[rank].refused:
-            own = slice(i * call.count, (i + 1) * call.count) if call.name == "reduce_scatter" else slice(None)
-            memories[rank][sides[rank][1]] = result[own]
+        result = np.concatenate(arrays) if call.name == "all_gather" else arrays[call.at[0] % len(members)]
+    results = np.split(result, len(members)) if call.name == "reduce_scatter" else [result] * len(members)
+    for rank, (_, out, refused), own in zip(members, sides, results, strict=True):
+        if call.name in PAIRS:
+            states[rank][number] = refused
+        if not refused:
+            states[rank][call.on][out] = own
 
 
-_started: dict[tuple[str, int], Ranks] = {}
+_started = {}
 
 
-def run(program: Program) -> None:
+def run(program):
     """Check what the ranks of a real communicator have against the oracle."""
-    key = program.backend, program.ranks
+    key = program.backend, len(program.members["world"])
     if key not in _started:
         _started[key] = Ranks(*key, "tests.fuzz.communicators:on_rank")
     try:
-        answers = _started[key].run(program)
+        states = _started[key].run(program)
     except Exception:
         _started.pop(key).kill()  # which may no longer be in step
         raise
-    for rank, (answer, expected) in enumerate(zip(answers, _expected(program, answers), strict=True)):
-        for place, (memory, values) in enumerate(zip(answer.memories, expected.memories, strict=True)):
-            _compare(program, memory, values, f"memory {place} of rank {rank}")
-        assert answer.results.keys() == expected.results.keys(), f"rank {rank} has results of other steps"
-        for number, arrays in answer.results.items():
-            for part, (array, values) in enumerate(zip(arrays, expected.results[number], strict=True)):
-                _compare(program, array, values, f"part {part} of step {number} on rank {rank}")
+    expected = _expected(program)
+    refused = [
+        [{step for step in of if isinstance(step, int) and of[step]} for of in some] for some in (states, expected)
+    ]
+    assert refused[0] == refused[1], f"by rank, steps {refused[0]} are refused, not {refused[1]}"
+    for rank, (state, values) in enumerate(zip(states, expected, strict=True)):
+        assert state.keys() == values.keys(), f"rank {rank} has results of other steps"
+        for what, array in state.items():
+            _compare(program, array, values[what], f"{what} of rank {rank}")
 
 
-def _compare(program: Program, array: np.ndarray, values: np.ndarray, what: str) -> None:
-    if program.dtype == "bfloat16":
+def _compare(program, array, values, what):
+    if program.dtype == "bfloat16" and array.ndim:
         array, values = (bfloat16_to(a.view(np.uint16)) for a in (array, values))
-    equal = np.array_equal(array, values, equal_nan=program.dtype in FLOATS)
-    if not equal and program.dtype == "float64" and program.backend in ("blocks", "round_robin"):
-        equal = np.allclose(array, values, 1e-12, 0, equal_nan=True)
-    if not equal:
-        assert array.shape == values.shape, f"{what} is of shape {array.shape}, not {values.shape}"
-        bad = np.flatnonzero(array != values)
-        raise AssertionError(f"{what} is wrong at {bad[:8]}: {array[bad[:8]]}, not {values[bad[:8]]}")
+    if program.dtype == "float64" and program.backend in BY_HOST:
+        np.testing.assert_allclose(array, values, 1e-12, err_msg=what)
+    else:
+        np.testing.assert_array_equal(array, values, what)
 
 
 @atexit.register
-def close() -> None:
+def close():
     """End all ranks."""
     while _started:
         _started.popitem()[1].kill()

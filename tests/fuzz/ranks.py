@@ -9,9 +9,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
-from typing import Any
+from multiprocessing.connection import Client, Listener
 
 from distopt.comm import create
 from distopt.comm.shm import ShmCommunicator
@@ -22,40 +20,30 @@ from tests.processes import mpiexec_command
 
 TIMEOUT = 10.0  # seconds that a rank waits; a program that takes twice as many hangs
 START = 120.0  # seconds until all ranks are there, which import everything anew
-# Backends, and what numbers of ranks they have: shared memory and MPI with their usual and with small chunks, and both.
-BACKENDS = {
-    "shm": (1, 2, 3, 4, 5),
-    "small": (2, 3, 5),
-    "mpi": (2, 3),
-    "mpi_small": (2, 3),
-    "blocks": (4,),
-    "round_robin": (4,),
-}
 
 
 class Ranks:
     """The ranks of one backend and world size, each of which runs `body(communicator, program)`."""
 
-    def __init__(self, backend: str, world_size: int, body: str) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        address, key = str(Path(self._folder.name) / "ranks"), secrets.token_bytes(16)
-        command = [sys.executable, "-m", "tests.fuzz.ranks", address, key.hex(), body, backend]
+    def __init__(self, backend, world_size, body):
+        self._folder, ticket = tempfile.TemporaryDirectory(), secrets.token_hex(16)
+        address = f"{self._folder.name}/ranks"
+        command = [sys.executable, "-m", "tests.fuzz.ranks", address, body, backend]
         if backend in ("shm", "small"):
-            ticket = secrets.token_hex(16)
             commands = [[*command, ticket, str(rank), str(world_size)] for rank in range(world_size)]
         else:
             commands = [[*mpiexec_command(world_size), *command]]
         env = os.environ | {"DISTOPT_TIMEOUT": str(TIMEOUT), "DISTOPT_STALL_WARNING": str(TIMEOUT)}
-        with Listener(address, "AF_UNIX", backlog=8, authkey=key) as listener:
+        with Listener(address, backlog=8) as listener:
             listener._listener._socket.settimeout(START)  # type: ignore[attr-defined] - or it waits for ever
             self._processes = [
                 subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
                 for command in commands
             ]
             ends = [listener.accept() for _ in range(world_size)]
-        self._ends: list[Connection] = [end for _, end in sorted((end.recv(), end) for end in ends)]
+        self._ends = [end for _, end in sorted((end.recv(), end) for end in ends)]
 
-    def run(self, program: Any) -> list[Any]:
+    def run(self, program):
         """What every rank's body has returned.
 
         Raises:
@@ -77,7 +65,7 @@ class Ranks:
         assert not errors, "\n".join(errors)
         return results
 
-    def kill(self) -> None:
+    def kill(self):
         for process in self._processes:
             process.kill()
             process.wait()
@@ -86,8 +74,8 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _communicator(backend: str, ticket: str = "", rank: str = "", world_size: str = "") -> Any:
-    if backend in ("shm", "small"):
+def _communicator(backend, ticket="", rank="", world_size=""):
+    if ticket:
         job = LocalJob(bytes.fromhex(ticket), int(rank), int(world_size), START)
         chunk = {"chunk_bytes": 4096} if backend == "small" else {}
         return ShmCommunicator(job.host_group(), job.topology, Settings.from_env(), **chunk)
@@ -100,10 +88,10 @@ def _communicator(backend: str, ticket: str = "", rank: str = "", world_size: st
     return create(MpiJob(), "mpi") if backend == "mpi" else create(getattr(fake_hosts, backend)(), "hierarchical")
 
 
-def _serve(address: str, key: str, body: str, *place: str) -> None:
+def _serve(address, body, *place):
     module, _, name = body.partition(":")
     function, comm = getattr(importlib.import_module(module), name), _communicator(*place)
-    with Client(address, authkey=bytes.fromhex(key)) as end:
+    with Client(address) as end:
         end.send(comm.topology.rank)
         while True:
             try:

@@ -6,33 +6,15 @@ import time
 import traceback
 from dataclasses import dataclass
 from pprint import pformat
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import hypothesis
 from hypothesis import HealthCheck, Phase
-
-if TYPE_CHECKING:
-    from hypothesis.strategies import SearchStrategy
 
 _SETTINGS = hypothesis.settings(
     max_examples=200, phases=(Phase.generate, Phase.shrink), database=None, deadline=None, report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck), verbosity=hypothesis.Verbosity.quiet, print_blob=False,
 )  # fmt: skip
-
-
-class Family(Protocol):
-    """A module of programs.
-
-    Attributes:
-        __name__: of the module.
-        PROGRAMS: draws programs, each a dataclass whose `repr` makes it again.
-    """
-
-    __name__: str
-    PROGRAMS: SearchStrategy[Any]
-
-    def run(self, program: Any) -> None:
-        """Raise an error if anything that the program computes is wrong."""
 
 
 @dataclass
@@ -53,18 +35,23 @@ class Search:
     program: Any = None
     error: str = ""
 
-    def script(self, family: Family) -> str:
+    def script(self, family):
         """A Python script that fails in the same way."""
         lines = ["# " + line for line in self.error.rstrip().splitlines()[-12:]]
         program = pformat(self.program, width=110)
         return "\n".join([*lines, f"# seed {self.seed}", f"from {family.__name__} import *", f"run({program})"])
 
 
-def search(family: Family, seed: int, seconds: float) -> Search:
-    """Run programs for that time, or until one fails, which is then shrunk; the seed grows by 1 every 200 programs."""
+def search(family, seed, seconds):
+    """Run programs for that time, or until one fails, which is then shrunk; the seed grows by 1 every 200 programs.
+
+    Args:
+        family: a module whose `PROGRAMS` draws programs, dataclasses whose `repr` makes them again, and whose `run`
+            raises an error if anything that a program computes is wrong.
+    """
     found, began = Search(seed), time.monotonic()
 
-    def check(program: Any) -> None:
+    def check(program):
         if found.program is None:
             if time.monotonic() - began > seconds:
                 return
