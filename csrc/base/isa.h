@@ -17,6 +17,13 @@ void set_isa(const std::string& name);
 std::string isa_name(Isa isa);
 std::vector<std::string> supported_isas();
 
+// The tables of a family that computes in two types.
+template <template <class> class Table>
+struct Both {
+  Table<float> f32;
+  Table<double> f64;
+};
+
 }  // namespace distopt
 
 // A kernel family declares `struct FooKernels { function pointers };` and DISTOPT_DECLARE_KERNELS(FooKernels,

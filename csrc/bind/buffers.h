@@ -226,11 +226,15 @@ auto start_ragged(Request request, Arrays arrays, Start start) {
   return RaggedWork<decltype(work), Operation>{std::move(work), take, nb::none()};
 }
 
-// The collectives that both communicators of _core bind alike. `start` begins one, given the communicator, its request,
-// the array, and the output or None; `hold` begins a ragged one, given what keeps its arrays alive. Arrays are
-// contiguous; types and reductions are the codes of distopt.comm.base.
-template <typename Communicator, typename Class, typename Start, typename Hold>
-void bind_collectives(Class& cls, Start start, Hold hold) {
+// The collectives that both communicators of _core bind alike. `start` begins one, given the communicator and the
+// operation, or its request, the array, and the output or None. Arrays are contiguous; types and reductions are the
+// codes of distopt.comm.base.
+template <typename Communicator, typename Operation, typename Class, typename Start>
+void bind_collectives(Class& cls, Start start) {
+  const auto hold = [start](Communicator& on, Request request, auto arrays) {
+    return start_ragged<Operation>(std::move(request), std::move(arrays),
+                                   [&](auto operation) { return start(on, std::move(operation)); });
+  };
   cls.def("reduce_scatter",
           [start](Communicator& on, nb::handle array, nb::handle out, int dtype, int op, const char* label) {
             return start(on, make_request(OpKind::reduce_scatter, dtype, label, op), array, out);

@@ -188,12 +188,8 @@ void bind_mpi(nb::module_& m) {
       .def_prop_ro("started", &Communicator::started, "Number of operations.")
       .def_prop_ro("last_agreed", &Communicator::last_agreed, "The last operation that all ranks have begun, in words.")
       .def_prop_ro("scratch_count", &Communicator::scratch_count, "Number of unused buffers (tests).");
-  bind_collectives<Communicator>(
-      communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); },
-      [](Communicator& on, Request request, auto arrays) {
-        return start_ragged<Operation>(std::move(request), std::move(arrays),
-                                       [&](auto operation) { return start(on, std::move(operation)); });
-      });
+  bind_collectives<Communicator, Operation>(
+      communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); });
 }
 
 }  // namespace distopt

@@ -13,8 +13,8 @@
 #include "bind/buffers.h"
 #include "bind/errors.h"
 #include "bind/rooms.h"
+#include "cpu/reduce.h"
 #include "shm/communicator.h"
-#include "shm/reduce.h"
 
 namespace distopt {
 namespace {
@@ -137,14 +137,9 @@ auto reduce(const std::vector<Array>& outputs, const std::vector<Input>& inputs,
   for (const Array& array : outputs) check(array);
   for (const Input& array : inputs) check(array);
   nb::gil_scoped_release release;
-  const ReduceKernels& kernels = reduce_kernels();
-  const auto run = [&](auto kernel) {
-    return kernel(outs.data(), static_cast<int>(outs.size()), ins.data(), static_cast<int>(ins.size()),
-                  inputs.at(0).size(), static_cast<DType>(dtype), static_cast<RedOp>(op));
-  };
-  if (look) return rank_and_index(run(kernels.reduce_and_look));
-  run(kernels.reduce);
-  return rank_and_index({});
+  return rank_and_index(reduce_kernels().reduce(outs.data(), static_cast<int>(outs.size()), ins.data(),
+                                                static_cast<int>(ins.size()), inputs.at(0).size(),
+                                                static_cast<DType>(dtype), static_cast<RedOp>(op), look));
 }
 
 void copy(const Array& to, const Input& from) {
@@ -215,12 +210,8 @@ void bind_shm(nb::module_& m) {
            nb::arg("dtype"))
       .def("progress", &ShmCommunicator::progress, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &ShmCommunicator::close);
-  bind_collectives<ShmCommunicator>(
-      communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); },
-      [](ShmCommunicator& on, Request request, auto arrays) {
-        return start_ragged<Operation>(std::move(request), std::move(arrays),
-                                       [&](auto operation) { return start(on, std::move(operation)); });
-      });
+  bind_collectives<ShmCommunicator, Operation>(
+      communicator, [](auto&&... given) { return start(std::forward<decltype(given)>(given)...); });
 
   m.def("create_segment", &create_segment, nb::arg("world_size"), nb::arg("chunk_bytes"),
         nb::arg("named_fallback") = false, "Descriptor of the memory that the ranks of one host are to share.");

@@ -1,72 +1,13 @@
 #include "cpu/codec.h"
 
-#include "base/float_keys.h"
-#include "cpu/vectors.h"
+#include "cpu/half.h"
 
 namespace distopt::DISTOPT_ISA {
 namespace {
 
 constexpr int lanes = kLanes<float>;
-typedef std::uint16_t Shorts __attribute__((vector_size(2 * lanes)));
 typedef float HalfFloats __attribute__((vector_size(2 * lanes)));
 using Doubles = Vec<double>;
-
-// float32 -> float16 bits, round to nearest even; NaN stays NaN.
-inline Shorts to_half(Floats x) {
-#if defined(__AVX512F__)
-  return (Shorts)_mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
-#elif defined(__AVX2__)
-  return (Shorts)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
-#else
-  const Ints bits = (Ints)x;
-  const Ints magnitude = bits & top_key;
-  // Below 2^-14 halves have a fixed spacing of 2^-24: that of floats in [0.5, 1), so the addition rounds.
-  const Ints tiny = (Ints)((Floats)magnitude + 0.5f) - 0x3f000000;
-  const Ints normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112 << 23)) >> 13;
-  Ints half = magnitude < (113 << 23) ? tiny : normal;
-  half = magnitude >= 0x47800000 ? Ints{} + 0x7c00 : half;
-  half = magnitude > 0x7f800000 ? Ints{} + 0x7e00 : half;
-  return __builtin_convertvector(half | ((bits >> 16) & 0x8000), Shorts);
-#endif
-}
-
-inline Floats from_half(Shorts half) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_maskz_cvtph_ps(0xffff, (__m256i)half);
-#elif defined(__AVX2__)
-  return (Floats)_mm256_cvtph_ps((__m128i)half);
-#else
-  const Ints wide = __builtin_convertvector(half, Ints);
-  const Ints magnitude = (wide & 0x7fff) << 13;
-  // Multiplying by 2^112 moves the exponent bias from 15 to 127 and makes subnormal halves normal.
-  const Ints finite = (Ints)((Floats)magnitude * 0x1p112f);
-  const Ints value = magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : finite;
-  return (Floats)(value | ((wide & 0x8000) << 16));
-#endif
-}
-
-// float32 -> bfloat16 bits, round to nearest even; NaN stays NaN.
-inline Shorts to_bfloat16(Floats x) {
-  const Ints bits = (Ints)x;
-  const Ints rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  const Ints quiet = bits | 0x00400000;
-  const Ints half = ((bits & top_key) > 0x7f800000 ? quiet : rounded) >> 16;
-  return __builtin_convertvector(half & 0xffff, Shorts);
-}
-
-inline Floats from_bfloat16(Shorts half) { return (Floats)(__builtin_convertvector(half, Ints) << 16); }
-
-struct Half {
-  static constexpr std::int32_t becomes_zero = float16_zero_key;
-  static Shorts encode(Floats x) { return to_half(x); }
-  static Floats decode(Shorts x) { return from_half(x); }
-};
-
-struct BFloat16 {
-  static constexpr std::int32_t becomes_zero = bfloat16_zero_key;
-  static Shorts encode(Floats x) { return to_bfloat16(x); }
-  static Floats decode(Shorts x) { return from_bfloat16(x); }
-};
 
 struct LaneCounts {
   Ints overflowed{}, underflowed{}, nan{};

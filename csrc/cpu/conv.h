@@ -31,10 +31,7 @@ struct ConvTable {
                    const Pooling* pooling, T* work);
 };
 
-struct ConvKernels {
-  ConvTable<float> f32;
-  ConvTable<double> f64;
-};
+using ConvKernels = Both<ConvTable>;
 
 DISTOPT_DECLARE_KERNELS(ConvKernels, conv_kernels)
 

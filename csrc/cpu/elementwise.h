@@ -57,10 +57,7 @@ struct ElementwiseTable {
   void (*adagrad)(T* param, const T* grad, T* history, std::ptrdiff_t count, Step<T> step, T eps);
 };
 
-struct ElementwiseKernels {
-  ElementwiseTable<float> f32;
-  ElementwiseTable<double> f64;
-};
+using ElementwiseKernels = Both<ElementwiseTable>;
 
 DISTOPT_DECLARE_KERNELS(ElementwiseKernels, elementwise_kernels)
 

@@ -183,6 +183,13 @@ void strip_of(Index rows, Index inner, Left<T> left, B b, T* c, Index c_row, Ind
   }
 }
 
+// Calls f with the number of vectors, V at most, as a constant.
+template <Index V, class F>
+inline void with_width(Index vectors, F f) {
+  if (vectors == V) return f(std::integral_constant<Index, V>{});
+  if constexpr (V > 1) with_width<V - 1>(vectors, f);
+}
+
 // C[rows, columns] = A[rows, inner] B[inner, columns]; B is one panel, of which the first `columns` count.
 template <class T>
 void multiply_panel(Index rows, Index inner, Left<T> left, Right<T> b, T* c, Index c_row, Index columns,
@@ -190,21 +197,8 @@ void multiply_panel(Index rows, Index inner, Left<T> left, Right<T> b, T* c, Ind
   constexpr Index lanes = kLanes<T>, strip = kStrip<T>;
   for (Index j = 0; j < columns; j += strip, b.b += b.strip, c += strip) {
     const Index some = smaller(columns - j, strip);
-    switch ((some + lanes - 1) / lanes) {
-#if defined(__AVX512F__)
-      case 4:
-        strip_of<T, 4>(rows, inner, left, b, c, c_row, some, finish);
-        break;
-      case 3:
-        strip_of<T, 3>(rows, inner, left, b, c, c_row, some, finish);
-        break;
-#endif
-      case 2:
-        strip_of<T, 2>(rows, inner, left, b, c, c_row, some, finish);
-        break;
-      default:
-        strip_of<T, 1>(rows, inner, left, b, c, c_row, some, finish);
-    }
+    with_width<kTileVectors>((some + lanes - 1) / lanes,
+                             [&](auto vectors) { strip_of<T, vectors>(rows, inner, left, b, c, c_row, some, finish); });
   }
 }
 
@@ -217,21 +211,8 @@ void multiply_rows(Index rows, Index inner, Left<T> left, const T* b, Index b_ro
   for (Index strips = (vectors + kWidestTile - 1) / kWidestTile; strips > 0; --strips) {
     const Index some = (vectors + strips - 1) / strips;
     const Right<T> right = {b, b_row, 0};
-    switch (some) {
-#if defined(__AVX512F__)
-      case 4:
-        strip_of<T, 4>(rows, inner, left, right, c, c_row, 4 * lanes, finish);
-        break;
-#endif
-      case 3:
-        strip_of<T, 3>(rows, inner, left, right, c, c_row, 3 * lanes, finish);
-        break;
-      case 2:
-        strip_of<T, 2>(rows, inner, left, right, c, c_row, 2 * lanes, finish);
-        break;
-      default:
-        strip_of<T, 1>(rows, inner, left, right, c, c_row, lanes, finish);
-    }
+    with_width<kWidestTile>(
+        some, [&](auto width) { strip_of<T, width>(rows, inner, left, right, c, c_row, width * lanes, finish); });
     vectors -= some;
     b += some * lanes;
     c += some * lanes;

@@ -21,10 +21,7 @@ struct LinearTable {
                    T* work);
 };
 
-struct LinearKernels {
-  LinearTable<float> f32;
-  LinearTable<double> f64;
-};
+using LinearKernels = Both<LinearTable>;
 
 DISTOPT_DECLARE_KERNELS(LinearKernels, linear_kernels)
 

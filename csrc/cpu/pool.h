@@ -21,10 +21,7 @@ struct PoolTable {
   void (*avg_pool_backward)(const PoolShape& shape, const T* dy, T* dx);
 };
 
-struct PoolKernels {
-  PoolTable<float> f32;
-  PoolTable<double> f64;
-};
+using PoolKernels = Both<PoolTable>;
 
 DISTOPT_DECLARE_KERNELS(PoolKernels, pool_kernels)
 

@@ -8,6 +8,8 @@
 #include <emmintrin.h>
 #endif
 
+#include <type_traits>
+
 #include "base/types.h"
 
 namespace distopt::DISTOPT_ISA {
@@ -28,22 +30,14 @@ constexpr Index kVectorBytes = 16;
 #endif
 
 template <class T>
-struct Lanes;
-template <>
-struct Lanes<float> {
-  typedef float type __attribute__((vector_size(kVectorBytes)));
-  typedef std::int32_t integer __attribute__((vector_size(kVectorBytes)));
-};
-template <>
-struct Lanes<double> {
-  typedef double type __attribute__((vector_size(kVectorBytes)));
-  typedef std::int64_t integer __attribute__((vector_size(kVectorBytes)));
+struct Lanes {
+  typedef T type __attribute__((vector_size(kVectorBytes)));
 };
 template <class T>
 using Vec = typename Lanes<T>::type;
 // Integers as wide as T: what comparisons of Vec<T> give.
 template <class T>
-using IntegerVec = typename Lanes<T>::integer;
+using IntegerVec = Vec<std::conditional_t<sizeof(T) == 4, std::int32_t, std::int64_t>>;
 template <class T>
 constexpr Index kLanes = kVectorBytes / sizeof(T);
 // Those of the widest set: where their number decides about the order of a sum, every set takes this one.

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "shm/reduce.h"
+#include "cpu/reduce.h"
 
 namespace distopt::mpi {
 namespace {
@@ -130,7 +130,8 @@ void Flow::reduce(std::size_t chunk) {
     ins[i] = i == group_.place ? reduction.own + chunk * world_.chunk_bytes : scratch_of(i, chunk);
   const std::size_t count = out.bytes / item_bytes(reduction.dtype);
   void* const outs[] = {out.data};
-  reduce_kernels().reduce(outs, 1, ins.data(), static_cast<int>(ins.size()), count, reduction.dtype, reduction.op);
+  reduce_kernels().reduce(outs, 1, ins.data(), static_cast<int>(ins.size()), count, reduction.dtype, reduction.op,
+                          false);
   if (reduction.divisor == 1) return;
   if (reduction.dtype == DType::float64)
     divide<double>(out.data, count, reduction.divisor);

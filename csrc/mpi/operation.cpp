@@ -4,8 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "cpu/reduce.h"
 #include "mpi/plans.h"
-#include "shm/reduce.h"
 
 namespace distopt::mpi {
 void Operation::enqueue(World& world, std::uint64_t sequence, std::uint64_t first_tag) {
@@ -104,7 +104,7 @@ void Operation::reduce_payloads(char* out, std::uint64_t count, std::size_t offs
   std::vector<const void*> ins;
   for (int rank = 0; rank < world_->size(); ++rank) ins.push_back(agreement_->payload_of(rank) + offset);
   void* const outs[] = {out};
-  reduce_kernels().reduce(outs, 1, ins.data(), world_->size(), count, request_.dtype, request_.op);
+  reduce_kernels().reduce(outs, 1, ins.data(), world_->size(), count, request_.dtype, request_.op, false);
 }
 
 // Ragged operations: the counts are known now.

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "base/stopwatch.h"
-#include "shm/reduce.h"
+#include "cpu/reduce.h"
 
 // What orders the accesses to shared memory, as in host/peers.cpp:
 //

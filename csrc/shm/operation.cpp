@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "shm/reduce.h"
+#include "cpu/reduce.h"
 
 namespace distopt {
 namespace {
@@ -103,11 +103,8 @@ bool Operation::advance(Peers& peers, Blocker& blocker) {
 
 Nonfinite Operation::reduce(void* const* outs, int n_outs, const std::vector<const void*>& ins,
                             std::uint64_t count) const {
-  const int n = static_cast<int>(ins.size());
-  if (request_.looks)
-    return reduce_kernels().reduce_and_look(outs, n_outs, ins.data(), n, count, request_.dtype, request_.op);
-  reduce_kernels().reduce(outs, n_outs, ins.data(), n, count, request_.dtype, request_.op);
-  return {};
+  return reduce_kernels().reduce(outs, n_outs, ins.data(), static_cast<int>(ins.size()), count, request_.dtype,
+                                 request_.op, request_.looks);
 }
 
 void Operation::keep_first(const Nonfinite& found, std::uint64_t offset) {

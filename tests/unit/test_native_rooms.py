@@ -12,8 +12,8 @@ CSRC = Path(__file__).parents[2] / "csrc"
 ALLOWED = {
     "base": set(),
     "host": {"base"},
-    "shm": {"base", "host"},
-    "mpi": {"base", "host", "shm"},
+    "shm": {"base", "host", "cpu/reduce.h"},
+    "mpi": {"base", "host", "shm", "cpu/reduce.h"},
     "nccl": {"base", "host", "cuda/check.h"},
     "cpu": {"base"},
     "cuda": {"base"},

@@ -70,16 +70,12 @@ class DirectConv {
         const Index first = part * vectors / parts, count = (part + 1) * vectors / parts - first;
         // The last part begins earlier where it would end behind the row, and computes some pixels twice.
         const Index ox = smaller(first * lanes, s_.ow - count * lanes);
-        row_of<kWidestTile>(count, {x + ox, offset}, weight, y + ox, {false, bias, relu});
+        with_width<kWidestTile>(count, [&](auto width) {
+          strip_of<T, width>(s_.m, taps_, {weight, taps_, 1}, Scattered<T>{x + ox, offset}, y + ox, s_.oh * s_.ow,
+                             width * lanes, {false, bias, relu});
+        });
       }
     }
-  }
-
-  template <Index V>
-  void row_of(Index vectors, Scattered<T> b, const T* weight, T* y, const Finish<T>& finish) const {
-    if (vectors == V)
-      return strip_of<T, V>(s_.m, taps_, {weight, taps_, 1}, b, y, s_.oh * s_.ow, V * kLanes<T>, finish);
-    if constexpr (V > 1) row_of<V - 1>(vectors, b, weight, y, finish);
   }
 
   template <Index Rows>

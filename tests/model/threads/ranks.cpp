@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "shm/communicator.h"
-#include "shm/reduce.h"
+#include "cpu/reduce.h"
 
 #if defined(__x86_64__)  // one set of instructions is enough here
 namespace distopt::avx2 {
