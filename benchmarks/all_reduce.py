@@ -26,7 +26,7 @@ from distopt.comm.base import DTYPES
 from distopt.errors import UsageError
 
 from .networks.site import Site, add_places, is_far, site_of
-from .output import announce, write_json
+from .output import write_json
 from .peers.crew import Crew, rank_command
 from .peers.lineup import Candidate, Lineup, Setup, distopt_crew, mpi_crew, torch_crew
 from .peers.ranks.pattern import max_calls
@@ -128,9 +128,9 @@ def _fill(lineup: Lineup, args: argparse.Namespace, site: Site, capacity_bytes: 
     for peer in args.peers:
         if peer in ("gloo", "torch"):
             group = "distopt" if peer == "torch" else peer
-            lineup.add(peer, partial(torch_crew, "all_reduce", site, announce, group=group))
+            lineup.add(peer, partial(torch_crew, "all_reduce", site, group=group))
         else:
-            lineup.add(peer, partial(mpi_crew, "all_reduce", site, peer, announce))
+            lineup.add(peer, partial(mpi_crew, "all_reduce", site, peer))
     if type(site) is not Site or args.collective != "all_reduce":  # it takes shared memory, and only adds
         return
     fd = os.memfd_create("distopt-bench")

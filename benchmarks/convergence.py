@@ -23,7 +23,7 @@ from distopt.cli.values import at_least
 from distopt.compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
 from distopt.data import ShardedSampler
 
-from .models.cnn import sgd, train_cnn
+from .models.cnn import CNN, sgd, train_cnn
 from .output import ROOT, table
 
 STEPS_PER_EPOCH = 468  # 60,000 images, 2 ranks, batch 64
@@ -68,19 +68,9 @@ SENT = {
 }
 
 
-class CNN(train_cnn.CNN):
+class TypedCNN(CNN):
     def forward(self, x):
-        dtype = SENT[self.sent].dtype
-        return super().forward(x if x.dtype == dtype else x.as_type(dtype))
-
-    def train_one_batch(self, x, y):
-        out = self.forward(x)
-        loss = self.softmax_cross_entropy(out, y)
-        if SENT[self.sent].codec is None:
-            self.optimizer.step_by("partialUpdate", loss)
-        else:
-            self.optimizer(loss)
-        return out, loss
+        return super().forward(x if x.dtype == self.dtype else x.as_type(self.dtype))
 
 
 def train(rank: int, world_size: int, name: str, args: argparse.Namespace, result: str) -> None:
@@ -91,8 +81,8 @@ def train(rank: int, world_size: int, name: str, args: argparse.Namespace, resul
     noise = np.random.default_rng((args.seed, rank))
     device.get_default_device().SetRandSeed(args.seed)
     images = tensor.Tensor((args.batch_size, *data.train_x.shape[1:]))
-    cnn = CNN()
-    cnn.sent = name
+    cnn = TypedCNN()
+    cnn.partial, cnn.dtype = sent.codec is None, sent.dtype
     cnn.set_optimizer(optimizer)
     cnn.compile([images], is_train=True)
     accuracies, seconds = [], 0.0

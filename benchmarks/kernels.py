@@ -19,7 +19,7 @@ from distopt.cli.values import at_least, names_of, positive
 from distopt.errors import UsageError
 
 from .networks.site import Site
-from .output import announce, write_json
+from .output import write_json
 from .peers.crew import Crew, rank_command
 from .peers.lineup import Candidate, Lineup, Setup, torch_crew
 
@@ -87,7 +87,7 @@ def lines(samples: Samples) -> list[str]:
 def _crew(name: str, options: dict[str, Any]) -> tuple[Crew, Setup]:
     if name == _OWN:
         return Crew("kernels", rank_command(), 1), {"library": _OWN, **options}
-    crew, setup = torch_crew("kernels", Site(1), announce)
+    crew, setup = torch_crew("kernels", Site(1))
     return crew, {**setup, **options}
 
 

@@ -15,7 +15,6 @@ from typing import Any
 from distopt.cli.values import at_least
 
 from .networks.site import Site
-from .output import announce
 from .peers.lineup import Candidate, Lineup, distopt_crew, torch_crew
 
 FIRST_STEPS, SAMPLES = 10, 8
@@ -45,7 +44,7 @@ def start(name: str, args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     if name == "distopt":
         crew, setup = distopt_crew("train", site, "shm" if args.np > 1 else "single")
     else:
-        crew, setup = torch_crew("train", site, announce)
+        crew, setup = torch_crew("train", site)
     return crew, {**setup, "batch_size": args.batch_size}
 
 

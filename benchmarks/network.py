@@ -22,7 +22,7 @@ from distopt.errors import DistoptError
 from . import output
 from .networks.emulation import LINK, TwoHosts, two_hosts
 from .networks.site import EmulatedSite
-from .output import ROOT, announce, put
+from .output import ROOT, put
 from .peers.lineup import Candidate, Lineup, distopt_crew, torch_crew
 
 RATES = {"1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
@@ -93,7 +93,7 @@ def measure(net: TwoHosts, row: str, options: dict[str, Any], steps: int) -> dic
 
     def start() -> tuple[Any, dict[str, Any]]:
         site = EmulatedSite(net, 1)
-        crew, setup = torch_crew("train", site, announce) if row in DDP else distopt_crew("train", site, "mpi")
+        crew, setup = torch_crew("train", site) if row in DDP else distopt_crew("train", site, "mpi")
         return crew, {**setup, **options, "batch_size": 64}
 
     def ask(candidate: Candidate, _: int) -> None:

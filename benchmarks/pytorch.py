@@ -21,7 +21,7 @@ from distopt.cli.values import at_least, names_of
 from .all_reduce import byte_sizes
 from .networks.emulation import LINK
 from .networks.site import add_places, site_of
-from .output import announce, table, write_json
+from .output import table, write_json
 from .peers.lineup import torch_crew
 
 SIZES = [1024 * 4**i for i in range(8)]
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     facts, wrong = machine(), []
     with ExitStack() as stack:
         site = site_of(args, [], stack)
-        crew, setup = torch_crew("pytorch", site, announce, group=DISTOPT)
+        crew, setup = torch_crew("pytorch", site, group=DISTOPT)
         stack.enter_context(crew)
         about = crew.ask({"folder": str(crew.folder), **setup})[0]["about"]
         print(f"# {site.world_size} ranks{site.described} on {heading(facts)}")

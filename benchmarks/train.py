@@ -23,7 +23,7 @@ from distopt.cli.bench import heading, machine
 from distopt.cli.values import at_least, names_of
 
 from .networks.site import Site, add_places, is_far, site_of
-from .output import announce, write_json
+from .output import write_json
 from .peers.crew import Crew
 from .peers.lineup import Candidate, Lineup, Setup, distopt_crew, torch_crew
 from .peers.ranks.train import PHASES
@@ -165,7 +165,7 @@ def _crew(who: str, site: Site, args: argparse.Namespace) -> tuple[Crew, Setup]:
     elif who == "distopt":
         crew, setup = distopt_crew("train", site, args.backend if site.world_size > 1 else "single")
     else:
-        crew, setup = torch_crew("train", site, announce, _KEEP_MEMORY if _PEERS[who]["tuned"] else None)
+        crew, setup = torch_crew("train", site, _KEEP_MEMORY if _PEERS[who]["tuned"] else None)
         setup.update(_PEERS[who])
     return crew, {**setup, "batch_size": args.batch_size}
 

@@ -16,6 +16,21 @@ import train_cnn
 PARAMETERS = 431_080
 
 
+class CNN(train_cnn.CNN):
+    """The CNN with what its optimizer sends: by its codec, or if `partial`, partial updates."""
+
+    partial = False
+
+    def train_one_batch(self, x: tensor.Tensor, y: tensor.Tensor) -> tuple[tensor.Tensor, tensor.Tensor]:
+        out = self.forward(x)
+        loss = self.softmax_cross_entropy(out, y)
+        if self.partial:
+            self.optimizer.step_by("partialUpdate", loss)
+        else:
+            self.optimizer(loss)
+        return out, loss
+
+
 def sgd(momentum: float = 0.9) -> opt.SGD:
     """The optimizer of all measurements."""
     return opt.SGD(lr=0.005, momentum=momentum, weight_decay=1e-5)

@@ -11,12 +11,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from distopt.errors import MissingDependencyError
 from distopt.files import atomic_write, file_lock
+
+from ..output import announce
 
 _INSTALL_SECONDS = 1800.0
 
@@ -44,7 +45,7 @@ class Environment:
         """Path of one of its executables."""
         return str(self.folder / "bin" / name)
 
-    def prepare(self, announce: Callable[[str], None]) -> None:
+    def prepare(self) -> None:
         """Make the environment if it does not exist. One process does so; others wait for it.
 
         Raises:

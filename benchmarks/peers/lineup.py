@@ -103,14 +103,14 @@ def distopt_crew(module: str, site: Site, backend: str) -> tuple[Crew, Setup]:
     return Crew(module, rank_command(), site.world_size, launcher, _variables(site), by_tcp=site.by_tcp), setup
 
 
-def mpi_crew(module: str, site: Site, name: str, announce: Callable[[str], None]) -> tuple[Crew, Setup]:
+def mpi_crew(module: str, site: Site, name: str) -> tuple[Crew, Setup]:
     """Ranks of the MPI `name`, in its own virtual environment.
 
     Raises:
         MissingDependencyError: the environment cannot be made.
     """
     environment = ENVIRONMENTS[name]
-    environment.prepare(announce)
+    environment.prepare()
     launcher = site.by_mpi(environment.program("mpiexec"), open_mpi=name == "openmpi")
     rank = rank_command(environment.program("python"))
     crew = Crew(module, rank, site.world_size, launcher, _variables(site), by_tcp=site.by_tcp)
@@ -118,11 +118,7 @@ def mpi_crew(module: str, site: Site, name: str, announce: Callable[[str], None]
 
 
 def torch_crew(
-    module: str,
-    site: Site,
-    announce: Callable[[str], None],
-    variables: dict[str, str] | None = None,
-    group: str = "gloo",
+    module: str, site: Site, variables: dict[str, str] | None = None, group: str = "gloo"
 ) -> tuple[Crew, Setup]:
     """Ranks of PyTorch, with `variables` added to their environment variables.
 
@@ -137,7 +133,7 @@ def torch_crew(
         rank = rank_command()
     else:
         environment = ENVIRONMENTS["torch"]
-        environment.prepare(announce)
+        environment.prepare()
         rank = rank_command(environment.program("python"))
     added = {**_variables(site), **(variables or {})}
     launcher = [] if site.hand_started else _own_launcher(site)

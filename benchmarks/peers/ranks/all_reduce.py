@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .pattern import Pattern
-from .session import Session
 from .transports import TRANSPORTS, Transport
 
 
-def serve(session: Session, rank: int, world_size: int) -> None:
-    """Answer the setup request, then each request for a measurement."""
-    requests = session.requests()
-    setup = next(requests)
+def prepare(setup: dict[str, Any], rank: int, world_size: int) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
+    """What the rank says of itself, and what measures."""
     transport = TRANSPORTS[setup["library"]](rank, world_size, setup)
-    session.send({"rank": transport.rank, "about": transport.about, "buffers": transport.buffers})
-    for request in requests:
-        session.send(measure(transport, world_size, request))
+    hello = {"rank": transport.rank, "about": transport.about, "buffers": transport.buffers}
+    return hello, partial(measure, transport, world_size)
 
 
 def measure(transport: Transport, world_size: int, request: dict[str, Any]) -> dict[str, Any]:

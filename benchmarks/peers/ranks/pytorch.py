@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 import distopt.torch  # noqa: F401 - registers the backend
 from benchmarks.models.resnet import in_torch
 
-from .session import Session
 from .train import interface_bytes
 from .train_torch import network
+from .transports import join_torch
 
 NOTHING = "nothing"  # the candidate that does not communicate
 # Batch size, shape of an input, and what makes the model.
@@ -28,26 +28,21 @@ MODELS: dict[str, tuple[int, tuple[int, ...], Callable[[], nn.Module]]] = {
 }
 
 
-def serve(session: Session, rank: int, world_size: int) -> None:
-    """Answer the setup request, then each request for a measurement."""
-    requests = session.requests()
-    setup = next(requests)
-    torch.set_num_threads(1)
-    store = setup.get("meeting") or f"file://{setup['folder']}/store"
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+def prepare(setup: dict[str, Any], rank: int, world_size: int) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
+    """What the rank says of itself, and what measures."""
+    join_torch(setup, rank, world_size)
     groups = {"gloo": distributed.group.WORLD, "distopt": distributed.new_group(backend="distopt")}
-    session.send({"rank": rank, "about": f"torch {torch.__version__}"})
-    for request in requests:
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
         if "model" in request:
             nets = {name: _Training(request["model"], group, rank) for name, group in {NOTHING: None, **groups}.items()}
-            answer = measure(request, {name: net.step for name, net in nets.items()})
-            answer["parameters"] = {name: net.parameters() for name, net in nets.items() if name != NOTHING}
-            del nets
-        else:
-            sums = {name: _Sum(request["bytes"] // 4, group, rank) for name, group in groups.items()}
-            answer = measure(request, {name: one.run for name, one in sums.items()})
-            answer["wrong"] = {name: one.wrong(world_size) for name, one in sums.items()}
-        session.send(answer)
+            found = measure(request, {name: net.step for name, net in nets.items()})
+            return {**found, "parameters": {name: net.parameters() for name, net in nets.items() if name != NOTHING}}
+        sums = {name: _Sum(request["bytes"] // 4, group, rank) for name, group in groups.items()}
+        found = measure(request, {name: one.run for name, one in sums.items()})
+        return {**found, "wrong": {name: one.wrong(world_size) for name, one in sums.items()}}
+
+    return {"rank": rank, "about": f"torch {torch.__version__}"}, answer
 
 
 def measure(request: dict[str, Any], calls: dict[str, Callable[[], None]]) -> dict[str, Any]:

@@ -6,14 +6,14 @@ import hashlib
 import resource
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from .session import Session
 
 PHASES = ("forward", "backward", "communication", "update")
 
@@ -51,19 +51,17 @@ class Trainer(ABC):
         return 0
 
 
-def serve(session: Session, rank: int, world_size: int) -> None:
-    """Answer the setup request, then each request to run steps."""
-    requests = session.requests()
-    setup = next(requests)
+def prepare(setup: dict[str, Any], rank: int, world_size: int) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
+    """What the rank says of itself, and what runs steps."""
     library = import_module(f".train_{setup['library']}", __package__)
-    trainer: Trainer = library.trainer(rank, world_size, setup)
-    session.send({"rank": trainer.rank, "about": trainer.about, "gradient_count": trainer.gradient_count})
-    for request in requests:
-        session.send(measure(trainer, request["steps"], request["warm_up"], request.get("interface", "lo")))
+    trainer: Trainer = library.Trainer(rank, world_size, setup)
+    hello = {"rank": trainer.rank, "about": trainer.about, "gradient_count": trainer.gradient_count}
+    return hello, partial(measure, trainer)
 
 
-def measure(trainer: Trainer, steps: int, warm_up: int, interface: str) -> dict[str, Any]:
+def measure(trainer: Trainer, request: dict[str, Any]) -> dict[str, Any]:
     """Collective. Time `steps` steps individually, after `warm_up` untimed ones; count what `interface` has sent."""
+    steps, warm_up, interface = request["steps"], request["warm_up"], request.get("interface", "lo")
     sent, through = trainer.sent_bytes(), interface_bytes(interface)
     seconds: list[float] = []
     phases: dict[str, list[float]] = {name: [] for name in PHASES}

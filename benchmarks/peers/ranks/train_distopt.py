@@ -11,17 +11,12 @@ from typing import Any
 
 from threadpoolctl import threadpool_info
 
-from benchmarks.models.cnn import compiled, train_cnn
+from benchmarks.models.cnn import CNN, compiled
 from distopt import compress, device, opt
 from distopt.tensor import Tensor
 
-from .train import Trainer
+from . import train
 from .transports import communicator
-
-
-def trainer(rank: int, world_size: int, setup: dict[str, Any]) -> Trainer:
-    """Collective. A trainer, ready for its first step."""
-    return _Distopt(rank, world_size, setup)
 
 
 class _Clock:
@@ -30,17 +25,6 @@ class _Clock:
     started = 0.0
     forward_ended = 0.0
     update_seconds = 0.0
-
-
-class _Cnn(train_cnn.CNN):
-    partial = False
-
-    def train_one_batch(self, x: Tensor, y: Tensor) -> None:
-        loss = self.softmax_cross_entropy(self.forward(x), y)
-        if self.partial:
-            self.optimizer.step_by("partialUpdate", loss)
-        else:
-            self.optimizer(loss)
 
 
 class _TimedSgd(opt.SGD):
@@ -68,7 +52,9 @@ class _TimedDistOpt(opt.DistOpt):
         super().step_by(dist_option, loss, **options)
 
 
-class _Distopt(Trainer):
+class Trainer(train.Trainer):
+    """Ready for its first step."""
+
     def __init__(self, rank: int, world_size: int, setup: dict[str, Any]) -> None:
         where = communicator(0, 1, setup) if setup.get("apart") else communicator(rank, world_size, setup)
         self.rank = where.topology.rank
@@ -79,7 +65,7 @@ class _Distopt(Trainer):
         codec = compress.create(**setup.get("codec", {"name": "fp32"}))
         self._dist_opt = _TimedDistOpt(sgd, communicator=where, codec=codec, partition_elements=100_000)
         self._dist_opt.clock = self._clock
-        net = _Cnn()
+        net = CNN()
         net.partial = setup.get("partial", False)
         self._net, self._x, self._y = compiled(self._dist_opt, setup["batch_size"], use_graph=True, net=net)
         self.gradient_count = sum(param.array.size for param in self._net.get_params().values())

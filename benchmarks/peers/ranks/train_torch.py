@@ -14,23 +14,21 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
-from .train import Trainer, synthetic_batch
-
-
-def trainer(rank: int, world_size: int, setup: dict[str, Any]) -> Trainer:
-    """Collective. A trainer, ready for its first step."""
-    return _Torch(rank, world_size, setup)
+from . import train
+from .transports import join_torch
 
 
-class _Torch(Trainer):
+class Trainer(train.Trainer):
+    """Ready for its first step."""
+
     def __init__(self, rank: int, world_size: int, setup: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         tuned, bfloat16 = setup.get("tuned", False), setup.get("bfloat16", False)
         self.rank = rank
-        images, labels = synthetic_batch(setup["batch_size"], rank)
+        images, labels = train.synthetic_batch(setup["batch_size"], rank)
         self._x, self._y = torch.from_numpy(images), torch.from_numpy(labels).long()
         self._net = network(tuned)
         self.about = f"torch {torch.__version__}{', tuned' if tuned else ''}{', bfloat16 autocast' if bfloat16 else ''}"
@@ -38,8 +36,7 @@ class _Torch(Trainer):
             self._x = self._x.contiguous(memory_format=torch.channels_last)
             nn.utils.convert_conv2d_weight_memory_format(self._net, torch.channels_last)
         if world_size > 1:
-            store = f"file://{setup['folder']}/store"
-            distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+            join_torch(setup, rank, world_size)
             hook = setup.get("hook", "")
             # With several buckets Gloo aborts in the hook of PowerSGD (torch 2.13), probably because its second
             # all-reduces start in another order on each rank. A cap given by hand makes one bucket of all.

@@ -156,18 +156,12 @@ class Torch(Transport):
 
     def __init__(self, rank: int, world_size: int, setup: dict[str, Any]) -> None:
         import torch
-        from torch import distributed
 
-        torch.set_num_threads(1)
-        if rank < 0:  # mpiexec has started it
-            rank = next(int(os.environ[name]) for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)
-        store = setup.get("meeting") or f"file://{setup['folder']}/store"
         group = setup.get("group", "gloo")
         if group == "distopt":
             import distopt.torch  # noqa: F401 - registers it
-        distributed.init_process_group(group, init_method=store, rank=rank, world_size=world_size)
-        self._torch, self._distributed = torch, distributed
-        self.rank = rank
+        self.rank = join_torch(setup, rank, world_size, group)
+        self._torch, self._distributed = torch, torch.distributed
         self._world_size = world_size
         self.about = f"{group} through torch.distributed, torch {torch.__version__}"
 
@@ -246,6 +240,18 @@ def communicator(rank: int, world_size: int, setup: dict[str, Any]) -> Any:
         return comm.create(launch.MpiJob(), setup["backend"])
     job = launch.MultiprocessJob(launch.Ticket(bytes.fromhex(setup["secret"])), rank, world_size)
     return comm.create(job, setup["backend"] if world_size > 1 else "single")
+
+
+def join_torch(setup: dict[str, Any], rank: int, world_size: int, group: str = "gloo") -> int:
+    """Collective. Initialize torch.distributed, with one thread per rank; the rank, which mpiexec knows of one of -1."""
+    import torch
+
+    torch.set_num_threads(1)
+    if rank < 0:
+        rank = next(int(os.environ[name]) for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)
+    store = setup.get("meeting") or f"file://{setup['folder']}/store"
+    torch.distributed.init_process_group(group, init_method=store, rank=rank, world_size=world_size)
+    return rank
 
 
 def _shares(collective: str, count: int, world_size: int) -> tuple[int, int]:
