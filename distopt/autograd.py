@@ -7,6 +7,7 @@ then returns a tuple: `ReLU()(x)[0]` is `relu(x)`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,9 +33,6 @@ from .nn.layer import (
 from .nn.mode import mode
 from .nn.scripted import Operator
 from .nn.tensor import Operation, Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = [
     "AvgPool1d",

@@ -8,6 +8,8 @@ where the gradient was; the wrapped optimizer applies it (`_update`).
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
@@ -26,9 +28,6 @@ from .sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from .sync.layout import under
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from contextlib import AbstractContextManager
-
     import numpy as np
 
     from .comm import Communicator

@@ -5,6 +5,7 @@ Scripts written for SINGA run with `from singa import opt` changed to `from dist
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +23,6 @@ from .nn.tensor import Tensor
 from .sync.by_hand import Fusion, memory_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from .comm import Work
     from .launch import Ticket
     from .nn.tensor import Array

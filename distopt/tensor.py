@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +20,6 @@ from .nn.convert import from_numpy, from_raw_tensor, to_numpy
 from .nn.tensor import Tensor, float16, float32, float64, int32, int64
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from numpy.typing import DTypeLike
 
     from .nn.device import Device

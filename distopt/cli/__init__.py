@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from ..errors import DistoptError, UsageError
 from . import run
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["Parser", "main", "run_command"]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import platform
 import socket
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,9 +20,6 @@ from ..errors import DistoptError, UsageError
 from .values import at_least, byte_size, names_of
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Iterator
-
     from ..comm import Communicator
     from ..comm.base import Array
     from ..launch import Job

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
@@ -38,8 +39,6 @@ from .subgroups import meet
 from .work import Array, DoneWork, MessageWork, RaggedWork, Work
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ..launch.join.job import Job
     from ..launch.topology import Topology
 

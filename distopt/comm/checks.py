@@ -6,6 +6,7 @@ import contextlib
 import json
 import platform
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,6 @@ from ..settings import Settings
 from .gpu import dotted_version, gpu_stack
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ..launch.join.job import Job
 
 __all__ = ["check_same_environment", "environment"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
@@ -14,8 +15,6 @@ from ..errors import LaunchError, MissingDependencyError
 from ..settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from ..launch.join.job import Job
 
 __all__ = [

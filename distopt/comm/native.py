@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .base import DTYPES, OPS, Array, Communicator, RaggedWork, ReduceOp, Work
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from .. import _core
 
 __all__ = ["NativeCommunicator"]

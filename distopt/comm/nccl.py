@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -21,8 +22,6 @@ from .base import DTYPES, OPS, Array, Communicator, DoneWork, RaggedWork, Reduce
 from .gpu import GpuStack, Place, choose_devices, exchange_places, gpu_stack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ..launch.join.job import Job
 
 __all__ = ["NcclCommunicator"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,6 @@ from .base import DTYPES, OPS, Array, MessageWork, RaggedWork, ReduceOp, Work
 from .native import NativeCommunicator
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ..launch.join.job import Job
 
 __all__ = ["ShmCommunicator"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CommunicatorClosedError, UsageError, WireMemoryError
 from .base import Array, Communicator, DoneWork, RaggedWork, ReduceOp, Work, storage_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ..launch.join.job import Job
     from ..launch.topology import Topology
 

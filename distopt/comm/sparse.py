@@ -14,6 +14,7 @@ follows may start a collective.
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
@@ -24,8 +25,6 @@ from ..errors import UsageError
 from ..kernels import kernels_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-
     from .base import Array, Communicator, Work
 
 __all__ = ["ENTRY_BYTES", "Route", "choose_route", "dense_wire_bytes", "finish", "sparse_all_reduce"]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from secrets import token_bytes
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["meet"]
 

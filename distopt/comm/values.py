@@ -6,6 +6,7 @@ The memory of an argument is never written, and never part of a result.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,6 @@ from ..errors import UsageError
 from ..kernels import array_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from .base import Array
 
 __all__ = ["Value", "carried", "reducible", "take"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -16,8 +17,6 @@ from .objects import packed, unpacked
 from .values import carried, reducible, take
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from ..launch import Job, Ticket
     from .base import Communicator
 

@@ -14,6 +14,7 @@ on all ranks**, after the last gradient, in rounds, in the order of the buckets 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
 from functools import cached_property
 from operator import attrgetter
 from time import perf_counter
@@ -23,8 +24,6 @@ from ..errors import UsageError
 from .state import BadGradient, CodecState, Part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
-
     from ..comm import Communicator, Work
     from ..comm.base import Array
     from .statistics import Statistics

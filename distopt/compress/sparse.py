@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,6 @@ from ..kernels import Accumulation
 from .base import Codec
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-
     from ..comm.base import Array, Work
     from .base import Steps
     from .state import CodecState

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Sequence
 from math import prod
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -12,8 +13,6 @@ from ..kernels import FINDINGS, array_module, kernels_of
 from .statistics import Statistics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
-
     from ..comm import Communicator, Work
     from ..comm.base import Array, ReduceOp
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -10,8 +11,6 @@ import numpy as np
 from ..errors import StateError, UsageError, check_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from numpy.typing import NDArray
 
 __all__ = ["TAILS", "ShardedSampler", "data_partition"]

@@ -7,10 +7,8 @@ ranks tell each other.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 __all__ = ["ENTRIES", "FINDINGS", "FROM_BAD", "OVERFLOWED", "UNDERFLOWED", "Accumulation", "Array", "Kernels", "Lists"]
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import cupy
 import numpy as np
 
 from .. import _cuda
 from .base import FINDINGS, Accumulation, Array, Lists
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _SMALLEST = 2.0**-149  # of the float32 above zero
 

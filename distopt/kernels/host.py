@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from .. import _core
 from .base import Accumulation, Array, Lists
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _LARGEST = {np.dtype(name): float(np.finfo(name).max) for name in ("float32", "float64")}
 

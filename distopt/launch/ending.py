@@ -7,13 +7,10 @@ import ctypes
 import os
 import signal
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from types import FrameType
 
 from ..errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from types import FrameType
 
 __all__ = [
     "ENDED_BY_SIGTERM",

@@ -15,14 +15,12 @@ import os
 import selectors
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from .stopwatch import SLICE_SECONDS, Deadline, Stopwatch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = [
     "CONNECT_SECONDS",

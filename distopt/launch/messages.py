@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import struct
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
 from .gate import in_slices, receive_exactly
 from .stopwatch import Deadline
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Sequence
 
 __all__ = ["pack", "rank_named", "receive", "send", "try_to_tell", "unpack"]
 

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from threadpoolctl import ThreadpoolController
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = ["cap_threads", "cores", "thread_variables"]
 

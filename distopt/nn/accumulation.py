@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from .tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from .tensor import Array
 
 __all__ = ["Accumulation"]

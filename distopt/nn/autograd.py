@@ -19,6 +19,7 @@ switch.
 from __future__ import annotations
 
 import operator
+from collections.abc import Container, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import UsageError
@@ -27,8 +28,6 @@ from .mode import mode, noted
 from .tensor import Operation, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Generator, Iterator, Sequence
-
     from .tensor import Array
 
 __all__ = [

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from functools import reduce
-from typing import TYPE_CHECKING
 
 from ..kernels import array_module
 from .tensor import Array, Broadcast, float32
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["Max", "Mean", "Min", "PRelu", "Pow", "Sum", "Truth", "Where"]
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..errors import MissingDependencyError, UsageError
 from ..settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from types import ModuleType
 
 __all__ = [
     "Device",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -12,8 +13,6 @@ from .outside import settled
 from .tensor import Array, Operation, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     Formula: TypeAlias = Callable[..., Array]  # of (array module, x, *options), and of (array module, x, y, *options)
 
 __all__ = [

@@ -5,6 +5,7 @@ Those of single elements come from `elementwise`, those that move or choose elem
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,8 +19,6 @@ from .rearrange import axes_of
 from .tensor import Add, Div, MatMul, Mul, Sub, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import ArrayLike
 
 __all__ = [

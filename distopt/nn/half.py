@@ -9,14 +9,12 @@ activations, which are float16 too, from underflowing; those of parameters come 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from .kernels import kernels_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 __all__ = ["compute", "gradients"]
 

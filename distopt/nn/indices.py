@@ -5,6 +5,7 @@ All names are SINGA's. An axis may be negative and then counts from the last.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,8 +17,6 @@ from .rearrange import axes_of
 from .tensor import Array, Operation, Tensor, float32, int32
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from numpy.typing import ArrayLike, DTypeLike
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import ShapeError, UsageError
@@ -10,8 +11,6 @@ from .layer_base import Layer, count_of, has_relu
 from .layer_images import *  # noqa: F403 - the other half of this module
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from .tensor import Tensor
 
 __all__ = [

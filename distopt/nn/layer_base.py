@@ -8,6 +8,7 @@ key, and those that a function refers to, by the name of its variable ("downsamp
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -16,8 +17,6 @@ from ..errors import ShapeError, StateError, UsageError, check_assignment
 from .tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
     import numpy as np
 
     from .tensor import Operation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod, sqrt
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -12,8 +13,6 @@ from .layer_base import Layer, count_of, has_relu
 from .tensor import Operation, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from .kernels.geometry import Padding, Pair
 
 __all__ = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -15,9 +17,6 @@ from .replay.graphs import StepGraphs
 from .tensor import Tensor
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     from .device import Device
 
 __all__ = ["Model", "TrainingOptimizer"]

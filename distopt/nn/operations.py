@@ -6,6 +6,7 @@ written into the memory provided (`into`, see `distopt.nn.tensor.Operation`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,8 +21,6 @@ from .outside import settled
 from .tensor import Array, Operation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from .tensor import Tensor
 
 __all__ = [

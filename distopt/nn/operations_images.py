@@ -5,18 +5,16 @@ See `distopt.nn.operations`. Padding is two numbers or four, see `distopt.nn.ker
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from operator import setitem
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 from ..kernels import array_module
 from .kernels import kernels_of
 from .kernels.geometry import Padding, Pair, out_size, pool_out, with_border, without_border
 from .mode import mode, noted
 from .tensor import Array, Operation
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = [
     "AvgPool2d",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,9 +21,6 @@ from .schedules import DecayScheduler, number_of
 from .tensor import Tensor, float32
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
     from numpy.typing import DTypeLike
 
     from .tensor import Array

@@ -5,9 +5,10 @@ All names are SINGA's. An axis may be negative and then counts from the last.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +17,6 @@ from ..kernels import array_module
 from .operations import Cat
 from .raw import raw
 from .tensor import Array, Broadcast, Operation, Reshape, Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = [
     "cat",

@@ -5,15 +5,12 @@ Losses are arrays of shape (1,). Targets have no gradient.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from ..errors import ShapeError
 from ..kernels import array_module
 from .outside import settled
 from .tensor import Array, Broadcast, Operation
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["AddBias", "BinaryCrossEntropy", "CosSim", "CrossEntropy", "Gemm", "RankingLoss"]
 

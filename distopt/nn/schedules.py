@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..errors import UsageError
 from .tensor import Tensor, float32
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = [
     "Constant",

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from ..errors import UsageError
 from ..kernels import array_module
 from .outside import settled
 from .raw import raw
 from .tensor import Array, Operation, Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["Operator"]
 

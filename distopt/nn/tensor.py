@@ -8,6 +8,7 @@ A `Tensor` is an array with the information that training needs. An `Operation` 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -22,8 +23,6 @@ from .raw import raw
 from .values import Array, c_contiguous, float16, float32, float64, int32, int64
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from numpy.typing import DTypeLike
 
 __all__ = [

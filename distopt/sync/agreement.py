@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -22,8 +23,6 @@ from ..errors import MismatchError, UsageError
 from .digest import digests
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from ..comm import Communicator
     from .bucket import Parameter
 

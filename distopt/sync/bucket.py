@@ -6,6 +6,7 @@ optimizer reads it there. Adding a gradient to a bucket is therefore counting.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..comm.base import storage_of
@@ -13,8 +14,6 @@ from ..compress import Part
 from ..kernels import array_module
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ..comm import Communicator
     from ..comm.base import Array
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -14,8 +15,6 @@ from ..errors import UsageError
 from ..kernels import array_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ..comm.base import Array, Communicator
     from ..compress import Codec, CodecState, Reduction
 

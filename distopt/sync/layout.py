@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import StateError, UsageError
 from .bucket import Bucket
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from ..comm.base import Array
     from ..compress import Codec, CodecState, CommunicationStatistics
     from ..compress.state import States

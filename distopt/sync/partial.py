@@ -6,6 +6,7 @@ In between, the parameters and the optimizer's states differ between ranks, as t
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,8 +20,6 @@ from .layout import Layout
 from .step import GradientCounter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from ..compress import BadGradient, CommunicationStatistics
     from ..compress.state import States
     from .agreement import Agreement

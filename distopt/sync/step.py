@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -12,9 +14,6 @@ from ..compress import BadGradient, finish_all
 from ..errors import CommunicatorError, GradientError, MismatchError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import TracebackType
-
     from ..compress import Codec, CodecState, CommunicationStatistics, Reduction
     from .agreement import Agreement
     from .bucket import Bucket, Parameter

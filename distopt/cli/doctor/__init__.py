@@ -6,16 +6,14 @@ child process with a timeout, so a crash or hang of the library does not affect 
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import gpu, host, mpi
 from .ask import version_of
 from .report import Probe, Style, as_json, examine
-
-if TYPE_CHECKING:
-    import argparse
 
 __all__ = ["PROBES", "add_parser"]
 

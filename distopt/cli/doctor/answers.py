@@ -6,12 +6,10 @@ import ctypes
 import json
 import os
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 __all__ = ["QUESTIONS", "main"]
 

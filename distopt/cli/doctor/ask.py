@@ -8,15 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import DistoptError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["Ended", "ask", "describe_end", "run_bounded", "unlaunched_environment", "version_of"]
 

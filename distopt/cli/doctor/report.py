@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any, Literal, TextIO, TypeAlias
 
 __all__ = ["Finding", "Probe", "Row", "Style", "absent", "as_json", "examine", "failed", "ok"]
 

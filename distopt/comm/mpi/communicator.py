@@ -7,6 +7,7 @@ the library's own choice. The work is done by csrc/mpi, through the library that
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -20,8 +21,6 @@ from .messages import MpiMessages
 from .waits import Waits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ...launch.join.job import Job
 
 __all__ = ["MpiCommunicator"]

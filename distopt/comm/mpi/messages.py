@@ -7,6 +7,7 @@ receive has begun is put aside, so that it holds up no other message.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,6 @@ from ..base import DTYPES, Array, storage_of
 from ..work import MessageWork
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from .waits import Waits
 
 __all__ = ["MpiMessages"]

@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
 
 __all__ = ["LocalPeers"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ... import _core
@@ -16,8 +17,6 @@ from .notes import MpiNotes
 from .peers import LocalPeers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ...launch.join.mpi import MpiJob
 
 __all__ = ["Waits"]

@@ -13,13 +13,10 @@ the job in DISTOPT_RUN_ID; a torchrun within would give it another in TORCHELAST
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ...errors import LaunchError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = ["RUN", "LauncherInfo", "launcher", "unstarted_tasks"]
 

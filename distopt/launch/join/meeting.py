@@ -14,6 +14,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,8 +27,6 @@ from .env import RUN
 from .multiprocess import MultiprocessJob, Ticket
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from .env import LauncherInfo
 
 __all__ = ["LaunchedJob", "Meeting", "meeting"]

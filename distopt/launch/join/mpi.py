@@ -29,9 +29,11 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from ... import _core
 from ...errors import LaunchError, MissingDependencyError
@@ -49,10 +51,6 @@ from .mpi_setup import all_gather_bytes
 from .multiprocess import Ticket
 from .pmi import Member
 from .rendezvous import HostGroup
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from types import ModuleType
 
 __all__ = ["MpiJob", "after_closing", "close_at_exit", "import_mpi", "start_mpi"]
 

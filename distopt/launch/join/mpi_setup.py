@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import LaunchError
@@ -17,8 +18,6 @@ from ..stopwatch import Stopwatch
 from ..watch.siblings import ended_siblings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ...settings import Settings
 
 __all__ = ["all_gather_bytes"]

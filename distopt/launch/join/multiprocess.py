@@ -8,12 +8,13 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import current_process, parent_process
 from multiprocessing.context import get_spawning_popen
 from secrets import token_bytes
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
@@ -24,9 +25,6 @@ from ..watch.siblings import Absence, children, end_with_parent, is_first
 from .job import Job
 from .origin import origin
 from .rendezvous import HostGroup
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["UNGUARDED", "MultiprocessJob", "Ticket", "is_importing"]
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import socket
 import struct
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,6 @@ from ..watch.watch import Watch, start_server
 from .env import RUN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from .env import LauncherInfo
     from .meeting import Meeting
 

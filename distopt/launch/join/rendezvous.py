@@ -18,16 +18,13 @@ import selectors
 import socket
 import struct
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from ...errors import LaunchError
 from ..gate import Gate, Link, RefusedError, StrangerError, in_slices, introduce, listener_of, peer_of, turn
 from ..messages import pack, rank_named, receive, send, try_to_tell, unpack
 from ..stopwatch import Deadline
 from ..watch.siblings import Absence
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 __all__ = ["HostGroup"]
 

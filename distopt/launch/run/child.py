@@ -7,7 +7,10 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import DupFd
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...errors import DistoptError, Preempted, UsageError
@@ -20,10 +23,6 @@ from .ranks import Rank
 from .task import NO_GUARD, check_sendable, in_one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from multiprocessing.context import SpawnProcess
-    from types import FrameType, TracebackType
-
     from ..join.multiprocess import Ticket
 
 __all__ = ["Child"]

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from ..ending import ENDING_SIGNALS
 from ..gate import Gate, Link, is_own
 from ..stopwatch import Stopwatch
 from .ranks import Failure, first_of
-
-if TYPE_CHECKING:
-    import selectors
-    from collections.abc import Callable
-    from pathlib import Path
 
 __all__ = ["NO_RANK", "Node", "Owner", "RunOptions"]
 

@@ -9,14 +9,12 @@ import select
 import selectors
 import stat
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, cast
+from typing import Any, BinaryIO, TextIO, cast
 
 from ..gate import turn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["Output", "Relay", "mark_output", "open_standard_streams"]
 

@@ -6,7 +6,9 @@ import os
 import signal
 import socket
 import subprocess
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from ..ending import describe_exit, die_with
@@ -15,9 +17,6 @@ from .output import Relay
 from .ranks import Rank
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
     from .output import Output
 
 __all__ = ["Program"]

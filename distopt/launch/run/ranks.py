@@ -16,9 +16,10 @@ import selectors
 import signal
 import subprocess
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ... import _core
 from ...errors import UsageError
@@ -26,9 +27,6 @@ from ..gate import turn
 from ..stopwatch import Stopwatch
 from ..watch.report import VARIABLE
 from .orphans import Orphans
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 __all__ = ["Failure", "LocalRanks", "Rank", "first_of", "starting"]
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import DistoptError, Preempted, RankFailedError, UsageError
@@ -29,8 +30,6 @@ from .ranks import LocalRanks, first_of, starting
 from .task import check_call, check_script
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ..join.env import LauncherInfo
 
 __all__ = ["main", "spawn"]

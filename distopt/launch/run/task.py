@@ -6,14 +6,12 @@ import inspect
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import UsageError
 from ..join.multiprocess import UNGUARDED, is_importing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 __all__ = ["NO_GUARD", "check_call", "check_script", "check_sendable", "in_one_line"]
 

@@ -15,7 +15,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from ... import _core
@@ -25,9 +27,6 @@ from .report import supervisor
 from .siblings import end_with_parent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType, TracebackType
-
     from .watch import Watch
 
 __all__ = ["after_closing", "close_at_exit", "finalize_at_exit", "guard"]

@@ -20,14 +20,12 @@ import stat
 import sys
 import time
 import traceback
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
 
 from ...errors import DistoptError
 from ..ending import shortened
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
 
 __all__ = ["VARIABLE", "Reports", "supervisor"]
 

@@ -13,16 +13,13 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Container, Iterator
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...errors import LaunchError
 from ..stopwatch import Stopwatch
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Iterator
 
 __all__ = ["Absence", "children", "end_with_parent", "ended_siblings", "ends_of_siblings", "is_first"]
 

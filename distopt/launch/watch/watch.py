@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,6 @@ from ..stopwatch import Stopwatch
 from .report import supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ..topology import Topology
 
 __all__ = ["Watch", "own_addresses", "start_server", "watch_ranks"]

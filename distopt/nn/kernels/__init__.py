@@ -13,15 +13,12 @@ function any number of times. A backward function overwrites the arrays that it 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 import numpy as np
 
 from ...errors import UsageError
 from . import cpu
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 __all__ = ["kernels_of"]
 

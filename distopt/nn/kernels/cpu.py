@@ -12,6 +12,7 @@ or layout does not fit.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,8 +25,6 @@ from .cpu_images import *  # noqa: F403 - the other half of this module
 from .pool import empty
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     Array = NDArray[Any]

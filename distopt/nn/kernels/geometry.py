@@ -7,14 +7,12 @@ bottom, left, right. Kernels take two; `with_border` makes four part of the imag
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from ...errors import ShapeError
 from ..mode import noted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["Padding", "Pair", "out_size", "pool_out", "same_padding", "with_border", "without_border"]
 

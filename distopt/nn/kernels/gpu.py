@@ -11,7 +11,8 @@ added in their order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import cupy
 import numpy as np
@@ -22,9 +23,6 @@ from . import cpu
 from .cpu import SavedLinear, SavedLoss
 from .gpu_base import Array, address_of, address_or_null, code_of, current_stream, native, product
 from .gpu_images import *  # noqa: F403 - the other half of this module
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = cpu.__all__
 

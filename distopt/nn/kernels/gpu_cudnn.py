@@ -15,9 +15,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import cupy
 
@@ -25,9 +26,6 @@ from ...errors import MissingDependencyError
 from ...settings import Settings
 from ..device import find_cudnn
 from .gpu_base import Array, code_of, current_stream
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["OPERATIONS", "Plan", "build_graph", "convolving_by", "plan"]
 

@@ -7,8 +7,9 @@ in chunks of images that bound the memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import cupy
 
@@ -17,9 +18,6 @@ from . import cpu_images, gpu_cudnn
 from .cpu_images import SavedNorm
 from .geometry import Pair, out_size, pool_out
 from .gpu_base import Array, address_of, address_or_null, code_of, current_stream, native, product
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 __all__ = cpu_images.__all__
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import autograd
 from .step import Piece, RecordedStep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-
     from ..device import Device
     from ..tensor import Array, Tensor
 

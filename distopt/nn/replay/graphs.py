@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,6 @@ from .replayed import ReplayedStep
 from .step import CaptureError, OptimizerCall, RecordedStep, early_text, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from ..device import Device
 
 __all__ = ["StepGraphs"]

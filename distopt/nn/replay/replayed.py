@@ -11,6 +11,7 @@ the same before one is replayed.
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import autograd
@@ -19,8 +20,6 @@ from ..tensor import Operation, Tensor
 from .step import CaptureError, Piece, RecordedStep
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Sequence
-
     from ..device import Device
 
 __all__ = ["ReplayedStep"]
