@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ..comm.base import Array
     from ..launch import Job
 
-__all__ = ["HEADER", "Row", "add_parser", "heading", "machine", "size_range"]
-
 _BACKENDS = ("auto", "shm", "mpi", "hierarchical", "nccl")
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 # Short calls are timed in batches of about this length, to make the cost of reading the clock negligible.

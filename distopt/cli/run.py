@@ -17,8 +17,6 @@ from .values import at_least, positive
 if TYPE_CHECKING:
     from ..launch.run.nodes import RunOptions
 
-__all__ = ["add_parser", "options_of"]
-
 _ENDPOINT_PORT, _MASTER_PORT = 29400, 29500  # torchrun's
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 

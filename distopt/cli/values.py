@@ -6,8 +6,6 @@ import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
 
-__all__ = ["at_least", "byte_size", "names_of", "positive"]
-
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGkmg]?)")
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 

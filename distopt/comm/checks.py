@@ -19,8 +19,6 @@ from .gpu import dotted_version, gpu_stack
 if TYPE_CHECKING:
     from ..launch.join.job import Job
 
-__all__ = ["check_same_environment", "environment"]
-
 _MAX_BYTES = 1 << 16
 
 

@@ -17,17 +17,6 @@ from ..settings import Settings
 if TYPE_CHECKING:
     from ..launch.join.job import Job
 
-__all__ = [
-    "GpuStack",
-    "Place",
-    "choose_devices",
-    "dotted_version",
-    "exchange_places",
-    "find_nccl",
-    "gpu_stack",
-    "refusal",
-]
-
 _LIBRARY = "DISTOPT_NCCL_LIBRARY"
 # From this version on, NCCL can let two ranks share a GPU.
 _MULTI_RANK, _MULTI_RANK_VERSION = "NCCL_MULTI_RANK_GPU_ENABLE", 23000

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ..launch.join.mpi import MpiJob
     from .base import Array
 
-__all__ = ["HierarchicalCommunicator"]
-
 
 class HierarchicalCommunicator(MpiCommunicator):
     """Collectives over hosts with equal numbers of ranks, however the ranks are dealt out to them.

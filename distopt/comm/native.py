@@ -10,8 +10,6 @@ from .base import DTYPES, OPS, Array, Communicator, RaggedWork, ReduceOp, Work
 if TYPE_CHECKING:
     from .. import _core
 
-__all__ = ["NativeCommunicator"]
-
 
 class NativeCommunicator(Communicator):
     """Checks arguments, and passes them on.

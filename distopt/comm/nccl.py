@@ -24,8 +24,6 @@ from .gpu import GpuStack, Place, choose_devices, exchange_places, gpu_stack
 if TYPE_CHECKING:
     from ..launch.join.job import Job
 
-__all__ = ["NcclCommunicator"]
-
 # Starts the exchange of ragged data, given the matrix of counts; where it arrives.
 Post: TypeAlias = "Callable[[Array], tuple[Work, list[Array]]]"
 

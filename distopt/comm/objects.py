@@ -14,8 +14,6 @@ import numpy as np
 
 from ..errors import UsageError
 
-__all__ = ["packed", "unpacked"]
-
 _CARRIED = "None, bool, int, float, str, bytes, list, tuple, dict and NumPy arrays and scalars"
 _LENGTH_BYTES = 8
 _MAX_INT_BITS = 12_000  # Python refuses to read longer ones in decimal

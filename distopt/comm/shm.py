@@ -21,8 +21,6 @@ from .native import NativeCommunicator
 if TYPE_CHECKING:
     from ..launch.join.job import Job
 
-__all__ = ["ShmCommunicator"]
-
 _log = logging.getLogger("distopt")
 
 # Ordinary arrays travel in chunks of this size: large enough to hide a synchronisation, small enough that the chunks

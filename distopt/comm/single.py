@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from ..launch.join.job import Job
     from ..launch.topology import Topology
 
-__all__ = ["SingleCommunicator"]
-
 
 class SingleCommunicator(Communicator):
     """Collectives over one rank, so that a script for one process needs no `if`. Arrays may be NumPy's and CuPy's."""

@@ -27,8 +27,6 @@ from ..kernels import kernels_of
 if TYPE_CHECKING:
     from .base import Array, Communicator, Work
 
-__all__ = ["ENTRY_BYTES", "Route", "choose_route", "dense_wire_bytes", "finish", "sparse_all_reduce"]
-
 Route: TypeAlias = Literal["gather", "split", "dense"]
 T = TypeVar("T")
 

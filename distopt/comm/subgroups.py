@@ -10,8 +10,6 @@ import numpy as np
 
 from ..errors import UsageError
 
-__all__ = ["meet"]
-
 _TAG = -(1 << 63)
 
 

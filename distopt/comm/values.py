@@ -18,8 +18,6 @@ from ..kernels import array_module
 if TYPE_CHECKING:
     from .base import Array
 
-__all__ = ["Value", "carried", "reducible", "take"]
-
 # Of a number, by the kind of its NumPy type: the type that it becomes, how that travels, and its name in messages.
 _NUMBERS: dict[str, tuple[type, Any, str]] = {
     "b": (bool, np.bool_, "a bool"),

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-__all__ = ["ENTRIES", "FINDINGS", "FROM_BAD", "OVERFLOWED", "UNDERFLOWED", "Accumulation", "Array", "Kernels", "Lists"]
-
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 
 # Places in the findings: entries in the lists; values too large for a 16-bit wire; elements from the first unusable one

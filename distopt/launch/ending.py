@@ -12,17 +12,6 @@ from types import FrameType
 
 from ..errors import UsageError
 
-__all__ = [
-    "ENDED_BY_SIGTERM",
-    "ENDING_SIGNALS",
-    "PREEMPTION_SIGNALS",
-    "caught_signals",
-    "describe_exit",
-    "die_with",
-    "shortened",
-    "waitable_children",
-]
-
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # What schedulers send before they end a job: of their own accord, or because a job script or submitit asks for it.
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)

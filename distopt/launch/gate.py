@@ -22,25 +22,6 @@ from typing import TypeVar
 
 from .stopwatch import SLICE_SECONDS, Deadline, Stopwatch
 
-__all__ = [
-    "CONNECT_SECONDS",
-    "LONGEST_CALL_SECONDS",
-    "Gate",
-    "Link",
-    "RefusedError",
-    "StrangerError",
-    "call",
-    "in_slices",
-    "introduce",
-    "is_own",
-    "listen",
-    "listener_of",
-    "peer_of",
-    "proof",
-    "receive_exactly",
-    "turn",
-]
-
 CONNECT_SECONDS = 2.0
 # For which a process may be connected without having proved that it belongs to the job: three ways of a slow line.
 _HANDSHAKE_SECONDS = 5.0

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from .watch.siblings import children
 
-__all__ = ["spare_reads"]
-
 _SWITCH = "MPIR_CVAR_CH4_CMA_ENABLE"
 _FIRST_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of linux/proc_ns.h
 

@@ -12,8 +12,6 @@ from ..errors import LaunchError
 from .gate import in_slices, receive_exactly
 from .stopwatch import Deadline
 
-__all__ = ["pack", "rank_named", "receive", "send", "try_to_tell", "unpack"]
-
 _HEADER = struct.Struct("!BI")  # kind, length
 _DATA, _ERROR = 0, 1
 _MAX_BYTES = 16 << 20

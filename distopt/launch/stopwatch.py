@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["SLICE_SECONDS", "Deadline", "Stopwatch"]
-
 SLICE_SECONDS = 0.1  # that a wait may sleep at once
 
 _EXCUSED_SECONDS = 1.0

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 
 from threadpoolctl import ThreadpoolController
 
-__all__ = ["cap_threads", "cores", "thread_variables"]
-
 _VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _log = logging.getLogger("distopt")
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from ..errors import LaunchError
 
-__all__ = ["Topology", "host_identity"]
-
 
 @dataclass(frozen=True)
 class Topology:

@@ -12,8 +12,6 @@ from .tensor import Tensor
 if TYPE_CHECKING:
     from .tensor import Array
 
-__all__ = ["Accumulation"]
-
 
 class Accumulation:
     """What an optimizer has added up inside `no_sync`. All methods are local.

@@ -30,17 +30,6 @@ from .tensor import Operation, Tensor
 if TYPE_CHECKING:
     from .tensor import Array
 
-__all__ = [
-    "Visit",
-    "Walk",
-    "backward",
-    "first_gradient",
-    "gradient_order",
-    "plan",
-    "tape",
-    "visit_one",
-]
-
 
 class Walk(Operation):
     """A custom backward pass, which takes the place of the operation behind a loss."""

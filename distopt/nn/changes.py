@@ -18,8 +18,6 @@ import numpy as np
 from ..errors import UsageError
 from .mode import mode
 
-__all__ = ["changed", "check", "clock", "updated"]
-
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 
 clock = itertools.count()

@@ -9,8 +9,6 @@ from functools import reduce
 from ..kernels import array_module
 from .tensor import Array, Broadcast, float32
 
-__all__ = ["Max", "Mean", "Min", "PRelu", "Pow", "Sum", "Truth", "Where"]
-
 
 class Pow(Broadcast):
     """a to the power b, float32 for integers. The gradient of b is 0 where a is 0."""

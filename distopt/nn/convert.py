@@ -12,8 +12,6 @@ from .tensor import Tensor
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
-__all__ = ["from_numpy", "from_raw_tensor", "to_numpy"]
-
 
 def from_numpy(array: np.ndarray[Any, Any], device: Device | None = None, dtype: DTypeLike | None = None) -> Tensor:
     """A tensor with a copy of `array`, in `dtype` (default: its own, with 64-bit types made 32-bit, as in SINGA)."""

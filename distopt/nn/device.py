@@ -19,25 +19,6 @@ import numpy as np
 from ..errors import MissingDependencyError, UsageError
 from ..settings import Settings
 
-__all__ = [
-    "Device",
-    "create_cpu_device",
-    "create_cuda_gpu",
-    "create_cuda_gpu_on",
-    "create_cuda_gpus",
-    "create_cuda_gpus_on",
-    "device_of",
-    "find_cudnn",
-    "find_cupy",
-    "find_gpu",
-    "get_default_device",
-    "get_gpu_ids",
-    "get_num_gpus",
-    "gpu_is_usable",
-    "label_flag",
-    "tell_once",
-]
-
 T = TypeVar("T")
 
 _log = logging.getLogger("distopt")

@@ -16,8 +16,6 @@ import numpy as np
 
 from .kernels import kernels_of
 
-__all__ = ["compute", "gradients"]
-
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 
 

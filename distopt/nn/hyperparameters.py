@@ -12,8 +12,6 @@ from .schedules import Constant, DecayScheduler, checked, number_of
 if TYPE_CHECKING:
     from .tensor import Tensor
 
-__all__ = ["CurrentValue", "Hyperparameter", "SlotView"]
-
 
 class Hyperparameter:
     """An attribute of an optimizer: assigned a number or a schedule, and read as a schedule.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from .tensor import Operation
 
-__all__ = ["Layer", "count_of", "has_relu"]
-
 
 class Layer:
     """Base of layers and models.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-__all__ = ["Call", "Ran", "mode", "noted"]
-
 T = TypeVar("T")
 
 

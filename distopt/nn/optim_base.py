@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from .tensor import Array
 
-__all__ = ["Optimizer", "check_gradient"]
-
 
 class Optimizer:
     """Base of all optimizers.

@@ -14,8 +14,6 @@ from .values import Array, Values, float32
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["OutsideGraph", "settled"]
-
 
 class OutsideGraph(Values):
     """Values from which new ones are computed, without gradients."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from .device import Device
 
-__all__ = ["RawTensor", "raw"]
-
 
 class _Shape(tuple[int, ...]):
     """A shape that may also be called, as in SINGA's C++ interface."""

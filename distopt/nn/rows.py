@@ -12,8 +12,6 @@ from ..kernels import array_module
 from .outside import settled
 from .tensor import Array, Broadcast, Operation
 
-__all__ = ["AddBias", "BinaryCrossEntropy", "CosSim", "CrossEntropy", "Gemm", "RankingLoss"]
-
 
 class AddBias(Broadcast):
     """x [N, M] with b added to each row (axis 0, b [M]) or column (axis 1, b [N])."""

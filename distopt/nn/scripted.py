@@ -12,8 +12,6 @@ from .outside import settled
 from .raw import raw
 from .tensor import Array, Operation, Tensor
 
-__all__ = ["Operator"]
-
 
 class Operator:
     """SINGA's base class of operations. `MyOperator()(x)[0]` is the result of `MyOperator.forward`, as a tensor.

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from .device import Device
 
-__all__ = ["Staging"]
-
 
 class _Slot:
     """Memory for one batch on a GPU: pinned on the host, and on the device.

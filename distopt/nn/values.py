@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
     from typing_extensions import Self
 
-__all__ = ["Array", "Values", "c_contiguous", "float16", "float32", "float64", "int32", "int64"]
-
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 
 float16 = np.float16

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ..comm import Communicator
     from .bucket import Parameter
 
-__all__ = ["Agreement"]
-
 STEPS = "step_counter"  # the constant that grows with every update
 
 log = logging.getLogger("distopt")

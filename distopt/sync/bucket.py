@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ..comm import Communicator
     from ..comm.base import Array
 
-__all__ = ["ALIGNMENT_BYTES", "Bucket", "Parameter", "WireMemory"]
-
 ALIGNMENT_BYTES = 256  # of every array, and of every gradient in its bucket: what cuDNN and vector loads of GPUs want
 
 

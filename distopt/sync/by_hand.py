@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ..comm.base import Array, Communicator
     from ..compress import Codec, CodecState, Reduction
 
-__all__ = ["Fusion", "memory_of"]
-
 
 @dataclass
 class _Message:

@@ -12,8 +12,6 @@ from ..kernels import array_module, kernels_of
 if TYPE_CHECKING:
     from ..comm.base import Array
 
-__all__ = ["digests"]
-
 # The raw output of a bit generator is the same in all versions of NumPy.
 _WEIGHTS = np.random.PCG64(20).random_raw(4096)
 _BLOCK_ROWS = 256  # whose products, 8 MiB, are in memory at once

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from .bucket import Parameter
     from .partial import Slots
 
-__all__ = ["DEFAULT_BUCKET_ELEMENTS", "Engine", "NonFinite"]
-
 NonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
 
 DEFAULT_BUCKET_ELEMENTS = 2097152  # SINGA's default

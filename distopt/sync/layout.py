@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ..compress.state import States
     from .bucket import Parameter, WireMemory
 
-__all__ = ["FIRST_BUCKET_BYTES", "Layout", "check_names", "plan", "under", "unique_names"]
-
 # The last layers' gradients are final first. A small bucket of them sets out early, where bytes move while the rest of
 # the backward pass runs (Li et al., arXiv 2006.15704, section 3.2.3; the size is that of PyTorch's DDP).
 FIRST_BUCKET_BYTES = 1 << 20

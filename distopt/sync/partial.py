@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from .agreement import Agreement
     from .bucket import Bucket, Parameter
 
-__all__ = ["PartialStep", "PartialUpdates", "Slots"]
-
 PARAMETERS = "parameters"  # the kind of reduction that an average of parameters is, in statistics
 _NOTHING = -1  # in place of a bucket: no gradient is unusable
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from .bucket import Bucket, Parameter
     from .layout import Layout
 
-__all__ = ["GradientCounter", "Step"]
-
 
 class GradientCounter(ABC):
     """Which gradients of a step have come.

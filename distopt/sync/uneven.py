@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ..comm import Communicator
     from ..compress import Codec
 
-__all__ = ["Recipe", "RollCall"]
-
 _NO_STEP = 0
 
 

@@ -11,8 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["QUESTIONS", "main"]
-
 
 def main(question: str, arguments: tuple[Any, ...]) -> None:
     """Print the answer as JSON."""

@@ -16,8 +16,6 @@ from typing import Any
 
 from ...errors import DistoptError
 
-__all__ = ["Ended", "ask", "describe_end", "run_bounded", "unlaunched_environment", "version_of"]
-
 # Variables that launchers set for their ranks. A child that inherited them would take itself for a rank of the job that
 # the doctor runs in, and would wait for its peers in MPI_Init.
 _LAUNCHER_PREFIXES = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_")

@@ -8,8 +8,6 @@ from ...errors import DistoptError
 from .ask import ask, version_of
 from .report import Finding, absent, failed, ok
 
-__all__ = ["cudnn", "cupy", "devices", "driver", "nccl"]
-
 _CUDNN_PACKAGE = "nvidia-cudnn-frontend"
 _CUPY_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 _OLDEST_NCCL = 21800

@@ -13,20 +13,6 @@ from ...settings import Settings
 from .ask import ask, version_of
 from .report import Finding, absent, failed, ok
 
-__all__ = [
-    "blas",
-    "core",
-    "cores",
-    "host_name",
-    "launcher_variables",
-    "numpy",
-    "operating_system",
-    "packages",
-    "python",
-    "settings",
-    "shared_memory",
-]
-
 _REQUIRED = ("numpy", "safetensors", "threadpoolctl", "tqdm")
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")

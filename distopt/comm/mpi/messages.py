@@ -19,8 +19,6 @@ from ..work import MessageWork
 if TYPE_CHECKING:
     from .waits import Waits
 
-__all__ = ["MpiMessages"]
-
 _HEADER, _DATA = 0, 1  # MPI's tags
 _MOST_BYTES = 1 << 30  # of one message of MPI, whose counts are ints
 _ANYONE = -1

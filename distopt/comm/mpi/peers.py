@@ -7,8 +7,6 @@ import select
 import time
 from collections.abc import Mapping
 
-__all__ = ["LocalPeers"]
-
 # What a rank has sent before it ended may still be on its way.
 _PATIENCE_SECONDS = 0.5
 

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ... import _core
 from ...errors import Process
-from ...launch.join.mpi import after_closing
 from ...launch.stopwatch import Stopwatch
+from ...launch.watch.exit_guard import after_closing
 from ...settings import Settings
 from .notes import MpiNotes
 from .peers import LocalPeers
 
 if TYPE_CHECKING:
     from ...launch.join.mpi import MpiJob
-
-__all__ = ["Waits"]
 
 _log = logging.getLogger("distopt")
 

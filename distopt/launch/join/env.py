@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 
 from ...errors import LaunchError
 
-__all__ = ["RUN", "LauncherInfo", "launcher", "unstarted_tasks"]
-
 RUN = "distopt run"
 _INTERACTIVE_STEP = "4294967290"  # of the shell of salloc; SLURM_INTERACTIVE_STEP of slurm.h
 

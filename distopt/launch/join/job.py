@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from ..topology import Topology
     from .rendezvous import HostGroup
 
-__all__ = ["Job"]
-
 
 class Job(ABC):
     """One rank's membership in a job. Communicators are built from it.

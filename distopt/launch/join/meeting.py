@@ -29,8 +29,6 @@ from .multiprocess import MultiprocessJob, Ticket
 if TYPE_CHECKING:
     from .env import LauncherInfo
 
-__all__ = ["LaunchedJob", "Meeting", "meeting"]
-
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 _SLURM = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 

@@ -41,7 +41,7 @@ from ...settings import Settings
 from ..isolation import spare_reads
 from ..threads import cap_threads, cores
 from ..topology import Topology, host_identity
-from ..watch.exit_guard import after_closing, close_at_exit, finalize_at_exit, guard
+from ..watch.exit_guard import finalize_at_exit, guard
 from ..watch.siblings import Absence, ends_of_siblings
 from ..watch.watch import Watch, watch_ranks
 from .env import LauncherInfo, launcher
@@ -51,8 +51,6 @@ from .mpi_setup import all_gather_bytes
 from .multiprocess import Ticket
 from .pmi import Member
 from .rendezvous import HostGroup
-
-__all__ = ["MpiJob", "after_closing", "close_at_exit", "import_mpi", "start_mpi"]
 
 
 class MpiJob(Job):

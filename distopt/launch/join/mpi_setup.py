@@ -20,8 +20,6 @@ from ..watch.siblings import ended_siblings
 if TYPE_CHECKING:
     from ...settings import Settings
 
-__all__ = ["all_gather_bytes"]
-
 _log = logging.getLogger("distopt")
 
 _TAG = 17_185  # the first exchange uses a communicator that the user may also use

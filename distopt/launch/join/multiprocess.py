@@ -26,8 +26,6 @@ from .job import Job
 from .origin import origin
 from .rendezvous import HostGroup
 
-__all__ = ["UNGUARDED", "MultiprocessJob", "Ticket", "is_importing"]
-
 UNGUARDED = 'imports the script, which would start processes again; start them under `if __name__ == "__main__":`'
 
 _TICKET_BYTES = 16

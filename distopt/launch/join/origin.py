@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-__all__ = ["Origin", "origin"]
-
 
 class Origin:
     """Where this process comes from.

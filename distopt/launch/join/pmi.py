@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from .env import LauncherInfo
     from .meeting import Meeting
 
-__all__ = ["Member", "ports"]
-
 # Ranks wait this much longer than the server, which can say who is missing.
 _GRACE_SECONDS = 5.0
 # Within which the agents of `distopt run` end all ranks when one has failed.

@@ -26,8 +26,6 @@ from ..messages import pack, rank_named, receive, send, try_to_tell, unpack
 from ..stopwatch import Deadline
 from ..watch.siblings import Absence
 
-__all__ = ["HostGroup"]
-
 _log = logging.getLogger("distopt")
 
 _N_ADDRESSES = 8

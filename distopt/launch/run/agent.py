@@ -29,8 +29,6 @@ from .output import Output
 from .program import Program
 from .ranks import Failure, LocalRanks, starting
 
-__all__ = ["run"]
-
 _LOOK_SECONDS = 0.2
 _RETRY_SECONDS = 0.03
 _FOREIGN_SECONDS = 3.0  # for which another program may still hold the endpoint

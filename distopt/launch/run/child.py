@@ -25,8 +25,6 @@ from .task import NO_GUARD, check_sendable, in_one_line
 if TYPE_CHECKING:
     from ..join.multiprocess import Ticket
 
-__all__ = ["Child"]
-
 
 class Child(Rank):
     """A process that runs `fn(rank, world_size, *args)`.

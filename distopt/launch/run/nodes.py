@@ -24,8 +24,6 @@ from ..gate import Gate, Link, is_own
 from ..stopwatch import Stopwatch
 from .ranks import Failure, first_of
 
-__all__ = ["NO_RANK", "Node", "Owner", "RunOptions"]
-
 NO_RANK = 0xFFFFFFFF  # of a node that leaves its number to the owner
 _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
 _SIGNAL_SECONDS = 30.0  # after a signal from outside, on which the ranks may save their states

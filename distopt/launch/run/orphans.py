@@ -17,8 +17,6 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["Orphans"]
-
 _LOOK_SECONDS = 0.02  # between two looks for processes, which may have started others meanwhile
 
 

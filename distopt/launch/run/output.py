@@ -16,8 +16,6 @@ from typing import Any, BinaryIO, TextIO, cast
 
 from ..gate import turn
 
-__all__ = ["Output", "Relay", "mark_output", "open_standard_streams"]
-
 _RELAY_BYTES = 1 << 16
 _RELAY_READS = 64
 _ROOM_BYTES = 16 << 20

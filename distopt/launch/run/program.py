@@ -19,8 +19,6 @@ from .ranks import Rank
 if TYPE_CHECKING:
     from .output import Output
 
-__all__ = ["Program"]
-
 
 class Program(Rank):
     """A process in a session of its own, so that a terminal's Ctrl-C reaches it through its agent only.

@@ -28,8 +28,6 @@ from ..stopwatch import Stopwatch
 from ..watch.report import VARIABLE
 from .orphans import Orphans
 
-__all__ = ["Failure", "LocalRanks", "Rank", "first_of", "starting"]
-
 _LOOK_SECONDS = 0.2
 _LIMITS = {
     errno.EMFILE: "; start fewer ranks, or raise ulimit -n",

@@ -32,8 +32,6 @@ from .task import check_call, check_script
 if TYPE_CHECKING:
     from ..join.env import LauncherInfo
 
-__all__ = ["main", "spawn"]
-
 _GRACE_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
 _RANKS_PER_CORE = 32  # more are taken for a mistake

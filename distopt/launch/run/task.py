@@ -13,8 +13,6 @@ from typing import Any
 from ...errors import UsageError
 from ..join.multiprocess import UNGUARDED, is_importing
 
-__all__ = ["NO_GUARD", "check_call", "check_script", "check_sendable", "in_one_line"]
-
 NO_GUARD = os.EX_USAGE  # exit code of a rank whose import of the script reaches a call that starts ranks
 
 

@@ -29,8 +29,6 @@ from .siblings import end_with_parent
 if TYPE_CHECKING:
     from .watch import Watch
 
-__all__ = ["after_closing", "close_at_exit", "finalize_at_exit", "guard"]
-
 # mpiexec reads the ranks' output through pipes; when told to abort, it drops what it has not read yet.
 _FORWARD_SECONDS = 0.1
 _ABORT_SECONDS = 2

@@ -27,8 +27,6 @@ from typing import Any
 from ...errors import DistoptError
 from ..ending import shortened
 
-__all__ = ["VARIABLE", "Reports", "supervisor"]
-
 # Process id of the supervisor, and the descriptor that its rank has inherited; of a rank of `spawn`, -1.
 VARIABLE = "DISTOPT_AGENT"
 

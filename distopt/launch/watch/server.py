@@ -31,8 +31,6 @@ import sys
 from ..gate import Gate, Link, proof, turn
 from ..stopwatch import Stopwatch
 
-__all__ = ["Server", "main"]
-
 _LOOK_SECONDS = 0.2
 _ENDED = "has ended before the others; see its output"
 _UNREACHABLE = "cannot be reached; see whether its host and the network are up"

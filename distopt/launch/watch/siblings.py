@@ -21,8 +21,6 @@ from pathlib import Path
 from ...errors import LaunchError
 from ..stopwatch import Stopwatch
 
-__all__ = ["Absence", "children", "end_with_parent", "ended_siblings", "ends_of_siblings", "is_first"]
-
 _log = logging.getLogger("distopt")
 
 _LEAVE_SECONDS = 10.0

@@ -28,8 +28,6 @@ from .report import supervisor
 if TYPE_CHECKING:
     from ..topology import Topology
 
-__all__ = ["Watch", "own_addresses", "start_server", "watch_ranks"]
-
 _log = logging.getLogger("distopt")
 
 _JOIN_SECONDS = 5.0  # in a job that can do without

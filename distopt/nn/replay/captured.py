@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ..device import Device
     from ..tensor import Array, Tensor
 
-__all__ = ["CapturedStep"]
-
 
 class _Recorder:
     """Records pieces on a stream of its own, for another one, in memory of its own.

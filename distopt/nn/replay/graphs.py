@@ -34,8 +34,6 @@ from .step import CaptureError, OptimizerCall, RecordedStep, early_text, text_of
 if TYPE_CHECKING:
     from ..device import Device
 
-__all__ = ["StepGraphs"]
-
 # Steps before the first recording, in which momentum, buckets, plans and compiled kernels are created.
 REHEARSALS = {"cpu": 1, "cuda": 2}
 KINDS = 8  # of arguments; each has memory of its own

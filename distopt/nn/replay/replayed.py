@@ -22,8 +22,6 @@ from .step import CaptureError, Piece, RecordedStep
 if TYPE_CHECKING:
     from ..device import Device
 
-__all__ = ["ReplayedStep"]
-
 _OF_A_CALL = {"inputs", "needs", "order", "saved"}  # attributes of an operation
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ..device import Device
     from ..tensor import Array
 
-__all__ = ["CaptureError", "OptimizerCall", "Piece", "RecordedStep", "early_text", "text_of"]
-
 
 class CaptureError(DistoptError):
     """A step cannot be recorded; the message says why."""
