@@ -14,29 +14,25 @@ from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from . import comm, compress, launch
+from .comm import Communicator
 from .comm.world import current
+from .compress import Codec, CommunicationStatistics
+from .compress.state import States
 from .errors import UsageError, absent_name, check_assignment, names_of
+from .launch import Job
 from .nn import autograd
 from .nn.accumulation import Accumulation
-from .nn.device import find_gpu, get_default_device, tell_once
+from .nn.device import Device, find_gpu, get_default_device, tell_once
 from .nn.mode import mode
 from .nn.optim import Optimizer
 from .nn.tensor import Tensor
 from .settings import Settings
 from .sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
-from .sync.layout import under
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from .comm import Communicator
-    from .compress import Codec, CommunicationStatistics
-    from .compress.state import States
-    from .launch import Job
-    from .nn.device import Device
-    from .sync.layout import Layout
-    from .sync.step import GradientCounter
+from .sync.layout import Layout, under
+from .sync.step import GradientCounter
 
 __all__ = ["DEFAULT_BUCKET_ELEMENTS", "DistOpt", "NonFinite"]
 

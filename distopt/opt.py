@@ -11,21 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import dist_opt, launch
+from .comm import Work
 from .compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
 from .dist_opt import DEFAULT_BUCKET_ELEMENTS
 from .errors import UsageError, absent_name
+from .launch import Ticket
 from .nn import optim
 from .nn.optim import *  # noqa: F403 - a face of that module
 from .nn.optim import SGD, Optimizer
 from .nn.optim_base import check_gradient
 from .nn.raw import RawTensor
-from .nn.tensor import Tensor
+from .nn.tensor import Array, Tensor
 from .sync.by_hand import Fusion, memory_of
-
-if TYPE_CHECKING:
-    from .comm import Work
-    from .launch import Ticket
-    from .nn.tensor import Array
 
 __all__ = ["DIST_OPTIONS", "DistOpt"]
 __all__ += optim.__all__

@@ -14,15 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from .errors import UsageError, absent_name
 from .nn.convert import from_numpy, from_raw_tensor, to_numpy
+from .nn.device import Device
 from .nn.tensor import Tensor, float16, float32, float64, int32, int64
-
-if TYPE_CHECKING:
-    from numpy.typing import DTypeLike
-
-    from .nn.device import Device
 
 # fmt: off
 __all__ = [

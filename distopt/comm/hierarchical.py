@@ -13,17 +13,15 @@ sum of a host overflows. Means of other types are divided once, at the end.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ..errors import UsageError
+from ..launch.join.mpi import MpiJob
 from ..launch.topology import Topology
 from ..settings import Settings
+from .base import Array
 from .mpi.communicator import MpiCommunicator
 from .shm import ShmCommunicator
-
-if TYPE_CHECKING:
-    from ..launch.join.mpi import MpiJob
-    from .base import Array
 
 
 class HierarchicalCommunicator(MpiCommunicator):

@@ -6,20 +6,18 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .. import _core
 from ..errors import Process, UsageError
+from ..launch.join.job import Job
 from ..launch.join.rendezvous import HostGroup
 from ..launch.topology import Topology
 from ..settings import Settings
 from .base import DTYPES, OPS, Array, MessageWork, RaggedWork, ReduceOp, Work
 from .native import NativeCommunicator
-
-if TYPE_CHECKING:
-    from ..launch.join.job import Job
 
 _log = logging.getLogger("distopt")
 

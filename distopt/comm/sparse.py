@@ -17,15 +17,13 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 
 from ..errors import UsageError
 from ..kernels import kernels_of
-
-if TYPE_CHECKING:
-    from .base import Array, Communicator, Work
+from .base import Array, Communicator, Work
 
 Route: TypeAlias = Literal["gather", "split", "dense"]
 T = TypeVar("T")

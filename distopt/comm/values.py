@@ -8,15 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..errors import UsageError
 from ..kernels import array_module
-
-if TYPE_CHECKING:
-    from .base import Array
+from .base import Array
 
 # Of a number, by the kind of its NumPy type: the type that it becomes, how that travels, and its name in messages.
 _NUMBERS: dict[str, tuple[type, Any, str]] = {

@@ -5,20 +5,18 @@ from __future__ import annotations
 import operator
 import os
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from .. import launch
 from ..errors import CommunicatorClosedError, UsageError
 from ..kernels import array_module
+from ..launch import Job, Ticket
 from . import create
+from .base import Communicator
 from .objects import packed, unpacked
 from .values import carried, reducible, take
-
-if TYPE_CHECKING:
-    from ..launch import Job, Ticket
-    from .base import Communicator
 
 __all__ = ["World", "current", "init"]
 

@@ -18,15 +18,13 @@ from collections.abc import Callable, Generator, Sequence
 from functools import cached_property
 from operator import attrgetter
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
+from ..comm import Communicator, Work
+from ..comm.base import Array
 from ..errors import UsageError
 from .state import BadGradient, CodecState, Part
-
-if TYPE_CHECKING:
-    from ..comm import Communicator, Work
-    from ..comm.base import Array
-    from .statistics import Statistics
+from .statistics import Statistics
 
 __all__ = ["Codec", "Reduction", "Steps", "finish_all"]
 

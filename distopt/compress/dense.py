@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from ..kernels import FROM_BAD
-from .base import Codec
-
-if TYPE_CHECKING:
-    from .base import Steps
-    from .state import CodecState
+from .base import Codec, Steps
+from .state import CodecState
 
 __all__ = ["Fp32"]
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from ..errors import UsageError
-from .base import Codec
-
-if TYPE_CHECKING:
-    from .base import Steps
-    from .state import CodecState
+from .base import Codec, Steps
+from .state import CodecState
 
 __all__ = ["ErrorFeedback"]
 

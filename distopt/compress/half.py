@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from .. import _core
+from ..comm.base import Array
 from ..errors import UsageError
 from ..kernels import array_module
-from .base import Codec
-
-if TYPE_CHECKING:
-    from ..comm.base import Array
-    from .base import Steps
-    from .state import CodecState
+from .base import Codec, Steps
+from .state import CodecState
 
 __all__ = ["BFloat16", "Fp16"]
 

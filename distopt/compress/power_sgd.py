@@ -5,18 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from ..comm.base import Array
 from ..errors import UsageError
 from ..kernels import FROM_BAD, array_module
-from .base import Codec
-
-if TYPE_CHECKING:
-    from ..comm.base import Array
-    from .base import Steps
-    from .state import CodecState, Part
+from .base import Codec, Steps
+from .state import CodecState, Part
 
 __all__ = ["PowerSGD"]
 

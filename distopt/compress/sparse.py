@@ -10,17 +10,13 @@ import math
 from abc import abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ..comm.base import Array, Work
 from ..comm.sparse import choose_route
 from ..errors import UsageError
 from ..kernels import Accumulation
-from .base import Codec
-
-if TYPE_CHECKING:
-    from ..comm.base import Array, Work
-    from .base import Steps
-    from .state import CodecState
+from .base import Codec, Steps
+from .state import CodecState
 
 __all__ = ["SparseCodec"]
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from math import prod
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+from ..comm import Communicator, Work
+from ..comm.base import Array, ReduceOp
 from ..comm.sparse import dense_wire_bytes, sparse_all_reduce
 from ..errors import GradientError, StateError
 from ..kernels import FINDINGS, array_module, kernels_of
 from .statistics import Statistics
-
-if TYPE_CHECKING:
-    from ..comm import Communicator, Work
-    from ..comm.base import Array, ReduceOp
 
 __all__ = ["BadGradient", "CodecState", "Header", "Part", "States"]
 

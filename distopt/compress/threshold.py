@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ..comm.base import Array
 from ..errors import UsageError
 from ..kernels import FINDINGS, Accumulation
 from .sparse import SparseCodec
-
-if TYPE_CHECKING:
-    from ..comm.base import Array
-    from .state import CodecState
+from .state import CodecState
 
 __all__ = ["Threshold"]
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import UsageError
+from ..kernels import Accumulation
 from .sparse import SparseCodec
-
-if TYPE_CHECKING:
-    from ..kernels import Accumulation
-    from .state import CodecState
+from .state import CodecState
 
 __all__ = ["TopK"]
 

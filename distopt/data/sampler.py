@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import StateError, UsageError, check_count
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 __all__ = ["TAILS", "ShardedSampler", "data_partition"]
 

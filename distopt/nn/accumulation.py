@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from ..errors import UsageError
-from .tensor import Tensor
-
-if TYPE_CHECKING:
-    from .tensor import Array
+from .tensor import Array, Tensor
 
 
 class Accumulation:

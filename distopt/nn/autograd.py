@@ -20,15 +20,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Container, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..errors import UsageError
 from .kernels import kernels_of
 from .mode import mode, noted
-from .tensor import Operation, Tensor
-
-if TYPE_CHECKING:
-    from .tensor import Array
+from .tensor import Array, Operation, Tensor
 
 
 class Walk(Operation):

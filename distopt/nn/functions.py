@@ -6,9 +6,9 @@ Those of single elements come from `elementwise`, those that move or choose elem
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..errors import ShapeError, UsageError
 from . import combine, elementwise, indices, operations, rearrange, rows
@@ -17,9 +17,6 @@ from .indices import *  # noqa: F403
 from .rearrange import *  # noqa: F403
 from .rearrange import axes_of
 from .tensor import Add, Div, MatMul, Mul, Sub, Tensor
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
 
 __all__ = [
     "add",

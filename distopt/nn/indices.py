@@ -6,18 +6,15 @@ All names are SINGA's. An axis may be negative and then counts from the last.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from ..errors import ShapeError, UsageError
 from ..kernels import array_module
 from .operations import wants_gradient
 from .rearrange import axes_of
 from .tensor import Array, Operation, Tensor, float32, int32
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, DTypeLike
 
 __all__ = [
     "cast",

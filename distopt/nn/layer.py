@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ..errors import ShapeError, UsageError
 from . import functions, initializer, layer_images, operations
 from .layer_base import Layer, count_of, has_relu
 from .layer_images import *  # noqa: F403 - the other half of this module
-
-if TYPE_CHECKING:
-    from .tensor import Tensor
+from .tensor import Tensor
 
 __all__ = [
     "Add",

@@ -11,15 +11,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
+
+import numpy as np
 
 from ..errors import ShapeError, StateError, UsageError, check_assignment
-from .tensor import Tensor
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from .tensor import Operation
+from .tensor import Operation, Tensor
 
 
 class Layer:

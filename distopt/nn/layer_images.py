@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod, sqrt
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from ..errors import ShapeError, UsageError
 from . import operations
-from .kernels.geometry import same_padding
+from .kernels.geometry import Padding, Pair, same_padding
 from .layer_base import Layer, count_of, has_relu
 from .tensor import Operation, Tensor
-
-if TYPE_CHECKING:
-    from .kernels.geometry import Padding, Pair
 
 __all__ = [
     "AvgPool1d",

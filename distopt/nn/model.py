@@ -5,19 +5,17 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import StateError, UsageError
 from ..files import load_arrays, save_arrays
+from .device import Device
 from .layer_base import Layer
 from .mode import mode as process_mode
 from .replay.graphs import StepGraphs
 from .tensor import Tensor
-
-if TYPE_CHECKING:
-    from .device import Device
 
 __all__ = ["Model", "TrainingOptimizer"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from ..errors import ShapeError, UsageError
 from ..kernels import array_module
@@ -18,10 +18,7 @@ from .mode import mode
 from .operations_images import *  # noqa: F403 - the other half of this module
 from .operations_images import Weighted
 from .outside import settled
-from .tensor import Array, Operation
-
-if TYPE_CHECKING:
-    from .tensor import Tensor
+from .tensor import Array, Operation, Tensor
 
 __all__ = [
     "Cat",

@@ -6,19 +6,16 @@ is a number or a schedule. `clip_grad_norm` is that of `Optimizer.clip_gradients
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from numpy.typing import DTypeLike
 
 from ..errors import UsageError
 from .hyperparameters import CurrentValue, Hyperparameter, SlotView
 from .kernels import kernels_of
 from .optim_base import Optimizer
 from .schedules import Constant, CosineDecay, DecayScheduler, ExponentialDecay, LinearWarmUp, StepDecay
-from .tensor import float32
-
-if TYPE_CHECKING:
-    from numpy.typing import DTypeLike
-
-    from .tensor import Array
+from .tensor import Array, float32
 
 __all__ = [
     "SGD",

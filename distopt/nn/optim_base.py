@@ -9,6 +9,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..errors import StateError, UsageError, check_assignment, check_count
 from ..kernels import kernels_of
@@ -18,12 +19,7 @@ from .device import get_default_device
 from .hyperparameters import CurrentValue, Hyperparameter
 from .mode import mode
 from .schedules import DecayScheduler, number_of
-from .tensor import Tensor, float32
-
-if TYPE_CHECKING:
-    from numpy.typing import DTypeLike
-
-    from .tensor import Array
+from .tensor import Array, Tensor, float32
 
 
 class Optimizer:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
+from .device import Device
 from .tensor import Tensor
-
-if TYPE_CHECKING:
-    from numpy.typing import DTypeLike, NDArray
-
-    from .device import Device
 
 
 class _Slot:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..errors import ShapeError, UsageError
 from ..kernels import array_module
@@ -21,9 +22,6 @@ from .mode import Ran, mode
 from .outside import OutsideGraph, settled
 from .raw import raw
 from .values import Array, c_contiguous, float16, float32, float64, int32, int64
-
-if TYPE_CHECKING:
-    from numpy.typing import DTypeLike
 
 __all__ = [
     "Array",

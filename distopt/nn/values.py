@@ -7,6 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..errors import UsageError
 from . import changes
@@ -15,7 +16,6 @@ from .mode import mode
 from .raw import RawTensor, raw
 
 if TYPE_CHECKING:
-    from numpy.typing import DTypeLike
     from typing_extensions import Self
 
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray

@@ -7,15 +7,12 @@ optimizer reads it there. Adding a gradient to a bucket is therefore counting.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from ..comm.base import storage_of
+from ..comm import Communicator
+from ..comm.base import Array, storage_of
 from ..compress import Part
 from ..kernels import array_module
-
-if TYPE_CHECKING:
-    from ..comm import Communicator
-    from ..comm.base import Array
 
 ALIGNMENT_BYTES = 256  # of every array, and of every gradient in its bucket: what cuDNN and vector loads of GPUs want
 

@@ -6,17 +6,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..compress import finish_all
+from ..comm.base import Array, Communicator
+from ..compress import Codec, CodecState, Reduction, finish_all
 from ..errors import UsageError
 from ..kernels import array_module
-
-if TYPE_CHECKING:
-    from ..comm.base import Array, Communicator
-    from ..compress import Codec, CodecState, Reduction
 
 
 @dataclass

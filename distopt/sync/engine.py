@@ -12,25 +12,20 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from ..compress import CommunicationStatistics
+from ..comm import Communicator
+from ..compress import BadGradient, Codec, CommunicationStatistics
+from ..compress.state import States
 from ..errors import StateError, UsageError
 from .agreement import Agreement
-from .bucket import WireMemory
+from .bucket import Parameter, WireMemory
 from .layout import Layout, check_names, unique_names
-from .partial import PartialStep, PartialUpdates
+from .partial import PartialStep, PartialUpdates, Slots
 from .step import Step
 from .uneven import Recipe, RollCall
-
-if TYPE_CHECKING:
-    from ..comm import Communicator
-    from ..compress import BadGradient, Codec
-    from ..compress.state import States
-    from .bucket import Parameter
-    from .partial import Slots
 
 NonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from ..comm.base import Array
+from ..compress import Codec, CodecState, CommunicationStatistics
+from ..compress.state import States
 from ..errors import StateError, UsageError
-from .bucket import Bucket
-
-if TYPE_CHECKING:
-    from ..comm.base import Array
-    from ..compress import Codec, CodecState, CommunicationStatistics
-    from ..compress.state import States
-    from .bucket import Parameter, WireMemory
+from .bucket import Bucket, Parameter, WireMemory
 
 # The last layers' gradients are final first. A small bucket of them sets out early, where bytes move while the rest of
 # the backward pass runs (Li et al., arXiv 2006.15704, section 3.2.3; the size is that of PyTorch's DDP).

@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..comm.sparse import dense_wire_bytes
+from ..compress import BadGradient, CommunicationStatistics
+from ..compress.state import States
 from ..errors import StateError
 from ..kernels import kernels_of
-from .bucket import WireMemory
+from .bucket import Bucket, Parameter, WireMemory
 from .layout import Layout
 from .step import GradientCounter
 
 if TYPE_CHECKING:
-    from ..compress import BadGradient, CommunicationStatistics
-    from ..compress.state import States
     from .agreement import Agreement
-    from .bucket import Bucket, Parameter
 
 PARAMETERS = "parameters"  # the kind of reduction that an average of parameters is, in statistics
 _NOTHING = -1  # in place of a bucket: no gradient is unusable

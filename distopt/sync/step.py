@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ..compress import BadGradient, finish_all
+from ..compress import BadGradient, Codec, CodecState, CommunicationStatistics, Reduction, finish_all
 from ..errors import CommunicatorError, GradientError, MismatchError, UsageError
 
 if TYPE_CHECKING:
-    from ..compress import Codec, CodecState, CommunicationStatistics, Reduction
     from .agreement import Agreement
     from .bucket import Bucket, Parameter
     from .layout import Layout

@@ -7,16 +7,13 @@ all ranks keep equal parameters. Every step begins with a roll call: who still h
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ..compress import ErrorFeedback
+from ..comm import Communicator
+from ..compress import Codec, ErrorFeedback
 from ..errors import MismatchError, UsageError
-
-if TYPE_CHECKING:
-    from ..comm import Communicator
-    from ..compress import Codec
 
 _NO_STEP = 0
 

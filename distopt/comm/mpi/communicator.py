@@ -8,21 +8,19 @@ the library's own choice. The work is done by csrc/mpi, through the library that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ... import _core
 from ...errors import UsageError, WireMemoryError
+from ...launch.join.job import Job
 from ...launch.join.mpi import MpiJob, import_mpi
 from ...launch.watch.exit_guard import close_at_exit
 from ..base import Array, Communicator, MessageWork, RaggedWork, Work, storage_of
 from ..native import NativeCommunicator
 from .messages import MpiMessages
 from .waits import Waits
-
-if TYPE_CHECKING:
-    from ...launch.join.job import Job
 
 _ALIGNMENT = 64
 # What travels with the announcement goes to every rank: of more than two, it crosses the network more often than need

@@ -6,18 +6,16 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ... import _core
 from ...errors import Process
+from ...launch.join.mpi import MpiJob
 from ...launch.stopwatch import Stopwatch
 from ...launch.watch.exit_guard import after_closing
 from ...settings import Settings
 from .notes import MpiNotes
 from .peers import LocalPeers
-
-if TYPE_CHECKING:
-    from ...launch.join.mpi import MpiJob
 
 _log = logging.getLogger("distopt")
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ..topology import Topology
-    from .rendezvous import HostGroup
+from ..topology import Topology
+from .rendezvous import HostGroup
 
 
 class Job(ABC):

@@ -16,18 +16,14 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ...errors import LaunchError
 from ...settings import Settings
 from ..threads import cap_threads, cores
 from ..watch.siblings import end_with_parent
 from ..watch.watch import Watch, watch_ranks
-from .env import RUN
+from .env import RUN, LauncherInfo
 from .multiprocess import MultiprocessJob, Ticket
-
-if TYPE_CHECKING:
-    from .env import LauncherInfo
 
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 _SLURM = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")

@@ -10,15 +10,13 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import LaunchError
+from ...settings import Settings
 from ..messages import pack, unpack
 from ..stopwatch import Stopwatch
 from ..watch.siblings import ended_siblings
-
-if TYPE_CHECKING:
-    from ...settings import Settings
 
 _log = logging.getLogger("distopt")
 

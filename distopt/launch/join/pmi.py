@@ -9,17 +9,13 @@ import socket
 import struct
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ...errors import LaunchError
 from ..gate import CONNECT_SECONDS, in_slices, listen
 from ..stopwatch import Deadline
 from ..watch.watch import Watch, start_server
-from .env import RUN
-
-if TYPE_CHECKING:
-    from .env import LauncherInfo
-    from .meeting import Meeting
+from .env import RUN, LauncherInfo
+from .meeting import Meeting
 
 # Ranks wait this much longer than the server, which can say who is missing.
 _GRACE_SECONDS = 5.0

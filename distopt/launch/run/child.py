@@ -11,19 +11,16 @@ from collections.abc import Callable
 from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import DupFd
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from ...errors import DistoptError, Preempted, UsageError
 from ..ending import ENDING_SIGNALS, describe_exit, die_with
-from ..join.multiprocess import UNGUARDED
+from ..join.multiprocess import UNGUARDED, Ticket
 from ..join.origin import origin
 from ..watch.report import supervisor
 from .output import mark_output
 from .ranks import Rank
 from .task import NO_GUARD, check_sendable, in_one_line
-
-if TYPE_CHECKING:
-    from ..join.multiprocess import Ticket
 
 
 class Child(Rank):

@@ -9,15 +9,12 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from ..ending import describe_exit, die_with
 from ..watch.report import VARIABLE
-from .output import Relay
+from .output import Output, Relay
 from .ranks import Rank
-
-if TYPE_CHECKING:
-    from .output import Output
 
 
 class Program(Rank):

@@ -13,12 +13,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import DistoptError, Preempted, RankFailedError, UsageError
 from ..ending import ENDED_BY_SIGTERM, ENDING_SIGNALS, PREEMPTION_SIGNALS, caught_signals, waitable_children
 from ..gate import turn
-from ..join.env import RUN, launcher
+from ..join.env import RUN, LauncherInfo, launcher
 from ..join.meeting import meeting
 from ..join.mpi import start_mpi
 from ..join.multiprocess import Ticket
@@ -28,9 +28,6 @@ from ..watch.report import VARIABLE
 from .child import Child
 from .ranks import LocalRanks, first_of, starting
 from .task import check_call, check_script
-
-if TYPE_CHECKING:
-    from ..join.env import LauncherInfo
 
 _GRACE_SECONDS = 2.0
 _LOOK_SECONDS = 0.2

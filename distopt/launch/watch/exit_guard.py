@@ -18,16 +18,14 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from ... import _core
 from ...errors import DistoptError, UsageError
 from ..ending import shortened
 from .report import supervisor
 from .siblings import end_with_parent
-
-if TYPE_CHECKING:
-    from .watch import Watch
+from .watch import Watch
 
 # mpiexec reads the ranks' output through pipes; when told to abort, it drops what it has not read yet.
 _FORWARD_SECONDS = 0.1

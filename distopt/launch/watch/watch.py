@@ -18,15 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...errors import LaunchError
 from ..gate import LONGEST_CALL_SECONDS, RefusedError, call, listen
 from ..stopwatch import Stopwatch
+from ..topology import Topology
 from .report import supervisor
-
-if TYPE_CHECKING:
-    from ..topology import Topology
 
 _log = logging.getLogger("distopt")
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ... import _core
 from ...errors import UsageError
@@ -25,8 +26,6 @@ from .cpu_images import *  # noqa: F403 - the other half of this module
 from .pool import empty
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     Array = NDArray[Any]
 
 __all__ = [

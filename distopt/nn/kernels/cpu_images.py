@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ... import _core
 from ...errors import UsageError
@@ -13,8 +14,6 @@ from .geometry import out_size, pool_out, with_border, without_border
 from .pool import empty
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     Array = NDArray[Any]
     Pair = tuple[int, int]
     Window = tuple[Pair, Pair, Pair]  # kernel, stride and padding of a pooling

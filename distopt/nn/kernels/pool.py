@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike, NDArray
 
 __all__ = ["Pool", "empty"]
 

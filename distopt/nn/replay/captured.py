@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import autograd
+from ..device import Device
+from ..tensor import Array, Tensor
 from .step import Piece, RecordedStep
-
-if TYPE_CHECKING:
-    from ..device import Device
-    from ..tensor import Array, Tensor
 
 
 class _Recorder:

@@ -22,17 +22,14 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..device import tell_once
+from ..device import Device, tell_once
 from ..mode import mode
 from ..tensor import Tensor
 from .captured import CapturedStep
 from .replayed import ReplayedStep
 from .step import CaptureError, OptimizerCall, RecordedStep, early_text, text_of
-
-if TYPE_CHECKING:
-    from ..device import Device
 
 # Steps before the first recording, in which momentum, buckets, plans and compiled kernels are created.
 REHEARSALS = {"cpu": 1, "cuda": 2}

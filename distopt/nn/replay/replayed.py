@@ -12,15 +12,13 @@ the same before one is replayed.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import autograd
+from ..device import Device
 from ..mode import Ran, mode
 from ..tensor import Operation, Tensor
 from .step import CaptureError, Piece, RecordedStep
-
-if TYPE_CHECKING:
-    from ..device import Device
 
 _OF_A_CALL = {"inputs", "needs", "order", "saved"}  # attributes of an operation
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ...errors import DistoptError
 from .. import autograd
-from ..tensor import Tensor
-
-if TYPE_CHECKING:
-    from ..device import Device
-    from ..tensor import Array
+from ..device import Device
+from ..tensor import Array, Tensor
 
 
 class CaptureError(DistoptError):
