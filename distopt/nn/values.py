@@ -28,15 +28,7 @@ int64 = np.int64
 
 
 class Values:
-    """An array on a device, without what training needs.
-
-    Args:
-        shape: dimensions of new zeros.
-        device: where they are (default: the CPU, or where `data` is if that is a tensor or raw tensor).
-        dtype: element type (default: float32, or that of `data`, where in arrays and numbers 64-bit types become 32-bit
-            ones, and bool becomes int32). "float" is float32, "int" int32.
-        data: values to copy; overrides `shape`. As in SINGA, a raw tensor (`Tensor.data`) is used without a copy,
-            unless it is on another device or of another type.
+    """An array on a device, without what training needs. The arguments are those of `Tensor`.
 
     Attributes:
         array: the values, a C-contiguous NumPy or CuPy array. It may be changed in place.
