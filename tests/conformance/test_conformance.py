@@ -10,11 +10,13 @@ from .checks import CHECKS
 from .ranks import Outcome, run_ranks
 from .run import run_checks
 
+SMALL_CHUNKS = "tests.conformance.ranks:SmallChunkCommunicator"
 JOBS = [
-    *(("shm", n) for n in (2, 1, 3, 4)),
+    *(("shm", n) for n in (2, 1, 3)),
     ("single", 1),
-    *(("tests.conformance.ranks:SmallChunkCommunicator", n) for n in (2, 3, 4)),
+    (SMALL_CHUNKS, 3),
     ("tests.conformance.oracle:OracleCommunicator", 2),
+    *(pytest.param(*job, marks=pytest.mark.slow) for job in (("shm", 4), (SMALL_CHUNKS, 2), (SMALL_CHUNKS, 4))),
 ]
 
 
@@ -24,7 +26,7 @@ def outcomes(backend: str, world_size: int, checks: tuple[str, ...]) -> list[Out
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize(("backend", "world_size"), JOBS, ids=[f"{b.split(':')[-1]}-{n}" for b, n in JOBS])
+@pytest.mark.parametrize(("backend", "world_size"), JOBS, ids=lambda value: str(value).rpartition(":")[2])
 def test_check(request, once, backend: str, world_size: int, check: str) -> None:
     checks = values_beside(request, "check")
     for rank, outcome in enumerate(once(f"{backend}-{world_size}", outcomes, backend, world_size, checks)):

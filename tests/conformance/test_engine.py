@@ -626,6 +626,7 @@ def test_the_first_bucket_is_small_where_bytes_move_during_backward(monkeypatch)
     assert on_ranks(2, body) == [([5, 7], 1)] * 2
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("partial", [False, True])
 def test_buckets_of_other_sizes_take_the_place_of_those_before(partial):
     """And their memory, so that a size which changes all the time costs no more of it than the two largest layouts."""

@@ -53,6 +53,7 @@ def disagree(job: LocalJob, which: str) -> None:
     work.wait()
 
 
+@pytest.mark.slow(kept=4)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("which", ["operation", "count", "dtype", "reduction", "label", "look", "root", "wire memory"])
 def test_different_collectives_are_named_on_all_ranks(world_size: int, which: str) -> None:

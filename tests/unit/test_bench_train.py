@@ -119,7 +119,7 @@ def test_tuned_torch_trains_the_same_model():
     train_torch = pytest.importorskip("benchmarks.peers.ranks.train_torch")
 
     def trained(*, tuned, bfloat16=False):
-        trainer = train_torch.trainer(0, 1, {"batch_size": 4, "tuned": tuned, "bfloat16": bfloat16})
+        trainer = train_torch.Trainer(0, 1, {"batch_size": 4, "tuned": tuned, "bfloat16": bfloat16})
         for _ in range(3):
             trainer.step()
         return np.frombuffer(trainer.parameters(), np.float32)

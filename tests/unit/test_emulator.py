@@ -36,6 +36,7 @@ def pointer(array):
     return ctypes.c_void_p(array.ctypes.data)
 
 
+@pytest.mark.slow  # as all that compile the kernels for tests
 @pytest.mark.parametrize("launches", [1, 2])  # blocks go up in one launch and down in the next
 @pytest.mark.parametrize("barriers", [True, False])
 def test_a_missing_barrier_in_a_sum_gives_a_wrong_one(library, barriers, launches):
@@ -48,6 +49,7 @@ def test_a_missing_barrier_in_a_sum_gives_a_wrong_one(library, barriers, launche
     assert right.all() if barriers else not right.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("barrier", [True, False])
 def test_a_write_that_overtakes_a_read_gives_a_wrong_result(library, barrier):
     numbers = np.arange(256, dtype=np.int32)
@@ -56,6 +58,7 @@ def test_a_write_that_overtakes_a_read_gives_a_wrong_result(library, barrier):
     assert (numbers == np.roll(np.arange(256), 1)).all() == barrier
 
 
+@pytest.mark.slow
 def test_warp_operations(library):
     out = np.zeros((64, 8), np.int32)
     library.run_warp(pointer(out), 0)
@@ -73,6 +76,7 @@ def test_warp_operations(library):
         assert found[7] == 13
 
 
+@pytest.mark.slow
 def test_atomics_and_threads_that_end_early(library):
     count, largest = np.zeros(1, np.int32), np.zeros(1, np.uint64)
     library.run_count(pointer(count), pointer(largest), 0)
@@ -81,6 +85,7 @@ def test_atomics_and_threads_that_end_early(library):
     assert (count[0], largest[0]) == (7 * 33 + 32, 7 * 33 - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "fact"), [("diverged", "different operations"), ("waiting", "wait for each other")])
 def test_threads_that_cannot_meet_end_the_process_and_are_named(path, name, fact):
     code = f"import ctypes\nlib = ctypes.CDLL({str(path)!r})\nlib.run_{name}(None, 0)\nlib.synchronize(0)"
