@@ -782,6 +782,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.slow(kept=6)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("fresh", [True, False], ids=["new", "running"])
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ def create(job: LocalJob, lack: str, backend: str, device: str) -> tuple[str, fl
     return made.name, float(array[4]), lines
 
 
+@pytest.mark.slow(kept=4)
 @pytest.mark.parametrize("lack", LACKS)
 def test_auto_takes_the_cpu_and_says_so_in_one_line(lack: str) -> None:
     first, second = run_ranks_ok(create, 2, lack, "auto", "auto")
@@ -94,6 +95,7 @@ def test_auto_takes_the_cpu_and_says_so_in_one_line(lack: str) -> None:
     assert re.search(LACKS[lack], line)
 
 
+@pytest.mark.slow(kept=4)
 @pytest.mark.parametrize(("backend", "device"), [("nccl", "auto"), ("auto", "cuda")])
 @pytest.mark.parametrize("lack", LACKS)
 def test_an_explicit_wish_is_an_error_with_the_cure(lack: str, backend: str, device: str) -> None:

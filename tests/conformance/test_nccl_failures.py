@@ -48,6 +48,7 @@ def disagree(job: LocalJob, which: str) -> None:
     work.wait(20.0)
 
 
+@pytest.mark.slow(kept=3)
 @pytest.mark.parametrize("which", ["operation", "count", "dtype", "reduction", "label", "root"])
 def test_different_collectives_are_named_on_all_ranks(which: str) -> None:
     outcomes = run_ranks(disagree, 3, which)

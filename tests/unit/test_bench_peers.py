@@ -114,6 +114,7 @@ def all_reduce_slowly(arrays, dtype):
     return total
 
 
+@pytest.mark.slow(kept=3)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 16])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int32", "int64"])
 def test_the_pattern_survives_as_many_sums_as_it_says(dtype, world_size):

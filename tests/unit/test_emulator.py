@@ -344,6 +344,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.slow(kept=4)
 @pytest.mark.timeout(600)  # the first test of a session compiles the emulator
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_streams(name):

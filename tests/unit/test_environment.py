@@ -62,6 +62,7 @@ def test_a_failure_whose_streams_are_closed_has_its_exit_code(start, tmp_path):
     assert run(start, tmp_path, "fail", closed=">&- 2>&-").code == 1
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("start", STARTS)
 def test_sigchld_that_is_ignored(start, tmp_path):
     ended = run(start, tmp_path, through=IGNORES_SIGCHLD)
