@@ -1,50 +1,47 @@
-"""A CNN on MNIST with PyTorch's DistributedDataParallel, over distopt or, unchanged, over Gloo.
+"""A CNN on MNIST with PyTorch's DistributedDataParallel, over distopt, Gloo or NCCL.
 
-    torchrun --nproc-per-node 2 examples/pytorch/mnist_ddp.py
-    distopt run --nproc-per-node 2 examples/pytorch/mnist_ddp.py
-    srun, mpiexec: MASTER_ADDR=$(hostname) MASTER_PORT=29500 mpiexec -n 2 python examples/pytorch/mnist_ddp.py
+    python examples/pytorch/mnist_ddp.py                                          one rank
+    torchrun --nproc-per-node 2 examples/pytorch/mnist_ddp.py                     or: distopt run ...
+    MASTER_ADDR=localhost MASTER_PORT=29500 mpiexec -n 2 python examples/pytorch/mnist_ddp.py
+    sbatch examples/slurm/pytorch_two_nodes.sbatch
 
-`--backend gloo` runs it without distopt. The files of MNIST are read from `--data`, or where distopt keeps them.
+On each of two nodes, by torchrun or by hand:
+
+    torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400 examples/pytorch/mnist_ddp.py
+    python examples/pytorch/mnist_ddp.py --init-method tcp://HOST:29500 --world-size 2 --rank 0         (or 1)
+
+With `--checkpoint DIR` it goes on where it was interrupted, and leaves in time when it is preempted.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
+import hashlib
 import os
+import socket
+import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
 
-# What srun and mpiexec call what torchrun and `distopt run` call RANK, WORLD_SIZE.
+from distopt.torch import Checkpoint, ResumableSampler  # registers the backend "distopt", too
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data import mnist
+
+# Where torchrun and `distopt run`, Open MPI, MPICH and srun say which rank this is, and of how many.
 LAUNCHERS = (
     ("RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
 )
-
-
-def images_and_labels(folder: Path, part: str) -> TensorDataset:
-    """One part of MNIST, "train" or "t10k", as float32 [n, 1, 28, 28] and int64 [n]."""
-
-    def read(name: str, header_bytes: int) -> np.ndarray:
-        path = next(path for path in (folder / name, folder / f"{name}.gz") if path.exists())
-        data = path.read_bytes()
-        data = gzip.decompress(data) if path.suffix == ".gz" else data
-        return np.frombuffer(data, np.uint8, offset=header_bytes)
-
-    images = torch.from_numpy(read(f"{part}-images-idx3-ubyte", 16).reshape(-1, 1, 28, 28) / np.float32(255))
-    labels = torch.from_numpy(read(f"{part}-labels-idx1-ubyte", 8).astype(np.int64))
-    return TensorDataset((images - 0.1307) / 0.3081, labels)
 
 
 def network() -> nn.Module:
@@ -55,56 +52,124 @@ def network() -> nn.Module:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", default="distopt", help="distopt or gloo (distopt)")
-    parser.add_argument("--epochs", type=int, default=14)
-    parser.add_argument("--batch-size", type=int, default=64, help="per rank (64)")
-    parser.add_argument("--lr", type=float, default=0.02)
-    cache = Path.home() / ".cache" / "distopt" / "mnist"
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("DISTOPT_DATA_DIR", cache)))
-    args = parser.parse_args()
+def shifted(images: torch.Tensor, pixels: int = 2) -> torch.Tensor:
+    """Each of the images [n, 1, height, width] moved by up to so many pixels in each direction."""
+    n, _, height, width = images.shape
+    rows, columns = (torch.randint(2 * pixels + 1, (n, 1)) + torch.arange(size) for size in (height, width))
+    padded = functional.pad(images, [pixels] * 4)
+    return padded[torch.arange(n)[:, None, None], 0, rows[:, :, None], columns[:, None, :]][:, None]
 
-    if args.backend == "distopt":
-        import distopt.torch  # noqa: F401 - registers the backend
-    rank, world_size = next((int(os.environ[r]), int(os.environ[n])) for r, n in LAUNCHERS if r in os.environ)
-    dist.init_process_group(args.backend, rank=rank, world_size=world_size)
+
+def normalized(images: torch.Tensor) -> torch.Tensor:
+    return (images / 255 - 0.1307) / 0.3081
+
+
+def train(args, epoch, model, optimizer, batches, checkpoint, device) -> None:
+    model.train()
+    sampler = batches.batch_sampler
+    sampler.set_epoch(epoch)
+    for images, labels in batches:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(normalized(shifted(images)).to(device)), labels.to(device))
+        loss.backward()
+        optimizer.step()
+        if args.rank == 0 and (checkpoint.steps + 1) % args.log_interval == 0:
+            done = sampler.consumed + sampler.batch_size * args.world_size
+            progress = f"Train Epoch: {epoch + 1} [{done}/{sampler.size} ({done / sampler.size:.0%})]"
+            print(f"{progress}\tLoss: {loss.item():.6f}", flush=True)
+        checkpoint.step(epoch)  # saves every few steps; this is where a preempted job leaves
+
+
+@torch.no_grad()
+def evaluate(args, model, test, device) -> None:
+    """Print loss and accuracy on all test images, of which each rank takes a share."""
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for start in range(args.rank * 500, len(test), args.world_size * 500):
+        images, labels = test[start : start + 500]
+        outputs, labels = model(normalized(images).to(device)), labels.to(device)
+        sums[0] += functional.cross_entropy(outputs, labels, reduction="sum")
+        sums[1] += (outputs.argmax(1) == labels).sum()
+    dist.all_reduce(sums)
+    loss, correct = sums.tolist()
+    score = f"Average loss: {loss / len(test):.4f}, Accuracy: {correct:.0f}/{len(test)} ({correct / len(test):.2%})"
+    if args.rank == 0:
+        print(f"Test set: {score}", flush=True)
+
+
+def digest(model: nn.Module) -> str:
+    """Of all bits of the parameters: two jobs with the same one have computed the same."""
+    bits = b"".join(each.detach().cpu().numpy().tobytes() for each in model.parameters())
+    return hashlib.sha256(bits).hexdigest()[:16]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=["distopt", "gloo", "nccl"], default="distopt")
+    parser.add_argument("--epochs", type=int, default=14)
+    parser.add_argument("--batch-size", type=int, default=64, help="samples per rank and step (64)")
+    parser.add_argument("--lr", type=float, default=0.03, help="times the root of the number of ranks (0.03)")
+    parser.add_argument("--log-interval", type=int, default=10, metavar="STEPS")
+    parser.add_argument("--data", metavar="DIR", help="where MNIST is (default: as examples/data/mnist.py says)")
+    parser.add_argument("--checkpoint", metavar="DIR", help="save here, and go on from what was saved here last")
+    parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="(100)")
+    parser.add_argument("--digest", action="store_true", help="print a digest of the parameters at the end")
+    rank, world_size = next(((os.environ[r], os.environ[n]) for r, n in LAUNCHERS if r in os.environ), ("0", "1"))
+    parser.add_argument("--rank", type=int, default=rank, help="(default: as the launcher says)")
+    parser.add_argument("--world-size", type=int, default=world_size, help="(default: as the launcher says)")
+    parser.add_argument("--init-method", help="tcp://HOST:PORT of rank 0 (default: MASTER_ADDR and MASTER_PORT)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    device = torch.device("cpu")
+    if args.backend == "nccl":
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", args.rank)))
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    alone = dist.HashStore() if args.world_size == 1 else None  # which needs no address
+    place = {"store": alone} if alone else {"init_method": args.init_method}
+    dist.init_process_group(args.backend, rank=args.rank, world_size=args.world_size, **place)
+    there = f"there are {os.environ.get('SLURM_GPUS_ON_NODE', '0')} allocated GPUs per node"
+    print(f"Hello from rank {args.rank} of {args.world_size} on {socket.gethostname()} where {there}.", flush=True)
 
     torch.manual_seed(1)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
-    model = DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(model.parameters(), args.lr * world_size, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
-    train, test = (images_and_labels(args.data, part) for part in ("train", "t10k"))
-    sampler = DistributedSampler(train, shuffle=True, seed=1)
-    batches = DataLoader(train, args.batch_size, sampler=sampler, drop_last=True)
-    torch.manual_seed(rank)  # other units drop out on every rank
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // args.world_size))
+    model = DistributedDataParallel(network().to(device))
+    optimizer = torch.optim.SGD(model.parameters(), args.lr * args.world_size**0.5, momentum=0.9, weight_decay=1e-5)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
+    digits = mnist.load(args.data, rank=args.rank)
+    train_data, test_data = (
+        TensorDataset(torch.from_numpy(images), torch.from_numpy(labels).long())
+        for images, labels in ((digits.train_x, digits.train_y), (digits.test_x, digits.test_y))
+    )
+    sampler = ResumableSampler(train_data, args.batch_size, seed=1)
+    batches = DataLoader(train_data, batch_sampler=sampler)
+    torch.manual_seed(1000 + args.rank)  # other shifts, and other units dropped, on every rank
 
-    for epoch in range(args.epochs):
+    checkpoint = Checkpoint(
+        args.checkpoint,
+        every=args.checkpoint_every,
+        preemptible=True,  # on a signal, save, have Slurm queue the job again, and leave
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        sampler=sampler,
+    )
+    if (resumed := checkpoint.resume()) and args.rank == 0:
+        print(f"Going on from {resumed}", flush=True)
+    for epoch in range(checkpoint.epoch, args.epochs):
         start = time.perf_counter()
-        sampler.set_epoch(epoch)
-        model.train()
-        total = torch.zeros(2, dtype=torch.float64)  # loss and batches
-        for images, labels in batches:
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(model(images), labels)
-            loss.backward()
-            optimizer.step()
-            total += torch.tensor([loss.item(), 1])
+        train(args, epoch, model, optimizer, batches, checkpoint, device)
         schedule.step()
-        correct = torch.zeros(2, dtype=torch.int64)  # and images
-        model.eval()
-        with torch.no_grad():
-            for images, labels in DataLoader(test, 1000, sampler=range(rank, len(test), world_size)):
-                correct += torch.tensor([(model.module(images).argmax(1) == labels).sum(), len(labels)])
-        dist.all_reduce(total)
-        dist.all_reduce(correct)
-        if rank == 0:
-            print(
-                f"Epoch {epoch}: training loss {total[0] / total[1]:.4f}, "
-                f"evaluation accuracy {correct[0] / correct[1]:.4f}, {time.perf_counter() - start:.1f} s",
-                flush=True,
-            )
+        evaluate(args, model.module, test_data, device)
+        checkpoint.save(epoch + 1)
+        if args.rank == 0:
+            print(f"Epoch {epoch + 1} took {time.perf_counter() - start:.1f} s", flush=True)
+    checkpoint.close()
+    if args.digest and args.rank == 0:
+        print(f"Digest of the parameters: {digest(model)}", flush=True)
     dist.destroy_process_group()
 
 

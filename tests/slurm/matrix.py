@@ -11,17 +11,27 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from .cluster import Cluster, SlurmUnavailableError, slurm
-from .signals import CASES, WHOLE_RUN, Ending, try_case, undisturbed
-from .ways import ROOT, WAYS, Outcome, digits_of, least_wire_bytes, small_mnist, try_way
+from .signals import (
+    CASES,
+    PYTORCH_CASES,
+    PYTORCH_WHOLE_RUN,
+    WHOLE_RUN,
+    Case,
+    Ending,
+    try_case,
+    undisturbed,
+    undisturbed_ddp,
+)
+from .ways import PYTORCH_WAYS, ROOT, WAYS, Outcome, Way, digits_of, least_wire_bytes, small_mnist, try_way
 
 __all__ = ["main"]
 
 RESULTS = ROOT / "docs" / "slurm-results.md"
 LEAST_CORRECT = 9897  # of 10,000, after 14 epochs
-MOST_WIRE = 1.1  # times what must go over the wire
 MOST_OFF_WIRE_BYTES = 1 << 20  # of one node that trains alone: Slurm's own messages
 DOUBT = "**does not hold**"
 _INTRODUCTION = """\
@@ -77,21 +87,26 @@ def run(cluster: Cluster, quick: bool) -> bool:
     """Make all tables; whether everything holds."""
     source = os.environ.get("DISTOPT_DATA_DIR")
     data = small_mnist(source, cluster.here / "data")
-    tables = [ways(cluster, data, ranks, quick) for ranks in ((2,) if quick else (2, 4))]
+    sizes = (2,) if quick else (2, 4)
+    tables = [ways(cluster, data, ranks, quick) for ranks in sizes]
+    if find_spec("torch") is not None:
+        tables += [ways(cluster, data, ranks, quick, PYTORCH_WAYS, ", PyTorch's DDP") for ranks in sizes]
+    else:
+        print("\nPyTorch's jobs are skipped: it is not installed")
     tables.append(endings(cluster, data, quick))
     if not quick:
-        tables.append(whole_runs(cluster, source))
+        tables += [pytorch_endings(cluster, data), whole_runs(cluster, source), pytorch_whole_runs(cluster, source)]
         version = cluster.run(["sinfo", "--version"]).stdout.strip()
         introduction = _INTRODUCTION.format(version=version, date=time.strftime("%Y-%m-%d"))
         RESULTS.write_text("\n".join([introduction, *(f"{table}\n" for table in tables)]))
     return all(table.holds for table in tables)
 
 
-def ways(cluster: Cluster, data: Path, ranks: int, quick: bool) -> Table:
+def ways(cluster: Cluster, data: Path, ranks: int, quick: bool, of: tuple[Way, ...] = WAYS, what: str = "") -> Table:
     """Every way gives the same digits, and sends over the wire little more than it must."""
     must = least_wire_bytes(ranks)
     table = Table(
-        f"## {ranks} ranks: the same digits however they are started\n\nAt least {must / 1e6:.1f} MB must leave each "
+        f"## {ranks} ranks{what}: the same digits however they are started\n\nAt least {must / 1e6:.1f} MB must leave each "
         "of two nodes: a gradient per step.",
         (
             "started by",
@@ -104,18 +119,18 @@ def ways(cluster: Cluster, data: Path, ranks: int, quick: bool) -> Table:
             "seconds",
         ),
     )
-    expected: dict[int, list[str]] = {}
-    for way in WAYS:
+    expected: dict[object, list[str]] = {}
+    for way in of:
         if quick and not way.quick:
             continue
         with contextlib.suppress(subprocess.TimeoutExpired):
             outcome = Outcome("no end", 1, 0.0, 0)
             outcome = try_way(cluster, way, data, ranks)
         digits = digits_of(outcome.output)
-        # Two ranks' sums are those of any two. Of four, two nodes add in another order than one.
-        first = expected.setdefault(way.nodes if ranks > 2 else 0, digits)
+        # Two ranks' sums are those of any two. Of four, two nodes add in another order than one, and Gloo in another.
+        first = expected.setdefault((way.nodes, way.backend) if ranks > 2 else None, digits)
         ratio = outcome.wire_bytes / must
-        on_wire = 1 <= ratio <= MOST_WIRE if way.nodes > 1 else outcome.wire_bytes < MOST_OFF_WIRE_BYTES
+        on_wire = 1 <= ratio <= way.most_wire if way.nodes > 1 else outcome.wire_bytes < MOST_OFF_WIRE_BYTES
         same = bool(digits) and digits == first
         share = f"{ratio:.3f}" if way.nodes > 1 else "-"
         table.add(
@@ -146,34 +161,70 @@ def endings(cluster: Cluster, data: Path, quick: bool) -> Table:
     whole = undisturbed(cluster, data)
     for case in CASES:
         if not quick or case.quick:
-            add_ending(table, case.name, try_case(cluster, case, data), whole, case.comes_back)
+            add_ending(table, case, try_case(cluster, case, data), whole)
     return table
 
 
-def add_ending(table: Table, name: str, ending: Ending, whole: list[str], comes_back: bool) -> None:
+def pytorch_endings(cluster: Cluster, data: Path) -> Table:
+    """Jobs of DDP that are disturbed in their second and their fourth epoch."""
+    table = Table(
+        "## Signals and preemption, PyTorch's DDP\n\nAs above; twice. The digits are those of one undisturbed job, over "
+        "distopt, and its parameters'.",
+        _ENDING_COLUMNS,
+    )
+    whole = undisturbed_ddp(cluster, data, 2, "distopt")
+    for case in PYTORCH_CASES:
+        add_ending(table, case, try_case(cluster, case, data), whole)
+    return table
+
+
+def add_ending(table: Table, case: Case, ending: Ending, whole: list[str]) -> None:
     """Add a row: a job that comes back completes, with the lines of an undisturbed one; another stays away."""
     same = bool(whole) and digits_of(ending.output) == whole
-    if comes_back:
-        holds = same and ending.state == "COMPLETED" and ending.restarts == 1 and ending.resumed_at > 0
+    if case.comes_back:
+        came_back = ending.restarts == len(ending.resumed_at) == len(case.disturb)
+        holds = same and ending.state == "COMPLETED" and came_back
     else:
         holds = ending.state == "CANCELLED" and ending.restarts == 0
-    said = ("yes" if same else DOUBT) if comes_back else "-"
-    went_on = ending.resumed_at or "-"
+    said = ("yes" if same else DOUBT) if case.comes_back else "-"
+    went_on = ", ".join(ending.resumed_at) or "-"
     state = ending.state if holds else f"{ending.state} {DOUBT}"
-    table.add(name, state, ending.restarts, went_on, said, f"{ending.seconds:.1f}", holds=holds, output=ending.output)
+    seconds = ", ".join(f"{each:.1f}" for each in ending.seconds)
+    table.add(case.name, state, ending.restarts, went_on, said, seconds, holds=holds, output=ending.output)
 
 
 def whole_runs(cluster: Cluster, source: str | None) -> Table:
     """14 epochs of MNIST, undisturbed and preempted."""
     table = Table("## 14 epochs of MNIST, 2 ranks on two nodes", _ENDING_COLUMNS)
-    data = Path(source) if source else Path.home() / ".cache" / "distopt" / "mnist"
-    began = time.monotonic()
+    data, began = whole_mnist(source), time.monotonic()
     whole = undisturbed(cluster, data, WHOLE_RUN)
-    found = re.findall(r"Accuracy: (\d+)/10000", "\n".join(whole))
-    correct = int(found[-1]) if found else 0
-    good = correct >= LEAST_CORRECT
-    said = f"{correct}/10000 {'' if good else DOUBT}".strip()
+    said, good = correct_in(whole)
     table.add("nothing", said, 0, "-", "-", f"{time.monotonic() - began:.0f}", holds=good, output="\n".join(whole))
     case = CASES[0]
-    add_ending(table, case.name, try_case(cluster, case, data, WHOLE_RUN, r"Train Epoch: 3 \[3\d{4}/"), whole, True)
+    add_ending(table, case, try_case(cluster, case, data, WHOLE_RUN, r"Train Epoch: 3 \[3\d{4}/"), whole)
     return table
+
+
+def pytorch_whole_runs(cluster: Cluster, source: str | None) -> Table:
+    """14 epochs of MNIST by PyTorch's DDP."""
+    title = "## 14 epochs of MNIST, PyTorch's DDP, 2 x 2 ranks on two nodes"
+    table = Table(title, ("backend", "correct", "seconds", "parameters"))
+    for backend in ("distopt", "gloo"):
+        began = time.monotonic()
+        lines = undisturbed_ddp(cluster, whole_mnist(source), 4, backend, PYTORCH_WHOLE_RUN)
+        said, good = correct_in(lines)
+        digest = lines[-1].split()[-1] if lines else DOUBT
+        table.add(backend, said, f"{time.monotonic() - began:.0f}", digest, holds=good, output="\n".join(lines))
+    return table
+
+
+def whole_mnist(source: str | None) -> Path:
+    return Path(source) if source else Path.home() / ".cache" / "distopt" / "mnist"
+
+
+def correct_in(lines: list[str]) -> tuple[str, bool]:
+    """How many digits were right in the end, and whether these are enough."""
+    found = re.findall(r"Accuracy: (\d+)/10000", "\n".join(lines))
+    correct = int(found[-1]) if found else 0
+    good = correct >= LEAST_CORRECT
+    return f"{correct}/10000 {'' if good else DOUBT}".strip(), good

@@ -14,30 +14,42 @@ if TYPE_CHECKING:
 
     from .cluster import Cluster
 
-__all__ = ["CASES", "WHOLE_RUN", "Case", "Ending", "try_case", "undisturbed"]
+__all__ = [
+    "CASES",
+    "PYTORCH_CASES",
+    "PYTORCH_WHOLE_RUN",
+    "WHOLE_RUN",
+    "Case",
+    "Ending",
+    "try_case",
+    "undisturbed",
+    "undisturbed_ddp",
+]
 
 OPTIONS = "--epochs 8 --batch-size 32 --checkpoint-every 100000"  # so that it is the signal that saves
 WHOLE_RUN = "--epochs 14 --batch-size 64 --checkpoint-every 100000"
+PYTORCH_WHOLE_RUN = "--log-interval 100 --digest"  # and the defaults of the example
 SECONDS = 1200.0
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 _SBATCH = "sbatch --parsable --output=HERE/%j.out --ntasks-per-node=1"
 _TWO_NODES = f"{_SBATCH} examples/slurm/two_nodes.sbatch OPTIONS"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A job on two nodes, and what happens to it in its second epoch.
+    """A job on two nodes, and what happens to it in its second epoch, its fourth, and so on.
 
     Attributes:
         name: what it is called in the table.
         submit: the job.
-        disturb: typed on the front end; JOB stands for the job's number.
+        disturb: typed on the front end, one after the other; JOB stands for the job's number.
         comes_back: whether it is queued again.
         quick: whether continuous integration has the time for it.
     """
 
     name: str
     submit: str
-    disturb: str
+    disturb: tuple[str, ...]
     comes_back: bool = True
     quick: bool = False
 
@@ -46,26 +58,45 @@ _URGENT = "sbatch --partition=urgent --nodes=2 --exclusive --output=/dev/null --
 _USR1 = "--signal=USR1 JOB"
 
 CASES = (
-    Case("preempted by a partition of higher priority", _TWO_NODES, _URGENT, quick=True),
-    Case("USR1 for the job script, as by --signal=B:USR1@60", _TWO_NODES, f"scancel --batch {_USR1}"),
-    Case("USR1 for the ranks, as by --signal=USR1@60", _TWO_NODES, f"scancel {_USR1}"),
+    Case("preempted by a partition of higher priority", _TWO_NODES, (_URGENT,), quick=True),
+    Case("USR1 for the job script, as by --signal=B:USR1@60", _TWO_NODES, (f"scancel --batch {_USR1}",)),
+    Case("USR1 for the ranks, as by --signal=USR1@60", _TWO_NODES, (f"scancel {_USR1}",)),
     Case(
         "USR1 for the job script, which is mpiexec",
         f"{_SBATCH} --nodes=2 --requeue --open-mode=append --wrap 'exec BIN/mpiexec -n 2 -ppn 1 PYTHON SCRIPT OPTIONS'",
-        f"scancel --batch {_USR1}",
+        (f"scancel --batch {_USR1}",),
     ),
     Case(
         "USR1 for the agents of distopt run",
         f"{_SBATCH} --nodes=2 --requeue --open-mode=append --wrap 'exec srun BIN/distopt run --nnodes 2 "
         "--nproc-per-node 1 --rdzv-endpoint node1:29513 SCRIPT OPTIONS'",
-        f"scancel --batch {_USR1}",
+        (f"scancel --batch {_USR1}",),
     ),
     Case(
         "USR2 for submitit's ranks",
         "PYTHON examples/slurm/submit.py --nodes 2 --tasks-per-node 1 --folder HERE/submitit -- OPTIONS",
-        "scancel --signal=USR2 JOB",
+        ("scancel --signal=USR2 JOB",),
     ),
-    Case("cancelled", _TWO_NODES, "scancel JOB", comes_back=False),
+    Case("cancelled", _TWO_NODES, ("scancel JOB",), comes_back=False),
+)
+
+_PYTORCH = f"{_SBATCH} --nodes=2 examples/slurm/pytorch.sbatch OPTIONS --digest"
+# As docs/slurm.md says for containers: the ranks find no scontrol.
+_NO_SCONTROL = f"""{_SBATCH} --nodes=2 --requeue --open-mode=append --wrap '
+export MASTER_ADDR=node1 MASTER_PORT=29514
+srun env PATH=BIN PYTHON DDP OPTIONS --digest &
+trap "kill -USR1 $!" USR1
+wait $!; wait $!; code=$?
+running() {{ scontrol show job $SLURM_JOB_ID | grep -q JobState=RUNNING; }}
+if [ $code -gt 128 ] && running; then scontrol requeue $SLURM_JOB_ID; fi
+exit $code'
+"""
+
+PYTORCH_CASES = (
+    Case("DDP over distopt: preempted, then USR1", _PYTORCH, (_URGENT, f"scancel --batch {_USR1}")),
+    Case("DDP over gloo: preempted, then USR1", f"{_PYTORCH} --backend gloo", (_URGENT, f"scancel --batch {_USR1}")),
+    Case("DDP, ranks without scontrol: USR1, then preempted", _NO_SCONTROL, (f"scancel --batch {_USR1}", _URGENT)),
+    Case("DDP, ranks without scontrol: cancelled", _NO_SCONTROL, ("scancel JOB",), comes_back=False),
 )
 
 
@@ -77,19 +108,18 @@ class Ending:
         output: of all its runs.
         state: Slurm's word for it.
         restarts: how often it was queued again.
-        seconds: from the disturbance to the end of the first run.
+        seconds: from each disturbance to the end of that run.
     """
 
     output: str
     state: str
     restarts: int
-    seconds: float
+    seconds: tuple[float, ...]
 
     @property
-    def resumed_at(self) -> int:
-        """The step from which it went on; 0 if it did not."""
-        found = re.findall(r"^Going on from \S+ \(step (\d+),", self.output, re.MULTILINE)
-        return int(found[-1]) if found else 0
+    def resumed_at(self) -> list[str]:
+        """The steps from which it went on."""
+        return re.findall(r"^Going on from \S+ \(step (\d+),", self.output, re.MULTILINE)
 
 
 def undisturbed(cluster: Cluster, data: Path, options: str = OPTIONS) -> list[str]:
@@ -99,31 +129,45 @@ def undisturbed(cluster: Cluster, data: Path, options: str = OPTIONS) -> list[st
     return digits_of(cluster.run(command, env=environment(data), timeout=SECONDS).stdout)
 
 
-def try_case(cluster: Cluster, case: Case, data: Path, options: str = OPTIONS, at: str = "Train Epoch: 2") -> Ending:
-    """Submit the job, disturb it when its output matches `at`, and wait for its end."""
+def undisturbed_ddp(
+    cluster: Cluster, data: Path, ranks: int, backend: str, options: str = f"{OPTIONS} --digest"
+) -> list[str]:
+    """As `undisturbed`, of PyTorch's DDP."""
+    here = cluster.here / "jobs" / f"undisturbed-{ranks}-{backend}-{len(options)}"
+    here.mkdir(parents=True)
+    job = "--nodes=2 --ntasks-per-node=PER_NODE examples/slurm/pytorch.sbatch OPTIONS --backend"
+    command = ours(f"sbatch --wait --output=HERE/out {job} {backend}", here, ranks, 2, options)
+    cluster.run(command, env=environment(data), timeout=SECONDS)
+    return digits_of((here / "out").read_text())
+
+
+def try_case(cluster: Cluster, case: Case, data: Path, options: str = OPTIONS, at: str = "Train Epoch: {}") -> Ending:
+    """Submit the job, disturb it when its output matches `at` with an epoch, and wait for its end."""
     here = cluster.here / "jobs" / f"{re.sub(r'[^a-z0-9]+', '-', case.name.lower())}-{len(options)}"
     here.mkdir(parents=True)
     env = environment(data)
     submitted = cluster.run(ours(case.submit, here, 2, 2, options), env=env).stdout
     job = re.findall(r"\d+", submitted)
     if not job:
-        return Ending(submitted, "not submitted", 0, 0.0)
+        return Ending(submitted, "not submitted", 0, ())
 
     def output() -> str:
         return "".join(log.read_text() for log in sorted([*here.glob("*.out"), *here.glob("submitit/*_log.*")]))
 
-    deadline = time.monotonic() + SECONDS
-    while not re.search(at, output()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    began = time.monotonic()
-    cluster.run(ours(case.disturb.replace("JOB", job[0]), here, 2, 2, OPTIONS))
-    first_run, state, restarts = 0.0, "", 0
-    while time.monotonic() < deadline:
+    def state_of() -> tuple[str, int]:
         shown = cluster.run(["scontrol", "show", "job", "--oneliner", job[0]]).stdout
         state, restarts = re.findall(r"JobState=(\w+).* Restarts=(\d+)", shown)[0]
-        if not first_run and state != "RUNNING":
-            first_run = time.monotonic() - began
-        if state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
-            break
+        return state, int(restarts)
+
+    deadline, seconds = time.monotonic() + SECONDS, []
+    for number, command in enumerate(case.disturb):
+        while not re.search(at.format(2 + 2 * number), output()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        began = time.monotonic()
+        cluster.run(ours(command.replace("JOB", job[0]), here, 2, 2, OPTIONS))
+        while state_of() == ("RUNNING", number) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        seconds.append(time.monotonic() - began)
+    while (state := state_of()[0]) not in ENDED and time.monotonic() < deadline:
         time.sleep(0.2)
-    return Ending(output(), state, int(restarts), first_run)
+    return Ending(output(), state, state_of()[1], tuple(seconds))

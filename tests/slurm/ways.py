@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .cluster import Cluster
 
 __all__ = [
+    "MOST_WIRE",
+    "PYTORCH_WAYS",
     "ROOT",
     "WAYS",
     "Outcome",
@@ -33,9 +35,10 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = "examples/mnist_slurm.py"
+SCRIPT, DDP = "examples/mnist_slurm.py", "examples/pytorch/mnist_ddp.py"
 BIN = Path(sys.executable).parent
-GRADIENT_BYTES = 4 * 431_080  # of the CNN
+GRADIENT_BYTES = 4 * 431_080  # of the CNN, which is the same in PyTorch
+MOST_WIRE = 1.1  # times what must go over the wire
 TRAIN, TEST, BATCH, EPOCHS = 3000, 1000, 32, 2
 OPTIONS = f"--epochs {EPOCHS} --batch-size {BATCH}"
 SECONDS = 600.0
@@ -50,12 +53,16 @@ class Way:
         nodes: of the cluster.
         command: typed on the front end; for the names in it see `ours`.
         quick: whether continuous integration has the time for it.
+        backend: of PyTorch's job.
+        most_wire: may go over the wire, times what must.
     """
 
     name: str
     nodes: int
     command: str
     quick: bool = False
+    backend: str = ""
+    most_wire: float = MOST_WIRE
 
 
 _ON_TWO = "--nodes=2 --ntasks-per-node=PER_NODE"
@@ -93,6 +100,36 @@ WAYS = (
         "PYTHON examples/slurm/submit.py --wait --nodes 2 --tasks-per-node PER_NODE --folder HERE/submitit -- OPTIONS",
     ),
 )
+
+
+def _pytorch_ways(backend: str, most_wire: float) -> tuple[Way, ...]:
+    """DDP over a backend, by commands as people type them on every node."""
+    options = f"OPTIONS --digest --backend {backend}"
+    script, port = "examples/slurm/pytorch.sbatch", 29520 if backend == "gloo" else 29530
+    commands = {
+        ("sbatch, one node", 1): f"{_SUBMIT} --ntasks-per-node=RANKS {script} {options}",
+        ("sbatch", 2): f"{_SUBMIT} {_ON_TWO} {script} {options}",
+        ("torchrun with c10d's rendezvous", 2): (
+            f"{_ONE_AGENT_EACH} PYTHON -m torch.distributed.run --nnodes 2 --nproc-per-node PER_NODE "
+            f"--rdzv_backend c10d --rdzv_endpoint node1:{port} --rdzv-id 7 DDP {options}"
+        ),
+        ("distopt run", 2): (
+            f"{_ONE_AGENT_EACH} BIN/distopt run --nnodes 2 --nproc-per-node PER_NODE "
+            f"--rdzv-endpoint node1:{port + 1} DDP {options}"
+        ),
+        ("by hand", 2): (
+            f"srun {_ON_TWO} sh -c 'exec PYTHON DDP {options} --init-method tcp://node1:{port + 2} --world-size RANKS "
+            "--rank $SLURM_PROCID'"
+        ),
+    }
+    return tuple(
+        Way(f"{name}, {backend}", nodes, command, name == "sbatch" and backend == "distopt", backend, most_wire)
+        for (name, nodes), command in commands.items()
+    )
+
+
+# Gloo's ring of 2 x 2 ranks sends one and a half gradients from node to node.
+PYTORCH_WAYS = (*_pytorch_ways("distopt", MOST_WIRE), *_pytorch_ways("gloo", 1.5 * MOST_WIRE))
 
 
 @dataclass(frozen=True)
@@ -142,6 +179,7 @@ def ours(command: str, here: Path, ranks: int, nodes: int, options: str) -> list
     names = {
         "PYTHON": sys.executable,
         "SCRIPT": SCRIPT,
+        "DDP": DDP,
         "OPTIONS": f"{options} --checkpoint {here}/checkpoint",
         "BIN": BIN,
         "HERE": here,
@@ -152,8 +190,8 @@ def ours(command: str, here: Path, ranks: int, nodes: int, options: str) -> list
 
 
 def digits_of(output: str) -> list[str]:
-    """The lines of losses and of accuracy."""
-    return re.findall(r"^(?:Train Epoch|Test set): .*$", output, re.MULTILINE)
+    """The lines of losses and of accuracy, and those of parameters."""
+    return re.findall(r"^(?:Train Epoch|Test set|Digest of the parameters): .*$", output, re.MULTILINE)
 
 
 def least_wire_bytes(ranks: int) -> int:
