@@ -106,8 +106,8 @@ def ways(cluster: Cluster, data: Path, ranks: int, quick: bool, of: tuple[Way, .
     """Every way gives the same digits, and sends over the wire little more than it must."""
     must = least_wire_bytes(ranks)
     table = Table(
-        f"## {ranks} ranks{what}: the same digits however they are started\n\nAt least {must / 1e6:.1f} MB must leave each "
-        "of two nodes: a gradient per step.",
+        f"## {ranks} ranks{what}: the same digits however they are started\n\nAt least {must / 1e6:.1f} MB must leave "
+        "each of two nodes: a gradient per step.",
         (
             "started by",
             "nodes",
@@ -168,8 +168,8 @@ def endings(cluster: Cluster, data: Path, quick: bool) -> Table:
 def pytorch_endings(cluster: Cluster, data: Path) -> Table:
     """Jobs of DDP that are disturbed in their second and their fourth epoch."""
     table = Table(
-        "## Signals and preemption, PyTorch's DDP\n\nAs above; twice. The digits are those of one undisturbed job, over "
-        "distopt, and its parameters'.",
+        "## Signals and preemption, PyTorch's DDP\n\nAs above, but twice, in the second and in the fourth epoch. One "
+        "undisturbed job, over distopt, says which digits and parameters there must be.",
         _ENDING_COLUMNS,
     )
     whole = undisturbed_ddp(cluster, data, 2, "distopt")

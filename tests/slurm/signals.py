@@ -81,22 +81,16 @@ CASES = (
 )
 
 _PYTORCH = f"{_SBATCH} --nodes=2 examples/slurm/pytorch.sbatch OPTIONS --digest"
-# As docs/slurm.md says for containers: the ranks find no scontrol.
-_NO_SCONTROL = f"""{_SBATCH} --nodes=2 --requeue --open-mode=append --wrap '
-export MASTER_ADDR=node1 MASTER_PORT=29514
-srun env PATH=BIN PYTHON DDP OPTIONS --digest &
-trap "kill -USR1 $!" USR1
-wait $!; wait $!; code=$?
-running() {{ scontrol show job $SLURM_JOB_ID | grep -q JobState=RUNNING; }}
-if [ $code -gt 128 ] && running; then scontrol requeue $SLURM_JOB_ID; fi
-exit $code'
-"""
+# A container is an environment in which the ranks find no scontrol.
+_CONTAINER = f"env CONTAINER='env PATH=BIN' {_PYTORCH.replace('pytorch', 'pytorch_container')}"
 
 PYTORCH_CASES = (
     Case("DDP over distopt: preempted, then USR1", _PYTORCH, (_URGENT, f"scancel --batch {_USR1}")),
     Case("DDP over gloo: preempted, then USR1", f"{_PYTORCH} --backend gloo", (_URGENT, f"scancel --batch {_USR1}")),
-    Case("DDP, ranks without scontrol: USR1, then preempted", _NO_SCONTROL, (f"scancel --batch {_USR1}", _URGENT)),
-    Case("DDP, ranks without scontrol: cancelled", _NO_SCONTROL, ("scancel JOB",), comes_back=False),
+    Case(
+        "DDP in a container without scontrol: USR1, then preempted", _CONTAINER, (f"scancel --batch {_USR1}", _URGENT)
+    ),
+    Case("DDP in a container without scontrol: cancelled", _CONTAINER, ("scancel JOB",), comes_back=False),
 )
 
 
@@ -141,8 +135,10 @@ def undisturbed_ddp(
     return digits_of((here / "out").read_text())
 
 
-def try_case(cluster: Cluster, case: Case, data: Path, options: str = OPTIONS, at: str = "Train Epoch: {}") -> Ending:
-    """Submit the job, disturb it when its output matches `at` with an epoch, and wait for its end."""
+def try_case(
+    cluster: Cluster, case: Case, data: Path, options: str = OPTIONS, at: str = "Train Epoch: EPOCH"
+) -> Ending:
+    """Submit the job, disturb it when its output matches `at`, and wait for its end."""
     here = cluster.here / "jobs" / f"{re.sub(r'[^a-z0-9]+', '-', case.name.lower())}-{len(options)}"
     here.mkdir(parents=True)
     env = environment(data)
@@ -161,7 +157,7 @@ def try_case(cluster: Cluster, case: Case, data: Path, options: str = OPTIONS, a
 
     deadline, seconds = time.monotonic() + SECONDS, []
     for number, command in enumerate(case.disturb):
-        while not re.search(at.format(2 + 2 * number), output()) and time.monotonic() < deadline:
+        while not re.search(at.replace("EPOCH", str(2 + 2 * number)), output()) and time.monotonic() < deadline:
             time.sleep(0.05)
         began = time.monotonic()
         cluster.run(ours(command.replace("JOB", job[0]), here, 2, 2, OPTIONS))

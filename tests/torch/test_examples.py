@@ -1,0 +1,126 @@
+"""examples/pytorch/mnist_ddp.py: started in the ways that its docstring names, killed and preempted."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.data import idx, synthetic
+from tests.processes import ROOT, Program, mpiexec_command, patience
+
+pytest.importorskip("torch")
+
+BIN = Path(sys.executable).parent
+SCRIPT = str(ROOT / "examples" / "pytorch" / "mnist_ddp.py")
+STEPS = 20  # of an epoch of two ranks
+OPTIONS = ["--epochs", "2", "--batch-size", "16", "--log-interval", "1", "--digest"]
+BY_AGENT = [sys.executable, "-m", "distopt", "run", "--nproc-per-node", "2", SCRIPT, *OPTIONS]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+
+
+@pytest.fixture(scope="module")
+def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of all jobs. They train on few digits."""
+    folder = tmp_path_factory.mktemp("digits")
+    for part, count in (("train", 2 * 16 * STEPS), ("t10k", 200)):
+        images, labels = synthetic.digits(count, 1)
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(idx.encode(images.reshape(count, 28, 28)))
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx.encode(labels.astype(np.uint8)))
+    return {"DISTOPT_DATA_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def undisturbed(env: dict[str, str], once: Callable[..., list[str]]) -> list[str]:
+    return once("mnist_ddp", lambda: digits_of(run([BY_AGENT], env)))
+
+
+def run(commands: list[list[str]], env: dict[str, str]) -> str:
+    """The commands beside each other, as on several nodes; what they say."""
+    programs = [Program(command, env) for command in commands]
+    ended = [program.end(patience(100)) for program in programs]
+    said = "".join(each.stdout + each.stderr for each in ended)
+    assert not any(each.code for each in ended), said
+    return said
+
+
+def digits_of(output: str) -> list[str]:
+    """The lines of losses and accuracies, and that of the parameters."""
+    return re.findall(r"^(?:Train Epoch|Test set|Digest of the parameters): .*$", output, re.MULTILINE)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize("backend", ["distopt", "gloo"])
+@pytest.mark.parametrize("way", ["torchrun on two nodes", "by hand", "mpiexec"])
+def test_every_start_gives_the_same_digits(way: str, backend: str, env: dict[str, str], undisturbed: list[str]) -> None:
+    port, options = free_port(), [*OPTIONS, "--backend", backend]
+    if way == "mpiexec":
+        env = {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        commands = [[*mpiexec_command(2), sys.executable, SCRIPT, *options]]
+    elif way == "by hand":
+        place = ["--init-method", f"tcp://127.0.0.1:{port}", "--world-size", "2"]
+        commands = [[sys.executable, SCRIPT, *place, "--rank", str(rank), *options] for rank in range(2)]
+    else:
+        place = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}", "--rdzv-id", "7"]
+        commands = 2 * [[*TORCHRUN, "--nnodes", "2", *place, SCRIPT, *options]]
+    said = run(commands, env)
+    assert len(undisturbed) == 2 * (STEPS + 1) + 1
+    assert digits_of(said) == undisturbed
+    for rank in range(2):
+        there = f"on {socket.gethostname()} where there are 0 allocated GPUs per node."
+        assert f"Hello from rank {rank} of 2 {there}" in said
+
+
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize("backend", ["distopt", "gloo"])
+def test_one_rank_needs_no_launcher(backend: str, env: dict[str, str]) -> None:
+    said = run([[sys.executable, SCRIPT, *OPTIONS, "--backend", backend]], env)
+    assert "Hello from rank 0 of 1" in said
+    assert len(digits_of(said)) == 2 * (2 * STEPS + 1) + 1
+
+
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize("backend", ["distopt", "gloo"])
+def test_a_job_that_was_killed_or_preempted_ends_with_the_same_digits(
+    backend: str, env: dict[str, str], undisturbed: list[str], tmp_path: Path
+) -> None:
+    command = [*BY_AGENT, "--backend", backend, "--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "3"]
+    step = random.randrange(3, 2 * STEPS - 16)
+    killed = Program(command, env)
+    said = read_steps(killed, step)
+    killed.kill()
+    said += killed.process.communicate()[0]
+    preempted = Program(command, env)
+    said += read_steps(preempted, 2)  # the ranks agree after so few steps that it is not too late
+    os.kill(preempted.process.pid, signal.SIGTERM)
+    left = preempted.end(patience(100))
+    assert left.code == 128 + signal.SIGTERM, said + left.stdout + left.stderr
+    last = run([command], env)
+    assert "Going on from" in last
+    said = f"killed in step {step}\n{said}{left.stdout}{last}"
+    assert set(digits_of(said)) == set(undisturbed), said
+
+
+def read_steps(program: Program, count: int) -> str:
+    """Read its output until it has said so many losses."""
+    assert program.process.stdout is not None
+    said = ""
+    while said.count("Train Epoch") < count:
+        line = program.process.stdout.readline()
+        assert line, said
+        said += line
+    return said
