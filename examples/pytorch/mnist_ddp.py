@@ -3,7 +3,7 @@
     python examples/pytorch/mnist_ddp.py                                          one rank
     torchrun --nproc-per-node 2 examples/pytorch/mnist_ddp.py                     or: distopt run ...
     MASTER_ADDR=localhost MASTER_PORT=29500 mpiexec -n 2 python examples/pytorch/mnist_ddp.py
-    sbatch examples/slurm/pytorch_two_nodes.sbatch
+    sbatch --nodes=2 examples/slurm/pytorch.sbatch
 
 On each of two nodes, by torchrun or by hand:
 
@@ -20,7 +20,6 @@ import hashlib
 import os
 import socket
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -81,7 +80,7 @@ def train(args, epoch, model, optimizer, batches, checkpoint, device) -> None:
 
 
 @torch.no_grad()
-def evaluate(args, model, test, device) -> None:
+def evaluate(args, model, test, device, caveat) -> None:
     """Print loss and accuracy on all test images, of which each rank takes a share."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -94,7 +93,7 @@ def evaluate(args, model, test, device) -> None:
     loss, correct = sums.tolist()
     score = f"Average loss: {loss / len(test):.4f}, Accuracy: {correct:.0f}/{len(test)} ({correct / len(test):.2%})"
     if args.rank == 0:
-        print(f"Test set: {score}", flush=True)
+        print(f"Test set: {score}{caveat}", flush=True)
 
 
 def digest(model: nn.Module) -> str:
@@ -128,8 +127,8 @@ def main() -> None:
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", args.rank)))
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    alone = dist.HashStore() if args.world_size == 1 else None  # which needs no address
-    place = {"store": alone} if alone else {"init_method": args.init_method}
+    # One rank needs no address.
+    place = {"store": dist.HashStore()} if args.world_size == 1 else {"init_method": args.init_method}
     dist.init_process_group(args.backend, rank=args.rank, world_size=args.world_size, **place)
     there = f"there are {os.environ.get('SLURM_GPUS_ON_NODE', '0')} allocated GPUs per node"
     print(f"Hello from rank {args.rank} of {args.world_size} on {socket.gethostname()} where {there}.", flush=True)
@@ -160,13 +159,10 @@ def main() -> None:
     if (resumed := checkpoint.resume()) and args.rank == 0:
         print(f"Going on from {resumed}", flush=True)
     for epoch in range(checkpoint.epoch, args.epochs):
-        start = time.perf_counter()
         train(args, epoch, model, optimizer, batches, checkpoint, device)
         schedule.step()
-        evaluate(args, model.module, test_data, device)
+        evaluate(args, model.module, test_data, device, digits.caveat)
         checkpoint.save(epoch + 1)
-        if args.rank == 0:
-            print(f"Epoch {epoch + 1} took {time.perf_counter() - start:.1f} s", flush=True)
     checkpoint.close()
     if args.digest and args.rank == 0:
         print(f"Digest of the parameters: {digest(model)}", flush=True)

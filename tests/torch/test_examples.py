@@ -8,7 +8,8 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -43,10 +44,21 @@ def undisturbed(env: dict[str, str], once: Callable[..., list[str]]) -> list[str
     return once("mnist_ddp", lambda: digits_of(run([BY_AGENT], env)))
 
 
+@contextmanager
+def started(command: list[str], env: dict[str, str]) -> Iterator[Program]:
+    program = Program(command, env)
+    try:
+        yield program
+    finally:
+        program.kill()
+        program.process.communicate()
+
+
 def run(commands: list[list[str]], env: dict[str, str]) -> str:
     """The commands beside each other, as on several nodes; what they say."""
-    programs = [Program(command, env) for command in commands]
-    ended = [program.end(patience(100)) for program in programs]
+    with ExitStack() as stack:
+        programs = [stack.enter_context(started(command, env)) for command in commands]
+        ended = [program.end(patience(100)) for program in programs]
     said = "".join(each.stdout + each.stderr for each in ended)
     assert not any(each.code for each in ended), said
     return said
@@ -100,14 +112,14 @@ def test_a_job_that_was_killed_or_preempted_ends_with_the_same_digits(
 ) -> None:
     command = [*BY_AGENT, "--backend", backend, "--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "3"]
     step = random.randrange(3, 2 * STEPS - 16)
-    killed = Program(command, env)
-    said = read_steps(killed, step)
-    killed.kill()
-    said += killed.process.communicate()[0]
-    preempted = Program(command, env)
-    said += read_steps(preempted, 2)  # the ranks agree after so few steps that it is not too late
-    os.kill(preempted.process.pid, signal.SIGTERM)
-    left = preempted.end(patience(100))
+    with started(command, env) as killed:
+        said = read_steps(killed, step)
+        killed.kill()
+        said += killed.process.communicate()[0]
+    with started(command, env) as preempted:
+        said += read_steps(preempted, 2)  # the ranks agree after so few steps that it is not too late
+        os.kill(preempted.process.pid, signal.SIGTERM)
+        left = preempted.end(patience(100))
     assert left.code == 128 + signal.SIGTERM, said + left.stdout + left.stderr
     last = run([command], env)
     assert "Going on from" in last
