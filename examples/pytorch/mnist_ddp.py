@@ -134,7 +134,8 @@ def main() -> None:
     print(f"Hello from rank {args.rank} of {args.world_size} on {socket.gethostname()} where {there}.", flush=True)
 
     torch.manual_seed(1)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // args.world_size))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // args.world_size))
     model = DistributedDataParallel(network().to(device))
     optimizer = torch.optim.SGD(model.parameters(), args.lr * args.world_size**0.5, momentum=0.9, weight_decay=1e-5)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
