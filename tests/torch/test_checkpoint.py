@@ -61,7 +61,7 @@ JOBS = [
 ]
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "ranks", "options"), JOBS)
 def test_a_job_that_is_killed_and_preempted_ends_with_the_undisturbed_bits(tmp_path, backend, ranks, options):
     options = ["--backend", backend, *options]
@@ -79,10 +79,10 @@ def test_a_job_that_is_killed_and_preempted_ends_with_the_undisturbed_bits(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["distopt", "gloo"])
-def test_a_job_of_two_hosts_that_is_killed_at_any_moment_ends_with_the_undisturbed_bits(net, tmp_path, backend):
+def test_a_job_of_two_hosts_that_is_killed_at_any_moment_ends_with_the_undisturbed_bits(net, tmp_path):
+    """Over distopt; `python -m tests.torch.disturbed` does more, and over Gloo."""
     signals = [signal.SIGKILL, signal.SIGTERM]
-    assert disturb(net, 2, tmp_path, signals, random.Random(SEED), "--backend", backend, "--steps", "150") >= 1
+    assert disturb(net, 2, tmp_path, signals, random.Random(SEED), "--steps", "150") >= 1
 
 
 @pytest.mark.slow
