@@ -129,6 +129,8 @@ def test_the_pages_name_commands_that_exist():
 def test_a_benchmark_runs(words, files):
     if words.split()[0] in {"network", *ON_GPUS}:
         pytest.skip("see the tests below")
+    if "--pytorch" in words:
+        pytest.importorskip("torch")
     ended = run_short(words, files)
     assert ended.code == 0, ended.stderr
     assert ended.stdout
