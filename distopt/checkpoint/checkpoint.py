@@ -9,8 +9,10 @@ import os
 import secrets
 import signal
 import threading
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import CheckpointError, UsageError
@@ -21,14 +23,9 @@ from .parts import copy_of, parts_of
 from .preemption import Preemption
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from types import TracebackType
-
     from ..files import Arrays
     from .load import Ranks, Resumed
     from .parts import Part
-
-__all__ = ["Checkpoint"]
 
 log = logging.getLogger("distopt")
 

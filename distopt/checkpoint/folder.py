@@ -10,7 +10,9 @@ import contextlib
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import safetensors
@@ -19,25 +21,7 @@ from ..errors import StateError
 from ..files import atomic_write, load_arrays, save_arrays, sync_folder, temporary_pattern
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from ..files import Arrays
-
-__all__ = [
-    "Manifest",
-    "Survey",
-    "list_checkpoints",
-    "name_of",
-    "prune",
-    "read_manifest",
-    "read_rank",
-    "read_shared",
-    "remove",
-    "share_of",
-    "survey",
-    "write_rank",
-]
 
 MANIFEST = "checkpoint.json"
 MARK = {"format": "distopt checkpoint", "version": "1"}

@@ -6,7 +6,9 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import socket
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,13 +22,8 @@ from .merge import Mean, Stream
 from .parts import State, copy_of, of_device, parts_of
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterator, Mapping
-
     from ..files import Arrays
     from .parts import Part
-
-__all__ = ["Ranks", "Resumed", "communicator_of", "first_reason", "load"]
 
 log = logging.getLogger("distopt")
 

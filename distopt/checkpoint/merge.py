@@ -16,8 +16,6 @@ from .parts import State
 if TYPE_CHECKING:
     from ..files import Arrays
 
-__all__ = ["Mean", "Stream"]
-
 
 class Mean:
     """The mean of the states of one object over the ranks, added up in float64 and rounded once.

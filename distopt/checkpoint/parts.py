@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -14,12 +14,10 @@ from ..errors import StateError, UsageError
 from ..kernels import kernels_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from ..files import Arrays
 
-__all__ = ["Part", "State", "copy_of", "of_device", "parts_of"]
 
+__all__ = ["Part", "State", "copy_of", "of_device", "parts_of"]
 
 _GROUPS = ""  # the note that names dictionaries of arrays and their keys
 

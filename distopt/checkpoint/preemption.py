@@ -23,8 +23,6 @@ from .requeue import requeue, slurm_job
 if TYPE_CHECKING:
     from .load import Ranks
 
-__all__ = ["Preemption"]
-
 _INTERVAL_SECONDS = 1.0  # between two exchanges
 _MESSAGE = struct.Struct("<id")  # signal or 0, seconds since the exchange before
 

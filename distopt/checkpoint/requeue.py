@@ -5,12 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["requeue", "slurm_job"]
+from collections.abc import Mapping
 
 _SECONDS = 20.0  # for an answer of Slurm; 10 s is its own MessageTimeout
 

@@ -7,6 +7,7 @@ never meet, since the tag of a message tells its length: Gloo would end the proc
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,7 @@ from ..comm.base import DTYPES, OPS, Array
 from ..errors import Call, MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from .gloo import Gloo, Transfer
-
-__all__ = ["NOTHING", "Between", "Exchange", "Meeting", "Operation", "bytes_of", "fold"]
 
 # At the head of a rank's first message: bytes of its data, and what it calls.
 _SIZE_BYTES, _CALL_BYTES = 8, 248

@@ -8,17 +8,14 @@ that it had.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.nn.parallel import DistributedDataParallel
-
-__all__ = ["bucket_order", "lay_out"]
 
 
 def bucket_order(ddp: DistributedDataParallel) -> list[str]:

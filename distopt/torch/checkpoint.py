@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import socket
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from .. import checkpoint
-from ..comm.single import SingleCommunicator
-from ..launch.topology import Topology
+from ..checkpoint.load import communicator_of
 from .ranks import GroupRanks
 from .sampler import ResumableSampler
 from .states import Generators, parts_of
 
 if TYPE_CHECKING:
-    import os
-
     from ..checkpoint import Resumed
     from ..checkpoint.load import Ranks
-
-__all__ = ["Checkpoint", "load"]
 
 
 class Checkpoint(checkpoint.Checkpoint):
@@ -107,6 +102,4 @@ def load(
 
 
 def _ranks_of(group: dist.ProcessGroup | None) -> Ranks:
-    if dist.is_initialized():
-        return GroupRanks(group)
-    return SingleCommunicator(Topology.of_one_host(0, 1, socket.gethostname()))
+    return GroupRanks(group) if dist.is_initialized() else communicator_of({})

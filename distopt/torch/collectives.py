@@ -6,6 +6,7 @@ compares both and a label. So what PyTorch distinguishes and a communicator does
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,14 +16,10 @@ from ..errors import MismatchError, UsageError
 from .tensors import as_items, as_numbers, dense, give_back
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from ..comm.base import Communicator
     from .tensors import Reduction
-
-__all__ = ["Collectives"]
 
 
 class Collectives:

@@ -6,8 +6,6 @@ import contextlib
 from types import FunctionType
 from typing import TypeVar
 
-__all__ = ["untraced"]
-
 _Kind = TypeVar("_Kind", bound=type)
 
 

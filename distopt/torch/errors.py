@@ -11,8 +11,6 @@ from ..errors import StalledError, UsageError
 if TYPE_CHECKING:
     from ..errors import DistoptError
 
-__all__ = ["as_torch"]
-
 
 def as_torch(error: DistoptError) -> Any:
     """Local. `error` as a ValueError, if an argument is wrong, or a DistBackendError."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,11 +29,7 @@ from ..errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ..comm.base import Array
-
-__all__ = ["Gloo", "GlooMessage", "Transfer", "route_to"]
 
 # Gloo's tags have 31 bits. A message has the caller's tag and, since Gloo ends the process where a message is longer
 # than its receive, some bits of its length: two that differ never meet.

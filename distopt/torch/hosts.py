@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,12 +26,8 @@ from ..errors import CommunicatorClosedError, CommunicatorError, PeerLostError, 
 from .between import NOTHING, Between, Exchange, Operation, bytes_of, fold
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ..launch.topology import Topology
     from .gloo import Gloo
-
-__all__ = ["HostsCommunicator"]
 
 # Of a slice; large enough to hide the time of a message, small enough that one is on the network while the next is
 # inside the host.

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as native
 
-__all__ = ["Abilities", "give_backend"]
-
 
 class Abilities:
     """What PyTorch asks groups and backends whether they can do."""

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .work import PendingWork
 
-__all__ = ["Lane"]
-
 _MOST_IDLE = 2
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Sequence
 from secrets import token_bytes
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +28,7 @@ from .hosts import HostsCommunicator
 from .process_group import DistoptProcessGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ..comm.base import Communicator
-
-__all__ = ["meet"]
 
 
 def meet(options: Any, backend_options: object = None) -> DistoptProcessGroup:  # noqa: ARG001

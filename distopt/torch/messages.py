@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +16,8 @@ from .tensors import as_message, dense, give_back
 from .work import WaitedWork
 
 if TYPE_CHECKING:
-    from datetime import timedelta
-
     from ..comm.base import Communicator
     from ..comm.work import MessageWork
-
-__all__ = ["Mail", "PendingMessage"]
 
 _NAP_SECONDS = 1e-3
 

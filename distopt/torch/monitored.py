@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-__all__ = ["extend_monitored_barrier", "monitored_barrier"]
 
 _GRACE_SECONDS = 5.0  # for which ranks wait longer than rank 0, which can tell why
 _FIRST_NAP, _LONGEST_NAP = 0.0005, 0.02

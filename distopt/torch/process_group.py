@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,13 +30,9 @@ from .tensors import reduction_of, refuse_nan
 from .work import DoneWork, PendingWork
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import Tensor
 
     from ..comm.base import Communicator
-
-__all__ = ["DistoptProcessGroup"]
 
 _LEAVE_SECONDS = 2.0  # in which threads see that their group has been closed
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from ..launch.topology import Topology
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = ["GroupRanks"]
 
 
 class GroupRanks:
@@ -32,23 +27,18 @@ class GroupRanks:
         kinds = {device.type for device in self._group._device_types}
         self._device = torch.device("cpu" if "cpu" in kinds else next(iter(kinds)))
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        # A rank without hosts yet: they are what the first exchange brings.
-        self.topology = Topology.of_one_host(rank, size, socket.gethostname())
         hosts = tuple(name.decode() for name in self.all_gather_bytes(socket.gethostname().encode()))
         self.topology = Topology(rank, size, hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank]), hosts)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Collective. The payload of every rank, in rank order; lengths may differ."""
         lengths = [int(length) for length in self._gather(torch.tensor([len(payload)]))]
-        longest = max(lengths)
-        if longest == 0:
-            return [b""] * len(lengths)
-        room = bytearray(payload.ljust(longest, b"\0"))
+        room = bytearray(payload.ljust(max(1, *lengths), b"\0"))
         parts = self._gather(torch.frombuffer(room, dtype=torch.uint8))
         return [part.numpy().tobytes()[:length] for part, length in zip(parts, lengths, strict=True)]
 
     def _gather(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         own = tensor.to(self._device)
-        parts = [torch.empty_like(own) for _ in range(self.topology.world_size)]
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(parts, own, group=self._group)
         return [part.cpu() for part in parts]

@@ -1,17 +1,13 @@
-"""Which samples a rank trains on, counted when it has trained on them."""
+"""A batch sampler that counts samples when they have been trained."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sized
+from typing import Any
 
 import torch.distributed as dist
 
 from ..data import ShardedSampler
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sized
-
-__all__ = ["ResumableSampler"]
 
 
 class ResumableSampler(ShardedSampler):
@@ -56,7 +52,6 @@ class ResumableSampler(ShardedSampler):
             size, world_size, rank, batch_size, seed, shuffle=shuffle, tail=tail, partial_batch=partial_batch
         )
         self.batches_per_step = batches_per_step
-        self._end = size
         self._at_start: Callable[[], None] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -74,7 +69,7 @@ class ResumableSampler(ShardedSampler):
     def step(self) -> None:
         """Local. Count the batches of one step as trained."""
         trained = self.consumed + self.batches_per_step * self.batch_size * self.world_size
-        self.consumed = min(trained, self._end)
+        self.consumed = min(trained, self.size)  # the last batch may be shorter
 
     def continue_with(self, at_start: Callable[[], None]) -> None:
         """Local. If the next iteration begins in the middle of an epoch, call `at_start` at its beginning."""

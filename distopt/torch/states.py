@@ -1,4 +1,4 @@
-"""What checkpoints save of PyTorch's objects: their state dictionaries, as arrays and JSON.
+"""The state dictionaries of PyTorch's objects as arrays and JSON, which checkpoints save.
 
 Nothing is pickled. A tensor becomes an array, named by its path; of types that NumPy lacks, such as bfloat16, the bits.
 The rest becomes JSON, in which each dictionary, tuple and tensor is an object with one key that says so. A DTensor, as
@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,8 +24,6 @@ from ..errors import StateError, UsageError
 from .buckets import bucket_order, lay_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
     from ..files import Arrays
 
 __all__ = ["Generators", "parts_of"]
@@ -218,10 +217,11 @@ class StateDict(Part):
             raise StateError(f"{names}: in the states or in the object, not in both; they are of another version")
 
     def put(self, state: State) -> None:
-        self._thing.load_state_dict(decode(state.notes["tree"], state.arrays, self._whole))
+        self._thing.load_state_dict(decode(state.notes["tree"], state.arrays, self._wholes()))
 
-    def _whole(self, name: str) -> Any:
-        raise StateError(f"{name} is a shard, and no object here says of what")
+    def _wholes(self) -> Callable[[str], Any]:
+        """See `decode`; only models and optimizers have shards."""
+        return str
 
 
 class ModelState(StateDict):
@@ -251,7 +251,7 @@ class ModelState(StateDict):
         return {name for name, parameter in own if id(parameter) in self._alike} & set(names)
 
     def _check_tree(self, state: State) -> None:
-        mine, given = ({name: _described(each, name) for name in each.arrays} for each in (super().look(), state))
+        mine, given = _described(super().look()), _described(state)
         for name in sorted(mine.keys() | given.keys()):
             if mine.get(name) != given.get(name):
                 there = given.get(name, "not in the states")
@@ -264,14 +264,20 @@ class ModelState(StateDict):
             lay_out(self._ddp, state.notes.get("buckets", []))
         super().put(state)
 
-    def _whole(self, name: str) -> Any:
-        return self._thing.state_dict()[name]
+    def _wholes(self) -> Callable[[str], Any]:
+        wholes: dict[str, Any] = self._thing.state_dict()
+        return wholes.__getitem__
 
 
-def _described(state: State, name: str) -> str:
-    array, node = state.arrays[name], _tensors(state.notes["tree"]).get(name, {})
-    shard = f", shard {node['shard']}" if "shard" in node else ""
-    return f"{node.get('dtype', array.dtype)} of shape {array.shape}{shard}"
+def _described(state: State) -> dict[str, str]:
+    """Type, shape and shard of each array, by name."""
+    nodes = _tensors(state.notes["tree"])
+    found = {}
+    for name, array in state.arrays.items():
+        node = nodes.get(name, {})
+        shard = f", shard {node['shard']}" if "shard" in node else ""
+        found[name] = f"{node.get('dtype', array.dtype)} of shape {array.shape}{shard}"
+    return found
 
 
 class OptimizerState(StateDict):
@@ -284,10 +290,11 @@ class OptimizerState(StateDict):
 
     def __init__(self, optimizer: torch.optim.Optimizer, alike: set[int]) -> None:
         self._share = ""
-        zero: Any = optimizer
-        if _is(zero, "torch.distributed.optim", "ZeroRedundancyOptimizer"):
-            self._share = f"share {zero.rank} of {zero.world_size}"
-            optimizer = zero.optim
+        self._zero: Any = None
+        if _is(optimizer, "torch.distributed.optim", "ZeroRedundancyOptimizer"):
+            self._zero = optimizer
+            self._share = f"share {self._zero.rank} of {self._zero.world_size}"
+            optimizer = self._zero.optim
         super().__init__(optimizer)
         self._all_alike = not self._share and all(id(parameter) in alike for parameter in self._parameters())
 
@@ -295,8 +302,16 @@ class OptimizerState(StateDict):
         return [parameter for group in self._thing.param_groups for parameter in group["params"]]
 
     def look(self) -> State:
+        if self._zero is not None:
+            # Schedules change the learning rates of the outer one, which `step` hands to that of the share.
+            _copy_options(self._zero.param_groups, self._thing.param_groups)
         state = super().look()
         return State(state.arrays, {**state.notes, "share": self._share})
+
+    def put(self, state: State) -> None:
+        super().put(state)
+        if self._zero is not None:
+            _copy_options(self._thing.param_groups, self._zero.param_groups)
 
     def shared(self, names: Iterable[str]) -> set[str]:
         return set(names) if self._all_alike else set()
@@ -312,8 +327,15 @@ class OptimizerState(StateDict):
         if state.notes["share"] != self._share:
             raise StateError(f"the states are {state.notes['share'] or 'whole'}, here {self._share or 'whole'}")
 
-    def _whole(self, name: str) -> Any:
-        return self._parameters()[int(name.split("/")[1])]
+    def _wholes(self) -> Callable[[str], Any]:
+        parameters = self._parameters()
+        return lambda name: parameters[int(name.split("/")[1])]
+
+
+def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    """Set learning rate and the other options of groups of parameters."""
+    for own, group in zip(source, target, strict=True):
+        group.update({key: value for key, value in own.items() if key != "params"})
 
 
 class TorchGenerator(Part):
@@ -350,7 +372,7 @@ class Generators(Part):
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
             "python": (version, np.array(words, np.uint32), gauss),
-            "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 - the global one, which augmentations use  # noqa: NPY002 - the global one, of augmentations
+            "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 - the global one, of augmentations
         }
         arrays: Arrays = {}
         return State(arrays, {"": encode(states, "", arrays)})
@@ -367,7 +389,7 @@ class Generators(Part):
             torch.cuda.set_rng_state(states["cuda"])
         version, words, gauss = states["python"]
         random.setstate((version, tuple(words.tolist()), gauss))
-        np.random.set_state(states["numpy"])  # noqa: NPY002  # noqa: NPY002
+        np.random.set_state(states["numpy"])  # noqa: NPY002
 
     def put_again(self) -> None:
         """Local. As `put` did last."""

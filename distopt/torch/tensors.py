@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +12,6 @@ import torch.distributed as dist
 
 from ..comm.base import DTYPES, OPS, ReduceOp
 from ..errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = ["Reduction", "as_items", "as_message", "as_numbers", "dense", "give_back", "reduction_of", "refuse_nan"]
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 # What communicators reduce themselves, apart from bfloat16 and, as pairs, sums of complex numbers. NumPy does the rest.

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .dynamo import untraced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from datetime import timedelta
-
-__all__ = ["DoneWork", "PendingWork", "WaitedWork"]
 
 
 @untraced

@@ -17,6 +17,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -52,7 +55,8 @@ def digest(*objects) -> str:
             for each in value:
                 add(each)
         elif isinstance(value, torch.Tensor):
-            sums.update(value.detach().numpy().tobytes())
+            local = value.to_local() if isinstance(value, DTensor) else value
+            sums.update(local.detach().numpy().tobytes())
         else:
             sums.update(repr(value).encode())
 
@@ -69,6 +73,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=7)
     parser.add_argument("--precision", choices=["scaled", "bfloat16"], default="scaled")
     parser.add_argument("--static-graph", action="store_true")
+    parser.add_argument("--by", choices=["ddp", "fsdp", "zero"], default="ddp")
     parser.add_argument("--end", nargs=2, metavar=("SIGNAL", "STEP"), help="on rank 1, in this step")
     args = parser.parse_args()
     dist.init_process_group(args.backend)
@@ -76,7 +81,11 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(3)
     model = DistributedDataParallel(Network(), bucket_cap_mb=1, broadcast_buffers=False, static_graph=args.static_graph)
+    if args.by == "fsdp":
+        model = fully_shard(model.module)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    if args.by == "zero":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     scaler = torch.amp.GradScaler("cpu", enabled=args.precision == "scaled", growth_interval=10)
     images = torch.randn(960, 1, 28, 28, generator=torch.Generator().manual_seed(5))
@@ -111,7 +120,8 @@ def main() -> None:
             checkpoint.save(checkpoint.epoch + 1)
     checkpoint.close()
     time.sleep(0.01 * rank)  # lines in order
-    print(f"rank {rank} ends with {digest(model, optimizer, scheduler, scaler)} {loss.item():.6f}", flush=True)
+    own = optimizer.optim if args.by == "zero" else optimizer
+    print(f"rank {rank} ends with {digest(model, own, scheduler, scaler)} {loss.item():.6f}", flush=True)
     dist.destroy_process_group()
 
 

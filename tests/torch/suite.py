@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--tests", type=lambda text: text.split(","), help="only these")
     parser.add_argument("--expect", type=Path, help="file with the names of tests that must pass")
     parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
-    parser.add_argument("--verbose", action="store_true", help="show why tests fail")
+    parser.add_argument("--verbose", action="store_true", help="show why any test fails, expected to pass or not")
     parser.add_argument("--shard", help=argparse.SUPPRESS)
     parser.add_argument("--namespaces", type=lambda text: text.split(","), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -63,7 +63,7 @@ def compare(args: argparse.Namespace, expected: set[str], chosen: list[str] | No
         by_kind: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
         for name, (kind, reason) in sorted(outcomes.items()):
             by_kind[kind].append(name)
-            if kind == "failed" and args.verbose:
+            if kind == "failed" and (args.verbose or name in expected):
                 print(f"--- {name}\n{reason}")
         passed[backend] = set(by_kind["passed"])
         counts = ", ".join(f"{len(names)} {kind}" for kind, names in by_kind.items())

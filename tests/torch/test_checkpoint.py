@@ -58,6 +58,8 @@ JOBS = [
     ("distopt", 2, []),
     ("gloo", 3, ["--precision", "bfloat16"]),
     ("gloo", 3, ["--static-graph"]),
+    ("gloo", 2, ["--by", "fsdp", "--precision", "bfloat16"]),
+    ("distopt", 2, ["--by", "zero"]),
 ]
 
 
