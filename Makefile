@@ -11,7 +11,7 @@ DISTOPT_SANITIZE ?=
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml CMakeLists.txt $(NATIVE)
 
-.PHONY: mnist mpi test test-rest test-all test-gpu first-gpu first-gpu-pack model litmus faults fuzz torch torch-quick torch-newest torch-libraries slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
+.PHONY: mnist mpi test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack model litmus faults fuzz torch torch-quick torch-newest torch-libraries slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -24,11 +24,14 @@ unexport PYTHONDONTWRITEBYTECODE
 # The ranks of a test mostly wait for each other, so one worker more than there are cores; 0: in one process.
 TEST_WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations=20
-# A part that touches everything once; the rest; both. tests/parts.py divides them.
+# A part that touches everything once; what else continuous integration runs; what to run before a release besides;
+# all three. tests/parts.py divides them.
 test: $(VENV)/.with-$(TEST_EXTRAS)
 	$(PYTEST) --part quick
 test-rest: $(VENV)/.with-$(TEST_EXTRAS)
 	$(PYTEST) --part rest
+test-sweeps: $(VENV)/.with-$(TEST_EXTRAS)
+	$(PYTEST) --part sweeps
 test-all: $(VENV)/.with-$(TEST_EXTRAS)
 	$(PYTEST)
 
@@ -76,10 +79,12 @@ slurm-quick: $(VENV)/.with-mpi
 
 # PyTorch's own tests of torch.distributed over distopt, against the list of what passes with Gloo; see docs/pytorch.md.
 # The first runs both, with 2, 3, 4 and 8 ranks, in a quarter of an hour. The others are for continuous integration: the
-# installed version, then in an environment of its own, with our tests, the newest that the index has.
+# installed version, then in an environment of its own, with the quick part of our tests, the newest that the index has;
+# `make torch-newest TORCH_PART=` runs them all, before a release.
 SUITE := tests/torch/suite.py --expect tests/torch/passes.txt
 RANKS ?= 2 3
 NEWEST := .venv-torch-newest
+TORCH_PART ?= --part quick
 torch: $(VENV)/.with-$(TEST_EXTRAS)
 	for n in 2 3 4 8; do $(BIN)/python -W ignore tests/torch/suite.py --ranks $$n || exit 1; done
 	for n in 2 3; do CHECKS=compiled_ddp,compiled_collectives,builtin_hooks $(BIN)/python -m tests.torch.checks $$n || exit 1; done
@@ -88,7 +93,7 @@ torch-quick: $(VENV)/.with-$(TEST_EXTRAS)
 torch-newest:
 	$(MAKE) VENV=$(NEWEST) $(NEWEST)/.with-mpi,test,torch
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade torch
-	$(NEWEST)/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal tests/torch
+	$(NEWEST)/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(TORCH_PART) tests/torch
 	$(MAKE) VENV=$(NEWEST) TEST_EXTRAS=mpi,test,torch RANKS=2 torch-quick
 # Libraries over PyTorch, of the versions that the index has, in that environment: over Gloo and over distopt.
 torch-libraries:

@@ -10,13 +10,14 @@ from .checks import CHECKS
 from .ranks import Outcome, run_ranks
 from .run import run_checks
 
+SWEPT = [pytest.mark.slow, pytest.mark.sweep]
 SMALL_CHUNKS = "tests.conformance.ranks:SmallChunkCommunicator"
 JOBS = [
     *(("shm", n) for n in (2, 1, 3)),
     ("single", 1),
     (SMALL_CHUNKS, 3),
     ("tests.conformance.oracle:OracleCommunicator", 2),
-    *(pytest.param(*job, marks=pytest.mark.slow) for job in (("shm", 4), (SMALL_CHUNKS, 2), (SMALL_CHUNKS, 4))),
+    *(pytest.param(*job, marks=SWEPT) for job in (("shm", 4), (SMALL_CHUNKS, 2), (SMALL_CHUNKS, 4))),
 ]
 
 

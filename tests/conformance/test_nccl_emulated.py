@@ -28,7 +28,10 @@ def outcomes(world_size: int, checks: tuple[str, ...]) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("world_size", [2, 1, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size",
+    [2, pytest.param(1, marks=pytest.mark.sweep), 3, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.sweep])],
+)
 def test_check(request, once, world_size: int, check: str) -> None:
     checks = values_beside(request, "check")
     for rank, outcome in enumerate(once(f"emulated-{world_size}", outcomes, world_size, checks)):

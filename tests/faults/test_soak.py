@@ -10,6 +10,7 @@ from .soak import PARTS, Sample, command, growth
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("part", PARTS)
 def test_jobs_and_collectives_with_errors_leave_nothing(part, tmp_path):
     count = 10 if part == "jobs" else 1000

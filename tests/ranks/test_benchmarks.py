@@ -136,6 +136,7 @@ def test_a_benchmark_runs(words, files):
     assert ended.stdout
 
 
+@pytest.mark.sweep
 def test_training_steps_between_hosts(files, monkeypatch, peers_here):
     require_hosts()
     rows = ["fp32", "partial update", "PowerSGD rank 2"]

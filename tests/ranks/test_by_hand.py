@@ -170,6 +170,7 @@ def refused(optimizer) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=4)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("body", [by_hand, wide_sums, updates, refused])
 def test_sums_by_hand(tmp_path, world_size, body):

@@ -117,6 +117,7 @@ def wait_for_step(step: int, folder: Path, program: Program) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("strategy", ["partialUpdate", "sparseTopK"])
 def test_killed_jobs_end_like_undisturbed_ones(tmp_path, strategy):
     rng, epochs = random.Random(strategy), 30
@@ -166,6 +167,7 @@ def generator(rank: dict[str, np.ndarray], notes: str, name: str) -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize("strategy", ["partialUpdate", "sparseTopK", "velocity", "warm-up", "power-sgd fed"])
 def test_from_two_ranks_to_three_and_back(tmp_path, strategy, capfd):
     folder = str(tmp_path / "checkpoints")

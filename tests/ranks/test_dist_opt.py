@@ -97,6 +97,7 @@ def single_process(size: int) -> np.ndarray:
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=3)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("step", [call, small_buckets, by_hand])
 def test_ranks_follow_one_process(tmp_path, world_size, step):

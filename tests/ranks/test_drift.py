@@ -15,6 +15,7 @@ from distopt.compress import ErrorFeedback, Fp16, Fp32, TopK
 from distopt.errors import MismatchError, UsageError
 from tests.emulation import activate
 from tests.emulation import build as emulator
+from tests.parts import cases_beside
 from tests.processes import ROOT, mpiexec
 from tests.ranks.small_net import SMALL, batch, build, step_of
 
@@ -77,15 +78,29 @@ def enter(rank, world_size, tickets, folder, body) -> None:
     (Path(folder) / f"{rank}.json").write_text(json.dumps(ends))
 
 
-def run(factory, world_size, body, *names) -> dict[str, list[str]]:
-    """What each rank said at its end, by case: one name of each collection."""
-    cases = [""]
-    for collection in names:
-        cases = [f"{case}/{name}".removeprefix("/") for case in cases for name in collection]
+def run(factory, world_size, body, cases) -> dict[str, list[str]]:
+    """What each rank said at its end, by case."""
     folder = factory.mktemp("ends")
     launch.spawn(enter, world_size, ({case: singa_wrap.NcclIdHolder() for case in cases}, str(folder), body))
     ends = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
     return {case: [end[case] for end in ends] for case in cases}
+
+
+@pytest.fixture
+def ends(request, once, tmp_path_factory):
+    """`ends(body, *names)`: what each rank said at its end; the parameters `names` are the case.
+
+    One start of the ranks serves all cases of a test that run.
+    """
+
+    def of_this_case(body, *names) -> list[str]:
+        test, given = request.function.__name__, request.node.callspec.params
+        cases = ["/".join(case) for case in cases_beside(request, *names)]
+        world_size = given["world_size"]
+        every = once(f"{test}-{world_size}", run, tmp_path_factory, world_size, body, cases)
+        return every["/".join(given[name] for name in names)]
+
+    return of_this_case
 
 
 def assert_named(ends: list[str], *parts: str) -> None:
@@ -95,7 +110,7 @@ def assert_named(ends: list[str], *parts: str) -> None:
             assert part in end, ends
 
 
-two_and_three = pytest.fixture(scope="module", params=[2, 3])
+two_and_three = pytest.mark.parametrize("world_size", [2, 3])
 
 
 # -- rules and constants -----------------------------------------------------------------------------------------------
@@ -120,16 +135,13 @@ def other_rule(create, odd, rule, way):
     trainer.train(0)
 
 
-@two_and_three
-def other_rules(request, tmp_path_factory):
-    return run(tmp_path_factory, request.param, other_rule, OTHER_RULES, STRATEGIES)
-
-
 @pytest.mark.slow
+@pytest.mark.sweep(rest=14)
+@two_and_three
 @pytest.mark.parametrize("way", STRATEGIES)
 @pytest.mark.parametrize("rule", OTHER_RULES)
-def test_another_rule_on_one_rank_is_named_in_the_first_step(other_rules, rule, way):
-    assert_named(other_rules[f"{rule}/{way}"], OTHER_RULES[rule][1], "make the same optimizer")
+def test_another_rule_on_one_rank_is_named_in_the_first_step(ends, rule, way, world_size):
+    assert_named(ends(other_rule, "rule", "way"), OTHER_RULES[rule][1], "make the same optimizer")
 
 
 def assign(name, value):
@@ -158,26 +170,20 @@ def change(create, odd, what, way):
     trainer.train(LATER)
 
 
+@pytest.mark.sweep(rest=16)
 @two_and_three
-def changes(request, tmp_path_factory):
-    return run(tmp_path_factory, request.param, change, CHANGES, [*STRATEGIES, "graph"])
-
-
 @pytest.mark.parametrize("way", [*STRATEGIES, "graph"])
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_change_of_a_constant_on_one_rank_is_named_in_the_same_step(changes, what, way):
-    assert_named(changes[f"{what}/{way}"], CHANGES[what][1], "make the same assignments on all ranks")
-
-
-@two_and_three
-def changes_by_hand(request, tmp_path_factory):
-    return run(tmp_path_factory, request.param, change, ["lr", "momentum"], ["by hand"])
+def test_a_change_of_a_constant_on_one_rank_is_named_in_the_same_step(ends, what, way, world_size):
+    assert_named(ends(change, "what", "way"), CHANGES[what][1], "make the same assignments on all ranks")
 
 
 @pytest.mark.slow
+@two_and_three
+@pytest.mark.parametrize("way", ["by hand"])
 @pytest.mark.parametrize("what", ["lr", "momentum"])
-def test_a_change_on_one_rank_that_reduces_by_hand_is_named(changes_by_hand, what):
-    assert_named(changes_by_hand[f"{what}/by hand"], CHANGES[what][1], "make the same assignments")
+def test_a_change_on_one_rank_that_reduces_by_hand_is_named(ends, what, way, world_size):
+    assert_named(ends(change, "what", "way"), CHANGES[what][1], "make the same assignments")
 
 
 # -- parameters --------------------------------------------------------------------------------------------------------
@@ -210,16 +216,12 @@ def spoil(create, odd, what, way):
         trainer.train(number)
 
 
+@pytest.mark.sweep(rest=16)
 @two_and_three
-def spoiled(request, tmp_path_factory):
-    return run(tmp_path_factory, request.param, spoil, SPOILED, EQUAL)
-
-
 @pytest.mark.parametrize("way", EQUAL)
 @pytest.mark.parametrize("what", SPOILED)
-def test_parameters_that_differ_on_one_rank_are_named_within_so_many_steps(spoiled, what, way):
-    ends = spoiled[f"{what}/{way}"]
-    assert_named(ends, "before step 6, parameter linear", "1.W", "change parameters alike on all ranks")
+def test_parameters_that_differ_on_one_rank_are_named_within_so_many_steps(ends, what, way, world_size):
+    assert_named(ends(spoil, "what", "way"), "before step 6, parameter linear", "1.W", "change parameters alike on all ranks")
 
 
 def loaded_alone(create, odd, way):
@@ -230,15 +232,11 @@ def loaded_alone(create, odd, way):
     trainer.train(0)
 
 
-@two_and_three
-def loaded(request, tmp_path_factory):
-    return run(tmp_path_factory, request.param, loaded_alone, EQUAL)
-
-
 @pytest.mark.slow
+@two_and_three
 @pytest.mark.parametrize("way", EQUAL)
-def test_parameters_that_differ_before_the_first_step_are_named(loaded, way):
-    assert_named(loaded[way], "before step 0, parameter linear2.b has other values on rank", "than on rank 0 (")
+def test_parameters_that_differ_before_the_first_step_are_named(ends, way, world_size):
+    assert_named(ends(loaded_alone, "way"), "before step 0, parameter linear2.b has other values on rank", "than on rank 0 (")
 
 
 def other_tensor(create, odd, way):
@@ -250,15 +248,11 @@ def other_tensor(create, odd, way):
     trainer.train(0)
 
 
-@two_and_three
-def other_tensors(request, tmp_path_factory):
-    return run(tmp_path_factory, request.param, other_tensor, EQUAL)
-
-
 @pytest.mark.slow
+@two_and_three
 @pytest.mark.parametrize("way", EQUAL)
-def test_another_tensor_than_was_attached_is_named(other_tensors, way):
-    assert_named(other_tensors[way], "has linear1.W of shape [21, 31] and type float32 of DistOpt.attach")
+def test_another_tensor_than_was_attached_is_named(ends, way, world_size):
+    assert_named(ends(other_tensor, "way"), "has linear1.W of shape [21, 31] and type float32 of DistOpt.attach")
 
 
 def allowed(create, odd, what):
@@ -288,13 +282,9 @@ ALLOWED = ["partial", "partial, then all", "unchecked", "all change", "all chang
 
 
 @two_and_three
-def all_allowed(request, tmp_path_factory):
-    return run(tmp_path_factory, request.param, allowed, ALLOWED)
-
-
 @pytest.mark.parametrize("what", ALLOWED)
-def test_what_all_ranks_do_alike_and_partial_updates_are_no_drift(all_allowed, what):
-    assert set(all_allowed[what]) == {"no error"}
+def test_what_all_ranks_do_alike_and_partial_updates_are_no_drift(ends, what, world_size):
+    assert set(ends(allowed, "what")) == {"no error"}
 
 
 def other_interval(create, odd, how):
@@ -302,14 +292,11 @@ def other_interval(create, odd, how):
     trainer.train(0)
 
 
-@two_and_three
-def other_intervals(request, tmp_path_factory):
-    return run(tmp_path_factory, request.param, other_interval, ["fp32"])
-
-
 @pytest.mark.slow
-def test_another_interval_on_one_rank_is_named(other_intervals):
-    assert_named(other_intervals["fp32"], "check_every is 7 there, 0 on rank 0")
+@two_and_three
+@pytest.mark.parametrize("way", ["fp32"])
+def test_another_interval_on_one_rank_is_named(ends, way, world_size):
+    assert_named(ends(other_interval, "way"), "check_every is 7 there, 0 on rank 0")
 
 
 @pytest.mark.parametrize("value", [-1, 2.5, True, None, "100"])
@@ -338,19 +325,16 @@ WHEN = ["attach", "first step", "later"]
 WAYS = [*STRATEGIES, "graph", "by hand"]
 
 
-@two_and_three
-def swapped(request, tmp_path_factory):
-    return run(tmp_path_factory, request.param, two, WHEN, WAYS)
-
-
 @pytest.mark.slow
+@pytest.mark.sweep(rest=9)
+@two_and_three
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("when", WHEN)
-def test_two_optimizers_in_another_order_on_one_rank_are_named(swapped, when, way):
+def test_two_optimizers_in_another_order_on_one_rank_are_named(ends, when, way, world_size):
     told = ["uses the DistOpt that it made as number 2", "in the same order on all ranks"]
     if when == "later" or (way == "by hand" and when == "first step"):
         told = ["DistOpt 2: "]
-    assert_named(swapped[f"{when}/{way}"], *told)
+    assert_named(ends(two, "when", "way"), *told)
 
 
 # -- other communicators -----------------------------------------------------------------------------------------------
@@ -365,6 +349,7 @@ MPI = {
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=3)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("case", MPI)
 def test_over_mpi(case, world_size):
@@ -383,19 +368,12 @@ def on_emulated_gpu(create, odd, function, *case):
 GPU = {"change/lr/fp32": "now lr = 0.01; ", "spoil/all signs/fp32": "before step 6, parameter linear"}
 
 
-@two_and_three
-def on_gpus(request, tmp_path_factory):
-    emulator.build()
-    ends = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DISTOPT_DEVICE", "cuda")
-        for case in GPU:
-            ends |= run(tmp_path_factory, request.param, on_emulated_gpu, *([part] for part in case.split("/")))
-    return ends
-
-
 @pytest.mark.slow
+@pytest.mark.sweep(rest=1)
 @pytest.mark.timeout(600)  # the first test of a session compiles the emulator
+@two_and_three
 @pytest.mark.parametrize("case", GPU)
-def test_on_emulated_gpus(on_gpus, case):
-    assert_named(on_gpus[case], GPU[case])
+def test_on_emulated_gpus(ends, monkeypatch, case, world_size):
+    emulator.build()
+    monkeypatch.setenv("DISTOPT_DEVICE", "cuda")
+    assert_named(ends(on_emulated_gpu, "case"), GPU[case])

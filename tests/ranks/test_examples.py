@@ -66,6 +66,7 @@ def test_one_process_without_a_launcher(digits):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("script", ["mnist_dist.py", "mnist_slurm.py"])
 def test_an_accuracy_on_generated_digits_says_so(script, tmp_path):
     (tmp_path / "home").write_text("no folder, and so no cache")

@@ -64,6 +64,7 @@ JOBS = [
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize(("backend", "ranks", "options"), JOBS)
 def test_a_job_that_is_killed_and_preempted_ends_with_the_undisturbed_bits(tmp_path, backend, ranks, options):
     options = ["--backend", backend, *options]
@@ -81,6 +82,7 @@ def test_a_job_that_is_killed_and_preempted_ends_with_the_undisturbed_bits(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_a_job_of_two_hosts_that_is_killed_at_any_moment_ends_with_the_undisturbed_bits(net, tmp_path):
     """Over distopt; `python -m tests.torch.disturbed` does more, and over Gloo."""
     signals = [signal.SIGKILL, signal.SIGTERM]

@@ -106,6 +106,7 @@ def test_one_rank_needs_no_launcher(env: dict[str, str]) -> None:
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["distopt", "gloo"])
 def test_a_job_that_was_killed_or_preempted_ends_with_the_same_digits(
     backend: str, env: dict[str, str], undisturbed: list[str], tmp_path: Path

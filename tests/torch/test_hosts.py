@@ -18,10 +18,13 @@ from .test_collectives import expect_no_error, outcomes
 
 SCRIPT = str(Path(__file__).with_name("launched.py"))
 PORT = 29_400
+SWEPT = [pytest.mark.slow, pytest.mark.sweep]
 
 
 @pytest.mark.slow(kept=3)
-@pytest.mark.parametrize("ranks", ["1+1", "2+2", "2+1"])
+@pytest.mark.parametrize(
+    "ranks", ["2+1", pytest.param("1+1", marks=pytest.mark.slow), pytest.param("2+2", marks=SWEPT)]
+)
 @pytest.mark.parametrize("name", [name for name in CHECKS if name not in BY_MAKE_TORCH])
 @pytest.mark.usefixtures("net")
 def test_check(request, once, name: str, ranks: str) -> None:
@@ -29,6 +32,7 @@ def test_check(request, once, name: str, ranks: str) -> None:
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("first", [0, 1, 2, 3, 4, 5, 6, 12])
 @pytest.mark.usefixtures("net")
 def test_failures_are_named(first: int) -> None:

@@ -24,6 +24,7 @@ def free_port() -> int:
 
 
 @pytest.mark.slow(kept=2)
+@pytest.mark.sweep(rest=4)
 @pytest.mark.parametrize("method", ["env://", "tcp", "file"])
 @pytest.mark.parametrize("launcher", ["torchrun", "distopt run", "mpiexec", "spawn"])
 def test_ranks_meet(launcher: str, method: str, tmp_path: Path) -> None:

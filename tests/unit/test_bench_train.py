@@ -87,6 +87,7 @@ def torch_here(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.usefixtures("torch_here")
 def test_default_and_tuned_peers(tmp_path, capsys):
     path = tmp_path / "out.json"

@@ -16,6 +16,7 @@ def run(n: int, backend: str, how: str, where: str) -> Ended:
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=6)
 @pytest.mark.parametrize("how", ["os._exit", "exit of C"])
 @pytest.mark.parametrize("where", ["between steps", "after the last step"])
 @pytest.mark.parametrize(("n", "backend"), [(2, "shm"), (3, "shm"), (2, "mpi"), (3, "mpi")])

@@ -46,6 +46,7 @@ def assert_trained(folder: Path) -> None:
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=4)
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("start", STARTS)
 def test_streams_that_are_closed_from_the_start(start, closed, tmp_path):

@@ -96,6 +96,7 @@ def test_missing_folder_is_an_error(tmp_path):
 
 
 @pytest.mark.slow(kept=3)
+@pytest.mark.sweep(rest=4)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("where", ["body", "path.open", "fcntl.flock", "os.fstat", "os.fsync", "path.replace"])
 def test_killed_writer_leaves_old_or_new_and_its_orphan_is_removed(tmp_path, where, when):

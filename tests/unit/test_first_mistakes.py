@@ -155,6 +155,7 @@ MISTAKES = {
 
 
 @pytest.mark.slow(kept=8)
+@pytest.mark.sweep(rest=8)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_gets_one_line(tmp_path, name):
     text, expected, *how = MISTAKES[name]
@@ -317,6 +318,7 @@ SINGA_MISTAKES = {
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=3)
 @pytest.mark.parametrize("name", SINGA_MISTAKES)
 def test_ranks_that_a_script_starts_itself_say_what_is_wrong(tmp_path, name):
     """Each process has a traceback, which multiprocessing prints; the last lines of all of them are the point."""
@@ -334,6 +336,7 @@ def test_ranks_that_a_script_starts_itself_say_what_is_wrong(tmp_path, name):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("count", [2, 3])
 def test_no_guard_around_processes_that_a_script_starts_itself(tmp_path, method, count):

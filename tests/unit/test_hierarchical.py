@@ -16,6 +16,7 @@ CHECKS = (
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize("hosts", ["blocks", "round_robin"])
 @pytest.mark.parametrize(("backend", "order"), [("hierarchical", "auto"), ("hierarchical", "rank"), ("mpi", "auto")])
 def test_conformance(hosts, backend, order):

@@ -65,6 +65,7 @@ def test_the_package_keeps_all_contracts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=4)
 @pytest.mark.parametrize("which", VIOLATIONS)
 def test_a_violation_breaks_its_contract(tmp_path: Path, which: str) -> None:
     new_modules, contract, said = VIOLATIONS[which]

@@ -24,6 +24,7 @@ def library() -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("n", [2, 4])
 def test_the_suite_passes_under_mpiexec(n):
     suite = str(ROOT / "tests" / "ranks" / "test_mpi.py")
@@ -34,6 +35,7 @@ def test_the_suite_passes_under_mpiexec(n):
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize("backend", ["mpi", "shm"])
 @pytest.mark.parametrize("n", [2, 1, 3, 4])
 def test_conformance_under_mpiexec(n, backend):

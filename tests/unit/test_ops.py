@@ -83,6 +83,7 @@ DIRECT = [
 ]
 
 
+@pytest.mark.sweep(rest=80)
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("case", CONVOLUTIONS + WINOGRAD[1:] + DIRECT)
@@ -204,6 +205,7 @@ FUSED = [
 ]
 
 
+@pytest.mark.sweep(rest=30)
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("case", FUSED)
@@ -246,6 +248,7 @@ def test_max_pool_passes_nan_on(isa, dtype):
         assert np.isnan(y).sum() == 1
 
 
+@pytest.mark.sweep(rest=20)
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("sizes", [(64, 800, 500), (130, 129, 70), (5, 37, 10), (1, 1, 1), (0, 4, 3)])

@@ -14,6 +14,7 @@ from tests.processes import Program
 RUN = "import sys, pytest; from tests.emulation import activate; activate(); sys.exit(pytest.main(sys.argv[1:]))"
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
+sweep = partial(pytest.param, marks=[pytest.mark.slow, pytest.mark.sweep])
 
 
 @pytest.mark.timeout(600)
@@ -22,7 +23,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
     [
         # In float64 the large cases only take longer.
         slow("test_ops.py", ["-k", "not (float64 and (test_linear or test_pool2d))"]),
-        slow("test_convolution.py", ["-k", "not (float64 and test_conv2d and lowering)"]),
+        sweep("test_convolution.py", ["-k", "not (float64 and test_conv2d and lowering)"]),
         ("test_functions.py", []),
         ("test_staging.py", []),
         ("test_tensor.py", []),

@@ -1,4 +1,4 @@
-"""`--part quick` and `--part rest` are the suite, and the quick part has every value of every parameter."""
+"""`--part quick`, `rest` and `sweeps` are the suite, and the quick part has every value of every parameter."""
 
 from __future__ import annotations
 
@@ -43,6 +43,19 @@ class TestClass:
     def test_other(self): pass
 
 def test_single(): pass
+
+@pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=3)
+@pytest.mark.parametrize("a", range(3))
+@pytest.mark.parametrize("b", range(4))
+def test_swept(a, b): pass
+
+@pytest.mark.parametrize("a", [1, 2, pytest.param(3, marks=[pytest.mark.slow, pytest.mark.sweep])])
+def test_partly_swept(a): pass
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("a", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_swept_but_for_the_quick_part(a): pass
 """
 
 
@@ -50,7 +63,7 @@ def test_single(): pass
 def collect(tmp_path):
     (tmp_path / "conftest.py").write_text(PLUGIN)
     (tmp_path / "test_suite.py").write_text(SUITE)
-    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\nmarkers = slow\n")
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\nmarkers =\n slow\n sweep\n")
 
     def collected(*options: str) -> list[str]:
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *options]
@@ -62,10 +75,18 @@ def collect(tmp_path):
     return collected
 
 
-def test_both_parts_are_the_suite(collect):
-    everything, quick, rest = collect(), collect("--part", "quick"), collect("--part", "rest")
-    assert len(everything) == 24 + 2 + 5 + 5 + 2 + 1
-    assert sorted(quick + rest) == sorted(everything)
+def test_the_parts_are_the_suite(collect):
+    everything, quick, rest, sweeps = collect(), *(collect("--part", part) for part in ("quick", "rest", "sweeps"))
+    assert len(everything) == 24 + 2 + 5 + 5 + 2 + 1 + 12 + 3 + 2
+    assert sorted(quick + rest + sweeps) == sorted(everything)
+    swept = [[name for name in part if name.startswith("test_swept[")] for part in (quick, rest, sweeps)]
+    assert [len(names) for names in swept] == [1, 3, 8]
+    assert {name[-2] for name in swept[1]} == {"0", "1", "2"}, "the rest has many values"
+    assert [name for name in sweeps if name not in swept[2]] == [
+        "test_partly_swept[3]",
+        "test_swept_but_for_the_quick_part[2]",
+    ]
+    assert collect("--part", "sweeps") == sweeps
     many = [name[name.index("[") + 1 : -1].split("-") for name in quick if name.startswith("test_many")]
     assert {fixture for fixture, *_ in many} == {"u", "v"}
     assert {(b, c) for _, b, c, _ in many} == {("1", "2"), ("1", "3"), ("2", "3"), ("2", "2")}
@@ -79,6 +100,10 @@ def test_both_parts_are_the_suite(collect):
         "TestClass::test_one",
         "TestClass::test_other",
         "test_single",
+        "test_swept[0-0]",
+        "test_partly_swept[1]",
+        "test_partly_swept[2]",
+        "test_swept_but_for_the_quick_part[1]",
     ]
 
 

@@ -20,6 +20,7 @@ ENV = {"DISTOPT_TIMEOUT": "2.5", "DISTOPT_STALL_WARNING": "2"}
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("where", ["join", "collective"])
 @pytest.mark.parametrize("start", ["launch.main", "mpiexec"])
 def test_job_that_is_suspended_for_longer_than_the_timeout(start, where):
