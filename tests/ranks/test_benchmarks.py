@@ -136,14 +136,20 @@ def test_a_benchmark_runs(words, files):
     assert ended.stdout
 
 
-@pytest.mark.sweep
-def test_training_steps_between_hosts(files, monkeypatch, peers_here):
+@pytest.mark.parametrize(
+    ("rows", "peers"),
+    [
+        (["fp32"], ["PyTorch DDP fp32"]),
+        pytest.param(["fp32", "partial update", "PowerSGD rank 2"], list(network.DDP), marks=pytest.mark.sweep),
+    ],
+)
+def test_training_steps_between_hosts(files, monkeypatch, peers_here, rows, peers):
     require_hosts()
-    rows = ["fp32", "partial update", "PowerSGD rank 2"]
     monkeypatch.setattr(network, "SENT", {row: network.SENT[row] for row in rows})
+    monkeypatch.setattr(network, "DDP", {row: network.DDP[row] for row in peers})
     assert main(["network", *SHORT["network"].format(**files).split()]) == 0
     table = re.findall(r"^\| ([^|]*?) \|", files["page"].read_text().partition("network: end")[0], re.M)
-    assert table == ["sent", "---", *rows, *network.DDP]
+    assert table == ["sent", "---", *rows, *peers]
 
 
 def test_memory_beside_pytorch(peers_here, capsys):

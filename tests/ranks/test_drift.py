@@ -221,7 +221,9 @@ def spoil(create, odd, what, way):
 @pytest.mark.parametrize("way", EQUAL)
 @pytest.mark.parametrize("what", SPOILED)
 def test_parameters_that_differ_on_one_rank_are_named_within_so_many_steps(ends, what, way, world_size):
-    assert_named(ends(spoil, "what", "way"), "before step 6, parameter linear", "1.W", "change parameters alike on all ranks")
+    assert_named(
+        ends(spoil, "what", "way"), "before step 6, parameter linear", "1.W", "change parameters alike on all ranks"
+    )
 
 
 def loaded_alone(create, odd, way):
@@ -236,7 +238,9 @@ def loaded_alone(create, odd, way):
 @two_and_three
 @pytest.mark.parametrize("way", EQUAL)
 def test_parameters_that_differ_before_the_first_step_are_named(ends, way, world_size):
-    assert_named(ends(loaded_alone, "way"), "before step 0, parameter linear2.b has other values on rank", "than on rank 0 (")
+    assert_named(
+        ends(loaded_alone, "way"), "before step 0, parameter linear2.b has other values on rank", "than on rank 0 ("
+    )
 
 
 def other_tensor(create, odd, way):

@@ -87,20 +87,20 @@ def torch_here(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.sweep
+@pytest.mark.parametrize("peers", [["torch-tuned-bf16"], pytest.param(PEERS, marks=pytest.mark.sweep)], ids=len)
 @pytest.mark.usefixtures("torch_here")
-def test_default_and_tuned_peers(tmp_path, capsys):
+def test_default_and_tuned_peers(peers, tmp_path, capsys):
     path = tmp_path / "out.json"
-    command = f"train --batch-size 4 -n 2 -w 4 --turns 2 --peers {','.join(PEERS)} --json {path}"
+    command = f"train --batch-size 4 -n 2 -w 4 --turns 2 --peers {','.join(peers)} --json {path}"
     assert main(command.split()) == 0
     about = dict(re.findall(r"^# (torch\S* x\d) +(.*)$", capsys.readouterr().out, re.M))
-    for who in PEERS:
+    for who in peers:
         for world_size in (1, 2):
             text = about[f"{who} x{world_size}"]
             assert ("tuned" in text, "bfloat16" in text) == ("tuned" in who, "bf16" in who)
             assert ("DistributedDataParallel" in text) == (world_size == 2)
     rows = json.loads(path.read_text())["rows"]
-    assert [row["who"] for row in rows[::2]] == ["distopt", *PEERS]
+    assert [row["who"] for row in rows[::2]] == ["distopt", *peers]
     assert all(row["equal"] for row in rows)
 
 
