@@ -41,6 +41,7 @@ def _build_cuda() -> None:
         options = {
             "DISTOPT_CUDA": "EMULATED",
             "CMAKE_BUILD_TYPE": "Release",
+            "CMAKE_UNITY_BUILD": "ON",  # nanobind's headers once for several files: three quarters of the time
             "CMAKE_MAKE_PROGRAM": _tool("ninja"),
             "Python_EXECUTABLE": sys.executable,
         }

@@ -49,7 +49,7 @@ def check(trial: Trial, request: pytest.FixtureRequest) -> None:
     assert not outcome.faults, outcome.output
 
 
-@pytest.mark.slow(kept=5)
+@pytest.mark.slow(kept=3)
 @pytest.mark.sweep(rest=15)
 @pytest.mark.parametrize("trial", matrix(), ids=str)
 def test_fault(trial: Trial, request) -> None:

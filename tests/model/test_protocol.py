@@ -65,6 +65,7 @@ def test_three_ranks_with_a_fault(program, faults):
     assert well, printed
 
 
+@pytest.mark.slow(kept=10)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_is_found(mistake):
     ranks, faults, program, wrong = MISTAKES[mistake]

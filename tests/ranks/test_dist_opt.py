@@ -140,6 +140,7 @@ def unattached(rank: int, world_size: int, ticket) -> None:
     np.testing.assert_array_equal(rows, np.broadcast_to(flat, rows.shape))
 
 
+@pytest.mark.slow
 def test_unequal_parameters_without_attach_become_those_of_rank_0_with_a_warning(capfd):
     launch.spawn(unattached, 2, (singa_wrap.NcclIdHolder(),))
     assert capfd.readouterr().err.count("parameters of ranks [1] differed from those of rank 0") == 1

@@ -28,6 +28,7 @@ VARIABLES = str(ROOT / "tests" / "ranks" / "run_script.py")
 WIRE = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
 
 
+@pytest.mark.slow
 # -- names and numbers -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("numbers", [(0, 1), (1, 0)], ids=["node 0 owns the endpoint", "node 1 owns the endpoint"])
 def test_nodes_with_the_same_host_name_meet(net, numbers):

@@ -129,7 +129,7 @@ def test_missing_data(run, tmp_path):
     assert_one_line(run("--data-dir", str(tmp_path / "nowhere")), str(tmp_path / "nowhere"))
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["truncate", "corrupt"])
 def test_damaged_data(damage, digits, tmp_path):
     for file in digits.iterdir():

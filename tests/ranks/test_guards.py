@@ -87,6 +87,7 @@ def forgetting(optimizer, forgets: bool) -> dict[str, np.ndarray]:
     return {"parameters": parameters(net)}
 
 
+@pytest.mark.slow
 def test_a_gradient_that_a_script_has_set_to_none_is_averaged_all_the_same(tmp_path):
     (tmp_path / "forgets").mkdir()
     usual = on_ranks(tmp_path, 2, forgetting, False)
@@ -158,6 +159,7 @@ def ignoring(optimizer) -> dict[str, np.ndarray]:
     return {}
 
 
+@pytest.mark.slow
 def test_fp32_does_not_look_where_nan_is_ignored(tmp_path):
     on_ranks(tmp_path, 2, ignoring)
 
@@ -179,6 +181,7 @@ def overflowing(optimizer) -> dict[str, np.ndarray]:
     return {}
 
 
+@pytest.mark.slow
 def test_gradients_whose_sum_overflows_are_an_error(tmp_path):
     on_ranks(tmp_path, 2, overflowing)
 
@@ -201,6 +204,7 @@ def another_loss(optimizer) -> dict[str, np.ndarray]:
     return {}
 
 
+@pytest.mark.slow
 def test_another_set_of_parameters_is_an_error(tmp_path):
     on_ranks(tmp_path, 2, another_loss)
 
@@ -258,6 +262,7 @@ def interrupted_late(optimizer) -> dict[str, np.ndarray]:
     return {}
 
 
+@pytest.mark.slow
 def test_an_exception_after_the_last_bucket_is_a_mismatch_in_the_next_step(tmp_path):
     with pytest.raises(RankFailedError, match=r"MismatchError.*now step_counter = 2"):
         on_ranks(tmp_path, 2, interrupted_late)
@@ -290,6 +295,7 @@ def with_many_sizes(optimizer) -> dict[str, np.ndarray]:
     return {"parameters": parameters(net)}
 
 
+@pytest.mark.slow
 def test_bucket_sizes_that_change_take_no_more_memory(tmp_path):
     assert_equal_bits(on_ranks(tmp_path, 2, with_many_sizes), "parameters")
 
@@ -333,6 +339,7 @@ def failing(rank: int, world_size: int, ticket) -> None:
     poisoned(optimizer, net, 1, Fp32(), np.nan)
 
 
+@pytest.mark.slow
 def test_a_nan_ends_the_job_with_its_name():
     with pytest.raises(
         RankFailedError, match=r"step 1: the gradient of linear1.b is NaN, infinite or too large for a sum on rank 1"

@@ -44,6 +44,7 @@ def test_a_script_is_a_job_of_one_rank(nodes):
     assert f"srun python {SCRIPT} ok" in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_distopt_run_starts_its_ranks(nodes):
     run = [sys.executable, "-m", "distopt", "run", "--nproc-per-node", "2"]

@@ -135,6 +135,7 @@ def changed_while_one_waits(rank: int, world_size: int, ticket) -> None:
             net(*inputs(rank, step), functools.partial(reduce_with, Fp32()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_learning_rate_that_a_rank_without_data_cannot_follow_is_named(world_size):
     with pytest.raises(RankFailedError) as caught:

@@ -97,6 +97,7 @@ def test_output_is_in_whole_marked_lines_and_in_files(tmp_path):
             assert (job / "attempt_0" / str(rank) / f"{name}.log").read_text().splitlines() == lines
 
 
+@pytest.mark.slow(kept=2)
 @pytest.mark.parametrize(
     ("script", "how", "code", "text"),
     [

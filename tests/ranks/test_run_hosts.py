@@ -51,6 +51,7 @@ def agent_of(program: Program) -> int:
     )
 
 
+@pytest.mark.slow
 def test_ranks_of_two_hosts_meet_through_mpich(net):
     ended = ends(on_two_hosts(net, LAUNCHED, "ok", ranks=(2, 1)))
     assert [one.code for one in ended] == [0, 0], ended

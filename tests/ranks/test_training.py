@@ -230,6 +230,7 @@ def attached_while_frozen(optimizer) -> dict[str, np.ndarray]:
     return {"parameters": parameters(net)}
 
 
+@pytest.mark.slow
 def test_frozen_parameters_are_broadcast_too(tmp_path):
     assert_equal_bits(on_ranks(tmp_path, 3, attached_while_frozen), "parameters")
 

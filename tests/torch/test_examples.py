@@ -75,7 +75,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "backend"), [("by hand", "distopt"), ("torchrun on two nodes", "gloo"), ("mpiexec", "distopt")]
 )

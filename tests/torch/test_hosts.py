@@ -79,6 +79,7 @@ def test_a_line_typed_on_both_hosts_starts_all_ranks(net: TwoHosts, way: str, tm
     assert sorted(lines_of(ended)) == [f"rank {rank} of 3 is done" for rank in range(3)], ended
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("interface", ["", LINK])
 def test_ranks_started_by_hand(net: TwoHosts, interface: str) -> None:
     """As in PyTorch's tutorials, by address, rank and number of ranks. The name of a host has no address here."""

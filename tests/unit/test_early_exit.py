@@ -31,6 +31,7 @@ def test_rank_that_leaves_with_0_before_the_others(n, backend, where, how):
     assert others == {str(n - 1)}
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(("n", "backend"), [(2, "shm"), (3, "mpi")])
 def test_rank_that_nothing_in_it_can_hold_is_named_by_another_process(n, backend):
     ended = run(n, backend, "_exit of C", "after the last step")  # the code is mpiexec's

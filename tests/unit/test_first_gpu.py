@@ -125,6 +125,7 @@ def test_this_machine_ends_with_what_it_lacks(tmp_path):
     assert "| ceilings | not run | 0.0 | " in (tmp_path / "first-gpu.md").read_text()
 
 
+@pytest.mark.slow(kept=2)
 # -- bodies, on the emulated GPU ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["kernel", "product", "plan", "kernels"])
 def test_a_part_for_a_gpu(name):
@@ -135,6 +136,7 @@ def test_a_part_for_a_gpu(name):
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+@pytest.mark.slow
 def test_the_tables_of_kernels():
     """A sparse sum must at least write the result and read what is summed, so it can reach a copy's bandwidth."""
     build.build()
@@ -231,6 +233,7 @@ def test_a_container_of_an_unknown_form_is_refused():
         pack.cut(library(nv_fatbin=bytes(wrong)), [90])
 
 
+@pytest.mark.slow
 def test_what_is_packed_runs_elsewhere(tmp_path):
     """With a package in place of distopt's wheel, as that is large: it is unpacked, and parts find it."""
     wheel = tmp_path / "distopt-0.0-py3-none-any.whl"

@@ -24,6 +24,7 @@ def script(how: str, world_size: int = 2, env: dict[str, str] | None = None) -> 
     return Program([sys.executable, SCRIPT, how, str(world_size)], env)
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_success(world_size):
     ended = script("success", world_size).end()
@@ -42,6 +43,7 @@ def test_threads_are_shared_unless_the_user_chose(env, monkeypatch):
     assert [line.split(" threads ")[1] for line in ended.stdout.splitlines()] == [expected] * 2
 
 
+@pytest.mark.slow(kept=3)
 @pytest.mark.parametrize(
     ("how", "code", "last"),
     [
@@ -187,6 +189,7 @@ def exchange_spawned(rank: int, world_size: int, ticket: launch.Ticket, folder: 
     exchange(ticket, rank, world_size, folder)
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_spawned_ranks_find_each_other(world_size, tmp_path):
     launch.spawn(exchange_spawned, world_size, (launch.Ticket(), str(tmp_path)))
