@@ -76,8 +76,12 @@ def values_of(item: pytest.Item) -> frozenset[Hashable]:
 
 
 def kept(item: pytest.Item, marker: str = "slow", count: str = "kept") -> float:
-    """How many cases of this one's function the quick part may have; or, by the other marker, the rest."""
-    found = item.get_closest_marker(marker)
+    """How many cases of this one's function the quick part may have; or, by the other marker, the rest.
+
+    A mark of a parameter's value counts before that of the function, and that before the file's.
+    """
+    own = [mark for mark in item.own_markers if mark.name == marker]  # those of values come last
+    found = own[-1] if own else item.get_closest_marker(marker)
     return found.kwargs.get(count, 0) if found else float("inf")
 
 

@@ -34,7 +34,7 @@ def expect_no_error(found: dict[str, dict[str, str]], name: str, ranks: str) -> 
         assert not error, f"rank {rank}\n{error}"
 
 
-@pytest.mark.parametrize("ranks", ["2", "3"])
+@pytest.mark.parametrize("ranks", ["2", pytest.param("3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in CHECKS if name not in BY_MAKE_TORCH])
 def test_check(request, once, name: str, ranks: str) -> None:
     expect_no_error(once(f"torch-{ranks}", outcomes, ranks, values_beside(request, "name")), name, ranks)

@@ -31,7 +31,7 @@ def test_check(request, once, name: str, ranks: str) -> None:
     expect_no_error(once(f"torch-{ranks}", outcomes, ranks, values_beside(request, "name")), name, ranks)
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("first", [0, 1, 2, 3, 4, 5, 6, 12])
 @pytest.mark.usefixtures("net")
@@ -54,6 +54,10 @@ def run_on_both(net: TwoHosts, words: list[str], known: Path | None) -> list[End
 
 RENDEZVOUS = ["--nnodes", "2", "--nproc-per-node", "{ranks}", "--local-addr", "{own}"]
 WAYS = {
+    "distopt run": [
+        *("-m", "distopt", "run", "--nnodes", "2", "--nproc-per-node", "{ranks}"),
+        *("--rdzv-endpoint", f"{{address}}:{PORT}", SCRIPT, "env://"),
+    ],
     "torchrun c10d": [
         *("-m", "torch.distributed.run", *RENDEZVOUS, "--rdzv-backend", "c10d"),
         *("--rdzv-id", "7", "--rdzv-endpoint", f"{{address}}:{PORT}", SCRIPT, "env://"),
@@ -61,10 +65,6 @@ WAYS = {
     "torchrun static": [
         *("-m", "torch.distributed.run", *RENDEZVOUS, "--node-rank", "{node}"),
         *("--master-addr", "{address}", "--master-port", f"{PORT}", SCRIPT, "env://"),
-    ],
-    "distopt run": [
-        *("-m", "distopt", "run", "--nnodes", "2", "--nproc-per-node", "{ranks}"),
-        *("--rdzv-endpoint", f"{{address}}:{PORT}", SCRIPT, "env://"),
     ],
 }
 
@@ -79,7 +79,7 @@ def test_a_line_typed_on_both_hosts_starts_all_ranks(net: TwoHosts, way: str, tm
     assert sorted(lines_of(ended)) == [f"rank {rank} of 3 is done" for rank in range(3)], ended
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("interface", ["", LINK])
 def test_ranks_started_by_hand(net: TwoHosts, interface: str) -> None:
     """As in PyTorch's tutorials, by address, rank and number of ranks. The name of a host has no address here."""

@@ -63,6 +63,7 @@ def test_distopt_alone_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 
+@pytest.mark.slow
 def test_a_group_that_pytorch_keeps_is_no_leak(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     ended = subprocess.run(

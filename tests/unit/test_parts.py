@@ -53,6 +53,11 @@ def test_swept(a, b): pass
 @pytest.mark.parametrize("a", [1, 2, pytest.param(3, marks=[pytest.mark.slow, pytest.mark.sweep])])
 def test_partly_swept(a): pass
 
+@pytest.mark.slow(kept=2)
+@pytest.mark.parametrize("a", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("b", [1, 2])
+def test_a_value_is_slower(a, b): pass
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("a", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_swept_but_for_the_quick_part(a): pass
@@ -77,7 +82,7 @@ def collect(tmp_path):
 
 def test_the_parts_are_the_suite(collect):
     everything, quick, rest, sweeps = collect(), *(collect("--part", part) for part in ("quick", "rest", "sweeps"))
-    assert len(everything) == 24 + 2 + 5 + 5 + 2 + 1 + 12 + 3 + 2
+    assert len(everything) == 24 + 2 + 5 + 5 + 2 + 1 + 12 + 3 + 6 + 2
     assert sorted(quick + rest + sweeps) == sorted(everything)
     swept = [[name for name in part if name.startswith("test_swept[")] for part in (quick, rest, sweeps)]
     assert [len(names) for names in swept] == [1, 3, 8]
@@ -103,6 +108,8 @@ def test_the_parts_are_the_suite(collect):
         "test_swept[0-0]",
         "test_partly_swept[1]",
         "test_partly_swept[2]",
+        "test_a_value_is_slower[1-1]",
+        "test_a_value_is_slower[2-2]",
         "test_swept_but_for_the_quick_part[1]",
     ]
 

@@ -85,7 +85,7 @@ def test_a_rank_that_the_supervisor_ends_while_it_fails_keeps_its_reason(node, c
     """Its process ends by SIGTERM; its error and exit code are still those that it has reported."""
     one = node(LATE + "ValueError('late')", "import time; time.sleep(3); " + FOREIGN)
     one.wait(lambda: one.ranks.failures)
-    one.ranks.end(20.0)
+    one.ranks.end(5.0)
     assert first_of(one.ranks.failures).rank == 1  # the first that has ended
     by_rank = {failure.rank: failure for failure in one.ranks.failures}
     assert by_rank[0].text.endswith("failed: ValueError: late")
