@@ -13,7 +13,9 @@ from .run import run_checks
 SWEPT = [pytest.mark.slow, pytest.mark.sweep]
 SMALL_CHUNKS = "tests.conformance.ranks:SmallChunkCommunicator"
 JOBS = [
-    *(("shm", n) for n in (2, 1, 3)),
+    ("shm", 2),
+    pytest.param("shm", 1, marks=pytest.mark.sweep),
+    ("shm", 3),
     ("single", 1),
     (SMALL_CHUNKS, 3),
     ("tests.conformance.oracle:OracleCommunicator", 2),

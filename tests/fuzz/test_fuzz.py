@@ -44,7 +44,7 @@ def test_a_wrong_gradient_is_found_and_shrinks_to_a_script(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(rest=2)
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_known_mistakes_are_found(name):
     command = [sys.executable, "-m", "tests.fuzz", "--seed", "35", "--minutes", "3", MISTAKES[name].family]

@@ -36,6 +36,7 @@ MISTAKES = {
 
 # More of all this: `make model`.
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_two_ranks_with_up_to_two_faults():
     programs = listed("programs")
     assert programs.pop() == "pairs"
@@ -45,12 +46,14 @@ def test_two_ranks_with_up_to_two_faults():
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_every_operation_after_every_other_one():
     well, printed = check(2, 0, "pairs")
     assert well, printed
 
 
 @pytest.mark.slow
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize(
     ("program", "faults"),
     [

@@ -125,7 +125,13 @@ def test_the_pages_name_commands_that_exist():
     assert not re.search(r"python benchmarks/|distopt bench (?!all-reduce)", text)
 
 
-@pytest.mark.parametrize("words", sorted({*BENCHMARKS, *documented()} - {"network"} - ON_GPUS, key=str))
+@pytest.mark.parametrize(
+    "words",
+    [
+        *sorted({*BENCHMARKS} - {"network"} - ON_GPUS),
+        *(pytest.param(words, marks=pytest.mark.sweep) for words in documented() if words not in BENCHMARKS),
+    ],
+)
 def test_a_benchmark_runs(words, files):
     if words.split()[0] in {"network", *ON_GPUS}:
         pytest.skip("see the tests below")

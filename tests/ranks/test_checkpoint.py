@@ -167,7 +167,7 @@ def generator(rank: dict[str, np.ndarray], notes: str, name: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(rest=2)
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("strategy", ["partialUpdate", "sparseTopK", "velocity", "warm-up", "power-sgd fed"])
 def test_from_two_ranks_to_three_and_back(tmp_path, strategy, capfd):
     folder = str(tmp_path / "checkpoints")

@@ -131,7 +131,7 @@ def refused(optimizer) -> dict[str, np.ndarray]:
     return told_and_trained(optimizer, REFUSED)
 
 
-@pytest.mark.sweep(rest=8)
+@pytest.mark.sweep(rest=5)
 @pytest.mark.parametrize("body", [*BODIES, refused])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_replays_give_the_bits_of_steps_without_a_graph(tmp_path, world_size, body):

@@ -89,7 +89,7 @@ OF_MAIN = (
 )
 
 
-@pytest.mark.sweep(rest=8)
+@pytest.mark.sweep(rest=5)
 @pytest.mark.parametrize(
     ("name", "launcher"),
     [*((name, "distopt run") for name in ENVIRONMENTS), *((name, "launch.main") for name in OF_MAIN)],

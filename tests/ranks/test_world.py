@@ -34,7 +34,7 @@ STARTS = [
 ]
 
 
-@pytest.mark.sweep(rest=3)
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize(("start", "n", "choice", "backend"), STARTS)
 def test_every_method_agrees_with_numpy(start, n, choice, backend):
     ended = run(start, n, backend=choice)
@@ -90,7 +90,7 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.sweep(rest=3)
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("how", MISMATCHES)
 def test_a_mismatch_names_both_calls_on_both_ranks(how):
     ended = run("spawn", 2, how)
@@ -112,7 +112,7 @@ def check_mismatch(stdout: str, how: str) -> None:
             assert re.search(rf"rank {rank}( on \S+)? \([^)]*\) (is in|in|called) {call}", line), line
 
 
-@pytest.mark.sweep(rest=3)
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize(
     ("how", "code", "last"),
     [

@@ -56,15 +56,14 @@ def undisturbed(folder: Path, ranks: int, *options: str) -> list[str]:
 # Over Gloo, sums of three ranks depend on the layout of DDP's buckets.
 JOBS = [
     ("distopt", 2, []),
-    ("gloo", 3, ["--precision", "bfloat16"]),
-    ("gloo", 3, ["--static-graph"]),
-    ("gloo", 2, ["--by", "fsdp", "--precision", "bfloat16"]),
-    ("distopt", 2, ["--by", "zero"]),
+    pytest.param("gloo", 3, ["--precision", "bfloat16"], marks=pytest.mark.sweep),
+    pytest.param("gloo", 3, ["--static-graph"], marks=pytest.mark.sweep),
+    pytest.param("gloo", 2, ["--by", "fsdp", "--precision", "bfloat16"], marks=pytest.mark.sweep),
+    pytest.param("distopt", 2, ["--by", "zero"], marks=pytest.mark.sweep),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize(("backend", "ranks", "options"), JOBS)
 def test_a_job_that_is_killed_and_preempted_ends_with_the_undisturbed_bits(tmp_path, backend, ranks, options):
     options = ["--backend", backend, *options]

@@ -16,7 +16,7 @@ def run(n: int, backend: str, how: str, where: str) -> Ended:
 
 
 @pytest.mark.slow(kept=1)
-@pytest.mark.sweep(rest=6)
+@pytest.mark.sweep(rest=3)
 @pytest.mark.parametrize("how", ["os._exit", "exit of C"])
 @pytest.mark.parametrize("where", ["between steps", "after the last step"])
 @pytest.mark.parametrize(("n", "backend"), [(2, "shm"), (3, "shm"), (2, "mpi"), (3, "mpi")])
@@ -41,6 +41,7 @@ def test_rank_that_nothing_in_it_can_hold_is_named_by_another_process(n, backend
 
 
 @pytest.mark.slow(kept=1)
+@pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize(
     ("how", "where"), [("os._exit", "after close"), ("return", "after close"), ("return", "after the last step")]
 )

@@ -37,6 +37,7 @@ def pointer(array):
 
 
 @pytest.mark.slow  # as all that compile the kernels for tests
+@pytest.mark.sweep
 @pytest.mark.parametrize("launches", [1, 2])  # blocks go up in one launch and down in the next
 @pytest.mark.parametrize("barriers", [True, False])
 def test_a_missing_barrier_in_a_sum_gives_a_wrong_one(library, barriers, launches):
@@ -50,6 +51,7 @@ def test_a_missing_barrier_in_a_sum_gives_a_wrong_one(library, barriers, launche
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("barrier", [True, False])
 def test_a_write_that_overtakes_a_read_gives_a_wrong_result(library, barrier):
     numbers = np.arange(256, dtype=np.int32)
@@ -59,6 +61,7 @@ def test_a_write_that_overtakes_a_read_gives_a_wrong_result(library, barrier):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_warp_operations(library):
     out = np.zeros((64, 8), np.int32)
     library.run_warp(pointer(out), 0)
@@ -77,6 +80,7 @@ def test_warp_operations(library):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_atomics_and_threads_that_end_early(library):
     count, largest = np.zeros(1, np.int32), np.zeros(1, np.uint64)
     library.run_count(pointer(count), pointer(largest), 0)
@@ -86,6 +90,7 @@ def test_atomics_and_threads_that_end_early(library):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "fact"), [("diverged", "different operations"), ("waiting", "wait for each other")])
 def test_threads_that_cannot_meet_end_the_process_and_are_named(path, name, fact):
     code = f"import ctypes\nlib = ctypes.CDLL({str(path)!r})\nlib.run_{name}(None, 0)\nlib.synchronize(0)"

@@ -17,7 +17,7 @@ FEW = "^(all_reduce-(float32-mean|bfloat16-sum)|reduce_scatter-float32-sum|all_g
 
 
 @pytest.mark.slow(kept=1)
-@pytest.mark.sweep(rest=2)
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize(
     ("backend", "order", "hosts", "checks"),
     [

@@ -36,7 +36,7 @@ def test_the_suite_passes_under_mpiexec(n):
 
 
 @pytest.mark.slow(kept=1)
-@pytest.mark.sweep(rest=2)
+@pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize(
     ("n", "backend", "checks"),
     [(2, "mpi", FEW), *((n, backend, "") for n in (2, 1, 3, 4) for backend in ("mpi", "shm"))],

@@ -83,7 +83,7 @@ DIRECT = [
 ]
 
 
-@pytest.mark.sweep(rest=80)
+@pytest.mark.sweep(rest=40)
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("case", CONVOLUTIONS + WINOGRAD[1:] + DIRECT)
