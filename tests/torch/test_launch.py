@@ -23,7 +23,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-@pytest.mark.slow(kept=2)
+@pytest.mark.slow(kept=1)
 @pytest.mark.sweep(rest=4)
 @pytest.mark.parametrize("method", ["env://", "tcp", "file"])
 @pytest.mark.parametrize("launcher", ["torchrun", "distopt run", "mpiexec", "spawn"])
