@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -12,8 +12,7 @@ from ..kernels import array_module
 from .outside import settled
 from .tensor import Array, Operation, Tensor
 
-if TYPE_CHECKING:
-    Formula: TypeAlias = Callable[..., Array]  # of (array module, x, *options), and of (array module, x, y, *options)
+Formula: TypeAlias = Callable[..., Array]  # of (array module, x, *options), and of (array module, x, y, *options)
 
 __all__ = [
     "abs",
