@@ -13,33 +13,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-__all__ = [
-    "Call",
-    "CheckpointError",
-    "CommunicatorClosedError",
-    "CommunicatorError",
-    "DataError",
-    "DistoptError",
-    "GradientError",
-    "LaunchError",
-    "MismatchError",
-    "MissingDependencyError",
-    "PeerLostError",
-    "Preempted",
-    "Process",
-    "RankFailedError",
-    "ShapeError",
-    "StalledError",
-    "StateError",
-    "TransportError",
-    "UsageError",
-    "WireMemoryError",
-    "absent_name",
-    "check_assignment",
-    "check_count",
-    "names_of",
-]
-
 
 class DistoptError(Exception):
     """Base of everything that distopt raises on its own account.

@@ -18,16 +18,6 @@ import safetensors
 
 from .errors import StateError, UsageError
 
-__all__ = [
-    "Arrays",
-    "atomic_write",
-    "file_lock",
-    "load_arrays",
-    "save_arrays",
-    "sync_folder",
-    "temporary_pattern",
-]
-
 Arrays: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
 
 # Names of types in safetensors files, by NumPy's kind and size.

@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 
 from .errors import UsageError
 
-__all__ = ["Settings"]
-
 
 @dataclass(frozen=True)
 class Settings:

@@ -24,34 +24,12 @@ struct Passed<cuda::Batch> {
   static cuda::Batch take(const Type& s) { return {s[0], s[1]}; }
 };
 
-#define DISTOPT_DEFINE(name) define_typed(m, #name, &cuda::name<float>, &cuda::name<double>)
+#define DISTOPT_DEFINE(name) define_typed(m, #name, &cuda::name<float>, &cuda::name<double>);
 
 void bind_cuda_numerics(nb::module_& m) {
-  DISTOPT_DEFINE(lower);
-  DISTOPT_DEFINE(gather_columns);
-  DISTOPT_DEFINE(spread);
-  DISTOPT_DEFINE(collect);
-  DISTOPT_DEFINE(channel_sums);
-  DISTOPT_DEFINE(max_pool);
-  DISTOPT_DEFINE(max_pool_backward);
-  DISTOPT_DEFINE(avg_pool);
-  DISTOPT_DEFINE(avg_pool_backward);
-  DISTOPT_DEFINE(relu);
-  DISTOPT_DEFINE(relu_backward);
-  DISTOPT_DEFINE(sigmoid);
-  DISTOPT_DEFINE(sigmoid_backward);
-  DISTOPT_DEFINE(add_bias);
-  DISTOPT_DEFINE(column_sums);
-  DISTOPT_DEFINE(channel_moments);
-  DISTOPT_DEFINE(normalize);
-  DISTOPT_DEFINE(normalize_backward);
-  DISTOPT_DEFINE(softmax);
-  DISTOPT_DEFINE(cross_entropy);
-  DISTOPT_DEFINE(cross_entropy_backward);
-  DISTOPT_DEFINE(sgd);
-  DISTOPT_DEFINE(adam);
-  DISTOPT_DEFINE(rmsprop);
-  DISTOPT_DEFINE(adagrad);
+  DISTOPT_IMAGE_KERNELS(DISTOPT_DEFINE)
+  DISTOPT_ARRAY_KERNELS(DISTOPT_DEFINE)
+  DISTOPT_UPDATE_KERNELS(DISTOPT_DEFINE)
 }
 
 #undef DISTOPT_DEFINE

@@ -329,24 +329,6 @@ void cross_entropy_backward(const T* probability, const std::int64_t* labels, co
               columns, dlogits);
 }
 
-#define DISTOPT_INSTANTIATE(T)                                                                                         \
-  template void relu<T>(const T*, T*, std::size_t, cudaStream_t);                                                      \
-  template void relu_backward<T>(const T*, const T*, T*, std::size_t, cudaStream_t);                                   \
-  template void sigmoid<T>(const T*, T*, std::size_t, cudaStream_t);                                                   \
-  template void sigmoid_backward<T>(const T*, const T*, T*, std::size_t, cudaStream_t);                                \
-  template void add_bias<T>(T*, const T*, std::size_t, int, bool, cudaStream_t);                                       \
-  template void column_sums<T>(const T*, std::size_t, int, T*, cudaStream_t);                                          \
-  template void channel_moments<T>(Batch, int, const T*, T*, T*, T*, T*, double, double, bool, cudaStream_t);          \
-  template void normalize<T>(Batch, int, const T*, const T*, const T*, const T*, const T*, T*, cudaStream_t);          \
-  template void normalize_backward<T>(Batch, int, const T*, const T*, const T*, const T*, const T*, bool, T*, T*, T*,  \
-                                      cudaStream_t);                                                                   \
-  template void softmax<T>(const T*, T*, std::size_t, int, cudaStream_t);                                              \
-  template void cross_entropy<T>(const T*, const std::int64_t*, const T*, std::size_t, int, T*, double*, T*,           \
-                                 std::int64_t*, cudaStream_t);                                                         \
-  template void cross_entropy_backward<T>(const T*, const std::int64_t*, const T*, const T*, double, std::size_t, int, \
-                                          T*, cudaStream_t);
-DISTOPT_INSTANTIATE(float)
-DISTOPT_INSTANTIATE(double)
-#undef DISTOPT_INSTANTIATE
+DISTOPT_ARRAY_KERNELS(DISTOPT_INSTANTIATE)
 
 }  // namespace distopt::cuda

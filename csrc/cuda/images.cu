@@ -253,18 +253,6 @@ void avg_pool_backward(Batch batch, Window s, const T* dy, T* dx, cudaStream_t s
   launch_planes(avg_pool_backward_kernel<T>, pixels_of(s), planes_of(batch), stream, batch, s, dy, dx);
 }
 
-#define DISTOPT_INSTANTIATE(T)                                                                                        \
-  template void lower<T>(Batch, Window, const T*, T*, cudaStream_t);                                                  \
-  template void gather_columns<T>(Batch, Window, const T*, T*, cudaStream_t);                                         \
-  template void spread<T>(Batch, int, const T*, bool, const T*, bool, T*, cudaStream_t);                              \
-  template void collect<T>(Batch, int, const T*, const T*, T*, bool, cudaStream_t);                                   \
-  template void channel_sums<T>(Batch, int, const T*, bool, bool, T*, cudaStream_t);                                  \
-  template void max_pool<T>(Batch, Window, const T*, bool, const T*, bool, T*, std::uint8_t*, cudaStream_t);          \
-  template void max_pool_backward<T>(Batch, Window, const T*, const T*, const std::uint8_t*, T*, bool, cudaStream_t); \
-  template void avg_pool<T>(Batch, Window, const T*, T*, cudaStream_t);                                               \
-  template void avg_pool_backward<T>(Batch, Window, const T*, T*, cudaStream_t);
-DISTOPT_INSTANTIATE(float)
-DISTOPT_INSTANTIATE(double)
-#undef DISTOPT_INSTANTIATE
+DISTOPT_IMAGE_KERNELS(DISTOPT_INSTANTIATE)
 
 }  // namespace distopt::cuda

@@ -108,4 +108,18 @@ template <class T>
 void adagrad(T* param, const T* grad, T* history, std::size_t count, double lr, double eps, double weight_decay,
              cudaStream_t stream);
 
+// The names of all of them, as X(name), and what makes one of them for both types.
+// clang-format off
+#define DISTOPT_IMAGE_KERNELS(X) \
+  X(lower) X(gather_columns) X(spread) X(collect) X(channel_sums) \
+  X(max_pool) X(max_pool_backward) X(avg_pool) X(avg_pool_backward)
+#define DISTOPT_ARRAY_KERNELS(X) \
+  X(relu) X(relu_backward) X(sigmoid) X(sigmoid_backward) X(add_bias) X(column_sums) \
+  X(channel_moments) X(normalize) X(normalize_backward) X(softmax) X(cross_entropy) X(cross_entropy_backward)
+#define DISTOPT_UPDATE_KERNELS(X) X(sgd) X(adam) X(rmsprop) X(adagrad)
+// clang-format on
+#define DISTOPT_INSTANTIATE(name)             \
+  template decltype(name<float>) name<float>; \
+  template decltype(name<double>) name<double>;
+
 }  // namespace distopt::cuda

@@ -100,13 +100,6 @@ void adagrad(T* param, const T* grad, T* history, std::size_t count, double lr, 
   launch_each(adagrad_kernel<T>, count, stream, param, grad, history, count, Rule<T>{T(lr), T(weight_decay)}, T(eps));
 }
 
-#define DISTOPT_INSTANTIATE(T)                                                                                         \
-  template void sgd<T>(T*, const T*, T*, std::size_t, double, double, double, double, bool, cudaStream_t);             \
-  template void adam<T>(T*, const T*, T*, T*, std::size_t, int, double, double, double, double, double, cudaStream_t); \
-  template void rmsprop<T>(T*, const T*, T*, std::size_t, double, double, double, double, cudaStream_t);               \
-  template void adagrad<T>(T*, const T*, T*, std::size_t, double, double, double, cudaStream_t);
-DISTOPT_INSTANTIATE(float)
-DISTOPT_INSTANTIATE(double)
-#undef DISTOPT_INSTANTIATE
+DISTOPT_UPDATE_KERNELS(DISTOPT_INSTANTIATE)
 
 }  // namespace distopt::cuda

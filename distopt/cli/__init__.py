@@ -10,8 +10,6 @@ from typing import Any, NoReturn
 from ..errors import DistoptError, UsageError
 from . import run
 
-__all__ = ["Parser", "main", "run_command"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process).

@@ -6,17 +6,14 @@ import logging
 import sys
 from collections import Counter
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from ..errors import LaunchError, MissingDependencyError, UsageError
+from ..launch.join.job import Job
+from ..launch.topology import Topology
 from ..settings import Settings
 from .base import Communicator, Work
 from .checks import check_same_environment, environment
 from .gpu import gpu_stack, refusal
-
-if TYPE_CHECKING:
-    from ..launch.join.job import Job
-    from ..launch.topology import Topology
 
 __all__ = ["BACKENDS", "Communicator", "Work", "create"]
 

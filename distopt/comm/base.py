@@ -30,17 +30,15 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
 from ..errors import UsageError
+from ..launch.join.job import Job
+from ..launch.topology import Topology
 from .subgroups import meet
 from .work import Array, DoneWork, MessageWork, RaggedWork, Work
-
-if TYPE_CHECKING:
-    from ..launch.join.job import Job
-    from ..launch.topology import Topology
 
 __all__ = [
     "DTYPES",

@@ -8,16 +8,13 @@ import platform
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import LaunchError
+from ..launch.join.job import Job
 from ..settings import Settings
 from .gpu import dotted_version, gpu_stack
-
-if TYPE_CHECKING:
-    from ..launch.join.job import Job
 
 _MAX_BYTES = 1 << 16
 

@@ -9,13 +9,11 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import LaunchError, MissingDependencyError
+from ..launch.join.job import Job
 from ..settings import Settings
-
-if TYPE_CHECKING:
-    from ..launch.join.job import Job
 
 _LIBRARY = "DISTOPT_NCCL_LIBRARY"
 # From this version on, NCCL can let two ranks share a GPU.

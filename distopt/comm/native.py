@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from .. import _core
 from .base import DTYPES, OPS, Array, Communicator, RaggedWork, ReduceOp, Work
-
-if TYPE_CHECKING:
-    from .. import _core
 
 
 class NativeCommunicator(Communicator):

@@ -11,18 +11,16 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
 from .. import _core
 from ..errors import Process, UsageError, WireMemoryError
+from ..launch.join.job import Job
 from ..settings import Settings
 from .base import DTYPES, OPS, Array, Communicator, DoneWork, RaggedWork, ReduceOp, Work, storage_of
 from .gpu import GpuStack, Place, choose_devices, exchange_places, gpu_stack
-
-if TYPE_CHECKING:
-    from ..launch.join.job import Job
 
 # Starts the exchange of ragged data, given the matrix of counts; where it arrives.
 Post: TypeAlias = "Callable[[Array], tuple[Work, list[Array]]]"

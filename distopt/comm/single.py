@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import CommunicatorClosedError, UsageError, WireMemoryError
+from ..launch.join.job import Job
+from ..launch.topology import Topology
 from .base import Array, Communicator, DoneWork, RaggedWork, ReduceOp, Work, storage_of
-
-if TYPE_CHECKING:
-    from ..launch.join.job import Job
-    from ..launch.topology import Topology
 
 
 class SingleCommunicator(Communicator):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, TypeAlias
 
-__all__ = ["Array", "DoneWork", "MessageWork", "RaggedWork", "Work"]
-
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 
 

@@ -18,8 +18,6 @@ from .base import Communicator
 from .objects import packed, unpacked
 from .values import carried, reducible, take
 
-__all__ = ["World", "current", "init"]
-
 
 class World:
     """The ranks of a job, and what they compute together. Made by `distopt.init()`.

@@ -26,8 +26,6 @@ from ..errors import UsageError
 from .state import BadGradient, CodecState, Part
 from .statistics import Statistics
 
-__all__ = ["Codec", "Reduction", "Steps", "finish_all"]
-
 # The steps of a reduction: each Work is waited for before the next step; the value is the verdict, None if all is well.
 Steps: TypeAlias = "Generator[Work, None, BadGradient | None]"
 

@@ -12,8 +12,6 @@ from ..kernels import FROM_BAD
 from .base import Codec, Steps
 from .state import CodecState
 
-__all__ = ["Fp32"]
-
 
 @dataclass(frozen=True)
 class Fp32(Codec):

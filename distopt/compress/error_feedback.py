@@ -9,8 +9,6 @@ from ..errors import UsageError
 from .base import Codec, Steps
 from .state import CodecState
 
-__all__ = ["ErrorFeedback"]
-
 
 @dataclass(frozen=True)
 class ErrorFeedback(Codec):

@@ -15,8 +15,6 @@ from ..kernels import array_module
 from .base import Codec, Steps
 from .state import CodecState
 
-__all__ = ["BFloat16", "Fp16"]
-
 # Loss scaling is that of Micikevicius et al., arXiv 1710.03740, section 3.2; half the factor at an overflow, and twice
 # after a long time without one, is the usual way to find it.
 _GROWTH_STEPS = 1000

@@ -15,8 +15,6 @@ from ..kernels import FROM_BAD, array_module
 from .base import Codec, Steps
 from .state import CodecState, Part
 
-__all__ = ["PowerSGD"]
-
 
 class _Matrix(NamedTuple):
     """Of one parameter: where it lies, and views: where the mean of M [n, m] goes, P [n, r], Q [m, r], the first Q."""

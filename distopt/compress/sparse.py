@@ -18,8 +18,6 @@ from ..kernels import Accumulation
 from .base import Codec, Steps
 from .state import CodecState
 
-__all__ = ["SparseCodec"]
-
 log = logging.getLogger("distopt")
 
 

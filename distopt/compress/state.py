@@ -14,8 +14,6 @@ from ..errors import GradientError, StateError
 from ..kernels import FINDINGS, array_module, kernels_of
 from .statistics import Statistics
 
-__all__ = ["BadGradient", "CodecState", "Header", "Part", "States"]
-
 States: TypeAlias = "dict[str, Array]"  # by "NAME/PARAMETER"
 
 _FIELDS = 3  # of the findings: all but the last are for the other ranks

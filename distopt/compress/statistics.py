@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-__all__ = ["CommunicationStatistics", "Statistics"]
-
 
 @dataclass
 class Statistics:

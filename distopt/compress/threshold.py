@@ -11,8 +11,6 @@ from ..kernels import FINDINGS, Accumulation
 from .sparse import SparseCodec
 from .state import CodecState
 
-__all__ = ["Threshold"]
-
 
 @dataclass(frozen=True)
 class Threshold(SparseCodec):

@@ -12,8 +12,6 @@ from ..kernels import Accumulation
 from .sparse import SparseCodec
 from .state import CodecState
 
-__all__ = ["TopK"]
-
 _WARM_UP_DENSITY = 0.25  # of the first stage, and the factor from stage to stage
 
 

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from ..errors import StateError, UsageError, check_count
 
-__all__ = ["TAILS", "ShardedSampler", "data_partition"]
-
 TAILS = ("drop", "wrap")
 ArrayT = TypeVar("ArrayT", bound="NDArray[Any]")
 

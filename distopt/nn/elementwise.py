@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -12,8 +12,7 @@ from ..kernels import array_module
 from .outside import settled
 from .tensor import Array, Operation, Tensor
 
-if TYPE_CHECKING:
-    Formula: TypeAlias = Callable[..., Array]  # of (array module, x, *options), and of (array module, x, y, *options)
+Formula: TypeAlias = Callable[..., Array]  # of (array module, x, *options), and of (array module, x, y, *options)
 
 __all__ = [
     "abs",
@@ -74,8 +73,10 @@ def _operation(name: str, value: Formula, slope: Formula) -> type[ElementWise]:
     return type(name, (ElementWise,), {"value": staticmethod(value), "slope": staticmethod(slope)})
 
 
-def _function(name: str, text: str, value: Formula, slope: Formula) -> Callable[[Tensor], Tensor]:
-    operation = _operation(name.capitalize(), value, slope)
+def _function(name: str, text: str, value: str | Formula, slope: Formula) -> Callable[[Tensor], Tensor]:
+    """An operation as a function; `value` may be the name of a function that NumPy and CuPy have."""
+    formula = (lambda xp, x: getattr(xp, value)(x)) if isinstance(value, str) else value
+    operation = _operation(name.capitalize(), formula, slope)
 
     def function(x: Tensor) -> Tensor:
         return operation()(x)
@@ -97,48 +98,39 @@ def _round(xp: Any, x: Array) -> Array:
     return xp.where(xp.abs(x - whole) >= 0.5, whole + xp.sign(x), whole)  # floor(x + 0.5) errs below 0.5
 
 
-abs = _function("abs", "|x|.", lambda xp, x: xp.abs(x), lambda xp, x, y: xp.sign(x))
-acos = _function(
-    "acos", "The arc cosine.", lambda xp, x: xp.arccos(x), lambda xp, x, y: -1 / xp.sqrt((1 - x) * (1 + x))
-)
+abs = _function("abs", "|x|.", "abs", lambda xp, x, y: xp.sign(x))
+acos = _function("acos", "The arc cosine.", "arccos", lambda xp, x, y: -1 / xp.sqrt((1 - x) * (1 + x)))
 acosh = _function(
-    "acosh",
-    "The inverse of cosh, at least 0.",
-    lambda xp, x: xp.arccosh(x),
-    lambda xp, x, y: 1 / xp.sqrt((x - 1) * (x + 1)),
+    "acosh", "The inverse of cosh, at least 0.", "arccosh", lambda xp, x, y: 1 / xp.sqrt((x - 1) * (x + 1))
 )
-asin = _function("asin", "The arc sine.", lambda xp, x: xp.arcsin(x), lambda xp, x, y: 1 / xp.sqrt((1 - x) * (1 + x)))
-asinh = _function("asinh", "The inverse of sinh.", lambda xp, x: xp.arcsinh(x), lambda xp, x, y: 1 / xp.sqrt(x * x + 1))
-atan = _function("atan", "The arc tangent.", lambda xp, x: xp.arctan(x), lambda xp, x, y: 1 / (1 + x * x))
-atanh = _function(
-    "atanh", "The inverse of tanh.", lambda xp, x: xp.arctanh(x), lambda xp, x, y: 1 / ((1 - x) * (1 + x))
-)
-ceil = _function("ceil", "The next integer, upwards.", lambda xp, x: xp.ceil(x), lambda xp, x, y: 0)
-cos = _function("cos", "The cosine.", lambda xp, x: xp.cos(x), lambda xp, x, y: -xp.sin(x))
-cosh = _function("cosh", "The hyperbolic cosine.", lambda xp, x: xp.cosh(x), lambda xp, x, y: xp.sinh(x))
+asin = _function("asin", "The arc sine.", "arcsin", lambda xp, x, y: 1 / xp.sqrt((1 - x) * (1 + x)))
+asinh = _function("asinh", "The inverse of sinh.", "arcsinh", lambda xp, x, y: 1 / xp.sqrt(x * x + 1))
+atan = _function("atan", "The arc tangent.", "arctan", lambda xp, x, y: 1 / (1 + x * x))
+atanh = _function("atanh", "The inverse of tanh.", "arctanh", lambda xp, x, y: 1 / ((1 - x) * (1 + x)))
+ceil = _function("ceil", "The next integer, upwards.", "ceil", lambda xp, x, y: 0)
+cos = _function("cos", "The cosine.", "cos", lambda xp, x, y: -xp.sin(x))
+cosh = _function("cosh", "The hyperbolic cosine.", "cosh", lambda xp, x, y: xp.sinh(x))
 erf = _function("erf", "The error function.", _erf, lambda xp, x, y: 2 / math.sqrt(math.pi) * xp.exp(-(x * x)))
-exp = _function("exp", "e to the power x.", lambda xp, x: xp.exp(x), lambda xp, x, y: y)
-floor = _function("floor", "The next integer, downwards.", lambda xp, x: xp.floor(x), lambda xp, x, y: 0)
+exp = _function("exp", "e to the power x.", "exp", lambda xp, x, y: y)
+floor = _function("floor", "The next integer, downwards.", "floor", lambda xp, x, y: 0)
 identity = _function("identity", "A copy of x.", lambda xp, x: x.copy(), lambda xp, x, y: 1)
-log = _function("log", "The natural logarithm.", lambda xp, x: xp.log(x), lambda xp, x, y: 1 / x)
+log = _function("log", "The natural logarithm.", "log", lambda xp, x, y: 1 / x)
 negative = _function("negative", "-x.", lambda xp, x: -x, lambda xp, x, y: -1)
 reciprocal = _function("reciprocal", "1 / x.", lambda xp, x: 1 / x, lambda xp, x, y: -y * y)
 round = _function("round", "The nearest integer; halves go away from zero.", _round, lambda xp, x, y: 0)
-rounde = _function(
-    "rounde", "The nearest integer; halves go to the even one.", lambda xp, x: xp.rint(x), lambda xp, x, y: 0
-)
-sign = _function("sign", "-1, 0 or 1.", lambda xp, x: xp.sign(x), lambda xp, x, y: 0)
-sin = _function("sin", "The sine.", lambda xp, x: xp.sin(x), lambda xp, x, y: xp.cos(x))
-sinh = _function("sinh", "The hyperbolic sine.", lambda xp, x: xp.sinh(x), lambda xp, x, y: xp.cosh(x))
+rounde = _function("rounde", "The nearest integer; halves go to the even one.", "rint", lambda xp, x, y: 0)
+sign = _function("sign", "-1, 0 or 1.", "sign", lambda xp, x, y: 0)
+sin = _function("sin", "The sine.", "sin", lambda xp, x, y: xp.cos(x))
+sinh = _function("sinh", "The hyperbolic sine.", "sinh", lambda xp, x, y: xp.cosh(x))
 softplus = _function(
     "softplus", "log(1 + exp(x)).", lambda xp, x: xp.logaddexp(x, xp.zeros_like(x)), lambda xp, x, y: -xp.expm1(-y)
 )
 softsign = _function(
     "softsign", "x / (1 + |x|).", lambda xp, x: x / (1 + xp.abs(x)), lambda xp, x, y: 1 / xp.square(1 + xp.abs(x))
 )
-sqrt = _function("sqrt", "The square root.", lambda xp, x: xp.sqrt(x), lambda xp, x, y: 0.5 / y)
-tan = _function("tan", "The tangent.", lambda xp, x: xp.tan(x), lambda xp, x, y: 1 + y * y)
-tanh = _function("tanh", "The hyperbolic tangent.", lambda xp, x: xp.tanh(x), lambda xp, x, y: 1 - y * y)
+sqrt = _function("sqrt", "The square root.", "sqrt", lambda xp, x, y: 0.5 / y)
+tan = _function("tan", "The tangent.", "tan", lambda xp, x, y: 1 + y * y)
+tanh = _function("tanh", "The hyperbolic tangent.", "tanh", lambda xp, x, y: 1 - y * y)
 
 # -- with options ------------------------------------------------------------------------------------------------------
 _Clip = _operation(

@@ -21,7 +21,8 @@ Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 
 def compute(op: Any, arrays: Sequence[Array]) -> Array:
     """Local. The result of `op`, computed in float32, and in float16 unless the operation has its `own_type`."""
-    result = op.forward(*map(_rounded, arrays))
+    # Values that float16 has; vectors, integers and wider types as they are.
+    result = op.forward(*[_widened(_stored(array)) for array in arrays])
     if op.own_type:
         return result
     op.saved = _mapped(op.saved, _stored)
@@ -34,11 +35,6 @@ def gradients(op: Any, dy: Array, into: Sequence[Array | None]) -> list[Array | 
     computed = op.gradients(_widened(dy), into)
     pairs = zip(computed, op.inputs, strict=True)
     return [g if g is None or x.dtype != np.float16 else _narrowed(g) for g, x in pairs]
-
-
-def _rounded(array: Array) -> Array:
-    """A float32 array of values that float16 has; vectors, integers and wider types as they are."""
-    return _widened(_stored(array))
 
 
 def _narrowed(array: Array) -> Array:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from math import prod, sqrt
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..errors import UsageError
-
-if TYPE_CHECKING:
-    from .tensor import Tensor
+from .tensor import Tensor
 
 __all__ = [
     "constant",

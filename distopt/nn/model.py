@@ -17,8 +17,6 @@ from .mode import mode as process_mode
 from .replay.graphs import StepGraphs
 from .tensor import Tensor
 
-__all__ = ["Model", "TrainingOptimizer"]
-
 _FORMAT = {"format": "distopt states", "version": "1"}
 
 

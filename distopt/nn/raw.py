@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-if TYPE_CHECKING:
-    from .device import Device
+from .device import Device
 
 
 class _Shape(tuple[int, ...]):

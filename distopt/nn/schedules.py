@@ -12,17 +12,6 @@ import numpy as np
 from ..errors import UsageError
 from .tensor import Tensor, float32
 
-__all__ = [
-    "Constant",
-    "CosineDecay",
-    "DecayScheduler",
-    "ExponentialDecay",
-    "LinearWarmUp",
-    "StepDecay",
-    "checked",
-    "number_of",
-]
-
 
 class DecayScheduler:
     """A hyperparameter, such as the learning rate, as a function of the step.

@@ -14,17 +14,15 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ..comm import Communicator
 from ..errors import MismatchError, UsageError
+from .bucket import Parameter
 from .digest import digests
-
-if TYPE_CHECKING:
-    from ..comm import Communicator
-    from .bucket import Parameter
 
 STEPS = "step_counter"  # the constant that grows with every update
 

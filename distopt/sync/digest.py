@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..comm.base import Array
 from ..kernels import array_module, kernels_of
-
-if TYPE_CHECKING:
-    from ..comm.base import Array
 
 # The raw output of a bit generator is the same in all versions of NumPy.
 _WEIGHTS = np.random.PCG64(20).random_raw(4096)

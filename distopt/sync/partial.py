@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,12 +17,10 @@ from ..compress import BadGradient, CommunicationStatistics
 from ..compress.state import States
 from ..errors import StateError
 from ..kernels import kernels_of
+from .agreement import Agreement
 from .bucket import Bucket, Parameter, WireMemory
 from .layout import Layout
 from .step import GradientCounter
-
-if TYPE_CHECKING:
-    from .agreement import Agreement
 
 PARAMETERS = "parameters"  # the kind of reduction that an average of parameters is, in statistics
 _NOTHING = -1  # in place of a bucket: no gradient is unusable

@@ -6,17 +6,15 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from ..compress import BadGradient, Codec, CodecState, CommunicationStatistics, Reduction, finish_all
 from ..errors import CommunicatorError, GradientError, MismatchError, UsageError
-
-if TYPE_CHECKING:
-    from .agreement import Agreement
-    from .bucket import Bucket, Parameter
-    from .layout import Layout
+from .agreement import Agreement
+from .bucket import Bucket, Parameter
+from .layout import Layout
 
 
 class GradientCounter(ABC):

@@ -15,8 +15,6 @@ from . import gpu, host, mpi
 from .ask import version_of
 from .report import Probe, Style, as_json, examine
 
-__all__ = ["PROBES", "add_parser"]
-
 # Training on CPUs requires the rows marked `needed`; the others are optional.
 PROBES = (
     Probe("Python", host.python, needed=True),

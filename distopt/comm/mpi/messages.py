@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..base import DTYPES, Array, storage_of
 from ..work import MessageWork
-
-if TYPE_CHECKING:
-    from .waits import Waits
+from .waits import Waits
 
 _HEADER, _DATA = 0, 1  # MPI's tags
 _MOST_BYTES = 1 << 30  # of one message of MPI, whose counts are ints

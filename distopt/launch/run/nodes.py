@@ -266,18 +266,16 @@ class Owner(Gate):
 
     def _end(self) -> None:
         patience = _FAILURE_SECONDS
+        codes = [failure.code for failure in self._failures.values()]
         if self._killed or any(failure.is_final for failure in self._failures.values()):
             patience = 0.0
-        elif any(signum in ENDING_SIGNALS or self._ended_by(signum) for signum in self._signals):
+        elif any(signum in ENDING_SIGNALS or 128 + signum in codes for signum in self._signals):
             patience = _SIGNAL_SECONDS
         by = self._clock.seconds() + patience + _ANSWER_SECONDS
         if by < self._end_by:
             self._end_by = by
             for node in self._nodes:
                 node.tell({"do": "end", "patience": patience})
-
-    def _ended_by(self, signum: int) -> bool:
-        return any(failure.code == 128 + signum for failure in self._failures.values())
 
     def _gone(self, node: Node) -> None:
         if self._finished:

@@ -145,19 +145,15 @@ class Server(Gate):
             for rank in told:
                 self._tell(self._watchers[rank], f"{kind} {code} {speaker} {text}\n")
 
-    def _hear(self, link: Link, line: str) -> None:
-        """A rank has left, or has failed with an exit code."""
-        if line == "left":
-            self._finalized.add(link.rank)
-        elif line.startswith("end "):
-            self._end(_exit_code(line[4:]), "", but=link.rank)
-
     # -- PMI-1 -----------------------------------------------------------------------------------------------------
     def _serve(self, link: Link, line: str) -> None:
         if self._ended:
             return
         if link.purpose != b"m":
-            self._hear(link, line)
+            if line == "left":
+                self._finalized.add(link.rank)
+            elif line.startswith("end "):
+                self._end(_exit_code(line[4:]), "", but=link.rank)
             return
         words = dict(word.partition("=")[::2] for word in line.split())
         command = words.get("cmd", "")

@@ -20,8 +20,6 @@ import numpy as np
 from ...errors import UsageError
 from . import cpu
 
-__all__ = ["kernels_of"]
-
 
 def kernels_of(array: object) -> ModuleType:
     """Return the module of kernels for arrays of this kind.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,7 @@ from . import cpu_images
 from .cpu_images import *  # noqa: F403 - the other half of this module
 from .pool import empty
 
-if TYPE_CHECKING:
-    Array = NDArray[Any]
+Array = NDArray[Any]
 
 __all__ = [
     "empty",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +13,9 @@ from ..mode import noted
 from .geometry import out_size, pool_out, with_border, without_border
 from .pool import empty
 
-if TYPE_CHECKING:
-    Array = NDArray[Any]
-    Pair = tuple[int, int]
-    Window = tuple[Pair, Pair, Pair]  # kernel, stride and padding of a pooling
+Array = NDArray[Any]
+Pair = tuple[int, int]
+Window = tuple[Pair, Pair, Pair]  # kernel, stride and padding of a pooling
 
 __all__ = [
     "avg_pool2d",

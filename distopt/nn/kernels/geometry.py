@@ -14,8 +14,6 @@ from typing import Any, TypeAlias
 from ...errors import ShapeError
 from ..mode import noted
 
-__all__ = ["Padding", "Pair", "out_size", "pool_out", "same_padding", "with_border", "without_border"]
-
 Pair: TypeAlias = tuple[int, int]
 Padding: TypeAlias = tuple[int, ...]
 

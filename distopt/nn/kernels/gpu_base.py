@@ -23,17 +23,6 @@ except ImportError as error:
         "distopt again with DISTOPT_CUDA=ON (docs/gpu.md)"
     ) from None
 
-__all__ = [
-    "Array",
-    "address_of",
-    "address_or_null",
-    "code_of",
-    "current_stream",
-    "native",
-    "product",
-    "share_workspace",
-]
-
 Array: TypeAlias = Any  # cupy.ndarray
 
 native = _cuda

@@ -27,8 +27,6 @@ from ...settings import Settings
 from ..device import find_cudnn
 from .gpu_base import Array, code_of, current_stream
 
-__all__ = ["OPERATIONS", "Plan", "build_graph", "convolving_by", "plan"]
-
 ALIGNMENT_BYTES = 16  # what cudnn-frontend promises to engines about every array
 WORKSPACE_BYTES = 1 << 28  # an engine that wants more is not taken
 

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["Pool", "empty"]
-
 _ALIGNMENT = 64  # bytes: a cache line and the widest vector
 _SMALL = 4096  # bytes: below, malloc is as quick
 _KEPT = 4096  # calls of `empty` that a block survives without use
