@@ -16,7 +16,7 @@ import socket
 import time
 from collections import deque
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
@@ -28,12 +28,18 @@ from .nodes import NO_RANK, Node, Owner, RunOptions
 from .output import Output
 from .program import Program
 from .ranks import Failure, LocalRanks, starting
+from .slots import Slots
+
+if TYPE_CHECKING:
+    from .fork_server import ForkServer
 
 _LOOK_SECONDS = 0.2
 _RETRY_SECONDS = 0.03
 _FOREIGN_SECONDS = 3.0  # for which another program may still hold the endpoint
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _STILL_SECONDS = 1.0  # for which the reader of the last lines of a job that has failed, or must end, may take none
+_HEALING_LOOK_SECONDS = 0.03
+_STOPPED_SECONDS = 0.1  # for which a rank may be stopped before the others: with the job, as by scontrol suspend
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
 # Those of a launcher that has started the agent would contradict the ranks' own.
 _FOREIGN_VARIABLES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_")
@@ -78,11 +84,16 @@ class _Agent:
         self._clock = Stopwatch()
         self._kill_at = float("inf")  # on that clock
         self._code: int | None = None
+        self._slots = Slots(options.ranks) if options.heal else None
+        self._server: ForkServer | None = None
+        self._common: dict[str, str] = {}  # environment of the ranks
+        self._stopped: Stopwatch | None = None  # since when ranks are
 
     def run(self) -> int:
         self._meet()
+        seconds = _HEALING_LOOK_SECONDS if self._options.heal else _LOOK_SECONDS
         while self._code is None:
-            turn(self._selector, 0.0 if self._inbox else _LOOK_SECONDS)
+            turn(self._selector, 0.0 if self._inbox else seconds)
             self._handle_signals()
             if isinstance(self._owner, Owner):
                 self._owner.look()
@@ -94,6 +105,10 @@ class _Agent:
     def close(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
+        if self._server is not None:
+            self._server.close()
+        if self._slots is not None:
+            self._slots.close()
         if self._owner is not None:
             self._owner.close()
         for output in self._outputs:
@@ -183,8 +198,11 @@ class _Agent:
             self._start(message)
         elif do == "end" and self._ranks is not None:
             self._make_room()
-            self._ranks.terminate()
-            self._kill_at = min(self._kill_at, self._clock.seconds() + message["patience"])
+            if message["patience"]:
+                self._ranks.terminate()
+                self._kill_at = min(self._kill_at, self._clock.seconds() + message["patience"])
+            else:
+                self._ranks.kill()
         elif do == "finish":
             self._code = int(message["code"])
 
@@ -199,7 +217,7 @@ class _Agent:
             ranks.failures.append(Failure(order["first"], 128 + ending[0], "", is_consequence=True))
             return
         options = self._options
-        common = _variables(order, options, self._key)
+        self._common = _variables(order, options, self._key)
         try:
             for local_rank in range(options.ranks):
                 rank = order["first"] + local_rank
@@ -207,8 +225,16 @@ class _Agent:
                 if options.log_dir is not None:
                     folder = options.log_dir / order["job"] / f"attempt_{order['attempt']}" / str(rank)
                 own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+                slots: list[int] = []
+                if self._slots is not None:
+                    own |= self._slots.variable(local_rank)
+                    slots = self._slots.fds
                 with starting(rank):
-                    ranks.add(Program(rank, options.program, {**common, **own}, folder, self._outputs))
+                    ranks.add(
+                        Program(
+                            rank, options.program, {**self._common, **own}, folder, self._outputs, self._server, slots
+                        )
+                    )
         except UsageError as error:
             text = f"on {self._me.host}, {error}"
             ranks.failures.append(Failure(rank, UsageError.exit_code, text, is_final=True))
@@ -219,6 +245,8 @@ class _Agent:
         if ranks is None or self._code is not None or self._ended:
             return
         ranks.look()
+        if self._options.heal:
+            self._look_closer(ranks)
         if ranks.running and self._clock.seconds() >= self._kill_at:
             ranks.kill()
         if not ranks.running:
@@ -228,7 +256,27 @@ class _Agent:
         if self._ended or len(ranks.failures) > self._told:
             self._told = len(ranks.failures)
             failures = [asdict(failure) for failure in ranks.failures]
-            self._say("ended" if self._ended else "failed", failures=failures, signals=self._signals)
+            step = self._slots.step if self._slots is not None else -1
+            self._say("ended" if self._ended else "failed", failures=failures, signals=self._signals, step=step)
+
+    def _look_closer(self, ranks: LocalRanks) -> None:
+        """Prepare to start ranks again, and notice those that have been stopped while others run."""
+        if ranks.ranks and (done := ranks.ranks[0].said.pop("stepped", None)):
+            self._say("stepped", step=done["step"])
+        modules = ranks.ranks[0].said.get("modules") if ranks.ranks else None
+        if modules is not None and (self._server is None or self._server.ended):
+            from .fork_server import ForkServer
+
+            with contextlib.suppress(OSError):  # a limit has been reached
+                self._server = ForkServer(modules["names"], self._common, self._selector, self._print)
+        stopped = [rank for rank in ranks.running if rank.stopped]
+        if not stopped or (self._options.nodes == 1 and len(stopped) == len(ranks.running)):
+            self._stopped = None
+        elif self._stopped is None:
+            self._stopped = Stopwatch()
+        elif self._stopped.seconds() > _STOPPED_SECONDS:
+            for rank in stopped:
+                ranks.fail(rank, 128 + signal.SIGSTOP, "was stopped, as by SIGSTOP, while others ran")
 
     def _handle_signals(self) -> None:
         while self._caught:

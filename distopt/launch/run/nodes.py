@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import signal
 from collections.abc import Callable
@@ -28,6 +29,8 @@ NO_RANK = 0xFFFFFFFF  # of a node that leaves its number to the owner
 _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
 _SIGNAL_SECONDS = 30.0  # after a signal from outside, on which the ranks may save their states
 _ANSWER_SECONDS = 5.0  # for an agent to say that its ranks have been killed
+_SIGNALLED = 128  # exit codes of ranks that have ended by signals begin here
+_MOST_ATTEMPTS = 5  # of healing, without a new step
 _WAITING_SECONDS = 10.0  # before the owner says for how many nodes it waits
 
 
@@ -45,6 +48,7 @@ class RunOptions:
         static: whether node 0 owns the endpoint, instead of the node that has its address.
         run_id: name of the job.
         restarts: how many times to start all ranks again after a failure.
+        heal: whether to do so as long as that leads to new steps, warm, and from states in memory.
         log_dir: folder for the output of the ranks.
         timeout: seconds within which all nodes must come.
     """
@@ -58,6 +62,7 @@ class RunOptions:
     static: bool = False
     run_id: str = "none"
     restarts: int = 0
+    heal: bool = False
     log_dir: Path | None = None
     timeout: float = 300.0
 
@@ -82,6 +87,7 @@ class Node:
         number: its number among the nodes.
         ended: whether all its ranks have ended, or the agent itself.
         signals: those that it has passed on to its ranks.
+        step: the newest of which all its ranks keep states; -1: none.
     """
 
     host: str
@@ -94,6 +100,7 @@ class Node:
     number: int = -1
     ended: bool = False
     signals: list[int] = field(default_factory=list)
+    step: int = -1
 
     @property
     def name(self) -> str:
@@ -137,6 +144,9 @@ class Owner(Gate):
         self._finished = False
         self._warned = False
         self._say_at = _WAITING_SECONDS
+        self._healed: list[tuple[int, str]] = []  # since the last new step: after which one, and why
+        self._failed_at = 0.0  # on the clock
+        self._cause = ""  # of a failure after which no step has been done yet
 
     # -- what agents say -------------------------------------------------------------------------------------------
     def hear(self, node: Node, message: dict[str, Any]) -> None:
@@ -148,7 +158,14 @@ class Owner(Gate):
                 self._number()
                 self._start("")
             return
+        if say == "stepped":
+            seconds = self._clock.seconds() - self._failed_at
+            if self._cause:
+                self._warn(f"{self._cause}; healed: step {message['step']} was done after {seconds:.2f} s")
+            self._cause = ""
+            return
         node.signals = [int(signum) for signum in message["signals"]]
+        node.step = int(message.get("step", node.step))
         for one in message["failures"]:
             failure = Failure(**one)
             self._failures.setdefault(failure.rank, failure)  # of one that cannot be started, and of one ended then
@@ -265,11 +282,13 @@ class Owner(Gate):
             first += node.ranks
 
     def _end(self) -> None:
-        patience = _FAILURE_SECONDS
+        patience = 0.0 if self._options.heal else _FAILURE_SECONDS
         if self._killed or any(failure.is_final for failure in self._failures.values()):
             patience = 0.0
         elif any(signum in ENDING_SIGNALS or self._ended_by(signum) for signum in self._signals):
             patience = _SIGNAL_SECONDS
+        if self._end_by == float("inf"):
+            self._failed_at = self._clock.seconds()
         by = self._clock.seconds() + patience + _ANSWER_SECONDS
         if by < self._end_by:
             self._end_by = by
@@ -305,15 +324,30 @@ class Owner(Gate):
         if by_signal:
             ended = "the rank has" if total == 1 else f"all {total} ranks have"
             self._finish(128 + by_signal[0], f"{signal.Signals(by_signal[0]).name}: {ended} ended")
-        elif (
-            first.is_final
-            or self._attempt >= self._options.restarts
-            or any(signum in ENDING_SIGNALS for signum in self._signals)
-        ):
+        elif first.is_final or any(signum in ENDING_SIGNALS for signum in self._signals):
+            self._finish(first.code, first.text)
+        elif self._options.heal:
+            self._heal(first)
+        elif self._attempt >= self._options.restarts:
             self._finish(first.code, first.text)
         else:
             again = f"starting all ranks again ({self._attempt + 1} of {self._options.restarts})"
             self._start(f"{first.text}; {again}")
+
+    def _heal(self, first: Failure) -> None:
+        """Start all ranks again, unless that has been in vain, or is bound to be."""
+        step = min(node.step for node in self._nodes)
+        if self._healed and step > self._healed[-1][0]:
+            self._healed.clear()
+        text = re.sub(r" \(pid \d+\)", "", first.text)
+        if (step, text) in self._healed and first.code < _SIGNALLED:
+            self._finish(first.code, f"{first.text}; so it did before, after step {step}")
+        elif len(self._healed) == _MOST_ATTEMPTS:
+            self._finish(first.code, f"{first.text}; {_MOST_ATTEMPTS} attempts have led to no step after {step}")
+        else:
+            self._healed.append((step, text))
+            self._start(f"{self._cause}; no step was done since" if self._cause else "")
+            self._cause = first.text
 
     def _finish(self, code: int, text: str) -> None:
         if not self._finished:
