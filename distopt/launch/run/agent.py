@@ -24,7 +24,7 @@ from ..ending import ENDING_SIGNALS, caught_signals, waitable_children
 from ..gate import LONGEST_CALL_SECONDS, RefusedError, StrangerError, call, is_own, listen, proof, turn
 from ..stopwatch import Stopwatch
 from ..threads import thread_variables
-from .nodes import NO_RANK, Node, Owner, RunOptions
+from .nodes import BEAT_SECONDS, NO_RANK, SILENT_SECONDS, Node, Owner, RunOptions
 from .output import Output
 from .program import Program
 from .ranks import Failure, LocalRanks, starting
@@ -39,6 +39,7 @@ _FOREIGN_SECONDS = 3.0  # for which another program may still hold the endpoint
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _STILL_SECONDS = 1.0  # for which the reader of the last lines of a job that has failed, or must end, may take none
 _HEALING_LOOK_SECONDS = 0.03
+_RECONNECT_SECONDS = 0.25  # that one attempt may take
 _STOPPED_SECONDS = 0.1  # for which a rank may be stopped before the others: with the job, as by scontrol suspend
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
 # Those of a launcher that has started the agent would contradict the ranks' own.
@@ -88,6 +89,9 @@ class _Agent:
         self._server: ForkServer | None = None
         self._common: dict[str, str] = {}  # environment of the ranks
         self._stopped: Stopwatch | None = None  # since when ranks are
+        self._beat_at = 0.0  # on the clock: the next sign of life
+        self._lost_since = Stopwatch()  # the owner
+        self._owner_name = ""
 
     def run(self) -> int:
         self._meet()
@@ -97,6 +101,8 @@ class _Agent:
             self._handle_signals()
             if isinstance(self._owner, Owner):
                 self._owner.look()
+            if self._options.heal and self._options.nodes > 1:
+                self._beat()
             while self._inbox and self._code is None:
                 self._obey(self._inbox.popleft())
             self._look_at_ranks()
@@ -142,7 +148,7 @@ class _Agent:
                 self._owner.listen(listener)
         elif (link := self._connect()) is not None:
             owner = f"the node that owns {options.endpoint}"
-            self._owner = _Remote(link, owner, self._selector, self._inbox)
+            self._owner = _Remote(link, owner, self._selector, self._inbox, heals=options.heal)
         if self._owner is not None:
             self._say("hello", ranks=options.ranks)
 
@@ -181,10 +187,48 @@ class _Agent:
                 return None
             time.sleep(_RETRY_SECONDS)
 
+    def _beat(self) -> None:
+        """Give the other agents a sign of life. One that hears none from the owner is cut off, and comes anew."""
+        now = self._clock.seconds()
+        if now < self._beat_at:
+            return
+        self._beat_at = now + BEAT_SECONDS
+        owner = self._owner
+        if isinstance(owner, Owner):
+            owner.beat()
+        elif owner is not None and not owner.lost and owner.heard.seconds() < SILENT_SECONDS:
+            owner.say({"say": "beat"})
+        elif self._ranks is None:  # the job has not begun
+            self._code = 1
+        elif self._ranks.running:
+            self._ranks.kill()
+        else:
+            self._come_anew(owner)
+
+    def _come_anew(self, lost: _Remote | None) -> None:
+        if lost is not None:
+            self._owner, self._lost_since = None, Stopwatch(LONGEST_CALL_SECONDS)
+            lost.close()
+            self._owner_name = lost.name
+        options = self._options
+        place, clock = (options.host, options.port), Stopwatch(LONGEST_CALL_SECONDS)
+        try:
+            link = call(place, self._key, b"a", self._me.wanted, options.nodes, clock, _RECONNECT_SECONDS)
+        except RefusedError as error:
+            raise LaunchError(f"{options.endpoint} refuses this node: {error}") from None
+        except OSError:
+            if self._lost_since.seconds() > options.timeout:
+                self._print(f"{self._owner_name} has ended or cannot be reached; see its output")
+                self._code = 1
+            return
+        self._owner = _Remote(link, self._owner_name, self._selector, self._inbox, heals=True)
+        self._say("hello", ranks=options.ranks)
+
     # -- the owner's words -----------------------------------------------------------------------------------------
     def _say(self, say: str, **content: Any) -> None:
         port = self._options.port if self._options.nodes == 1 else 0
-        message = {"say": say, "port": port or _free_port(), **content}
+        step = self._slots.step if self._slots is not None else -1
+        message = {"say": say, "port": port or _free_port(), "step": step, **content}
         if isinstance(self._owner, Owner):
             self._owner.hear(self._me, message)
         elif self._owner is not None:
@@ -256,8 +300,7 @@ class _Agent:
         if self._ended or len(ranks.failures) > self._told:
             self._told = len(ranks.failures)
             failures = [asdict(failure) for failure in ranks.failures]
-            step = self._slots.step if self._slots is not None else -1
-            self._say("ended" if self._ended else "failed", failures=failures, signals=self._signals, step=step)
+            self._say("ended" if self._ended else "failed", failures=failures, signals=self._signals)
 
     def _look_closer(self, ranks: LocalRanks) -> None:
         """Prepare to start ranks again, and notice those that have been stopped while others run."""
@@ -297,6 +340,10 @@ class _Agent:
             else:
                 self._make_room()
                 self._ranks.signal(signum)
+            if self._ended and self._owner is not None:  # the other nodes wait for one
+                self._say("failed", failures=[], signals=self._signals)
+            elif self._ended and signum in ENDING_SIGNALS:
+                self._code = 128 + signum
 
     def _make_room(self) -> None:
         for output in self._outputs:
@@ -307,9 +354,18 @@ class _Remote:
     """The owner, at the other end of a connection."""
 
     def __init__(
-        self, link: socket.socket, name: str, selector: selectors.BaseSelector, inbox: deque[dict[str, Any]]
+        self,
+        link: socket.socket,
+        name: str,
+        selector: selectors.BaseSelector,
+        inbox: deque[dict[str, Any]],
+        *,
+        heals: bool,
     ) -> None:
         self.name = name
+        self.lost = False  # and the agent is to come anew
+        self.heard = Stopwatch()  # since its last words
+        self._heals = heals
         self._link = link
         self._selector = selector
         self._inbox = inbox
@@ -332,8 +388,11 @@ class _Remote:
             part = b""
         *lines, self._received = (self._received + part).split(b"\n")
         self._inbox.extend(json.loads(line) for line in lines)
+        self.heard = Stopwatch()
         if not part:
             self.close()
+            self.lost = self._heals
+        if not part and not self._heals:
             text = f"{self.name} has ended or cannot be reached; see its output"
             self._inbox.append({"do": "finish", "code": 1, "text": text})
 

@@ -133,7 +133,7 @@ class ForkServer:
 # -- in that process --------------------------------------------------------------------------------------------------
 def _import(modules: Sequence[str]) -> None:
     """MPI is left to the rank: importing it initializes it."""
-    sys.modules["mpi4py.MPI"] = None  # type: ignore[assignment] - whose import then fails
+    sys.modules["mpi4py.MPI"] = None  # type: ignore[assignment] # whose import then fails
     for name in modules:
         with contextlib.suppress(BaseException):
             importlib.import_module(name)

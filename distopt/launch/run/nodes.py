@@ -29,6 +29,8 @@ NO_RANK = 0xFFFFFFFF  # of a node that leaves its number to the owner
 _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
 _SIGNAL_SECONDS = 30.0  # after a signal from outside, on which the ranks may save their states
 _ANSWER_SECONDS = 5.0  # for an agent to say that its ranks have been killed
+BEAT_SECONDS = 0.1  # between two signs of life of an agent that heals
+SILENT_SECONDS = 0.6  # without one, after which it counts as cut off
 _SIGNALLED = 128  # exit codes of ranks that have ended by signals begin here
 _MOST_ATTEMPTS = 5  # of healing, without a new step
 _WAITING_SECONDS = 10.0  # before the owner says for how many nodes it waits
@@ -88,6 +90,8 @@ class Node:
         ended: whether all its ranks have ended, or the agent itself.
         signals: those that it has passed on to its ranks.
         step: the newest of which all its ranks keep states; -1: none.
+        away: whether it is cut off or lost, and the others wait for it, or for another in its place.
+        heard: since the last sign of life.
     """
 
     host: str
@@ -101,6 +105,8 @@ class Node:
     ended: bool = False
     signals: list[int] = field(default_factory=list)
     step: int = -1
+    away: bool = False
+    heard: Stopwatch = field(default_factory=Stopwatch)
 
     @property
     def name(self) -> str:
@@ -152,9 +158,17 @@ class Owner(Gate):
     def hear(self, node: Node, message: dict[str, Any]) -> None:
         """Local. Act on what an agent says."""
         say = message["say"]
+        node.heard = Stopwatch()
+        if say == "beat":
+            return
         if say == "hello":
-            node.ranks, node.port = int(message["ranks"]), int(message["port"])
-            if len(self._nodes) == self._size and all(each.ranks for each in self._nodes):
+            before, node.ranks, node.port = node.ranks, int(message["ranks"]), int(message["port"])
+            node.step = int(message["step"])
+            if before and before != node.ranks:
+                self._finish(2, f"{node.name} has {node.ranks} ranks in the place of {before}; correct the line on it")
+            elif self._attempt >= 0:
+                self._is_back(node)
+            elif len(self._nodes) == self._size and all(each.ranks for each in self._nodes):
                 self._number()
                 self._start("")
             return
@@ -165,7 +179,7 @@ class Owner(Gate):
             self._cause = ""
             return
         node.signals = [int(signum) for signum in message["signals"]]
-        node.step = int(message.get("step", node.step))
+        node.step = int(message["step"])
         for one in message["failures"]:
             failure = Failure(**one)
             self._failures.setdefault(failure.rank, failure)  # of one that cannot be started, and of one ended then
@@ -177,6 +191,14 @@ class Owner(Gate):
             self._end()
         if all(each.ended for each in self._nodes):
             self._decide()
+
+    def beat(self) -> None:
+        """Local. Give all other nodes a sign of life, and look for theirs."""
+        for link, node in list(self._by_link.items()):
+            node.tell({"do": "beat"})
+            if self._attempt >= 0 and node.heard.seconds() > SILENT_SECONDS:
+                self._drop(link)
+                self._lost(link)
 
     def look(self) -> None:
         """Local. Act on the passing of time."""
@@ -196,10 +218,19 @@ class Owner(Gate):
         elif now > self._end_by:
             for node in [node for node in self._nodes if not node.ended]:
                 self._gone(node)
+            for node in [node for node in self._nodes if node.heard.seconds() > self._options.timeout and node.away]:
+                self._finish(1, f"{self._failures[self._first_rank(node)].text}; no other has come in its place")
 
     # -- the gate --------------------------------------------------------------------------------------------------
     def _refusal(self, link: Link, size: int) -> str:
         who = f"{link.host} (pid {link.pid})"
+        if self._options.heal and self._attempt >= 0:
+            for old, node in list(self._by_link.items()):
+                if (node.host, node.pid) == (link.host, link.pid):  # which has noticed first that it was cut off
+                    self._drop(old)
+                    self._lost(old)
+            if self._place_of(link) is not None:
+                return ""
         if self._attempt >= 0 or len(self._nodes) == self._size:
             return f"the job {self._options.run_id!r} there has its {self._size} nodes already: {self._names()}"
         reason = ""
@@ -217,9 +248,19 @@ class Owner(Gate):
 
         # Names of hosts may be the same on two. This host's own addresses may be unknown to the other nodes.
         address = self._own.address if is_own(link.address) else link.address
-        node = Node(link.host, link.pid, link.rank, tell, address)
+        node = self._place_of(link)
+        if node is None:
+            node = Node(link.host, link.pid, link.rank, tell, address)
+            self._nodes.append(node)
+        else:
+            node.host, node.pid, node.tell, node.address = link.host, link.pid, tell, address
         self._by_link[link] = node
-        self._nodes.append(node)
+
+    def _place_of(self, link: Link) -> Node | None:
+        """The node that is away, and that the agent at the other end is, or takes the place of."""
+        away = [node for node in self._nodes if node.away and link.rank in {NO_RANK, node.number}]
+        away.sort(key=lambda node: (node.host, node.pid) != (link.host, link.pid))
+        return away[0] if away else None
 
     def _serve(self, link: Link, line: str) -> None:
         try:
@@ -302,17 +343,32 @@ class Owner(Gate):
         if self._finished:
             return
         node.ended = True
-        rank = sum(other.ranks for other in self._nodes[: node.number])
+        rank = self._first_rank(node)
         last = rank + node.ranks - 1
         ranks = f"rank {rank}" if rank == last else f"ranks {rank} to {last}"
         text = f"node {node.number} ({ranks}), {node.name}, has ended or cannot be reached; see its output"
-        self._failures[rank] = Failure(rank, 1, text, is_final=True)
+        self._failures[rank] = Failure(rank, 1, text, is_final=not self._options.heal)
+        if self._options.heal:
+            node.away, node.tell, node.heard = True, lambda _: None, Stopwatch()
+            cure = "waiting for it, or for the same line typed on another in its place"
+            self._warn(f"{text}; {cure}")
         self._end()
+        if all(each.ended for each in self._nodes):
+            self._decide()
+
+    def _first_rank(self, node: Node) -> int:
+        return sum(other.ranks for other in self._nodes[: node.number])
+
+    def _is_back(self, node: Node) -> None:
+        """It, or another in its place, is ready to start its ranks."""
+        node.away = False
         if all(each.ended for each in self._nodes):
             self._decide()
 
     def _decide(self) -> None:
         """All ranks have ended."""
+        if any(node.away for node in self._nodes) and not any(signum in ENDING_SIGNALS for signum in self._signals):
+            return
         if not self._failures:
             self._finish(0, "")
             return
