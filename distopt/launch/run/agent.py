@@ -253,6 +253,7 @@ class _Agent:
     def _start(self, order: dict[str, Any]) -> None:
         if self._ranks is not None:
             self._ranks.close()
+            _reap()
         if isinstance(self._owner, _Remote):
             self._owner.name = f"the node that owns {self._options.endpoint}, {order['owner']},"
         self._ranks = ranks = LocalRanks(self._selector)
@@ -402,6 +403,13 @@ def _owns(options: RunOptions) -> bool:
     if options.static and options.node_rank is not None:
         return options.node_rank == 0
     return is_own(options.host)
+
+
+def _reap() -> None:
+    """What ranks had started became children of this process when they ended, and would count as their siblings."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _free_port() -> int:

@@ -31,6 +31,7 @@ from typing import Any
 
 from ..ending import die_with
 from ..threads import THREAD_VARIABLES
+from ..watch import siblings
 from ..watch.report import VARIABLE, supervisor
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
@@ -182,6 +183,8 @@ def _take(numbers: Sequence[int], fds: Sequence[int]) -> None:
 
 def _become(order: Mapping[str, Any]) -> None:
     """Make this process the rank, up to running its script."""
+    _libc.prctl(_PR_SET_NAME, Path(sys.executable).name.encode(), 0, 0, 0)
+    siblings.look()
     os.environ.clear()
     os.environ.update(order["env"])
     supervisor.open(order["report"])
@@ -217,7 +220,6 @@ def _run(program: Sequence[str]) -> None:
 def _main() -> None:
     _libc.prctl(_PR_SET_NAME, b"distopt forks", 0, 0, 0)  # else ranks would take it for one of them
     order = _serve(socket.socket(fileno=int(sys.argv[1])))
-    _libc.prctl(_PR_SET_NAME, os.path.basename(sys.executable).encode(), 0, 0, 0)  # noqa: PTH119 - a string
     _become(order)
     _run(order["program"])
 

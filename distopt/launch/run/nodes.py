@@ -258,7 +258,8 @@ class Owner(Gate):
 
     def _place_of(self, link: Link) -> Node | None:
         """The node that is away, and that the agent at the other end is, or takes the place of."""
-        away = [node for node in self._nodes if node.away and link.rank in {NO_RANK, node.number}]
+        away = [node for node in self._nodes if node.away and node not in self._by_link.values()]
+        away = [node for node in away if link.rank in {NO_RANK, node.number}]
         away.sort(key=lambda node: (node.host, node.pid) != (link.host, link.pid))
         return away[0] if away else None
 
@@ -347,7 +348,7 @@ class Owner(Gate):
         last = rank + node.ranks - 1
         ranks = f"rank {rank}" if rank == last else f"ranks {rank} to {last}"
         text = f"node {node.number} ({ranks}), {node.name}, has ended or cannot be reached; see its output"
-        self._failures[rank] = Failure(rank, 1, text, is_final=not self._options.heal)
+        self._failures[rank] = Failure(rank, 1, text, is_final=True, is_of_node=True)
         if self._options.heal:
             node.away, node.tell, node.heard = True, lambda _: None, Stopwatch()
             cure = "waiting for it, or for the same line typed on another in its place"
@@ -380,11 +381,11 @@ class Owner(Gate):
         if by_signal:
             ended = "the rank has" if total == 1 else f"all {total} ranks have"
             self._finish(128 + by_signal[0], f"{signal.Signals(by_signal[0]).name}: {ended} ended")
-        elif first.is_final or any(signum in ENDING_SIGNALS for signum in self._signals):
+        elif any(signum in ENDING_SIGNALS for signum in self._signals):
             self._finish(first.code, first.text)
-        elif self._options.heal:
+        elif self._options.heal and (first.is_of_node or not first.is_final):
             self._heal(first)
-        elif self._attempt >= self._options.restarts:
+        elif first.is_final or self._attempt >= self._options.restarts:
             self._finish(first.code, first.text)
         else:
             again = f"starting all ranks again ({self._attempt + 1} of {self._options.restarts})"
@@ -392,11 +393,11 @@ class Owner(Gate):
 
     def _heal(self, first: Failure) -> None:
         """Start all ranks again, unless that has been in vain, or is bound to be."""
-        step = min(node.step for node in self._nodes)
+        step = max(node.step for node in self._nodes)  # of one in the place of another, -1
         if self._healed and step > self._healed[-1][0]:
             self._healed.clear()
         text = re.sub(r" \(pid \d+\)", "", first.text)
-        if (step, text) in self._healed and first.code < _SIGNALLED:
+        if (step, text) in self._healed and first.code < _SIGNALLED and not first.is_of_node:
             self._finish(first.code, f"{first.text}; so it did before, after step {step}")
         elif len(self._healed) == _MOST_ATTEMPTS:
             self._finish(first.code, f"{first.text}; {_MOST_ATTEMPTS} attempts have led to no step after {step}")

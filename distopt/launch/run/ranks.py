@@ -46,6 +46,7 @@ class Failure:
         text: who has failed, and how.
         is_consequence: whether another failure is known to be the cause, or is more likely to be.
         is_final: whether to start again would be in vain.
+        is_of_node: whether a node has failed.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class Failure:
     text: str
     is_consequence: bool = False
     is_final: bool = False
+    is_of_node: bool = False
 
 
 @contextlib.contextmanager

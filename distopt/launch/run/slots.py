@@ -33,7 +33,9 @@ class Slots:
     @property
     def step(self) -> int:
         """Local. The newest step of which all ranks may have states; -1 if one has none."""
-        steps: list[int] = [HEADER.unpack(os.pread(fd, HEADER.size, 0).ljust(HEADER.size, b"\0"))[0] - 1 for fd in self.fds]
+        steps: list[int] = [
+            HEADER.unpack(os.pread(fd, HEADER.size, 0).ljust(HEADER.size, b"\0"))[0] - 1 for fd in self.fds
+        ]
         return min(map(max, steps[::2], steps[1::2]))
 
     def close(self) -> None:
