@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..errors import CheckpointError, UsageError
 from ..files import file_lock
 from .folder import Manifest, list_checkpoints, name_of, prune, remove, share_of, write_rank
-from .load import communicator_of, first_reason, load
+from .load import communicator_of, first_reason, load_newest
+from .memory import Memory
 from .parts import copy_of, parts_of
 from .preemption import Preemption
 
@@ -107,13 +108,15 @@ class Checkpoint:
         self._writer: threading.Thread | None = None
         self._failure = ""  # of the last save
         self._held = contextlib.ExitStack()  # the lock
+        self._memory: Memory | None = None  # of an agent that heals
 
     # -- going on ----------------------------------------------------------------------------------------------------
     def resume(self, reset: bool = False) -> Resumed | None:
         """Collective. Go on from the last whole checkpoint; see `load`. Call it once, before the first step.
 
         Args:
-            reset: remove all checkpoints in the folder, and start anew.
+            reset: remove all checkpoints in the folder, and start anew; ranks that `distopt run` or torchrun start
+                again go on.
 
         Returns:
             Where the job goes on from; None if it starts anew.
@@ -123,21 +126,25 @@ class Checkpoint:
             StateError: there are checkpoints, but none can be used.
             UsageError: signals are to be handled, and this is not the main thread.
         """
-        if self._root is None:
+        self._memory = Memory.of_agent(self._communicator)
+        if self._root is None and self._memory is None:
             return None
         if self._preemptible and self._preemption is None:
             self._preemption = Preemption(self._communicator)
         try:
-            self._claim(self._root, reset)
-            resumed = load(self._root, self._communicator, **self._objects)
+            if self._root is not None:
+                self._claim(self._root, reset and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0")
+            resumed = load_newest(self._root, self._communicator, parts_of(self._objects), self._memory)
         except BaseException:
             self._abandon()
             raise
         self._versions = {name: version(name) for name in ("distopt", "numpy")}
         self._failure = ""
         if resumed is not None:
-            self.steps, self.epoch, self._first = resumed.step, resumed.epoch, False
-            self._names, self._saved = [resumed.folder.name], (resumed.step, resumed.epoch)
+            self.steps, self.epoch = resumed.step, resumed.epoch
+            if resumed.folder is not None:
+                self._first = False
+                self._names, self._saved = [resumed.folder.name], (resumed.step, resumed.epoch)
             self._refused.update(resumed.refused)
         return resumed
 
@@ -192,6 +199,8 @@ class Checkpoint:
         self.epoch = self.epoch if epoch is None else epoch
         if self._preemption is not None and (signum := self._preemption.due()):
             self._leave(self._preemption, signum)
+        if self._memory is not None and self._memory.due(self.steps):
+            self._memory.keep(self.steps, self.epoch, parts_of(self._objects))
         if self._every and self.steps % self._every == 0:
             self.save()
 
@@ -208,6 +217,8 @@ class Checkpoint:
             UsageError: before `resume`, after `close`, or an object cannot be saved.
         """
         self.epoch = self.epoch if epoch is None else epoch
+        if self._memory is not None:
+            self._memory.keep(self.steps, self.epoch, parts_of(self._objects))
         if self._root is None:
             return
         if not self._run:

@@ -17,12 +17,13 @@ from ..comm.single import SingleCommunicator
 from ..comm.world import current
 from ..errors import StateError
 from ..launch.topology import Topology
-from .folder import Manifest, list_checkpoints, read_manifest, read_rank, read_shared, survey
+from .folder import Manifest, list_checkpoints, name_of, read_manifest, read_rank, read_shared, survey
 from .merge import Mean, Stream
 from .parts import State, copy_of, of_device, parts_of
 
 if TYPE_CHECKING:
     from ..files import Arrays
+    from .memory import Memory
     from .parts import Part
 
 log = logging.getLogger("distopt")
@@ -42,21 +43,21 @@ class Resumed:
     """Where a job goes on from.
 
     Attributes:
-        folder: the checkpoint.
+        folder: the checkpoint; None for states that an agent of `distopt run --heal` has kept.
         step: number of training steps that were finished.
         epoch: what the script had said.
         world_size: number of ranks that saved.
         refused: names of newer checkpoints that could not be used.
     """
 
-    folder: Path
+    folder: Path | None
     step: int
     epoch: int
     world_size: int
     refused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.folder} (step {self.step}, epoch {self.epoch})"
+        return f"{self.folder or 'memory'} (step {self.step}, epoch {self.epoch})"
 
 
 def load(folder: str | os.PathLike[str], communicator: Ranks | None = None, **objects: Any) -> Resumed | None:
@@ -77,13 +78,23 @@ def load(folder: str | os.PathLike[str], communicator: Ranks | None = None, **ob
         StateError: there are checkpoints, but none can be used; nothing was changed.
         UsageError: an object cannot be loaded.
     """
-    root, parts = Path(folder), parts_of(objects)
     communicator = communicator_of(objects) if communicator is None else communicator
-    names, begun = _found(root, communicator)
+    return load_newest(Path(folder), communicator, parts_of(objects), None)
+
+
+def load_newest(
+    root: Path | None, communicator: Ranks, parts: Mapping[str, Part], memory: Memory | None
+) -> Resumed | None:
+    """Collective. See `load`; states of the same step or a newer one in `memory` go before a folder."""
+    names, begun = ([], False) if root is None else _found(root, communicator)
+    label = memory.agree() if memory is not None else None
     refused: list[str] = []
     reason = ""
     common = _common(communicator, parts) if names else set()
     for name in reversed(names):
+        if label is not None and name < name_of(label[0] + 1):
+            break
+        assert root is not None
         states, manifest, reason = {}, None, ""
         try:
             manifest = read_manifest(root / name)
@@ -99,6 +110,10 @@ def load(folder: str | os.PathLike[str], communicator: Ranks | None = None, **ob
         refused.append(name)
         if communicator.topology.rank == 0:
             log.warning("checkpoint %s is refused: %s", root / name, reason)
+    if memory is not None and label is not None:
+        for key, state in memory.read(label, parts).items():
+            parts[key].put(state)
+        return Resumed(None, *label, communicator.topology.world_size, tuple(refused))
     if begun or not names:
         return None
     raise StateError(

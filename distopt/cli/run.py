@@ -61,6 +61,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="K",
         help="start all ranks again so many times (default: 0)",
     )
+    add("heal", action="store_true", help="start all ranks again as long as they make progress; see docs/faults.md")
     add(
         "log-dir",
         type=Path,
@@ -130,6 +131,7 @@ def options_of(args: argparse.Namespace) -> RunOptions:
         static=static,
         run_id=args.rdzv_id,
         restarts=args.max_restarts,
+        heal=args.heal,
         log_dir=args.log_dir,
         timeout=args.rdzv_timeout,
     )

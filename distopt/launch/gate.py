@@ -111,10 +111,18 @@ def peer_of(link: socket.socket) -> tuple[int, int]:
     return int(pid), int(uid)
 
 
-def call(place: tuple[str, int], key: bytes, purpose: bytes, rank: int, size: int, clock: Stopwatch) -> socket.socket:
+def call(
+    place: tuple[str, int],
+    key: bytes,
+    purpose: bytes,
+    rank: int,
+    size: int,
+    clock: Stopwatch,
+    seconds: float = CONNECT_SECONDS,
+) -> socket.socket:
     """Local. Connect to the `Gate` at a TCP address, and introduce this process; see `introduce`.
 
-    `clock`, a stopwatch of `LONGEST_CALL_SECONDS`, is looked at in between.
+    `clock`, a stopwatch of `LONGEST_CALL_SECONDS`, is looked at in between. The connection may take `seconds`.
 
     Raises:
         RefusedError: the gate does not let this process in.
@@ -122,7 +130,7 @@ def call(place: tuple[str, int], key: bytes, purpose: bytes, rank: int, size: in
         OSError: nothing listens there, or it does not answer in time.
     """
     clock.seconds()
-    link = socket.create_connection(place, timeout=CONNECT_SECONDS)
+    link = socket.create_connection(place, timeout=seconds)
     try:
         _keep_alive(link)
         introduce(link, key, purpose, rank, size, Deadline(_HANDSHAKE_SECONDS, clock))

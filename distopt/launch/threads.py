@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from threadpoolctl import ThreadpoolController
 
-_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _log = logging.getLogger("distopt")
 
 
@@ -23,11 +23,11 @@ def cores() -> set[int]:
 
 def thread_variables(local_size: int, env: Mapping[str, str]) -> dict[str, str]:
     """Local. Variables that give each of `local_size` processes its share of threads; empty if `env` sets one."""
-    if any(name in env for name in _VARIABLES):
+    if any(name in env for name in THREAD_VARIABLES):
         return {}
     share = max(1, len(cores()) // local_size)
-    _log.info("%d ranks on %d cores: %s=%d", local_size, len(cores()), "=".join(_VARIABLES), share)
-    return dict.fromkeys(_VARIABLES, str(share))
+    _log.info("%d ranks on %d cores: %s=%d", local_size, len(cores()), "=".join(THREAD_VARIABLES), share)
+    return dict.fromkeys(THREAD_VARIABLES, str(share))
 
 
 def cap_threads(local_size: int, n_cores: int | None = None) -> None:
@@ -37,7 +37,7 @@ def cap_threads(local_size: int, n_cores: int | None = None) -> None:
         local_size: ranks on this host.
         n_cores: number of cores available to the ranks of this host together (default: to this process).
     """
-    chosen = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
+    chosen = [f"{name}={os.environ[name]}" for name in THREAD_VARIABLES if name in os.environ]
     if chosen:
         _log.info("BLAS threads as the environment says: %s", " ".join(chosen))
         return

@@ -16,7 +16,7 @@ import socket
 import time
 from collections import deque
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
@@ -24,16 +24,23 @@ from ..ending import ENDING_SIGNALS, caught_signals, waitable_children
 from ..gate import LONGEST_CALL_SECONDS, RefusedError, StrangerError, call, is_own, listen, proof, turn
 from ..stopwatch import Stopwatch
 from ..threads import thread_variables
-from .nodes import NO_RANK, Node, Owner, RunOptions
+from .nodes import BEAT_SECONDS, NO_RANK, SILENT_SECONDS, Node, Owner, RunOptions
 from .output import Output
 from .program import Program
 from .ranks import Failure, LocalRanks, starting
+from .slots import Slots
+
+if TYPE_CHECKING:
+    from .fork_server import ForkServer
 
 _LOOK_SECONDS = 0.2
 _RETRY_SECONDS = 0.03
 _FOREIGN_SECONDS = 3.0  # for which another program may still hold the endpoint
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _STILL_SECONDS = 1.0  # for which the reader of the last lines of a job that has failed, or must end, may take none
+_HEALING_LOOK_SECONDS = 0.03
+_RECONNECT_SECONDS = 0.25  # that one attempt may take
+_STOPPED_SECONDS = 0.1  # for which a rank may be stopped before the others: with the job, as by scontrol suspend
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
 # Those of a launcher that has started the agent would contradict the ranks' own.
 _FOREIGN_VARIABLES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_")
@@ -78,14 +85,24 @@ class _Agent:
         self._clock = Stopwatch()
         self._kill_at = float("inf")  # on that clock
         self._code: int | None = None
+        self._slots = Slots(options.ranks) if options.heal else None
+        self._server: ForkServer | None = None
+        self._common: dict[str, str] = {}  # environment of the ranks
+        self._stopped: Stopwatch | None = None  # since when ranks are
+        self._beat_at = 0.0  # on the clock: the next sign of life
+        self._lost_since = Stopwatch()  # the owner
+        self._owner_name = ""
 
     def run(self) -> int:
         self._meet()
+        seconds = _HEALING_LOOK_SECONDS if self._options.heal else _LOOK_SECONDS
         while self._code is None:
-            turn(self._selector, 0.0 if self._inbox else _LOOK_SECONDS)
+            turn(self._selector, 0.0 if self._inbox else seconds)
             self._handle_signals()
             if isinstance(self._owner, Owner):
                 self._owner.look()
+            if self._options.heal and self._options.nodes > 1:
+                self._beat()
             while self._inbox and self._code is None:
                 self._obey(self._inbox.popleft())
             self._look_at_ranks()
@@ -94,6 +111,10 @@ class _Agent:
     def close(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
+        if self._server is not None:
+            self._server.close()
+        if self._slots is not None:
+            self._slots.close()
         if self._owner is not None:
             self._owner.close()
         for output in self._outputs:
@@ -127,7 +148,7 @@ class _Agent:
                 self._owner.listen(listener)
         elif (link := self._connect()) is not None:
             owner = f"the node that owns {options.endpoint}"
-            self._owner = _Remote(link, owner, self._selector, self._inbox)
+            self._owner = _Remote(link, owner, self._selector, self._inbox, heals=options.heal)
         if self._owner is not None:
             self._say("hello", ranks=options.ranks)
 
@@ -166,10 +187,48 @@ class _Agent:
                 return None
             time.sleep(_RETRY_SECONDS)
 
+    def _beat(self) -> None:
+        """Give the other agents a sign of life. One that hears none from the owner is cut off, and comes anew."""
+        now = self._clock.seconds()
+        if now < self._beat_at:
+            return
+        self._beat_at = now + BEAT_SECONDS
+        owner = self._owner
+        if isinstance(owner, Owner):
+            owner.beat()
+        elif owner is not None and not owner.lost and owner.heard.seconds() < SILENT_SECONDS:
+            owner.say({"say": "beat"})
+        elif self._ranks is None:  # the job has not begun
+            self._code = 1
+        elif self._ranks.running:
+            self._ranks.kill()
+        else:
+            self._come_anew(owner)
+
+    def _come_anew(self, lost: _Remote | None) -> None:
+        if lost is not None:
+            self._owner, self._lost_since = None, Stopwatch(LONGEST_CALL_SECONDS)
+            lost.close()
+            self._owner_name = lost.name
+        options = self._options
+        place, clock = (options.host, options.port), Stopwatch(LONGEST_CALL_SECONDS)
+        try:
+            link = call(place, self._key, b"a", self._me.wanted, options.nodes, clock, _RECONNECT_SECONDS)
+        except RefusedError as error:
+            raise LaunchError(f"{options.endpoint} refuses this node: {error}") from None
+        except OSError:
+            if self._lost_since.seconds() > options.timeout:
+                self._print(f"{self._owner_name} has ended or cannot be reached; see its output")
+                self._code = 1
+            return
+        self._owner = _Remote(link, self._owner_name, self._selector, self._inbox, heals=True)
+        self._say("hello", ranks=options.ranks)
+
     # -- the owner's words -----------------------------------------------------------------------------------------
     def _say(self, say: str, **content: Any) -> None:
         port = self._options.port if self._options.nodes == 1 else 0
-        message = {"say": say, "port": port or _free_port(), **content}
+        step = self._slots.step if self._slots is not None else -1
+        message = {"say": say, "port": port or _free_port(), "step": step, **content}
         if isinstance(self._owner, Owner):
             self._owner.hear(self._me, message)
         elif self._owner is not None:
@@ -183,14 +242,18 @@ class _Agent:
             self._start(message)
         elif do == "end" and self._ranks is not None:
             self._make_room()
-            self._ranks.terminate()
-            self._kill_at = min(self._kill_at, self._clock.seconds() + message["patience"])
+            if message["patience"]:
+                self._ranks.terminate()
+                self._kill_at = min(self._kill_at, self._clock.seconds() + message["patience"])
+            else:
+                self._ranks.kill()
         elif do == "finish":
             self._code = int(message["code"])
 
     def _start(self, order: dict[str, Any]) -> None:
         if self._ranks is not None:
             self._ranks.close()
+            _reap()
         if isinstance(self._owner, _Remote):
             self._owner.name = f"the node that owns {self._options.endpoint}, {order['owner']},"
         self._ranks = ranks = LocalRanks(self._selector)
@@ -199,7 +262,7 @@ class _Agent:
             ranks.failures.append(Failure(order["first"], 128 + ending[0], "", is_consequence=True))
             return
         options = self._options
-        common = _variables(order, options, self._key)
+        self._common = _variables(order, options, self._key)
         try:
             for local_rank in range(options.ranks):
                 rank = order["first"] + local_rank
@@ -207,8 +270,16 @@ class _Agent:
                 if options.log_dir is not None:
                     folder = options.log_dir / order["job"] / f"attempt_{order['attempt']}" / str(rank)
                 own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+                slots: list[int] = []
+                if self._slots is not None:
+                    own |= self._slots.variable(local_rank)
+                    slots = self._slots.fds
                 with starting(rank):
-                    ranks.add(Program(rank, options.program, {**common, **own}, folder, self._outputs))
+                    ranks.add(
+                        Program(
+                            rank, options.program, {**self._common, **own}, folder, self._outputs, self._server, slots
+                        )
+                    )
         except UsageError as error:
             text = f"on {self._me.host}, {error}"
             ranks.failures.append(Failure(rank, UsageError.exit_code, text, is_final=True))
@@ -219,6 +290,8 @@ class _Agent:
         if ranks is None or self._code is not None or self._ended:
             return
         ranks.look()
+        if self._options.heal:
+            self._look_closer(ranks)
         if ranks.running and self._clock.seconds() >= self._kill_at:
             ranks.kill()
         if not ranks.running:
@@ -229,6 +302,25 @@ class _Agent:
             self._told = len(ranks.failures)
             failures = [asdict(failure) for failure in ranks.failures]
             self._say("ended" if self._ended else "failed", failures=failures, signals=self._signals)
+
+    def _look_closer(self, ranks: LocalRanks) -> None:
+        """Prepare to start ranks again, and notice those that have been stopped while others run."""
+        if ranks.ranks and (done := ranks.ranks[0].said.pop("stepped", None)):
+            self._say("stepped", step=done["step"])
+        modules = ranks.ranks[0].said.get("modules") if ranks.ranks else None
+        if modules is not None and (self._server is None or self._server.ended):
+            from .fork_server import ForkServer
+
+            with contextlib.suppress(OSError):  # a limit has been reached
+                self._server = ForkServer(modules["names"], self._common, self._selector, self._print)
+        stopped = [rank for rank in ranks.running if rank.stopped]
+        if not stopped or (self._options.nodes == 1 and len(stopped) == len(ranks.running)):
+            self._stopped = None
+        elif self._stopped is None:
+            self._stopped = Stopwatch()
+        elif self._stopped.seconds() > _STOPPED_SECONDS:
+            for rank in stopped:
+                ranks.fail(rank, 128 + signal.SIGSTOP, "was stopped, as by SIGSTOP, while others ran")
 
     def _handle_signals(self) -> None:
         while self._caught:
@@ -249,6 +341,10 @@ class _Agent:
             else:
                 self._make_room()
                 self._ranks.signal(signum)
+            if self._ended and self._owner is not None:  # the other nodes wait for one
+                self._say("failed", failures=[], signals=self._signals)
+            elif self._ended and signum in ENDING_SIGNALS:
+                self._code = 128 + signum
 
     def _make_room(self) -> None:
         for output in self._outputs:
@@ -259,9 +355,18 @@ class _Remote:
     """The owner, at the other end of a connection."""
 
     def __init__(
-        self, link: socket.socket, name: str, selector: selectors.BaseSelector, inbox: deque[dict[str, Any]]
+        self,
+        link: socket.socket,
+        name: str,
+        selector: selectors.BaseSelector,
+        inbox: deque[dict[str, Any]],
+        *,
+        heals: bool,
     ) -> None:
         self.name = name
+        self.lost = False  # and the agent is to come anew
+        self.heard = Stopwatch()  # since its last words
+        self._heals = heals
         self._link = link
         self._selector = selector
         self._inbox = inbox
@@ -284,8 +389,11 @@ class _Remote:
             part = b""
         *lines, self._received = (self._received + part).split(b"\n")
         self._inbox.extend(json.loads(line) for line in lines)
+        self.heard = Stopwatch()
         if not part:
             self.close()
+            self.lost = self._heals
+        if not part and not self._heals:
             text = f"{self.name} has ended or cannot be reached; see its output"
             self._inbox.append({"do": "finish", "code": 1, "text": text})
 
@@ -295,6 +403,13 @@ def _owns(options: RunOptions) -> bool:
     if options.static and options.node_rank is not None:
         return options.node_rank == 0
     return is_own(options.host)
+
+
+def _reap() -> None:
+    """What ranks had started became children of this process when they ended, and would count as their siblings."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _free_port() -> int:

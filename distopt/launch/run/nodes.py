@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import signal
 from collections.abc import Callable
@@ -28,6 +29,10 @@ NO_RANK = 0xFFFFFFFF  # of a node that leaves its number to the owner
 _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
 _SIGNAL_SECONDS = 30.0  # after a signal from outside, on which the ranks may save their states
 _ANSWER_SECONDS = 5.0  # for an agent to say that its ranks have been killed
+BEAT_SECONDS = 0.1  # between two signs of life of an agent that heals
+SILENT_SECONDS = 0.6  # without one, after which it counts as cut off
+_SIGNALLED = 128  # exit codes of ranks that have ended by signals begin here
+_MOST_ATTEMPTS = 5  # of healing, without a new step
 _WAITING_SECONDS = 10.0  # before the owner says for how many nodes it waits
 
 
@@ -45,6 +50,7 @@ class RunOptions:
         static: whether node 0 owns the endpoint, instead of the node that has its address.
         run_id: name of the job.
         restarts: how many times to start all ranks again after a failure.
+        heal: whether to do so as long as that leads to new steps, warm, and from states in memory.
         log_dir: folder for the output of the ranks.
         timeout: seconds within which all nodes must come.
     """
@@ -58,6 +64,7 @@ class RunOptions:
     static: bool = False
     run_id: str = "none"
     restarts: int = 0
+    heal: bool = False
     log_dir: Path | None = None
     timeout: float = 300.0
 
@@ -82,6 +89,9 @@ class Node:
         number: its number among the nodes.
         ended: whether all its ranks have ended, or the agent itself.
         signals: those that it has passed on to its ranks.
+        step: the newest of which all its ranks keep states; -1: none.
+        away: whether it is cut off or lost, and the others wait for it, or for another in its place.
+        heard: since the last sign of life.
     """
 
     host: str
@@ -94,6 +104,9 @@ class Node:
     number: int = -1
     ended: bool = False
     signals: list[int] = field(default_factory=list)
+    step: int = -1
+    away: bool = False
+    heard: Stopwatch = field(default_factory=Stopwatch)
 
     @property
     def name(self) -> str:
@@ -137,18 +150,36 @@ class Owner(Gate):
         self._finished = False
         self._warned = False
         self._say_at = _WAITING_SECONDS
+        self._healed: list[tuple[int, str]] = []  # since the last new step: after which one, and why
+        self._failed_at = 0.0  # on the clock
+        self._cause = ""  # of a failure after which no step has been done yet
 
     # -- what agents say -------------------------------------------------------------------------------------------
     def hear(self, node: Node, message: dict[str, Any]) -> None:
         """Local. Act on what an agent says."""
         say = message["say"]
+        node.heard = Stopwatch()
+        if say == "beat":
+            return
         if say == "hello":
-            node.ranks, node.port = int(message["ranks"]), int(message["port"])
-            if len(self._nodes) == self._size and all(each.ranks for each in self._nodes):
+            before, node.ranks, node.port = node.ranks, int(message["ranks"]), int(message["port"])
+            node.step = int(message["step"])
+            if before and before != node.ranks:
+                self._finish(2, f"{node.name} has {node.ranks} ranks in the place of {before}; correct the line on it")
+            elif self._attempt >= 0:
+                self._is_back(node)
+            elif len(self._nodes) == self._size and all(each.ranks for each in self._nodes):
                 self._number()
                 self._start("")
             return
+        if say == "stepped":
+            seconds = self._clock.seconds() - self._failed_at
+            if self._cause:
+                self._warn(f"{self._cause}; healed: step {message['step']} was done after {seconds:.2f} s")
+            self._cause = ""
+            return
         node.signals = [int(signum) for signum in message["signals"]]
+        node.step = int(message["step"])
         for one in message["failures"]:
             failure = Failure(**one)
             self._failures.setdefault(failure.rank, failure)  # of one that cannot be started, and of one ended then
@@ -160,6 +191,14 @@ class Owner(Gate):
             self._end()
         if all(each.ended for each in self._nodes):
             self._decide()
+
+    def beat(self) -> None:
+        """Local. Give all other nodes a sign of life, and look for theirs."""
+        for link, node in list(self._by_link.items()):
+            node.tell({"do": "beat"})
+            if self._attempt >= 0 and node.heard.seconds() > SILENT_SECONDS:
+                self._drop(link)
+                self._lost(link)
 
     def look(self) -> None:
         """Local. Act on the passing of time."""
@@ -179,10 +218,19 @@ class Owner(Gate):
         elif now > self._end_by:
             for node in [node for node in self._nodes if not node.ended]:
                 self._gone(node)
+            for node in [node for node in self._nodes if node.heard.seconds() > self._options.timeout and node.away]:
+                self._finish(1, f"{self._failures[self._first_rank(node)].text}; no other has come in its place")
 
     # -- the gate --------------------------------------------------------------------------------------------------
     def _refusal(self, link: Link, size: int) -> str:
         who = f"{link.host} (pid {link.pid})"
+        if self._options.heal and self._attempt >= 0:
+            for old, node in list(self._by_link.items()):
+                if (node.host, node.pid) == (link.host, link.pid):  # which has noticed first that it was cut off
+                    self._drop(old)
+                    self._lost(old)
+            if self._place_of(link) is not None:
+                return ""
         if self._attempt >= 0 or len(self._nodes) == self._size:
             return f"the job {self._options.run_id!r} there has its {self._size} nodes already: {self._names()}"
         reason = ""
@@ -200,9 +248,20 @@ class Owner(Gate):
 
         # Names of hosts may be the same on two. This host's own addresses may be unknown to the other nodes.
         address = self._own.address if is_own(link.address) else link.address
-        node = Node(link.host, link.pid, link.rank, tell, address)
+        node = self._place_of(link)
+        if node is None:
+            node = Node(link.host, link.pid, link.rank, tell, address)
+            self._nodes.append(node)
+        else:
+            node.host, node.pid, node.tell, node.address = link.host, link.pid, tell, address
         self._by_link[link] = node
-        self._nodes.append(node)
+
+    def _place_of(self, link: Link) -> Node | None:
+        """The node that is away, and that the agent at the other end is, or takes the place of."""
+        away = [node for node in self._nodes if node.away and node not in self._by_link.values()]
+        away = [node for node in away if link.rank in {NO_RANK, node.number}]
+        away.sort(key=lambda node: (node.host, node.pid) != (link.host, link.pid))
+        return away[0] if away else None
 
     def _serve(self, link: Link, line: str) -> None:
         try:
@@ -265,12 +324,14 @@ class Owner(Gate):
             first += node.ranks
 
     def _end(self) -> None:
-        patience = _FAILURE_SECONDS
+        patience = 0.0 if self._options.heal else _FAILURE_SECONDS
         codes = [failure.code for failure in self._failures.values()]
         if self._killed or any(failure.is_final for failure in self._failures.values()):
             patience = 0.0
         elif any(signum in ENDING_SIGNALS or 128 + signum in codes for signum in self._signals):
             patience = _SIGNAL_SECONDS
+        if self._end_by == float("inf"):
+            self._failed_at = self._clock.seconds()
         by = self._clock.seconds() + patience + _ANSWER_SECONDS
         if by < self._end_by:
             self._end_by = by
@@ -281,17 +342,32 @@ class Owner(Gate):
         if self._finished:
             return
         node.ended = True
-        rank = sum(other.ranks for other in self._nodes[: node.number])
+        rank = self._first_rank(node)
         last = rank + node.ranks - 1
         ranks = f"rank {rank}" if rank == last else f"ranks {rank} to {last}"
         text = f"node {node.number} ({ranks}), {node.name}, has ended or cannot be reached; see its output"
-        self._failures[rank] = Failure(rank, 1, text, is_final=True)
+        self._failures[rank] = Failure(rank, 1, text, is_final=True, is_of_node=True)
+        if self._options.heal:
+            node.away, node.tell, node.heard = True, lambda _: None, Stopwatch()
+            cure = "waiting for it, or for the same line typed on another in its place"
+            self._warn(f"{text}; {cure}")
         self._end()
+        if all(each.ended for each in self._nodes):
+            self._decide()
+
+    def _first_rank(self, node: Node) -> int:
+        return sum(other.ranks for other in self._nodes[: node.number])
+
+    def _is_back(self, node: Node) -> None:
+        """It, or another in its place, is ready to start its ranks."""
+        node.away = False
         if all(each.ended for each in self._nodes):
             self._decide()
 
     def _decide(self) -> None:
         """All ranks have ended."""
+        if any(node.away for node in self._nodes) and not any(signum in ENDING_SIGNALS for signum in self._signals):
+            return
         if not self._failures:
             self._finish(0, "")
             return
@@ -303,15 +379,30 @@ class Owner(Gate):
         if by_signal:
             ended = "the rank has" if total == 1 else f"all {total} ranks have"
             self._finish(128 + by_signal[0], f"{signal.Signals(by_signal[0]).name}: {ended} ended")
-        elif (
-            first.is_final
-            or self._attempt >= self._options.restarts
-            or any(signum in ENDING_SIGNALS for signum in self._signals)
-        ):
+        elif any(signum in ENDING_SIGNALS for signum in self._signals):
+            self._finish(first.code, first.text)
+        elif self._options.heal and (first.is_of_node or not first.is_final):
+            self._heal(first)
+        elif first.is_final or self._attempt >= self._options.restarts:
             self._finish(first.code, first.text)
         else:
             again = f"starting all ranks again ({self._attempt + 1} of {self._options.restarts})"
             self._start(f"{first.text}; {again}")
+
+    def _heal(self, first: Failure) -> None:
+        """Start all ranks again, unless that has been in vain, or is bound to be."""
+        step = max(node.step for node in self._nodes)  # of one in the place of another, -1
+        if self._healed and step > self._healed[-1][0]:
+            self._healed.clear()
+        text = re.sub(r" \(pid \d+\)", "", first.text)
+        if (step, text) in self._healed and first.code < _SIGNALLED and not first.is_of_node:
+            self._finish(first.code, f"{first.text}; so it did before, after step {step}")
+        elif len(self._healed) == _MOST_ATTEMPTS:
+            self._finish(first.code, f"{first.text}; {_MOST_ATTEMPTS} attempts have led to no step after {step}")
+        else:
+            self._healed.append((step, text))
+            self._start(f"{self._cause}; no step was done since" if self._cause else "")
+            self._cause = first.text
 
     def _finish(self, code: int, text: str) -> None:
         if not self._finished:

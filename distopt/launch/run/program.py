@@ -9,12 +9,15 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from ..ending import describe_exit, die_with
 from ..watch.report import VARIABLE
 from .output import Output, Relay
 from .ranks import Rank
+
+if TYPE_CHECKING:
+    from .fork_server import ForkServer
 
 
 class Program(Rank):
@@ -26,6 +29,8 @@ class Program(Rank):
         env: its environment.
         folder: where its output goes besides the output of this process, as `stdout.log` and `stderr.log`.
         outputs: where its stdout and stderr are shown.
+        server: what forks it, if it is not to start cold.
+        inherited: descriptors that it gets under the same numbers.
 
     Raises:
         OSError: the program cannot be started, or the log files cannot be written.
@@ -39,37 +44,54 @@ class Program(Rank):
         env: Mapping[str, str],
         folder: Path | None,
         outputs: Sequence[Output],
+        server: ForkServer | None = None,
+        inherited: Sequence[int] = (),
     ) -> None:
         super().__init__(rank)
         self._folder = folder
         self._relays: list[Relay] = []
+        self._process: subprocess.Popen[bytes] | None = None  # not if it is forked
+        env = {**env, VARIABLE: f"{os.getpid()} {self.sink}"}
         try:
-            self._start(program, outputs, {**env, VARIABLE: f"{os.getpid()} {self.sink}"})
+            self._start(program, outputs, env, server, (self.sink, *inherited))
         finally:
             os.close(self.sink)
 
-    def _start(self, program: Sequence[str], outputs: Sequence[Output], env: Mapping[str, str]) -> None:
+    def _start(
+        self,
+        program: Sequence[str],
+        outputs: Sequence[Output],
+        env: Mapping[str, str],
+        server: ForkServer | None,
+        inherited: Sequence[int],
+    ) -> None:
         mark = b"[rank %d] " % self.rank if self.rank else b""
         logs: list[BinaryIO | None] = [None, None]
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             logs = [(self._folder / name).open("wb", buffering=0) for name in ("stdout.log", "stderr.log")]
         relays = [Relay(output, mark, log) for output, log in zip(outputs, logs, strict=True)]
+        none = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        standard = [0 if self.rank == 0 else none, *(relay.sink for relay in relays)]
         try:
-            self._process = subprocess.Popen(
-                program,
-                env=env,
-                stdin=None if self.rank == 0 else subprocess.DEVNULL,
-                stdout=relays[0].sink,
-                stderr=relays[1].sink,
-                pass_fds=(self.sink,),
-                start_new_session=True,
-                preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - this process has no other thread
-            )
+            if server is not None:
+                order = {"program": program, "env": env, "report": self.sink}
+                self.pid = server.fork(order, [*standard, *inherited])
+            if not self.pid:
+                self._process = subprocess.Popen(
+                    program,
+                    env=env,
+                    stdin=standard[0],
+                    stdout=standard[1],
+                    stderr=standard[2],
+                    pass_fds=inherited,
+                    start_new_session=True,
+                    preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - this process has no other thread
+                )
+                self.pid = self._process.pid
         finally:
-            for relay in relays:
-                os.close(relay.sink)
-        self.pid = self._process.pid
+            for fd in (none, *standard[1:]):
+                os.close(fd)
         self._relays = relays
 
     def kill(self) -> None:  # noqa: D102 - and those that it has started in its group, also if it has ended
@@ -79,7 +101,10 @@ class Program(Rank):
     def release(self) -> None:  # noqa: D102
         super().release()
         self._finish()
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
+        else:
+            os.waitpid(self.pid, 0)
 
     def _poll(self) -> int | None:
         """It stays a zombie: nobody else gets the number of its group."""

@@ -14,6 +14,7 @@ import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
@@ -45,6 +46,7 @@ class Failure:
         text: who has failed, and how.
         is_consequence: whether another failure is known to be the cause, or is more likely to be.
         is_final: whether to start again would be in vain.
+        is_of_node: whether a node has failed.
     """
 
     rank: int
@@ -52,6 +54,7 @@ class Failure:
     text: str
     is_consequence: bool = False
     is_final: bool = False
+    is_of_node: bool = False
 
 
 @contextlib.contextmanager
@@ -116,6 +119,11 @@ class Rank:
     def _describe(self, code: int, reported: str | None) -> tuple[int, str]:
         """The exit code that a shell would see, and how the rank has failed; from its report, if there is one."""
         raise NotImplementedError
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal has stopped the process."""
+        return self.running and os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
 
     def release(self) -> None:
         """Local. Reap the process, which has ended or been killed."""
@@ -224,6 +232,14 @@ class LocalRanks:
         # Of two ends that are noticed together, a signal is more likely to be the cause of the other.
         found.sort(key=lambda rank: (rank.failed_at, (rank.exit_code or 0) >= 0, rank.rank))
         self.failures += [rank.failure for rank in found if rank.failure is not None]
+
+    def fail(self, rank: Rank, code: int, text: str) -> None:
+        """Local. Take a rank that has not ended for one that has failed."""
+        if rank.failure is None:
+            rank.failure = Failure(
+                rank.rank, code, f"rank {rank.rank} on {socket.gethostname()} (pid {rank.pid}) {text}"
+            )
+            self.failures.append(rank.failure)
 
     def signal(self, signum: int) -> None:
         """Local. Send a signal to all ranks that run."""

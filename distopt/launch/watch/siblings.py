@@ -111,7 +111,7 @@ def _siblings() -> tuple[set[int], set[int]]:
         command = _command(str(pid))
         if not command and _name(str(pid)) == _name("self"):
             zombies.add(pid)
-        elif command == own and pid != os.getpid():
+        elif command == own and pid != os.getpid() and _name(str(pid)) == _name("self"):  # not what forks the ranks
             running.add(pid)
     return running, zombies
 
@@ -172,10 +172,11 @@ def _name(pid: str) -> bytes:
         return b""
 
 
-def _look() -> None:
+def look() -> None:
+    """Local. Those that run now are the siblings that have been seen."""
     _seen.clear()
     _seen.update(_siblings()[0])
 
 
-_look()
-os.register_at_fork(after_in_child=_look)
+look()
+os.register_at_fork(after_in_child=look)

@@ -1,0 +1,280 @@
+"""States in memory that outlives the ranks: that of the agents of `distopt run --heal`.
+
+A rank keeps there what it would write to the file of a checkpoint, with its share of the shared arrays among the ranks
+of its agent, and a copy of what a rank of the node before has of its own: of a node that is lost, its neighbour has
+that, and every other one the rest. See `distopt.launch.run.slots`. Nobody reads a slot before its writer has ended, so
+the order of writing needs no fence.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..launch.run.slots import HEADER, VARIABLE
+from ..launch.watch.report import supervisor
+from .folder import share_of
+from .parts import State, copy_of
+
+if TYPE_CHECKING:
+    from ..files import Arrays
+    from .load import Ranks
+    from .parts import Part
+
+_ALIGNMENT = 64
+_COST = 0.01  # of the time of training, that copies may take
+_MOST_STEPS = 1000  # between two copies
+_MOST_FAR_BYTES = 1 << 20  # of a rank's own states, for a copy on another node
+
+
+class Kept(NamedTuple):
+    """What a rank keeps: arrays of its own, its share of the shared ones, copies of others' own, and notes.
+
+    A copy is the bytes of such an object, by the number of the rank.
+    """
+
+    own: Arrays
+    shared: Arrays
+    far: Arrays
+    notes: dict[str, Any]
+
+    def pack(self, label: tuple[int, int]) -> tuple[bytes, int]:
+        """Local. The JSON that describes these, of that step and epoch, and the size of all in bytes."""
+        described = [[[key, a.dtype.str, a.shape] for key, a in group.items()] for group in self[:3]]
+        text = json.dumps({"label": label, "arrays": described, "notes": self.notes}).encode()
+        sizes = (_aligned(array.nbytes) for group in self[:3] for array in group.values())
+        return text, _aligned(HEADER.size + len(text)) + sum(sizes)
+
+    def write(self, buffer: Any, label: tuple[int, int], text: bytes) -> None:
+        """Local. Write these, and the JSON of `pack`, to a buffer of that size; it becomes valid last."""
+        buffer[HEADER.size : HEADER.size + len(text)] = text
+        begin = _aligned(HEADER.size + len(text))
+        for group in self[:3]:
+            for array in group.values():
+                room = np.frombuffer(buffer, array.dtype, array.size, begin).reshape(array.shape)
+                room[...] = array if isinstance(array, np.ndarray) else copy_of(array)
+                begin += _aligned(array.nbytes)
+        HEADER.pack_into(buffer, 0, label[0] + 1, len(text))
+
+    def to_bytes(self, label: tuple[int, int]) -> bytes:
+        """Local. In one piece, to be sent."""
+        text, n_bytes = self.pack(label)
+        buffer = bytearray(n_bytes)
+        self.write(buffer, label, text)
+        return bytes(buffer)
+
+    @classmethod
+    def read(cls, buffer: Any) -> Kept:
+        """Local. Copies of what `write` has written."""
+        told, begin = _described(buffer)
+        groups: list[Arrays] = []
+        for described in told["arrays"]:
+            groups.append({})
+            for key, dtype, shape in described:
+                array = np.frombuffer(buffer, dtype, math.prod(shape), begin).reshape(shape).copy()
+                groups[-1][key] = array
+                begin += _aligned(array.nbytes)
+        own, shared, far = groups
+        return cls(own, shared, far, told["notes"])
+
+
+class Memory:
+    """The slots of this rank, and of the other ranks of its agent.
+
+    Args:
+        place: number of this rank among those of the agent.
+        fds: of the slots, two for each rank.
+        ranks: all ranks of the job.
+    """
+
+    def __init__(self, place: int, fds: list[int], ranks: Ranks) -> None:
+        slots = [_Slot(fd) for fd in fds]
+        self._slots = slots
+        self._own = slots[2 * place : 2 * place + 2]
+        self._place = place
+        self._ranks = ranks
+        self._rank = ranks.topology.rank
+        self._nodes: list[str] = []  # of all ranks
+        self._missing: set[int] = set()  # ranks whose agents have lost what they kept
+        self._far: list[int] = []  # ranks of whose states this one keeps a copy
+        self._sends = False  # whether there are such copies
+        self._n_copies = 0
+        self._seconds = math.inf  # that a copy takes, the best so far
+        self._since, self._steps = time.perf_counter(), 0  # the last agreement on:
+        self._every = self._left = 1  # steps to the next copy
+
+    @classmethod
+    def of_agent(cls, ranks: Ranks) -> Memory | None:
+        """Local. What this process has got, once; None if it has no such agent, or `ranks` are a part of the job."""
+        place, _, fds = os.environ.pop(VARIABLE, "").partition(":")
+        if not fds or os.environ.get("WORLD_SIZE") != str(ranks.topology.world_size):
+            return None
+        return cls(int(place), [int(fd) for fd in fds.split(",")], ranks)
+
+    def agree(self) -> tuple[int, int] | None:
+        """Collective. Step and epoch of the newest states that all ranks can go on from; None if there are none."""
+        valid = [slot for slot in self._own if slot.label]
+        far = [(number, slot.label) for slot in valid for number in slot.far]
+        kept = [os.environ["GROUP_RANK"], [slot.label for slot in valid], far]
+        gathered = [json.loads(each) for each in self._ranks.all_gather_bytes(json.dumps(kept).encode())]
+        self._nodes = [node for node, _, _ in gathered]
+        self._far = self._neighbours()
+        self._sends = len(set(self._nodes)) > 1
+        newest = None
+        for label in sorted({tuple(label) for _, labels, _ in gathered for label in labels}):
+            missing = {rank for rank, (_, labels, _) in enumerate(gathered) if list(label) not in labels}
+            copies = {number for _, _, far in gathered for number, of in far if tuple(of) == label}
+            if missing <= copies and {self._nodes[rank] for rank in missing} != set(self._nodes):
+                newest, self._missing = label, missing
+        for slot in self._own:
+            if slot.label != newest:  # of steps that will be done anew
+                slot.clear()
+        return newest
+
+    def read(self, label: tuple[int, int], parts: Mapping[str, Part]) -> dict[str, State]:
+        """Collective. The states of that step and epoch, by the names of `parts`."""
+        found = {number // 2: slot.read() for number, slot in enumerate(self._slots) if slot.label == label}
+        arrays: Arrays = {}
+        notes: dict[str, Any] = {}
+        if self._missing:
+            arrays, notes = self._fetch(label, found.get(self._place))
+        for place, kept in found.items():
+            arrays |= kept.shared
+            if place == self._place:
+                arrays, notes = {**arrays, **kept.own}, kept.notes
+        return {
+            name: State({key.partition("/")[2]: a for key, a in arrays.items() if key.partition("/")[0] == name}, note)
+            for name in parts
+            for note in [notes.get(name, {})]
+        }
+
+    def due(self, step: int) -> bool:
+        """Local, on all ranks. Count a finished step; whether states are to be kept after it."""
+        if self._n_copies == 0 and self._rank == 0:
+            supervisor.say("stepped", step=step)
+        self._steps += 1
+        self._left -= 1
+        return self._left <= 0
+
+    def keep(self, step: int, epoch: int, parts: Mapping[str, Part]) -> None:
+        """Local, at times collective: on all ranks. Keep the states after this step."""
+        label = step, epoch
+        if any(slot.label == label for slot in self._own):
+            return
+        begin = time.perf_counter()
+        own: Arrays = {}
+        shared: Arrays = {}
+        notes: dict[str, Any] = {}
+        for name, part in parts.items():
+            state = part.look()
+            same = part.shared(state.arrays)
+            for key, array in state.arrays.items():
+                (shared if key in same else own)[f"{name}/{key}"] = array
+            notes[name] = state.notes
+        share = share_of(self._place, len(self._slots) // 2, {key: array.nbytes for key, array in shared.items()})
+        kept = Kept(own, {key: shared[key] for key in share}, {}, notes)
+        if self._sends:
+            kept = kept._replace(far=self._exchange(label, kept))
+        min(self._own, key=lambda slot: slot.label or (-1, -1)).write(label, kept)
+        self._n_copies += 1
+        self._left = self._every
+        self._seconds = min(self._seconds, time.perf_counter() - begin)
+        if self._n_copies == 1:
+            self._since, self._steps = time.perf_counter(), 0
+            if self._place == 0:
+                supervisor.say("modules", names=list(sys.modules))
+        elif self._n_copies & (self._n_copies - 1) == 0:
+            self._pace()
+
+    def _pace(self) -> None:
+        """Collective. Agree on how often copies cost little enough."""
+        step = (time.perf_counter() - self._since) / max(1, self._steps)
+        gathered = self._ranks.all_gather_bytes(json.dumps([self._seconds, step]).encode())
+        copies, steps = zip(*map(json.loads, gathered), strict=True)
+        self._every = self._left = min(_MOST_STEPS, max(1, math.ceil(max(copies) / (_COST * min(steps)))))
+        self._since, self._steps = time.perf_counter(), 0
+
+    # -- between nodes -------------------------------------------------------------------------------------------------
+    def _neighbours(self) -> list[int]:
+        """Ranks of the node before, each of which this one keeps for."""
+        order = sorted(set(self._nodes))
+        before = order[order.index(self._nodes[self._rank]) - 1]
+        here, there = (
+            [rank for rank, node in enumerate(self._nodes) if node == which]
+            for which in (self._nodes[self._rank], before)
+        )
+        return [rank for i, rank in enumerate(there) if here[i % len(here)] == self._rank]
+
+    def _exchange(self, label: tuple[int, int], kept: Kept) -> Arrays:
+        """Collective. Copies of what neighbours have of their own. Where that is much, there are none."""
+        mine = kept._replace(shared={}, far={})
+        small = mine.pack(label)[1] <= _MOST_FAR_BYTES
+        gathered = self._ranks.all_gather_bytes(mine.to_bytes(label) if small else b"")
+        self._sends = all(gathered)
+        return {str(rank): np.frombuffer(gathered[rank], np.uint8) for rank in self._far} if self._sends else {}
+
+    def _fetch(self, label: tuple[int, int], kept: Kept | None) -> tuple[Arrays, dict[str, Any]]:
+        """Collective. What ranks whose agents have lost it need; arrays and notes for this one, if it is such."""
+        missing = {self._nodes[rank] for rank in self._missing}
+        donor = next(node for node in sorted(set(self._nodes)) if node not in missing)
+        given = Kept({}, {}, {}, {})
+        if kept is not None:
+            shared = kept.shared if self._nodes[self._rank] == donor else {}
+            far = {rank: copy for rank, copy in kept.far.items() if int(rank) in self._missing}
+            given = Kept({}, shared, far, {})
+        gathered = [Kept.read(each) for each in self._ranks.all_gather_bytes(given.to_bytes(label))]
+        if self._rank not in self._missing:
+            return {}, {}
+        copy = next(each.far[str(self._rank)] for each in gathered if str(self._rank) in each.far)
+        own = Kept.read(copy.data)
+        return {key: a for each in [*(one.shared for one in gathered), own.own] for key, a in each.items()}, own.notes
+
+
+class _Slot:
+    """One slot."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._map = mmap.mmap(fd, 0) if os.fstat(fd).st_size else None
+        self.label: tuple[int, int] | None = None
+        self.far: list[int] = []
+        if self._map is not None and HEADER.unpack_from(self._map)[0]:
+            told, _ = _described(self._map)
+            self.label = tuple(told["label"])
+            self.far = [int(key) for key, _, _ in told["arrays"][2]]
+
+    def clear(self) -> None:
+        self.label = None
+        if self._map is not None:
+            HEADER.pack_into(self._map, 0, 0, 0)
+
+    def write(self, label: tuple[int, int], kept: Kept) -> None:
+        self.clear()
+        text, n_bytes = kept.pack(label)
+        if self._map is None or len(self._map) < n_bytes:
+            os.ftruncate(self._fd, n_bytes)
+            self._map = mmap.mmap(self._fd, n_bytes)
+        kept.write(self._map, label, text)
+        self.label = label
+
+    def read(self) -> Kept:
+        return Kept.read(self._map)
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _described(buffer: Any) -> tuple[dict[str, Any], int]:
+    """The JSON, and where the arrays begin."""
+    _, length = HEADER.unpack_from(buffer)
+    told: dict[str, Any] = json.loads(bytes(buffer[HEADER.size : HEADER.size + length]))
+    return told, _aligned(HEADER.size + length)

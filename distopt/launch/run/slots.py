@@ -1,0 +1,45 @@
+"""Memory of an agent in which its ranks keep their states: two slots for each, which it writes in turns.
+
+A slot is a memory file, whose header says to which step the states belong, and counts once the rest has been written.
+A rank may be killed in between. Then the other slot counts. `distopt.checkpoint.memory` writes and reads them.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+
+VARIABLE = "DISTOPT_SLOTS"  # of a rank: its number among those of the agent, and the descriptors of all slots
+HEADER = struct.Struct("<QQ")  # finished steps and 1, or 0; bytes of the JSON that follows
+
+
+class Slots:
+    """The slots of all ranks of an agent.
+
+    Args:
+        n_ranks: number of ranks.
+
+    Attributes:
+        fds: of the files, two for each rank.
+    """
+
+    def __init__(self, n_ranks: int) -> None:
+        self.fds = [os.memfd_create("distopt states") for _ in range(2 * n_ranks)]
+
+    def variable(self, local_rank: int) -> dict[str, str]:
+        """Local. The variable for a rank."""
+        return {VARIABLE: f"{local_rank}:{','.join(map(str, self.fds))}"}
+
+    @property
+    def step(self) -> int:
+        """Local. The newest step of which all ranks may have states; -1 if one has none."""
+        steps: list[int] = [
+            HEADER.unpack(os.pread(fd, HEADER.size, 0).ljust(HEADER.size, b"\0"))[0] - 1 for fd in self.fds
+        ]
+        return min(map(max, steps[::2], steps[1::2]))
+
+    def close(self) -> None:
+        """Local. Give the memory back when the last rank has ended."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []

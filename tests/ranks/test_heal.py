@@ -1,0 +1,172 @@
+"""`distopt run --heal`: whatever is killed, stopped or cut off, the job ends with the bits of an undisturbed one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT, patience
+
+RUN = [sys.executable, "-W", "ignore", "-m", "distopt", "run", "--nproc-per-node", "2"]
+JOB = ["-m", "tests.ranks.healed"]
+TORCH = ["-m", "tests.torch.resumed", "--every", "1000"]
+SECONDS = 120.0
+
+
+class Job:
+    """Agents of a job, one for each of `lines`, and all that they print."""
+
+    def __init__(self, *commands: list[str]) -> None:
+        self.lines: list[str] = []
+        self.agents: list[subprocess.Popen[str]] = []
+        self._readers: list[threading.Thread] = []
+        for command in commands:
+            self.start(command)
+
+    def start(self, command: list[str]) -> None:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "wire"}
+        agent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.agents.append(agent)
+        self._readers.append(threading.Thread(target=self._read, args=(agent,)))
+        self._readers[-1].start()
+
+    def _read(self, agent: subprocess.Popen[str]) -> None:
+        assert agent.stdout is not None
+        with agent.stdout:
+            self.lines.extend(line.rstrip("\n") for line in agent.stdout)
+
+    def wait_for(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
+        """All lines that the pattern matches, once there are so many."""
+        end = time.monotonic() + patience(SECONDS)
+        while len(found := [m for m in (re.search(pattern, line) for line in list(self.lines)) if m]) < count:
+            assert time.monotonic() < end, self.lines
+            assert any(agent.poll() is None for agent in self.agents), self.lines
+            time.sleep(0.01)
+        return found
+
+    def more_steps(self) -> None:
+        self.wait_for(r"step \d+$", sum(line.startswith("step ") for line in list(self.lines)) + 1)
+
+    def pid_of(self, rank: int) -> int:
+        """Of its newest process."""
+        return int(self.wait_for(rf"rank {rank} is (\d+)")[-1][1])
+
+    def fork_server(self, agent: int = 0, before: int = 0) -> int:
+        """Wait for that of an agent, which is not the one `before`."""
+        pid, end = self.agents[agent].pid, time.monotonic() + patience(SECONDS)
+        while time.monotonic() < end:
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                with contextlib.suppress(OSError):  # it has ended
+                    name = Path(f"/proc/{child}/comm").read_text().strip()
+                    if name == "distopt forks" and int(child) != before:
+                        return int(child)
+            time.sleep(0.01)
+        raise AssertionError(self.lines)
+
+    def kill(self) -> None:
+        for agent in self.agents:
+            agent.kill()
+            agent.wait()
+        for reader in self._readers:
+            reader.join()
+
+    def end(self) -> list[str]:
+        """What the ranks have ended with."""
+        codes = [agent.wait(patience(SECONDS)) for agent in self.agents]
+        for reader in self._readers:
+            reader.join()
+        assert {code for code in codes if code != -signal.SIGKILL} == {0}, self.lines
+        return sorted(line.partition("ends with")[2] for line in self.lines if "ends with" in line)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Job]]:
+    """What starts a job, which ends with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def started(*commands: list[str]) -> Job:
+            job = Job(*commands)
+            stack.callback(job.kill)
+            return job
+
+        yield started
+
+
+def undisturbed(*commands: list[str]) -> list[str]:
+    return Job(*([word for word in command if word != "--heal"] for command in commands)).end()
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_killed_and_stopped_ranks_and_a_killed_fork_server(start, tmp_path, folder):
+    command = [*RUN, "--heal", *JOB, "--steps", "600"]
+    want = undisturbed(command)
+    job = start([*command, *(["--folder", str(tmp_path)] if folder else [])])
+    server = job.fork_server()
+    for healed, (rank, signum) in enumerate([(1, signal.SIGKILL), (0, signal.SIGSTOP), (0, signal.SIGKILL)]):
+        job.more_steps()
+        os.kill(job.pid_of(rank), signum)
+        job.wait_for("; healed: ", healed + 1)
+    os.kill(server, signal.SIGKILL)
+    job.fork_server(before=server)
+    job.more_steps()
+    os.kill(job.pid_of(1), signal.SIGKILL)
+    assert job.end() == want
+    lines = job.wait_for(r"rank (\d) on .* (was ended by SIGKILL|was stopped).*; healed: step (\d+) was done after", 4)
+    assert [int(line[1]) for line in lines] == [1, 0, 0, 1]
+    starts = [int(line[1]) for line in job.wait_for(r"rank 0 is \d+ after (\d+)")]
+    assert len(starts) == 5
+    assert starts == sorted(starts)
+    assert starts[1] > 0
+
+
+def test_a_script_that_fails_again_at_the_same_step_ends_the_job():
+    done = subprocess.run(
+        [*RUN, "--heal", *JOB, "--raise-at", "25"], cwd=ROOT, capture_output=True, text=True, timeout=patience(SECONDS)
+    )
+    assert done.returncode == 1
+    assert done.stdout.count("rank 0 is") in (2, 3)  # the steps that are kept may differ
+    last = done.stderr.splitlines()[-1]
+    assert re.search(r"rank 1 on .*: ZeroDivisionError: so it is; so it did before, after step 2\d$", last), last
+
+
+def test_five_attempts_without_a_step_end_the_job(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    done = subprocess.run(
+        [*RUN, "--heal", str(script)], cwd=ROOT, capture_output=True, text=True, timeout=patience(SECONDS)
+    )
+    assert done.returncode == 137
+    assert "5 attempts have led to no step after -1" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [JOB, [*TORCH, "--backend", "gloo"], [*TORCH, "--backend", "distopt"]])
+def test_two_hosts_whose_link_is_cut_and_one_of_which_is_lost(start, net, tmp_path, script):
+    meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29483"]
+    lines = [
+        host.inside([*RUN, "--heal", *meet, *script, "--steps", "150", "--folder", str(tmp_path)]) for host in net.hosts
+    ]
+    want = undisturbed(*([word.replace(str(tmp_path), str(tmp_path / "w")) for word in line] for line in lines))
+    job = start(*lines)
+    job.wait_for(r"step \d+$")
+    os.kill(job.fork_server(1), signal.SIGKILL)
+    net.cut(silently=True)
+    job.wait_for("cannot be reached.*; waiting for it")
+    net.mend()
+    job.wait_for("node 1 .* cannot be reached.*; healed: ")
+    job.more_steps()
+    job.agents[1].kill()  # and its ranks, and what they have kept, with it
+    job.wait_for("cannot be reached.*; waiting for it", 2)
+    job.start(lines[1])
+    job.wait_for("node 1 .* cannot be reached.*; healed: ", 2)
+    assert job.end() == want
