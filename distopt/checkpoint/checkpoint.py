@@ -25,8 +25,9 @@ from .preemption import Preemption
 
 if TYPE_CHECKING:
     from ..files import Arrays
-    from .load import Ranks, Resumed
+    from .load import Resumed
     from .parts import Part
+    from .ranks import Ranks
 
 log = logging.getLogger("distopt")
 

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..comm.single import SingleCommunicator
 from ..comm.world import current
@@ -25,17 +25,9 @@ if TYPE_CHECKING:
     from ..files import Arrays
     from .memory import Memory
     from .parts import Part
+    from .ranks import Ranks
 
 log = logging.getLogger("distopt")
-
-
-class Ranks(Protocol):
-    """The ranks of a job, as checkpoints need them; a communicator is such."""
-
-    topology: Topology
-
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Collective. The payload of every rank, in rank order; lengths may differ."""
 
 
 @dataclass(frozen=True)

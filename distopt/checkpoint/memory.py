@@ -26,8 +26,8 @@ from .parts import State, copy_of
 
 if TYPE_CHECKING:
     from ..files import Arrays
-    from .load import Ranks
     from .parts import Part
+    from .ranks import Ranks
 
 _ALIGNMENT = 64
 _COST = 0.01  # of the time of training, that copies may take

@@ -21,7 +21,7 @@ from ..launch.watch.report import supervisor
 from .requeue import requeue, slurm_job
 
 if TYPE_CHECKING:
-    from .load import Ranks
+    from .ranks import Ranks
 
 _INTERVAL_SECONDS = 1.0  # between two exchanges
 _MESSAGE = struct.Struct("<id")  # signal or 0, seconds since the exchange before
