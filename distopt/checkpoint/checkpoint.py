@@ -187,8 +187,8 @@ class Checkpoint:
     def step(self, epoch: int | None = None) -> None:
         """Local, on all ranks. Count a finished training step, and save if it is time to.
 
-        With `preemptible`, collective about once a second. If a signal has reached any rank, all save after the same
-        step, wait until it is written, and leave.
+        At times collective under `distopt run --heal`, and with `preemptible` about once a second. If a signal has
+        reached any rank, all save after the same step, wait until it is written, and leave.
 
         Args:
             epoch: to which the step belongs (default: what was said last).

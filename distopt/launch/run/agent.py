@@ -39,6 +39,7 @@ _FOREIGN_SECONDS = 3.0  # for which another program may still hold the endpoint
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _STILL_SECONDS = 1.0  # for which the reader of the last lines of a job that has failed, or must end, may take none
 _HEALING_LOOK_SECONDS = 0.03
+_SEE_OUTPUT = "see its output"
 _RECONNECT_SECONDS = 0.25  # that one attempt may take
 _STOPPED_SECONDS = 0.1  # for which a rank may be stopped before the others: with the job, as by scontrol suspend
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
@@ -88,10 +89,10 @@ class _Agent:
         self._slots = Slots(options.ranks) if options.heal else None
         self._server: ForkServer | None = None
         self._common: dict[str, str] = {}  # environment of the ranks
-        self._stopped: Stopwatch | None = None  # since when ranks are
-        self._beat_at = 0.0  # on the clock: the next sign of life
-        self._lost_since = Stopwatch()  # the owner
-        self._owner_name = ""
+        self._stopped_at = float("inf")  # on that clock: when ranks were seen to be, first
+        self._beat_at = 0.0  # of `time.monotonic`: the next sign of life
+        self._lost: _Remote | None = None  # the owner that is waited for
+        self._lost_since = Stopwatch()
 
     def run(self) -> int:
         self._meet()
@@ -101,10 +102,10 @@ class _Agent:
             self._handle_signals()
             if isinstance(self._owner, Owner):
                 self._owner.look()
-            if self._options.heal and self._options.nodes > 1:
-                self._beat()
             while self._inbox and self._code is None:
                 self._obey(self._inbox.popleft())
+            if self._code is None:
+                self._look_at_link()
             self._look_at_ranks()
         return self._code
 
@@ -148,7 +149,7 @@ class _Agent:
                 self._owner.listen(listener)
         elif (link := self._connect()) is not None:
             owner = f"the node that owns {options.endpoint}"
-            self._owner = _Remote(link, owner, self._selector, self._inbox, heals=options.heal)
+            self._owner = _Remote(link, owner, self._selector, self._inbox)
         if self._owner is not None:
             self._say("hello", ranks=options.ranks)
 
@@ -187,29 +188,29 @@ class _Agent:
                 return None
             time.sleep(_RETRY_SECONDS)
 
-    def _beat(self) -> None:
-        """Give the other agents a sign of life. One that hears none from the owner is cut off, and comes anew."""
-        now = self._clock.seconds()
-        if now < self._beat_at:
-            return
-        self._beat_at = now + BEAT_SECONDS
-        owner = self._owner
-        if isinstance(owner, Owner):
-            owner.beat()
-        elif owner is not None and not owner.lost and owner.heard.seconds() < SILENT_SECONDS:
-            owner.say({"say": "beat"})
-        elif self._ranks is None:  # the job has not begun
-            self._code = 1
-        elif self._ranks.running:
-            self._ranks.kill()
-        else:
-            self._come_anew(owner)
+    def _look_at_link(self) -> None:
+        """Notice the loss of the owner. An agent that heals ends its ranks then, and comes to the owner anew."""
+        owner, heals = self._owner, self._options.heal
+        if isinstance(owner, _Remote) and (owner.lost or (heals and owner.heard.seconds() > SILENT_SECONDS)):
+            owner.close()
+            self._owner, self._lost, self._lost_since = None, owner, Stopwatch(LONGEST_CALL_SECONDS)
+            waits = heals and self._ranks is not None
+            cure = f"waiting for it, or for the same line typed at {self._options.endpoint}" if waits else _SEE_OUTPUT
+            self._print(f"{owner.name} has ended or cannot be reached; {cure}")
+            self._code = None if waits else 1
+        if self._lost is not None and self._ranks is not None and self._code is None:
+            if self._ranks.running:
+                self._ranks.kill()
+            else:
+                self._come_anew(self._lost.name)
+        elif heals and time.monotonic() > self._beat_at:
+            self._beat_at = time.monotonic() + BEAT_SECONDS
+            if isinstance(self._owner, Owner):
+                self._owner.beat()
+            elif self._owner is not None:
+                self._owner.say({"say": "beat"})
 
-    def _come_anew(self, lost: _Remote | None) -> None:
-        if lost is not None:
-            self._owner, self._lost_since = None, Stopwatch(LONGEST_CALL_SECONDS)
-            lost.close()
-            self._owner_name = lost.name
+    def _come_anew(self, name: str) -> None:
         options = self._options
         place, clock = (options.host, options.port), Stopwatch(LONGEST_CALL_SECONDS)
         try:
@@ -218,10 +219,10 @@ class _Agent:
             raise LaunchError(f"{options.endpoint} refuses this node: {error}") from None
         except OSError:
             if self._lost_since.seconds() > options.timeout:
-                self._print(f"{self._owner_name} has ended or cannot be reached; see its output")
+                self._print(f"{name} has not come back within {options.timeout:g} s; {_SEE_OUTPUT}")
                 self._code = 1
             return
-        self._owner = _Remote(link, self._owner_name, self._selector, self._inbox, heals=True)
+        self._owner, self._lost = _Remote(link, name, self._selector, self._inbox), None
         self._say("hello", ranks=options.ranks)
 
     # -- the owner's words -----------------------------------------------------------------------------------------
@@ -315,10 +316,10 @@ class _Agent:
                 self._server = ForkServer(modules["names"], self._common, self._selector, self._print)
         stopped = [rank for rank in ranks.running if rank.stopped]
         if not stopped or (self._options.nodes == 1 and len(stopped) == len(ranks.running)):
-            self._stopped = None
-        elif self._stopped is None:
-            self._stopped = Stopwatch()
-        elif self._stopped.seconds() > _STOPPED_SECONDS:
+            self._stopped_at = float("inf")
+        elif self._stopped_at == float("inf"):
+            self._stopped_at = self._clock.seconds()
+        elif self._clock.seconds() > self._stopped_at + _STOPPED_SECONDS:
             for rank in stopped:
                 ranks.fail(rank, 128 + signal.SIGSTOP, "was stopped, as by SIGSTOP, while others ran")
 
@@ -355,18 +356,11 @@ class _Remote:
     """The owner, at the other end of a connection."""
 
     def __init__(
-        self,
-        link: socket.socket,
-        name: str,
-        selector: selectors.BaseSelector,
-        inbox: deque[dict[str, Any]],
-        *,
-        heals: bool,
+        self, link: socket.socket, name: str, selector: selectors.BaseSelector, inbox: deque[dict[str, Any]]
     ) -> None:
         self.name = name
-        self.lost = False  # and the agent is to come anew
+        self.lost = False
         self.heard = Stopwatch()  # since its last words
-        self._heals = heals
         self._link = link
         self._selector = selector
         self._inbox = inbox
@@ -392,10 +386,7 @@ class _Remote:
         self.heard = Stopwatch()
         if not part:
             self.close()
-            self.lost = self._heals
-        if not part and not self._heals:
-            text = f"{self.name} has ended or cannot be reached; see its output"
-            self._inbox.append({"do": "finish", "code": 1, "text": text})
+            self.lost = True
 
 
 def _owns(options: RunOptions) -> bool:

@@ -35,7 +35,7 @@ from ..watch import siblings
 from ..watch.report import VARIABLE, supervisor
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
-_FORK_SECONDS = 5.0
+_FORK_SECONDS = 20.0
 _MAX_FDS = 256
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -1,0 +1,151 @@
+"""States that ranks keep in memory of their agent: whole after any kill, and as they were."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from distopt.checkpoint.memory import Kept, Memory
+from distopt.checkpoint.parts import InPlace
+from distopt.launch.run.slots import VARIABLE, Slots
+from distopt.launch.topology import Topology
+
+
+class Together:
+    """Ranks of one process: each payload is there when it is asked for."""
+
+    def __init__(self, rank: int, size: int, payloads: dict[int, bytes]) -> None:
+        self.topology = Topology.of_one_host(rank, size, "host")
+        self._payloads = payloads
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        return [self._payloads.get(rank, payload) for rank in range(self.topology.world_size)]
+
+
+class Shared(InPlace):
+    def shared(self, names):
+        return set(names)
+
+
+@pytest.fixture
+def slots(monkeypatch):
+    monkeypatch.setenv("GROUP_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    slots = Slots(1)
+    yield slots
+    slots.close()
+
+
+def memory_of(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> Memory:
+    monkeypatch.setenv(VARIABLE, slots.variable(0)[VARIABLE])
+    memory = Memory.of_agent(Together(0, 1, {}))
+    assert memory is not None
+    return memory
+
+
+def test_only_one_checkpoint_of_all_ranks_gets_the_slots(slots, monkeypatch):
+    memory_of(slots, monkeypatch)
+    assert Memory.of_agent(Together(0, 1, {})) is None
+    monkeypatch.setenv(VARIABLE, slots.variable(0)[VARIABLE])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert Memory.of_agent(Together(0, 1, {})) is None
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (5, 1, 3)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64, np.uint8, np.bool_])
+def test_what_is_kept_is_what_is_read(shape, dtype):
+    numbers = np.random.default_rng(len(shape))
+    own, shared, far = ({f"{name}/x": np.asarray(9 * numbers.standard_normal(shape)).astype(dtype)} for name in "abc")
+    kept = Kept(own, shared, far, {"a": {"notes": [1, None, "x"]}})
+    back = Kept.read(kept.to_bytes((3, 2)))
+    assert back.notes == kept.notes
+    for before, after in zip(kept[:3], back[:3], strict=True):
+        assert before.keys() == after.keys()
+        for key, array in before.items():
+            assert (array.dtype, array.shape) == (after[key].dtype, after[key].shape)
+            np.testing.assert_array_equal(array, after[key])
+
+
+def test_states_grow_and_the_newest_is_gone_on_from(slots, monkeypatch):
+    memory = memory_of(slots, monkeypatch)
+    assert (memory.agree(), slots.step) == (None, -1)
+    arrays = {"w": np.zeros(3), "v": np.zeros((2, 2), np.float32)}
+    for step in range(1, 4):
+        arrays["w"] = np.full(3 * 10**step, float(step))
+        arrays["v"][...] = -step
+        memory.keep(step, step // 2, {"own": InPlace(arrays), "all": Shared(arrays)})
+        assert slots.step == step
+    again = memory_of(slots, monkeypatch)
+    assert again.agree() == (3, 1)
+    states = again.read((3, 1), {"own": InPlace(arrays), "all": Shared(arrays)})
+    for name in ("own", "all"):
+        np.testing.assert_array_equal(states[name].arrays["w"], arrays["w"])
+        np.testing.assert_array_equal(states[name].arrays["v"], arrays["v"])
+
+
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_kill_while_states_are_kept_leaves_those_before(slots, monkeypatch, kills):
+    """A rank that is killed and started again each time; some kills come in the middle of a copy."""
+    numbers = random.Random(kills)
+    step, torn = 0, 0
+    for _ in range(kills):
+        ready, begun = os.pipe()
+        if (pid := os.fork()) == 0:
+            memory, at = memory_of(slots, monkeypatch), step
+            at = (memory.agree() or (0, 0))[0]
+            os.write(begun, b"!")
+            while True:
+                at += 1
+                memory.keep(at, 0, {"x": InPlace({"w": np.full(200_000, at), "n": np.array([at])})})
+        os.read(ready, 1)
+        time.sleep(numbers.uniform(0.0, 0.02))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(ready)
+        os.close(begun)
+        torn += sum(os.pread(fd, 8, 0) == bytes(8) for fd in slots.fds)
+        memory = memory_of(slots, monkeypatch)
+        label = memory.agree()
+        if label is not None:
+            assert label[0] >= step
+            step = label[0]
+            arrays = memory.read(label, {"x": InPlace({})})["x"].arrays
+            assert np.all(arrays["w"] == step)
+            assert arrays["n"] == [step]
+    assert step > 0
+    if kills > 100:
+        assert torn > 0
+
+
+@pytest.mark.parametrize(
+    ("others", "newest"),
+    [
+        ([["1", [[6, 0], [4, 0]], []], ["2", [[6, 0], [4, 0]], []]], (6, 0)),
+        # Rank 2 was killed before it had kept step 6; all give that up.
+        ([["1", [[6, 0], [4, 0]], []], ["2", [[4, 0], [2, 0]], []]], (4, 0)),
+        # Node 2 is new. Of what its rank had of its own, rank 1 has a copy, or none.
+        ([["1", [[4, 0]], [[2, [4, 0]]]], ["2", [], []]], (4, 0)),
+        ([["1", [[4, 0]], []], ["2", [], []]], None),
+    ],
+)
+def test_ranks_agree_on_the_newest_states_that_there_are(slots, monkeypatch, others, newest):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+
+    def memory(payloads: dict[int, bytes]) -> Memory:
+        monkeypatch.setenv(VARIABLE, slots.variable(0)[VARIABLE])
+        memory = Memory.of_agent(Together(0, 3, payloads))
+        assert memory is not None
+        return memory
+
+    first = memory({})
+    for step in (4, 6):
+        first.keep(step, 0, {"x": InPlace({"w": np.array([step])})})
+    payloads = {rank: json.dumps(other).encode() for rank, other in enumerate(others, 1)}
+    assert memory(payloads).agree() == newest
+    assert slots.step == (newest[0] if newest else -1)
