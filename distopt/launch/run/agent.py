@@ -342,10 +342,10 @@ class _Agent:
             else:
                 self._make_room()
                 self._ranks.signal(signum)
-            if self._ended and self._owner is not None:  # the other nodes wait for one
+            if self._options.heal and self._ended:  # while a node is waited for
                 self._say("failed", failures=[], signals=self._signals)
-            elif self._ended and signum in ENDING_SIGNALS:
-                self._code = 128 + signum
+                if self._owner is None and signum in ENDING_SIGNALS:
+                    self._code = 128 + signum
 
     def _make_room(self) -> None:
         for output in self._outputs:

@@ -36,7 +36,8 @@ from ..watch.report import VARIABLE, supervisor
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 _FORK_SECONDS = 20.0
-_MAX_FDS = 256
+_ORPHANED_SECONDS = 2.0  # for which a rank waits to become a child of the agent
+_MAX_FDS = 253  # the kernel's SCM_MAX_FD
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -75,6 +76,8 @@ class ForkServer:
                 # By the mark, children that ranks have forked are known.
                 env={**env, **dict.fromkeys(THREAD_VARIABLES, "1"), VARIABLE: f"{os.getpid()} -1"},
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
                 preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - this process has no other thread
@@ -138,7 +141,7 @@ def _import(modules: Sequence[str]) -> None:
     for name in modules:
         with contextlib.suppress(BaseException):
             importlib.import_module(name)
-    del sys.modules["mpi4py.MPI"]
+    sys.modules.pop("mpi4py.MPI", None)
 
 
 def _serve(link: socket.socket) -> dict[str, Any]:
@@ -155,7 +158,11 @@ def _serve(link: socket.socket) -> dict[str, Any]:
         elif (child := os.fork()) == 0:
             if os.fork():
                 os._exit(0)
+            end = time.monotonic() + _ORPHANED_SECONDS
             while os.getppid() != agent:
+                if time.monotonic() > end:  # in a sandbox without subreapers
+                    link.send(b"0")
+                    os._exit(1)
                 time.sleep(0.0002)
             die_with(agent)
             os.setsid()
