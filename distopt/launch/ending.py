@@ -38,8 +38,11 @@ def describe_exit(exit_code: int) -> tuple[int, str]:
 
 
 @contextlib.contextmanager
-def caught_signals(signals: Iterable[int]) -> Iterator[tuple[list[int], int]]:
-    """Local. Catch signals: yield a list that receives them, and a descriptor that then becomes readable."""
+def caught_signals(signals: Iterable[int], *, last: bool = False) -> Iterator[tuple[list[int], int]]:
+    """Local. Catch signals: yield a list that receives them, and a descriptor that then becomes readable.
+
+    If what follows is only the end of this process, its `last` act, signals have no effect afterwards.
+    """
     caught: list[int] = []
     wake, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
@@ -55,7 +58,7 @@ def caught_signals(signals: Iterable[int]) -> Iterator[tuple[list[int], int]]:
         yield caught, wake
     finally:
         for signum, handler in before.items():
-            signal.signal(signum, handler)
+            signal.signal(signum, signal.SIG_IGN if last else handler)
         os.close(wake)
         os.close(write)
 

@@ -134,7 +134,7 @@ def test_a_script_that_fails_again_at_the_same_step_ends_the_job():
         [*RUN, "--heal", *JOB, "--raise-at", "25"], cwd=ROOT, capture_output=True, text=True, timeout=patience(SECONDS)
     )
     assert done.returncode == 1
-    assert done.stdout.count("rank 0 is") in (2, 3)  # the steps that are kept may differ
+    assert done.stdout.count("rank 0 is") in range(2, 6)  # not all steps are kept
     last = done.stderr.splitlines()[-1]
     assert re.search(r"rank 1 on .*: ZeroDivisionError: so it is; so it did before, after step 2\d$", last), last
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import selectors
 import signal
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -22,16 +22,17 @@ GONE = Failure(3, 1, "node 1 has ended", is_final=True)
 class OneNode:
     """An owner whose only node is a list of what it is told."""
 
-    def __init__(self, restarts=0):
+    def __init__(self, restarts=0, *, heal=False):
         self.told = []
         self.node = Node("host", 7, NO_RANK, self.told.append, "127.0.0.1")
-        options = RunOptions(("python",), ranks=4, restarts=restarts)
+        options = RunOptions(("python",), ranks=4, restarts=restarts, heal=heal)
         self.owner = Owner(self.node, options, bytes(32), selectors.DefaultSelector(), self.told.append)
         self.say("hello", ranks=4)
 
     def say(self, say, failures=(), signals=(), **content):
         failures = [asdict(failure) for failure in failures]
-        self.owner.hear(self.node, {"say": say, "port": 1, "failures": failures, "signals": list(signals), **content})
+        said = {"say": say, "port": 1, "step": -1, "failures": failures, "signals": list(signals), **content}
+        self.owner.hear(self.node, said)
         return self.told[-1]
 
 
@@ -105,3 +106,44 @@ def test_restarts_are_counted():
     first = job.told[-1]["attempt"]
     assert [first, *(job.say("ended", [RAISED])["attempt"] for _ in range(2))] == [0, 1, 2]
     assert job.say("ended", [RAISED])["do"] == "finish"
+
+
+def test_a_job_is_healed_as_long_as_there_are_new_steps():
+    job = OneNode(heal=True)
+    for step in range(12):
+        assert job.say("failed", [SIGKILL])["patience"] == 0.0
+        assert job.say("ended", [SIGKILL], step=step)["do"] == "start"
+        assert job.told[-1]["attempt"] == step + 1
+        line = job.say("stepped", step=step + 1)
+        assert line.startswith(f"{SIGKILL.text}; healed: step {step + 1} was done after 0.")
+        before = len(job.told)
+        job.say("stepped", step=step + 1)
+        assert len(job.told) == before  # one line a healing
+
+
+def test_five_attempts_without_a_new_step_are_the_last():
+    job = OneNode(heal=True)
+    for attempt in range(5):
+        text = f"{SIGKILL.text}; no step was done since" if attempt else ""
+        assert (job.say("ended", [SIGKILL], step=8)["do"], job.told[-1]["text"]) == ("start", text)
+    assert job.say("ended", [SIGKILL], step=8)["do"] == "finish"
+    assert job.told[-1]["code"] == SIGKILL.code
+
+
+def test_the_same_failure_after_the_same_step_is_the_last():
+    job = OneNode(heal=True)
+    again = replace(LEFT, text=LEFT.text.replace("left", "(pid 8) left"))
+    assert job.say("ended", [LEFT], step=8)["do"] == "start"
+    assert job.say("ended", [RAISED], step=8)["do"] == "start"
+    assert job.say("ended", [again], step=8) == {
+        "do": "finish",
+        "code": LEFT.code,
+        "text": f"{again.text}; so it did before, after step 8",
+    }
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_job_that_heals(signum):
+    job = OneNode(heal=True)
+    ended = Failure(1, 128 + signum, "rank 1 was ended")
+    assert job.say("ended", [ended], [signum], step=8)["code"] == 128 + signum

@@ -58,7 +58,7 @@ def run(options: RunOptions) -> int:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(waitable_children())
-        caught, wake = stack.enter_context(caught_signals(_PASSED_ON))
+        caught, wake = stack.enter_context(caught_signals(_PASSED_ON, last=True))
         selector = stack.enter_context(selectors.DefaultSelector())
         agent = _Agent(options, caught, selector)
         stack.callback(agent.close)
