@@ -1,9 +1,9 @@
 """States in memory that outlives the ranks: that of the agents of `distopt run --heal`.
 
-A rank keeps there what it would write to the file of a checkpoint, with its share of the shared arrays among the ranks
-of its agent, and a copy of what a rank of the node before has of its own: of a node that is lost, its neighbour has
-that, and every other one the rest. See `distopt.launch.run.slots`. Nobody reads a slot before its writer has ended, so
-the order of writing needs no fence.
+A rank keeps there the states that it would write to the file of a checkpoint: its own, and of the shared arrays a share
+among the ranks of its agent. So every node has all shared arrays. Copies of a rank's own are also on the next node, for
+the case that its node is lost. See `distopt.launch.run.slots`. Nobody reads a slot before its writer has ended, so the
+order of writing needs no fence.
 """
 
 from __future__ import annotations
@@ -36,9 +36,13 @@ _MOST_FAR_BYTES = 1 << 20  # of a rank's own states, for a copy on another node
 
 
 class Kept(NamedTuple):
-    """What a rank keeps: arrays of its own, its share of the shared ones, copies of others' own, and notes.
+    """The states that a rank keeps after a step.
 
-    A copy is the bytes of such an object, by the number of the rank.
+    Attributes:
+        own: arrays of its own.
+        shared: its share of the arrays that all ranks share.
+        far: by the number of a rank of the node before, the bytes of such an object with that rank's own.
+        notes: values of JSON, by object.
     """
 
     own: Arrays
@@ -47,14 +51,14 @@ class Kept(NamedTuple):
     notes: dict[str, Any]
 
     def pack(self, label: tuple[int, int]) -> tuple[bytes, int]:
-        """Local. The JSON that describes these, of that step and epoch, and the size of all in bytes."""
+        """Local. The JSON that describes them, of that step and epoch, and the bytes that all take."""
         described = [[[key, a.dtype.str, a.shape] for key, a in group.items()] for group in self[:3]]
         text = json.dumps({"label": label, "arrays": described, "notes": self.notes}).encode()
         sizes = (_aligned(array.nbytes) for group in self[:3] for array in group.values())
         return text, _aligned(HEADER.size + len(text)) + sum(sizes)
 
     def write(self, buffer: Any, label: tuple[int, int], text: bytes) -> None:
-        """Local. Write these, and the JSON of `pack`, to a buffer of that size; it becomes valid last."""
+        """Local. Write the JSON of `pack` and the arrays to a buffer of that size; last the header, by which they count."""
         buffer[HEADER.size : HEADER.size + len(text)] = text
         begin = _aligned(HEADER.size + len(text))
         for group in self[:3]:
@@ -65,7 +69,7 @@ class Kept(NamedTuple):
         HEADER.pack_into(buffer, 0, label[0] + 1, len(text))
 
     def to_bytes(self, label: tuple[int, int]) -> bytes:
-        """Local. In one piece, to be sent."""
+        """Local. All in one piece, to be sent."""
         text, n_bytes = self.pack(label)
         buffer = bytearray(n_bytes)
         self.write(buffer, label, text)
@@ -73,7 +77,7 @@ class Kept(NamedTuple):
 
     @classmethod
     def read(cls, buffer: Any) -> Kept:
-        """Local. Copies of what `write` has written."""
+        """Local. Copies of the states in a buffer."""
         told, begin = _described(buffer)
         groups: list[Arrays] = []
         for described in told["arrays"]:
@@ -106,6 +110,7 @@ class Memory:
         self._missing: set[int] = set()  # ranks whose agents have lost what they kept
         self._far: list[int] = []  # ranks of whose states this one keeps a copy
         self._sends = False  # whether there are such copies
+        self._is_new = True  # no step has been done by this process
         self._n_copies = 0
         self._seconds = math.inf  # that a copy takes, the best so far
         self._since, self._steps = time.perf_counter(), 0  # the last agreement on:
@@ -113,14 +118,17 @@ class Memory:
 
     @classmethod
     def of_agent(cls, ranks: Ranks) -> Memory | None:
-        """Local. What this process has got, once; None if it has no such agent, or `ranks` are a part of the job."""
+        """Local. The slots of this process, at the first call; None without such an agent, or if `ranks` lack some."""
         place, _, fds = os.environ.pop(VARIABLE, "").partition(":")
         if not fds or os.environ.get("WORLD_SIZE") != str(ranks.topology.world_size):
             return None
         return cls(int(place), [int(fd) for fd in fds.split(",")], ranks)
 
     def agree(self) -> tuple[int, int] | None:
-        """Collective. Step and epoch of the newest states that all ranks can go on from; None if there are none."""
+        """Collective. Step and epoch of the newest states that exist for every rank; None if there are none.
+
+        This rank's states of other steps are given up: those steps will be done anew.
+        """
         valid = [slot for slot in self._own if slot.label]
         far = [(number, slot.label) for slot in valid for number in slot.far]
         kept = [os.environ["GROUP_RANK"], [slot.label for slot in valid], far]
@@ -135,7 +143,7 @@ class Memory:
             if missing <= copies and {self._nodes[rank] for rank in missing} != set(self._nodes):
                 newest, self._missing = label, missing
         for slot in self._own:
-            if slot.label != newest:  # of steps that will be done anew
+            if slot.label != newest:
                 slot.clear()
         return newest
 
@@ -150,16 +158,17 @@ class Memory:
             arrays |= kept.shared
             if place == self._place:
                 arrays, notes = {**arrays, **kept.own}, kept.notes
-        return {
-            name: State({key.partition("/")[2]: a for key, a in arrays.items() if key.partition("/")[0] == name}, note)
-            for name in parts
-            for note in [notes.get(name, {})]
-        }
+        states = {name: State({}, notes.get(name, {})) for name in parts}
+        for key, array in arrays.items():
+            name, _, rest = key.partition("/")
+            states[name].arrays[rest] = array
+        return states
 
     def due(self, step: int) -> bool:
         """Local, on all ranks. Count a finished step; whether states are to be kept after it."""
-        if self._n_copies == 0 and self._rank == 0:
+        if self._is_new and self._rank == 0:
             supervisor.say("stepped", step=step)
+        self._is_new = False
         self._steps += 1
         self._left -= 1
         return self._left <= 0
@@ -204,7 +213,7 @@ class Memory:
 
     # -- between nodes -------------------------------------------------------------------------------------------------
     def _neighbours(self) -> list[int]:
-        """Ranks of the node before, each of which this one keeps for."""
+        """The ranks of the node before that this one keeps copies for."""
         order = sorted(set(self._nodes))
         before = order[order.index(self._nodes[self._rank]) - 1]
         here, there = (
@@ -214,7 +223,7 @@ class Memory:
         return [rank for i, rank in enumerate(there) if here[i % len(here)] == self._rank]
 
     def _exchange(self, label: tuple[int, int], kept: Kept) -> Arrays:
-        """Collective. Copies of what neighbours have of their own. Where that is much, there are none."""
+        """Collective. The copies for the node before; none from then on if a rank has much of its own."""
         mine = kept._replace(shared={}, far={})
         small = mine.pack(label)[1] <= _MOST_FAR_BYTES
         gathered = self._ranks.all_gather_bytes(mine.to_bytes(label) if small else b"")
@@ -222,7 +231,7 @@ class Memory:
         return {str(rank): np.frombuffer(gathered[rank], np.uint8) for rank in self._far} if self._sends else {}
 
     def _fetch(self, label: tuple[int, int], kept: Kept | None) -> tuple[Arrays, dict[str, Any]]:
-        """Collective. What ranks whose agents have lost it need; arrays and notes for this one, if it is such."""
+        """Collective. Send states to ranks whose agents have lost them; this rank's arrays and notes, if it is one."""
         missing = {self._nodes[rank] for rank in self._missing}
         donor = next(node for node in sorted(set(self._nodes)) if node not in missing)
         given = Kept({}, {}, {}, {})

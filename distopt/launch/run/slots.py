@@ -32,7 +32,7 @@ class Slots:
 
     @property
     def step(self) -> int:
-        """Local. The newest step of which all ranks may have states; -1 if one has none."""
+        """Local. The newest step that all ranks have reached; -1 if one has no states."""
         steps: list[int] = [
             HEADER.unpack(os.pread(fd, HEADER.size, 0).ljust(HEADER.size, b"\0"))[0] - 1 for fd in self.fds
         ]
