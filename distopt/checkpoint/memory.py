@@ -58,7 +58,7 @@ class Kept(NamedTuple):
         return text, _aligned(HEADER.size + len(text)) + sum(sizes)
 
     def write(self, buffer: Any, label: tuple[int, int], text: bytes) -> None:
-        """Local. Write the JSON of `pack` and the arrays to a buffer of that size; the header makes them valid, last."""
+        """Local. Write the JSON of `pack` and the arrays to a buffer of that size; the header validates them, last."""
         buffer[HEADER.size : HEADER.size + len(text)] = text
         begin = _aligned(HEADER.size + len(text))
         for group in self[:3]:
