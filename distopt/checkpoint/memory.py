@@ -97,15 +97,17 @@ class Memory:
         place: number of this rank among those of the agent.
         fds: of the slots, two for each rank.
         ranks: all ranks of the job.
+        node: names the node of the agent.
     """
 
-    def __init__(self, place: int, fds: list[int], ranks: Ranks) -> None:
+    def __init__(self, place: int, fds: list[int], ranks: Ranks, node: str) -> None:
         slots = [_Slot(fd) for fd in fds]
         self._slots = slots
         self._own = slots[2 * place : 2 * place + 2]
         self._place = place
         self._ranks = ranks
         self._rank = ranks.topology.rank
+        self._node = node
         self._nodes: list[str] = []  # of all ranks
         self._missing: set[int] = set()  # ranks whose agents have lost what they kept
         self._far: list[int] = []  # ranks of whose states this one keeps a copy
@@ -122,7 +124,7 @@ class Memory:
         place, _, fds = os.environ.pop(VARIABLE, "").partition(":")
         if not fds or os.environ.get("WORLD_SIZE") != str(ranks.topology.world_size):
             return None
-        return cls(int(place), [int(fd) for fd in fds.split(",")], ranks)
+        return cls(int(place), [int(fd) for fd in fds.split(",")], ranks, os.environ["GROUP_RANK"])
 
     def agree(self) -> tuple[int, int] | None:
         """Collective. Step and epoch of the newest states that exist for every rank; None if there are none.
@@ -131,7 +133,7 @@ class Memory:
         """
         valid = [slot for slot in self._own if slot.label]
         far = [(number, slot.label) for slot in valid for number in slot.far]
-        kept = [os.environ["GROUP_RANK"], [slot.label for slot in valid], far]
+        kept = [self._node, [slot.label for slot in valid], far]
         gathered = [json.loads(each) for each in self._ranks.all_gather_bytes(json.dumps(kept).encode())]
         self._nodes = [node for node, _, _ in gathered]
         self._far = self._neighbours()
@@ -215,10 +217,9 @@ class Memory:
     def _neighbours(self) -> list[int]:
         """The ranks of the node before that this one keeps copies for."""
         order = sorted(set(self._nodes))
-        before = order[order.index(self._nodes[self._rank]) - 1]
+        before = order[order.index(self._node) - 1]
         here, there = (
-            [rank for rank, node in enumerate(self._nodes) if node == which]
-            for which in (self._nodes[self._rank], before)
+            [rank for rank, node in enumerate(self._nodes) if node == which] for which in (self._node, before)
         )
         return [rank for i, rank in enumerate(there) if here[i % len(here)] == self._rank]
 
@@ -236,7 +237,7 @@ class Memory:
         donor = next(node for node in sorted(set(self._nodes)) if node not in missing)
         given = Kept({}, {}, {}, {})
         if kept is not None:
-            shared = kept.shared if self._nodes[self._rank] == donor else {}
+            shared = kept.shared if self._node == donor else {}
             far = {rank: copy for rank, copy in kept.far.items() if int(rank) in self._missing}
             given = Kept({}, shared, far, {})
         gathered = [Kept.read(each) for each in self._ranks.all_gather_bytes(given.to_bytes(label))]

@@ -6,7 +6,9 @@ import json
 import os
 import random
 import signal
+import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -149,3 +151,64 @@ def test_ranks_agree_on_the_newest_states_that_there_are(slots, monkeypatch, oth
     payloads = {rank: json.dumps(other).encode() for rank, other in enumerate(others, 1)}
     assert memory(payloads).agree() == newest
     assert slots.step == (newest[0] if newest else -1)
+
+
+class Exchange:
+    """Ranks that are threads of this process."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, payloads: list[bytes]) -> None:
+        self.topology = Topology.of_one_host(rank, len(payloads), "host")
+        self._barrier, self._payloads = barrier, payloads
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        self._payloads[self.topology.rank] = payload
+        self._barrier.wait(20.0)
+        gathered = list(self._payloads)
+        self._barrier.wait(20.0)
+        return gathered
+
+
+def states_of(rank: int, step: int) -> dict[str, InPlace]:
+    shared = {"w": np.arange(50.0) * step, "v": np.full((2, 3), step, np.float32)}
+    return {"all": Shared(shared), "own": InPlace({"x": np.full(3, 100 * rank + step)})}
+
+
+@pytest.mark.parametrize("lost", ["0", "1"])
+def test_a_node_that_is_lost_gets_all_from_the_others(lost):
+    """Two ranks on one node and one on another."""
+    nodes, places = ["0", "0", "1"], [0, 1, 0]
+    slots = {"0": Slots(2), "1": Slots(1)}
+
+    def on_ranks(body: Callable[[int, Memory], object]) -> None:
+        barrier, payloads, passed = threading.Barrier(3), [b""] * 3, []
+
+        def run(rank: int) -> None:
+            ranks = Exchange(rank, barrier, payloads)
+            body(rank, Memory(places[rank], slots[nodes[rank]].fds, ranks, nodes[rank]))
+            passed.append(rank)
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(passed) == [0, 1, 2]
+
+    def train(rank: int, memory: Memory) -> None:
+        assert memory.agree() is None
+        for step in range(1, 6):
+            memory.keep(step, 0, states_of(rank, step))
+
+    def go_on(rank: int, memory: Memory) -> None:
+        assert memory.agree() == (5, 0)
+        found, wanted = memory.read((5, 0), states_of(rank, 0)), states_of(rank, 5)
+        for name, part in wanted.items():
+            for key, array in part.look().arrays.items():
+                np.testing.assert_array_equal(found[name].arrays[key], array)
+
+    on_ranks(train)
+    slots[lost].close()
+    slots[lost] = Slots(nodes.count(lost))
+    on_ranks(go_on)
+    for each in slots.values():
+        each.close()
