@@ -7,86 +7,14 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.faults.healing import JOB, RUN, SECONDS, Job
 from tests.processes import ROOT, patience
 
-RUN = [sys.executable, "-W", "ignore", "-m", "distopt", "run", "--nproc-per-node", "2"]
-JOB = ["-m", "tests.ranks.healed"]
 TORCH = ["-m", "tests.torch.resumed", "--every", "1000"]
-SECONDS = 120.0
-
-
-class Job:
-    """Agents of a job, one for each of `lines`, and all that they print."""
-
-    def __init__(self, *commands: list[str]) -> None:
-        self.lines: list[str] = []
-        self.agents: list[subprocess.Popen[str]] = []
-        self._readers: list[threading.Thread] = []
-        for command in commands:
-            self.start(command)
-
-    def start(self, command: list[str]) -> None:
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "wire"}
-        agent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        self.agents.append(agent)
-        self._readers.append(threading.Thread(target=self._read, args=(agent,)))
-        self._readers[-1].start()
-
-    def _read(self, agent: subprocess.Popen[str]) -> None:
-        assert agent.stdout is not None
-        with agent.stdout:
-            self.lines.extend(line.rstrip("\n") for line in agent.stdout)
-
-    def wait_for(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
-        """All lines that the pattern matches, once there are so many."""
-        end = time.monotonic() + patience(SECONDS)
-        while len(found := [m for m in (re.search(pattern, line) for line in list(self.lines)) if m]) < count:
-            assert time.monotonic() < end, self.lines
-            assert any(agent.poll() is None for agent in self.agents), self.lines
-            time.sleep(0.01)
-        return found
-
-    def more_steps(self) -> None:
-        self.wait_for(r"step \d+$", sum(line.startswith("step ") for line in list(self.lines)) + 1)
-
-    def pid_of(self, rank: int) -> int:
-        """Of its newest process."""
-        return int(self.wait_for(rf"rank {rank} is (\d+)")[-1][1])
-
-    def fork_server(self, agent: int = 0, before: int = 0) -> int:
-        """Wait for that of an agent, which is not the one `before`."""
-        pid, end = self.agents[agent].pid, time.monotonic() + patience(SECONDS)
-        while time.monotonic() < end:
-            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-                with contextlib.suppress(OSError):  # it has ended
-                    name = Path(f"/proc/{child}/comm").read_text().strip()
-                    if name == "distopt forks" and int(child) != before:
-                        return int(child)
-            time.sleep(0.01)
-        raise AssertionError(self.lines)
-
-    def kill(self) -> None:
-        for agent in self.agents:
-            agent.kill()
-            agent.wait()
-        for reader in self._readers:
-            reader.join()
-
-    def end(self) -> list[str]:
-        """What the ranks have ended with."""
-        codes = [agent.wait(patience(SECONDS)) for agent in self.agents]
-        for reader in self._readers:
-            reader.join()
-        assert {code for code in codes if code != -signal.SIGKILL} == {0}, self.lines
-        return sorted(line.partition("ends with")[2] for line in self.lines if "ends with" in line)
 
 
 @pytest.fixture
