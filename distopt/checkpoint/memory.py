@@ -2,7 +2,7 @@
 
 A rank keeps there the states that it would write to the file of a checkpoint: its own, and of the shared arrays a share
 among the ranks of its agent. So every node has all shared arrays. Copies of a rank's own are also on the next node, for
-the case that its node is lost. See `distopt.launch.run.slots`. Nobody reads a slot before its writer has ended, so the
+the case that its node is lost. See `distopt.launch.heal.slots`. Nobody reads a slot before its writer has ended, so the
 order of writing needs no fence.
 """
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..launch.run.slots import HEADER, VARIABLE
+from ..launch.heal.slots import HEADER, VARIABLE
 from ..launch.watch.report import supervisor
 from .folder import share_of
 from .parts import State, copy_of

@@ -15,7 +15,7 @@ import pytest
 
 from distopt.checkpoint.memory import Kept, Memory
 from distopt.checkpoint.parts import InPlace
-from distopt.launch.run.slots import VARIABLE, Slots
+from distopt.launch.heal.slots import VARIABLE, Slots
 from distopt.launch.topology import Topology
 
 

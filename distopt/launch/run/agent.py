@@ -22,16 +22,16 @@ from ...errors import LaunchError, UsageError
 from ...settings import Settings
 from ..ending import ENDING_SIGNALS, caught_signals, waitable_children
 from ..gate import LONGEST_CALL_SECONDS, RefusedError, StrangerError, call, is_own, listen, proof, turn
+from ..heal.slots import Slots
 from ..stopwatch import Stopwatch
 from ..threads import thread_variables
 from .nodes import BEAT_SECONDS, NO_RANK, SILENT_SECONDS, Node, Owner, RunOptions
 from .output import Output
 from .program import Program
 from .ranks import Failure, LocalRanks, starting
-from .slots import Slots
 
 if TYPE_CHECKING:
-    from .fork_server import ForkServer
+    from ..heal.fork_server import ForkServer
 
 _LOOK_SECONDS = 0.2
 _RETRY_SECONDS = 0.03
@@ -310,7 +310,7 @@ class _Agent:
             self._say("stepped", step=done["step"])
         modules = ranks.ranks[0].said.get("modules") if ranks.ranks else None
         if modules is not None and (self._server is None or self._server.ended):
-            from .fork_server import ForkServer
+            from ..heal.fork_server import ForkServer
 
             with contextlib.suppress(OSError):  # a limit has been reached
                 self._server = ForkServer(modules["names"], self._common, self._selector, self._print)

@@ -17,7 +17,7 @@ from .output import Output, Relay
 from .ranks import Rank
 
 if TYPE_CHECKING:
-    from .fork_server import ForkServer
+    from ..heal.fork_server import ForkServer
 
 
 class Program(Rank):
