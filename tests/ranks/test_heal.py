@@ -89,12 +89,12 @@ def test_two_hosts_whose_link_is_cut_and_one_of_which_is_lost(start, net, tmp_pa
     job.wait_for(r"step \d+$")
     os.kill(job.fork_server(1), signal.SIGKILL)
     net.cut(silently=True)
-    job.wait_for("cannot be reached.*; waiting for it")
+    job.wait_for("node 1 .* cannot be reached.*; waiting for it")
     net.mend()
     job.wait_for("node 1 .* cannot be reached.*; healed: ")
     job.more_steps()
     job.agents[1].kill()  # and its ranks, and what they have kept, with it
-    job.wait_for("cannot be reached.*; waiting for it", 2)
+    job.wait_for("node 1 .* cannot be reached.*; waiting for it", 2)
     job.start(lines[1])
     job.wait_for("node 1 .* cannot be reached.*; healed: ", 2)
     assert job.end() == want
