@@ -20,7 +20,7 @@ from ..files import file_lock
 from .folder import Manifest, list_checkpoints, name_of, prune, remove, share_of, write_rank
 from .load import communicator_of, first_reason, load_newest
 from .memory import Memory
-from .parts import copy_of, parts_of
+from .parts import copy_of, look_at, parts_of
 from .preemption import Preemption
 
 if TYPE_CHECKING:
@@ -251,26 +251,14 @@ class Checkpoint:
 
     def _copy(self, parts: Mapping[str, Part]) -> tuple[Arrays, Arrays, dict[str, Any]]:
         """Copies of what this rank writes: its share of what all have, arrays of its own, and notes."""
-        shared: Arrays = {}
-        own: Arrays = {}
-        notes: dict[str, Any] = {}
-        copies: set[str] = set()
-        for name, part in parts.items():
-            state = part.look()
-            same = part.shared(state.arrays)
-            for key, array in state.arrays.items():
-                (shared if key in same else own)[f"{name}/{key}"] = array
-            if part.copies:
-                copies.update(f"{name}/{key}" for key in state.arrays)
-            if state.notes:
-                notes[name] = state.notes
+        states = look_at(parts)
         world_size = self._communicator.topology.world_size
-        share = share_of(self._rank, world_size, {key: array.nbytes for key, array in shared.items()})
+        share = share_of(self._rank, world_size, {key: array.nbytes for key, array in states.shared.items()})
 
         def copied(arrays: Arrays) -> Arrays:
-            return {key: array if key in copies else copy_of(array) for key, array in arrays.items()}
+            return {key: array if key in states.copies else copy_of(array) for key, array in arrays.items()}
 
-        return copied({key: shared[key] for key in share}), copied(own), notes
+        return copied({key: states.shared[key] for key in share}), copied(states.own), states.notes
 
     def _write(self, folder: Path, manifest: Manifest, shared: Arrays, own: Arrays, stamp: str) -> None:
         try:

@@ -103,7 +103,8 @@ def load_newest(
         if communicator.topology.rank == 0:
             log.warning("checkpoint %s is refused: %s", root / name, reason)
     if memory is not None and label is not None:
-        for key, state in memory.read(label, parts).items():
+        states = _checked(parts, _by_part(parts, *memory.read(label)))
+        for key, state in states.items():
             parts[key].put(state)
         return Resumed(None, *label, communicator.topology.world_size, tuple(refused))
     if begun or not names:
@@ -181,6 +182,11 @@ def _read(
     else:
         states = _merged(folder, manifest, parts, topology.rank, common)
         states = {name: State({**_under(name, shared), **own.arrays}, own.notes) for name, own in states.items()}
+    return _checked(parts, states)
+
+
+def _checked(parts: Mapping[str, Part], states: dict[str, State]) -> dict[str, State]:
+    """`states`, which `parts` can go on from; raises a StateError that names the object if one cannot."""
     for name, state in states.items():
         with _named(name):
             parts[name].check(state)

@@ -22,7 +22,7 @@ import numpy as np
 from ..launch.heal.slots import HEADER, VARIABLE
 from ..launch.watch.report import supervisor
 from .folder import share_of
-from .parts import State, copy_of
+from .parts import copy_of, look_at
 
 if TYPE_CHECKING:
     from ..files import Arrays
@@ -149,22 +149,16 @@ class Memory:
                 slot.clear()
         return newest
 
-    def read(self, label: tuple[int, int], parts: Mapping[str, Part]) -> dict[str, State]:
-        """Collective. The states of that step and epoch, by the names of `parts`."""
+    def read(self, label: tuple[int, int]) -> tuple[Arrays, Arrays, dict[str, Any]]:
+        """Collective. Of that step and epoch: the shared arrays, this rank's own, and its notes."""
         found = {number // 2: slot.read() for number, slot in enumerate(self._slots) if slot.label == label}
-        arrays: Arrays = {}
-        notes: dict[str, Any] = {}
+        mine, shared = found.get(self._place), {}
         if self._missing:
-            arrays, notes = self._fetch(label, found.get(self._place))
-        for place, kept in found.items():
-            arrays |= kept.shared
-            if place == self._place:
-                arrays, notes = {**arrays, **kept.own}, kept.notes
-        states = {name: State({}, notes.get(name, {})) for name in parts}
-        for key, array in arrays.items():
-            name, _, rest = key.partition("/")
-            states[name].arrays[rest] = array
-        return states
+            shared, mine = self._fetch(label, mine)
+        assert mine is not None
+        for kept in found.values():
+            shared |= kept.shared
+        return shared, mine.own, mine.notes
 
     def due(self, step: int) -> bool:
         """Local, on all ranks. Count a finished step; whether states are to be kept after it."""
@@ -181,17 +175,10 @@ class Memory:
         if any(slot.label == label for slot in self._own):
             return
         begin = time.perf_counter()
-        own: Arrays = {}
-        shared: Arrays = {}
-        notes: dict[str, Any] = {}
-        for name, part in parts.items():
-            state = part.look()
-            same = part.shared(state.arrays)
-            for key, array in state.arrays.items():
-                (shared if key in same else own)[f"{name}/{key}"] = array
-            notes[name] = state.notes
-        share = share_of(self._place, len(self._slots) // 2, {key: array.nbytes for key, array in shared.items()})
-        kept = Kept(own, {key: shared[key] for key in share}, {}, notes)
+        states = look_at(parts)
+        n_places = len(self._slots) // 2
+        share = share_of(self._place, n_places, {key: array.nbytes for key, array in states.shared.items()})
+        kept = Kept(states.own, {key: states.shared[key] for key in share}, {}, states.notes)
         if self._sends:
             kept = kept._replace(far=self._exchange(label, kept))
         min(self._own, key=lambda slot: slot.label or (-1, -1)).write(label, kept)
@@ -225,27 +212,24 @@ class Memory:
 
     def _exchange(self, label: tuple[int, int], kept: Kept) -> Arrays:
         """Collective. The copies for the node before; none from then on if a rank has much of its own."""
-        mine = kept._replace(shared={}, far={})
-        small = mine.pack(label)[1] <= _MOST_FAR_BYTES
-        gathered = self._ranks.all_gather_bytes(mine.to_bytes(label) if small else b"")
+        mine = kept._replace(shared={}, far={}).to_bytes(label)
+        gathered = self._ranks.all_gather_bytes(mine if len(mine) <= _MOST_FAR_BYTES else b"")
         self._sends = all(gathered)
         return {str(rank): np.frombuffer(gathered[rank], np.uint8) for rank in self._far} if self._sends else {}
 
-    def _fetch(self, label: tuple[int, int], kept: Kept | None) -> tuple[Arrays, dict[str, Any]]:
-        """Collective. Send states to ranks whose agents have lost them; this rank's arrays and notes, if it is one."""
+    def _fetch(self, label: tuple[int, int], mine: Kept | None) -> tuple[Arrays, Kept | None]:
+        """Collective. Send states to ranks whose agents have lost them; the shared arrays and this rank's states."""
         missing = {self._nodes[rank] for rank in self._missing}
         donor = next(node for node in sorted(set(self._nodes)) if node not in missing)
         given = Kept({}, {}, {}, {})
-        if kept is not None:
-            shared = kept.shared if self._node == donor else {}
-            far = {rank: copy for rank, copy in kept.far.items() if int(rank) in self._missing}
+        if mine is not None:
+            shared = mine.shared if self._node == donor else {}
+            far = {rank: copy for rank, copy in mine.far.items() if int(rank) in self._missing}
             given = Kept({}, shared, far, {})
         gathered = [Kept.read(each) for each in self._ranks.all_gather_bytes(given.to_bytes(label))]
-        if self._rank not in self._missing:
-            return {}, {}
-        copy = next(each.far[str(self._rank)] for each in gathered if str(self._rank) in each.far)
-        own = Kept.read(copy.data)
-        return {key: a for each in [*(one.shared for one in gathered), own.own] for key, a in each.items()}, own.notes
+        if self._rank in self._missing:
+            mine = Kept.read(next(each.far[str(self._rank)] for each in gathered if str(self._rank) in each.far).data)
+        return {key: array for each in gathered for key, array in each.shared.items()}, mine
 
 
 class _Slot:

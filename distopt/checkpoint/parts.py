@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..files import Arrays
 
 
-__all__ = ["Part", "State", "copy_of", "of_device", "parts_of"]
+__all__ = ["Part", "State", "States", "copy_of", "look_at", "of_device", "parts_of"]
 
 _GROUPS = ""  # the note that names dictionaries of arrays and their keys
 
@@ -189,6 +189,37 @@ def parts_of(objects: Mapping[str, Any]) -> dict[str, Part]:
         if device.rng is not device.host_rng:
             parts[f"device{index}.rng"] = DeviceRandom(device.rng)
     return parts
+
+
+class States(NamedTuple):
+    """The states of all objects of one rank, by "object/array".
+
+    Attributes:
+        shared: arrays that are the same on all ranks.
+        own: the other arrays.
+        notes: values of JSON, by object.
+        copies: names of arrays that are copies already.
+    """
+
+    shared: Arrays
+    own: Arrays
+    notes: dict[str, Any]
+    copies: set[str]
+
+
+def look_at(parts: Mapping[str, Part]) -> States:
+    """Local. The states of all objects, which training changes but for the copies."""
+    states = States({}, {}, {}, set())
+    for name, part in parts.items():
+        state = part.look()
+        same = part.shared(state.arrays)
+        for key, array in state.arrays.items():
+            (states.shared if key in same else states.own)[f"{name}/{key}"] = array
+        if part.copies:
+            states.copies.update(f"{name}/{key}" for key in state.arrays)
+        if state.notes:
+            states.notes[name] = state.notes
+    return states
 
 
 def copy_of(array: Any) -> np.ndarray[Any, Any]:

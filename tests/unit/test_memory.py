@@ -85,10 +85,11 @@ def test_states_grow_and_the_newest_is_gone_on_from(slots, monkeypatch):
         assert slots.step == step
     again = memory_of(slots, monkeypatch)
     assert again.agree() == (3, 1)
-    states = again.read((3, 1), {"own": InPlace(arrays), "all": Shared(arrays)})
-    for name in ("own", "all"):
-        np.testing.assert_array_equal(states[name].arrays["w"], arrays["w"])
-        np.testing.assert_array_equal(states[name].arrays["v"], arrays["v"])
+    shared, own, _ = again.read((3, 1))
+    for name, found in (("own", own), ("all", shared)):
+        assert found.keys() == {f"{name}/w", f"{name}/v"}
+        for key, array in arrays.items():
+            np.testing.assert_array_equal(found[f"{name}/{key}"], array)
 
 
 @pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
@@ -117,9 +118,9 @@ def test_a_kill_while_states_are_kept_leaves_those_before(slots, monkeypatch, ki
         if label is not None:
             assert label[0] >= step
             step = label[0]
-            arrays = memory.read(label, {"x": InPlace({})})["x"].arrays
-            assert np.all(arrays["w"] == step)
-            assert arrays["n"] == [step]
+            _, arrays, _ = memory.read(label)
+            assert np.all(arrays["x/w"] == step)
+            assert arrays["x/n"] == [step]
     assert step > 0
     if kills > 100:
         assert torn > 0
@@ -201,10 +202,10 @@ def test_a_node_that_is_lost_gets_all_from_the_others(lost):
 
     def go_on(rank: int, memory: Memory) -> None:
         assert memory.agree() == (5, 0)
-        found, wanted = memory.read((5, 0), states_of(rank, 0)), states_of(rank, 5)
-        for name, part in wanted.items():
-            for key, array in part.look().arrays.items():
-                np.testing.assert_array_equal(found[name].arrays[key], array)
+        shared, own, _ = memory.read((5, 0))
+        for found, name in ((shared, "all"), (own, "own")):
+            for key, array in states_of(rank, 5)[name].look().arrays.items():
+                np.testing.assert_array_equal(found[f"{name}/{key}"], array)
 
     on_ranks(train)
     slots[lost].close()

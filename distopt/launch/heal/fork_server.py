@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import importlib
 import json
 import os
@@ -37,7 +36,7 @@ from ..watch.report import VARIABLE, supervisor
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 _FORK_SECONDS = 20.0
 _ORPHANED_SECONDS = 2.0  # for which a rank waits to become a child of the agent
-_MAX_FDS = 253  # the kernel's SCM_MAX_FD
+_N_FDS = 5  # of the order, and of what the rank gets
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -47,6 +46,7 @@ class ForkServer:
     Args:
         modules: names of those to import, in this order; what fails to import is left out.
         env: the environment of the ranks.
+        inherited: descriptors that ranks get under the same numbers.
         selector: waits for the answer of the process.
         warn: prints a line.
 
@@ -62,6 +62,7 @@ class ForkServer:
         self,
         modules: Sequence[str],
         env: Mapping[str, str],
+        inherited: Sequence[int],
         selector: selectors.BaseSelector,
         warn: Callable[[str], None],
     ) -> None:
@@ -78,7 +79,7 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), *inherited),
                 start_new_session=True,
                 preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - this process has no other thread
             )
@@ -89,8 +90,8 @@ class ForkServer:
         """Local. Fork a rank.
 
         Args:
-            order: `program`, the words that start it, `env`, and `report`, the place of that descriptor in `fds`.
-            fds: standard input, output and error, and others that the rank inherits under the same numbers.
+            order: `program`, the words that start it, and `env`.
+            fds: standard input, output and error, and the pipe to its supervisor.
 
         Returns:
             Its process id; 0 if that has not been possible.
@@ -99,10 +100,10 @@ class ForkServer:
         if self.ready:
             self._link.settimeout(_FORK_SECONDS)
             with contextlib.suppress(OSError):
-                self._send(dict(order, fds=list(fds)), fds)
+                self._send(order, fds)
                 pid = int(self._link.recv(64) or b"0")
             if not pid:
-                self.close()
+                self._end()
         return pid
 
     def close(self) -> None:
@@ -128,10 +129,15 @@ class ForkServer:
                 f"importing the script's modules starts {threads - 1} threads, which a fork would lose: ranks that "
                 "start again import them anew"
             )
-        self.ready = threads == 1
-        if not self.ready:
             self.close()
-            self.ended = not threads
+            self.ended = False
+        elif not threads:
+            self._end()
+        self.ready = threads == 1
+
+    def _end(self) -> None:
+        self._warn("the process that forks ranks has ended; ranks start cold until another has imported their modules")
+        self.close()
 
 
 # -- in that process --------------------------------------------------------------------------------------------------
@@ -144,11 +150,11 @@ def _import(modules: Sequence[str]) -> None:
     sys.modules.pop("mpi4py.MPI", None)
 
 
-def _serve(link: socket.socket) -> dict[str, Any]:
-    """Fork a rank for each order; return in it, with the order, or end with the agent."""
+def _serve(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Fork a rank for each order; return in it, with the order and its descriptors, or end with the agent."""
     agent = os.getppid()
     while True:
-        _, fds, *_ = socket.recv_fds(link, 1, _MAX_FDS)
+        _, fds, *_ = socket.recv_fds(link, 1, _N_FDS)
         if not fds:
             sys.exit()
         order: dict[str, Any] = json.loads(Path(f"/proc/self/fd/{fds[0]}").read_bytes())
@@ -168,33 +174,23 @@ def _serve(link: socket.socket) -> dict[str, Any]:
             os.setsid()
             link.send(b"%d" % os.getpid())
             link.close()
-            os.close(fds[0])
-            _take(order["fds"], fds[1:])
-            return order
+            return order, fds[1:]
         else:
             os.waitpid(child, 0)
         for fd in fds:
             os.close(fd)
 
 
-def _take(numbers: Sequence[int], fds: Sequence[int]) -> None:
-    """Give the descriptors the numbers that they have in the agent; the first three become the standard streams."""
-    above = max(numbers) + 1
-    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in fds]  # else one may take another's number
-    for fd in fds:
-        os.close(fd)
-    for number, fd in zip([0, 1, 2, *numbers[3:]], moved, strict=True):
+def _become(order: Mapping[str, Any], fds: Sequence[int]) -> None:
+    """Make this process the rank, up to running its script."""
+    for number, fd in enumerate(fds[:3]):
         os.dup2(fd, number)
         os.close(fd)
-
-
-def _become(order: Mapping[str, Any]) -> None:
-    """Make this process the rank, up to running its script."""
     _libc.prctl(_PR_SET_NAME, Path(sys.executable).name.encode(), 0, 0, 0)
     siblings.look()
     os.environ.clear()
     os.environ.update(order["env"])
-    supervisor.open(order["report"])
+    supervisor.open(fds[3])
     supervisor.hook()
     random.seed()
     if numpy := sys.modules.get("numpy.random"):
@@ -226,8 +222,8 @@ def _run(program: Sequence[str]) -> None:
 
 def _main() -> None:
     _libc.prctl(_PR_SET_NAME, b"distopt forks", 0, 0, 0)  # else ranks would take it for one of them
-    order = _serve(socket.socket(fileno=int(sys.argv[1])))
-    _become(order)
+    order, fds = _serve(socket.socket(fileno=int(sys.argv[1])))
+    _become(order, fds)
     _run(order["program"])
 
 

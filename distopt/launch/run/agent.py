@@ -313,7 +313,8 @@ class _Agent:
             from ..heal.fork_server import ForkServer
 
             with contextlib.suppress(OSError):  # a limit has been reached
-                self._server = ForkServer(modules["names"], self._common, self._selector, self._print)
+                names, slots = modules["names"], self._slots.fds if self._slots is not None else []
+                self._server = ForkServer(names, self._common, slots, self._selector, self._print)
         stopped = [rank for rank in ranks.running if rank.stopped]
         if not stopped or (self._options.nodes == 1 and len(stopped) == len(ranks.running)):
             self._stopped_at = float("inf")

@@ -218,8 +218,9 @@ class Owner(Gate):
         elif now > self._end_by:
             for node in [node for node in self._nodes if not node.ended]:
                 self._gone(node)
-            for node in [node for node in self._nodes if node.heard.seconds() > self._options.timeout and node.away]:
-                self._finish(1, f"{self._failures[self._first_rank(node)].text}; no other has come in its place")
+            for node in self._nodes:
+                if node.away and node.heard.seconds() > self._options.timeout:
+                    self._finish(1, f"{self._failures[self._first_rank(node)].text}; no other has come in its place")
 
     # -- the gate --------------------------------------------------------------------------------------------------
     def _refusal(self, link: Link, size: int) -> str:

@@ -75,8 +75,7 @@ class Program(Rank):
         standard = [0 if self.rank == 0 else none, *(relay.sink for relay in relays)]
         try:
             if server is not None:
-                order = {"program": program, "env": env, "report": self.sink}
-                self.pid = server.fork(order, [*standard, *inherited])
+                self.pid = server.fork({"program": program, "env": env}, [*standard, self.sink])
             if not self.pid:
                 self._process = subprocess.Popen(
                     program,
