@@ -152,7 +152,8 @@ class Memory:
     def read(self, label: tuple[int, int]) -> tuple[Arrays, Arrays, dict[str, Any]]:
         """Collective. Of that step and epoch: the shared arrays, this rank's own, and its notes."""
         found = {number // 2: slot.read() for number, slot in enumerate(self._slots) if slot.label == label}
-        mine, shared = found.get(self._place), {}
+        mine = found.get(self._place)
+        shared: Arrays = {}
         if self._missing:
             shared, mine = self._fetch(label, mine)
         assert mine is not None
