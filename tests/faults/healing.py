@@ -1,11 +1,13 @@
 """Faults at a job that heals, again and again: how much of its time counts.
 
-    sudo .venv/bin/python -m tests.faults.healing --minutes 10 --every 15
-    sudo .venv/bin/python -m tests.faults.healing --hosts 2 --kinds SIGKILL,SIGSTOP,link,agent --minutes 10 -- SCRIPT
+    .venv/bin/python -m tests.faults.healing --minutes 10 --every 15
+    sudo .venv/bin/python -m tests.faults.healing --hosts 2 --kinds SIGKILL,SIGSTOP,link,agent,owner -- SCRIPT
 
-Runs a job (default: `tests.ranks.healed`) undisturbed, then with a fault every so many seconds, and compares times and
-the digests with which both have ended. Two hosts are network namespaces, with two ranks each, and need root. A link is
-cut for 1 to 5 s, which do not count.
+Runs a job (default: `tests.ranks.healed`) twice at the same time, one undisturbed and without --heal, the other with a
+fault every so many seconds, and compares their times and the digests with which they end. Two hosts are network
+namespaces, with two ranks each, and need root. A link is cut for 1 to 5 s, which do not count. An agent is killed and
+started again, that of the second host ("agent") or the one that owns the endpoint ("owner"). The exit code is 1 if the
+digests differ.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.networks.emulation import LINK, TwoHosts, two_hosts
@@ -33,27 +36,39 @@ PORT = 29_484
 
 
 class Job:
-    """Agents of a job, one for each of `lines`, and all that they print."""
+    """Agents of a job, one for each command, and all that they print."""
 
     def __init__(self, *commands: list[str]) -> None:
         self.commands = commands
         self.lines: list[str] = []
-        self.agents: list[subprocess.Popen[str]] = []
+        self._begun = 0.0
         self._readers: list[threading.Thread] = []
-        for command in commands:
-            self.start(command)
+        self.agents = [self._start(command) for command in commands]
 
-    def start(self, command: list[str]) -> None:
+    def _start(self, command: list[str]) -> subprocess.Popen[str]:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LINK}
         agent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        self.agents.append(agent)
         self._readers.append(threading.Thread(target=self._read, args=(agent,)))
         self._readers[-1].start()
+        return agent
+
+    def kill_agent(self, number: int) -> None:
+        self.agents[number].kill()
+        self.agents[number].wait()
+
+    def start_agent(self, number: int) -> None:
+        """Start another in its place."""
+        self.agents[number] = self._start(self.commands[number])
 
     def _read(self, agent: subprocess.Popen[str]) -> None:
         assert agent.stdout is not None
         with agent.stdout:
-            self.lines.extend(line.rstrip("\n") for line in agent.stdout)
+            for line in agent.stdout:
+                self.lines.append(line.rstrip("\n"))
+                if not self._begun and line.startswith("step "):
+                    self._begun = time.monotonic()
+                if "ends with" in line:
+                    self.seconds = time.monotonic() - self._begun  # from the first steps
 
     def wait_for(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
         """All lines that the pattern matches, once there are so many."""
@@ -93,9 +108,8 @@ class Job:
         return True
 
     def kill(self) -> None:
-        for agent in self.agents:
-            agent.kill()
-            agent.wait()
+        for number in range(len(self.agents)):
+            self.kill_agent(number)
         for reader in self._readers:
             reader.join()
 
@@ -104,7 +118,7 @@ class Job:
         codes = [agent.wait(patience(SECONDS)) for agent in self.agents]
         for reader in self._readers:
             reader.join()
-        assert {code for code in codes if code != -signal.SIGKILL} == {0}, self.lines
+        assert not any(codes), self.lines
         return sorted(line.partition("ends with")[2] for line in self.lines if "ends with" in line)
 
 
@@ -114,6 +128,10 @@ def commands(net: TwoHosts | None, script: list[str]) -> list[list[str]]:
         return [[*RUN, "--heal", *script]]
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:{PORT}"]
     return [host.inside([*RUN, "--heal", *meet, *script]) for host in net.hosts]
+
+
+def without_heal(commands: Sequence[list[str]]) -> list[list[str]]:
+    return [[word for word in command if word != "--heal"] for command in commands]
 
 
 def disturb(job: Job, net: TwoHosts | None, kind: str, numbers: random.Random) -> float:
@@ -126,9 +144,10 @@ def disturb(job: Job, net: TwoHosts | None, kind: str, numbers: random.Random) -
         time.sleep(numbers.uniform(1.0, 5.0))
         net.mend()
         cut = time.monotonic() - begun
-    elif kind == "agent":
-        job.agents[-1].kill()
-        job.start(job.commands[-1])
+    elif kind in ("agent", "owner"):
+        number = 0 if kind == "owner" else len(job.commands) - 1
+        job.kill_agent(number)
+        job.start_agent(number)
     else:
         size = 2 * len(job.commands)
         os.kill(job.pid_of(numbers.randrange(size)), signal.Signals[kind])
@@ -136,7 +155,7 @@ def disturb(job: Job, net: TwoHosts | None, kind: str, numbers: random.Random) -
     return cut
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, choices=[1, 2], default=1)
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=["SIGKILL", "SIGSTOP"])
@@ -149,31 +168,30 @@ def main() -> None:
     numbers = random.Random(args.seed)
     script = [*args.script, "--steps", str(int(60 * args.minutes * args.rate))]
     with contextlib.ExitStack() as stack:
-        net = stack.enter_context(two_hosts()) if args.hosts == 2 else None
-        lines = commands(net, script)
-        seconds, ends = [], []
+        nets = [stack.enter_context(two_hosts(mark)) if args.hosts == 2 else None for mark in ("", "u")]
+        job = Job(*commands(nets[0], script))
+        stack.callback(job.kill)
+        undisturbed = Job(*without_heal(commands(nets[1], script)))
+        stack.callback(undisturbed.kill)
+        for agent in range(args.hosts):
+            job.fork_server(agent)
         count, cut = 0, 0.0
-        for heal in (False, True):
-            job = Job(*([word for word in line if heal or word != "--heal"] for line in lines))
-            stack.callback(job.kill)
-            job.wait_for(r"step \d+$")
-            begun = time.monotonic()
-            if heal:
-                for agent in range(args.hosts):
-                    job.fork_server(agent)
-            while heal and not job.finished(args.every):
-                cut += disturb(job, net, args.kinds[count % len(args.kinds)], numbers)
-                count += 1
-            ends.append(job.end())
-            seconds.append(time.monotonic() - begun)
-    times = [float(line[1]) for line in job.wait_for(r"was done after ([\d.]+) s")]
-    goodput = seconds[0] / (seconds[1] - cut)
+        while not job.finished(args.every):
+            cut += disturb(job, nets[0], args.kinds[count % len(args.kinds)], numbers)
+            count += 1
+        ends = undisturbed.end(), job.end()
+    times = [float(line[1]) for line in job.wait_for(r"was done after ([\d.]+) s", count)]
+    seconds = job.seconds - cut
     print(
-        f"{count} faults, {args.hosts} x 2 ranks: {seconds[0]:.0f} s undisturbed, {seconds[1] - cut:.0f} s with faults"
+        f"{count} faults, {args.hosts} x 2 ranks: {undisturbed.seconds:.0f} s undisturbed, {seconds:.0f} s with faults"
     )
-    print(f"goodput {goodput:.1%}; to the first new step {statistics.median(times):.2f} s, at most {max(times):.2f} s")
+    print(
+        f"goodput {undisturbed.seconds / seconds:.1%}; to the first new step {statistics.median(times):.2f} s, at most "
+        f"{max(times):.2f} s"
+    )
     print("the same digests" if ends[0] == ends[1] else f"DIFFERENT DIGESTS: {ends}")
+    return int(ends[0] != ends[1])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

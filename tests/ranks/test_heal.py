@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.faults.healing import JOB, RUN, SECONDS, Job
+from tests.faults.healing import JOB, RUN, SECONDS, Job, without_heal
 from tests.processes import ROOT, patience
 
 TORCH = ["-m", "tests.torch.resumed", "--every", "1000"]
@@ -31,7 +31,7 @@ def start() -> Iterator[Callable[..., Job]]:
 
 
 def undisturbed(*commands: list[str]) -> list[str]:
-    return Job(*([word for word in command if word != "--heal"] for command in commands)).end()
+    return Job(*without_heal(commands)).end()
 
 
 @pytest.mark.parametrize("folder", [False, True])
@@ -83,7 +83,7 @@ def test_five_attempts_without_a_step_end_the_job(tmp_path):
 def test_two_hosts_whose_link_is_cut_and_one_of_which_is_lost(start, net, tmp_path, script):
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29483"]
     lines = [
-        host.inside([*RUN, "--heal", *meet, *script, "--steps", "150", "--folder", str(tmp_path)]) for host in net.hosts
+        host.inside([*RUN, "--heal", *meet, *script, "--steps", "200", "--folder", str(tmp_path)]) for host in net.hosts
     ]
     want = undisturbed(*([word.replace(str(tmp_path), str(tmp_path / "w")) for word in line] for line in lines))
     job = start(*lines)
@@ -94,8 +94,13 @@ def test_two_hosts_whose_link_is_cut_and_one_of_which_is_lost(start, net, tmp_pa
     net.mend()
     job.wait_for("node 1 .* cannot be reached.*; healed: ")
     job.more_steps()
-    job.agents[1].kill()  # and its ranks, and what they have kept, with it
+    job.kill_agent(1)  # and its ranks, and what they have kept, with it
     job.wait_for("node 1 .* cannot be reached.*; waiting for it", 2)
-    job.start(lines[1])
+    job.start_agent(1)
     job.wait_for("node 1 .* cannot be reached.*; healed: ", 2)
+    job.more_steps()
+    job.kill_agent(0)
+    job.wait_for("the node that owns .* cannot be reached; waiting for it")
+    job.start_agent(0)
+    job.wait_for("the node that owned the endpoint has ended; .*; healed: ")
     assert job.end() == want

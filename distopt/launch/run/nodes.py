@@ -170,6 +170,9 @@ class Owner(Gate):
                 self._is_back(node)
             elif len(self._nodes) == self._size and all(each.ranks for each in self._nodes):
                 self._number()
+                if any(each.step >= 0 for each in self._nodes):  # the job goes on under another owner
+                    self._attempt = 0
+                    self._cause = f"the node that owned the endpoint has ended; {self._own.name} has come in its place"
                 self._start("")
             return
         if say == "stepped":
