@@ -353,6 +353,25 @@ def test_a_step_is_saved_once_in_an_epoch(tmp_path):
     assert names(tmp_path) == [step_name(2)]
 
 
+def test_reset_is_of_the_first_start_alone(tmp_path, monkeypatch):
+    """The same command line starts ranks again after a failure."""
+    values = np.zeros(2)
+    with Checkpoint(tmp_path, values=values) as saver:
+        saver.resume(reset=True)
+        values += 3
+        saver.save()
+    values[:] = 0
+    with monkeypatch.context() as again:
+        again.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        with Checkpoint(tmp_path, values=values) as saver:
+            assert saver.resume(reset=True) is not None
+    assert (values == 3).all()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with Checkpoint(tmp_path, values=values) as saver:
+        assert saver.resume(reset=True) is None
+    assert names(tmp_path) == []
+
+
 def test_without_a_folder_nothing_happens(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Checkpoint(None, every=1, values=np.zeros(2)) as saver:
