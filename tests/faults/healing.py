@@ -5,9 +5,16 @@
 
 Runs a job (default: `tests.ranks.healed`) twice at the same time, one undisturbed and without --heal, the other with a
 fault every so many seconds, and compares their times and the digests with which they end. Two hosts are network
-namespaces, with two ranks each, and need root. A link is cut for 1 to 5 s, which do not count. An agent is killed and
-started again, that of the second host ("agent") or the one that owns the endpoint ("owner"). The exit code is 1 if the
-digests differ.
+namespaces, with two ranks each, and need root. The
+kinds of faults are names of signals to a random rank, and
+
+- all: SIGKILL to all ranks of a host,
+- twice: SIGKILL to a rank, then to one of those that start again,
+- server: SIGKILL to the process that forks ranks, and to a rank,
+- link: the link between the hosts is cut for 1 to 5 s, which do not count,
+- agent, owner: SIGKILL to the agent of the second host, or to that which owns the endpoint; it is started again.
+
+The exit code is 1 if the digests differ.
 """
 
 from __future__ import annotations
@@ -86,17 +93,25 @@ class Job:
         """Of its newest process."""
         return int(self.wait_for(rf"rank {rank} is (\d+)")[-1][1])
 
-    def fork_server(self, agent: int = 0, before: int = 0) -> int:
-        """Wait for that of an agent, which is not the one `before`."""
+    def children(self, agent: int, *, forks: bool, without: Sequence[int] = ()) -> list[int]:
+        """Wait for the ranks of an agent, or for the process that `forks` them; without those given."""
         pid, end = self.agents[agent].pid, time.monotonic() + patience(SECONDS)
         while time.monotonic() < end:
-            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            found = []
+            for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
                 with contextlib.suppress(OSError):  # it has ended
-                    name = Path(f"/proc/{child}/comm").read_text().strip()
-                    if name == "distopt forks" and int(child) != before:
-                        return int(child)
+                    command = Path(f"/proc/{child}/cmdline").read_bytes()
+                    is_server = Path(f"/proc/{child}/comm").read_text().strip() == "distopt forks"
+                    if command and b"orphans" not in command and is_server == forks and child not in without:
+                        found.append(child)
+            if found:
+                return found
             time.sleep(0.01)
         raise AssertionError(self.lines)
+
+    def fork_server(self, agent: int = 0, before: int = 0) -> int:
+        """Wait for that of an agent, which is not the one `before`."""
+        return self.children(agent, forks=True, without=[before])[0]
 
     def finished(self, seconds: float) -> bool:
         """Whether a rank ends its training within so many seconds."""
@@ -149,8 +164,18 @@ def disturb(job: Job, net: TwoHosts | None, kind: str, numbers: random.Random) -
         job.kill_agent(number)
         job.start_agent(number)
     else:
-        size = 2 * len(job.commands)
-        os.kill(job.pid_of(numbers.randrange(size)), signal.Signals[kind])
+        agent = numbers.randrange(len(job.agents))
+        ranks = job.children(agent, forks=False)
+        if kind == "server":
+            os.kill(job.fork_server(agent), signal.SIGKILL)
+        signum = signal.Signals[kind] if kind.startswith("SIG") else signal.SIGKILL
+        for rank in ranks if kind == "all" else [numbers.choice(ranks)]:
+            os.kill(rank, signum)
+        if kind == "twice":
+            again = job.children(numbers.randrange(len(job.agents)), forks=False, without=ranks)
+            time.sleep(numbers.uniform(0.0, 0.3))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(again[0], signal.SIGKILL)
     job.wait_for("; healed: ", healed + 1)
     return cut
 
