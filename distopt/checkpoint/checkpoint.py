@@ -26,8 +26,7 @@ from .preemption import Preemption
 if TYPE_CHECKING:
     from ..files import Arrays
     from .load import Resumed
-    from .parts import Part
-    from .ranks import Ranks
+    from .parts import Part, Ranks
 
 log = logging.getLogger("distopt")
 

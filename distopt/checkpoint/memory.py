@@ -26,8 +26,7 @@ from .parts import copy_of, look_at
 
 if TYPE_CHECKING:
     from ..files import Arrays
-    from .parts import Part
-    from .ranks import Ranks
+    from .parts import Part, Ranks
 
 _ALIGNMENT = 64
 _COST = 0.01  # of the time of training, that copies may take
@@ -121,10 +120,11 @@ class Memory:
     @classmethod
     def of_agent(cls, ranks: Ranks) -> Memory | None:
         """Local. The slots of this process, at the first call; None without such an agent, or if `ranks` lack some."""
-        place, _, fds = os.environ.pop(VARIABLE, "").partition(":")
-        if not fds or os.environ.get("WORLD_SIZE") != str(ranks.topology.world_size):
+        place, *paths = os.environ.pop(VARIABLE, "-").split()
+        if not paths or os.environ.get("WORLD_SIZE") != str(ranks.topology.world_size):
             return None
-        return cls(int(place), [int(fd) for fd in fds.split(",")], ranks, os.environ["GROUP_RANK"])
+        fds = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in paths]
+        return cls(int(place), fds, ranks, os.environ["GROUP_RANK"])
 
     def agree(self) -> tuple[int, int] | None:
         """Collective. Step and epoch of the newest states that exist for every rank; None if there are none.

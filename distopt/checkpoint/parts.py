@@ -6,7 +6,7 @@ import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,11 +15,21 @@ from ..kernels import kernels_of
 
 if TYPE_CHECKING:
     from ..files import Arrays
+    from ..launch.topology import Topology
 
 
-__all__ = ["Part", "State", "States", "copy_of", "look_at", "of_device", "parts_of"]
+__all__ = ["Part", "Ranks", "State", "States", "copy_of", "look_at", "of_device", "parts_of"]
 
 _GROUPS = ""  # the note that names dictionaries of arrays and their keys
+
+
+class Ranks(Protocol):
+    """The ranks of a job, as checkpoints need them. A communicator is such."""
+
+    topology: Topology
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Collective. The payload of every rank, in rank order; lengths may differ."""
 
 
 class State(NamedTuple):

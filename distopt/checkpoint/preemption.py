@@ -8,23 +8,27 @@ which all ranks conclude alike how many steps later the next one is.
 from __future__ import annotations
 
 import logging
+import os
+import re
 import signal
 import struct
+import subprocess
 import threading
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Preempted, UsageError
 from ..launch.ending import PREEMPTION_SIGNALS
-from ..launch.join.origin import origin
+from ..launch.join.env import origin
 from ..launch.watch.report import supervisor
-from .requeue import requeue, slurm_job
 
 if TYPE_CHECKING:
-    from .ranks import Ranks
+    from .parts import Ranks
 
 _INTERVAL_SECONDS = 1.0  # between two exchanges
 _MESSAGE = struct.Struct("<id")  # signal or 0, seconds since the exchange before
+_SLURM_SECONDS = 20.0  # for an answer of Slurm; 10 s is its own MessageTimeout
 
 log = logging.getLogger("distopt")
 
@@ -108,3 +112,42 @@ class Preemption:
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)
         return self._caught
+
+
+# -- Slurm ------------------------------------------------------------------------------------------------------------
+def slurm_job(env: Mapping[str, str] | None = None) -> str:
+    """Local. Identity of the Slurm job of this process, as `scontrol` takes it; empty outside of one."""
+    env = os.environ if env is None else env
+    if "SLURM_ARRAY_JOB_ID" in env and "SLURM_ARRAY_TASK_ID" in env:  # the number of one task may stand for all
+        return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    return env.get("SLURM_JOB_ID", "")
+
+
+def requeue(job: str) -> str:
+    """Local. Have Slurm end the job and queue it again.
+
+    A job that Slurm is already ending is left alone: one that was cancelled must not come back, and one that was
+    preempted without time of grace has been queued again.
+
+    Args:
+        job: see `slurm_job`.
+
+    Returns:
+        Nothing if Slurm has accepted; else why the job is not queued again.
+    """
+    try:
+        state = re.search(r"JobState=(\w+)", _scontrol("show", "job", "--oneliner", job))
+        if state is None or state[1] != "RUNNING":
+            return f"Slurm ends job {job} itself ({state[1] if state else 'unknown state'})"
+        _scontrol("requeue", job)
+    except subprocess.CalledProcessError as error:
+        said = " ".join(error.stderr.splitlines()[-1:]) or f"exit code {error.returncode}"
+        return f"Slurm does not queue job {job} again: {said}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"Slurm cannot be asked to queue job {job} again: {error}"
+    return ""
+
+
+def _scontrol(*args: str) -> str:
+    command = ["scontrol", *args]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SLURM_SECONDS).stdout

@@ -9,12 +9,11 @@ from functools import cache
 from importlib.util import find_spec
 
 from ..errors import LaunchError
-from .join.env import LauncherInfo, launcher, unstarted_tasks
+from .join.env import LauncherInfo, launcher, origin, unstarted_tasks
 from .join.job import Job
 from .join.meeting import LaunchedJob, meeting
 from .join.mpi import MpiJob
 from .join.multiprocess import MultiprocessJob, Ticket
-from .join.origin import origin
 from .run.output import open_standard_streams
 from .run.spawn import main, spawn
 from .watch.report import supervisor

@@ -15,7 +15,7 @@ from .states import Generators, parts_of
 
 if TYPE_CHECKING:
     from ..checkpoint import Resumed
-    from ..checkpoint.ranks import Ranks
+    from ..checkpoint.parts import Ranks
 
 
 class Checkpoint(checkpoint.Checkpoint):

@@ -13,8 +13,8 @@ import pytest
 
 from distopt import cli
 from distopt.cli import doctor
-from distopt.cli.doctor import answers, gpu, host, mpi
-from distopt.cli.doctor.ask import Ended, ask, run_bounded, unlaunched_environment
+from distopt.cli.doctor import gpu, host, mpi
+from distopt.cli.doctor.ask import QUESTIONS, Ended, ask, run_bounded, unlaunched_environment
 from distopt.cli.doctor.report import Probe, Style, absent, examine, failed, ok
 from distopt.comm.gpu import dotted_version
 from distopt.errors import DistoptError
@@ -143,13 +143,13 @@ def test_a_child_that_does_not_answer_is_described(monkeypatch, code, message, s
 def test_what_a_library_prints_does_not_spoil_the_answer():
     code = """
 import os
-from distopt.cli.doctor import answers
+from distopt.cli.doctor.ask import QUESTIONS, answer
 def chatty():
     os.write(1, b"banner")
     print("welcome")
     return {"version": 7}
-answers.QUESTIONS["chatty"] = chatty
-answers.main("chatty", ())
+QUESTIONS["chatty"] = chatty
+answer("chatty", ())
 print("goodbye")
 """
     ended = run_bounded([sys.executable, "-c", code], 20.0)
@@ -504,15 +504,15 @@ def test_cudnn(answer, monkeypatch, said, state, text, cure):
 
 def test_what_the_child_says_about_cudnn(monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", types.SimpleNamespace(backend_version=int, backend_version_string=str))
-    assert answers.QUESTIONS["cudnn"]() == {"version": ""}
+    assert QUESTIONS["cudnn"]() == {"version": ""}
     monkeypatch.setitem(sys.modules, "cudnn", None)
-    assert "cannot be imported" in answers.QUESTIONS["cudnn"]()["missing_part"]
+    assert "cannot be imported" in QUESTIONS["cudnn"]()["missing_part"]
 
     def not_found():
         raise RuntimeError("Unable to find symbol cudnnGetVersion")
 
     monkeypatch.setitem(sys.modules, "cudnn", types.SimpleNamespace(backend_version=not_found, __version__="1.32.0"))
-    assert "cudnn-frontend 1.32.0 finds no libcudnn.so.9" in answers.QUESTIONS["cudnn"]()["missing_part"]
+    assert "cudnn-frontend 1.32.0 finds no libcudnn.so.9" in QUESTIONS["cudnn"]()["missing_part"]
 
 
 def test_two_cupys(answer, monkeypatch):

@@ -1,17 +1,20 @@
-"""Run probes in child processes with a timeout, so that a library that crashes or hangs does so there."""
+"""Questions to child processes with a timeout, so that a library that crashes or hangs does so there."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from ...errors import DistoptError
@@ -60,7 +63,7 @@ def run_bounded(command: Sequence[str], seconds: float, env: dict[str, str] | No
 
 @cache
 def ask(question: str, *arguments: str, seconds: float = 20.0, variable: str = "") -> dict[str, Any]:
-    """The answer of `answers.QUESTIONS[question]`, called in a child process.
+    """The answer of `QUESTIONS[question]`, called in a child process.
 
     Args:
         question: key of the function.
@@ -72,13 +75,12 @@ def ask(question: str, *arguments: str, seconds: float = 20.0, variable: str = "
         ModuleNotFoundError: the package that it imports is not installed.
         DistoptError: the child raised, crashed or hung; the message says which.
     """
-    code = "import sys; sys.path[:] = {!r}; from {} import answers; answers.main({!r}, {!r})"
-    package = __name__.rpartition(".")[0]
+    code = "import sys; sys.path[:] = {!r}; from {} import answer; answer({!r}, {!r})"
     env = unlaunched_environment()
     if variable:
         name, _, value = variable.partition("=")
         env[name] = value
-    command = [sys.executable, "-c", code.format(sys.path, package, question, arguments)]
+    command = [sys.executable, "-c", code.format(sys.path, __name__, question, arguments)]
     ended = run_bounded(command, seconds, env)
     if ended.returncode != 0:
         raise DistoptError(describe_end(ended, seconds))
@@ -112,3 +114,157 @@ def version_of(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+# -- in the child: functions that each load one foreign library and report on it ----------------------------------------
+def answer(question: str, arguments: tuple[Any, ...]) -> None:
+    """Print the answer to a question as JSON."""
+    # Libraries may print to stdout, which must contain only the answer.
+    answer_fd = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        said = QUESTIONS[question](*arguments)
+    except ModuleNotFoundError as error:
+        said = {"missing": str(error)}
+    except Exception as error:
+        said = {"error": f"{type(error).__name__}: {error}"}
+    with os.fdopen(answer_fd, "w") as out:
+        json.dump(said, out)
+
+
+def _numpy() -> dict[str, Any]:
+    import numpy as np
+
+    return {"version": np.__version__, "path": str(Path(np.__file__).parent)}
+
+
+def _blas() -> dict[str, Any]:
+    import numpy as np
+    from threadpoolctl import threadpool_info
+
+    libraries = [entry for entry in threadpool_info() if entry["user_api"] == "blas"]
+    built = np.show_config(mode="dicts")
+    named = built.get("Build Dependencies", {}).get("blas", {}).get("name") if isinstance(built, dict) else None
+    return {"library": libraries[0] if libraries else None, "built_with": named}
+
+
+def _gemm() -> dict[str, Any]:
+    """Speed of a matrix product of the size found in a training step, on one thread."""
+    import numpy as np
+    from threadpoolctl import threadpool_limits
+
+    n = 768
+    a, b, out = (np.full((n, n), 0.5, np.float32) for _ in range(3))
+    seconds = []
+    with threadpool_limits(1):
+        for _ in range(12):
+            start = time.perf_counter()
+            np.matmul(a, b, out=out)
+            seconds.append(time.perf_counter() - start)
+    return {"gflops": 2 * n**3 / min(seconds) / 1e9}
+
+
+def _core() -> dict[str, Any]:
+    from distopt import _core
+
+    return {
+        "path": _core.__file__,
+        "isa": _core.isa(),
+        "isas": _core.supported_isas(),
+        **_core.build_info(),
+    }
+
+
+def _mpi() -> dict[str, Any]:
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # the version is available without MPI_Init, which may hang
+    mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    return {
+        "mpi4py": version("mpi4py"),
+        "library": " ".join(MPI.Get_library_version().strip("\0").split()),
+        "standard": ".".join(map(str, MPI.Get_version())),
+        "path": _loaded("libmpi"),
+    }
+
+
+def _loaded(stem: str) -> str | None:
+    """Path of the first library `stem*` in this process."""
+    fields = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    paths = (Path(field[5]) for field in fields if len(field) == 6)
+    return next((str(path) for path in paths if path.name.startswith(stem)), None)
+
+
+def _driver() -> dict[str, Any]:
+    number = ctypes.c_int()
+    _check(ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)), "cuDriverGetVersion")
+    return {"version": number.value, "path": _loaded("libcuda.so")}
+
+
+def _devices() -> dict[str, Any]:
+    """The devices, from NVML: unlike CUDA, it creates no context and sees devices that CUDA_VISIBLE_DEVICES hides."""
+
+    class Memory(ctypes.Structure):
+        _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+    nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    _check(nvml.nvmlInit_v2(), "nvmlInit")
+    text = ctypes.create_string_buffer(96)
+    _check(nvml.nvmlSystemGetDriverVersion(text, len(text)), "nvmlSystemGetDriverVersion")
+    driver = text.value.decode()
+    count = ctypes.c_uint()
+    _check(nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)), "nvmlDeviceGetCount")
+    devices = []
+    for index in range(count.value):
+        device, memory = ctypes.c_void_p(), Memory()
+        _check(nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)), "nvmlDeviceGetHandleByIndex")
+        _check(nvml.nvmlDeviceGetName(device, text, len(text)), "nvmlDeviceGetName")
+        # MIG and unified-memory devices do not report memory.
+        known = nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0
+        devices.append({"name": text.value.decode(), "memory_bytes": memory.total if known else None})
+    return {"driver": driver, "devices": devices}
+
+
+def _check(code: int, function: str) -> None:
+    if code != 0:
+        raise OSError(f"{function} returned {code}")
+
+
+def _cupy() -> dict[str, Any]:
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    return {
+        "version": cupy.__version__,
+        "runtime": runtime.runtimeGetVersion(),
+        "devices": runtime.getDeviceCount(),
+    }
+
+
+def _cudnn() -> dict[str, Any]:
+    from ...nn.device import find_cudnn
+
+    cudnn, missing = find_cudnn()
+    return {"missing_part": missing} if cudnn is None else {"version": cudnn.backend_version_string()}
+
+
+def _nccl(cuda_major: str) -> dict[str, Any]:
+    from ...comm.gpu import dotted_version, find_nccl
+
+    path, number = find_nccl(int(cuda_major)), ctypes.c_int()
+    _check(ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number)), "ncclGetVersion")
+    return {"version": number.value, "dotted": dotted_version(number.value), "path": path}
+
+
+def _resolve(name: str) -> dict[str, Any]:
+    import socket
+
+    return {"addresses": sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})}
+
+
+QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    function.__name__.removeprefix("_"): function
+    for function in (_numpy, _blas, _gemm, _core, _mpi, _driver, _devices, _cupy, _cudnn, _nccl, _resolve)
+}

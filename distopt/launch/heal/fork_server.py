@@ -46,7 +46,6 @@ class ForkServer:
     Args:
         modules: names of those to import, in this order; what fails to import is left out.
         env: the environment of the ranks.
-        inherited: descriptors that ranks get under the same numbers.
         selector: waits for the answer of the process.
         warn: prints a line.
 
@@ -62,7 +61,6 @@ class ForkServer:
         self,
         modules: Sequence[str],
         env: Mapping[str, str],
-        inherited: Sequence[int],
         selector: selectors.BaseSelector,
         warn: Callable[[str], None],
     ) -> None:
@@ -79,7 +77,7 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), *inherited),
+                pass_fds=(theirs.fileno(),),
                 start_new_session=True,
                 preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - this process has no other thread
             )

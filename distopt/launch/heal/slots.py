@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import struct
 
-VARIABLE = "DISTOPT_SLOTS"  # of a rank: its number among those of the agent, and the descriptors of all slots
+VARIABLE = "DISTOPT_SLOTS"  # of a rank: its number among those of the agent, and the paths of all slots
 HEADER = struct.Struct("<QQ")  # finished steps and 1, or 0; bytes of the JSON that follows
 
 
@@ -28,7 +28,7 @@ class Slots:
 
     def variable(self, local_rank: int) -> dict[str, str]:
         """Local. The variable for a rank."""
-        return {VARIABLE: f"{local_rank}:{','.join(map(str, self.fds))}"}
+        return {VARIABLE: " ".join([str(local_rank), *(f"/proc/{os.getpid()}/fd/{fd}" for fd in self.fds)])}
 
     @property
     def step(self) -> int:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ...errors import LaunchError
 
@@ -41,6 +42,24 @@ class LauncherInfo:
     local_rank: int | None
     local_size: int | None
     source: str
+
+
+@dataclass
+class Origin:
+    """What this process knows of its place in a job before it joins one.
+
+    Attributes:
+        invitation: ticket, rank and world size of the job whose `main` or `spawn` started this process, if one did.
+        place: rank and world size, if `main` runs its function in this process, as a rank of a launcher's job.
+        tickets: the secrets of the tickets made here, and by which process: this one or one that it was forked from.
+    """
+
+    invitation: tuple[Any, int, int] | None = None
+    place: tuple[int, int] | None = None
+    tickets: dict[bytes, int] = field(default_factory=dict)
+
+
+origin = Origin()
 
 
 @dataclass(frozen=True)

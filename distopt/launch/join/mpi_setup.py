@@ -14,9 +14,9 @@ from typing import Any
 
 from ...errors import LaunchError
 from ...settings import Settings
-from ..messages import pack, unpack
 from ..stopwatch import Stopwatch
 from ..watch.siblings import ended_siblings
+from .rendezvous import pack, unpack
 
 _log = logging.getLogger("distopt")
 

@@ -22,8 +22,8 @@ from ..gate import listener_of
 from ..threads import cap_threads
 from ..topology import Topology
 from ..watch.siblings import Absence, children, end_with_parent, is_first
+from .env import origin
 from .job import Job
-from .origin import origin
 from .rendezvous import HostGroup
 
 UNGUARDED = 'imports the script, which would start processes again; start them under `if __name__ == "__main__":`'
@@ -39,7 +39,7 @@ def is_importing() -> bool:
 
 def _new_secret() -> bytes:
     secret = token_bytes(_TICKET_BYTES)
-    origin.made(secret)
+    origin.tickets[secret] = os.getpid()
     if is_importing():  # a script without guard goes on to start processes
         sys.excepthook = partial(_tell_missing_guard, sys.excepthook)
     return secret
@@ -164,5 +164,5 @@ def _sole(ticket: Ticket, rank: int) -> Iterator[None]:
 
 def _is_unshared(ticket: Ticket) -> bool:
     """Whether a child of multiprocessing, this process, has made the ticket and can have given it to nobody."""
-    own = origin.has_made(ticket.secret) and not ticket.handed_out
+    own = origin.tickets.get(ticket.secret) == os.getpid() and not ticket.handed_out
     return own and parent_process() is not None and not children(os.getpid())

@@ -18,11 +18,22 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from ...errors import LaunchError
-from ..gate import Gate, Link, RefusedError, StrangerError, in_slices, introduce, listener_of, peer_of, turn
-from ..messages import pack, rank_named, receive, send, try_to_tell, unpack
+from ..gate import (
+    Gate,
+    Link,
+    RefusedError,
+    StrangerError,
+    in_slices,
+    introduce,
+    listener_of,
+    peer_of,
+    receive_exactly,
+    turn,
+)
 from ..stopwatch import Deadline
 from ..watch.siblings import Absence
 
@@ -30,6 +41,10 @@ _log = logging.getLogger("distopt")
 
 _N_ADDRESSES = 8
 _FD = struct.Struct("i")
+_HEADER = struct.Struct("!BI")  # of a message: kind, length
+_DATA, _ERROR = 0, 1
+_MAX_BYTES = 16 << 20
+_SENDER_SECONDS = 0.5  # within which the sender of a reason to give up may end
 _GRACE_SECONDS = 5.0  # by which joining ranks wait longer than rank 0, which can report who is missing
 _LOOK_SECONDS = 0.1  # between two looks of rank 0 for ranks that have not joined
 
@@ -83,15 +98,15 @@ class HostGroup:
         deadline = Deadline(self._timeout)
         if self.rank != 0:
             link = self._links[0]
-            with rank_named(0):
+            with _rank_named(0):
                 with contextlib.suppress(ConnectionError):  # if rank 0 has failed, its reason can still be read
-                    send(link, payload, deadline)
-                return unpack(receive(link, Deadline(self._timeout + _GRACE_SECONDS)), self.size)
+                    _send(link, payload, deadline)
+                return unpack(_receive(link, Deadline(self._timeout + _GRACE_SECONDS)), self.size)
         payloads = [payload]
         with self._telling():
             for q, link in sorted(self._links.items()):
-                with rank_named(q, self.pids[q]):
-                    payloads.append(receive(link, deadline))
+                with _rank_named(q, self.pids[q]):
+                    payloads.append(_receive(link, deadline))
             self._send_all(pack(payloads))
         return payloads
 
@@ -108,16 +123,16 @@ class HostGroup:
                 with self._telling():
                     self._send_all(b"a descriptor follows")
                     for q, link in self._links.items():
-                        with rank_named(q, self.pids[q]):
+                        with _rank_named(q, self.pids[q]):
                             socket.send_fds(link, [b"f"], [fd])
             except BaseException:
                 os.close(fd)
                 raise
             return fd
         link = self._links[0]
-        with rank_named(0):
+        with _rank_named(0):
             deadline = Deadline(self._timeout + _GRACE_SECONDS)
-            receive(link, deadline)
+            _receive(link, deadline)
             # Not socket.recv_fds, which drops the flag: a child that another thread starts now would inherit the file.
             _, ancillary, _, _ = in_slices(
                 link, deadline, lambda: link.recvmsg(1, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC)
@@ -135,8 +150,8 @@ class HostGroup:
 
     def _send_all(self, payload: bytes) -> None:
         for q, link in self._links.items():
-            with rank_named(q, self.pids[q]):
-                send(link, payload, Deadline(self._timeout))
+            with _rank_named(q, self.pids[q]):
+                _send(link, payload, Deadline(self._timeout))
 
     @contextlib.contextmanager
     def _telling(self, prefix: str = "") -> Iterator[None]:
@@ -145,8 +160,85 @@ class HostGroup:
             yield
         except BaseException as error:
             for link in self._links.values():
-                try_to_tell(link, f"{prefix}{error}")
+                _try_to_tell(link, f"{prefix}{error}")
             raise
+
+
+# -- messages: bytes, or the reason why there are none ----------------------------------------------------------------
+class _rank_named(contextlib.AbstractContextManager[None]):  # noqa: N801 - reads as a statement
+    """Turns socket errors into a LaunchError that names the rank."""
+
+    def __init__(self, rank: int, pid: int | None = None) -> None:
+        self._name = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid})"
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, TimeoutError):
+            raise LaunchError(f"{self._name} did not answer in time; see its output") from None
+        if isinstance(error, OSError):
+            raise LaunchError(f"{self._name} ended while the ranks were setting up; see its output") from error
+
+
+def _send(link: socket.socket, payload: bytes, deadline: Deadline, kind: int = _DATA) -> None:
+    """Local. Send a message.
+
+    Raises:
+        LaunchError: it is too long.
+        OSError: the other end has gone, or did not read it in time.
+    """
+    if len(payload) > _MAX_BYTES:
+        raise LaunchError(
+            f"{len(payload)} bytes are too many for the setup of a job; send them through the communicator"
+        )
+    left = memoryview(_HEADER.pack(kind, len(payload)) + payload)
+    while left:
+        left = left[in_slices(link, deadline, partial(link.send, left)) :]
+
+
+def _try_to_tell(link: socket.socket, text: str) -> None:
+    """Local. Send the reason for which the other end shall give up, if it is still there."""
+    with contextlib.suppress(OSError):  # it may also have ended
+        _send(link, text.encode(), Deadline(1.0), _ERROR)
+
+
+def _receive(link: socket.socket, deadline: Deadline) -> bytes:
+    """Local. The next message.
+
+    Raises:
+        LaunchError: it is a reason to give up, or no message.
+        OSError: the other end has gone, or sent nothing in time.
+    """
+    kind, length = _HEADER.unpack(receive_exactly(link, _HEADER.size, deadline))
+    if length > 2 * _MAX_BYTES or kind not in (_DATA, _ERROR):
+        raise LaunchError("a rank sent a message that cannot be read; use the same version of distopt everywhere")
+    payload = receive_exactly(link, length, deadline)
+    if kind == _ERROR:
+        told = LaunchError(payload.decode(errors="replace"))
+        told.is_consequence = True
+        with contextlib.suppress(OSError):  # the sender fails for this reason, and should be the first to say so
+            in_slices(link, Deadline(_SENDER_SECONDS), partial(link.recv, 1))
+        raise told
+    return payload
+
+
+def pack(payloads: Sequence[bytes]) -> bytes:
+    """Local. Combine the payloads of all ranks into one message."""
+    return struct.pack(f"!{len(payloads)}I", *map(len, payloads)) + b"".join(payloads)
+
+
+def unpack(message: bytes, count: int) -> list[bytes]:
+    """Local. The inverse of `pack` for `count` payloads.
+
+    Raises:
+        LaunchError: the lengths do not add up.
+    """
+    at = 4 * count
+    if len(message) < at or at + sum(lengths := struct.unpack_from(f"!{count}I", message)) != len(message):
+        raise LaunchError("rank 0 sent a message of the wrong length; use the same version everywhere")
+    payloads = []
+    for length in lengths:
+        payloads.append(message[at : at + length])
+        at += length
+    return payloads
 
 
 # -- how they meet: rank 0 listens, the others come --------------------------------------------------------------------
@@ -168,8 +260,8 @@ def _find_rank_0(ticket: bytes, rank: int, size: int, timeout: float, absence: A
                     foreign = "; a process of another user listens in its place, so use a fresh ticket"
                     raise ConnectionRefusedError
                 introduce(link, ticket, b"h", rank, size, deadline)
-                with rank_named(0):
-                    answer = receive(link, Deadline(deadline.left() + _GRACE_SECONDS))
+                with _rank_named(0):
+                    answer = _receive(link, Deadline(deadline.left() + _GRACE_SECONDS))
                 stack.pop_all()
                 return link, answer
             except TimeoutError:
@@ -217,7 +309,7 @@ class _Listener(Gate):
                 str(error) if isinstance(error, LaunchError) else "rank 0 was interrupted while the ranks were joining"
             )
             for link in self._peers.values():
-                try_to_tell(link.socket, text)
+                _try_to_tell(link.socket, text)
             self.close()
             raise
         else:

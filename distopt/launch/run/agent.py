@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
 from ..ending import ENDING_SIGNALS, caught_signals, waitable_children
-from ..gate import LONGEST_CALL_SECONDS, RefusedError, StrangerError, call, is_own, listen, proof, turn
+from ..gate import CONNECT_SECONDS, LONGEST_CALL_SECONDS, RefusedError, StrangerError, call, is_own, listen, proof, turn
 from ..heal.slots import Slots
 from ..stopwatch import Stopwatch
 from ..threads import thread_variables
@@ -39,7 +39,6 @@ _FOREIGN_SECONDS = 3.0  # for which another program may still hold the endpoint
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _STILL_SECONDS = 1.0  # for which the reader of the last lines of a job that has failed, or must end, may take none
 _HEALING_LOOK_SECONDS = 0.03
-_SEE_OUTPUT = "see its output"
 _RECONNECT_SECONDS = 0.25  # that one attempt may take
 _STOPPED_SECONDS = 0.1  # for which a rank may be stopped before the others: with the job, as by scontrol suspend
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
@@ -91,8 +90,6 @@ class _Agent:
         self._common: dict[str, str] = {}  # environment of the ranks
         self._stopped_at = float("inf")  # on that clock: when ranks were seen to be, first
         self._beat_at = 0.0  # of `time.monotonic`: the next sign of life
-        self._lost: _Remote | None = None  # the owner that is waited for
-        self._lost_since = Stopwatch()
 
     def run(self) -> int:
         self._meet()
@@ -147,83 +144,64 @@ class _Agent:
             self._owner = Owner(self._me, options, self._key, self._selector, self._print)
             if listener is not None:
                 self._owner.listen(listener)
-        elif (link := self._connect()) is not None:
-            owner = f"the node that owns {options.endpoint}"
-            self._owner = _Remote(link, owner, self._selector, self._inbox)
-        if self._owner is not None:
             self._say("hello", ranks=options.ranks)
+        else:
+            self._come(f"the node that owns {options.endpoint}", CONNECT_SECONDS)
 
-    def _connect(self) -> socket.socket | None:
-        """The connection to the owner; None if a signal came first."""
+    def _come(self, name: str, seconds: float) -> None:
+        """Connect to the owner, unless a signal comes first; `seconds` are for one attempt."""
         options, clock = self._options, Stopwatch(LONGEST_CALL_SECONDS)
-        place, foreign_since = (options.host, options.port), None
-        while True:
+        place, foreign_since, link = (options.host, options.port), float("inf"), None
+        while link is None and self._code is None:
             try:
-                return call(place, self._key, b"a", self._me.wanted, options.nodes, clock)
+                link = call(place, self._key, b"a", self._me.wanted, options.nodes, clock, seconds)
             except RefusedError as error:
                 raise LaunchError(f"{options.endpoint} refuses this node: {error}") from None
-            except socket.gaierror as error:
-                raise LaunchError(
-                    f"the host of the endpoint {options.endpoint} cannot be found: {error.strerror}; give a name or an "
-                    "address that all nodes can reach"
-                ) from None
             except OSError as error:
                 fact, now = error.strerror or "no answer", clock.seconds()
-                if not isinstance(error, StrangerError):
-                    foreign_since = None
-                else:
-                    foreign_since = now if foreign_since is None else foreign_since
-                    if now > foreign_since + _FOREIGN_SECONDS:
-                        raise LaunchError(
-                            f"what listens at {options.endpoint} is no node of this job: it has another --rdzv-id or "
-                            "DISTOPT_JOB_SECRET, or is no distopt run; give all nodes the same, or another port"
-                        ) from None
+                if isinstance(error, socket.gaierror) and self._ranks is None:  # else the network may be lost
+                    raise LaunchError(
+                        f"the host of the endpoint {options.endpoint} cannot be found: {fact}; give a name or an "
+                        "address that all nodes can reach"
+                    ) from None
+                foreign_since = min(foreign_since, now) if isinstance(error, StrangerError) else float("inf")
+                if now > foreign_since + _FOREIGN_SECONDS:
+                    raise LaunchError(
+                        f"what listens at {options.endpoint} is no node of this job: it has another --rdzv-id or "
+                        "DISTOPT_JOB_SECRET, or is no distopt run; give all nodes the same, or another port"
+                    ) from None
                 if now > options.timeout:
                     raise LaunchError(
                         f"no distopt run answers at {options.endpoint} within {options.timeout:g} s ({fact}); run the "
                         "same line on the node that has this address, and see whether a firewall separates them"
                     ) from None
-            self._handle_signals()
-            if self._code is not None:
-                return None
-            time.sleep(_RETRY_SECONDS)
+                turn(self._selector, _RETRY_SECONDS)
+                self._handle_signals()
+        if link is not None:
+            self._owner = _Remote(link, name, self._selector, self._inbox)
+            self._say("hello", ranks=options.ranks)
 
     def _look_at_link(self) -> None:
         """Notice the loss of the owner. An agent that heals ends its ranks then, and comes to the owner anew."""
         owner, heals = self._owner, self._options.heal
         if isinstance(owner, _Remote) and (owner.lost or (heals and owner.heard.seconds() > SILENT_SECONDS)):
             owner.close()
-            self._owner, self._lost, self._lost_since = None, owner, Stopwatch(LONGEST_CALL_SECONDS)
-            waits = heals and self._ranks is not None
-            cure = f"waiting for it, or for the same line typed at {self._options.endpoint}" if waits else _SEE_OUTPUT
-            self._print(f"{owner.name} has ended or cannot be reached; {cure}")
-            self._code = None if waits else 1
-        if self._lost is not None and self._ranks is not None and self._code is None:
-            if self._ranks.running:
-                self._ranks.kill()
+            self._owner = None
+            lost = f"{owner.name} has ended or cannot be reached"
+            if self._ranks is None or not heals:
+                self._print(f"{lost}; see its output")
+                self._code = 1
             else:
-                self._come_anew(self._lost.name)
+                self._print(f"{lost}; waiting for it, or for the same line typed at {self._options.endpoint}")
+                self._ranks.end(0.0)
+                self._ended = True
+                self._come(owner.name, _RECONNECT_SECONDS)
         elif heals and time.monotonic() > self._beat_at:
             self._beat_at = time.monotonic() + BEAT_SECONDS
-            if isinstance(self._owner, Owner):
-                self._owner.beat()
-            elif self._owner is not None:
-                self._owner.say({"say": "beat"})
-
-    def _come_anew(self, name: str) -> None:
-        options = self._options
-        place, clock = (options.host, options.port), Stopwatch(LONGEST_CALL_SECONDS)
-        try:
-            link = call(place, self._key, b"a", self._me.wanted, options.nodes, clock, _RECONNECT_SECONDS)
-        except RefusedError as error:
-            raise LaunchError(f"{options.endpoint} refuses this node: {error}") from None
-        except OSError:
-            if self._lost_since.seconds() > options.timeout:
-                self._print(f"{name} has not come back within {options.timeout:g} s; {_SEE_OUTPUT}")
-                self._code = 1
-            return
-        self._owner, self._lost = _Remote(link, name, self._selector, self._inbox), None
-        self._say("hello", ranks=options.ranks)
+            if isinstance(owner, Owner):
+                owner.beat()
+            elif owner is not None:
+                owner.say({"say": "beat"})
 
     # -- the owner's words -----------------------------------------------------------------------------------------
     def _say(self, say: str, **content: Any) -> None:
@@ -270,17 +248,11 @@ class _Agent:
                 folder = None
                 if options.log_dir is not None:
                     folder = options.log_dir / order["job"] / f"attempt_{order['attempt']}" / str(rank)
-                own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-                slots: list[int] = []
+                env = {**self._common, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
                 if self._slots is not None:
-                    own |= self._slots.variable(local_rank)
-                    slots = self._slots.fds
+                    env |= self._slots.variable(local_rank)
                 with starting(rank):
-                    ranks.add(
-                        Program(
-                            rank, options.program, {**self._common, **own}, folder, self._outputs, self._server, slots
-                        )
-                    )
+                    ranks.add(Program(rank, options.program, env, folder, self._outputs, self._server))
         except UsageError as error:
             text = f"on {self._me.host}, {error}"
             ranks.failures.append(Failure(rank, UsageError.exit_code, text, is_final=True))
@@ -313,8 +285,7 @@ class _Agent:
             from ..heal.fork_server import ForkServer
 
             with contextlib.suppress(OSError):  # a limit has been reached
-                names, slots = modules["names"], self._slots.fds if self._slots is not None else []
-                self._server = ForkServer(names, self._common, slots, self._selector, self._print)
+                self._server = ForkServer(modules["names"], self._common, self._selector, self._print)
         stopped = [rank for rank in ranks.running if rank.stopped]
         if not stopped or (self._options.nodes == 1 and len(stopped) == len(ranks.running)):
             self._stopped_at = float("inf")

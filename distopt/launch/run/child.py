@@ -1,26 +1,31 @@
-"""The processes that `spawn` starts: as its ranks, around the script's function, and as it supervises them."""
+"""The processes that `spawn` starts: as its ranks, around the script's function, and as it supervises them.
+
+Mistakes in a script, a function and arguments that are to become ranks are found before, and told in one line each.
+"""
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.context import SpawnProcess
-from multiprocessing.reduction import DupFd
+from multiprocessing.reduction import DupFd, ForkingPickler
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from ...errors import DistoptError, Preempted, UsageError
 from ..ending import ENDING_SIGNALS, describe_exit, die_with
-from ..join.multiprocess import UNGUARDED, Ticket
-from ..join.origin import origin
+from ..join.env import origin
+from ..join.multiprocess import UNGUARDED, Ticket, is_importing
 from ..watch.report import supervisor
 from .output import mark_output
 from .ranks import Rank
-from .task import NO_GUARD, check_sendable, in_one_line
+
+_NO_GUARD = os.EX_USAGE  # exit code of a rank whose import of the script reaches a call that starts ranks
 
 
 class Child(Rank):
@@ -43,7 +48,7 @@ class Child(Rank):
             )
             self._process.start()
         except Exception:
-            check_sendable(fn, args)
+            _check_sendable(fn, args)
             raise
         finally:
             os.close(self.sink)
@@ -59,7 +64,7 @@ class Child(Rank):
 
     def _describe(self, code: int, reported: str | None) -> tuple[int, str]:
         text = reported
-        if text is None and not self.said and code == NO_GUARD:
+        if text is None and not self.said and code == _NO_GUARD:
             code, text = UsageError.exit_code, UNGUARDED
         elif text is None and not self.said and code > 0:
             text = f"could not import the script (exit code {code}); see its output"
@@ -68,6 +73,77 @@ class Child(Rank):
             code, text = describe_exit(code)
             text += suffix
         return code, f"rank {self.rank} (pid {self.pid}) {text}"
+
+
+# -- before ----------------------------------------------------------------------------------------------------------
+def _check_sendable(fn: Callable[..., object], args: Sequence[Any]) -> None:
+    """Local. Find out why `fn` and `args` could not be pickled for a child process.
+
+    Raises:
+        UsageError: names the part that is at fault. None is raised if no part is.
+    """
+    _check_part(_name(fn), fn, "pass a function of the top level of a module or of the script")
+    for i, arg in enumerate(args):
+        _check_part(f"args[{i}], of type {type(arg).__name__},", arg, "create it in the function")
+
+
+def _check_part(name: str, part: Any, cure: str) -> None:
+    try:
+        ForkingPickler.dumps(part)
+    except RuntimeError:  # one of multiprocessing's objects, which can be pickled only while a process starts
+        pass
+    except Exception as error:
+        raise UsageError(f"{name} cannot be sent to the ranks ({_in_one_line(error)}); {cure}") from None
+
+
+def check_script() -> None:
+    """Local. Check that child processes can import the script, and that this is not one of them, doing so.
+
+    Raises:
+        UsageError: the script comes from stdin; or this process imports it, but not to be a rank. A rank that imports
+            it ends here, with exit code `_NO_GUARD`.
+    """
+    if is_importing():
+        if multiprocessing.current_process().name.startswith("rank "):  # its parent says so, once for all ranks
+            sys.stdout.flush()
+            os._exit(_NO_GUARD)
+        raise UsageError(f"this process {UNGUARDED}")
+    main = sys.modules["__main__"]
+    script = getattr(main, "__file__", None) or ""
+    if main.__spec__ is None and script.startswith("<"):
+        raise UsageError(f"the ranks cannot import the script from {script}; save it as a file")
+
+
+def check_call(fn: Callable[..., object], first: Sequence[str], args: Sequence[Any]) -> None:
+    """Local. Check that `fn` takes the arguments named `first`, followed by `args`.
+
+    Raises:
+        UsageError: it does not, or is no function, or `args` is no tuple or list.
+    """
+    if not callable(fn):
+        raise UsageError(f"fn is of type {type(fn).__name__}, not a function; pass train, say, not train()")
+    if not isinstance(args, (tuple, list)):
+        raise UsageError(f"args is a {type(args).__name__}, not a tuple; pass a single value as args=(value,)")
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # not every builtin has one
+        return
+    try:
+        signature.bind(*first, *args)
+    except TypeError as error:
+        given = " and ".join([*first, f"{len(args)} values of args"])
+        raise UsageError(
+            f"{_name(fn)}({', '.join(signature.parameters)}) cannot be called with {given}: {error}; change its "
+            f"parameters or args{'' if first else ', or pass world_size, unless mpiexec starts the ranks'}"
+        ) from None
+
+
+def _name(fn: Callable[..., object]) -> str:
+    return getattr(fn, "__qualname__", None) or repr(fn)
+
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 # -- in that process -------------------------------------------------------------------------------------------------
@@ -101,7 +177,7 @@ def _report_unloadable(kind: type[BaseException], error: BaseException, trace: T
     if isinstance(error, (AttributeError, ImportError)):
         cure = "define the function and the classes of args at the top level of a module or of the script, not under "
         cure += "its guard, at a prompt or in a notebook"
-    _fail(UsageError.exit_code, f"failed: cannot load the function or args ({in_one_line(error)}); {cure}")
+    _fail(UsageError.exit_code, f"failed: cannot load the function or args ({_in_one_line(error)}); {cure}")
 
 
 def _run_rank(before: Any, fn: Callable[..., object], args: tuple[Any, ...], ticket: Ticket, parent: int) -> None:

@@ -30,7 +30,6 @@ class Program(Rank):
         folder: where its output goes besides the output of this process, as `stdout.log` and `stderr.log`.
         outputs: where its stdout and stderr are shown.
         server: what forks it, if it is not to start cold.
-        inherited: descriptors that it gets under the same numbers.
 
     Raises:
         OSError: the program cannot be started, or the log files cannot be written.
@@ -45,7 +44,6 @@ class Program(Rank):
         folder: Path | None,
         outputs: Sequence[Output],
         server: ForkServer | None = None,
-        inherited: Sequence[int] = (),
     ) -> None:
         super().__init__(rank)
         self._folder = folder
@@ -53,17 +51,12 @@ class Program(Rank):
         self._process: subprocess.Popen[bytes] | None = None  # not if it is forked
         env = {**env, VARIABLE: f"{os.getpid()} {self.sink}"}
         try:
-            self._start(program, outputs, env, server, (self.sink, *inherited))
+            self._start(program, outputs, env, server)
         finally:
             os.close(self.sink)
 
     def _start(
-        self,
-        program: Sequence[str],
-        outputs: Sequence[Output],
-        env: Mapping[str, str],
-        server: ForkServer | None,
-        inherited: Sequence[int],
+        self, program: Sequence[str], outputs: Sequence[Output], env: Mapping[str, str], server: ForkServer | None
     ) -> None:
         mark = b"[rank %d] " % self.rank if self.rank else b""
         logs: list[BinaryIO | None] = [None, None]
@@ -83,7 +76,7 @@ class Program(Rank):
                     stdin=standard[0],
                     stdout=standard[1],
                     stderr=standard[2],
-                    pass_fds=inherited,
+                    pass_fds=(self.sink,),
                     start_new_session=True,
                     preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - this process has no other thread
                 )

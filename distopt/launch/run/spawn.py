@@ -18,16 +18,14 @@ from typing import Any
 from ...errors import DistoptError, Preempted, RankFailedError, UsageError
 from ..ending import ENDED_BY_SIGTERM, ENDING_SIGNALS, PREEMPTION_SIGNALS, caught_signals, waitable_children
 from ..gate import turn
-from ..join.env import RUN, LauncherInfo, launcher
+from ..join.env import RUN, LauncherInfo, launcher, origin
 from ..join.meeting import meeting
 from ..join.mpi import start_mpi
 from ..join.multiprocess import Ticket
-from ..join.origin import origin
 from ..threads import cores, thread_variables
 from ..watch.report import VARIABLE
-from .child import Child
+from .child import Child, check_call, check_script
 from .ranks import LocalRanks, first_of, starting
-from .task import check_call, check_script
 
 _GRACE_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
