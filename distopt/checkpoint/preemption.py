@@ -15,7 +15,6 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Preempted, UsageError
@@ -115,9 +114,9 @@ class Preemption:
 
 
 # -- Slurm ------------------------------------------------------------------------------------------------------------
-def slurm_job(env: Mapping[str, str] | None = None) -> str:
+def slurm_job() -> str:
     """Local. Identity of the Slurm job of this process, as `scontrol` takes it; empty outside of one."""
-    env = os.environ if env is None else env
+    env = os.environ
     if "SLURM_ARRAY_JOB_ID" in env and "SLURM_ARRAY_TASK_ID" in env:  # the number of one task may stand for all
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
     return env.get("SLURM_JOB_ID", "")

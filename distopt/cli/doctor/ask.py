@@ -116,7 +116,7 @@ def version_of(package: str) -> str | None:
         return None
 
 
-# -- in the child: functions that each load one foreign library and report on it ----------------------------------------
+# -- in the child: functions that each load one foreign library and report on it ---------------------------------------
 def answer(question: str, arguments: tuple[Any, ...]) -> None:
     """Print the answer to a question as JSON."""
     # Libraries may print to stdout, which must contain only the answer.

@@ -12,8 +12,9 @@ the job in DISTOPT_RUN_ID; a torchrun within would give it another in TORCHELAST
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -118,6 +119,21 @@ def launcher(env: Mapping[str, str] | None = None) -> LauncherInfo | None:
 
 def _agree(one: LauncherInfo, other: LauncherInfo) -> bool:
     return (one.rank, one.size) == (other.rank, other.size)
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Local. Set variables for a while, which processes that are started then inherit."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def unstarted_tasks(env: Mapping[str, str] | None = None) -> int:

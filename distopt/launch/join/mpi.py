@@ -26,12 +26,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import astuple, dataclass
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +40,7 @@ from ... import _core
 from ...errors import LaunchError, MissingDependencyError
 from ...settings import Settings
 from ..isolation import spare_reads
+from ..stopwatch import Stopwatch
 from ..threads import cap_threads, cores
 from ..topology import Topology, host_identity
 from ..watch.exit_guard import finalize_at_exit, guard
@@ -47,10 +49,16 @@ from ..watch.watch import Watch, watch_ranks
 from .env import LauncherInfo, launcher
 from .job import Job
 from .meeting import meeting
-from .mpi_setup import all_gather_bytes
 from .multiprocess import Ticket
 from .pmi import Member
-from .rendezvous import HostGroup
+from .rendezvous import HostGroup, pack, unpack
+
+_TAG = 17_185  # the first exchange uses a communicator that the user may also use
+_MAX_BYTES = 16 << 20
+# The other ranks wait this much longer than rank 0, which can report who is missing.
+_GRACE_SECONDS = 5.0
+# Interval of checks on this host's processes. An end counts only if seen twice, since mpiexec may be ending all ranks.
+_LOOK_SECONDS = 0.3
 
 
 class MpiJob(Job):
@@ -78,20 +86,20 @@ class MpiJob(Job):
         parent = MPI.COMM_WORLD if comm is None else comm
         self._settings = Settings.from_env()
         ticket = Ticket()
-        mine = _Introduction(host or host_identity(), host or socket.gethostname(), tuple(cores()), ticket.secret.hex())
-        packed = all_gather_bytes(MPI, parent, mine.pack(), self._settings)
-        peers = [_Introduction.unpack(peer, data) for peer, data in enumerate(packed)]
+        mine = [host or host_identity(), host or socket.gethostname(), sorted(cores()), ticket.secret.hex()]
+        packed = _all_gather_bytes(MPI, parent, json.dumps(mine).encode(), self._settings)
+        identities, hosts, usable, secrets = zip(*map(_introduction, range(len(packed)), packed), strict=True)
         self.comm: Any = parent.Dup()
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
         rank, size = self.comm.rank, self.comm.size
-        local = [peer for peer in range(size) if peers[peer].identity == mine.identity]
+        local = [peer for peer in range(size) if identities[peer] == identities[rank]]
         self.local_ranks = tuple(local)
-        self.topology = Topology(rank, size, local.index(rank), len(local), tuple(peer.host for peer in peers))
+        self.topology = Topology(rank, size, local.index(rank), len(local), hosts)
         self.numbers = tuple(range(size))
-        self._ticket = Ticket(bytes.fromhex(peers[local[0]].secret))
+        self._ticket = Ticket(bytes.fromhex(secrets[local[0]]))
         self._group: HostGroup | None = None
         # Some launchers pin each rank to its own cores, others give all ranks the same: the union is right for both.
-        cap_threads(len(local), len(set().union(*(peers[peer].cores for peer in local))))
+        cap_threads(len(local), len(set().union(*(usable[peer] for peer in local))))
         if size > 1:
             guard.watch(self)
         if comm is None and size > 1 and guard.others is None:
@@ -122,7 +130,7 @@ class MpiJob(Job):
 
     def all_gather(self, payload: bytes) -> list[bytes]:  # noqa: D102
         self._check_open()
-        return all_gather_bytes(import_mpi(), self.comm, payload, self._settings)
+        return _all_gather_bytes(import_mpi(), self.comm, payload, self._settings)
 
     def host_group(self) -> HostGroup:
         """Collective among the ranks of this host on first use. The ranks that can share memory with this one."""
@@ -150,27 +158,15 @@ class MpiJob(Job):
             raise LaunchError(f"rank {self.topology.rank} has closed its job; create a new one")
 
 
-@dataclass(frozen=True)
-class _Introduction:
-    """What a rank tells the others: its host, the cores it may use, and a ticket for the ranks of its host."""
-
-    identity: str
-    host: str
-    cores: tuple[int, ...]
-    secret: str
-
-    def pack(self) -> bytes:
-        return json.dumps(astuple(self)).encode()
-
-    @classmethod
-    def unpack(cls, rank: int, data: bytes) -> _Introduction:
-        try:
-            identity, host, numbers, secret = json.loads(data)
-            return cls(str(identity), str(host), tuple(map(int, numbers)), str(secret))
-        except (ValueError, TypeError):
-            raise LaunchError(
-                f"rank {rank} sent an introduction that cannot be read; install the same version of distopt everywhere"
-            ) from None
+def _introduction(rank: int, data: bytes) -> tuple[str, str, list[int], str]:
+    """Identity and name of the host of a rank, its cores, and a secret for the ranks of that host."""
+    try:
+        identity, host, usable, secret = json.loads(data)
+    except (ValueError, TypeError):
+        raise LaunchError(
+            f"rank {rank} sent an introduction that cannot be read; install the same version of distopt everywhere"
+        ) from None
+    return identity, host, usable, secret
 
 
 def start_mpi() -> ModuleType:
@@ -289,3 +285,94 @@ def _mismatch(info: LauncherInfo, library: str, fact: str) -> str:
 
 def _library(MPI: Any) -> str:
     return " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split())
+
+
+# -- set-up: a few bytes per rank through rank 0, always with a timeout ------------------------------------------------
+def _all_gather_bytes(mpi: Any, comm: Any, payload: bytes, settings: Settings) -> list[bytes]:
+    """Collective over `comm`. The payload of every rank, in rank order; lengths may differ.
+
+    MPI's own collectives cannot be cancelled and do not report which rank is missing. This therefore polls for
+    point-to-point messages of known length. Nothing that a peer sends is unpickled.
+
+    Args:
+        mpi: the module `mpi4py.MPI`.
+        comm: an intracommunicator.
+        payload: at most 16 MiB.
+        settings: timeout, and delay of the warning.
+
+    Raises:
+        LaunchError: a rank did not take part in time; the message names it.
+    """
+    if len(payload) > _MAX_BYTES:
+        raise LaunchError(
+            f"{len(payload)} bytes are too many for the setup of a job; send them through the communicator"
+        )
+    if comm.size == 1:
+        return [payload]
+    if comm.rank != 0:
+        _send(mpi, comm, settings, payload, [0], settings.timeout)
+        message = _receive(mpi, comm, settings, [0], settings.timeout + _GRACE_SECONDS)[0]
+        return unpack(message, comm.size)
+    others = range(1, comm.size)
+    received = _receive(mpi, comm, settings, others, settings.timeout)
+    payloads = [payload, *(received[rank] for rank in others)]
+    _send(mpi, comm, settings, pack(payloads), others, settings.timeout)
+    return payloads
+
+
+def _send(mpi: Any, comm: Any, settings: Settings, message: bytes, ranks: Sequence[int], seconds: float) -> None:
+    requests = {rank: comm.Isend([message, mpi.BYTE], rank, _TAG) for rank in ranks}
+    wait = _Wait(comm, settings, seconds)
+    while requests:
+        requests = {rank: request for rank, request in requests.items() if not request.Test()}
+        wait.step(list(requests))
+
+
+def _receive(mpi: Any, comm: Any, settings: Settings, ranks: Sequence[int], seconds: float) -> dict[int, bytes]:
+    status = mpi.Status()
+    received: dict[int, bytes] = {}
+    absent = list(ranks)
+    wait = _Wait(comm, settings, seconds)
+    while absent:
+        for rank in absent:
+            message = comm.Improbe(rank, _TAG, status)
+            if message is not None:
+                count = status.Get_count(mpi.BYTE)
+                if not 0 <= count <= _MAX_BYTES * comm.size:
+                    raise LaunchError(
+                        f"rank {rank} sent a message that cannot be read; use the same version of distopt everywhere"
+                    )
+                buffer = bytearray(count)
+                message.Recv([buffer, mpi.BYTE])
+                received[rank] = bytes(buffer)
+        absent = [rank for rank in absent if rank not in received]
+        wait.step(absent)
+    return received
+
+
+class _Wait:
+    """A wait for other ranks: sleeps, warns once, and raises on timeout."""
+
+    def __init__(self, comm: Any, settings: Settings, seconds: float) -> None:
+        self._comm = comm
+        self._seconds = seconds
+        self._watch = Stopwatch()
+        self._absence = Absence(min(settings.stall_warning, seconds / 2))
+        self._look_at = 0.0
+
+    def step(self, absent: Sequence[int]) -> None:
+        if not absent:
+            return
+        waited = self._watch.seconds()
+        noun = "ranks" if len(absent) > 1 else "rank"
+        who = (
+            f"rank {self._comm.rank} (pid {os.getpid()}) waits in the set-up of the job for {noun} "
+            f"{', '.join(map(str, absent))} of {self._comm.size}"
+        )
+        if waited > self._seconds:
+            raise LaunchError(f"{who}, for {waited:.1f} s; see the output of those processes")
+        if waited > self._look_at:
+            self._look_at = waited + _LOOK_SECONDS
+            # MPI_Finalize is collective, so none ends before all have met, however many are left.
+            self._absence.check(who, math.inf, patience=_LOOK_SECONDS / 2)
+        time.sleep(min(1e-3, waited / 8))

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import socket
 import struct
-from collections.abc import Iterator
 from functools import partial
 
 from ...errors import LaunchError
 from ..gate import CONNECT_SECONDS, in_slices, listen
 from ..stopwatch import Deadline
 from ..watch.watch import Watch, start_server
-from .env import RUN, LauncherInfo
+from .env import RUN, LauncherInfo, environment
 from .meeting import Meeting
 
 # Ranks wait this much longer than the server, which can say who is missing.
@@ -56,8 +54,7 @@ class Member(Watch):
             self._wait_for_all(Deadline(timeout + _GRACE_SECONDS))
             stack.pop_all()
 
-    @contextlib.contextmanager
-    def environment(self) -> Iterator[None]:
+    def environment(self) -> contextlib.AbstractContextManager[None]:
         """Local. The variables that lead MPI_Init to the server; processes started later shall not inherit them."""
         self._mpi.settimeout(None)
         variables = {
@@ -66,16 +63,7 @@ class Member(Watch):
             "PMI_SIZE": str(self._size),
             "MPIR_CVAR_PMI_VERSION": "1",  # also where srun offers another
         }
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+        return environment(variables)
 
     def leave(self) -> None:
         """Local. This rank has done its part. MPICH tells the server later, and would not survive its end before."""

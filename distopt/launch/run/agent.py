@@ -155,7 +155,7 @@ class _Agent:
         while link is None and self._code is None:
             try:
                 link = call(place, self._key, b"a", self._me.wanted, options.nodes, clock, seconds)
-            except RefusedError as error:
+            except RefusedError as error:  # noqa: PERF203
                 raise LaunchError(f"{options.endpoint} refuses this node: {error}") from None
             except OSError as error:
                 fact, now = error.strerror or "no answer", clock.seconds()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -50,40 +51,32 @@ class Program(Rank):
         self._relays: list[Relay] = []
         self._process: subprocess.Popen[bytes] | None = None  # not if it is forked
         env = {**env, VARIABLE: f"{os.getpid()} {self.sink}"}
-        try:
-            self._start(program, outputs, env, server)
-        finally:
-            os.close(self.sink)
-
-    def _start(
-        self, program: Sequence[str], outputs: Sequence[Output], env: Mapping[str, str], server: ForkServer | None
-    ) -> None:
-        mark = b"[rank %d] " % self.rank if self.rank else b""
+        mark = b"[rank %d] " % rank if rank else b""
         logs: list[BinaryIO | None] = [None, None]
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            logs = [(self._folder / name).open("wb", buffering=0) for name in ("stdout.log", "stderr.log")]
-        relays = [Relay(output, mark, log) for output, log in zip(outputs, logs, strict=True)]
-        none = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        standard = [0 if self.rank == 0 else none, *(relay.sink for relay in relays)]
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, self.sink)
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                logs = [(folder / name).open("wb", buffering=0) for name in ("stdout.log", "stderr.log")]
+            relays = [Relay(output, mark, log) for output, log in zip(outputs, logs, strict=True)]
+            none = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            stdin, stdout, stderr = standard = [0 if rank == 0 else none, *(relay.sink for relay in relays)]
+            for fd in (none, stdout, stderr):
+                stack.callback(os.close, fd)
             if server is not None:
                 self.pid = server.fork({"program": program, "env": env}, [*standard, self.sink])
             if not self.pid:
                 self._process = subprocess.Popen(
                     program,
                     env=env,
-                    stdin=standard[0],
-                    stdout=standard[1],
-                    stderr=standard[2],
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
                     pass_fds=(self.sink,),
                     start_new_session=True,
                     preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - this process has no other thread
                 )
                 self.pid = self._process.pid
-        finally:
-            for fd in (none, *standard[1:]):
-                os.close(fd)
         self._relays = relays
 
     def kill(self) -> None:  # noqa: D102 - and those that it has started in its group, also if it has ended

@@ -18,7 +18,7 @@ from typing import Any
 from ...errors import DistoptError, Preempted, RankFailedError, UsageError
 from ..ending import ENDED_BY_SIGTERM, ENDING_SIGNALS, PREEMPTION_SIGNALS, caught_signals, waitable_children
 from ..gate import turn
-from ..join.env import RUN, LauncherInfo, launcher, origin
+from ..join.env import RUN, LauncherInfo, environment, launcher, origin
 from ..join.meeting import meeting
 from ..join.mpi import start_mpi
 from ..join.multiprocess import Ticket
@@ -189,14 +189,11 @@ def _start(local: LocalRanks, fn: Callable[..., object], world_size: int, args: 
     # A new process inherits blocked signals, and unblocks them when its handlers are installed. Otherwise Ctrl-C, which
     # a terminal sends to parent and children alike, could print a traceback per child from the middle of its imports.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
-    os.environ.update(variables)
     try:
         for rank in range(world_size):
-            with starting(rank):
+            with starting(rank), environment(variables):
                 local.add(Child(rank, world_size, fn, args, ticket))
     finally:
-        for name in variables:
-            del os.environ[name]
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 

@@ -41,7 +41,7 @@ class Absence:
         self._all_started = all_started
         self._too_few_since: float | None = None
 
-    def check(self, who: str, absent: int, *, present: Container[int] = (), patience: float = 0.5) -> None:
+    def check(self, who: str, absent: float, *, present: Container[int] = (), patience: float = 0.5) -> None:
         """Local. Call this repeatedly while waiting for ranks.
 
         Args:
@@ -67,11 +67,6 @@ class Absence:
         elif now - self._too_few_since > patience:
             pids = f" (pid {', '.join(map(str, lost))})" if lost else ""
             raise LaunchError(f"{who}, and a process of this job{pids} has ended; see the output")
-
-
-def ended_siblings() -> list[int]:
-    """Local. Process ids of siblings that have ended since this process started."""
-    return sorted(_survey()[1])
 
 
 def is_first() -> bool:
@@ -106,12 +101,12 @@ def _survey() -> tuple[set[int], set[int]]:
 
 def _siblings() -> tuple[set[int], set[int]]:
     """Siblings that are running, and those that have ended but have not been reaped by the parent."""
-    own, running, zombies = _command("self"), set(), set()
+    own, running, zombies = _process("self"), set(), set()
     for pid in children(os.getppid()):
-        command = _command(str(pid))
-        if not command and _name(str(pid)) == _name("self"):
+        name, command = _process(str(pid))
+        if name == own[0] and not command:  # by its name, not what forks the ranks
             zombies.add(pid)
-        elif command == own and pid != os.getpid() and _name(str(pid)) == _name("self"):  # not what forks the ranks
+        elif (name, command) == own and pid != os.getpid():
             running.add(pid)
     return running, zombies
 
@@ -157,19 +152,16 @@ def children(pid: int) -> list[int]:
     return pids
 
 
-def _command(pid: str) -> bytes:
-    """Command line without its numbers, which differ between the children of multiprocessing; empty for a zombie."""
-    try:
-        return re.sub(rb"\d+", b"#", Path(f"/proc/{pid}/cmdline").read_bytes())
-    except OSError:
-        return b""
+def _process(pid: str) -> tuple[bytes, bytes]:
+    """Name and command line without its numbers, which differ between the children of multiprocessing.
 
-
-def _name(pid: str) -> bytes:
+    The command line of a zombie is empty.
+    """
     try:
-        return Path(f"/proc/{pid}/comm").read_bytes()
+        command = re.sub(rb"\d+", b"#", Path(f"/proc/{pid}/cmdline").read_bytes())
+        return Path(f"/proc/{pid}/comm").read_bytes(), command
     except OSError:
-        return b""
+        return b"", b""
 
 
 def look() -> None:
