@@ -64,10 +64,10 @@ def test_a_probe_that_raises_is_a_row():
     def explode():
         raise KeyError("surprise")
 
-    row = examine(Probe("fuse", explode))
-    assert row.finding.state == "failed"
-    assert "KeyError: 'surprise'" in row.finding.found
-    assert row.finding.cure
+    finding = examine(Probe("fuse", explode))
+    assert finding.state == "failed"
+    assert "KeyError: 'surprise'" in finding.found
+    assert finding.cure
 
 
 def test_json_has_one_entry_per_probe(capsys):
@@ -84,14 +84,14 @@ def test_json_has_one_entry_per_probe(capsys):
 @pytest.mark.parametrize(("encoding", "mark"), [("utf-8", "✓"), ("ascii", "ok"), ("latin-1", "ok")])
 def test_marks_fit_the_encoding_of_the_output(encoding, mark):
     style = Style.of(io.TextIOWrapper(io.BytesIO(), encoding=encoding))
-    text = style.row(examine(Probe("path", lambda: ok("/home/Jürgen/→", "see ✓"))))
+    text = style.row("path", ok("/home/Jürgen/→", "see ✓"))
     assert text.startswith(mark)
     text.encode(encoding)
 
 
 def test_long_rows_continue_below_themselves(monkeypatch):
     monkeypatch.setenv("COLUMNS", "70")
-    lines = Style.of(sys.stdout).row(examine(Probe("long", lambda: ok("word " * 40, "cure " * 20)))).splitlines()
+    lines = Style.of(sys.stdout).row("long", ok("word " * 40, "cure " * 20)).splitlines()
     assert len(lines) > 4
     assert all(len(line) <= 70 for line in lines)
     assert len({len(line) - len(line.lstrip()) for line in lines[1:4]}) == 1

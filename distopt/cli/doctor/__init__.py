@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from . import gpu, host, mpi
 from .ask import version_of
-from .report import Probe, Style, as_json, examine
+from .report import Probe, Style, examine
 
 # Training on CPUs requires the rows marked `needed`; the others are optional.
 PROBES = (
@@ -53,14 +54,16 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace, probes: tuple[Probe, ...] = PROBES) -> int:
     """Run all `probes` and print each row at once; return 0 if all rows that are needed are in order."""
     style = Style.of(sys.stdout)
-    rows = []
+    rows, blocked = [], []
     for probe in probes:
-        rows.append(examine(probe))
+        finding = examine(probe)
+        rows.append({"name": probe.name, "needed": probe.needed, **asdict(finding), "cure": finding.cure or None})
+        if probe.needed and finding.state != "ok":
+            blocked.append(probe.name)
         if not args.json:
-            print(style.row(rows[-1]), flush=True)
-    blocked = [row.name for row in rows if row.needed and row.finding.state != "ok"]
+            print(style.row(probe.name, finding), flush=True)
     if args.json:
-        print(json.dumps(as_json(rows, version_of("distopt")), indent=2))
+        print(json.dumps({"distopt": version_of("distopt"), "ok": not blocked, "rows": rows}, indent=2))
     elif blocked:
         print(f"\nTraining on the CPUs of this machine does not work: see {', '.join(blocked)}.")
     else:

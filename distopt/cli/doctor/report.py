@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, TextIO, TypeAlias
 
 State: TypeAlias = Literal["ok", "failed", "absent"]
@@ -52,35 +52,13 @@ class Probe:
     needed: bool = False
 
 
-@dataclass(frozen=True)
-class Row:
-    """The result of a probe."""
-
-    name: str
-    needed: bool
-    finding: Finding
-
-
-def examine(probe: Probe) -> Row:
+def examine(probe: Probe) -> Finding:
     """Run one probe; an exception becomes a failed finding."""
     try:
-        finding = probe.look()
+        return probe.look()
     except Exception as error:
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        finding = failed(f"the probe failed: {what}", "repair what it names, or report it as a fault of distopt")
-    return Row(probe.name, probe.needed, finding)
-
-
-def as_json(rows: list[Row], version: str | None) -> dict[str, Any]:
-    """The object that `--json` prints."""
-    return {
-        "distopt": version,
-        "ok": all(row.finding.state == "ok" for row in rows if row.needed),
-        "rows": [
-            {"name": row.name, "needed": row.needed, **asdict(row.finding), "cure": row.finding.cure or None}
-            for row in rows
-        ],
-    }
+        return failed(f"the probe failed: {what}", "repair what it names, or report it as a fault of distopt")
 
 
 @dataclass(frozen=True)
@@ -104,13 +82,13 @@ class Style:
             marks, arrow = {"ok": "ok", "failed": "FAIL", "absent": "-"}, "->"
         return cls(marks, arrow, encoding, max(60, width))
 
-    def row(self, row: Row) -> str:
+    def row(self, name: str, finding: Finding) -> str:
         """One row; long text wraps within its column."""
         margin = max(map(len, self.marks.values())) + 1
-        head = f"{self.marks[row.finding.state]:<{margin}}{row.name:<15}"
-        lines = [self._wrap(row.finding.found, head, " " * len(head))]
-        if row.finding.cure:
-            lines.append(self._wrap(row.finding.cure, " " * len(head) + self.arrow + " ", " " * (len(head) + 2)))
+        head = f"{self.marks[finding.state]:<{margin}}{name:<15}"
+        lines = [self._wrap(finding.found, head, " " * len(head))]
+        if finding.cure:
+            lines.append(self._wrap(finding.cure, " " * len(head) + self.arrow + " ", " " * (len(head) + 2)))
         # A path or a library's message may contain characters that the output cannot encode.
         return "\n".join(lines).encode(self.encoding, "replace").decode(self.encoding)
 

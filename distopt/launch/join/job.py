@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from ...errors import LaunchError
 from ..topology import Topology
 from .rendezvous import HostGroup
 
@@ -15,15 +16,32 @@ class Job(ABC):
     """
 
     topology: Topology
+    _group: HostGroup | None = None
+    _closed = False
 
     @abstractmethod
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Collective. Give every rank the payload of every rank, in rank order; payloads may differ in length."""
 
-    @abstractmethod
     def host_group(self) -> HostGroup:
         """Collective among the ranks of this host on first use. The ranks that can share memory with this one."""
+        self._check_open()
+        if self._group is None:
+            self._group = self._meet()
+        return self._group
 
-    @abstractmethod
     def close(self) -> None:
         """Local. Release sockets and handles; idempotent."""
+        self._closed = True
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    # For subclasses.
+    def _meet(self) -> HostGroup:
+        """Make the group of this host."""
+        raise NotImplementedError
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LaunchError(f"rank {self.topology.rank} has closed its job; create a new one")

@@ -97,7 +97,6 @@ class MpiJob(Job):
         self.topology = Topology(rank, size, local.index(rank), len(local), hosts)
         self.numbers = tuple(range(size))
         self._ticket = Ticket(bytes.fromhex(secrets[local[0]]))
-        self._group: HostGroup | None = None
         # Some launchers pin each rank to its own cores, others give all ranks the same: the union is right for both.
         cap_threads(len(local), len(set().union(*(usable[peer] for peer in local))))
         if size > 1:
@@ -132,30 +131,18 @@ class MpiJob(Job):
         self._check_open()
         return _all_gather_bytes(import_mpi(), self.comm, payload, self._settings)
 
-    def host_group(self) -> HostGroup:
-        """Collective among the ranks of this host on first use. The ranks that can share memory with this one."""
-        self._check_open()
-        if self._group is None:
-            topology, settings = self.topology, self._settings
-            absence = Absence(settings.stall_warning, all_started=True)
-            self._group = HostGroup(
-                self._ticket.secret, topology.local_rank, topology.local_size, settings.timeout, absence
-            )
-        return self._group
+    def _meet(self) -> HostGroup:
+        topology, settings = self.topology, self._settings
+        absence = Absence(settings.stall_warning, all_started=True)
+        return HostGroup(self._ticket.secret, topology.local_rank, topology.local_size, settings.timeout, absence)
 
     def close(self) -> None:
         """Local. Leave the job; idempotent. MPI itself remains initialized until the interpreter ends."""
         guard.forget(self)
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        super().close()
         if self.comm is not None and not import_mpi().Is_finalized():
             self.comm.Free()
         self.comm = None
-
-    def _check_open(self) -> None:
-        if self.comm is None:
-            raise LaunchError(f"rank {self.topology.rank} has closed its job; create a new one")
 
 
 def _introduction(rank: int, data: bytes) -> tuple[str, str, list[int], str]:

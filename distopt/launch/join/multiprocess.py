@@ -114,8 +114,6 @@ class MultiprocessJob(Job):
             )
         self.topology = Topology.of_one_host(local_rank, world_size, socket.gethostname())
         self._ticket = ticket
-        self._group: HostGroup | None = None
-        self._closed = False
         self._settle()
 
     def _settle(self) -> None:
@@ -125,24 +123,12 @@ class MultiprocessJob(Job):
     def all_gather(self, payload: bytes) -> list[bytes]:  # noqa: D102
         return self.host_group().all_gather(payload)
 
-    def host_group(self) -> HostGroup:
-        """Collective on first use. The group of all ranks."""
-        if self._closed:
-            raise LaunchError(f"rank {self.topology.rank} has closed its job; create a new one")
-        if self._group is None:
-            rank, size = self.topology.rank, self.topology.world_size
-            settings = Settings.from_env()
-            absence = Absence(settings.stall_warning, all_started=self._ticket.handed_out >= size)
-            with _sole(self._ticket, rank) if size > 1 else contextlib.nullcontext():
-                self._group = HostGroup(self._ticket.secret, rank, size, settings.timeout, absence)
-        return self._group
-
-    def close(self) -> None:
-        """Local. Leave the job; idempotent."""
-        self._closed = True
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+    def _meet(self) -> HostGroup:
+        rank, size = self.topology.rank, self.topology.world_size
+        settings = Settings.from_env()
+        absence = Absence(settings.stall_warning, all_started=self._ticket.handed_out >= size)
+        with _sole(self._ticket, rank) if size > 1 else contextlib.nullcontext():
+            return HostGroup(self._ticket.secret, rank, size, settings.timeout, absence)
 
 
 @contextlib.contextmanager

@@ -198,9 +198,7 @@ class _Agent:
                 self._come(owner.name, _RECONNECT_SECONDS)
         elif heals and time.monotonic() > self._beat_at:
             self._beat_at = time.monotonic() + BEAT_SECONDS
-            if isinstance(owner, Owner):
-                owner.beat()
-            elif owner is not None:
+            if owner is not None:
                 owner.say({"say": "beat"})
 
     # -- the owner's words -----------------------------------------------------------------------------------------
@@ -208,9 +206,7 @@ class _Agent:
         port = self._options.port if self._options.nodes == 1 else 0
         step = self._slots.step if self._slots is not None else -1
         message = {"say": say, "port": port or _free_port(), "step": step, **content}
-        if isinstance(self._owner, Owner):
-            self._owner.hear(self._me, message)
-        elif self._owner is not None:
+        if self._owner is not None:
             self._owner.say(message)
 
     def _obey(self, message: dict[str, Any]) -> None:

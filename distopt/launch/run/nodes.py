@@ -155,11 +155,17 @@ class Owner(Gate):
         self._cause = ""  # of a failure after which no step has been done yet
 
     # -- what agents say -------------------------------------------------------------------------------------------
+    def say(self, message: dict[str, Any]) -> None:
+        """Local. Act on what the agent of this process says."""
+        self.hear(self._own, message)
+
     def hear(self, node: Node, message: dict[str, Any]) -> None:
         """Local. Act on what an agent says."""
         say = message["say"]
         node.heard = Stopwatch()
         if say == "beat":
+            if node is self._own:
+                self._beat()
             return
         if say == "hello":
             before, node.ranks, node.port = node.ranks, int(message["ranks"]), int(message["port"])
@@ -195,8 +201,8 @@ class Owner(Gate):
         if all(each.ended for each in self._nodes):
             self._decide()
 
-    def beat(self) -> None:
-        """Local. Give all other nodes a sign of life, and look for theirs."""
+    def _beat(self) -> None:
+        """Give all other nodes a sign of life, and look for theirs."""
         for link, node in list(self._by_link.items()):
             node.tell({"do": "beat"})
             if self._attempt >= 0 and node.heard.seconds() > SILENT_SECONDS:
