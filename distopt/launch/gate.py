@@ -219,7 +219,6 @@ class Gate:
         self._key = key
         self._selector = selector
         self._listener: socket.socket | None = None
-        self._strangers: list[Link] = []
         self._links: list[Link] = []
 
     def listen(self, listener: socket.socket) -> None:
@@ -230,7 +229,7 @@ class Gate:
 
     def close(self) -> None:
         """Local. Close the listener and all connections; idempotent."""
-        for link in [*self._strangers, *self._links]:
+        for link in list(self._links):
             self._drop(link)
         if self._listener is not None:
             self._selector.unregister(self._listener)
@@ -258,8 +257,12 @@ class Gate:
         """Somebody does not know the key."""
 
     def _drop_slow_strangers(self) -> None:
-        for link in [link for link in self._strangers if link.handshake.over]:
-            self._drop(link)
+        for link in self._strangers():
+            if link.handshake.over:
+                self._drop(link)
+
+    def _strangers(self) -> list[Link]:
+        return [link for link in self._links if link.rank < 0]
 
     def _accept(self) -> None:
         if self._listener is None:
@@ -273,9 +276,9 @@ class Gate:
             connection.close()
             return
         link = Link(connection, "" if of_this_host else address[0].removeprefix("::ffff:"))
-        if len(self._strangers) >= _MAX_STRANGERS:
-            self._turn_away(self._strangers[0])
-        self._strangers.append(link)
+        if len(strangers := self._strangers()) >= _MAX_STRANGERS:
+            self._turn_away(strangers[0])
+        self._links.append(link)
         self._selector.register(connection, selectors.EVENT_READ, partial(self._read, link))
         try:
             connection.settimeout(_SEND_SECONDS)
@@ -309,10 +312,8 @@ class Gate:
             self._lost(link)
 
     def _drop(self, link: Link) -> None:
-        for links in (self._strangers, self._links):
-            if link in links:
-                links.remove(link)
-        with contextlib.suppress(KeyError, ValueError):
+        with contextlib.suppress(KeyError, ValueError):  # it has been dropped
+            self._links.remove(link)
             self._selector.unregister(link.socket)
         link.socket.close()
 
@@ -340,10 +341,8 @@ class Gate:
             reason = "it has hung up"
         if reason:
             self._drop(link)
-            return
-        self._strangers.remove(link)
-        self._links.append(link)
-        self._admitted(link)
+        else:
+            self._admitted(link)
 
     def _tell(self, link: Link, line: str) -> None:
         with contextlib.suppress(OSError):  # its end is noticed when it is read

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from threadpoolctl import ThreadpoolController
 
@@ -30,18 +30,19 @@ def thread_variables(local_size: int, env: Mapping[str, str]) -> dict[str, str]:
     return dict.fromkeys(THREAD_VARIABLES, str(share))
 
 
-def cap_threads(local_size: int, n_cores: int | None = None) -> None:
-    """Local. Cap the BLAS threads of this process at `n_cores // local_size`, unless the user has set a number.
+def cap_threads(local_size: int, usable: Iterable[Iterable[int]] = ()) -> None:
+    """Local. Cap the BLAS threads of this process at its share of the cores, unless the user has set a number.
 
     Args:
         local_size: ranks on this host.
-        n_cores: number of cores available to the ranks of this host together (default: to this process).
+        usable: the cores that each of them may use (default: as this process). Some launchers pin each rank to its own
+            cores, others give all ranks the same: their union is right for both.
     """
     chosen = [f"{name}={os.environ[name]}" for name in THREAD_VARIABLES if name in os.environ]
     if chosen:
         _log.info("BLAS threads as the environment says: %s", " ".join(chosen))
         return
-    n_cores = len(cores()) if n_cores is None else n_cores
+    n_cores = len(set().union(*usable) or cores())
     share = max(1, n_cores // local_size)
     libraries = ThreadpoolController()
     if local_size > 1 and any(library["num_threads"] > share for library in libraries.info()):

@@ -6,8 +6,6 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import LaunchError
-
 
 @dataclass(frozen=True)
 class Topology:
@@ -26,17 +24,6 @@ class Topology:
     local_rank: int
     local_size: int
     hosts: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        fact = None
-        if not 0 <= self.rank < self.world_size:
-            fact = f"rank {self.rank} is outside 0 ... {self.world_size - 1}"
-        elif not 0 <= self.local_rank < self.local_size <= self.world_size:
-            fact = f"local rank {self.local_rank} of {self.local_size} does not fit in a world of {self.world_size}"
-        elif len(self.hosts) != self.world_size:
-            fact = f"{len(self.hosts)} host names were given for {self.world_size} ranks"
-        if fact:
-            raise LaunchError(f"{fact}; check the rank variables that the launcher set")
 
     @property
     def host(self) -> str:

@@ -99,9 +99,8 @@ class LaunchedJob(MultiprocessJob):
 
     def _settle(self) -> None:
         end_with_parent(launched=True)
-        # Some launchers pin each rank to its own cores, others give all ranks the same: the union is right for both.
-        usable = [json.loads(payload) for payload in self.all_gather(json.dumps(sorted(cores())).encode())]
-        cap_threads(self.topology.world_size, len(set().union(*usable)))
+        usable = self.all_gather(json.dumps(sorted(cores())).encode())
+        cap_threads(self.topology.world_size, map(json.loads, usable))
         if self.topology.world_size > 1 and not self._has_agents:
             self._watch = watch_ranks(self.topology, self.all_gather, Settings.from_env().timeout)
         if self._watch is not None:

@@ -97,8 +97,7 @@ class MpiJob(Job):
         self.topology = Topology(rank, size, local.index(rank), len(local), hosts)
         self.numbers = tuple(range(size))
         self._ticket = Ticket(bytes.fromhex(secrets[local[0]]))
-        # Some launchers pin each rank to its own cores, others give all ranks the same: the union is right for both.
-        cap_threads(len(local), len(set().union(*(usable[peer] for peer in local))))
+        cap_threads(len(local), [usable[peer] for peer in local])
         if size > 1:
             guard.watch(self)
         if comm is None and size > 1 and guard.others is None:

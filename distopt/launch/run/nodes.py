@@ -167,37 +167,33 @@ class Owner(Gate):
             if node is self._own:
                 self._beat()
             return
-        if say == "hello":
-            before, node.ranks, node.port = node.ranks, int(message["ranks"]), int(message["port"])
-            node.step = int(message["step"])
-            if before and before != node.ranks:
-                self._finish(2, f"{node.name} has {node.ranks} ranks in the place of {before}; correct the line on it")
-            elif self._attempt >= 0:
-                self._is_back(node)
-            elif len(self._nodes) == self._size and all(each.ranks for each in self._nodes):
-                self._number()
-                if any(each.step >= 0 for each in self._nodes):  # the job goes on under another owner
-                    self._attempt = 0
-                    self._cause = f"the node that owned the endpoint has ended; {self._own.name} has come in its place"
-                self._start("")
-            return
         if say == "stepped":
             seconds = self._clock.seconds() - self._failed_at
             if self._cause:
                 self._warn(f"{self._cause}; healed: step {message['step']} was done after {seconds:.2f} s")
             self._cause = ""
             return
-        node.signals = [int(signum) for signum in message["signals"]]
-        node.step = int(message["step"])
-        for one in message["failures"]:
-            failure = Failure(**one)
-            self._failures.setdefault(failure.rank, failure)  # of one that cannot be started, and of one ended then
-        if say == "kill":
-            self._killed = True
-        if say == "ended":
-            node.ended, node.port = True, int(message["port"])
-        if self._failures or say == "kill":
-            self._end()
+        node.port, node.step = int(message["port"]), int(message["step"])
+        if say == "hello":
+            before, node.ranks, node.away = node.ranks, int(message["ranks"]), False
+            if before and before != node.ranks:
+                self._finish(2, f"{node.name} has {node.ranks} ranks in the place of {before}; correct the line on it")
+                return
+            if self._attempt < 0 and len(self._nodes) == self._size and all(each.ranks for each in self._nodes):
+                self._number()
+                if any(each.step >= 0 for each in self._nodes):  # the job goes on under another owner
+                    self._attempt = 0
+                    self._cause = f"the node that owned the endpoint has ended; {self._own.name} has come in its place"
+                self._start("")
+        else:
+            node.signals = [int(signum) for signum in message["signals"]]
+            for one in message["failures"]:
+                failure = Failure(**one)
+                self._failures.setdefault(failure.rank, failure)  # of one that cannot start, and of one ended then
+            self._killed |= say == "kill"
+            node.ended |= say == "ended"
+            if self._failures or say == "kill":
+                self._end()
         if all(each.ended for each in self._nodes):
             self._decide()
 
@@ -368,14 +364,8 @@ class Owner(Gate):
     def _first_rank(self, node: Node) -> int:
         return sum(other.ranks for other in self._nodes[: node.number])
 
-    def _is_back(self, node: Node) -> None:
-        """It, or another in its place, is ready to start its ranks."""
-        node.away = False
-        if all(each.ended for each in self._nodes):
-            self._decide()
-
     def _decide(self) -> None:
-        """All ranks have ended."""
+        """All ranks have ended, and each node is ready to start its ranks again, but for those that are away."""
         if any(node.away for node in self._nodes) and not any(signum in ENDING_SIGNALS for signum in self._signals):
             return
         if not self._failures:

@@ -98,10 +98,8 @@ class Server(Gate):
                 self._gone(0)
 
     def _refusal(self, link: Link, size: int) -> str:
-        links = {b"m": self._mpi, b"w": self._watchers}.get(link.purpose)
+        links = self._mpi if link.purpose == b"m" else self._watchers
         name = f"rank {link.rank} on {link.host} (pid {link.pid})"
-        if links is None:
-            return f"{name} wants something else of this server"
         if size != self._size:
             return f"{name} expects {size} ranks, rank 0 expects {self._size}"
         if link.rank >= size or link.rank in links:
