@@ -299,38 +299,36 @@ class _Listener(Gate):
             LaunchError: a rank is missing or has ended, or two have one number or expect different sizes.
         """
         try:
-            self._gather()
+            self.listen(self._bound())
+            while len(self._peers) < self._size - 1 and not self._failed:
+                self._wait()
+            if self._failed:
+                raise LaunchError(self._failed)
+            for link in self._peers.values():
+                self._selector.unregister(link.socket)
+                self._links.remove(link)
         except BaseException as error:
             text = (
                 str(error) if isinstance(error, LaunchError) else "rank 0 was interrupted while the ranks were joining"
             )
             for link in self._peers.values():
                 _try_to_tell(link.socket, text)
-            self.close()
             raise
-        else:
-            for link in self._peers.values():
-                self._selector.unregister(link.socket)
-                self._links.remove(link)
-            self.close()
         finally:
+            self.close()
             self._selector.close()
         return self._peers
 
-    def _gather(self) -> None:
-        self.listen(self._bound())
-        while len(self._peers) < self._size - 1 and not self._failed:
-            try:
-                turn(self._selector, min(_LOOK_SECONDS, self._deadline.left()))
-            except TimeoutError:
-                raise LaunchError(
-                    f"{self._absent()} within {self._deadline.seconds:g} s; see the output of those processes"
-                ) from None
-            self._drop_slow_strangers()
-            present = {link.pid for link in self._peers.values()}
-            self._absence.check(self._absent(), self._size - 1 - len(present), present=present)
-        if self._failed:
-            raise LaunchError(self._failed)
+    def _wait(self) -> None:
+        try:
+            turn(self._selector, min(_LOOK_SECONDS, self._deadline.left()))
+        except TimeoutError:
+            raise LaunchError(
+                f"{self._absent()} within {self._deadline.seconds:g} s; see the output of those processes"
+            ) from None
+        self._drop_slow_strangers()
+        present = {link.pid for link in self._peers.values()}
+        self._absence.check(self._absent(), self._size - 1 - len(present), present=present)
 
     def _bound(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -195,7 +195,11 @@ class _Agent:
                 self._print(f"{lost}; waiting for it, or for the same line typed at {self._options.endpoint}")
                 self._ranks.end(0.0)
                 self._ended = True
-                self._come(owner.name, _RECONNECT_SECONDS)
+                try:
+                    self._come(owner.name, _RECONNECT_SECONDS)
+                except LaunchError as error:
+                    self._print(str(error))
+                    self._code = 1
         elif heals and time.monotonic() > self._beat_at:
             self._beat_at = time.monotonic() + BEAT_SECONDS
             if owner is not None:
