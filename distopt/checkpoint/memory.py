@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..launch.heal.slots import HEADER, VARIABLE
+from ..launch.heal.slots import HEADER, VARIABLE, slots_in
 from ..launch.watch.report import supervisor
 from .folder import share_of
 from .parts import copy_of, look_at
@@ -120,11 +120,11 @@ class Memory:
     @classmethod
     def of_agent(cls, ranks: Ranks) -> Memory | None:
         """Local. The slots of this process, at the first call; None without such an agent, or if `ranks` lack some."""
-        place, *paths = os.environ.pop(VARIABLE, "-").split()
-        if not paths or os.environ.get("WORLD_SIZE") != str(ranks.topology.world_size):
+        fds = slots_in(os.environ)
+        os.environ.pop(VARIABLE, None)
+        if not fds or os.environ.get("WORLD_SIZE") != str(ranks.topology.world_size):
             return None
-        fds = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in paths]
-        return cls(int(place), fds, ranks, os.environ["GROUP_RANK"])
+        return cls(int(os.environ["LOCAL_RANK"]), fds, ranks, os.environ["GROUP_RANK"])
 
     def agree(self) -> tuple[int, int] | None:
         """Collective. Step and epoch of the newest states that exist for every rank; None if there are none.

@@ -38,6 +38,7 @@ class Shared(InPlace):
 @pytest.fixture
 def slots(monkeypatch):
     monkeypatch.setenv("GROUP_RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     slots = Slots(1)
     yield slots
@@ -45,7 +46,7 @@ def slots(monkeypatch):
 
 
 def memory_of(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> Memory:
-    monkeypatch.setenv(VARIABLE, slots.variable(0)[VARIABLE])
+    monkeypatch.setenv(VARIABLE, slots.variable[VARIABLE])
     memory = Memory.of_agent(Together(0, 1, {}))
     assert memory is not None
     return memory
@@ -54,7 +55,7 @@ def memory_of(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> Memory:
 def test_only_one_checkpoint_of_all_ranks_gets_the_slots(slots, monkeypatch):
     memory_of(slots, monkeypatch)
     assert Memory.of_agent(Together(0, 1, {})) is None
-    monkeypatch.setenv(VARIABLE, slots.variable(0)[VARIABLE])
+    monkeypatch.setenv(VARIABLE, slots.variable[VARIABLE])
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert Memory.of_agent(Together(0, 1, {})) is None
 
@@ -141,7 +142,7 @@ def test_ranks_agree_on_the_newest_states_that_there_are(slots, monkeypatch, oth
     monkeypatch.setenv("WORLD_SIZE", "3")
 
     def memory(payloads: dict[int, bytes]) -> Memory:
-        monkeypatch.setenv(VARIABLE, slots.variable(0)[VARIABLE])
+        monkeypatch.setenv(VARIABLE, slots.variable[VARIABLE])
         memory = Memory.of_agent(Together(0, 3, payloads))
         assert memory is not None
         return memory

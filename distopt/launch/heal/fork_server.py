@@ -32,6 +32,7 @@ from ..ending import die_with
 from ..threads import THREAD_VARIABLES
 from ..watch import siblings
 from ..watch.report import VARIABLE, supervisor
+from .slots import slots_in
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 _FORK_SECONDS = 20.0
@@ -77,7 +78,7 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), *slots_in(env)),
                 start_new_session=True,
                 preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - this process has no other thread
             )

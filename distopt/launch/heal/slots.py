@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Mapping
 
-VARIABLE = "DISTOPT_SLOTS"  # of a rank: its number among those of the agent, and the paths of all slots
+VARIABLE = "DISTOPT_SLOTS"  # of ranks: the descriptors of all slots of their agent, which they inherit
 HEADER = struct.Struct("<QQ")  # finished steps and 1, or 0; bytes of the JSON that follows
+
+
+def slots_in(env: Mapping[str, str]) -> list[int]:
+    """Local. The descriptors that the variable says; none without it."""
+    return [int(fd) for fd in env.get(VARIABLE, "").split()]
 
 
 class Slots:
@@ -26,9 +32,10 @@ class Slots:
     def __init__(self, n_ranks: int) -> None:
         self.fds = [os.memfd_create("distopt states") for _ in range(2 * n_ranks)]
 
-    def variable(self, local_rank: int) -> dict[str, str]:
-        """Local. The variable for a rank."""
-        return {VARIABLE: " ".join([str(local_rank), *(f"/proc/{os.getpid()}/fd/{fd}" for fd in self.fds)])}
+    @property
+    def variable(self) -> dict[str, str]:
+        """Local. The variable for the ranks."""
+        return {VARIABLE: " ".join(map(str, self.fds))}
 
     @property
     def step(self) -> int:

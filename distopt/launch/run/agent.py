@@ -43,7 +43,7 @@ _RECONNECT_SECONDS = 0.25  # that one attempt may take
 _STOPPED_SECONDS = 0.1  # for which a rank may be stopped before the others: with the job, as by scontrol suspend
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
 # Those of a launcher that has started the agent would contradict the ranks' own.
-_FOREIGN_VARIABLES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_")
+_FOREIGN_VARIABLES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_", "DISTOPT_SLOTS")
 
 
 def run(options: RunOptions) -> int:
@@ -241,7 +241,7 @@ class _Agent:
             ranks.failures.append(Failure(order["first"], 128 + ending[0], "", is_consequence=True))
             return
         options = self._options
-        self._common = _variables(order, options, self._key)
+        self._common = _variables(order, options, self._key) | (self._slots.variable if self._slots is not None else {})
         try:
             for local_rank in range(options.ranks):
                 rank = order["first"] + local_rank
@@ -249,8 +249,6 @@ class _Agent:
                 if options.log_dir is not None:
                     folder = options.log_dir / order["job"] / f"attempt_{order['attempt']}" / str(rank)
                 env = {**self._common, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-                if self._slots is not None:
-                    env |= self._slots.variable(local_rank)
                 with starting(rank):
                     ranks.add(Program(rank, options.program, env, folder, self._outputs, self._server))
         except UsageError as error:

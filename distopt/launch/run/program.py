@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from ..ending import describe_exit, die_with
+from ..heal.slots import slots_in
 from ..watch.report import VARIABLE
 from .output import Output, Relay
 from .ranks import Rank
@@ -72,7 +73,7 @@ class Program(Rank):
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
-                    pass_fds=(self.sink,),
+                    pass_fds=(self.sink, *slots_in(env)),
                     start_new_session=True,
                     preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - this process has no other thread
                 )
