@@ -156,13 +156,18 @@ inline nb::ndarray<nb::numpy> flat_array(std::shared_ptr<char> memory, std::size
   return {data, {count}, capsule, {}, storage_of(dtype)};
 }
 
-// Ragged results: memory that arrives in, the caller's once taken.
+// A ragged collective: memory that arrives in, the caller's once taken.
 template <typename Operation>
-class Receiving : public Operation {
+class Receiving : public Held<Operation, std::vector<Buffers>> {
  public:
-  using Operation::Operation;
-  // To be called once, when it has finished: every rank's elements.
-  std::vector<std::shared_ptr<char>> take() { return std::move(memory_); }
+  using Held<Operation, std::vector<Buffers>>::Held;
+  // To be called once, when it has finished: every rank's elements, as arrays.
+  nb::list take() {
+    nb::list parts;
+    for (std::size_t q = 0; q < memory_.size(); ++q)
+      parts.append(flat_array(std::move(memory_[q]), this->counts()[q], this->request().dtype));
+    return parts;
+  }
 
  private:
   std::vector<char*> allocate(const std::vector<std::uint64_t>& counts) override {
@@ -178,26 +183,16 @@ class Receiving : public Operation {
   std::vector<std::shared_ptr<char>> memory_;
 };
 
-// Those, as arrays.
-template <typename Operation>
-nb::list take_parts(Receiving<Operation>& operation) {
-  std::vector<std::shared_ptr<char>> memory = operation.take();
-  nb::list parts;
-  for (std::size_t q = 0; q < memory.size(); ++q)
-    parts.append(flat_array(std::move(memory[q]), operation.counts()[q], operation.request().dtype));
-  return parts;
-}
-
-// A ragged collective under way. `parts` are made when they are first asked for.
+// One under way. `parts` are made when they are first asked for.
 template <typename Work, typename Operation>
 struct RaggedWork : Work {
-  nb::list (*take)(Operation&);
+  std::shared_ptr<Receiving<Operation>> received;
   nb::object parts;
 
   nb::object take_parts() {
-    if (!this->operation->finished())
+    if (!received->finished())
       throw CommunicatorError(ErrorKind::usage, "the parts have not arrived; call wait() before parts is read");
-    if (parts.is_none()) parts = take(*this->operation);
+    if (parts.is_none()) parts = received->take();
     return parts;
   }
 };
@@ -216,12 +211,11 @@ void bind_collectives(Class& cls, Start start) {
   });
   cls.def("start_ragged", [start](Communicator& on, const char* kind, const std::vector<nb::object>& arrays, int dtype,
                                   const char* label) {
-    using Ragged = Receiving<Held<Operation, std::vector<Buffers>>>;
     Request request = make_request(kind, dtype, label);
     std::vector<Buffers> held = hold_parts(request, arrays);
-    auto work = start(on, std::make_shared<Ragged>(std::move(request), std::move(held)));
-    const auto take = [](Operation& ended) { return take_parts(static_cast<Ragged&>(ended)); };
-    return RaggedWork<decltype(work), Operation>{std::move(work), take, nb::none()};
+    auto operation = std::make_shared<Receiving<Operation>>(std::move(request), std::move(held));
+    auto work = start(on, operation);
+    return RaggedWork<decltype(work), Operation>{std::move(work), std::move(operation), nb::none()};
   });
   cls.def(
       "all_reduce_plain",

@@ -22,8 +22,6 @@ namespace {
 using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
 using Input = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
-using HeldOperation = Held<Operation>;
-
 struct ShmWork {
   std::shared_ptr<ShmCommunicator> communicator;
   std::shared_ptr<Operation> operation;
@@ -40,7 +38,7 @@ ShmWork start(ShmCommunicator& communicator, std::shared_ptr<Operation> operatio
 }
 
 ShmWork start(ShmCommunicator& communicator, Request request, Buffers buffers) {
-  return start(communicator, std::make_shared<HeldOperation>(std::move(request), std::move(buffers)));
+  return start(communicator, std::make_shared<Held<Operation>>(std::move(request), std::move(buffers)));
 }
 
 void wait(ShmCommunicator& communicator, const Operation& operation, std::optional<double> timeout) {
