@@ -119,7 +119,7 @@ sanitize:
 # The shared-memory communicator under ThreadSanitizer, with its ranks as threads; then with weaker orders, where it must
 # find races. Four minutes.
 THREADS := build/threads
-THREADS_SOURCES := $(wildcard tests/model/threads/*.cpp) csrc/base/isa.cpp csrc/base/fork.cpp csrc/cpu/reduce.cpp $(wildcard csrc/host/*.cpp csrc/shm/*.cpp)
+THREADS_SOURCES := $(wildcard tests/model/threads/*.cpp) csrc/base/isa.cpp csrc/cpu/reduce.cpp $(wildcard csrc/host/*.cpp csrc/shm/*.cpp)
 THREADS_FLAGS := -std=c++17 -O1 -g -fsanitize=thread -Wno-tsan -Icsrc -DDISTOPT_ISA=portable -pthread \
 	-Wl,--wrap=mmap,--wrap=munmap,--wrap=fcntl
 sanitize-threads:

@@ -1,6 +1,10 @@
 // A forked child has its parent's memory, and is no rank: what a communicator does there is refused.
 #pragma once
 
+#include <pthread.h>
+
+#include <atomic>
+
 #include "base/errors.h"
 
 namespace distopt {
@@ -9,14 +13,26 @@ namespace distopt {
 class Origin {
  public:
   // Whether this is another one: a child.
-  bool forked() const;
+  bool forked() const { return fork_count() != forks_; }
   // Throws CommunicatorError in a child of `me`.
-  void require(const Process& me) const;
+  void require(const Process& me) const {
+    if (forked())
+      throw CommunicatorError(ErrorKind::usage,
+                              "this process was forked from " + me.name() + " and is no rank of the job",
+                              "use the communicator in the parent only");
+  }
 
  private:
-  const unsigned forks_ = fork_count();
   // Number of forks between the first call and this process.
-  static unsigned fork_count();
+  static unsigned fork_count() {
+    static std::atomic<unsigned> forks{0};
+    static const int registered =
+        ::pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+    (void)registered;
+    return forks.load(std::memory_order_relaxed);
+  }
+
+  const unsigned forks_ = fork_count();
 };
 
 }  // namespace distopt

@@ -11,18 +11,37 @@ namespace distopt {
 
 class Turn {
  public:
-  // A caller's turn, which may last; false if another caller has it.
-  bool take() {
-    for (Holder found = Holder::none; !holder_.compare_exchange_weak(found, Holder::caller, std::memory_order_acquire);
-         found = Holder::none) {
-      if (found == Holder::caller) return false;
-      if (found == Holder::helper) ::sched_yield();
+  // Somebody's turn, as long as this lives; nobody's if it is false.
+  class Held {
+   public:
+    explicit Held(Turn* turn) : turn_(turn) {}
+    ~Held() {
+      if (turn_ != nullptr) turn_->give_back();
     }
-    return true;
+    Held(const Held&) = delete;
+    Held& operator=(const Held&) = delete;
+    explicit operator bool() const { return turn_ != nullptr; }
+
+   private:
+    Turn* const turn_;
+  };
+
+  // A caller's, which may last. Two threads in one communicator would make the order of operations a matter of luck.
+  Held of_caller() {
+    if (!take())
+      throw CommunicatorError(ErrorKind::usage,
+                              "two threads use one communicator at the same time; call collectives from one thread");
+    return Held(this);
   }
   // The same, as soon as no other caller has it.
-  void await() {
-    while (!take()) ::sched_yield();
+  Held awaited() {
+    await();
+    return Held(this);
+  }
+  // That of one who passes by to move things forward, for a moment; false if anybody has it.
+  Held of_helper() {
+    Holder found = Holder::none;
+    return Held(holder_.compare_exchange_strong(found, Holder::helper, std::memory_order_acquire) ? this : nullptr);
   }
   // Others may have their turns while `body` runs.
   template <typename Body>
@@ -34,51 +53,25 @@ class Turn {
     } retake{*this};
     return body();
   }
-  // That of one who passes by to move things forward, for a moment; false if anybody has it.
-  bool help() {
-    Holder found = Holder::none;
-    return holder_.compare_exchange_strong(found, Holder::helper, std::memory_order_acquire);
-  }
-  void give_back() { holder_.store(Holder::none, std::memory_order_release); }
   bool taken() const { return holder_.load(std::memory_order_acquire) == Holder::caller; }
 
  private:
   enum class Holder { none, caller, helper };
 
+  bool take() {
+    for (Holder found = Holder::none; !holder_.compare_exchange_weak(found, Holder::caller, std::memory_order_acquire);
+         found = Holder::none) {
+      if (found == Holder::caller) return false;
+      if (found == Holder::helper) ::sched_yield();
+    }
+    return true;
+  }
+  void await() {
+    while (!take()) ::sched_yield();
+  }
+  void give_back() { holder_.store(Holder::none, std::memory_order_release); }
+
   std::atomic<Holder> holder_{Holder::none};
-};
-
-// A caller's turn, as long as this lives. Two threads in one communicator would make the order of operations a matter
-// of luck.
-class CallersTurn {
- public:
-  explicit CallersTurn(Turn& turn) : turn_(turn) {
-    if (!turn.take())
-      throw CommunicatorError(ErrorKind::usage,
-                              "two threads use one communicator at the same time; call collectives from one thread");
-  }
-  ~CallersTurn() { turn_.give_back(); }
-  CallersTurn(const CallersTurn&) = delete;
-  CallersTurn& operator=(const CallersTurn&) = delete;
-
- private:
-  Turn& turn_;
-};
-
-// A helper's, if it has got it.
-class HelpersTurn {
- public:
-  explicit HelpersTurn(Turn& turn) : turn_(turn), taken_(turn.help()) {}
-  ~HelpersTurn() {
-    if (taken_) turn_.give_back();
-  }
-  HelpersTurn(const HelpersTurn&) = delete;
-  HelpersTurn& operator=(const HelpersTurn&) = delete;
-  explicit operator bool() const { return taken_; }
-
- private:
-  Turn& turn_;
-  const bool taken_;
 };
 
 }  // namespace distopt

@@ -64,17 +64,7 @@ class Held : public Operation {
   Arrays arrays_;
 };
 
-inline Request make_request(OpKind kind, int dtype, const char* label, int op = 0, int root = 0) {
-  Request request;
-  request.kind = kind;
-  request.dtype = static_cast<DType>(dtype);
-  request.op = static_cast<RedOp>(op);
-  request.root = root;
-  request.label = label;
-  return request;
-}
-
-// What goes to each rank.
+// Parts of a ragged collective: what goes to each rank, or the one that goes to all.
 inline std::vector<Buffers> hold_parts(Request& request, const std::vector<nb::object>& arrays) {
   std::vector<Buffers> held;
   for (const nb::object& array : arrays) {
@@ -82,26 +72,21 @@ inline std::vector<Buffers> hold_parts(Request& request, const std::vector<nb::o
     request.parts.push_back({static_cast<char*>(view.buf), static_cast<std::size_t>(view.len)});
     request.count += request.parts.back().bytes / item_bytes(request.dtype);
   }
+  if (request.kind != OpKind::all_gather_ragged) return held;
+  request.input = request.parts.at(0).data;
+  request.parts.clear();
   return held;
 }
 
-// The input of a gather.
-inline Buffers hold_input(Request& request, nb::handle array) {
+// In place, `out` is `array`.
+inline Buffers hold_arrays(Request& request, nb::handle array, nb::handle out) {
   Buffers held;
-  const Py_buffer& view = held.add(array, 0);
-  request.input = static_cast<const char*>(view.buf);
-  request.count = static_cast<std::size_t>(view.len) / item_bytes(request.dtype);
-  return held;
-}
-
-// `array` is the input; `out` the output, or None where the operation works in place.
-inline void take_arrays(Request& request, Buffers& buffers, nb::handle array, nb::handle out) {
-  const Py_buffer& input = buffers.add(array, out.is_none() ? PyBUF_WRITABLE : 0);
-  const Py_buffer& output = out.is_none() ? input : buffers.add(out, PyBUF_WRITABLE);
-  const Py_buffer& part = request.kind == OpKind::reduce_scatter ? output : input;
+  const Py_buffer& input = held.add(array, out.is(array) ? PyBUF_WRITABLE : 0);
+  const Py_buffer& output = out.is(array) ? input : held.add(out, PyBUF_WRITABLE);
   request.input = static_cast<const char*>(input.buf);
   request.output = static_cast<char*>(output.buf);
-  request.count = static_cast<std::size_t>(part.len) / item_bytes(request.dtype);
+  request.count = static_cast<std::size_t>(std::min(input.len, output.len)) / item_bytes(request.dtype);
+  return held;
 }
 
 inline bool equals(nb::handle text, const char* name) {
@@ -171,13 +156,18 @@ inline nb::ndarray<nb::numpy> flat_array(std::shared_ptr<char> memory, std::size
   return {data, {count}, capsule, {}, storage_of(dtype)};
 }
 
-// Ragged results: memory that arrives in, the caller's once taken.
+// A ragged collective: memory that arrives in, the caller's once taken.
 template <typename Operation>
-class Receiving : public Operation {
+class Receiving : public Held<Operation, std::vector<Buffers>> {
  public:
-  using Operation::Operation;
-  // To be called once, when it has finished: every rank's elements.
-  std::vector<std::shared_ptr<char>> take() { return std::move(memory_); }
+  using Held<Operation, std::vector<Buffers>>::Held;
+  // To be called once, when it has finished: every rank's elements, as arrays.
+  nb::list take() {
+    nb::list parts;
+    for (std::size_t q = 0; q < memory_.size(); ++q)
+      parts.append(flat_array(std::move(memory_[q]), this->counts()[q], this->request().dtype));
+    return parts;
+  }
 
  private:
   std::vector<char*> allocate(const std::vector<std::uint64_t>& counts) override {
@@ -193,69 +183,55 @@ class Receiving : public Operation {
   std::vector<std::shared_ptr<char>> memory_;
 };
 
-// Those, as arrays.
-template <typename Operation>
-nb::list take_parts(Receiving<Operation>& operation) {
-  std::vector<std::shared_ptr<char>> memory = operation.take();
-  nb::list parts;
-  for (std::size_t q = 0; q < memory.size(); ++q)
-    parts.append(flat_array(std::move(memory[q]), operation.counts()[q], operation.request().dtype));
-  return parts;
-}
-
-// A ragged collective under way. `parts` are made when they are first asked for.
+// One under way. `parts` are made when they are first asked for.
 template <typename Work, typename Operation>
 struct RaggedWork : Work {
-  nb::list (*take)(Operation&);
+  std::shared_ptr<Receiving<Operation>> received;
   nb::object parts;
 
   nb::object take_parts() {
-    if (!this->operation->finished())
+    if (!received->finished())
       throw CommunicatorError(ErrorKind::usage, "the parts have not arrived; call wait() before parts is read");
-    if (parts.is_none()) parts = take(*this->operation);
+    if (parts.is_none()) parts = received->take();
     return parts;
   }
 };
 
-// `start` begins an operation and gives its Work.
-template <typename Operation, typename Arrays, typename Start>
-auto start_ragged(Request request, Arrays arrays, Start start) {
-  using Ragged = Receiving<Held<Operation, Arrays>>;
-  const auto take = [](Operation& ended) { return take_parts(static_cast<Ragged&>(ended)); };
-  auto work = start(std::make_shared<Ragged>(std::move(request), std::move(arrays)));
-  return RaggedWork<decltype(work), Operation>{std::move(work), take, nb::none()};
-}
-
-// The collectives that both communicators of _core bind alike. `start` begins one, given the communicator and the
-// operation, or its request, the array, and the output or None. Arrays are contiguous; types and reductions are the
-// codes of distopt.comm.base.
+// What both communicators of _core bind alike. `start` begins an operation, given the communicator and the operation,
+// or its request and arrays; `Operation` is that of ragged collectives. Arrays are contiguous; types and reductions are
+// the codes of distopt.comm.base.
 template <typename Communicator, typename Operation, typename Class, typename Start>
 void bind_collectives(Class& cls, Start start) {
-  const auto hold = [start](Communicator& on, Request request, auto arrays) {
-    return start_ragged<Operation>(std::move(request), std::move(arrays),
-                                   [&](auto operation) { return start(on, std::move(operation)); });
-  };
-  cls.def("reduce_scatter",
-          [start](Communicator& on, nb::handle array, nb::handle out, int dtype, int op, const char* label) {
-            return start(on, make_request(OpKind::reduce_scatter, dtype, label, op), array, out);
-          });
-  cls.def("all_gather", [start](Communicator& on, nb::handle array, nb::handle out, int dtype, const char* label) {
-    return start(on, make_request(OpKind::all_gather, dtype, label), array, out);
+  cls.def("start", [start](Communicator& on, const char* kind, nb::handle array, nb::handle out, int dtype, int op,
+                           int root, const char* label, bool looks) {
+    Request request = make_request(kind, dtype, label, op, root);
+    request.looks = looks;
+    Buffers held = hold_arrays(request, array, out);
+    return start(on, std::move(request), std::move(held));
   });
-  cls.def("broadcast", [start](Communicator& on, nb::handle array, int root, int dtype, const char* label) {
-    return start(on, make_request(OpKind::broadcast, dtype, label, 0, root), array, nb::none());
+  cls.def("start_ragged", [start](Communicator& on, const char* kind, const std::vector<nb::object>& arrays, int dtype,
+                                  const char* label) {
+    Request request = make_request(kind, dtype, label);
+    std::vector<Buffers> held = hold_parts(request, arrays);
+    auto operation = std::make_shared<Receiving<Operation>>(std::move(request), std::move(held));
+    auto work = start(on, operation);
+    return RaggedWork<decltype(work), Operation>{std::move(work), std::move(operation), nb::none()};
   });
-  cls.def("all_gather_ragged", [hold](Communicator& on, nb::handle array, int dtype, const char* label) {
-    Request request = make_request(OpKind::all_gather_ragged, dtype, label);
-    Buffers held = hold_input(request, array);
-    return hold(on, std::move(request), std::move(held));
-  });
-  cls.def("all_to_all_ragged",
-          [hold](Communicator& on, const std::vector<nb::object>& arrays, int dtype, const char* label) {
-            Request request = make_request(OpKind::all_to_all_ragged, dtype, label);
-            std::vector<Buffers> held = hold_parts(request, arrays);
-            return hold(on, std::move(request), std::move(held));
-          });
+  cls.def(
+      "all_reduce_plain",
+      [start](Communicator& on, nb::handle array, nb::handle op, nb::handle wire, nb::handle label, bool looks) {
+        Buffers held;
+        std::optional<Request> request = plain_all_reduce(held, array, op, wire, label);
+        using Work = decltype(start(on, std::move(*request), std::move(held)));
+        if (!request || (looks && !(Communicator::finds_nonfinite && request->may_look())))
+          return std::optional<Work>();
+        request->looks = looks;
+        return std::optional<Work>(start(on, std::move(*request), std::move(held)));
+      },
+      nb::arg("array"), nb::arg("op"), nb::arg("wire").none(), nb::arg("label"), nb::arg("find_nonfinite"),
+      "all_reduce of an array whose buffer says all; None, without having started anything, of another one or if an "
+      "argument is wrong.");
+  cls.def("barrier", [start](Communicator& on) { return start(on, Request{}, Buffers()); });
 }
 
 }  // namespace distopt

@@ -49,26 +49,6 @@ MpiWork start(Communicator& communicator, Request request, Buffers buffers) {
   return start(communicator, std::make_shared<Plain>(std::move(request), std::move(buffers)));
 }
 
-MpiWork start(Communicator& communicator, Request request, nb::handle array, nb::handle out) {
-  Buffers buffers;
-  take_arrays(request, buffers, array, out);
-  return start(communicator, std::move(request), std::move(buffers));
-}
-
-MpiWork all_reduce(Communicator& communicator, nb::handle array, int dtype, int op, const char* label) {
-  return start(communicator, make_request(OpKind::all_reduce, dtype, label, op), array, nb::none());
-}
-
-nb::object all_reduce_plain(Communicator& communicator, nb::handle array, nb::handle op, nb::handle wire,
-                            nb::handle label, bool looks) {
-  Buffers buffers;
-  std::optional<Request> request = plain_all_reduce(buffers, array, op, wire, label);
-  if (looks || !request) return nb::none();
-  return nb::cast(start(communicator, std::move(*request), std::move(buffers)));
-}
-
-MpiWork barrier(Communicator& communicator) { return start(communicator, Request{}, Buffers()); }
-
 bool done(const MpiWork& work) {
   {
     const nb::gil_scoped_release release;
@@ -164,14 +144,6 @@ void bind_mpi(nb::module_& m) {
            nb::arg("chunk_bytes"))
       .def("use_hierarchy", &use_hierarchy, nb::arg("local"), nb::arg("between"), nb::arg("host"), nb::arg("scatter"),
            nb::arg("collect"), "See Hierarchy in csrc/mpi/hierarchy.h.")
-      .def("all_reduce", &all_reduce)
-      .def("all_reduce_plain", &all_reduce_plain, nb::arg("array"), nb::arg("op"), nb::arg("wire").none(),
-           nb::arg("label"), nb::arg("find_nonfinite"),
-           nb::sig("def all_reduce_plain(self, array: object, op: object, wire: object | None, label: object, "
-                   "find_nonfinite: bool) -> MpiWork | None"),
-           "all_reduce of an array whose buffer says all; None, without having started anything, of another one or if "
-           "an argument is wrong.")
-      .def("barrier", &barrier)
       .def("progress", &Communicator::progress, Unlocked())
       .def("wait_on", &Communicator::wait_on, Unlocked(), nb::arg("operation"), nb::arg("quiet_seconds"),
            "Wait until the operation has ended, nothing has moved for that long, or 0.1 s have passed; whether it has "

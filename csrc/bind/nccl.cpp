@@ -43,58 +43,29 @@ class NcclMemory {
   void* address_;
 };
 
-Request make_request(OpKind kind, Address input, Address output, std::size_t count, int dtype, const char* label) {
-  Request request;
-  request.kind = kind;
-  request.dtype = static_cast<DType>(dtype);
+// Of the collective of that name: addresses of the input and the output, elements as of Request, codes of type and
+// reduction, and the root.
+NcclWork start(Shared communicator, const std::string& kind, Address input, Address output, std::size_t count,
+               int dtype, int op, int root, const char* label, Address stream) {
+  Request request = make_request(kind.c_str(), dtype, label, op, root);
   request.count = count;
   request.input = at<const char>(input);
   request.output = at<char>(output);
-  request.label = label;
-  return request;
-}
-
-// For Python, a method of each kind: addresses of the input and the output, elements as of Request, codes of type and
-// reduction, and the root.
-void bind_collectives(nb::class_<NcclCommunicator>& cls) {
-  for (const OpKind kind :
-       {OpKind::all_reduce, OpKind::reduce_scatter, OpKind::all_gather, OpKind::broadcast, OpKind::barrier})
-    cls.def(
-        kind_name(kind),
-        [kind](Shared communicator, Address input, Address output, std::size_t count, int dtype, int op, int root,
-               const char* label, Address stream) {
-          Request request = make_request(kind, input, output, count, dtype, label);
-          request.op = static_cast<RedOp>(op);
-          request.root = root;
-          auto operation = communicator->start(request, stream_of(stream));
-          return NcclWork{std::move(communicator), std::move(operation)};
-        },
-        WithoutGil());
-}
-
-std::vector<NcclPart> parts_of(const Parts& parts, int world_size) {
-  if (parts.size() != static_cast<std::size_t>(world_size)) throw std::invalid_argument("one part for each rank");
-  std::vector<NcclPart> result;
-  for (const auto& [address, count] : parts) result.push_back({at<void>(address), count});
-  return result;
-}
-
-NcclWork gather_parts(Shared communicator, Address own, std::size_t count, const Parts& parts, int dtype,
-                      const char* label, Address stream) {
-  const Request request = make_request(OpKind::all_gather_ragged, own, 0, count, dtype, label);
-  auto operation = communicator->gather_parts(request, {at<void>(own), count},
-                                              parts_of(parts, communicator->world_size()), stream_of(stream));
+  auto operation = communicator->start(request, stream_of(stream));
   return {std::move(communicator), std::move(operation)};
 }
 
-NcclWork exchange_parts(Shared communicator, const Parts& sent, const Parts& received, int dtype, const char* label,
-                        Address stream) {
-  std::size_t count = 0;
-  for (const auto& part : sent) count += part.second;
-  const Request request = make_request(OpKind::all_to_all_ragged, 0, 0, count, dtype, label);
-  const int world_size = communicator->world_size();
-  auto operation = communicator->exchange_parts(request, parts_of(sent, world_size), parts_of(received, world_size),
-                                                stream_of(stream));
+NcclWork start_ragged(Shared communicator, const std::string& kind, const Parts& sent, const Parts& received, int dtype,
+                      const char* label, Address stream) {
+  Request request = make_request(kind.c_str(), dtype, label);
+  const auto pieces_of = [&request](const Parts& parts) {
+    std::vector<Piece> pieces;
+    for (const auto& [address, count] : parts) pieces.push_back({at<char>(address), count * item_bytes(request.dtype)});
+    return pieces;
+  };
+  request.parts = pieces_of(sent);
+  for (const auto& part : sent) request.count += part.second;
+  auto operation = communicator->start_ragged(request, pieces_of(received), stream_of(stream));
   return {std::move(communicator), std::move(operation)};
 }
 
@@ -174,12 +145,11 @@ void bind_nccl(nb::module_& m) {
   bind_work(m);
   nb::class_<NcclCommunicator> communicator(m, "NcclCommunicator",
                                             "Collectives over NCCL on device pointers; arguments are trusted.");
-  bind_collectives(communicator);
   communicator
       .def(nb::new_(&create), nb::arg("path"), nb::arg("unique_id"), nb::arg("rank"), nb::arg("world_size"),
            nb::arg("board"), nb::arg("timeout"), nb::arg("stall_warning"), nb::arg("abort"), nb::arg("warn"))
-      .def("gather_parts", &gather_parts, WithoutGil())
-      .def("exchange_parts", &exchange_parts, WithoutGil())
+      .def("start", &start, WithoutGil())
+      .def("start_ragged", &start_ragged, WithoutGil())
       .def("allocate", &allocate, WithoutGil(), nb::sig("def allocate(self, n_bytes: int) -> NcclMemory | None"),
            "Memory that NCCL has registered, or None where it cannot.")
       .def("abort", &NcclCommunicator::abort, nb::arg("reason"), WithoutGil())

@@ -22,8 +22,6 @@ namespace {
 using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
 using Input = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
-using HeldOperation = Held<Operation>;
-
 struct ShmWork {
   std::shared_ptr<ShmCommunicator> communicator;
   std::shared_ptr<Operation> operation;
@@ -40,37 +38,13 @@ ShmWork start(ShmCommunicator& communicator, std::shared_ptr<Operation> operatio
 }
 
 ShmWork start(ShmCommunicator& communicator, Request request, Buffers buffers) {
-  return start(communicator, std::make_shared<HeldOperation>(std::move(request), std::move(buffers)));
+  return start(communicator, std::make_shared<Held<Operation>>(std::move(request), std::move(buffers)));
 }
 
 void wait(ShmCommunicator& communicator, const Operation& operation, std::optional<double> timeout) {
   if (communicator.wait_briefly(operation)) return;
   nb::gil_scoped_release release;
   communicator.wait(operation, timeout.value_or(communicator.default_timeout()));
-}
-
-ShmWork start(ShmCommunicator& communicator, Request request, nb::handle array, nb::handle out) {
-  Buffers buffers;
-  take_arrays(request, buffers, array, out);
-  return start(communicator, std::move(request), std::move(buffers));
-}
-
-ShmWork all_reduce(ShmCommunicator& communicator, nb::handle array, int dtype, int op, const char* label, bool looks) {
-  Request request = make_request(OpKind::all_reduce, dtype, label, op);
-  request.looks = looks;
-  return start(communicator, std::move(request), array, nb::none());
-}
-
-std::optional<ShmWork> all_reduce_plain(ShmCommunicator& communicator, nb::handle array, nb::handle op, nb::handle wire,
-                                        nb::handle label, bool looks) {
-  Buffers buffers;
-  std::optional<Request> request = plain_all_reduce(buffers, array, op, wire, label);
-  if (!request) return {};
-  const bool sums = request->op == RedOp::sum || request->op == RedOp::mean;
-  const bool wide = request->dtype == DType::float32 || request->dtype == DType::float64;
-  if (looks && !(sums && wide)) return {};
-  request->looks = looks;
-  return start(communicator, std::move(*request), std::move(buffers));
 }
 
 nb::ndarray<nb::numpy> empty(ShmCommunicator& communicator, std::size_t count, int dtype,
@@ -107,11 +81,6 @@ ShmMessage start_message(ShmCommunicator& communicator, bool sends, nb::handle a
   nb::gil_scoped_release release;
   communicator.messages().start(message);
   return {communicator.shared_from_this(), std::move(message)};
-}
-
-void barrier(ShmCommunicator& communicator) {
-  const ShmWork work = start(communicator, Request{}, Buffers());
-  wait(communicator, *work.operation, {});
 }
 
 std::shared_ptr<ShmCommunicator> create(int fd, int rank, const std::vector<ProcessFields>& processes, double timeout,
@@ -200,12 +169,6 @@ void bind_shm(nb::module_& m) {
       .def("count_cores", &ShmCommunicator::count_cores)
       .def("use_wire_memory_of", &ShmCommunicator::use_wire_memory_of, nb::keep_alive<1, 2>())
       .def("empty", &empty)
-      .def("all_reduce", &all_reduce, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("looks") = false)
-      .def("all_reduce_plain", &all_reduce_plain, nb::arg("array"), nb::arg("op"), nb::arg("wire").none(),
-           nb::arg("label"), nb::arg("find_nonfinite"),
-           "all_reduce of an array whose buffer says all; None, without having started anything, of another one or if "
-           "an argument is wrong.")
-      .def("barrier", &barrier)
       .def("start_message", &start_message, nb::arg("sends"), nb::arg("array"), nb::arg("peer"), nb::arg("tag"),
            nb::arg("dtype"))
       .def("progress", &ShmCommunicator::progress, nb::call_guard<nb::gil_scoped_release>())

@@ -22,11 +22,24 @@ std::uint64_t hash_of(const std::string& text) {
 
 }  // namespace
 
+static const char* const kind_names[] = {"barrier",           "all_reduce", "reduce_scatter", "all_gather",
+                                         "all_gather_ragged", "broadcast",  "empty",          "all_to_all_ragged"};
+
+Request make_request(const char* kind, int dtype, const char* label, int op, int root) {
+  Request request;
+  const auto* const named = std::find_if(std::begin(kind_names), std::end(kind_names),
+                                         [kind](const char* name) { return std::strcmp(name, kind) == 0; });
+  request.kind = static_cast<OpKind>(named - kind_names);
+  request.dtype = static_cast<DType>(dtype);
+  request.op = static_cast<RedOp>(op);
+  request.root = root;
+  request.label = label;
+  return request;
+}
+
 const char* kind_name(OpKind kind) {
-  static const char* const names[] = {"barrier",           "all_reduce", "reduce_scatter", "all_gather",
-                                      "all_gather_ragged", "broadcast",  "empty",          "all_to_all_ragged"};
   const auto code = static_cast<std::size_t>(kind);
-  return code < std::size(names) ? names[code] : "an unknown operation";
+  return code < std::size(kind_names) ? kind_names[code] : "an unknown operation";
 }
 
 const char* dtype_name(std::uint8_t dtype) {

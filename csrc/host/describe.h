@@ -15,6 +15,9 @@ bool alike(const Descriptor& a, const Descriptor& b);
 CommunicatorError mismatch_between(const Process& other, const Call& theirs, const Process& me, const Call& mine);
 Call call_of(int rank, const Descriptor& descriptor, std::uint64_t number, const char* label);
 
+// A request for the collective of that name: codes of type and reduction, the root of a broadcast.
+Request make_request(const char* kind, int dtype, const char* label, int op = 0, int root = 0);
+
 const char* kind_name(OpKind kind);
 const char* dtype_name(std::uint8_t dtype);
 const char* op_name(std::uint8_t op);

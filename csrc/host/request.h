@@ -26,10 +26,15 @@ struct Request {
   const char* input = nullptr;
   char* output = nullptr;
   std::string label;
-  std::vector<Piece> parts;  // all_to_all_ragged: what goes to each rank, which is only read; `count` is their sum
-  bool looks = false;        // for NaN and infinity: all_reduce, sum or mean of float32 or float64
-  bool refused = false;      // of `empty`: see Descriptor; on every rank once the operation has ended
+  // all_to_all_ragged, and any ragged one of NCCL: what goes to each rank, which is only read; `count` is their sum.
+  std::vector<Piece> parts;
+  bool looks = false;    // for NaN and infinity
+  bool refused = false;  // of `empty`: see Descriptor; on every rank once the operation has ended
 
+  // Whether it may: sums and means of types that are added as they are.
+  bool may_look() const {
+    return (op == RedOp::sum || op == RedOp::mean) && (dtype == DType::float32 || dtype == DType::float64);
+  }
   std::size_t part_bytes() const { return count * item_bytes(dtype); }
   // Of the memory at `input` and `output`, in a world of so many ranks.
   std::size_t input_bytes(int world_size) const {

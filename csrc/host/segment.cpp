@@ -61,6 +61,16 @@ class File {
   int fd_;
 };
 
+// That of a rank which lives, on a byte of the file.
+struct flock lock_of(int rank) {
+  struct flock lock = {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = rank;
+  lock.l_len = 1;
+  return lock;
+}
+
 int allocate(int fd, std::uint64_t offset, std::size_t bytes) {
   // Not posix_fallocate: where the file system cannot allocate, it would write to every page instead.
   while (::fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0)
@@ -145,11 +155,7 @@ Segment::Segment(int fd, int rank, int world_size) : fd_(fd), rank_(rank), world
   static_assert(sizeof(cores) == sizeof(slots_->cores), "one bit per core");
   if (::sched_getaffinity(0, sizeof(cores), &cores) == 0) std::memcpy(slots_[rank].cores, &cores, sizeof(cores));
 
-  struct flock lock = {};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  lock.l_start = rank;
-  lock.l_len = 1;
+  struct flock lock = lock_of(rank);
   if (::fcntl(fd, F_SETLK, &lock) != 0)
     throw CommunicatorError(ErrorKind::launch, "another process is rank " + std::to_string(rank) +
                                                    " of this job already; give every process its own rank");
@@ -177,25 +183,19 @@ Channel& Segment::channel(int from, int to) const {
 std::size_t Segment::channel_bytes() const { return ring_bytes(world_size_); }
 
 bool Segment::holds_lock(int rank) const {
-  struct flock lock = {};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  lock.l_start = rank;
-  lock.l_len = 1;
+  struct flock lock = lock_of(rank);
   // A failing question is no evidence of death; the time-out still bounds the wait.
   return ::fcntl(fd_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
 
-std::size_t Segment::stride_of(std::size_t bytes) const { return round_up(bytes, page_bytes); }
-
 int Segment::allocate_region(std::size_t bytes) {
-  const std::size_t stride = stride_of(bytes);
+  const std::size_t stride = round_up(bytes, page_bytes);
   if (stride == 0) return 0;
   return allocate(fd_, end_ + static_cast<std::uint64_t>(rank_) * stride, stride);
 }
 
 Block Segment::map_block(std::size_t bytes) {
-  const std::size_t stride = stride_of(bytes);
+  const std::size_t stride = round_up(bytes, page_bytes);
   const std::size_t total = stride * static_cast<std::size_t>(world_size_);
   Block block{map(fd_, end_, total), end_, stride};
   blocks_.push_back(block);

@@ -65,7 +65,6 @@ class Segment {
   char* address(std::uint64_t location) const;
 
  private:
-  std::size_t stride_of(std::size_t bytes) const;
   char* inbox(int rank) const;
 
   int fd_;

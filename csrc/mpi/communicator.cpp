@@ -77,7 +77,7 @@ void Communicator::move_all() {
 }
 
 void Communicator::move_if_idle() {
-  const HelpersTurn turn(turn_);
+  const auto turn = turn_.of_helper();
   if (!turn) return;
   try {
     // What has ended stays in the queue: to let go of its arrays takes Python's lock.
@@ -92,7 +92,7 @@ std::shared_ptr<Hierarchy> Communicator::hierarchy_for(const Request& request) c
 }
 
 void Communicator::start(std::shared_ptr<Operation> operation) {
-  const CallersTurn turn(turn_);
+  const auto turn = turn_.of_caller();
   require_usable();
   const std::uint64_t tags = operation->tags();
   if (next_tag_ % tag_count + tags > tag_count) next_tag_ += tag_count - next_tag_ % tag_count;
@@ -103,7 +103,7 @@ void Communicator::start(std::shared_ptr<Operation> operation) {
 }
 
 void Communicator::progress() {
-  const CallersTurn turn(turn_);
+  const auto turn = turn_.of_caller();
   require_usable();
   advance();
 }
@@ -122,7 +122,7 @@ bool Communicator::wait(const Operation& operation, double quiet_seconds) {
 
 bool Communicator::wait_on(const Operation& operation, double quiet_seconds) {
   if (operation.finished()) return true;
-  const CallersTurn turn(turn_);
+  const auto turn = turn_.of_caller();
   require_usable();
   const Clock::time_point began = Clock::now();
   for (;;) {

@@ -23,6 +23,8 @@ namespace distopt::mpi {
 
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
+  static constexpr bool finds_nonfinite = false;
+
   // `inline_bytes` and `chunk_bytes`: see World.
   Communicator(const Library& library, int rank, std::vector<Process> processes, std::size_t inline_bytes,
                std::size_t chunk_bytes);

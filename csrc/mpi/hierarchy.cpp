@@ -13,30 +13,6 @@ constexpr std::size_t part_bytes = 8 << 20;
 
 }  // namespace
 
-class HierarchicalOperation::SharedStage final : public Stage {
- public:
-  SharedStage(ShmCommunicator& communicator, Request request)
-      : communicator_(communicator), operation_(std::make_shared<distopt::Operation>(std::move(request))) {
-    communicator_.start(operation_);
-  }
-  bool advance(bool) override { return communicator_.test(*operation_); }
-
- private:
-  ShmCommunicator& communicator_;
-  std::shared_ptr<distopt::Operation> operation_;
-};
-
-class HierarchicalOperation::FlowStage final : public Stage {
- public:
-  FlowStage(World& world, const Group& group, int tag, Plan plan) : flow_(world, group, tag) {
-    flow_.begin(std::move(plan));
-  }
-  bool advance(bool agreed) override { return agreed && flow_.advance(); }
-
- private:
-  Flow flow_;
-};
-
 HierarchicalOperation::HierarchicalOperation(Request request, std::shared_ptr<Hierarchy> hierarchy)
     : Operation(std::move(request)), hierarchy_(std::move(hierarchy)) {
   const Request& mine = this->request();
@@ -89,8 +65,8 @@ bool HierarchicalOperation::advance(Part& part) {
       if (!may_start(part)) return false;
       part.running = make_stage(part);
     }
-    if (!part.running->advance(agreed())) return false;
-    part.running.reset();
+    if (!part.running(agreed())) return false;
+    part.running = nullptr;
     ++part.stage;
   }
   return true;
@@ -104,7 +80,7 @@ bool HierarchicalOperation::may_start(const Part& part) {
   return true;
 }
 
-std::unique_ptr<HierarchicalOperation::Stage> HierarchicalOperation::make_stage(const Part& part) const {
+HierarchicalOperation::Stage HierarchicalOperation::make_stage(const Part& part) const {
   const Hierarchy& levels = *hierarchy_;
   char* const slice = part.data + levels.local * part.share * item_bytes(request().dtype);
   Request stage = request();
@@ -114,13 +90,18 @@ std::unique_ptr<HierarchicalOperation::Stage> HierarchicalOperation::make_stage(
     stage.output = slice;
     Plan plan = plan_all_reduce(stage, levels.between, world().chunk_bytes);
     if (divides_once_) plan.reduction->divisor = world().size();
-    return std::make_unique<FlowStage>(world(), levels.between, part.tag, std::move(plan));
+    const auto flow = std::make_shared<Flow>(world(), levels.between, part.tag);
+    flow->begin(std::move(plan));
+    return [flow](bool agreed) { return agreed && flow->advance(); };
   }
   const bool first = part.stage == 0;
   stage.kind = first ? OpKind::reduce_scatter : OpKind::all_gather;
   stage.input = first ? part.data : slice;
   stage.output = first ? slice : part.data;
-  return std::make_unique<SharedStage>(first ? *levels.scatter : *levels.collect, std::move(stage));
+  ShmCommunicator& communicator = first ? *levels.scatter : *levels.collect;
+  const auto operation = std::make_shared<distopt::Operation>(std::move(stage));
+  communicator.start(operation);
+  return [&communicator, operation](bool) { return communicator.test(*operation); };
 }
 
 }  // namespace distopt::mpi

@@ -3,6 +3,7 @@
 // the network is what one rank per host would send, and all ranks of a host send it together.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -34,14 +35,8 @@ class HierarchicalOperation : public Operation {
   std::uint64_t tags() const override { return 1 + tags_of_part * parts_.size(); }
 
  private:
-  class Stage {
-   public:
-    virtual ~Stage() = default;
-    // Does what can be done without waiting; whether the stage has ended. `agreed`: all ranks are known to take part.
-    virtual bool advance(bool agreed) = 0;
-  };
-  class SharedStage;
-  class FlowStage;
+  // Does what can be done without waiting; whether the stage has ended. `agreed`: all ranks are known to take part.
+  using Stage = std::function<bool(bool agreed)>;
 
   // One that is on the network while another is inside the host.
   struct Part {
@@ -50,14 +45,14 @@ class HierarchicalOperation : public Operation {
     std::uint64_t number = 0;  // in the order of the communicator's parts
     int tag = 0;               // the first of its tags
     int stage = 0;             // 0, 1, 2, or 3 at the end
-    std::unique_ptr<Stage> running{};
+    Stage running{};
   };
 
   static constexpr std::uint64_t tags_of_part = 2;  // one flow
 
   bool advance(Part& part);
   bool may_start(const Part& part);
-  std::unique_ptr<Stage> make_stage(const Part& part) const;
+  Stage make_stage(const Part& part) const;
 
   std::shared_ptr<Hierarchy> hierarchy_;
   std::vector<Part> parts_;

@@ -28,7 +28,7 @@ bool Board::read(int rank, std::uint64_t sequence, Descriptor& descriptor, Call&
   const RingEntry& entry = peers_.entry(rank, sequence);
   if (entry.descriptor.sequence.load(std::memory_order_acquire) != sequence) return false;
   copy(descriptor, entry.descriptor);
-  call = call_of(process(rank).rank, descriptor, sequence, entry.label);
+  call = call_of(peers_.process(rank).rank, descriptor, sequence, entry.label);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   return entry.descriptor.sequence.load(std::memory_order_relaxed) == sequence;
 }
@@ -39,7 +39,7 @@ std::optional<CommunicatorError> Board::mismatch(std::uint64_t sequence) const {
   if (!read(peers_.rank(), sequence, mine, my_call)) return {};
   for (int q = 0; q < peers_.size(); ++q)
     if (q != peers_.rank() && read(q, sequence, other, their_call) && !alike(mine, other))
-      return mismatch_between(process(q), their_call, peers_.me(), my_call);
+      return mismatch_between(peers_.process(q), their_call, peers_.me(), my_call);
   return {};
 }
 

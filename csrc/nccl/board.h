@@ -18,25 +18,17 @@ class Board {
   Board(int fd, int rank, std::vector<Process> processes)
       : segment_(fd, rank, static_cast<int>(processes.size())), peers_(segment_, std::move(processes)) {}
 
-  const Process& me() const { return peers_.me(); }
+  // The ranks of this host: who lives, and the first failure.
+  Peers& peers() { return peers_; }
+  const Peers& peers() const { return peers_; }
 
   // Says what this rank starts. The mismatch with a peer that has started something else under that number, if any.
   std::optional<CommunicatorError> post(std::uint64_t sequence, const Request& request);
 
   // Ranks of this host that have not started operation `sequence`.
   std::vector<int> absent(std::uint64_t sequence) const { return peers_.absent({Signal::posted, sequence, 0}); }
-  Peers::Presence presence(int rank) const { return peers_.presence(rank); }
-  int size() const { return peers_.size(); }
-  int rank() const { return peers_.rank(); }
   // "rank 1 (host a, pid 7): the last operation it started is all_reduce #3 of 5 float32, sum"
   std::string tell(int rank) const { return peers_.name(rank) + ": " + last_operation(peers_, rank); }
-
-  // See Peers.
-  const Process& process(int rank) const { return peers_.process(rank); }
-  std::vector<Process> processes(const std::vector<int>& ranks) const { return peers_.processes(ranks); }
-  CommunicatorError fail(const Failure& failure) { return peers_.fail(failure); }
-  bool failed() const { return peers_.failed(); }
-  CommunicatorError failure() const { return peers_.failure(); }
 
   // Says that this rank takes no part any more.
   void close();

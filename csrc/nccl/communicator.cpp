@@ -88,30 +88,21 @@ NcclCommunicator::Work NcclCommunicator::start(const Request& request, cudaStrea
   });
 }
 
-NcclCommunicator::Work NcclCommunicator::gather_parts(const Request& request, NcclPart own,
-                                                      const std::vector<NcclPart>& parts, cudaStream_t caller) {
+NcclCommunicator::Work NcclCommunicator::start_ragged(const Request& request, const std::vector<Piece>& received,
+                                                      cudaStream_t caller) {
   const nccl::DataType type = nccl_type(request.dtype);
-  return enqueue(request, caller, [&](nccl::Comm* comm, cudaStream_t stream) {
-    Group group(api_);
-    for (int root = 0; root < world_size_; ++root) {
-      const NcclPart& part = parts[root];
-      const void* from = root == rank_ ? own.data : part.data;
-      if (part.count != 0) group.add(api_.broadcast(from, part.data, part.count, type, root, comm, stream));
-    }
-    return group.end();
-  });
-}
-
-NcclCommunicator::Work NcclCommunicator::exchange_parts(const Request& request, const std::vector<NcclPart>& sent,
-                                                        const std::vector<NcclPart>& received, cudaStream_t caller) {
-  const nccl::DataType type = nccl_type(request.dtype);
+  const std::size_t item = item_bytes(request.dtype);
+  const bool gathers = request.kind == OpKind::all_gather_ragged;
   return enqueue(request, caller, [&](nccl::Comm* comm, cudaStream_t stream) {
     Group group(api_);
     for (int peer = 0; peer < world_size_; ++peer) {
-      const NcclPart& to = sent[peer];
-      const NcclPart& from = received[peer];
-      if (to.count != 0) group.add(api_.send(to.data, to.count, type, peer, comm, stream));
-      if (from.count != 0) group.add(api_.recv(from.data, from.count, type, peer, comm, stream));
+      const Piece &to = request.parts[gathers ? 0 : peer], &from = received[peer];
+      if (gathers && from.bytes != 0)
+        group.add(api_.broadcast(peer == rank_ ? to.data : from.data, from.data, from.bytes / item, type, peer, comm,
+                                 stream));
+      if (gathers) continue;
+      if (to.bytes != 0) group.add(api_.send(to.data, to.bytes / item, type, peer, comm, stream));
+      if (from.bytes != 0) group.add(api_.recv(from.data, from.bytes / item, type, peer, comm, stream));
     }
     return group.end();
   });
@@ -155,7 +146,8 @@ void NcclCommunicator::call(Lock& lock, const char* what, const std::function<Re
     if (failure_) throw CommunicatorError(*failure_);
     if (interruption) {
       // What is half made can neither be taken up again nor be left alone.
-      fail({ErrorKind::closed, board_->me().name() + " left " + what + " because of an exception", "restart the job"});
+      fail({ErrorKind::closed, board_->peers().me().name() + " left " + what + " because of an exception",
+            "restart the job"});
       std::rethrow_exception(interruption);
     }
     if (look) {

@@ -36,12 +36,6 @@ class NcclOperation {
   const std::shared_ptr<Event> finished;  // the result, on the collective stream
 };
 
-// A part of an operation between two ranks, or from one rank to all.
-struct NcclPart {
-  void* data;
-  std::size_t count;
-};
-
 class NcclCommunicator {
  public:
   using Work = std::shared_ptr<NcclOperation>;
@@ -58,11 +52,9 @@ class NcclCommunicator {
 
   // Collective. `request` has kind, type, count, label and device pointers; `caller` is the stream of the data.
   Work start(const Request& request, cudaStream_t caller);
-  // Collective. Every rank's `own` to all ranks' `parts`, of any length.
-  Work gather_parts(const Request& request, NcclPart own, const std::vector<NcclPart>& parts, cudaStream_t caller);
-  // Collective. sent[r] to rank r, received[r] from rank r, of any length.
-  Work exchange_parts(const Request& request, const std::vector<NcclPart>& sent, const std::vector<NcclPart>& received,
-                      cudaStream_t caller);
+  // Collective, of parts of any length. received[r] comes from rank r; parts[r] of the request goes to it, or the
+  // only one to all.
+  Work start_ragged(const Request& request, const std::vector<Piece>& received, cudaStream_t caller);
 
   // Local. Whether the result is there. Throws CommunicatorError if the communicator has failed.
   bool done(const NcclOperation& operation);

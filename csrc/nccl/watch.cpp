@@ -38,46 +38,47 @@ bool run_bounded(double seconds, std::function<void()> body) {
 void NcclCommunicator::require_usable() const {
   if (failure_) throw CommunicatorError(*failure_);
   if (closed_)
-    throw CommunicatorError(ErrorKind::closed, board_->me().name() + " has closed this communicator",
+    throw CommunicatorError(ErrorKind::closed, board_->peers().me().name() + " has closed this communicator",
                             "use it before close()");
 }
 
 Failure NcclCommunicator::nccl_error(const char* what, Result result) const {
-  std::string text = board_->me().name() + ": NCCL failed in " + what + ": " + api_.get_error_string(result);
+  std::string text = board_->peers().me().name() + ": NCCL failed in " + what + ": " + api_.get_error_string(result);
   const char* last = comm_ == nullptr ? nullptr : api_.get_last_error(comm_);
   if (last != nullptr && *last != '\0') text += std::string(" (") + last + ")";
   while (!text.empty() && text.back() == '\n') text.pop_back();
-  return {ErrorKind::other, text, "NCCL_DEBUG=WARN tells more", {board_->me()}};
+  return {ErrorKind::other, text, "NCCL_DEBUG=WARN tells more", {board_->peers().me()}};
 }
 
 Waiting NcclCommunicator::waiting_in(const std::string& text, std::uint64_t sequence) const {
-  std::string story = board_->me().name() + " waits in " + text + " for ";
+  std::string story = board_->peers().me().name() + " waits in " + text + " for ";
   const std::vector<int> absent = board_->absent(sequence);
   for (std::size_t i = 0; i < absent.size(); ++i) story += (i ? "; " : "") + board_->tell(absent[i]);
   if (absent.empty())
-    story += board_->size() < world_size_ ? "ranks of other hosts, or the network (NCCL_DEBUG=INFO tells more)"
-                                          : "data of ranks that have all started it (NCCL_DEBUG=INFO tells more)";
-  return {story, board_->processes(absent)};
+    story += board_->peers().size() < world_size_
+                 ? "ranks of other hosts, or the network (NCCL_DEBUG=INFO tells more)"
+                 : "data of ranks that have all started it (NCCL_DEBUG=INFO tells more)";
+  return {story, board_->peers().processes(absent)};
 }
 
 bool NcclCommunicator::check_host(std::uint64_t sequence, const std::string& text) {
-  if (board_->failed()) {
+  if (board_->peers().failed()) {
     fail({ErrorKind::other, ""});  // gives the recorded one
     return true;
   }
   bool any_gone = false;
-  for (int q = 0; q < board_->size(); ++q) {
-    const Peers::Presence presence = q == board_->rank() ? Peers::Presence::here : board_->presence(q);
+  for (int q = 0; q < board_->peers().size(); ++q) {
+    const Peers::Presence presence = q == board_->peers().rank() ? Peers::Presence::here : board_->peers().presence(q);
     if (presence == Peers::Presence::here) continue;
     any_gone = true;
     const std::vector<int> absent = board_->absent(sequence);
     if (std::find(absent.begin(), absent.end(), q) == absent.end()) continue;
     const bool closed = presence == Peers::Presence::closed;
     fail({closed ? ErrorKind::closed : ErrorKind::peer_lost,
-          board_->me().name() + " waits in " + text + ", but a peer " +
+          board_->peers().me().name() + " waits in " + text + ", but a peer " +
               (closed ? "has closed its communicator" : "has ended") + ": " + board_->tell(q),
           "see that rank's output for the cause, then restart the job",
-          {board_->process(q)}});
+          {board_->peers().process(q)}});
     return true;
   }
   return any_gone;
@@ -85,7 +86,7 @@ bool NcclCommunicator::check_host(std::uint64_t sequence, const std::string& tex
 
 void NcclCommunicator::fail(const Failure& failure) {
   if (failure_) return;
-  failure_ = board_->fail(failure);
+  failure_ = board_->peers().fail(failure);
   if (!end_comm(false)) {
     Failure both = failure_->failure();
     both.cure +=
@@ -102,7 +103,7 @@ void NcclCommunicator::fail_and_throw(const Failure& failure) {
 
 void NcclCommunicator::abort(const std::string& text) {
   const Lock lock(mutex_);
-  if (!closed_) fail({ErrorKind::other, board_->me().name() + " has aborted the communicator: " + text});
+  if (!closed_) fail({ErrorKind::other, board_->peers().me().name() + " has aborted the communicator: " + text});
 }
 
 // Whether NCCL came back in time. Orderly: finalize, which waits for the proxies of this rank, then destroy.
@@ -167,7 +168,8 @@ void NcclCommunicator::watch() {
       forget_finished();
       if (!outstanding_.empty() && !failure_) look_after_oldest(lock);
     } catch (const std::exception& error) {
-      fail({ErrorKind::other, board_->me().name() + ": " + error.what(), "the GPU has failed, restart the job"});
+      fail(
+          {ErrorKind::other, board_->peers().me().name() + ": " + error.what(), "the GPU has failed, restart the job"});
     }
   }
 }
@@ -190,7 +192,7 @@ void NcclCommunicator::look_after_oldest(Lock& lock) {
   if (any_gone && !gone_since_) gone_since_.emplace();
   if (gone_since_ && gone_since_->seconds() > grace_seconds)
     return fail({ErrorKind::peer_lost,
-                 board_->me().name() + " waits in " + oldest->text + " for the data of a rank that has left",
+                 board_->peers().me().name() + " waits in " + oldest->text + " for the data of a rank that has left",
                  "see the ranks' output"});
   patience_->look(
       waits_since_->seconds(), [&] { return waiting_in(oldest->text, oldest->sequence); },

@@ -51,25 +51,6 @@ void ShmCommunicator::raise_recorded_failure() const {
 
 void ShmCommunicator::fail(const Failure& failure) { throw peers_.fail(failure); }
 
-// A collective that needs both sides at every step cannot be left half done.
-template <typename Body>
-auto ShmCommunicator::or_fail(const char* what, Body body) {
-  try {
-    return body();
-  } catch (const CommunicatorError&) {
-    throw;  // recorded already
-  } catch (...) {
-    try {
-      fail({ErrorKind::closed,
-            peers_.me().name() + " left " + what + " because of an exception",
-            "restart the job",
-            {peers_.me()}});
-    } catch (const CommunicatorError&) {  // the exception itself tells this rank more
-    }
-    throw;
-  }
-}
-
 // -- waiting ----------------------------------------------------------------------------------------------------------
 
 template <typename Condition>
@@ -130,7 +111,7 @@ std::string ShmCommunicator::waiting_for(const std::vector<int>& ranks) const {
 
 bool ShmCommunicator::start(std::shared_ptr<Operation> operation) {
   require_open();
-  const CallersTurn turn(turn_);
+  const auto turn = turn_.of_caller();
   enqueue(std::move(operation));
   if (!only_brief()) return false;
   advance();
@@ -195,13 +176,13 @@ void ShmCommunicator::advance(bool helps) {
 
 // For a rank that waits for a message, or polls one.
 void ShmCommunicator::help() {
-  if (const HelpersTurn turn(turn_); turn) advance(true);
+  if (const auto turn = turn_.of_helper()) advance(true);
 }
 
 bool ShmCommunicator::test(const Operation& operation) {
   if (operation.finished()) return true;
   require_open();
-  const CallersTurn turn(turn_);
+  const auto turn = turn_.of_caller();
   advance();
   if (operation.finished()) return true;
   messages_.help();
@@ -212,7 +193,7 @@ bool ShmCommunicator::test(const Operation& operation) {
 
 void ShmCommunicator::progress() {
   require_open();
-  const CallersTurn turn(turn_);
+  const auto turn = turn_.of_caller();
   advance();
   messages_.help();
 }
@@ -220,14 +201,14 @@ void ShmCommunicator::progress() {
 void ShmCommunicator::wait(const Operation& operation, double timeout_seconds) {
   if (operation.finished()) return;
   require_open();
-  const CallersTurn turn(turn_);
+  const auto turn = turn_.of_caller();
   wait_until([&] { return operation.finished(); }, timeout_seconds);
 }
 
 bool ShmCommunicator::wait_briefly(const Operation& operation) {
   if (operation.finished()) return true;
   require_open();
-  const CallersTurn turn(turn_);
+  const auto turn = turn_.of_caller();
   for (int polls = brief_polls; only_brief() && peers_.glance(blocker_, polls);) {
     advance();
     if (operation.finished()) return true;
@@ -237,7 +218,7 @@ bool ShmCommunicator::wait_briefly(const Operation& operation) {
 
 std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, std::uint64_t bytes_available) {
   require_open();
-  const CallersTurn turn(turn_);
+  const auto turn = turn_.of_caller();
   std::size_t bytes = 0;
   std::size_t total = 0;
   const bool overflows = __builtin_mul_overflow(count, item_bytes(dtype), &bytes) ||
@@ -247,7 +228,7 @@ std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, s
   request.dtype = dtype;
   request.count = count;
   request.refused = peers_.rank() == 0 && (overflows || total > bytes_available);
-  return or_fail("empty()", [&]() -> std::shared_ptr<char> {
+  try {
     auto operation = std::make_shared<Operation>(std::move(request));
     enqueue(operation);
     wait_until([&] { return operation->finished(); }, limits_.timeout_seconds);
@@ -274,7 +255,15 @@ std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, s
     }
     char* own = block.memory.get() + block.stride * static_cast<std::size_t>(peers_.rank());
     return {block.memory, own};
-  });
+  } catch (const CommunicatorError&) {
+    throw;         // recorded already
+  } catch (...) {  // a collective that needs both sides at every step cannot be left half done
+    static_cast<void>(peers_.fail({ErrorKind::closed,
+                                   peers_.me().name() + " left empty() because of an exception",
+                                   "restart the job",
+                                   {peers_.me()}}));
+    throw;  // the exception itself tells this rank more
+  }
 }
 
 }  // namespace distopt

@@ -21,6 +21,8 @@ namespace distopt {
 
 class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
  public:
+  static constexpr bool finds_nonfinite = true;
+
   // Takes over the descriptor from create_segment. Every rank must have constructed its own before any starts an
   // operation.
   ShmCommunicator(int fd, int rank, std::vector<Process> processes, Limits limits, Hooks hooks);
@@ -70,8 +72,6 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   void wait_until(Condition condition, double timeout_seconds);
   void check_peers(double waited, Patience& patience);
   std::string waiting_for(const std::vector<int>& ranks) const;
-  template <typename Body>
-  auto or_fail(const char* what, Body body);
 
   Segment segment_;
   Peers peers_;

@@ -41,20 +41,6 @@ void read_ring(const char* ring, std::size_t size, std::uint64_t at, char* to, s
 
 }  // namespace
 
-class Messages::Guard {
- public:
-  explicit Guard(Messages& owner) : owner_(owner) {
-    owner.require_open_();
-    owner.turn_.await();  // nobody has it for longer than it takes to copy what there is
-  }
-  ~Guard() { owner_.turn_.give_back(); }
-  Guard(const Guard&) = delete;
-  Guard& operator=(const Guard&) = delete;
-
- private:
-  Messages& owner_;
-};
-
 // A change of a number that lasts as long as this object.
 class Messages::Count {
  public:
@@ -96,8 +82,14 @@ void Messages::close() {
   awaiting_.clear();
 }
 
+// Nobody has it for longer than it takes to copy what there is.
+Turn::Held Messages::take_turn() {
+  require_open_();
+  return turn_.awaited();
+}
+
 void Messages::start(std::shared_ptr<Message> message) {
-  const Guard guard(*this);
+  const auto turn = take_turn();
   if (peers_.failed()) throw peers_.failure();
   if (message->sends())
     outgoing_[message->peer()].queue.push_back(std::move(message));
@@ -108,13 +100,13 @@ void Messages::start(std::shared_ptr<Message> message) {
 
 bool Messages::help() {
   if (!under_way_.load(std::memory_order_relaxed)) return false;
-  if (const HelpersTurn turn(turn_); turn) advance();
+  if (const auto turn = turn_.of_helper()) advance();
   return true;
 }
 
 bool Messages::test(const Message& message) {
   if (message.finished()) return true;
-  const Guard guard(*this);
+  const auto turn = take_turn();
   advance();
   help_collectives_();
   peers_.show_life();
@@ -124,7 +116,7 @@ bool Messages::test(const Message& message) {
 
 void Messages::wait(const Message& message, double timeout_seconds) {
   if (message.finished()) return;
-  const Guard guard(*this);
+  const auto turn = take_turn();
   const Count count(waiting_, 1);
   std::optional<Stopwatch> watch;
   Patience patience({timeout_seconds, limits_.warning_seconds});

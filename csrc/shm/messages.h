@@ -74,7 +74,6 @@ class Messages {
   void close();
 
  private:
-  class Guard;
   class Count;
 
   struct Header {
@@ -103,6 +102,7 @@ class Messages {
     std::unique_ptr<char[]> data;
   };
 
+  Turn::Held take_turn();
   void advance();
   bool push(int to);
   bool pull(int from);

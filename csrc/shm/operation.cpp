@@ -143,33 +143,33 @@ Operation::Mode Operation::choose_mode(Peers& peers) const {
   return all_small ? Mode::inlined : all_located ? Mode::direct : Mode::staged;
 }
 
+Operation::Taken Operation::taken_from(const Peers& peers, int peer) const {
+  const std::size_t item = item_bytes(request_.dtype);
+  const auto place = static_cast<std::size_t>(peer);
+  if (request_.kind == OpKind::all_gather) return {0, part_bytes(), request_.output + place * part_bytes()};
+  if (request_.kind == OpKind::all_gather_ragged) return {0, counts_[place] * item, outputs_[place]};
+  if (request_.kind == OpKind::broadcast && peer == request_.root && peer != peers.rank())
+    return {0, part_bytes(), request_.output};
+  if (!exchanges()) return {0, 0, nullptr};
+  // Behind the counts, in its ring entry.
+  const std::uint64_t* counts = part_counts(peers, peer);
+  const std::uint64_t before = std::accumulate(counts, counts + peers.rank(), std::uint64_t{0});
+  return {peers.size() * sizeof(std::uint64_t) + before * item, counts_[place] * item, outputs_[place]};
+}
+
 void Operation::run_inline(Peers& peers) {
-  const int n = peers.size();
-  const std::size_t bytes = part_bytes();
   if (reduces()) {
     const std::size_t first =
-        request_.kind == OpKind::reduce_scatter ? bytes * static_cast<std::size_t>(peers.rank()) : 0;
+        request_.kind == OpKind::reduce_scatter ? part_bytes() * static_cast<std::size_t>(peers.rank()) : 0;
     std::vector<const void*>& inputs = peers.scratch();
-    for (int q = 0; q < n; ++q) inputs[q] = peers.entry(q, sequence_).payload + first;
+    for (int q = 0; q < peers.size(); ++q) inputs[q] = peers.entry(q, sequence_).payload + first;
     void* out = request_.output;
     nonfinite_ = reduce(&out, 1, inputs, request_.count);
-  } else if (request_.kind == OpKind::all_gather) {
-    for (int q = 0; q < n; ++q)
-      if (bytes != 0) std::memcpy(request_.output + q * bytes, peers.entry(q, sequence_).payload, bytes);
-  } else if (request_.kind == OpKind::all_gather_ragged) {
-    for (int q = 0; q < n; ++q)
-      if (counts_[q] != 0)
-        std::memcpy(outputs_[q], peers.entry(q, sequence_).payload, counts_[q] * item_bytes(request_.dtype));
-  } else if (exchanges()) {
-    for (int q = 0; q < n; ++q) {
-      const std::uint64_t* counts = part_counts(peers, q);
-      const std::uint64_t before = std::accumulate(counts, counts + peers.rank(), std::uint64_t{0});
-      const auto* parts = reinterpret_cast<const char*>(counts + n);
-      const std::size_t item = item_bytes(request_.dtype);
-      if (counts_[q] != 0) std::memcpy(outputs_[q], parts + before * item, counts_[q] * item);
-    }
-  } else if (request_.kind == OpKind::broadcast && request_.root != peers.rank() && bytes != 0) {
-    std::memcpy(request_.output, peers.entry(request_.root, sequence_).payload, bytes);
+    return;
+  }
+  for (int q = 0; q < peers.size(); ++q) {
+    const Taken taken = taken_from(peers, q);
+    if (taken.bytes != 0) std::memcpy(taken.into, peers.entry(q, sequence_).payload + taken.offset, taken.bytes);
   }
 }
 
@@ -189,49 +189,39 @@ bool Operation::advance_direct(Peers& peers, Blocker& blocker) {
 }
 
 void Operation::run_direct(Peers& peers) {
-  const int n = peers.size();
-  const int rank = peers.rank();
-  const std::size_t bytes = part_bytes();
-  auto source = [&](int q) { return peers.segment().address(peers.entry(q, sequence_).descriptor.location); };
+  const int n = peers.size(), rank = peers.rank();
   if (request_.kind == OpKind::empty) {
     if (!request_.refused)
       peers.segment().slot(rank).allocation_errno.store(
-          static_cast<std::uint32_t>(peers.segment().allocate_region(bytes)), std::memory_order_relaxed);
+          static_cast<std::uint32_t>(peers.segment().allocate_region(part_bytes())), std::memory_order_relaxed);
   } else if (request_.kind == OpKind::all_reduce) {
     const std::uint64_t line = 64 / item_bytes(request_.dtype);
     const std::uint64_t share = round_up((request_.count + n - 1) / n, line);
     const std::uint64_t begin = std::min(request_.count, share * static_cast<std::uint64_t>(rank));
-    const std::uint64_t end = std::min(request_.count, begin + share);
-    keep_first(reduce_direct(peers, begin, end - begin, begin, true), begin);
+    keep_first(reduce_direct(peers, begin, std::min(request_.count - begin, share)), begin);
   } else if (request_.kind == OpKind::reduce_scatter) {
-    reduce_direct(peers, 0, request_.count, request_.count * static_cast<std::uint64_t>(rank), false);
-  } else if (request_.kind == OpKind::all_gather) {
+    reduce_direct(peers, request_.count * static_cast<std::uint64_t>(rank), request_.count);
+  } else {
     for (int i = 0; i < n; ++i) {
       // Each rank starts at its own part, so that they do not all read the same memory at once.
       const int q = (rank + i) % n;
-      copy_if_apart(request_.output + q * bytes, source(q), bytes);
+      const Taken taken = taken_from(peers, q);
+      if (taken.bytes != 0)
+        copy_if_apart(taken.into, peers.segment().address(peers.entry(q, sequence_).descriptor.location), taken.bytes);
     }
-  } else if (request_.kind == OpKind::all_gather_ragged) {
-    for (int i = 0; i < n; ++i) {
-      const int q = (rank + i) % n;
-      if (counts_[q] != 0) copy_if_apart(outputs_[q], source(q), counts_[q] * item_bytes(request_.dtype));
-    }
-  } else if (request_.kind == OpKind::broadcast && rank != request_.root) {
-    copy_if_apart(request_.output, source(request_.root), bytes);
   }
 }
 
-Nonfinite Operation::reduce_direct(Peers& peers, std::uint64_t first, std::uint64_t count, std::uint64_t input_first,
-                                   bool into_all) {
-  const std::size_t item = item_bytes(request_.dtype);
+// Of `count` elements from the `first` on: all_reduce writes them where they were, in the arrays of all ranks.
+Nonfinite Operation::reduce_direct(Peers& peers, std::uint64_t first, std::uint64_t count) {
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
   for (int q = 0; q < peers.size(); ++q) {
     char* array = peers.segment().address(peers.entry(q, sequence_).descriptor.location);
-    inputs.push_back(array + input_first * item);
-    if (into_all) outputs.push_back(array + first * item);
+    outputs.push_back(array + first * item_bytes(request_.dtype));
+    inputs.push_back(outputs.back());
   }
-  if (!into_all) outputs.push_back(request_.output + first * item);
+  if (request_.kind == OpKind::reduce_scatter) outputs.assign(1, request_.output);
   return reduce(outputs.data(), static_cast<int>(outputs.size()), inputs, count);
 }
 
@@ -298,23 +288,19 @@ Operation::Range Operation::part(std::uint64_t chunk, std::size_t bytes) const {
 void Operation::copy_in(Peers& peers, std::uint64_t chunk) {
   const int rank = peers.rank();
   char* staging = peers.segment().staging(rank, first_[static_cast<int>(Signal::copied_in)] + chunk);
-  if (exchanges()) {
-    for (int q = 0; q < peers.size(); ++q) {
-      if (q == rank) continue;
-      const Range range = part(chunk, request_.parts[q].bytes);
-      copy_if_apart(staging + q * lane_bytes_, request_.parts[q].data + range.begin, range.bytes);
-    }
-  } else if (reduces()) {
-    for (int q = 0; q < peers.size(); ++q) {
-      if (q == rank) continue;  // its own share it reads from its own array
-      const bool scatter = request_.kind == OpKind::reduce_scatter;
-      const Range range = scatter ? part(chunk, part_bytes()) : slice(peers.size(), chunk, q);
-      const char* from = request_.input + range.begin + (scatter ? q * part_bytes() : 0);
-      copy_if_apart(staging + q * lane_bytes_, from, range.bytes);
-    }
-  } else if (request_.kind != OpKind::broadcast || request_.root == rank) {
+  if (!has_lanes()) {
+    if (request_.kind == OpKind::broadcast && request_.root != rank) return;
     const Range range = part(chunk, part_bytes());
     copy_if_apart(staging, request_.input + range.begin, range.bytes);
+    return;
+  }
+  for (int q = 0; q < peers.size(); ++q) {
+    if (q == rank) continue;  // its own share it reads from its own array
+    Range range = part(chunk, exchanges() ? request_.parts[q].bytes : part_bytes());
+    if (request_.kind == OpKind::all_reduce) range = slice(peers.size(), chunk, q);
+    const char* from = exchanges() ? request_.parts[q].data : request_.input;
+    if (request_.kind == OpKind::reduce_scatter) from += q * part_bytes();
+    copy_if_apart(staging + q * lane_bytes_, from + range.begin, range.bytes);
   }
 }
 
@@ -338,25 +324,16 @@ void Operation::copy_out(Peers& peers, std::uint64_t chunk) {
   for (int i = 0; i < peers.size(); ++i) {
     const int q = (rank + i) % peers.size();
     const char* staging = peers.segment().staging(q, number);
-    if (request_.kind == OpKind::all_reduce && q != rank) {
+    if (request_.kind == OpKind::all_reduce) {
       const Range range = slice(peers.size(), chunk, q);
-      copy_if_apart(request_.output + range.begin, staging + q * lane_bytes_, range.bytes);
-    } else if (request_.kind == OpKind::all_gather) {
-      const Range range = part(chunk, part_bytes());
-      const char* from = q == rank ? request_.input + range.begin : staging;
-      copy_if_apart(request_.output + q * part_bytes() + range.begin, from, range.bytes);
-    } else if (request_.kind == OpKind::all_gather_ragged) {
-      const Range range = part(chunk, counts_[q] * item_bytes(request_.dtype));
-      const char* from = q == rank ? request_.input + range.begin : staging;
-      copy_if_apart(outputs_[q] + range.begin, from, range.bytes);
-    } else if (exchanges()) {
-      const Range range = part(chunk, counts_[q] * item_bytes(request_.dtype));
-      const char* from = q == rank ? request_.parts[q].data + range.begin : staging + lane_bytes_ * rank;
-      copy_if_apart(outputs_[q] + range.begin, from, range.bytes);
-    } else if (request_.kind == OpKind::broadcast && q == request_.root && q != rank) {
-      const Range range = part(chunk, part_bytes());
-      copy_if_apart(request_.output + range.begin, staging, range.bytes);
+      if (q != rank) copy_if_apart(request_.output + range.begin, staging + q * lane_bytes_, range.bytes);
+      continue;
     }
+    const Taken taken = taken_from(peers, q);
+    const Range range = part(chunk, taken.bytes);
+    const char* from = exchanges() ? staging + lane_bytes_ * rank : staging;
+    if (q == rank) from = (exchanges() ? request_.parts[q].data : request_.input) + range.begin;
+    if (range.bytes != 0) copy_if_apart(taken.into + range.begin, from, range.bytes);
   }
 }
 

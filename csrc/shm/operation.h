@@ -54,6 +54,13 @@ class Operation {
   void post_parts(RingEntry& entry) const;
   void read_counts(const Peers& peers);
   const std::uint64_t* part_counts(const Peers& peers, int rank) const;
+
+  // Without a reduction: what this rank takes from `peer`, at that offset of what the peer has posted, and where to.
+  struct Taken {
+    std::size_t offset, bytes;
+    char* into;
+  };
+  Taken taken_from(const Peers& peers, int peer) const;
   Mode choose_mode(Peers& peers) const;
   void prepare_staging(Peers& peers);
   bool advance_direct(Peers& peers, Blocker& blocker);
@@ -61,8 +68,7 @@ class Operation {
 
   void run_inline(Peers& peers);
   void run_direct(Peers& peers);
-  Nonfinite reduce_direct(Peers& peers, std::uint64_t first, std::uint64_t count, std::uint64_t input_first,
-                          bool into_all);
+  Nonfinite reduce_direct(Peers& peers, std::uint64_t first, std::uint64_t count);
   void copy_in(Peers& peers, std::uint64_t chunk);
   void reduce_chunk(Peers& peers, std::uint64_t chunk);
   void copy_out(Peers& peers, std::uint64_t chunk);

@@ -30,7 +30,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -49,6 +49,7 @@ __all__ = [
     "MessageWork",
     "RaggedWork",
     "ReduceOp",
+    "Request",
     "Work",
     "storage_of",
 ]
@@ -77,6 +78,26 @@ def storage_of(dtype: str) -> np.dtype[Any]:
 # Looked up by dtype: numpy.dtype.name is slow to compute, and every collective asks for it. A dtype of the other byte
 # order is not found.
 _NAMES = {storage_of(name): storage_of(name).name for name in DTYPES}
+
+
+class Request(NamedTuple):
+    """What a backend needs to know of a collective, besides its arrays.
+
+    Attributes:
+        kind: name of the method that was called.
+        dtype: wire type.
+        label: see `Communicator.all_reduce`.
+        op: the reduction; empty where there is none.
+        root: of a broadcast.
+        looks: for NaN and infinity.
+    """
+
+    kind: str
+    dtype: str
+    label: str
+    op: str = ""
+    root: int = 0
+    looks: bool = False
 
 
 class Communicator(ABC):
@@ -165,11 +186,10 @@ class Communicator(ABC):
         """
         dtype = self.check_array(array, wire, written=True)
         self._check_op(op, dtype)
-        if not find_nonfinite:
-            return self._all_reduce(array, dtype, op, label)
-        if not self.finds_nonfinite or op not in ("sum", "mean") or dtype not in ("float32", "float64"):
+        can_look = self.finds_nonfinite and op in ("sum", "mean") and dtype in ("float32", "float64")
+        if find_nonfinite and not can_look:
             raise UsageError(f"the {self.name} communicator cannot look for NaN in a {op} of {dtype}")
-        return self._all_reduce_and_look(array, dtype, op, label)
+        return self._start(Request("all_reduce", dtype, label, op, looks=find_nonfinite), array, array)
 
     def reduce_scatter(
         self, array: Array, out: Array, op: ReduceOp = "sum", *, wire: str | None = None, label: str = ""
@@ -182,7 +202,7 @@ class Communicator(ABC):
         self._check_op(op, dtype)
         self.check_array(out, wire, written=True)
         self._check_pair(out, array)
-        return self._reduce_scatter(array, out, dtype, op, label)
+        return self._start(Request("reduce_scatter", dtype, label, op), array, out)
 
     def all_gather(self, array: Array, out: Array, *, wire: str | None = None, label: str = "") -> Work:
         """Collective. `out` (world_size * count) = the `array` (count elements) of every rank, in rank order.
@@ -192,11 +212,11 @@ class Communicator(ABC):
         dtype = self.check_array(array, wire)
         self.check_array(out, wire, written=True)
         self._check_pair(array, out)
-        return self._all_gather(array, out, dtype, label)
+        return self._start(Request("all_gather", dtype, label), array, out)
 
     def all_gather_ragged(self, array: Array, *, label: str = "") -> RaggedWork:
         """Collective. The flat arrays of every rank; counts may differ, zero included. Starting waits for no one."""
-        return self._all_gather_ragged(array, self.check_array(array), label)
+        return self._start_ragged(Request("all_gather_ragged", self.check_array(array), label), [array])
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Collective; waits. The payload of every rank, in rank order; lengths may differ. For set-up only."""
@@ -217,14 +237,14 @@ class Communicator(ABC):
         if len(dtypes) != 1:
             raise UsageError(f"the parts are of several types: {', '.join(sorted(dtypes))}")
         _check_kinds(*parts)
-        return self._all_to_all_ragged(parts, dtypes.pop(), label)
+        return self._start_ragged(Request("all_to_all_ragged", dtypes.pop(), label), parts)
 
     def broadcast(self, array: Array, root: int = 0, *, wire: str | None = None, label: str = "") -> Work:
         """Collective. Overwrite `array` on every rank with that of rank `root`."""
         dtype = self.check_array(array, wire, written=True)
         if not 0 <= root < self.topology.world_size:
             raise UsageError(f"broadcast root {root} is not a rank of a world of {self.topology.world_size}")
-        return self._broadcast(array, root, dtype, label)
+        return self._start(Request("broadcast", dtype, label, root=root), array, array)
 
     # -- messages between two ranks ----------------------------------------------------------------------------------
     def send(self, array: Array, to: int, *, tag: int = 0, wire: str | None = None) -> MessageWork:
@@ -303,26 +323,18 @@ class Communicator(ABC):
     @abstractmethod
     def _empty(self, count: int, dtype: str, xp: Any) -> Array: ...
     @abstractmethod
-    def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work: ...
+    def _start(self, request: Request, array: Array, out: Array) -> Work:
+        """Start a collective, whose arguments have been checked. In place, `out` is `array`."""
+
     @abstractmethod
-    def _reduce_scatter(self, array: Array, out: Array, dtype: str, op: ReduceOp, label: str) -> Work: ...
-    @abstractmethod
-    def _all_gather(self, array: Array, out: Array, dtype: str, label: str) -> Work: ...
-    @abstractmethod
-    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork: ...
-    @abstractmethod
-    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork: ...
-    @abstractmethod
-    def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work: ...
+    def _start_ragged(self, request: Request, parts: Sequence[Array]) -> RaggedWork:
+        """The same of a ragged one. `parts`: what goes to each rank, or the one that goes to all."""
 
     def _subgroup(self, ranks: Sequence[int], secret: bytes) -> Communicator:
         raise UsageError(f"the {self.name} communicator has no subgroups")
 
     def _start_message(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MessageWork:
         raise UsageError(f"the {self.name} communicator has no messages between two ranks; use all_to_all_ragged")
-
-    def _all_reduce_and_look(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        raise NotImplementedError("for backends with finds_nonfinite")
 
     def _moves(self, xp: Any) -> bool:
         """Whether wire memory can be arrays of that module."""

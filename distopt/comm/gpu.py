@@ -124,27 +124,17 @@ class Place:
     machine: str
     host: str
     pid: int
-    gpus: tuple[str, ...]
+    gpus: Sequence[str]
     current: int
 
 
 def exchange_places(job: Job, stack: GpuStack) -> list[Place]:
     """Collective. The places of all ranks, in rank order, in one exchange."""
-    gpus = tuple(stack.cuda.pci_bus_id(device) for device in range(stack.cuda.device_count()))
+    gpus = [stack.cuda.pci_bus_id(device) for device in range(stack.cuda.device_count())]
     current = int(stack.cupy.cuda.runtime.getDevice())
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     mine = Place(machine, job.topology.host, os.getpid(), gpus, current)
-    return [_decode(rank, payload) for rank, payload in enumerate(job.all_gather(json.dumps(asdict(mine)).encode()))]
-
-
-def _decode(rank: int, payload: bytes) -> Place:
-    try:
-        fields = json.loads(payload)
-        return Place(**{**fields, "gpus": tuple(fields["gpus"])})
-    except (ValueError, TypeError, KeyError):
-        raise LaunchError(
-            f"rank {rank} does not say which GPUs it sees; install the same version of distopt everywhere"
-        ) from None
+    return [Place(**json.loads(payload)) for payload in job.all_gather(json.dumps(asdict(mine)).encode())]
 
 
 def choose_devices(places: Sequence[Place], nccl_version: int, env: Mapping[str, str] | None = None) -> list[int]:

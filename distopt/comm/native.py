@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .. import _core
-from .base import DTYPES, OPS, Array, Communicator, RaggedWork, ReduceOp, Work
+from .base import DTYPES, OPS, Array, Communicator, RaggedWork, ReduceOp, Request, Work
 
 
 class NativeCommunicator(Communicator):
@@ -34,20 +34,9 @@ class NativeCommunicator(Communicator):
     def progress(self) -> None:  # noqa: D102
         self.core.progress()
 
-    def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        return self.core.all_reduce(array, DTYPES[dtype], OPS[op], label)
+    def _start(self, request: Request, array: Array, out: Array) -> Work:
+        kind, dtype, label, op, root, looks = request
+        return self.core.start(kind, array, out, DTYPES[dtype], OPS.get(op, 0), root, label, looks)
 
-    def _reduce_scatter(self, array: Array, out: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        return self.core.reduce_scatter(array, out, DTYPES[dtype], OPS[op], label)
-
-    def _all_gather(self, array: Array, out: Array, dtype: str, label: str) -> Work:
-        return self.core.all_gather(array, out, DTYPES[dtype], label)
-
-    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork:
-        return self.core.all_gather_ragged(array, DTYPES[dtype], label)
-
-    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
-        return self.core.all_to_all_ragged(list(parts), DTYPES[dtype], label)
-
-    def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:
-        return self.core.broadcast(array, root, DTYPES[dtype], label)
+    def _start_ragged(self, request: Request, parts: Sequence[Array]) -> RaggedWork:
+        return self.core.start_ragged(request.kind, list(parts), DTYPES[request.dtype], request.label)

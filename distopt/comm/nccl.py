@@ -19,7 +19,7 @@ from .. import _core
 from ..errors import Process, UsageError, WireMemoryError
 from ..launch.join.job import Job
 from ..settings import Settings
-from .base import DTYPES, OPS, Array, Communicator, DoneWork, RaggedWork, ReduceOp, Work, storage_of
+from .base import DTYPES, OPS, Array, Communicator, DoneWork, RaggedWork, Request, Work, storage_of
 from .gpu import GpuStack, Place, choose_devices, exchange_places, gpu_stack
 
 # Starts the exchange of ragged data, given the matrix of counts; where it arrives.
@@ -168,54 +168,44 @@ class NcclCommunicator(Communicator):
         return self.xp.ndarray(count, kind, pointer)
 
     # -- collectives -------------------------------------------------------------------------------------------------
-    def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        return self._run("all_reduce", array, array, array.size, dtype, label, op=op)
+    def _start(self, request: Request, array: Array, out: Array) -> Work:
+        """Through device memory where the arrays are NumPy's."""
+        kind, dtype, label, op, root, _ = request
+        # A part stays a part of its whole only in the values, which is enough for those.
+        x = self.xp.asarray(array)
+        y = x if out is array else self.xp.asarray(out)
+        given = x.data.ptr, y.data.ptr, min(x.size, y.size), DTYPES[dtype], OPS.get(op, 0), root, label
+        work = self._enqueue(lambda stream: self._core.start(kind, *given, stream), x, y)
+        if not isinstance(out, np.ndarray):
+            return work
+        # At once: a later operation on the same array must see the result, and the caller need not keep the array.
+        work.wait(self._timeout)
+        out.reshape(-1)[...] = y.get().reshape(-1)
+        return DoneWork()
 
-    def _reduce_scatter(self, array: Array, out: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        return self._run("reduce_scatter", array, out, out.size, dtype, label, op=op)
-
-    def _all_gather(self, array: Array, out: Array, dtype: str, label: str) -> Work:
-        return self._run("all_gather", array, out, array.size, dtype, label)
-
-    def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:
-        return self._run("broadcast", array, array, array.size, dtype, label, root=root)
-
-    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork:
-        own = self.xp.asarray(array).reshape(-1)
-
-        def post(counts: Array) -> tuple[NcclWork, list[Array]]:
-            parts = self._parts(counts[:, 0], own.dtype)
-            work = self._start(
-                lambda stream, x, *_: self._core.gather_parts(
-                    x.data.ptr, x.size, _addresses(parts), DTYPES[dtype], label, stream
-                ),
-                own,
-                *parts,
-            )
-            return work, parts
-
-        return self._after_counts([own.size], label, post, on_host=isinstance(array, np.ndarray))
-
-    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
-        sent = [self.xp.asarray(part) for part in parts]
+    def _start_ragged(self, request: Request, parts: Sequence[Array]) -> RaggedWork:
+        """Gather how much every rank sends to each; with that on the host, the data follow in `NcclRaggedWork.wait`."""
+        kind, dtype, label = request[:3]
+        sent = [self.xp.asarray(part).reshape(-1) for part in parts]
+        # Of one part, which goes to all ranks, each counts once.
+        column = self.topology.rank if len(sent) > 1 else 0
 
         def post(counts: Array) -> tuple[NcclWork, list[Array]]:
-            received = self._parts(counts[:, self.topology.rank], sent[0].dtype)
-            work = self._start(
-                lambda stream, *_: self._core.exchange_parts(
-                    _addresses(sent), _addresses(received), DTYPES[dtype], label, stream
-                ),
-                *sent,
-                *received,
-            )
-            return work, received
+            received = self._parts(counts[:, column], sent[0].dtype)
+            given = [[(part.data.ptr, part.size) for part in group] for group in (sent, received)]
+            return self._enqueue(
+                lambda stream: self._core.start_ragged(kind, *given, DTYPES[dtype], label, stream), *sent, *received
+            ), received
 
-        return self._after_counts([p.size for p in sent], label, post, on_host=isinstance(parts[0], np.ndarray))
+        mine = self.xp.asarray(np.array([part.size for part in sent], np.int64))
+        table = self.xp.empty((self.topology.world_size, len(sent)), np.int64)
+        counts = self._start(Request("all_gather", "int64", label), mine, table)
+        return NcclRaggedWork(counts, table, post, self._timeout, on_host=isinstance(parts[0], np.ndarray))
 
     def barrier(self) -> None:
         """Collective. Return when every rank has called it and all earlier operations have finished."""
         # One element of any value: when it has been reduced, every rank has come.
-        self._run("barrier", self._scratch, self._scratch, 1, "int32", "").wait(self._timeout)
+        self._start(Request("barrier", "int32", ""), self._scratch, self._scratch).wait(self._timeout)
 
     # -- life cycle --------------------------------------------------------------------------------------------------
     def close(self) -> None:
@@ -228,40 +218,14 @@ class NcclCommunicator(Communicator):
         self._core.abort(reason)
 
     # -- helpers -----------------------------------------------------------------------------------------------------
-    def _run(
-        self, kind: str, array: Array, out: Array, count: int, dtype: str, label: str, *, op: str = "sum", root: int = 0
-    ) -> Work:
-        """Start a collective of that kind, through device memory where the arrays are NumPy's."""
-        # A part stays a part of its whole only in the values, which is enough for those.
-        x = self.xp.asarray(array)
-        y = x if out is array else self.xp.asarray(out)
-        given = x.data.ptr, y.data.ptr, count, DTYPES[dtype], OPS[op], root, label
-        work = self._start(lambda stream, *_: getattr(self._core, kind)(*given, stream), x, y)
-        if not isinstance(out, np.ndarray):
-            return work
-        # At once: a later operation on the same array must see the result, and the caller need not keep the array.
-        work.wait(self._timeout)
-        out.reshape(-1)[...] = y.get().reshape(-1)
-        return DoneWork()
-
-    def _start(self, start: Callable[..., Any], *arrays: Array) -> NcclWork:
-        core = start(self.xp.cuda.get_current_stream().ptr, *arrays)
+    def _enqueue(self, start: Callable[[int], Any], *arrays: Array) -> NcclWork:
+        core = start(self.xp.cuda.get_current_stream().ptr)
         while self._in_use and self._in_use[0][0].done():
             self._in_use.popleft()
         self._in_use.append((core, arrays))
         return NcclWork(core, self.xp)
 
-    def _after_counts(self, row: Sequence[int], label: str, post: Post, *, on_host: bool) -> RaggedWork:
-        """Collective. Gather every rank's `row`; then `post` gets the matrix and starts the data's way."""
-        mine = self.xp.asarray(np.array(row, np.int64))
-        table = self.xp.empty((self.topology.world_size, len(row)), np.int64)
-        return NcclRaggedWork(self._all_gather(mine, table, "int64", label), table, post, self._timeout, on_host)
-
     def _parts(self, counts: Sequence[int], kind: Any) -> list[Array]:
         ends = np.cumsum(counts)
         whole = self.xp.empty(int(ends[-1]), kind)
         return [whole[int(end) - int(count) : int(end)] for end, count in zip(ends, counts, strict=True)]
-
-
-def _addresses(parts: Sequence[Array]) -> list[tuple[int, int]]:
-    return [(part.data.ptr, part.size) for part in parts]

@@ -16,7 +16,7 @@ from ..launch.join.job import Job
 from ..launch.join.rendezvous import HostGroup
 from ..launch.topology import Topology
 from ..settings import Settings
-from .base import DTYPES, OPS, Array, MessageWork, RaggedWork, ReduceOp, Work
+from .base import DTYPES, Array, MessageWork, RaggedWork, Work
 from .native import NativeCommunicator
 
 _log = logging.getLogger("distopt")
@@ -87,7 +87,7 @@ class ShmCommunicator(NativeCommunicator):
         return cls(job.host_group(), job.topology)
 
     def barrier(self) -> None:  # noqa: D102
-        self.core.barrier()
+        self.core.barrier().wait()
 
     def close(self) -> None:
         """Local. Leave; peers that still wait for this rank get a CommunicatorClosedError. Idempotent."""
@@ -96,9 +96,6 @@ class ShmCommunicator(NativeCommunicator):
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
         array = self.core.empty(count, DTYPES[dtype], _available_bytes() if self.topology.rank == 0 else 0)
         return array if count else np.empty(0, array.dtype)
-
-    def _all_reduce_and_look(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        return self.core.all_reduce(array, DTYPES[dtype], OPS[op], label, True)
 
     def _subgroup(self, ranks: Sequence[int], secret: bytes) -> ShmCommunicator:
         place, size = ranks.index(self.topology.rank), len(ranks)

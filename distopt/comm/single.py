@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import CommunicatorClosedError, UsageError, WireMemoryError
 from ..launch.join.job import Job
 from ..launch.topology import Topology
-from .base import Array, Communicator, DoneWork, RaggedWork, ReduceOp, Work, storage_of
+from .base import Array, Communicator, DoneWork, RaggedWork, Request, Work, storage_of
 
 
 class SingleCommunicator(Communicator):
@@ -53,27 +53,12 @@ class SingleCommunicator(Communicator):
         self._require_open()
         return SingleCommunicator(self.topology)
 
-    def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        return self._copy(array, array)
-
-    def _reduce_scatter(self, array: Array, out: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        return self._copy(array, out)
-
-    def _all_gather(self, array: Array, out: Array, dtype: str, label: str) -> Work:
-        return self._copy(array, out)
-
-    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork:
+    def _start(self, request: Request, array: Array, out: Array) -> Work:
         self._require_open()
-        return RaggedWork(DoneWork(), [array.reshape(-1).copy()])
-
-    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
-        return self._all_gather_ragged(parts[0], dtype, label)
-
-    def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:
-        return self._copy(array, array)
-
-    def _copy(self, source: Array, to: Array) -> Work:
-        self._require_open()
-        if source is not to:
-            to.reshape(-1)[...] = source.reshape(-1)
+        if array is not out:
+            out.reshape(-1)[...] = array.reshape(-1)
         return DoneWork()
+
+    def _start_ragged(self, request: Request, parts: Sequence[Array]) -> RaggedWork:
+        self._require_open()
+        return RaggedWork(DoneWork(), [parts[0].reshape(-1).copy()])

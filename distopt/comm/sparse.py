@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from ..kernels import kernels_of
 from .base import Array, Communicator, Work
 
 Route: TypeAlias = Literal["gather", "split", "dense"]
-T = TypeVar("T")
 
 ENTRY_BYTES = 8  # an int32 index and a float32 value
 
@@ -100,17 +99,6 @@ def sparse_all_reduce(
     if counts is not None and (len(counts) != world_size or counts[rank] != indices.size):
         raise UsageError(f"counts {list(counts)} do not fit a list of {indices.size} on rank {rank}")
     return _sum(_Lists(comm, indices, values, dense, scale, label), counts)
-
-
-def finish(steps: Generator[Work, None, T], timeout: float | None = None) -> T:
-    """Collective. Drive `steps` to its end, waiting at most `timeout` seconds for each work; what it returns."""
-    while True:
-        try:
-            work = next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        work.wait(timeout)
 
 
 def _sum(lists: _Lists, counts: Sequence[int] | None) -> Generator[Work, None, int]:

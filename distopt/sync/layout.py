@@ -160,9 +160,9 @@ class Layout:
         """
         check_names(saved, self.names)
         for kind, states in self.states.items():
-            if own := under(kind, saved):
-                for state in states:
-                    state.check_state_dict(_share(own, state))
+            for state in states:
+                if own := _share(saved, kind, state):
+                    state.check_state_dict(own)
 
     def set_states(self, loaded: States) -> None:
         """Local. Go on from what `get_states` gave, as `check_states` has accepted it; without states, begin anew.
@@ -197,14 +197,14 @@ def under(prefix: str, states: Mapping[str, Array]) -> States:
     return {key[len(prefix) + 1 :]: array for key, array in states.items() if key.startswith(f"{prefix}/")}
 
 
-def _share(saved: States, state: CodecState) -> States:
-    """Those of the parameters in its bucket."""
-    return {key: array for key, array in saved.items() if key.split("/", 1)[1] in state.names}
+def _share(saved: States, kind: str, state: CodecState) -> States:
+    """Those of the kind of codec and of the parameters in a bucket."""
+    return {key: array for key, array in under(kind, saved).items() if key.split("/", 1)[1] in state.names}
 
 
 def _load(kind: str, states: Sequence[CodecState], loaded: States) -> None:
-    if own := under(kind, loaded):
-        for state in states:
-            state.load_state_dict(_share(own, state))
+    for state in states:
+        if own := _share(loaded, kind, state):
+            state.load_state_dict(own)
         for key in own:
             del loaded[f"{kind}/{key}"]

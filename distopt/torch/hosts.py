@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from ..comm.base import Array, Communicator, MessageWork, RaggedWork, ReduceOp, Work
+from ..comm.base import Array, Communicator, MessageWork, RaggedWork, Request, Work
 from ..errors import CommunicatorClosedError, CommunicatorError, PeerLostError, UsageError
 from .between import NOTHING, Between, Exchange, Operation, bytes_of, fold
 
@@ -85,7 +85,7 @@ class HostsCommunicator(Communicator):
         raise UsageError("the gloo communicator serves process groups of PyTorch; choose mpi")
 
     def barrier(self) -> None:  # noqa: D102
-        self._all_reduce(np.zeros(1, np.int32), "int32", "sum", "barrier").wait()
+        self.all_reduce(np.zeros(1, np.int32), label="barrier").wait()
 
     def close(self) -> None:
         """Local. Leave; ranks that wait for this one get an error. Idempotent."""
@@ -119,34 +119,23 @@ class HostsCommunicator(Communicator):
     def _start_message(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MessageWork:
         return self._gloo.message(sends, bytes_of(array), None if peer < 0 else peer, tag, self._seconds)
 
-    def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        step = Operation("all_reduce", array.size, dtype, op, label)
-        return _Deferred(self, step, partial(self._reduce, flat=array.reshape(-1)))
+    def _start(self, request: Request, array: Array, out: Array) -> Work:
+        kind, dtype, label, op, root, _ = request
+        runs: dict[str, Callable[..., None]] = {
+            "all_reduce": self._reduce,
+            "reduce_scatter": self._scatter if self._even else self._scatter_unevenly,
+            "all_gather": self._gather if self._even else self._gather_unevenly,
+            "broadcast": self._spread,
+        }
+        arrays = (array.reshape(-1),) if out is array else (array.reshape(-1), out.reshape(-1))
+        count = min(array.size, out.size)
+        return _Deferred(self, Operation(kind, count, dtype, op, label, root), lambda step: runs[kind](step, *arrays))
 
-    def _reduce_scatter(self, array: Array, out: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        step = Operation("reduce_scatter", out.size, dtype, op, label)
-        run = self._scatter if self._even else self._scatter_unevenly
-        return _Deferred(self, step, partial(run, array=array.reshape(-1), out=out.reshape(-1)))
-
-    def _all_gather(self, array: Array, out: Array, dtype: str, label: str) -> Work:
-        step = Operation("all_gather", array.size, dtype, "", label)
-        run = self._gather if self._even else self._gather_unevenly
-        return _Deferred(self, step, partial(run, array=array.reshape(-1), out=out.reshape(-1)))
-
-    def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:
-        step = Operation("broadcast", array.size, dtype, "", label, root)
-        return _Deferred(self, step, partial(self._spread, array=array.reshape(-1)))
-
-    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork:
-        return self._ragged("all_gather_ragged", [array] * self._size, dtype, label)
-
-    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
-        return self._ragged("all_to_all_ragged", parts, dtype, label)
-
-    def _ragged(self, kind: str, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
+    def _start_ragged(self, request: Request, parts: Sequence[Array]) -> RaggedWork:
         received: list[Array] = []
+        parts = list(parts) if len(parts) == self._size else [*parts] * self._size
         run = partial(self._exchange, parts=parts, received=received)
-        return RaggedWork(_Deferred(self, Operation(kind, 0, dtype, "", label), run), received)
+        return RaggedWork(_Deferred(self, Operation(request.kind, 0, request.dtype, "", request.label), run), received)
 
     # -- all_reduce --------------------------------------------------------------------------------------------------
     def _reduce(self, step: Operation, flat: Array) -> None:

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from distopt.comm.base import DTYPES, OPS, Array, Communicator, RaggedWork, ReduceOp, Work
-from distopt.comm.sparse import finish, sparse_all_reduce
+from distopt.comm.sparse import sparse_all_reduce
 from distopt.errors import UsageError
 
 from . import nonfinite
 from .oracle import STORAGE, bfloat16_from, bfloat16_to, reduce_by_host, reduce_in_rank_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
 # Elements: nothing, one, odd, around a cache line per rank, around what fits in a descriptor (4,096 bytes), around
 # chunks of shared memory (8,192 bytes in the runs with small chunks) for any item size, and many chunks with a rest.
@@ -48,6 +48,16 @@ def _long_values(rank: int, dtype: str) -> Array:
 def _long_results(hosts: tuple[str, ...], dtype: str, op: ReduceOp) -> tuple[Array, Array]:
     arrays = [_long_values(q, dtype) for q in range(len(hosts))]
     return reduce_in_rank_order(arrays, dtype, op), reduce_by_host(arrays, hosts, dtype, op)
+
+
+def finish(steps: Generator[Work, None, int], timeout: float | None = None) -> int:
+    """Drive `steps` to its end, waiting at most `timeout` seconds for each work; what it returns."""
+    while True:
+        try:
+            work = next(steps)
+        except StopIteration as end:
+            return int(end.value)
+        work.wait(timeout)
 
 
 def _window(count: int, salt: int) -> slice:

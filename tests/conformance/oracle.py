@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from distopt.comm.base import DTYPES, Array, Communicator, DoneWork, RaggedWork, ReduceOp, Work
+from distopt.comm.base import DTYPES, Array, Communicator, DoneWork, RaggedWork, ReduceOp, Request, Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,31 +85,25 @@ class OracleCommunicator(Communicator):
     def _exchange(self, array: Array) -> list[Array]:
         return [np.frombuffer(data, array.dtype) for data in self._job.all_gather(array.tobytes())]
 
-    def _all_reduce(self, array: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        array.reshape(-1)[...] = reduce_in_rank_order(self._exchange(array), dtype, op)
+    def _start(self, request: Request, array: Array, out: Array) -> Work:
+        arrays, rank = self._exchange(array), self.topology.rank
+        if request.kind == "all_gather":
+            result = np.concatenate(arrays)
+        elif request.kind == "broadcast":
+            result = arrays[request.root]
+        else:
+            result = reduce_in_rank_order(arrays, request.dtype, cast("ReduceOp", request.op))
+        if request.kind == "reduce_scatter":
+            result = result[rank * out.size : (rank + 1) * out.size]
+        out.reshape(-1)[...] = result
         return DoneWork()
 
-    def _reduce_scatter(self, array: Array, out: Array, dtype: str, op: ReduceOp, label: str) -> Work:
-        whole = reduce_in_rank_order(self._exchange(array), dtype, op)
-        first = self.topology.rank * out.size
-        out.reshape(-1)[...] = whole[first : first + out.size]
-        return DoneWork()
-
-    def _all_gather(self, array: Array, out: Array, dtype: str, label: str) -> Work:
-        out.reshape(-1)[...] = np.concatenate(self._exchange(array))
-        return DoneWork()
-
-    def _all_gather_ragged(self, array: Array, dtype: str, label: str) -> RaggedWork:
-        return RaggedWork(DoneWork(), [part.copy() for part in self._exchange(array)])
-
-    def _all_to_all_ragged(self, parts: Sequence[Array], dtype: str, label: str) -> RaggedWork:
+    def _start_ragged(self, request: Request, parts: Sequence[Array]) -> RaggedWork:
+        if request.kind == "all_gather_ragged":
+            return RaggedWork(DoneWork(), [part.copy() for part in self._exchange(parts[0])])
         cuts = self._exchange(np.cumsum([part.size for part in parts]))
         rows = self._exchange(np.concatenate(parts))
         rank = self.topology.rank
         return RaggedWork(
             DoneWork(), [np.split(row, ends[:-1])[rank].copy() for row, ends in zip(rows, cuts, strict=True)]
         )
-
-    def _broadcast(self, array: Array, root: int, dtype: str, label: str) -> Work:
-        array.reshape(-1)[...] = self._exchange(array)[root]
-        return DoneWork()

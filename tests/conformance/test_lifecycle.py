@@ -51,9 +51,9 @@ def interrupt_while_an_error_is_raised(job: LocalJob) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("distopt.errors.CommunicatorClosedError", interrupted)
         with pytest.raises(SystemExit, match="143"):
-            comm.core.barrier()
+            comm.core.barrier().wait()
     with pytest.raises(CommunicatorClosedError):
-        comm.core.barrier()
+        comm.core.barrier().wait()
 
 
 def test_a_signal_that_comes_while_an_error_is_raised_is_not_lost() -> None:
@@ -296,7 +296,7 @@ def use_named_file(job: LocalJob) -> None:
     array = core.empty(30_000, 0, 1 << 30)
     for target in (array, np.empty(30_001, np.float32)):
         target[...] = job.topology.rank + 1
-        core.all_reduce(target, 0, 0, "", False).wait()
+        core.start("all_reduce", target, target, 0, 0, 0, "", False).wait()
         assert (target == 3).all()
 
 

@@ -5,8 +5,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from distopt.comm.sparse import choose_route, dense_wire_bytes, finish, sparse_all_reduce
+from distopt.comm.sparse import choose_route, dense_wire_bytes, sparse_all_reduce
 from distopt.errors import UsageError
+from tests.conformance.checks import finish
 from tests.conformance.thread_ranks import OracleCommunicator, SplittingCommunicator, on_ranks
 
 F32 = np.float32

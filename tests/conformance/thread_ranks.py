@@ -106,49 +106,32 @@ class OracleCommunicator(Communicator):
             out[...] = 99
         return OracleWork(self, sequence, finish)
 
-    def _all_reduce(self, array, dtype, op, label):
-        def finish(arrays):
-            with np.errstate(over="ignore", invalid="ignore"):
-                array[...] = reduced(arrays, dtype, op)
-
-        return self._post(("all_reduce", dtype, op, array.shape), array, array, finish)
-
-    def _reduce_scatter(self, array, out, dtype, op, label):
-        def finish(arrays):
-            out[...] = np.split(reduced(arrays, dtype, op), len(arrays))[self.topology.rank]
-
-        return self._post(("reduce_scatter", dtype, op, array.size), array, out, finish)
-
-    def _all_gather(self, array, out, dtype, label):
-        def finish(arrays):
-            out[...] = np.concatenate(arrays)
-
-        return self._post(("all_gather", dtype, array.size), array, out, finish)
-
-    def _all_gather_ragged(self, array, dtype, label):
-        got = []
+    def _start(self, request, array, out):
+        kind, dtype, _, op, root, _ = request
 
         def finish(arrays):
-            got.extend(part.copy() for part in arrays)
+            if kind == "all_gather":
+                out[...] = np.concatenate(arrays)
+            elif kind == "broadcast":
+                out[...] = arrays[root]
+            else:
+                with np.errstate(over="ignore", invalid="ignore"):
+                    result = reduced(arrays, dtype, op)
+                out[...] = result if kind == "all_reduce" else np.split(result, len(arrays))[self.topology.rank]
 
-        return RaggedWork(self._post(("all_gather_ragged", dtype), array, None, finish), got)
+        return self._post((kind, dtype, op, root, array.shape), array, out, finish)
 
-    def _all_to_all_ragged(self, parts, dtype, label):
+    def _start_ragged(self, request, parts):
         got, ends = [], np.cumsum([part.size for part in parts])
         deposit = np.concatenate([ends.view(np.uint8), np.concatenate(parts).view(np.uint8)])
 
         def finish(arrays):
             for array in arrays:
                 cuts, row = array[: ends.nbytes].view(ends.dtype), array[ends.nbytes :].view(parts[0].dtype)
-                got.append(np.split(row, cuts[:-1])[self.topology.rank].copy())
+                whole = np.split(row, cuts[:-1])
+                got.append(whole[self.topology.rank if len(whole) > 1 else 0].copy())
 
-        return RaggedWork(self._post(("all_to_all_ragged", dtype), deposit, None, finish), got)
-
-    def _broadcast(self, array, root, dtype, label):
-        def finish(arrays):
-            array[...] = arrays[root]
-
-        return self._post(("broadcast", dtype, root, array.shape), array, array, finish)
+        return RaggedWork(self._post((request.kind, request.dtype), deposit, None, finish), got)
 
 
 class SplittingCommunicator(OracleCommunicator):

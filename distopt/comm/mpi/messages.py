@@ -6,9 +6,7 @@ receive has begun is put aside, so that it holds up no other message.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,7 +30,7 @@ class MpiMessage(MessageWork):
         header: tag, code of the type, elements.
         data: its bytes, the caller's memory.
         requests: those of MPI, once it has begun to move.
-        early: where it arrives, if it began to before its receive.
+        early: the message that it takes over, if it began to come before its receive.
     """
 
     def __init__(self, messages: MpiMessages, sends: bool, peer: int, header: Array, data: Array) -> None:
@@ -41,7 +39,7 @@ class MpiMessage(MessageWork):
         self.header = header
         self.data = data
         self.requests: list[Any] | None = None
-        self.early: Array | None = None
+        self.early: MpiMessage | None = None
         self._messages = messages
 
     @property
@@ -68,11 +66,9 @@ class MpiMessage(MessageWork):
 
     def ended(self) -> bool:
         """Local. Whether it has, as far as is known."""
-        if self.requests is None or not all(request.Test() for request in self.requests):
-            return False
-        if self.early is not None:
-            self.data[:], self.early = self.early, None
-        return True
+        if self.early is not None and self.early.ended():
+            self.data[:], self.requests, self.early = self.early.data, [], None
+        return self.requests is not None and all(request.Test() for request in self.requests)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the end, at most `timeout` seconds; see `Work.wait`."""
@@ -84,16 +80,6 @@ class MpiMessage(MessageWork):
         peer = "any rank" if self.peer == _ANYONE else waits.processes[self.peer].name
         verb, word = ("send", "to") if self.sends else ("receive", "from")
         return f"{waits.me.name} waits to {verb} {self.what} with tag {self.header[0]} {word} {peer}"
-
-
-@dataclass(eq=False)
-class _Aside:
-    """What has come, or comes, before its receive."""
-
-    source: int
-    header: Array
-    data: Array
-    requests: list[Any] = field(default_factory=list)
 
 
 class MpiMessages:
@@ -110,7 +96,7 @@ class MpiMessages:
         self._comm = comm
         self.waits = waits
         self._awaiting: list[MpiMessage] = []
-        self._aside: deque[_Aside] = deque()
+        self._aside: list[MpiMessage] = []  # has come, or comes, before its receive
         self._moving: list[MpiMessage] = []  # kept, with their arrays, if the caller does not
 
     def start(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MpiMessage:
@@ -136,7 +122,7 @@ class MpiMessages:
             self._take(status.source, header)
         self._moving = [message for message in self._moving if not message.ended()]
         for early in self._aside:
-            early.requests = [request for request in early.requests if not request.Test()]
+            early.ended()
 
     def progress(self) -> None:
         """Local. Move messages and collectives forward without waiting."""
@@ -156,26 +142,25 @@ class MpiMessages:
 
     def _await(self, message: MpiMessage) -> None:
         for early in self._aside:
-            if self._fits(message, early.source, early.header):
+            if self._fits(message, early.peer, early.header):
                 self._aside.remove(early)
-                message.peer, message.requests, message.early = early.source, early.requests, early.data
+                message.peer, message.early = early.peer, early
                 self._moving.append(message)
                 return
         self._awaiting.append(message)
 
     def _take(self, source: int, header: Array) -> None:
         """A message has begun to come."""
-        found = next((m for m in self._awaiting if self._fits(m, source, header)), None)
-        if found is None:
+        message = next((m for m in self._awaiting if self._fits(m, source, header)), None)
+        if message is None:
             data = np.empty(header[2] * storage_of(_NAMES[header[1]]).itemsize, np.uint8)
-            self._aside.append(_Aside(source, header, data, self._receive(data, source)))
-            return
-        self._awaiting.remove(found)
-        found.peer, found.requests = source, self._receive(found.data, source)
-        self._moving.append(found)
-
-    def _receive(self, data: Array, source: int) -> list[Any]:
-        return [self._comm.Irecv([part, self._mpi.BYTE], source, _DATA) for part in _parts(data)]
+            message = MpiMessage(self, False, source, header, data)
+            self._aside.append(message)
+        else:
+            self._awaiting.remove(message)
+            self._moving.append(message)
+        message.peer = source
+        message.requests = [self._comm.Irecv([part, self._mpi.BYTE], source, _DATA) for part in _parts(message.data)]
 
     def _fits(self, message: MpiMessage, source: int, header: Array) -> bool:
         """Whether it is the one that `message` awaits; an error if it is, but of another type or length."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-_WAITING, _CLOSED = range(2)
+_WAITING = -1  # in place of the number of operations that a rank which leaves has finished
 
 
 class MpiNotes:
@@ -29,33 +29,26 @@ class MpiNotes:
         self.waiting: dict[int, float] = {}
         self.closed: dict[int, int] = {}
 
-    def tell_waiting(self) -> None:
-        """Local. Tell all others that this rank waits."""
-        self._send(_WAITING, 0)
-
-    def tell_closed(self, finished: int) -> None:
-        """Local. Tell all others that this rank leaves, having finished that many operations."""
-        self._send(_CLOSED, finished)
+    def tell(self, finished: int = _WAITING) -> None:
+        """Local. Tell all others that this rank waits or, having finished so many operations, leaves."""
+        note = np.array([finished], np.int64)
+        others = (rank for rank in range(self._comm.size) if rank != self._comm.rank)
+        self._sent += [(self._comm.Isend([note, self._mpi.INT64_T], rank), note) for rank in others]
 
     def read(self) -> bool:
         """Local. Take in what has arrived; whether a rank has told that it waits."""
         asked = False
         status = self._mpi.Status()
-        note = np.empty(2, np.int64)
+        note = np.empty(1, np.int64)
         while self._comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status):
             self._comm.Recv([note, self._mpi.INT64_T], status.source)
             if note[0] == _WAITING:
                 self.waiting[status.source] = time.monotonic()
                 asked = True
             else:
-                self.closed[status.source] = int(note[1])
+                self.closed[status.source] = int(note[0])
         return asked
 
     def all_closed(self) -> bool:
         """Local. Whether all others are known to have left."""
         return bool(len(self.closed) == self._comm.size - 1)
-
-    def _send(self, kind: int, value: int) -> None:
-        note = np.array([kind, value], np.int64)
-        others = (rank for rank in range(self._comm.size) if rank != self._comm.rank)
-        self._sent += [(self._comm.Isend([note, self._mpi.INT64_T], rank), note) for rank in others]

@@ -75,7 +75,7 @@ class Waits:
         heard, now = self._notes.read(), time.monotonic()
         if asks or (heard and now > self._told + 2 * _ANSWER_SECONDS):
             self._told = now
-            self._notes.tell_waiting()
+            self._notes.tell()
 
     def wait_for(self, operation: _core.MpiOperation, timeout: float | None) -> None:
         """Wait for `operation`, at most `timeout` seconds (default: `Settings.timeout`); see `Work.wait`."""
@@ -151,7 +151,7 @@ class Waits:
         """Local. Tell the others that this rank leaves, and how many operations it has finished."""
         oldest = self.core.oldest
         self._peers.close()
-        self._notes.tell_closed(self.core.started if oldest is None else oldest.sequence)
+        self._notes.tell(self.core.started if oldest is None else oldest.sequence)
         _closed.append(self._notes)
         if len(_closed) == 1:
             after_closing(_read_farewells)
