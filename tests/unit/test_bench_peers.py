@@ -21,7 +21,7 @@ from benchmarks.peers.crew import Crew, CrewError, rank_command
 from benchmarks.peers.environments import Environment
 from benchmarks.peers.lineup import Candidate, Lineup, distopt_crew, mpi_crew, torch_crew
 from benchmarks.peers.ranks.all_reduce import measure
-from benchmarks.peers.ranks.pattern import PERIOD, Pattern, max_calls
+from benchmarks.peers.ranks.pattern import PERIOD, Pattern
 from benchmarks.peers.ranks.transports import COLLECTIVES, Call, Transport
 from distopt.cli.bench import HEADER, Row, heading, size_range
 from distopt.cli.values import byte_size
@@ -114,39 +114,23 @@ def all_reduce_slowly(arrays, dtype):
     return total
 
 
-@pytest.mark.slow(kept=3)
-@pytest.mark.parametrize("world_size", [2, 3, 4, 16])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int32", "int64"])
-def test_the_pattern_survives_as_many_sums_as_it_says(dtype, world_size):
-    count = PERIOD + 7
-    arrays = [np.zeros(count, "uint16" if dtype == "bfloat16" else dtype) for _ in range(world_size)]
-    patterns = [Pattern(dtype, rank, world_size) for rank in range(world_size)]
-    for pattern, array in zip(patterns, arrays, strict=True):
-        pattern.fill(array)
-    assert not np.array_equal(arrays[0], arrays[1])
-    calls = min(max_calls(dtype, world_size), 130)
-    assert calls >= 5
-    for call in range(1, calls + 1):
-        arrays = [all_reduce_slowly(arrays, dtype)] * world_size
-        assert patterns[0].wrong(arrays[0], call) == 0
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32"])
+@pytest.mark.parametrize("world_size", [2, 3, 16])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int32", "int8", "bool"])
 def test_wrong_elements_are_counted(dtype, world_size):
     count = 2 * PERIOD + 1
     patterns = [Pattern(dtype, rank, world_size) for rank in range(world_size)]
     arrays = [np.zeros(count, "uint16" if dtype == "bfloat16" else dtype) for _ in range(world_size)]
     for pattern, array in zip(patterns, arrays, strict=True):
         pattern.fill(array)
+    assert dtype == "bool" or not np.array_equal(arrays[0], arrays[1])
     total = all_reduce_slowly(arrays, dtype)
+    assert patterns[0].wrong(total) == 0
     total[[0, PERIOD - 1, PERIOD, count - 1]] = 0
-    assert patterns[0].wrong(total, 1) == 4
-    assert patterns[0].wrong(total, 2) == count
-    assert patterns[0].wrong(arrays[0], 1) == count
+    assert patterns[0].wrong(total) == 4
+    assert dtype == "bool" or patterns[0].wrong(arrays[0]) > 0.9 * count
     if np.issubdtype(total.dtype, np.floating):
         total[5] = np.nan
-        assert patterns[0].wrong(total, 1) == 5
+        assert patterns[0].wrong(total) == 5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
@@ -160,8 +144,8 @@ def test_the_data_of_one_rank_and_the_parts_of_a_sum(dtype):
     assert patterns[2].strange(arrays[0], 1) > count / 2
     total = all_reduce_slowly(arrays, dtype)
     parts = np.split(total, 4)
-    assert [patterns[0].wrong(part, 1, first=part.size * i) for i, part in enumerate(parts)] == [0] * 4
-    assert patterns[0].wrong(parts[1], 1) > count / 8
+    assert [patterns[0].wrong(part, first=part.size * i) for i, part in enumerate(parts)] == [0] * 4
+    assert patterns[0].wrong(parts[1]) > count / 8
     arrays[1][[3, PERIOD]] = 0
     assert patterns[0].strange(arrays[1], 1) == 2
 
@@ -413,15 +397,15 @@ class Lazy(Transport):
 
 
 @pytest.mark.parametrize(
-    ("collective", "wrong"), [("all_reduce", 300), ("all_gather", 300), ("reduce_scatter", 150), ("broadcast", 200)]
+    ("collective", "wrong"), [("all_reduce", 200), ("all_gather", 200), ("reduce_scatter", 100), ("broadcast", 100)]
 )
 def test_a_collective_that_moves_nothing_is_wrong(collective, wrong):
     request = {"collective": collective, "buffers": "", "count": 100, "capacity": 100, "dtype": "int32"}
     lazy = Lazy()
     answer = measure(lazy, 2, {**request, "calls": 2, "samples": 2, "warm_up": 1})
-    # Of three broadcasts, the one from rank 1 leaves that rank's own data as they are; some elements are equal.
+    # The broadcast from rank 1 leaves that rank's own data as they are; some elements are equal.
     assert 0.9 * wrong < answer["wrong"] <= wrong
-    assert lazy.roots == [0, 1, 1, 0, 0, 1]
+    assert lazy.roots == [0, 1, *(0, 1), *(1, 0), *(0, 1)]  # checked, then timed
 
 
 @pytest.mark.slow

@@ -105,6 +105,7 @@ def test_every_part_names_something_that_exists():
             assert part.arguments[-1] in first_parts.PARTS
 
 
+@pytest.mark.slow
 def test_this_machine_ends_with_what_it_lacks(tmp_path):
     if not first_gpu.missing(["GPU"], first_gpu.look_around({**os.environ, "PYTHONPATH": "."}, sys.executable)):
         pytest.skip("there is a GPU")
@@ -125,7 +126,7 @@ def test_this_machine_ends_with_what_it_lacks(tmp_path):
     assert "| ceilings | not run | 0.0 | " in (tmp_path / "first-gpu.md").read_text()
 
 
-@pytest.mark.slow(kept=2)
+@pytest.mark.slow(kept=1)
 # -- bodies, on the emulated GPU ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["kernel", "product", "plan", "kernels"])
 def test_a_part_for_a_gpu(name):
