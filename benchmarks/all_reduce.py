@@ -135,11 +135,11 @@ def _fill(lineup: Lineup, args: argparse.Namespace, site: Site, capacity_bytes: 
     fd = os.memfd_create("distopt-bench")
     lineup.resources.callback(os.close, fd)
     os.truncate(fd, _PAGE * (1 + args.np * (1 + capacity_bytes // _PAGE)))
-    lineup.add("floor", partial(_floor_crew, args.np, f"/proc/{os.getpid()}/fd/{fd}"))
+    lineup.add("floor", partial(_floor_crew, site, f"/proc/{os.getpid()}/fd/{fd}"))
 
 
-def _floor_crew(world_size: int, memory: str) -> tuple[Crew, Setup]:
-    return Crew("all_reduce", rank_command(), world_size), {"library": "floor", "memory": memory}
+def _floor_crew(site: Site, memory: str) -> tuple[Crew, Setup]:
+    return Crew("all_reduce", rank_command(), site), {"library": "floor", "memory": memory}
 
 
 def _print_head(args: argparse.Namespace, lineup: Lineup, site: Site, facts: dict[str, Any]) -> None:

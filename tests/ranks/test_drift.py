@@ -216,6 +216,7 @@ def spoil(create, odd, what, way):
         trainer.train(number)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(rest=16)
 @two_and_three
 @pytest.mark.parametrize("way", EQUAL)

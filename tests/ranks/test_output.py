@@ -144,6 +144,7 @@ def test_a_failed_rank_ends_a_job_whose_output_nobody_reads(tmp_path, folder):
     assert wait_for_the_end(program) == 137
 
 
+@pytest.mark.slow
 def test_a_slow_reader_gets_every_line(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("for i in range(20_000): print(f'{i} ' + 'x' * 50)\n")

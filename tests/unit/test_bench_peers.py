@@ -201,7 +201,7 @@ for text in line.makefile():
 
 
 def echo(code=ECHO, world_size=3):
-    return Crew("none", [sys.executable, "-c", code], world_size)
+    return Crew("none", [sys.executable, "-c", code], Site(world_size))
 
 
 def gone(pid):
@@ -249,7 +249,7 @@ def test_a_rank_that_fails_gives_a_reason_and_ends_the_crew(monkeypatch, request
     ],
 )
 def test_a_crew_that_does_not_come_up(command, message):
-    crew = Crew("none", command, 2)
+    crew = Crew("none", command, Site(2))
     with pytest.raises(CrewError, match=message):
         crew.__enter__()
     assert not crew.folder.exists()
@@ -262,7 +262,7 @@ def test_a_crew_that_never_comes(monkeypatch):
 
 
 def test_an_unknown_transport_is_a_reason():
-    with Crew("all_reduce", rank_command(), 2) as crew, pytest.raises(CrewError, match="KeyError: 'telegraph'"):
+    with Crew("all_reduce", rank_command(), Site(2)) as crew, pytest.raises(CrewError, match="KeyError: 'telegraph'"):
         crew.ask({"library": "telegraph"})
 
 
@@ -465,7 +465,9 @@ def test_strangers_are_no_ranks():
     join += "s = socket.create_connection((h, p)); s.sendall(b'x' * 32); assert s.recv(1) == b''\n"
     join += "s = socket.create_connection((h, p)); s.sendall(t.encode()); s.recv(99)\n"
     join += "s.sendall(b'{\"rank\": 0}\\n'); s.recv(1)"
-    with Crew("none", [sys.executable, "-c", join], 1, by_tcp=True) as crew:
+    site = Site(1)
+    site.by_tcp = True
+    with Crew("none", [sys.executable, "-c", join], site) as crew:
         assert crew.ask({}) == [{"rank": 0}]
 
 
@@ -483,7 +485,7 @@ def test_the_ranks_of_peers(library):
     launcher = own_mpiexec() if library == "mpi" else []
     if library == "torch":
         pytest.importorskip("torch")
-    with Crew("all_reduce", rank_command(), 2, launcher, lineup._variables(Site(2))) as crew:
+    with Crew("all_reduce", rank_command(), Site(2), launcher, lineup._as_root()) as crew:
         hello = crew.ask({"library": library, "folder": str(crew.folder)})
         assert [answer["rank"] for answer in hello] == [0, 1]
         request = {"count": 1000, "capacity": 2000, "dtype": "int32", "calls": 3, "samples": 2, "warm_up": 1}
@@ -500,7 +502,7 @@ def test_the_ranks_of_peers(library):
 def test_the_other_ranks_of_torch(module):
     pytest.importorskip("torch")
     world_size = 2 if module == "train" else 1
-    with Crew(module, rank_command(), world_size) as crew:
+    with Crew(module, rank_command(), Site(world_size)) as crew:
         hello = crew.ask({"library": "torch", "folder": str(crew.folder), "batch_size": 4, "count": 900, "k": 9})
         if module == "train":
             assert hello[0]["gradient_count"] == 431_080
@@ -531,6 +533,7 @@ def test_what_is_missing_or_wrong_changes_the_exit_code(monkeypatch, capsys, she
     assert {line.split()[-2] for line in out.splitlines() if not line.startswith("#")} == {"5"}
 
 
+@pytest.mark.slow
 def test_a_candidate_that_dies_is_dropped_and_the_others_go_on(monkeypatch, capsys):
     real = all_reduce._ask
 

@@ -45,7 +45,7 @@ def assert_trained(folder: Path) -> None:
     assert said == dict.fromkeys("01", "[1.0, 3.0, 5.0, 7.0, 9.0]")
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.sweep(rest=4)
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("start", STARTS)

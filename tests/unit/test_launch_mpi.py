@@ -72,7 +72,7 @@ def test_exit_code_of_sys_exit_is_that_of_the_job():
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["SystemExit", "return"])
 def test_rank_that_leaves_early_is_named_by_those_who_wait(how):
     ended = mpiexec(2, SCRIPT, how)
