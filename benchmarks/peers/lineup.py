@@ -135,11 +135,8 @@ def torch_crew(
         environment.prepare()
         rank = rank_command(environment.program("python"))
     launcher = [] if site.hand_started else _own_launcher(site)
-    return Crew(module, rank, site, launcher, _as_root() | (variables or {})), {
-        "library": "torch",
-        "group": group,
-        **site.meeting(),
-    }
+    crew = Crew(module, rank, site, launcher, env=_as_root() | (variables or {}))
+    return crew, {"library": "torch", "group": group, **site.meeting()}
 
 
 def _own_launcher(site: Site) -> list[str]:
