@@ -29,7 +29,6 @@ from .networks.site import Site, add_places, is_far, site_of
 from .output import write_json
 from .peers.crew import Crew, rank_command
 from .peers.lineup import Candidate, Lineup, Setup, distopt_crew, mpi_crew, torch_crew
-from .peers.ranks.pattern import max_calls
 from .peers.ranks.transports import COLLECTIVES
 
 # Short calls are timed in batches of about this length, to make the cost of reading the clock negligible.
@@ -136,11 +135,11 @@ def _fill(lineup: Lineup, args: argparse.Namespace, site: Site, capacity_bytes: 
     fd = os.memfd_create("distopt-bench")
     lineup.resources.callback(os.close, fd)
     os.truncate(fd, _PAGE * (1 + args.np * (1 + capacity_bytes // _PAGE)))
-    lineup.add("floor", partial(_floor_crew, args.np, f"/proc/{os.getpid()}/fd/{fd}"))
+    lineup.add("floor", partial(_floor_crew, site, f"/proc/{os.getpid()}/fd/{fd}"))
 
 
-def _floor_crew(world_size: int, memory: str) -> tuple[Crew, Setup]:
-    return Crew("all_reduce", rank_command(), world_size), {"library": "floor", "memory": memory}
+def _floor_crew(site: Site, memory: str) -> tuple[Crew, Setup]:
+    return Crew("all_reduce", rank_command(), site), {"library": "floor", "memory": memory}
 
 
 def _print_head(args: argparse.Namespace, lineup: Lineup, site: Site, facts: dict[str, Any]) -> None:
@@ -175,7 +174,7 @@ def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int
         for buffers in candidate.hello["buffers"][args.collective] if samples else ():
             key = candidate.name, buffers
             if key not in calls:
-                calls[key] = _calls(candidate, buffers, request, args)
+                calls[key] = _calls(candidate, buffers, request)
             given = {**request, "buffers": buffers, "calls": calls[key], "samples": samples}
             turn_seconds, turn_wrong = _ask(candidate, given)
             seconds.setdefault(key, []).extend(turn_seconds)
@@ -188,11 +187,10 @@ def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int
     ]
 
 
-def _calls(candidate: Candidate, buffers: str, request: dict[str, Any], args: argparse.Namespace) -> int:
-    """Calls per batch: enough for about `_BATCH_SECONDS`, but too few for the sums to overflow."""
+def _calls(candidate: Candidate, buffers: str, request: dict[str, Any]) -> int:
+    """Calls per batch: enough for about `_BATCH_SECONDS`."""
     seconds, _ = _ask(candidate, {**request, "buffers": buffers, "calls": 1, "samples": 3})
-    wanted = math.ceil(_BATCH_SECONDS / min(seconds))
-    return min(wanted, max_calls(args.dtype, args.np))
+    return min(1000, math.ceil(_BATCH_SECONDS / min(seconds)))
 
 
 def _ask(candidate: Candidate, request: dict[str, Any]) -> tuple[list[float], int]:

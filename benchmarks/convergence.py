@@ -1,6 +1,6 @@
 """The reference CNN on MNIST with each codec: accuracy per epoch, bytes per step, steps per second.
 
-Writes docs/convergence.md and its plot. The result of each run is kept as a JSON file in the folder given by
+Writes the tables of docs/convergence.md, and its plot. The result of each run is kept as a JSON file in the folder given by
 --cache, so an interrupted series resumes where it stopped. Needs the real MNIST, not generated digits, and matplotlib.
 
     python -m benchmarks convergence --np 2 --epochs 10 --cache /tmp/convergence
@@ -24,7 +24,7 @@ from distopt.compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, PowerSG
 from distopt.data import ShardedSampler
 
 from .models.cnn import CNN, sgd, train_cnn
-from .output import ROOT, table
+from .output import ROOT, put, table
 
 STEPS_PER_EPOCH = 468  # 60,000 images, 2 ranks, batch 64
 PARTITION = 100_000  # elements; the model falls into two partitions
@@ -161,34 +161,14 @@ def write(records: dict[str, dict], args: argparse.Namespace) -> None:
     plot_errors(errors, {name: SENT[name].label for name in records}, args.output.with_suffix(".png"))
     final = ["sent", "test accuracy", "points from fp32", "bound", "sent per step and rank", "of dense", "steps/s"]
     per_epoch = [[SENT[name].label, *(f"{100 * a:.2f}" for a in each["accuracies"])] for name, each in records.items()]
-    text = f"""# Convergence with each codec
-
-The reference CNN (431,080 parameters) on MNIST: {args.np} ranks in shared memory, {args.epochs} epochs, batch
-size {args.batch_size} per rank, SGD with learning rate 0.005, momentum 0.9 and weight decay 1e-5, seed {args.seed}.
-To repeat the run and rewrite this page:
-
-```sh
-python -m benchmarks convergence --np {args.np} --epochs {args.epochs} --batch-size {args.batch_size} --seed {args.seed}
-```
-
-on {platform.system()} {platform.machine()}, Python {platform.python_version()}. The ranks communicate through
-shared memory, where bytes cost almost nothing, so steps per second show only the computational cost of what is sent.
-[network.md](network.md) shows the gain on a network.
-
-{table(final, rows(records))}
-
-One test image is 0.01 points. Without error feedback, gradients that are not selected in a step are lost. Warm-up sends
-25 %, 6.25 %, 1.56 % and 0.39 % in the first four epochs; the bytes above include this. "Momentum correction" is the
-method of Deep Gradient Compression (arXiv 1712.01887) and replaces the optimizer's momentum. The partial update
-averages one of two partitions per step.
-
-![Test error per epoch](convergence.png)
-
-Test accuracy (%) after each epoch:
-
-{table(["sent", *range(1, args.epochs + 1)], per_epoch)}
-"""
-    args.output.write_text(text)
+    job = f"{args.np} ranks, {args.epochs} epochs, batch size {args.batch_size} per rank, seed {args.seed}"
+    results = [
+        f"{job}; {platform.system()} {platform.machine()}, Python {platform.python_version()}.",
+        table(final, rows(records)),
+        "Test accuracy (%) after each epoch:",
+        table(["sent", *range(1, args.epochs + 1)], per_epoch),
+    ]
+    put(args.output, "convergence", "\n\n".join(results))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -199,12 +179,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=SENT, help="these alone; the page then needs fp32 too")
     parser.add_argument("--data-dir", help="folder with MNIST's four files")
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "convergence", help="folder for finished runs")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "convergence.md")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "convergence.md", help="page with the marks")
 
 
 def run(args: argparse.Namespace) -> None:
     args.cache.mkdir(parents=True, exist_ok=True)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     records = {}
     for name in args.only or SENT:
         record = records[name] = record_of(name, args)

@@ -20,8 +20,8 @@ from distopt.errors import UsageError
 
 from .networks.site import Site
 from .output import write_json
-from .peers.crew import Crew, rank_command
-from .peers.lineup import Candidate, Lineup, Setup, torch_crew
+from .peers.crew import Crew
+from .peers.lineup import Candidate, Lineup, Setup, distopt_crew, torch_crew
 
 _PEERS = ("torch",)
 _OWN = "distopt"
@@ -85,9 +85,8 @@ def lines(samples: Samples) -> list[str]:
 
 
 def _crew(name: str, options: dict[str, Any]) -> tuple[Crew, Setup]:
-    if name == _OWN:
-        return Crew("kernels", rank_command(), 1), {"library": _OWN, **options}
-    crew, setup = torch_crew("kernels", Site(1))
+    own = name == _OWN
+    crew, setup = distopt_crew("kernels", Site(1), "single") if own else torch_crew("kernels", Site(1))
     return crew, {**setup, **options}
 
 

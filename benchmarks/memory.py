@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from typing import Any
 
 from distopt.cli.values import at_least
 
 from .networks.site import Site
-from .peers.lineup import Candidate, Lineup, distopt_crew, torch_crew
+from .peers.lineup import Candidate, Lineup
+from .train import crew_of
 
 FIRST_STEPS, SAMPLES = 10, 8
 PEERS = ("distopt", "torch-ddp")
@@ -29,9 +29,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    args.backend = "shm"
     for name in [args.only] if args.only else PEERS:
         with Lineup() as lineup:
-            lineup.add(name, partial(start, name, args))
+            lineup.add(name, partial(crew_of, name, Site(args.np), args))
             lineup.take_turns(1, partial(measure, args))
             lineup.report_missing()
             if lineup.missing:
@@ -39,23 +40,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def start(name: str, args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    site = Site(args.np)
-    if name == "distopt":
-        crew, setup = distopt_crew("train", site, "shm" if args.np > 1 else "single")
-    else:
-        crew, setup = torch_crew("train", site)
-    return crew, {**setup, "batch_size": args.batch_size}
-
-
 def measure(args: argparse.Namespace, candidate: Candidate, _: int) -> None:
     print(f"{candidate.name}: largest of {args.np} ranks, batch {args.batch_size}")
     print(f"{'steps':>8} {'Rss MiB':>9} {'Pss MiB':>9}")
     done = 0
-    for until in (
-        FIRST_STEPS,
-        *(FIRST_STEPS + (args.steps - FIRST_STEPS) * i // SAMPLES for i in range(1, SAMPLES + 1)),
-    ):
+    for until in [FIRST_STEPS + (args.steps - FIRST_STEPS) * i // SAMPLES for i in range(SAMPLES + 1)]:
         if until > done:
             answers = candidate.crew.ask({"steps": until - done, "warm_up": 0})
             done = until

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
             for row, options in {**SENT, **DDP}.items():
                 record = records[label][row] = measure(net, row, options, args.steps)
                 print(f"{label}: {row}: {record['steps_per_second']:.1f} steps/s", flush=True)
-    write(records, rates, args)
+    put(args.output, "network", page(records, rates, args.steps))
 
 
 def link_rate(net: TwoHosts, megabytes: int = 10) -> float:
@@ -124,27 +124,11 @@ def table(records: dict[str, dict]) -> str:
     )
 
 
-def write(records: dict[str, dict], rates: dict[str, float], args: argparse.Namespace) -> None:
-    sections = "\n\n".join(
+def page(records: dict[str, dict], rates: dict[str, float], steps: int) -> str:
+    facts = machine()
+    parts = [f"{facts['cores']} cores of {facts['processor']}; {steps} timed steps of each row."]
+    parts += [
         f"### {label}\n\nOne TCP connection carries {rates[label]:.0f} Mbit/s.\n\n{table(record)}"
         for label, record in records.items()
-    )
-    facts = machine()
-    text = f"""The reference CNN (431,080 parameters), batch size 64 per rank, with one single-threaded rank on each of two hosts. The
-hosts are network namespaces of one machine, joined by a veth pair that `tc` limits to the stated rate. distopt
-communicates through MPICH and PyTorch through Gloo, both over TCP. The machine has {facts["cores"]} cores of
-{facts["processor"]}. {args.steps} timed steps of each row follow
-{WARM_UP_STEPS} warm-up steps.
-To repeat the run and rewrite this section:
-
-```sh
-sudo .venv/bin/python -m benchmarks network --steps {args.steps}
-```
-
-"Sent per step and rank" is what distopt counts; "through the interface" also includes TCP, IP and Ethernet
-headers and acknowledgements. The sparse codecs and PowerSGD use error feedback. The partial update averages one of two
-partitions per step; the partitions differ in size.
-
-{sections}
-"""
-    put(args.output, "network", text)
+    ]
+    return "\n\n".join(parts)

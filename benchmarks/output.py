@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 from distopt.errors import DistoptError
@@ -14,15 +14,10 @@ from distopt.files import atomic_write
 ROOT = Path(__file__).parents[1]
 
 
-def announce(text: str) -> None:
-    """Report something that takes long, on stderr."""
-    print(f"# {text}", file=sys.stderr, flush=True)
-
-
 def write_json(path: Path, report: object) -> None:
-    """Write what `--json` asked for."""
+    """Write what `--json` asked for; dataclasses as dictionaries."""
     with atomic_write(path) as file:
-        file.write(json.dumps(report, indent=1).encode())
+        file.write(json.dumps(report, indent=1, default=asdict).encode())
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:

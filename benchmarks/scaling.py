@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from distopt.cli.values import at_least, byte_size, names_of, positive
 from distopt.errors import DataError, UsageError
@@ -25,20 +25,17 @@ _COLUMNS = {
     "all-reduce": {"who", "buffers", "world_size", "size_bytes", "median_seconds"},
     "train": {"who", "world_size", "batch_size", "median_seconds", "phases"},
 }
-# who, buffers, ranks
-Key: TypeAlias = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted curve and the points that it was fitted to, as (bytes, seconds)."""
+    """A fitted curve, and what it was fitted to: points (bytes, seconds, fitted / measured - 1)."""
 
+    who: str
+    buffers: str
+    world_size: int
     curve: Curve
-    points: list[tuple[int, float]]
-
-    def errors(self) -> list[float]:
-        """Relative errors: predicted time / measured time - 1."""
-        return [self.curve.time(size) / seconds - 1 for size, seconds in self.points]
+    points: list[tuple[int, float, float]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -76,16 +73,17 @@ def run(args: argparse.Namespace) -> int:
     training = _training_of(report, per_host) if report else _training_given(args)
     network = Network(Line(args.latency_us * 1e-6, 8e-9 / args.gbit), args.algorithm)
     predictions = [
-        predict(training, local.curve if local else None, network, per_host, 2**power, strategy, args.ratio)
+        predict(training, local, network, per_host, 2**power, strategy, args.ratio)
         for strategy in args.strategy
         for power in range(1, _LARGEST.bit_length())
     ]
     _print_fits(fits)
     if report and local:
-        _print_train_error(report, training, local.curve, per_host)
+        _print_train_error(report, training, local, per_host)
     _print_predictions(args, training, per_host, predictions)
     if args.json:
-        write_json(args.json, _as_json(fits, training, network, predictions))
+        result = {"training": training, "network": network, "fits": fits, "predictions": predictions}
+        write_json(args.json, {"benchmark": "model", **result})
     return 0
 
 
@@ -103,30 +101,32 @@ def _load(path: Path, benchmark: str) -> dict[str, Any]:
     return dict(report)
 
 
-def _fits(tables: list[Path]) -> dict[Key, Fit]:
-    points: dict[Key, list[tuple[int, float]]] = {}
+def _fits(tables: list[Path]) -> list[Fit]:
+    measured: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
     for path in tables:
         for row in _load(path, "all-reduce")["rows"]:
             key = row["who"], row["buffers"], row["world_size"]
-            points.setdefault(key, []).append((row["size_bytes"], row["median_seconds"]))
-    return {key: Fit(fit(measured), measured) for key, measured in points.items()}
+            measured.setdefault(key, []).append((row["size_bytes"], row["median_seconds"]))
+    fits = []
+    for key, points in measured.items():
+        curve = fit(points)
+        fits.append(Fit(*key, curve, [(size, seconds, curve.time(size) / seconds - 1) for size, seconds in points]))
+    return fits
 
 
-def _local(args: argparse.Namespace, fits: dict[Key, Fit]) -> tuple[int, Fit | None]:
-    """Ranks per host, and the fit for that number."""
-    measured = {
-        ranks: found for (who, buffers, ranks), found in fits.items() if (who, buffers) == (args.who, args.buffers)
-    }
+def _local(args: argparse.Namespace, fits: list[Fit]) -> tuple[int, Curve | None]:
+    """Ranks per host, and the curve for that number."""
     if args.per_host == 1:
         return 1, None
-    if not measured:
-        known = ", ".join(sorted({f"--who {who!r} --buffers {buffers!r}" for who, buffers, _ in fits}))
+    curves = {found.world_size: found.curve for found in fits if (found.who, found.buffers) == (args.who, args.buffers)}
+    if not curves:
+        known = ", ".join(sorted({f"--who {found.who!r} --buffers {found.buffers!r}" for found in fits}))
         raise UsageError(f"no table has --who {args.who!r} --buffers {args.buffers!r}; they have {known}")
-    per_host = args.per_host or max(measured)
-    if per_host not in measured:
-        known = ", ".join(map(str, sorted(measured)))
+    per_host = args.per_host or max(curves)
+    if per_host not in curves:
+        known = ", ".join(map(str, sorted(curves)))
         raise UsageError(f"no table has {per_host} ranks of {args.who}, {args.buffers}; they have {known}")
-    return per_host, measured[per_host]
+    return per_host, curves[per_host]
 
 
 def _training_of(report: dict[str, Any], per_host: int) -> Training:
@@ -153,17 +153,17 @@ def _training_given(args: argparse.Namespace) -> Training:
 
 
 # -- output ------------------------------------------------------------------------------------------------------
-def _print_fits(fits: dict[Key, Fit]) -> None:
+def _print_fits(fits: list[Fit]) -> None:
     print("# fits: time = latency + size / bandwidth, least squares of relative errors; error: fitted / measured - 1")
-    for (who, buffers, ranks), found in fits.items():
+    for found in fits:
         line, knee = found.curve.line, found.curve.knee_bytes
         beyond = f", beyond {knee:.0f} B {_bandwidth(found.curve.slope)}" if knee is not None else ""
         print(
-            f"# {who}, {buffers}, {ranks} ranks: latency {line.latency * 1e6:.1f} us, bandwidth "
+            f"# {found.who}, {found.buffers}, {found.world_size} ranks: latency {line.latency * 1e6:.1f} us, bandwidth "
             f"{_bandwidth(line.seconds_per_byte)}{beyond}"
         )
         print(f"#{'size (B)':>13}{'measured (us)':>15}{'fitted (us)':>13}{'error':>9}")
-        for (size, seconds), error in zip(found.points, found.errors(), strict=True):
+        for size, seconds, error in found.points:
             print(f" {size:>13}{seconds * 1e6:>15.1f}{found.curve.time(size) * 1e6:>13.1f}{error:>+9.0%}")
 
 
@@ -201,27 +201,3 @@ def _print_predictions(
             f" {found.ranks:>6}{found.hosts:>7}  {found.strategy:<12}{found.communication * 1e3:>10.2f}{step:>20}"
             f"{speed:>12.0f}{efficiency:>16}"
         )
-
-
-def _as_json(
-    fits: dict[Key, Fit], training: Training, network: Network, predictions: list[Prediction]
-) -> dict[str, Any]:
-    return {
-        "benchmark": "model",
-        "fits": [
-            {
-                "who": who,
-                "buffers": buffers,
-                "world_size": ranks,
-                **asdict(found.curve),
-                "points": [
-                    {"size_bytes": size, "measured_seconds": seconds, "error": error}
-                    for (size, seconds), error in zip(found.points, found.errors(), strict=True)
-                ],
-            }
-            for (who, buffers, ranks), found in fits.items()
-        ],
-        "training": asdict(training),
-        "network": asdict(network),
-        "predictions": [asdict(prediction) for prediction in predictions],
-    }

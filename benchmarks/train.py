@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
             for world_size in [args.np] if who == _APART else sorted({args.np, 1}, reverse=True):
                 name = f"{who} x{world_size}"
                 here = site if world_size == args.np and who != _APART else Site(world_size)
-                lineup.add(name, partial(_crew, who, here, args))
+                lineup.add(name, partial(crew_of, who, here, args))
                 results[name] = Result(who, world_size, args.batch_size)
         _print_head(args, lineup, site, facts)
         lineup.take_turns(args.turns, lambda candidate, _: _take_turn(candidate, results[candidate.name], args))
@@ -158,7 +158,8 @@ def run(args: argparse.Namespace) -> int:
     return 1 if missing or not all(result.equal for result in done.values()) else 0
 
 
-def _crew(who: str, site: Site, args: argparse.Namespace) -> tuple[Crew, Setup]:
+def crew_of(who: str, site: Site, args: argparse.Namespace) -> tuple[Crew, Setup]:
+    """The ranks of a candidate."""
     if who == _APART:
         crew, setup = distopt_crew("train", site, "single")
         setup["apart"] = True

@@ -3,10 +3,12 @@ from __future__ import annotations
 import fcntl
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from threadpoolctl import threadpool_limits
 
 from distopt import autograd
 from tests.parts import pytest_addoption, pytest_collection_modifyitems  # noqa: F401 - hooks
@@ -18,6 +20,15 @@ if TYPE_CHECKING:
 # On a machine with GPUs, too: the tests of a GPU, which are in tests/gpu, ask for one.
 os.environ.setdefault("DISTOPT_DEVICE", "cpu")
 heed_signals()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Workers share the cores: where each had a thread for every core, these would spin while they wait for others."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+    with threadpool_limits(1):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -18,11 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from distopt.errors import DistoptError
+
+from ..networks.site import Site
 
 _START_SECONDS = 60.0
 _REQUEST_SECONDS = 600.0
@@ -60,11 +62,10 @@ class Crew:
     Args:
         module: module of the `ranks` package that answers the requests.
         rank: the command that runs one rank, see `rank_command`.
-        world_size: number of ranks.
+        site: where the ranks run. If they cannot reach this process by a Unix socket, they must be able to resolve this
+            host's name.
         launcher: command to put in front of it (see `Site.by_mpi`); if empty, the ranks are started one by one.
-        env: environment variables to add for the ranks.
-        place: makes the command of one of several ranks, by number, that which starts it where it is to run.
-        by_tcp: whether ranks run on other hosts, which must be able to resolve this one's name.
+        env: environment variables to add for the ranks, besides those of the site.
 
     Attributes:
         folder: temporary folder of this crew.
@@ -74,34 +75,31 @@ class Crew:
         self,
         module: str,
         rank: Sequence[str],
-        world_size: int,
+        site: Site,
         launcher: Sequence[str] = (),
         env: dict[str, str] | None = None,
-        place: Callable[[int, list[str]], list[str]] | None = None,
-        *,
-        by_tcp: bool = False,
     ) -> None:
-        self._world_size = world_size
+        self._world_size = site.world_size
         self._folder = tempfile.TemporaryDirectory(prefix="distopt-bench-")
         self.folder = Path(self._folder.name)
-        self._token = secrets.token_hex(16) if by_tcp else ""
-        self._listener = socket.create_server(("", 0)) if by_tcp else socket.socket(socket.AF_UNIX)
-        if by_tcp:
+        self._token = secrets.token_hex(16) if site.by_tcp else ""
+        self._listener = socket.create_server(("", 0)) if site.by_tcp else socket.socket(socket.AF_UNIX)
+        if site.by_tcp:
             self._address = f"{self._token}@{socket.gethostname()}:{self._listener.getsockname()[1]}"
         else:
             self._address = str(self.folder / "socket")
             self._listener.bind(self._address)
 
         def words(number: int) -> list[str]:
-            return [*rank, module, self._address, str(number), str(world_size)]
+            return [*rank, module, self._address, str(number), str(site.world_size)]
 
         if launcher:
             self._commands = [[*launcher, *words(-1)]]
         else:
-            numbers = range(world_size)
-            self._commands = [place(number, words(number)) if place else words(number) for number in numbers]
+            self._commands = [site.by_hand(number, words(number)) for number in range(site.world_size)]
         # One thread per rank, so that all candidates have the same resources.
-        self._env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **(env or {})}
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._env = {**os.environ, **threads, **site.variables, **(env or {})}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lines: list[tuple[socket.socket, TextIO]] = []
 

@@ -17,8 +17,6 @@ from pathlib import Path
 from distopt.errors import MissingDependencyError
 from distopt.files import atomic_write, file_lock
 
-from ..output import announce
-
 _INSTALL_SECONDS = 1800.0
 
 
@@ -58,7 +56,7 @@ class Environment:
         with file_lock(self.folder.with_name(f"{self.folder.name}.lock")):
             if ready.exists():
                 return
-            announce(f"preparing {self.folder}: pip install {' '.join(self.requirements)}")
+            print(f"# preparing {self.folder}: pip install {' '.join(self.requirements)}", file=sys.stderr, flush=True)
             shutil.rmtree(self.folder, ignore_errors=True)  # left by an interrupted run
             _run([sys.executable, "-m", "venv", str(self.folder)])
             _run([self.program("python"), "-m", "pip", "install", "--quiet", *self.requirements])

@@ -100,7 +100,7 @@ def distopt_crew(module: str, site: Site, backend: str) -> tuple[Crew, Setup]:
     """
     launcher = _own_launcher(site) if backend in BETWEEN_HOSTS else []
     setup = {"library": "distopt", "backend": backend, "secret": secrets.token_hex(16)}
-    return Crew(module, rank_command(), site.world_size, launcher, _variables(site), by_tcp=site.by_tcp), setup
+    return Crew(module, rank_command(), site, launcher, _as_root()), setup
 
 
 def mpi_crew(module: str, site: Site, name: str) -> tuple[Crew, Setup]:
@@ -113,8 +113,7 @@ def mpi_crew(module: str, site: Site, name: str) -> tuple[Crew, Setup]:
     environment.prepare()
     launcher = site.by_mpi(environment.program("mpiexec"), open_mpi=name == "openmpi")
     rank = rank_command(environment.program("python"))
-    crew = Crew(module, rank, site.world_size, launcher, _variables(site), by_tcp=site.by_tcp)
-    return crew, {"library": "mpi"}
+    return Crew(module, rank, site, launcher, _as_root()), {"library": "mpi"}
 
 
 def torch_crew(
@@ -135,9 +134,8 @@ def torch_crew(
         environment = ENVIRONMENTS["torch"]
         environment.prepare()
         rank = rank_command(environment.program("python"))
-    added = {**_variables(site), **(variables or {})}
     launcher = [] if site.hand_started else _own_launcher(site)
-    crew = Crew(module, rank, site.world_size, launcher, env=added, place=site.by_hand, by_tcp=site.by_tcp)
+    crew = Crew(module, rank, site, launcher, env=_as_root() | (variables or {}))
     return crew, {"library": "torch", "group": group, **site.meeting()}
 
 
@@ -149,6 +147,6 @@ def _own_launcher(site: Site) -> list[str]:
     return site.by_mpi(path, open_mpi="Open MPI" in version)
 
 
-def _variables(site: Site) -> dict[str, str]:
+def _as_root() -> dict[str, str]:
     # Open MPI refuses to run as root, the usual user in a container, unless two variables are set.
-    return {**site.variables, **(_OPEN_MPI_AS_ROOT if os.geteuid() == 0 else {})}
+    return _OPEN_MPI_AS_ROOT if os.geteuid() == 0 else {}

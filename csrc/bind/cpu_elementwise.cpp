@@ -201,7 +201,7 @@ void adagrad(Dense<T> param, Dense<const T> grad, Dense<T> history, double lr, d
 }
 
 template <class T>
-void bind_all(nb::module_& m) {
+void bind_elementwise(nb::module_& m) {
   using K = ElementwiseTable<T>;
   define(m, "linear", &linear<T>, {"x", "w", "b", "y", "relu"});
   define(m, "linear_backward", &linear_backward<T>, {"dy", "y", "x", "w", "dw", "db", "dx"});
@@ -227,8 +227,8 @@ void bind_all(nb::module_& m) {
 }  // namespace
 
 void bind_cpu_elementwise(nb::module_& m) {
-  bind_all<float>(m);
-  bind_all<double>(m);
+  bind_elementwise<float>(m);
+  bind_elementwise<double>(m);
 }
 
 }  // namespace distopt

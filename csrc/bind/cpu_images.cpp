@@ -152,7 +152,7 @@ void avg_pool2d_backward(Array<const T, 4> dy, Array<T, 4> dx, Pair kernel, Pair
 }
 
 template <class T>
-void bind_all(nb::module_& m) {
+void bind_images(nb::module_& m) {
   define(m, "conv2d", &conv2d<T>, {"x", "w", "b", "y", "stride", "relu", "pooling"});
   define(m, "conv2d_backward", &conv2d_backward<T>, {"dy", "y", "x", "w", "dw", "db", "dx", "stride", "pooling"});
   define(m, "max_pool2d", &max_pool2d<T>, {"x", "y", "taken", "kernel", "stride", "padding"});
@@ -164,8 +164,8 @@ void bind_all(nb::module_& m) {
 }  // namespace
 
 void bind_cpu_images(nb::module_& m) {
-  bind_all<float>(m);
-  bind_all<double>(m);
+  bind_images<float>(m);
+  bind_images<double>(m);
 }
 
 }  // namespace distopt

@@ -118,6 +118,7 @@ def stall_behind_polls(job: LocalJob, polled: str) -> tuple[str, list[int]]:
     return caught or ("", [])
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("polled", ["message", "collective"])
 def test_a_rank_that_polls_is_not_to_blame(polled: str) -> None:
     text, blamed = run_ranks_ok(stall_behind_polls, 3, polled)[0]

@@ -120,6 +120,7 @@ def stall(job: LocalJob) -> list[str]:
     return [*records, str(info.value)]
 
 
+@pytest.mark.slow
 def test_a_stalled_peer_is_named_first_in_a_warning_then_in_an_error() -> None:
     warning, error = run_ranks_ok(stall, 3)[0]
     for text in (warning, error):

@@ -49,7 +49,7 @@ def check(trial: Trial, request: pytest.FixtureRequest) -> None:
     assert not outcome.faults, outcome.output
 
 
-@pytest.mark.slow(kept=3)
+@pytest.mark.slow(kept=1)
 @pytest.mark.sweep(rest=10)
 @pytest.mark.parametrize("trial", matrix(), ids=str)
 def test_fault(trial: Trial, request) -> None:
@@ -94,6 +94,7 @@ def test_a_job_without_a_fault_is_not_taken_for_one_that_ends(tmp_path):
     assert "no fault came" in outcome.faults
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_mount(), reason="mounting a full /dev/shm takes privileges")
 def test_full_dev_shm_does_not_matter(tmp_path) -> None:
     script = [sys.executable, "-m", "tests.faults.job", "main", "none", "between", "2", "-1", "0", str(tmp_path)]

@@ -17,7 +17,10 @@ from tests.fuzz.search import search
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("family", [communicators, codecs, operations], ids=lambda family: family.__name__[11:])
+RANKS_START = pytest.param(communicators, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("family", [RANKS_START, codecs, operations], ids=lambda family: family.__name__[11:])
 def test_random_programs(family, monkeypatch, caplog):
     caplog.set_level(logging.ERROR, "distopt")  # as codecs.py does; at the end it is what it was before
     monkeypatch.setattr(communicators, "PROGRAMS", communicators.programs([("shm", 2), ("small", 3)]))
@@ -25,12 +28,13 @@ def test_random_programs(family, monkeypatch, caplog):
         for backend, ranks in (("shm", 2), ("small", 3)):
             members = {"world": tuple(range(ranks))}
             communicators.run(communicators.Program(backend, "int32", False, members, 0, ()))
-    found = search(family, 35, 3.0)
+    found = search(family, 35, 1.5)
     communicators.close()
     assert found.program is None, found.script(family)
     assert found.programs > 3
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_is_found_and_shrinks_to_a_script(monkeypatch):
     right = operations.OPERATIONS["relu"][1]
     monkeypatch.setitem(operations.OPERATIONS, "relu", (lambda a, *_: a + 0.0, right))

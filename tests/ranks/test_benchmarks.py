@@ -35,7 +35,7 @@ SHORT = {
     "checks": "--rounds 1",
     "checkpoint": "--pairs 1 --every 2 --data-dir {digits}",
     "convergence": "--epochs 1 --batch-size 32 --only fp32 half partial topk1-bare --data-dir {digits} --cache {cache} "
-    "--output {convergence}",
+    "--output {page}",
     "memory": "--steps 20 --batch-size 2 --only distopt",
     "step-profile": "--steps 5 --batch-size 4",
     "gpu": "--elements 1000 --selected-from 1000 --write {page}",
@@ -68,8 +68,8 @@ def files(tmp_path_factory) -> dict[str, Path]:
         (digits / f"{name}-images-idx3-ubyte").write_bytes(idx.encode(images[:, 0]))
         (digits / f"{name}-labels-idx1-ubyte").write_bytes(idx.encode(labels.astype(np.uint8)))
     page = folder / "page.md"
-    page.write_text("".join((ROOT / "docs" / name).read_text() for name in ("network.md", "gpu.md")))
-    names = {"table": "table.json", "results": "results.json", "cache": "cache", "convergence": "convergence.md"}
+    page.write_text("".join((ROOT / "docs" / name).read_text() for name in ("network.md", "gpu.md", "convergence.md")))
+    names = {"table": "table.json", "results": "results.json", "cache": "cache"}
     return {"digits": digits, "page": page, **{name: folder / file for name, file in names.items()}}
 
 

@@ -169,7 +169,7 @@ def refused(optimizer) -> dict[str, np.ndarray]:
     return {}
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.sweep(rest=4)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("body", [by_hand, wide_sums, updates, refused])

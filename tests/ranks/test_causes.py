@@ -92,6 +92,7 @@ def test_of_ranks_that_all_raise_the_first_that_has_ended_is_the_cause(tmp_path,
     assert re.fullmatch(rf"distopt run: rank {n - 1} on {re.escape(HERE)} \(pid \d+\) {RAISED} {n - 1}", line)
 
 
+@pytest.mark.slow
 def test_of_ranks_that_all_raise_the_first_is_the_cause_of_a_restart(tmp_path):
     run, script = command(tmp_path, ALL_RAISE, "--nproc-per-node", "2", "--max-restarts", "1")
     ended = Program([*run, *script, "foreign"]).end()
@@ -174,6 +175,7 @@ def test_a_storm_of_signals_ends_the_job_and_leaves_nothing(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_storm_of_signals_does_not_end_ranks_that_handle_them(tmp_path):
     text = (
         "import signal, time\n"
@@ -191,6 +193,7 @@ def test_a_storm_of_signals_does_not_end_ranks_that_handle_them(tmp_path):
     assert sorted(ended.stdout.splitlines()) == ["[rank 1] done", "done"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_storm_of_signals_to_a_script_that_starts_its_ranks(tmp_path, signum):
     script = tmp_path / "script.py"

@@ -57,7 +57,7 @@ def stopped_and_resumed(optimizer, folder: str, strategies: list[str], options: 
     return {"steps": np.array(steps)}
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_strategy_goes_on_to_the_bit(tmp_path, world_size):
     ranks = on_ranks(tmp_path, world_size, stopped_and_resumed, str(tmp_path), STRATEGIES, {})

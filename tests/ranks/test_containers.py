@@ -136,6 +136,7 @@ def test_ranks_of_distopt_run_on_two_hosts(container, memories, net, tmp_path):
     assert_said(ended)
 
 
+@pytest.mark.slow
 @each_container
 def test_ranks_of_mpiexec_on_two_hosts(container, memory, net):
     command = memory + net.mpiexec(2, [*CONTAINERS[container], sys.executable, SCRIPT])

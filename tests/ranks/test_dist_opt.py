@@ -109,6 +109,7 @@ def test_ranks_follow_one_process(tmp_path, world_size, step):
     np.testing.assert_array_equal(ranks[0].view(np.int32), again[0].view(np.int32))
 
 
+@pytest.mark.slow
 def test_parameters_of_rank_0_reach_all_ranks(tmp_path):
     ranks = histories(tmp_path / "a", 3, call, seed_step=1)  # each rank draws other initial parameters
     np.testing.assert_array_equal(ranks[0].view(np.int32), ranks[2].view(np.int32))
@@ -122,6 +123,7 @@ def other_model(rank: int, world_size: int, ticket) -> None:
     net.compile([tensor.from_numpy(batch(0, 4)[0])], is_train=True)
 
 
+@pytest.mark.slow
 def test_another_model_on_one_rank_is_named():
     with pytest.raises(RankFailedError, match=r"rank 1 .* trains another model .*linear1.W of shape \[33, 65\]"):
         launch.spawn(other_model, 3, (singa_wrap.NcclIdHolder(),))

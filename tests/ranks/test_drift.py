@@ -216,6 +216,7 @@ def spoil(create, odd, what, way):
         trainer.train(number)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(rest=16)
 @two_and_three
 @pytest.mark.parametrize("way", EQUAL)
@@ -285,6 +286,7 @@ def allowed(create, odd, what):
 ALLOWED = ["partial", "partial, then all", "unchecked", "all change", "all change rule", "all load"]
 
 
+@pytest.mark.slow
 @two_and_three
 @pytest.mark.parametrize("what", ALLOWED)
 def test_what_all_ranks_do_alike_and_partial_updates_are_no_drift(ends, what, world_size):
@@ -352,7 +354,7 @@ MPI = {
 }
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.sweep(rest=3)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("case", MPI)

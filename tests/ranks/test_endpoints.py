@@ -137,6 +137,7 @@ class SlowWay:
                 ready.notify()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.05, 1.2])
 def test_a_node_far_away_joins(port, seconds):
     way = SlowWay(port, seconds)
@@ -177,6 +178,7 @@ def test_nodes_meet_though_a_fifth_of_the_packets_is_lost(net):
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_rank_0_does_not_lose_itself():
     """What it has started, to hear of the other ranks, is killed."""
     programs = [Program([sys.executable, SCRIPT, "stay"], slurm(rank, 2, "here", 1)) for rank in range(2)]

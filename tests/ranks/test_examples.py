@@ -123,7 +123,7 @@ def test_batch_larger_than_a_shard(run, digits):
     assert_one_line(run("--data-dir", str(digits), "-b", "193"), "193", "use batch_size 192 or less")
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @BOTH
 def test_missing_data(run, tmp_path):
     assert_one_line(run("--data-dir", str(tmp_path / "nowhere")), str(tmp_path / "nowhere"))
@@ -140,6 +140,7 @@ def test_damaged_data(damage, digits, tmp_path):
     assert_one_line(multiprocess("--data-dir", str(tmp_path)), "train-images-idx3-ubyte")
 
 
+@pytest.mark.slow
 def test_mpiexec_without_mpi4py(digits, tmp_path):
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py/__init__.py").write_text("raise ModuleNotFoundError('No module named mpi4py')\n")

@@ -160,7 +160,7 @@ def check(gpus: list[dict[str, np.ndarray]], cpus: list[dict[str, np.ndarray]]) 
                 assert_equal_bits(gpus, key)
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_strategy_ends_as_on_the_cpu(tmp_path, world_size):
     (tmp_path / "cpu").mkdir()
@@ -177,6 +177,7 @@ def test_other_ways_end_as_on_the_cpu(tmp_path, body):
     check(gpus, on_ranks(tmp_path / "cpu", 2, body))
 
 
+@pytest.mark.slow
 def test_two_ranks_with_one_gpu_train_on_the_cpu(tmp_path, capfd):
     build.build()
     (tmp_path / "cpu").mkdir()

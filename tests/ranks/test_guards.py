@@ -268,6 +268,7 @@ def test_an_exception_after_the_last_bucket_is_a_mismatch_in_the_next_step(tmp_p
         on_ranks(tmp_path, 2, interrupted_late)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_an_interrupted_step_leaves_an_optimizer_that_trains_on(tmp_path, world_size):
     ranks = on_ranks(tmp_path, world_size, interrupted)

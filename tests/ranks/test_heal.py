@@ -34,6 +34,7 @@ def undisturbed(*commands: list[str]) -> list[str]:
     return Job(*without_heal(commands)).end()
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("folder", [False, True])
 def test_killed_and_stopped_ranks_and_a_killed_fork_server(start, tmp_path, folder):
     command = [*RUN, "--heal", *JOB, "--steps", "600"]

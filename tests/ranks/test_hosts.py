@@ -23,6 +23,7 @@ def test_sum_is_that_of_the_flat_communicator_and_has_the_same_bits_everywhere(n
     assert len({digest for *_, digest in told}) == 1
 
 
+@pytest.mark.slow
 def test_killed_rank_ends_the_job_on_both_hosts(net):
     started = time.monotonic()
     assert Program(net.mpiexec(2, [sys.executable, SCRIPT, "SIGKILL"])).end().code != 0

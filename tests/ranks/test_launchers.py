@@ -47,7 +47,7 @@ def said(stdout: str) -> list[str]:
     return sorted(re.findall(r"^rank .*$", stdout, re.MULTILINE))
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @needs_torchrun
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_torchrun_on_one_host_needs_no_mpi(n):

@@ -123,6 +123,7 @@ def test_no_file_remains_of_a_rank_that_is_ended_around_the_end_of_mpi_init(net,
     assert [path.name for path in memory.iterdir()] == []
 
 
+@pytest.mark.slow
 def test_no_file_remains_of_an_mpi_init_that_misses_a_rank(memory, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(EARLY_END)

@@ -88,6 +88,7 @@ def test_too_few_processes(few_processes, launcher):
     assert re.search(r"pids\.max|ulimit -u", ended.stderr)
 
 
+@pytest.mark.slow
 def test_too_small_files(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LARGE)

@@ -85,6 +85,7 @@ def test_after_an_outage_a_job_goes_on_or_says_why_it_has_ended(net, seconds):
     assert_goes_on_or_says_why(programs, 3.0)
 
 
+@pytest.mark.slow
 def test_a_job_survives_an_outage_of_a_second(net):
     programs = job(net)
     net.cut(silently=False)

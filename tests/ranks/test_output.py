@@ -113,6 +113,7 @@ def test_a_signal_ends_a_job_whose_output_nobody_reads(tmp_path, folder, how, si
     assert wait_for_the_end(program) in (128 + signum, last)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_job_whose_output_nobody_reads_get_its_preemption(tmp_path, folder):
     program = chatter(tmp_path, folder)
     program.process.send_signal(signal.SIGUSR1)
@@ -125,6 +126,7 @@ def test_ranks_of_a_job_whose_output_nobody_reads_get_its_preemption(tmp_path, f
     assert saved == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_ranks_of_a_job_whose_output_nobody_reads_may_write_while_they_save(tmp_path, folder):
     program = chatter(tmp_path, folder, text=SAVER)
     program.process.send_signal(signal.SIGTERM)
@@ -132,6 +134,7 @@ def test_ranks_of_a_job_whose_output_nobody_reads_may_write_while_they_save(tmp_
     assert sorted(path.name for path in folder.iterdir()) == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_a_failed_rank_ends_a_job_whose_output_nobody_reads(tmp_path, folder):
     program = chatter(tmp_path, folder)
     ranks = [
@@ -141,6 +144,7 @@ def test_a_failed_rank_ends_a_job_whose_output_nobody_reads(tmp_path, folder):
     assert wait_for_the_end(program) == 137
 
 
+@pytest.mark.slow
 def test_a_slow_reader_gets_every_line(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("for i in range(20_000): print(f'{i} ' + 'x' * 50)\n")
@@ -174,6 +178,7 @@ def test_a_job_goes_on_whose_output_finds_no_room(tmp_path, folder, stream):
         assert any(re.search(r"\b120 lines\b", line) for line in notices), notices
 
 
+@pytest.mark.slow
 def test_log_files_are_whole_though_what_is_shown_finds_no_room(tmp_path, folder):
     script = tmp_path / "script.py"
     script.write_text(QUIET)

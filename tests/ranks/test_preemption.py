@@ -64,6 +64,7 @@ def test_spawned_ranks_leave_together_and_end_like_an_undisturbed_job(tmp_path):
         assert_same_bits(one, other, "preempted twice")
 
 
+@pytest.mark.slow
 def test_mpiexec_passes_the_signal_on_and_gives_its_code(tmp_path):
     launcher = mpiexec_command(2)
     ended = preempted(tmp_path, launcher, "launcher", signal.SIGUSR1)

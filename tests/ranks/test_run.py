@@ -115,6 +115,7 @@ def test_one_death_ends_all_and_is_told_in_one_line(script, how, code, text):
     assert re.fullmatch(rf"distopt run: rank 2 on {re.escape(HOST)} \(pid \d+\) {re.escape(text)}", told[0])
 
 
+@pytest.mark.slow
 def test_deaf_ranks_are_killed_soon():
     program = start(2, SCRIPT, "deaf")
     line, _ = program.read_lines(2)
@@ -152,6 +153,7 @@ def test_interrupt_of_main_is_one_line():
     assert (ended.code, ended.stderr) == (130, "distopt run: SIGINT: all 2 ranks have ended\n")
 
 
+@pytest.mark.slow
 def test_signals_reach_ranks_that_save_their_states(tmp_path):
     program = start(2, SCRIPT, "save", str(tmp_path))
     program.read_lines(2)

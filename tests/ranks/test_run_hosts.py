@@ -107,6 +107,7 @@ def test_a_lost_agent_takes_all_with_it(net, lost):
     assert told(ended[1 - lost]) == [f"distopt run: {expected}"]
 
 
+@pytest.mark.slow
 def test_a_cut_link_ends_both_hosts_within_10_seconds(net):
     del net  # it shall stay whole; if there is one, there can be two
     with two_hosts("cut") as other:

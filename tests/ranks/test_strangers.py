@@ -64,6 +64,7 @@ def names_of_job(env: dict[str, str], *, listening: bool) -> list[str]:
         program.process.communicate()
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes privileges")
 @pytest.mark.parametrize("names", ["the abstract name on which rank 0 listens", "all abstract names of rank 0"])
 def test_names_that_another_user_has_taken_are_told_and_others_are_used(names):
@@ -115,6 +116,7 @@ def port():
         return probe.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_a_flood_of_silent_connections_does_not_keep_nodes_from_meeting(port):
     """More of them than a gate hears side by side."""
     run = [sys.executable, "-m", "distopt", "run", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}"]

@@ -89,7 +89,7 @@ def test_every_strategy_trains_with_equal_parameters(tmp_path, world_size):
     check_every_strategy(on_ranks(tmp_path, world_size, every_strategy))
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("mpi4py") is None, reason="needs mpi4py")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_strategy_over_mpi(tmp_path, world_size):

@@ -106,6 +106,7 @@ def joined(optimizer) -> dict[str, np.ndarray]:
     return {"parameters": parameters(net)}
 
 
+@pytest.mark.slow
 def test_ranks_may_run_out_of_data_between_updates(tmp_path):
     assert_equal_bits(on_ranks(tmp_path, 3, joined), "parameters")
 
@@ -135,7 +136,7 @@ def clipped(optimizer) -> dict[str, np.ndarray]:
     return results
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @WORLDS
 def test_the_mean_is_clipped_alike_on_all_ranks(tmp_path, world_size):
     ranks = on_ranks(tmp_path, world_size, clipped)

@@ -112,6 +112,7 @@ def check_mismatch(stdout: str, how: str) -> None:
             assert re.search(rf"rank {rank}( on \S+)? \([^)]*\) (is in|in|called) {call}", line), line
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize(
     ("how", "code", "last"),

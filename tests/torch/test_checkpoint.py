@@ -201,6 +201,7 @@ def test_optimizers_and_generators_go_on(tmp_path, kind):
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_model_goes_by_its_own_names_inside_ddp_and_compile_and_is_loaded_alone(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -105,7 +105,7 @@ def test_one_rank_needs_no_launcher(env: dict[str, str]) -> None:
     assert len(digits_of(said)) == 2 * (2 * STEPS + 1) + 1
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["distopt", "gloo"])
 def test_a_job_that_was_killed_or_preempted_ends_with_the_same_digits(

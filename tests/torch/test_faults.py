@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trials", ["1", pytest.param("8", marks=[pytest.mark.slow, pytest.mark.sweep])])
 def test_failures_are_named(trials: str) -> None:
     ended = subprocess.run(

@@ -69,7 +69,7 @@ WAYS = {
 }
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_line_typed_on_both_hosts_starts_all_ranks(net: TwoHosts, way: str, tmp_path: Path) -> None:
     known = tmp_path / "hosts"

@@ -21,7 +21,7 @@ from benchmarks.peers.crew import Crew, CrewError, rank_command
 from benchmarks.peers.environments import Environment
 from benchmarks.peers.lineup import Candidate, Lineup, distopt_crew, mpi_crew, torch_crew
 from benchmarks.peers.ranks.all_reduce import measure
-from benchmarks.peers.ranks.pattern import PERIOD, Pattern, max_calls
+from benchmarks.peers.ranks.pattern import PERIOD, Pattern
 from benchmarks.peers.ranks.transports import COLLECTIVES, Call, Transport
 from distopt.cli.bench import HEADER, Row, heading, size_range
 from distopt.cli.values import byte_size
@@ -114,39 +114,23 @@ def all_reduce_slowly(arrays, dtype):
     return total
 
 
-@pytest.mark.slow(kept=3)
-@pytest.mark.parametrize("world_size", [2, 3, 4, 16])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int32", "int64"])
-def test_the_pattern_survives_as_many_sums_as_it_says(dtype, world_size):
-    count = PERIOD + 7
-    arrays = [np.zeros(count, "uint16" if dtype == "bfloat16" else dtype) for _ in range(world_size)]
-    patterns = [Pattern(dtype, rank, world_size) for rank in range(world_size)]
-    for pattern, array in zip(patterns, arrays, strict=True):
-        pattern.fill(array)
-    assert not np.array_equal(arrays[0], arrays[1])
-    calls = min(max_calls(dtype, world_size), 130)
-    assert calls >= 5
-    for call in range(1, calls + 1):
-        arrays = [all_reduce_slowly(arrays, dtype)] * world_size
-        assert patterns[0].wrong(arrays[0], call) == 0
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32"])
+@pytest.mark.parametrize("world_size", [2, 3, 16])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int32", "int8", "bool"])
 def test_wrong_elements_are_counted(dtype, world_size):
     count = 2 * PERIOD + 1
     patterns = [Pattern(dtype, rank, world_size) for rank in range(world_size)]
     arrays = [np.zeros(count, "uint16" if dtype == "bfloat16" else dtype) for _ in range(world_size)]
     for pattern, array in zip(patterns, arrays, strict=True):
         pattern.fill(array)
+    assert dtype == "bool" or not np.array_equal(arrays[0], arrays[1])
     total = all_reduce_slowly(arrays, dtype)
+    assert patterns[0].wrong(total) == 0
     total[[0, PERIOD - 1, PERIOD, count - 1]] = 0
-    assert patterns[0].wrong(total, 1) == 4
-    assert patterns[0].wrong(total, 2) == count
-    assert patterns[0].wrong(arrays[0], 1) == count
+    assert patterns[0].wrong(total) == 4
+    assert dtype == "bool" or patterns[0].wrong(arrays[0]) > 0.9 * count
     if np.issubdtype(total.dtype, np.floating):
         total[5] = np.nan
-        assert patterns[0].wrong(total, 1) == 5
+        assert patterns[0].wrong(total) == 5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
@@ -160,8 +144,8 @@ def test_the_data_of_one_rank_and_the_parts_of_a_sum(dtype):
     assert patterns[2].strange(arrays[0], 1) > count / 2
     total = all_reduce_slowly(arrays, dtype)
     parts = np.split(total, 4)
-    assert [patterns[0].wrong(part, 1, first=part.size * i) for i, part in enumerate(parts)] == [0] * 4
-    assert patterns[0].wrong(parts[1], 1) > count / 8
+    assert [patterns[0].wrong(part, first=part.size * i) for i, part in enumerate(parts)] == [0] * 4
+    assert patterns[0].wrong(parts[1]) > count / 8
     arrays[1][[3, PERIOD]] = 0
     assert patterns[0].strange(arrays[1], 1) == 2
 
@@ -217,7 +201,7 @@ for text in line.makefile():
 
 
 def echo(code=ECHO, world_size=3):
-    return Crew("none", [sys.executable, "-c", code], world_size)
+    return Crew("none", [sys.executable, "-c", code], Site(world_size))
 
 
 def gone(pid):
@@ -265,7 +249,7 @@ def test_a_rank_that_fails_gives_a_reason_and_ends_the_crew(monkeypatch, request
     ],
 )
 def test_a_crew_that_does_not_come_up(command, message):
-    crew = Crew("none", command, 2)
+    crew = Crew("none", command, Site(2))
     with pytest.raises(CrewError, match=message):
         crew.__enter__()
     assert not crew.folder.exists()
@@ -278,7 +262,7 @@ def test_a_crew_that_never_comes(monkeypatch):
 
 
 def test_an_unknown_transport_is_a_reason():
-    with Crew("all_reduce", rank_command(), 2) as crew, pytest.raises(CrewError, match="KeyError: 'telegraph'"):
+    with Crew("all_reduce", rank_command(), Site(2)) as crew, pytest.raises(CrewError, match="KeyError: 'telegraph'"):
         crew.ask({"library": "telegraph"})
 
 
@@ -413,15 +397,15 @@ class Lazy(Transport):
 
 
 @pytest.mark.parametrize(
-    ("collective", "wrong"), [("all_reduce", 300), ("all_gather", 300), ("reduce_scatter", 150), ("broadcast", 200)]
+    ("collective", "wrong"), [("all_reduce", 200), ("all_gather", 200), ("reduce_scatter", 100), ("broadcast", 100)]
 )
 def test_a_collective_that_moves_nothing_is_wrong(collective, wrong):
     request = {"collective": collective, "buffers": "", "count": 100, "capacity": 100, "dtype": "int32"}
     lazy = Lazy()
     answer = measure(lazy, 2, {**request, "calls": 2, "samples": 2, "warm_up": 1})
-    # Of three broadcasts, the one from rank 1 leaves that rank's own data as they are; some elements are equal.
+    # The broadcast from rank 1 leaves that rank's own data as they are; some elements are equal.
     assert 0.9 * wrong < answer["wrong"] <= wrong
-    assert lazy.roots == [0, 1, 1, 0, 0, 1]
+    assert lazy.roots == [0, 1, *(0, 1), *(1, 0), *(0, 1)]  # checked, then timed
 
 
 @pytest.mark.slow
@@ -481,7 +465,9 @@ def test_strangers_are_no_ranks():
     join += "s = socket.create_connection((h, p)); s.sendall(b'x' * 32); assert s.recv(1) == b''\n"
     join += "s = socket.create_connection((h, p)); s.sendall(t.encode()); s.recv(99)\n"
     join += "s.sendall(b'{\"rank\": 0}\\n'); s.recv(1)"
-    with Crew("none", [sys.executable, "-c", join], 1, by_tcp=True) as crew:
+    site = Site(1)
+    site.by_tcp = True
+    with Crew("none", [sys.executable, "-c", join], site) as crew:
         assert crew.ask({}) == [{"rank": 0}]
 
 
@@ -499,7 +485,7 @@ def test_the_ranks_of_peers(library):
     launcher = own_mpiexec() if library == "mpi" else []
     if library == "torch":
         pytest.importorskip("torch")
-    with Crew("all_reduce", rank_command(), 2, launcher, lineup._variables(Site(2))) as crew:
+    with Crew("all_reduce", rank_command(), Site(2), launcher, lineup._as_root()) as crew:
         hello = crew.ask({"library": library, "folder": str(crew.folder)})
         assert [answer["rank"] for answer in hello] == [0, 1]
         request = {"count": 1000, "capacity": 2000, "dtype": "int32", "calls": 3, "samples": 2, "warm_up": 1}
@@ -516,7 +502,7 @@ def test_the_ranks_of_peers(library):
 def test_the_other_ranks_of_torch(module):
     pytest.importorskip("torch")
     world_size = 2 if module == "train" else 1
-    with Crew(module, rank_command(), world_size) as crew:
+    with Crew(module, rank_command(), Site(world_size)) as crew:
         hello = crew.ask({"library": "torch", "folder": str(crew.folder), "batch_size": 4, "count": 900, "k": 9})
         if module == "train":
             assert hello[0]["gradient_count"] == 431_080
@@ -547,6 +533,7 @@ def test_what_is_missing_or_wrong_changes_the_exit_code(monkeypatch, capsys, she
     assert {line.split()[-2] for line in out.splitlines() if not line.startswith("#")} == {"5"}
 
 
+@pytest.mark.slow
 def test_a_candidate_that_dies_is_dropped_and_the_others_go_on(monkeypatch, capsys):
     real = all_reduce._ask
 

@@ -164,11 +164,12 @@ def test_every_point_has_its_error(tmp_path, capsys):
     assert code == 0
     report = json.loads(out.read_text())
     (found,) = report["fits"]
-    assert [point["size_bytes"] for point in found["points"]] == SIZES
-    line = Line(**found["line"])
-    for point in found["points"]:
-        assert point["error"] == pytest.approx(line.time(point["size_bytes"]) / point["measured_seconds"] - 1)
-    assert min(point["error"] for point in found["points"]) == found["points"][3]["error"] < -0.3
+    sizes, _, errors = zip(*found["points"], strict=True)
+    assert [*sizes] == SIZES
+    line = Line(**found["curve"]["line"])
+    for size, seconds, error in found["points"]:
+        assert error == pytest.approx(line.time(size) / seconds - 1)
+    assert min(errors) == errors[3] < -0.3
     assert [entry["ranks"] for entry in report["predictions"]] == [2**power for power in range(1, 11)] * 3
     lines = [line.split() for line in text.splitlines() if not line.startswith("#")]
     assert len(lines) == len(SIZES) + 30
@@ -215,6 +216,7 @@ def test_what_cannot_be_used_is_one_line(tmp_path, monkeypatch, capsys, words, c
     assert message in err
 
 
+@pytest.mark.slow
 def test_the_fit_of_what_bench_writes(tmp_path, capsys):
     path = tmp_path / "a.json"
     assert main(["all-reduce", "-b", "1K", "-e", "16K", "-n", "2", "--json", str(path)]) == 0

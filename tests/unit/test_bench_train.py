@@ -108,7 +108,7 @@ def test_default_and_tuned_peers(peers, tmp_path, capsys):
 def test_only_tuned_peers_keep_freed_memory(who, monkeypatch):
     monkeypatch.setattr(Environment, "prepare", lambda *_: None)
     monkeypatch.setattr(lineup, "Crew", lambda *_, env, **__: env)
-    env, _ = train._crew(who, Site(1), argparse.Namespace(batch_size=4))
+    env, _ = train.crew_of(who, Site(1), argparse.Namespace(batch_size=4))
     if who == "torch-ddp":
         assert not any(name.startswith("MALLOC") for name in env)
     else:

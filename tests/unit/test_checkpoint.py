@@ -799,6 +799,7 @@ Checkpoint(sys.argv[1], own=np.zeros(1)).resume()
 """
 
 
+@pytest.mark.slow
 def test_two_jobs_do_not_write_to_one_folder(tmp_path):
     command = [sys.executable, "-c", OTHER_JOB, str(tmp_path)]
     with Checkpoint(tmp_path, own=np.zeros(1)) as saver:

@@ -61,6 +61,7 @@ def test_what_a_rank_does_not_say_differs():
         check_same_environment(Told([None, b"{}"]), environment("mpi"))
 
 
+@pytest.mark.slow
 @given(st.one_of(st.binary(max_size=50), st.recursive(st.text(max_size=3) | st.integers(), st.lists).map(json.dumps)))
 def test_anything_that_a_rank_may_send_is_an_error(payload):
     payload = payload if isinstance(payload, bytes) else payload.encode()

@@ -81,6 +81,7 @@ def test_the_ranks_of_mpiexec_beside_mpi():
     assert "--np 2 starts ranks, but " in refused.stderr
 
 
+@pytest.mark.slow
 def test_the_ranks_of_distopt_run():
     words = "run --nproc-per-node 2 -m distopt bench all-reduce -b 1K -e 1K -n 2"
     out = distopt(*words.split())

@@ -40,7 +40,7 @@ def test_rank_that_nothing_in_it_can_hold_is_named_by_another_process(n, backend
     assert named == [(str(n - 1), pid)], ended.stderr
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize(
     ("how", "where"), [("os._exit", "after close"), ("return", "after close"), ("return", "after the last step")]

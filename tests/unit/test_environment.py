@@ -45,7 +45,7 @@ def assert_trained(folder: Path) -> None:
     assert said == dict.fromkeys("01", "[1.0, 3.0, 5.0, 7.0, 9.0]")
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.sweep(rest=4)
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("start", STARTS)
@@ -57,7 +57,7 @@ def test_streams_that_are_closed_from_the_start(start, closed, tmp_path):
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("start", STARTS)
 def test_a_failure_whose_streams_are_closed_has_its_exit_code(start, tmp_path):
     assert run(start, tmp_path, "fail", closed=">&- 2>&-").code == 1

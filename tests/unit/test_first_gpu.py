@@ -67,6 +67,7 @@ def test_the_table_is_written_after_every_part(tmp_path):
     assert [row.says for row in rows] == ["first", "3", "2", "1"]
 
 
+@pytest.mark.slow
 def test_parts_for_which_no_time_is_left_are_not_run(tmp_path):
     parts = tuple(Part(f"part {i}", 60, ("-c", "import time; time.sleep(60)"), ()) for i in range(2))
     rows, _ = runs(tmp_path, parts, minutes=1.5 / 60)
@@ -81,6 +82,7 @@ def test_exit_code(results, code):
     assert first_gpu.exit_code([first_gpu.Row("", result) for result in results]) == code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allowed", ["", ", allow_module_level=True"])
 def test_a_file_of_which_all_tests_are_skipped_is_not_run(tmp_path, allowed):
     skip = f"pytest.skip('no GPU here'{allowed})"
@@ -105,6 +107,7 @@ def test_every_part_names_something_that_exists():
             assert part.arguments[-1] in first_parts.PARTS
 
 
+@pytest.mark.slow
 def test_this_machine_ends_with_what_it_lacks(tmp_path):
     if not first_gpu.missing(["GPU"], first_gpu.look_around({**os.environ, "PYTHONPATH": "."}, sys.executable)):
         pytest.skip("there is a GPU")
@@ -125,7 +128,7 @@ def test_this_machine_ends_with_what_it_lacks(tmp_path):
     assert "| ceilings | not run | 0.0 | " in (tmp_path / "first-gpu.md").read_text()
 
 
-@pytest.mark.slow(kept=2)
+@pytest.mark.slow(kept=1)
 # -- bodies, on the emulated GPU ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["kernel", "product", "plan", "kernels"])
 def test_a_part_for_a_gpu(name):

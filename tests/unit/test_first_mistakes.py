@@ -154,7 +154,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.slow(kept=8)
+@pytest.mark.slow(kept=3)
 @pytest.mark.sweep(rest=8)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_gets_one_line(tmp_path, name):
@@ -166,6 +166,7 @@ def test_a_mistake_gets_one_line(tmp_path, name):
     assert fnmatchcase(line, f"{expected}*"), line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -186,12 +187,14 @@ def test_spawn_raises_that_line_without_the_inside_of_multiprocessing(tmp_path, 
     ]
 
 
+@pytest.mark.slow
 def test_a_script_that_catches_the_error_of_its_missing_guard_starts_nothing_either(tmp_path):
     text = OTHER + "try: launch.spawn(work, 2)\nexcept BaseException as error: print(type(error).__name__)\n"
     ended = run(tmp_path, text)
     assert (ended.code, ended.stdout, ended.stderr) == (0, "RankFailedError\n", "")
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize(
     ("text", "cause", "line"),
     [
@@ -239,7 +242,7 @@ USE_SHARED = """context = multiprocessing.get_context("spawn")
     print(sorted([queue.get(), queue.get()]), total.value)"""
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "printed", "how"),
     [
@@ -317,7 +320,7 @@ SINGA_MISTAKES = {
 }
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.sweep(rest=3)
 @pytest.mark.parametrize("name", SINGA_MISTAKES)
 def test_ranks_that_a_script_starts_itself_say_what_is_wrong(tmp_path, name):

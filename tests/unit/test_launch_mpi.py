@@ -72,7 +72,7 @@ def test_exit_code_of_sys_exit_is_that_of_the_job():
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["SystemExit", "return"])
 def test_rank_that_leaves_early_is_named_by_those_who_wait(how):
     ended = mpiexec(2, SCRIPT, how)
@@ -85,6 +85,7 @@ def test_killed_rank_ends_the_job():
     assert mpiexec(2, SCRIPT, "SIGKILL").code != 0
 
 
+@pytest.mark.slow
 def test_killed_rank_is_noticed_even_if_mpiexec_is_not_awake(tmp_path):
     log = tmp_path / "stderr"  # mpiexec drops what it has not read when a rank aborts
     through_shell = ["sh", "-c", f'exec "$0" "$@" 2>>"{log}"', sys.executable, SCRIPT, "wait"]
@@ -139,6 +140,7 @@ def test_rank_that_gets_sighup_ends_with_its_job():
     assert "UCX" not in ended.stdout + ended.stderr
 
 
+@pytest.mark.slow
 def test_huge_exception_is_cut_and_ends_the_job():
     began = time.monotonic()
     ended = mpiexec(2, SCRIPT, "huge", timeout=30.0)

@@ -62,6 +62,7 @@ def test_failure_of_one_rank_ends_all(how, code, last):
     assert ended.stderr.endswith(f"{last}\n")
 
 
+@pytest.mark.slow
 def test_the_cause_is_named_even_if_its_consequence_was_heard_first():
     ended = script("loss before its cause").end()
     assert ended.code == 3
@@ -127,6 +128,7 @@ def write_rank(rank: int, world_size: int, folder: str) -> None:
     Path(folder, str(rank)).write_text(str(world_size))
 
 
+@pytest.mark.slow
 def test_spawn_leaves_the_process_as_it_was(tmp_path):
     before = (dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
     for _ in range(2):
@@ -196,6 +198,7 @@ def test_spawned_ranks_find_each_other(world_size, tmp_path):
     assert len(list(tmp_path.iterdir())) == world_size
 
 
+@pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_processes_that_a_script_starts_itself_find_each_other(method, tmp_path):
     import multiprocessing
@@ -211,6 +214,7 @@ def test_processes_that_a_script_starts_itself_find_each_other(method, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_an_error_of_all_ranks_of_a_host_is_printed_once(capsys):
     ranks = [LauncherInfo("srun", rank, 3, rank, 3, f"SLURM_PROCID={rank}") for rank in range(3)]
     threads = [Thread(target=_last_words_once, args=(f"error: {info.source} is wrong", info)) for info in ranks]
@@ -222,7 +226,7 @@ def test_an_error_of_all_ranks_of_a_host_is_printed_once(capsys):
     assert capsys.readouterr().err == "error: SLURM_PROCID=0 is wrong\nerror: of rank 2 alone\n"
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("return", 0), ("sys.exit", 3), ("raise", 1)])
 def test_forked_child_does_not_act_for_its_rank(how, code):
     ended = Program([sys.executable, str(ROOT / "tests" / "ranks" / "fork_script.py"), "2", how]).end()

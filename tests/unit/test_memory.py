@@ -93,6 +93,7 @@ def test_states_grow_and_the_newest_is_gone_on_from(slots, monkeypatch):
             np.testing.assert_array_equal(found[f"{name}/{key}"], array)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_kill_while_states_are_kept_leaves_those_before(slots, monkeypatch, kills):
     """A rank that is killed and started again each time; some kills come in the middle of a copy."""

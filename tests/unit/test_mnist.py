@@ -318,6 +318,7 @@ def test_one_process_per_host_downloads(tmp_path):
     assert sorted((tmp_path / "asked").read_text().split()) == sorted(served())
 
 
+@pytest.mark.slow
 def test_killed_download_leaves_nothing_and_frees_those_who_wait(tmp_path, cache):
     first = start(tmp_path, "hang")
     with first:

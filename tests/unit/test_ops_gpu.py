@@ -24,7 +24,7 @@ sweep = partial(pytest.param, marks=[pytest.mark.slow, pytest.mark.sweep])
         # In float64 the large cases only take longer.
         slow("test_ops.py", ["-k", "not (float64 and (test_linear or test_pool2d))"]),
         sweep("test_convolution.py", ["-k", "not (float64 and test_conv2d and lowering)"]),
-        ("test_functions.py", []),
+        slow("test_functions.py", []),
         ("test_staging.py", []),
         ("test_tensor.py", []),
     ],

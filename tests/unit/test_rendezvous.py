@@ -126,6 +126,7 @@ def test_two_processes_with_one_rank(ticket: bytes) -> None:
         assert "are rank 1" in str(error)
 
 
+@pytest.mark.slow
 def test_two_processes_with_rank_0(ticket: bytes) -> None:
     first, second, joined = in_threads(
         lambda: HostGroup(ticket, 0, 3, 2), lambda: HostGroup(ticket, 0, 3, 2), lambda: HostGroup(ticket, 1, 3, 2)

@@ -31,6 +31,7 @@ def report(tmp_path, monkeypatch) -> unit.Report:
     return unit.run_file(tmp_path, "test_tensor.py", None, environment())
 
 
+@pytest.mark.slow
 def test_no_case_vanishes(report):
     assert report.passed == ["test_a_passes", "test_g_passes"]
     assert report.skipped == ["test_e_needs_a_gpu"]

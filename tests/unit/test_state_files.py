@@ -135,6 +135,7 @@ def test_states_of_another_shape_are_refused(tmp_path):
     assert_refused((tmp_path / "other").read_bytes(), tmp_path)
 
 
+@pytest.mark.slow
 def test_killed_writers_leave_the_old_states_or_the_new(tmp_path):
     folder = tmp_path / "states"
     folder.mkdir()

@@ -81,6 +81,7 @@ def test_one_end(node, capfd, code, exit_code, error, is_consequence):
     capfd.readouterr()
 
 
+@pytest.mark.slow
 def test_a_rank_that_the_supervisor_ends_while_it_fails_keeps_its_reason(node, capfd):
     """Its process ends by SIGTERM; its error and exit code are still those that it has reported."""
     one = node(LATE + "ValueError('late')", "import time; time.sleep(3); " + FOREIGN)
@@ -93,6 +94,7 @@ def test_a_rank_that_the_supervisor_ends_while_it_fails_keeps_its_reason(node, c
     capfd.readouterr()
 
 
+@pytest.mark.slow
 def test_what_the_supervisor_has_ended_is_a_consequence(node, capfd, tmp_path):
     is_deaf = f"import pathlib, signal, time; path = pathlib.Path({str(tmp_path / 'deaf')!r})\n"
     deaf = is_deaf + "signal.signal(signal.SIGTERM, signal.SIG_IGN); path.touch(); time.sleep(60)"

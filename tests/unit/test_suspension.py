@@ -19,7 +19,7 @@ SCRIPT = str(ROOT / "tests" / "ranks" / "suspended_script.py")
 ENV = {"DISTOPT_TIMEOUT": "2.5", "DISTOPT_STALL_WARNING": "2"}
 
 
-@pytest.mark.slow(kept=1)
+@pytest.mark.slow
 @pytest.mark.sweep(rest=1)
 @pytest.mark.parametrize("where", ["join", "collective"])
 @pytest.mark.parametrize("start", ["launch.main", "mpiexec"])

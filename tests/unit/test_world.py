@@ -282,6 +282,7 @@ def assert_alike(a, b):
         assert repr(a) == repr(b)
 
 
+@pytest.mark.slow
 @given(DATA)
 def test_data_goes_to_bytes_and_back(value):
     assert_alike(unpacked(packed(value)), value)

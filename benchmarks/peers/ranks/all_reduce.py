@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from .pattern import Pattern
-from .transports import TRANSPORTS, Transport
+from .transports import TRANSPORTS, Call, Transport
 
 
 def prepare(setup: dict[str, Any], rank: int, world_size: int) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
@@ -19,41 +19,49 @@ def prepare(setup: dict[str, Any], rank: int, world_size: int) -> tuple[dict[str
 
 
 def measure(transport: Transport, world_size: int, request: dict[str, Any]) -> dict[str, Any]:
-    """Collective. Time `samples` batches of `calls` collectives, after `warm_up` untimed ones; check every result.
+    """Collective. Check the results, then time `samples` batches of `calls` collectives after `warm_up` untimed ones.
 
-    The calls of a batch follow one another at once. In a broadcast that would let a constant root run ahead, and time
-    its sends alone. So the ranks take turns as root, as in the Intel MPI Benchmarks (IMB-MPI1 Bcast): nobody is root
-    before it has what the root before it sent. The first root of a batch, whose data remain, changes from batch to
-    batch.
+    Timed are sums of zeros, which stay zeros in place. The calls of a batch follow one another at once. In a broadcast
+    that would let a constant root run ahead, and time its sends alone. So the ranks take turns as root, as in the Intel
+    MPI Benchmarks (IMB-MPI1 Bcast): nobody is root before it has what the root before it sent.
 
     Returns:
-        "seconds" per call, one entry for each timed batch, and the number of "wrong" elements over all batches.
+        "seconds" per call, one entry for each timed batch, and the number of "wrong" elements.
     """
     calls, collective = request["calls"], request["collective"]
     call = transport.call(collective, request["buffers"], request["count"], request["capacity"], request["dtype"])
-    pattern = Pattern(request["dtype"], transport.rank, world_size)
-    in_place = call.input is call.result
-    seconds, wrong = [], 0
+    wrong = sum(check(transport, world_size, root, call, request) for root in range(world_size))
+    call.input.fill(0)
+    seconds = []
     for batch in range(request["warm_up"] + request["samples"]):
         roots = [(batch + i) % world_size for i in range(calls)]
-        pattern.fill(call.input)
-        if not in_place:
-            call.result.fill(0)
         transport.sync()
         start = time.perf_counter()
         for root in roots:
             call.run(root)
         seconds.append((time.perf_counter() - start) / calls)
-        transport.sync()
-        match collective:
-            case "all_reduce":
-                wrong += pattern.wrong(call.result, calls if in_place else 1)
-            case "reduce_scatter":
-                wrong += pattern.wrong(call.result, 1, first=call.result.size * transport.rank)
-            case "broadcast":
-                wrong += pattern.strange(call.result, roots[0])
-            case "all_gather":
-                parts = call.result.reshape(world_size, -1)
-                wrong += sum(pattern.strange(part, rank) for rank, part in enumerate(parts))
-        transport.sync()  # a peer may still be reading this buffer
+    transport.sync()  # a peer may still be reading this buffer
     return {"seconds": seconds[request["warm_up"] :], "wrong": wrong}
+
+
+def check(transport: Transport, world_size: int, root: int, call: Call, request: dict[str, Any]) -> int:
+    """Collective. How many elements of a result are wrong on this rank."""
+    pattern = Pattern(request["dtype"], transport.rank, world_size)
+    if call.result is not call.input:
+        call.result.fill(0)
+    pattern.fill(call.input)
+    transport.sync()
+    call.run(root)
+    transport.sync()
+    match request["collective"]:
+        case "all_reduce":
+            wrong = pattern.wrong(call.result)
+        case "reduce_scatter":
+            wrong = pattern.wrong(call.result, first=call.result.size * transport.rank)
+        case "broadcast":
+            wrong = pattern.strange(call.result, root)
+        case _:
+            parts = call.result.reshape(world_size, -1)
+            wrong = sum(pattern.strange(part, rank) for rank, part in enumerate(parts))
+    transport.sync()  # a peer may still be reading this buffer
+    return wrong
