@@ -27,7 +27,7 @@ _HEAD_BYTES = _SIZE_BYTES + _CALL_BYTES
 # Data of this size travel with it, from each of several carriers to every host: beyond, the network would carry more
 # than need be.
 _INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 256 << 10, 64 << 10
-_WHOLE_BYTES = 1 << 20  # that two ranks send each other undivided
+_DIVIDED_BYTES = 2 << 20  # from which on two ranks divide a sum, too
 _MOST_SCRATCH, _LARGEST_SCRATCH_BYTES = 32, 4 << 20  # arrays that are kept
 NOTHING = np.empty(0, np.uint8)
 
@@ -233,7 +233,7 @@ class Exchange:
         self._between, self._step, self._ranks = between, step, ranks
         self._others = [q for q in ranks if q != rank]
         bounds = [part.size * i // len(ranks) for i in range(len(ranks) + 1)]
-        self._whole = len(ranks) == 2 and part.nbytes <= _WHOLE_BYTES
+        self._whole = len(ranks) == 2 and part.nbytes < _DIVIDED_BYTES
         self._pieces = {q: part if self._whole else part[bounds[i] : bounds[i + 1]] for i, q in enumerate(ranks)}
         self._own = own = self._pieces[rank]
         self._rooms = {q: between.take(own.nbytes).view(own.dtype) for q in self._others}

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 # Of a slice: large enough to hide the time of a message, small enough that one is on the network while the next is
 # inside the host.
-_SMALLEST_CHUNK_BYTES, _LARGEST_CHUNK_BYTES = 1 << 20, 8 << 20
-_CHUNKS = 2  # of a slice, between these sizes
-_CHUNKS_REDUCED, _CHUNKS_GATHERED = 3, 1  # at most, on the network
+_SMALLEST_CHUNK_BYTES, _LARGEST_CHUNK_BYTES = 2 << 20, 4 << 20
+_CHUNKS = 4  # of a slice, between these sizes
+_CHUNKS_REDUCED, _CHUNKS_GATHERED = 4, 1  # at most, on the network
 
 
 class HostsCommunicator(Communicator):
