@@ -6,8 +6,9 @@ compares both and a label. So what PyTorch distinguishes and a communicator does
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -52,11 +53,6 @@ class Collectives:
             self._communicator.all_reduce(array, reduction.op, wire=wire, label=label).wait(seconds)
         give_back(row, tensor)
 
-    def all_reduce_each(self, tensors: Sequence[Tensor], reduction: Reduction, seconds: float | None) -> None:
-        """Collective. `all_reduce` of one tensor after the other."""
-        for tensor in tensors:
-            self.all_reduce(tensor, reduction, seconds)
-
     def reduce(self, tensor: Tensor, reduction: Reduction, root: int, seconds: float | None) -> None:
         """Collective. As `all_reduce`, but only rank `root` gets the result; the others' tensors stay as they are."""
         row = tensor if self._rank == root else tensor.detach().clone()
@@ -76,13 +72,6 @@ class Collectives:
             (array, wire), (result_array, _) = numbers, result
             self._communicator.reduce_scatter(array, result_array, reduction.op, wire=wire).wait(seconds)
         give_back(part, out)
-
-    def reduce_scatter_each(
-        self, outs: Sequence[Tensor], tensors: Sequence[Tensor], reduction: Reduction, seconds: float | None
-    ) -> None:
-        """Collective. `reduce_scatter` of one pair after the other."""
-        for out, tensor in zip(outs, tensors, strict=True):
-            self.reduce_scatter(out, tensor, reduction, seconds)
 
     def reduce_scatter_list(
         self, out: Tensor, parts: Sequence[Tensor], reduction: Reduction, seconds: float | None
@@ -141,11 +130,6 @@ class Collectives:
         self._gather(row, whole, seconds)
         give_back(whole, out)
 
-    def all_gather_each(self, outs: Sequence[Tensor], tensors: Sequence[Tensor], seconds: float | None) -> None:
-        """Collective. `all_gather` of one pair after the other."""
-        for out, tensor in zip(outs, tensors, strict=True):
-            self.all_gather(out, tensor, seconds)
-
     def all_gather_list(self, outs: Sequence[Tensor], tensor: Tensor, seconds: float | None) -> None:
         """Collective. `outs[r]` = the tensor of rank r; sizes may differ."""
         row = dense(tensor)
@@ -158,13 +142,6 @@ class Collectives:
             parts = self._exchange([row.view(-1)] * self._size, sizes, seconds, f"all_gather of {sizes}")
         for out, part in zip(outs, parts, strict=True):
             out.detach().copy_(part.view(out.shape))
-
-    def all_gather_lists(
-        self, outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], seconds: float | None
-    ) -> None:
-        """Collective. `all_gather_list` of one tensor after the other."""
-        for each, tensor in zip(outs, tensors, strict=True):
-            self.all_gather_list(each, tensor, seconds)
 
     def gather(self, outs: Sequence[Tensor], tensor: Tensor, root: int, seconds: float | None) -> None:
         """Collective. On rank `root`, `outs[r]` = the tensor of rank r."""
@@ -234,6 +211,17 @@ class Collectives:
                 f"in all_to_all, {self._who[sender]} sends {table[sender, 0, receiver]:,} {dtype} to "
                 f"{self._who[receiver]}, which expects {table[receiver, 1, sender]:,}; give both the same size"
             )
+
+
+def of_each(collective: Callable[..., None]) -> Callable[..., None]:
+    """Local. A collective of lists that have its tensors: one after the other, with its name."""
+
+    @wraps(collective)
+    def run(lists: Sequence[Sequence[Any]], *args: Any) -> None:
+        for tensors in zip(*lists, strict=True):
+            collective(*tensors, *args)
+
+    return run
 
 
 def _name(tensor: Tensor) -> str:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from ..launch.topology import Topology
     from .gloo import Gloo
 
-# Of a slice; large enough to hide the time of a message, small enough that one is on the network while the next is
+# Of a slice: large enough to hide the time of a message, small enough that one is on the network while the next is
 # inside the host.
-_CHUNK_BYTES = 2 << 20
-_CHUNKS_IN_FLIGHT = 8
+_SMALLEST_CHUNK_BYTES, _LARGEST_CHUNK_BYTES = 2 << 20, 4 << 20
+_CHUNKS = 4  # of a slice, between these sizes
+_CHUNKS_REDUCED, _CHUNKS_GATHERED = 4, 1  # at most, on the network
 
 
 class HostsCommunicator(Communicator):
@@ -149,18 +150,31 @@ class HostsCommunicator(Communicator):
             self._local.all_reduce(rest, step.op, wire=step.dtype, label=step.within).wait(step.left())
         meeting = self._between.meet(step, dict.fromkeys(self._others, bytes_of(rest)))
         step.n_bytes = flat.nbytes
-        length = _CHUNK_BYTES // flat.itemsize * self._n_slices
-        flow: deque[tuple[Array, Array | None, Exchange | None]] = deque()
+        chunk_bytes = head.nbytes // self._n_slices // _CHUNKS
+        chunk_bytes = min(max(chunk_bytes, _SMALLEST_CHUNK_BYTES), _LARGEST_CHUNK_BYTES)
+        length = chunk_bytes // flat.itemsize * self._n_slices
+        reducing: deque[_Chunk] = deque()
+        gathering: deque[_Chunk] = deque()
+
+        def move_on(left: int) -> None:
+            """Collective in this host. Until so many chunks are left to reduce."""
+            while len(reducing) > left:
+                gathering.append(reducing.popleft())
+                if (exchange := gathering[-1].exchange) is not None:
+                    meeting.wait()
+                    exchange.reduce()
+                if len(gathering) > _CHUNKS_GATHERED:
+                    self._finish_chunk(step, gathering.popleft())
+
         for begin in range(0, head.size, length):
-            flow.append(self._begin_chunk(step, head[begin : begin + length]))
-            if len(flow) == _CHUNKS_IN_FLIGHT:
-                meeting.wait()
-                self._finish_chunk(step, *flow.popleft())
+            reducing.append(self._begin_chunk(step, head[begin : begin + length]))
+            move_on(_CHUNKS_REDUCED)
         theirs = meeting.wait()
         if rest.size and self._carriers:
             fold(step, [theirs[q].view(rest.dtype) if q in theirs else rest for q in self._carriers], rest)
-        for chunk in flow:
-            self._finish_chunk(step, *chunk)
+        move_on(0)
+        for chunk in gathering:
+            self._finish_chunk(step, chunk)
         if rest.size and not self._even:
             self._local.broadcast(rest, wire=step.dtype, label=step.within).wait(step.left())
 
@@ -172,36 +186,31 @@ class HostsCommunicator(Communicator):
         self._reduce(replace(step, dtype=dtype, op="sum", label=f"mean {step.label}"), wide.numpy())
         numbers.copy_(wide.div_(self._size))
 
-    def _begin_chunk(self, step: Operation, chunk: Array) -> tuple[Array, Array | None, Exchange | None]:
-        """Collective in this host. The chunk, this rank's slice of it, reduced there, and its way between hosts."""
-        part: Array | None = chunk
+    def _begin_chunk(self, step: Operation, array: Array) -> _Chunk:
+        """Collective in this host. Reduce the chunk there; each carrier begins to send its slice to other hosts."""
+        part: Array | None = None
+        if self._carriers:
+            count, place = array.size // self._n_slices, self.topology.local_rank
+            part = array[place * count : (place + 1) * count]
         if len(self._mine) > 1:
-            n_bytes = chunk.nbytes // self._n_slices
             if self._even:
-                part = self._between.take(n_bytes).view(chunk.dtype)
-                work = self._local.reduce_scatter(chunk, part, step.op, wire=step.dtype, label=step.within)
+                work = self._local.reduce_scatter(array, part, step.op, wire=step.dtype, label=step.within)
             else:
-                slices = np.split(chunk, self._n_slices)
-                part = slices[self.topology.local_rank] if self._carriers else None
-                work = self._local.all_reduce(chunk, step.op, wire=step.dtype, label=step.within)
+                work = self._local.all_reduce(array, step.op, wire=step.dtype, label=step.within)
             work.wait(step.left())
-        return (
-            chunk,
-            part,
-            Exchange(self._between, step, part, self._carriers, self._rank) if part is not None else None,
-        )
+        exchange = None if part is None else Exchange(self._between, step, part, self._carriers, self._rank)
+        return _Chunk(array, part, exchange)
 
-    def _finish_chunk(self, step: Operation, chunk: Array, part: Array | None, exchange: Exchange | None) -> None:
+    def _finish_chunk(self, step: Operation, chunk: _Chunk) -> None:
         """Collective in this host. Give the result to all its ranks."""
-        if exchange is not None:
-            exchange.finish()
+        if chunk.exchange is not None:
+            chunk.exchange.finish()
         if len(self._mine) == 1:
             return
         if self._even:
-            self._local.all_gather(part, chunk, wire=step.dtype, label=step.within).wait(step.left())
-            self._between.give(part)
+            self._local.all_gather(chunk.part, chunk.array, wire=step.dtype, label=step.within).wait(step.left())
             return
-        for place, each in enumerate(np.split(chunk, self._n_slices)):
+        for place, each in enumerate(np.split(chunk.array, self._n_slices)):
             self._local.broadcast(each, place, wire=step.dtype, label=step.within).wait(step.left())
 
     # -- other collectives -------------------------------------------------------------------------------------------
@@ -298,6 +307,14 @@ class HostsCommunicator(Communicator):
                 moves.append(between.receive(step, results[q], q))
         between.wait(step, moves)
         received.extend(results[q].view(parts[0].dtype) for q in range(self._size))
+
+
+class _Chunk(NamedTuple):
+    """A piece of a large array under way: this rank's slice of it, if it carries one, and that on the network."""
+
+    array: Array
+    part: Array | None
+    exchange: Exchange | None
 
 
 class _Deferred(Work):

@@ -19,7 +19,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.distributed import distributed_c10d as c10d
 
 from ..errors import DistoptError
-from .collectives import Collectives
+from .collectives import Collectives, of_each
 from .dynamo import untraced
 from .errors import as_torch
 from .inner import Abilities, give_backend
@@ -82,7 +82,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
 
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
         reduction = reduction_of(opts.reduceOp, tensors[0].dtype)
-        return self._run(opts, tensors, self._collectives.all_reduce_each, tensors, reduction)
+        return self._run(opts, tensors, of_each(self._collectives.all_reduce), [tensors], reduction)
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
         (tensor,) = tensors = _list(tensors)
@@ -104,7 +104,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         for out, tensor in zip(outs, tensors, strict=True):
             self._check_whole("reduce_scatter_single", out, tensor)
         reduction = reduction_of(opts.reduceOp, outs[0].dtype)
-        return self._run(opts, outs, self._collectives.reduce_scatter_each, outs, tensors, reduction)
+        return self._run(opts, outs, of_each(self._collectives.reduce_scatter), [outs, tensors], reduction)
 
     # -- moves -------------------------------------------------------------------------------------------------------
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
@@ -122,7 +122,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         opts = _or_default(opts, c10d.AllgatherOptions)
         lists = [list(each) for each in zip(*outs, strict=True)]
         flat = [out for each in outs for out in each]
-        return self._run(opts, flat, self._collectives.all_gather_lists, lists, tensors)
+        return self._run(opts, flat, of_each(self._collectives.all_gather_list), [lists, tensors])
 
     def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:  # noqa: D102
         opts = _or_default(opts, c10d.AllgatherOptions)
@@ -133,7 +133,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         opts = _or_default(opts, c10d.AllgatherOptions)
         for out, tensor in zip(outs, tensors, strict=True):
             self._check_whole("all_gather_single", tensor, out)
-        return self._run(opts, outs, self._collectives.all_gather_each, outs, tensors)
+        return self._run(opts, outs, of_each(self._collectives.all_gather), [outs, tensors])
 
     def gather(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
         (tensor,), each = _list(tensors), outs[0] if outs else []
@@ -303,9 +303,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
             seconds = self._seconds
         if not opts.asyncOp and self._lane.enter():
             try:
-                action(*args, seconds)
-            except DistoptError as error:
-                raise as_torch(error) from error
+                _carry_out(action, args, seconds)
             finally:
                 self._lane.leave()
             return DoneWork(tensors)

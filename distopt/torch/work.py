@@ -14,50 +14,6 @@ from .dynamo import untraced
 
 
 @untraced
-class DoneWork(dist.Work):
-    """An operation that had ended when it was returned.
-
-    Args:
-        tensors: its result.
-    """
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def is_completed(self) -> bool:
-        """Local. True."""
-        return True
-
-    def is_success(self) -> bool:
-        """Local. True."""
-        return True
-
-    def exception(self) -> None:
-        """Local. None."""
-        return
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return at once."""
-        return True
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def result(self) -> list[torch.Tensor]:
-        """Local. The tensors that have been written."""
-        return self._tensors
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Local. A future that holds them."""
-        if _of_a_hook(self._tensors):
-            return _typed(self._tensors)
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
-
-
-@untraced
 class WaitedWork(dist.Work):
     """What can be waited for, of whatever kind: `wait` and `is_completed` are its own.
 
@@ -86,6 +42,27 @@ class WaitedWork(dist.Work):
         """The tensors that have been written; waits."""
         self.wait()
         return self._tensors
+
+
+@untraced
+class DoneWork(WaitedWork):
+    """An operation that had ended when it was returned."""
+
+    def is_completed(self) -> bool:
+        """Local. True."""
+        return True
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return at once."""
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Local. A future that holds the tensors."""
+        if _of_a_hook(self._tensors):
+            return _typed(self._tensors)
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
 
 
 @untraced

@@ -22,6 +22,7 @@ from multiprocessing.queues import Queue
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distopt.torch  # noqa: F401 - registers the backend
 from benchmarks.networks.emulation import LINK
+from distopt.torch import between, hosts
 
 from .forked import CONTEXT, group_with_gloo, join, on_emulated_host, place_of
 
@@ -323,6 +325,19 @@ def check_large_sums_of_fractions(r: Ranks) -> None:
             exact = torch.stack(every).double().sum(0)
             step = torch.finfo(dtype).eps * (torch.stack(every).abs().double().sum(0) + 1e-3)
             assert bool(((out.double() - exact).abs() <= r.size * step).all()), dtype
+
+
+def check_sums_in_many_chunks(r: Ranks) -> None:
+    """More of them than may be on the network at the same time, undivided between two ranks and divided."""
+    if len(r.counts) == 1:
+        return
+    every = [values(q, torch.float32, (300_007,)) for q in r.all]
+    with mock.patch.multiple(hosts, _SMALLEST_CHUNK_BYTES=1 << 12, _LARGEST_CHUNK_BYTES=1 << 15):
+        for divided_bytes in (0, 1 << 20):
+            with mock.patch.object(between, "_DIVIDED_BYTES", divided_bytes):
+                out = every[r.rank].clone()
+                dist.all_reduce(out)
+                same(out, reduced("SUM", every), divided_bytes)
 
 
 def check_bytes_between_hosts(r: Ranks) -> None:
