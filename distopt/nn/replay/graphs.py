@@ -59,7 +59,7 @@ class _Watched:
         return self._call("__call__", args, options)
 
     def _call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        values: dict[int | str, Any] = {**dict(enumerate(args)), **options}
+        values: dict[int | str, Any] = {**dict[int | str, Any](enumerate(args)), **options}
         losses = [place for place, value in values.items() if isinstance(value, Tensor) and value.in_graph]
         return self._seen(self._optimizer, OptimizerCall(name, values, losses[0] if losses else None))
 
