@@ -12,6 +12,7 @@ import json
 import math
 import mmap
 import os
+import struct
 import sys
 import time
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..launch.heal.slots import HEADER, VARIABLE, slots_in
+from ..launch.heal.slots import DONE_OFFSET, HEADER, VARIABLE, slots_in
 from ..launch.watch.report import supervisor
 from .folder import share_of
 from .parts import copy_of, look_at
@@ -65,7 +66,7 @@ class Kept(NamedTuple):
                 room = np.frombuffer(buffer, array.dtype, array.size, begin).reshape(array.shape)
                 room[...] = array if isinstance(array, np.ndarray) else copy_of(array)
                 begin += _aligned(array.nbytes)
-        HEADER.pack_into(buffer, 0, label[0] + 1, len(text))
+        HEADER.pack_into(buffer, 0, label[0] + 1, len(text), label[0])
 
     def to_bytes(self, label: tuple[int, int]) -> bytes:
         """Local. All in one piece, to be sent."""
@@ -166,6 +167,8 @@ class Memory:
         if self._is_new and self._rank == 0:
             supervisor.say("stepped", step=step)
         self._is_new = False
+        for slot in self._own:
+            slot.count(step)
         self._steps += 1
         self._left -= 1
         return self._left <= 0
@@ -249,7 +252,7 @@ class _Slot:
     def clear(self) -> None:
         self.label = None
         if self._map is not None:
-            HEADER.pack_into(self._map, 0, 0, 0)
+            HEADER.pack_into(self._map, 0, 0, 0, 0)
 
     def write(self, label: tuple[int, int], kept: Kept) -> None:
         self.clear()
@@ -259,6 +262,10 @@ class _Slot:
             self._map = mmap.mmap(self._fd, n_bytes)
         kept.write(self._map, label, text)
         self.label = label
+
+    def count(self, step: int) -> None:
+        if self._map is not None:
+            struct.pack_into("<Q", self._map, DONE_OFFSET, step)
 
     def read(self) -> Kept:
         return Kept.read(self._map)
@@ -270,6 +277,6 @@ def _aligned(n_bytes: int) -> int:
 
 def _described(buffer: Any) -> tuple[dict[str, Any], int]:
     """The JSON, and where the arrays begin."""
-    _, length = HEADER.unpack_from(buffer)
+    _, length, _ = HEADER.unpack_from(buffer)
     told: dict[str, Any] = json.loads(bytes(buffer[HEADER.size : HEADER.size + length]))
     return told, _aligned(HEADER.size + length)

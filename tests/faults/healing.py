@@ -87,7 +87,7 @@ class Job:
         return found
 
     def more_steps(self) -> None:
-        self.wait_for(r"step \d+$", sum(line.startswith("step ") for line in list(self.lines)) + 1)
+        self.wait_for(r"^step \d+$", sum(line.startswith("step ") for line in list(self.lines)) + 1)
 
     def pid_of(self, rank: int) -> int:
         """Of its newest process."""

@@ -77,13 +77,13 @@ def test_what_is_kept_is_what_is_read(shape, dtype):
 
 def test_states_grow_and_the_newest_is_gone_on_from(slots, monkeypatch):
     memory = memory_of(slots, monkeypatch)
-    assert (memory.agree(), slots.step) == (None, -1)
+    assert (memory.agree(), slots.steps) == (None, [0])
     arrays = {"w": np.zeros(3), "v": np.zeros((2, 2), np.float32)}
     for step in range(1, 4):
         arrays["w"] = np.full(3 * 10**step, float(step))
         arrays["v"][...] = -step
         memory.keep(step, step // 2, {"own": InPlace(arrays), "all": Shared(arrays)})
-        assert slots.step == step
+        assert slots.steps == [step]
     again = memory_of(slots, monkeypatch)
     assert again.agree() == (3, 1)
     shared, own, _ = again.read((3, 1))
@@ -153,7 +153,7 @@ def test_ranks_agree_on_the_newest_states_that_there_are(slots, monkeypatch, oth
         first.keep(step, 0, {"x": InPlace({"w": np.array([step])})})
     payloads = {rank: json.dumps(other).encode() for rank, other in enumerate(others, 1)}
     assert memory(payloads).agree() == newest
-    assert slots.step == (newest[0] if newest else -1)
+    assert slots.steps == [newest[0] if newest else 0]
 
 
 class Exchange:

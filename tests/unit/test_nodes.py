@@ -31,7 +31,7 @@ class OneNode:
 
     def say(self, say, failures=(), signals=(), **content):
         failures = [asdict(failure) for failure in failures]
-        said = {"say": say, "port": 1, "step": -1, "failures": failures, "signals": list(signals), **content}
+        said = {"say": say, "port": 1, "steps": [0] * 4, "failures": failures, "signals": list(signals), **content}
         self.owner.hear(self.node, said)
         return self.told[-1]
 
@@ -112,7 +112,7 @@ def test_a_job_is_healed_as_long_as_there_are_new_steps():
     job = OneNode(heal=True)
     for step in range(12):
         assert job.say("failed", [SIGKILL])["patience"] == 0.0
-        assert job.say("ended", [SIGKILL], step=step)["do"] == "start"
+        assert job.say("ended", [SIGKILL], steps=[step] * 4)["do"] == "start"
         assert job.told[-1]["attempt"] == step + 1
         line = job.say("stepped", step=step + 1)
         assert line.startswith(f"{SIGKILL.text}; healed: step {step + 1} was done after 0.")
@@ -125,17 +125,17 @@ def test_five_attempts_without_a_new_step_are_the_last():
     job = OneNode(heal=True)
     for attempt in range(5):
         text = f"{SIGKILL.text}; no step was done since" if attempt else ""
-        assert (job.say("ended", [SIGKILL], step=8)["do"], job.told[-1]["text"]) == ("start", text)
-    assert job.say("ended", [SIGKILL], step=8)["do"] == "finish"
+        assert (job.say("ended", [SIGKILL], steps=[8] * 4)["do"], job.told[-1]["text"]) == ("start", text)
+    assert job.say("ended", [SIGKILL], steps=[8] * 4)["do"] == "finish"
     assert job.told[-1]["code"] == SIGKILL.code
 
 
 def test_the_same_failure_after_the_same_step_is_the_last():
     job = OneNode(heal=True)
     again = replace(LEFT, text=LEFT.text.replace("left", "(pid 8) left"))
-    assert job.say("ended", [LEFT], step=8)["do"] == "start"
-    assert job.say("ended", [RAISED], step=8)["do"] == "start"
-    assert job.say("ended", [again], step=8) == {
+    assert job.say("ended", [LEFT], steps=[8] * 4)["do"] == "start"
+    assert job.say("ended", [RAISED], steps=[8] * 4)["do"] == "start"
+    assert job.say("ended", [again], steps=[8] * 4) == {
         "do": "finish",
         "code": LEFT.code,
         "text": f"{again.text}; so it did before, after step 8",
@@ -146,4 +146,4 @@ def test_the_same_failure_after_the_same_step_is_the_last():
 def test_a_signal_ends_a_job_that_heals(signum):
     job = OneNode(heal=True)
     ended = Failure(1, 128 + signum, "rank 1 was ended")
-    assert job.say("ended", [ended], [signum], step=8)["code"] == 128 + signum
+    assert job.say("ended", [ended], [signum], steps=[8] * 4)["code"] == 128 + signum

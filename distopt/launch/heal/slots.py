@@ -11,7 +11,9 @@ import struct
 from collections.abc import Mapping
 
 VARIABLE = "DISTOPT_SLOTS"  # of ranks: the descriptors of all slots of their agent, which they inherit
-HEADER = struct.Struct("<QQ")  # finished steps and 1, or 0; bytes of the JSON that follows
+# The step of the states and 1, or 0; bytes of the JSON that follows; the newest step done.
+HEADER = struct.Struct("<QQQ")
+DONE_OFFSET = 16  # of the last
 
 
 def slots_in(env: Mapping[str, str]) -> list[int]:
@@ -38,12 +40,11 @@ class Slots:
         return {VARIABLE: " ".join(map(str, self.fds))}
 
     @property
-    def step(self) -> int:
-        """Local. The newest step that all ranks have reached; -1 if one has no states."""
-        steps: list[int] = [
-            HEADER.unpack(os.pread(fd, HEADER.size, 0).ljust(HEADER.size, b"\0"))[0] - 1 for fd in self.fds
-        ]
-        return min(map(max, steps[::2], steps[1::2]))
+    def steps(self) -> list[int]:
+        """Local. The newest step that each rank has done, its states kept or not; 0: none."""
+        headers = (os.pread(fd, HEADER.size, 0).ljust(HEADER.size, b"\0") for fd in self.fds)
+        done = [step for _, _, step in map(HEADER.unpack, headers)]
+        return list(map(max, done[::2], done[1::2]))
 
     def close(self) -> None:
         """Local. Give the memory back when the last rank has ended."""

@@ -208,8 +208,8 @@ class _Agent:
     # -- the owner's words -----------------------------------------------------------------------------------------
     def _say(self, say: str, **content: Any) -> None:
         port = self._options.port if self._options.nodes == 1 else 0
-        step = self._slots.step if self._slots is not None else -1
-        message = {"say": say, "port": port or _free_port(), "step": step, **content}
+        steps = self._slots.steps if self._slots is not None else []
+        message = {"say": say, "port": port or _free_port(), "steps": steps, **content}
         if self._owner is not None:
             self._owner.say(message)
 

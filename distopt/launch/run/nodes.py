@@ -89,7 +89,7 @@ class Node:
         number: its number among the nodes.
         ended: whether all its ranks have ended, or the agent itself.
         signals: those that it has passed on to its ranks.
-        step: the newest of which all its ranks keep states; -1: none.
+        steps: the newest that each of its ranks has done; 0: none, as of an agent in the place of another.
         away: whether it is cut off or lost, and the others wait for it, or for another in its place.
         heard: since the last sign of life.
     """
@@ -104,7 +104,7 @@ class Node:
     number: int = -1
     ended: bool = False
     signals: list[int] = field(default_factory=list)
-    step: int = -1
+    steps: list[int] = field(default_factory=list)
     away: bool = False
     heard: Stopwatch = field(default_factory=Stopwatch)
 
@@ -173,7 +173,7 @@ class Owner(Gate):
                 self._warn(f"{self._cause}; healed: step {message['step']} was done after {seconds:.2f} s")
             self._cause = ""
             return
-        node.port, node.step = int(message["port"]), int(message["step"])
+        node.port, node.steps = int(message["port"]), message["steps"]
         if say == "hello":
             before, node.ranks, node.away = node.ranks, int(message["ranks"]), False
             if before and before != node.ranks:
@@ -181,7 +181,7 @@ class Owner(Gate):
                 return
             if self._attempt < 0 and len(self._nodes) == self._size and all(each.ranks for each in self._nodes):
                 self._number()
-                if any(each.step >= 0 for each in self._nodes):  # the job goes on under another owner
+                if any(any(each.steps) for each in self._nodes):  # the job goes on under another owner
                     self._attempt = 0
                     self._cause = f"the node that owned the endpoint has ended; {self._own.name} has come in its place"
                 self._start("")
@@ -391,7 +391,8 @@ class Owner(Gate):
 
     def _heal(self, first: Failure) -> None:
         """Start all ranks again, unless that has been in vain, or is bound to be."""
-        step = max(node.step for node in self._nodes)  # of one in the place of another, -1
+        steps = [step for node in self._nodes for step in node.steps]
+        step = max(steps) if first.is_of_node else steps[first.rank]
         if self._healed and step > self._healed[-1][0]:
             self._healed.clear()
         text = re.sub(r" \(pid \d+\)", "", first.text)
