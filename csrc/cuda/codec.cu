@@ -92,8 +92,7 @@ __global__ void __launch_bounds__(block_threads)
     encode_kernel(const float* in, const float* residual, float* new_residual, unsigned short* out, std::size_t n,
                   float scale, float limit, Findings* findings) {
   Tally tally;
-  const std::size_t thread = std::size_t{blockIdx.x} * block_threads + threadIdx.x;
-  const std::size_t stride = std::size_t{gridDim.x} * block_threads;
+  const std::size_t thread = thread_index(), stride = thread_stride();
   for (std::size_t u = thread; u < n / unit; u += stride)
     encode_unit<Type, with_residual, unit>(in, residual, new_residual, out, u * unit, n, scale, limit, tally);
   if (unit > 1 && thread < n % unit)
@@ -117,8 +116,7 @@ __global__ void __launch_bounds__(block_threads)
     for (const unsigned short element : encoded) x[i++] = __fmul_rn(Type::decode(element), scale);
     store(out + first, x);
   };
-  const std::size_t thread = std::size_t{blockIdx.x} * block_threads + threadIdx.x;
-  const std::size_t stride = std::size_t{gridDim.x} * block_threads;
+  const std::size_t thread = thread_index(), stride = thread_stride();
   for (std::size_t u = thread; u < n / unit; u += stride) {
     unsigned short encoded[unit];
     float x[unit];
@@ -135,8 +133,7 @@ __global__ void __launch_bounds__(block_threads)
 __global__ void __launch_bounds__(block_threads)
     norm_parts_kernel(const float* x, std::size_t n, bool vectors, double* parts) {
   double sums[4] = {};
-  const std::size_t thread = std::size_t{blockIdx.x} * block_threads + threadIdx.x;
-  const std::size_t stride = std::size_t{gridDim.x} * block_threads;
+  const std::size_t thread = thread_index(), stride = thread_stride();
   for (std::size_t first = thread * 4; first < n; first += stride * 4) {
     const float4 v = cuda::load(x + first, static_cast<unsigned>(min(n - first, std::size_t{4})), vectors);
     const double a = v.x, b = v.y, c = v.z, d = v.w;
@@ -167,8 +164,7 @@ __global__ void __launch_bounds__(block_threads)
   using Vector = std::conditional_t<std::is_same_v<Real, float>, float4, double2>;
   const auto beyond = [limit](Real value) { return !((value <= limit) & (-limit <= value)); };  // NaN, too
   constexpr std::size_t unit = sizeof(Vector) / sizeof(Real);
-  const std::size_t thread = std::size_t{blockIdx.x} * block_threads + threadIdx.x;
-  const std::size_t stride = std::size_t{gridDim.x} * block_threads;
+  const std::size_t thread = thread_index(), stride = thread_stride();
   const std::size_t units = vectors ? n / unit : 0;
   std::size_t bad = n;
   for (std::size_t u = thread; u < units && bad == n; u += stride) {
@@ -182,11 +178,6 @@ __global__ void __launch_bounds__(block_threads)
   for (std::size_t i = units * unit + thread; i < n && bad == n; i += stride)
     if (beyond(x[i])) bad = i;
   if (bad != n) atomicMax(from_bad, static_cast<unsigned long long>(n - bad));
-}
-
-template <class Real>
-__global__ void mark_kernel(Real* x, Real mark, const unsigned long long* from_bad) {
-  if (*from_bad) *x = mark;
 }
 
 template <class Type, bool with_residual>
@@ -250,7 +241,10 @@ void find_nonfinite(const Real* x, std::size_t n, unsigned long long* from_bad, 
 template <class Real>
 void mark_beyond(Real* x, std::size_t n, double limit, unsigned long long* from_bad, cudaStream_t stream) {
   find_beyond(x, n, static_cast<Real>(limit), from_bad, stream);
-  if (n) launch(&mark_kernel<Real>, 1, 1, stream, x, std::numeric_limits<Real>::quiet_NaN(), from_bad);
+  constexpr Real mark = std::numeric_limits<Real>::quiet_NaN();
+  launch_each(n ? 1 : 0, stream, [=] __device__(std::size_t) {
+    if (*from_bad) *x = mark;
+  });
 }
 
 template void find_nonfinite(const float*, std::size_t, unsigned long long*, cudaStream_t);

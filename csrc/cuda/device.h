@@ -42,27 +42,9 @@ inline unsigned stride_blocks(std::size_t items) {
 }
 
 // Blocks for one thread per element; beyond the limit threads go round.
-inline dim3 grid_for(std::size_t count) {
+inline unsigned grid_for(std::size_t count) {
   const std::size_t blocks = (count + block_threads - 1) / block_threads;
-  return dim3(static_cast<unsigned>(blocks < (1u << 24) ? blocks : 1u << 24));
-}
-
-// Blocks for one thread per pixel, and rows of the grid for planes.
-inline dim3 grid_for_planes(std::size_t pixels, std::size_t planes) {
-  return dim3(grid_for(pixels).x, static_cast<unsigned>(planes < grid_limit ? planes : grid_limit));
-}
-
-// Starts a kernel with one thread per element; no elements are no launch.
-template <class Kernel, class... Arguments>
-void launch_each(Kernel* kernel, std::size_t count, cudaStream_t stream, const Arguments&... arguments) {
-  if (count) launch(kernel, grid_for(count), dim3(block_threads), stream, arguments...);
-}
-
-// Starts a kernel with one thread per pixel and plane; an empty grid is no launch.
-template <class Kernel, class... Arguments>
-void launch_planes(Kernel* kernel, std::size_t pixels, std::size_t planes, cudaStream_t stream,
-                   const Arguments&... arguments) {
-  if (pixels && planes) launch(kernel, grid_for_planes(pixels, planes), dim3(block_threads), stream, arguments...);
+  return static_cast<unsigned>(blocks < (1u << 24) ? blocks : 1u << 24);
 }
 
 template <class T>
@@ -72,6 +54,30 @@ bool is_aligned(const T* pointer, std::size_t bytes) {
 
 __device__ inline std::size_t thread_index() { return std::size_t{blockIdx.x} * blockDim.x + threadIdx.x; }
 __device__ inline std::size_t thread_stride() { return std::size_t{gridDim.x} * blockDim.x; }
+
+template <class F>
+__global__ void each_kernel(F f, std::size_t count) {
+  for (std::size_t i = thread_index(); i < count; i += thread_stride()) f(i);
+}
+
+// Calls f(i) on the device for each i < count; none are no launch.
+template <class F>
+void launch_each(std::size_t count, cudaStream_t stream, F f) {
+  if (count) launch(&each_kernel<F>, grid_for(count), block_threads, stream, f, count);
+}
+
+template <class F>
+__global__ void planes_kernel(F f, std::size_t planes) {
+  for (unsigned plane = blockIdx.y; plane < planes; plane += gridDim.y) f(plane);
+}
+
+// Calls f(plane) on the device for each plane, in as many threads as share its `pixels`, which f deals out by
+// thread_index() and thread_stride(); an empty grid is no launch.
+template <class F>
+void launch_planes(std::size_t planes, std::size_t pixels, cudaStream_t stream, F f) {
+  const dim3 grid(grid_for(pixels), static_cast<unsigned>(planes < grid_limit ? planes : grid_limit));
+  if (pixels && planes) launch(&planes_kernel<F>, grid, block_threads, stream, f, planes);
+}
 
 // A NaN passes through: hiding one here would hide a diverged run.
 template <class T>

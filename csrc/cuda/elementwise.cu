@@ -5,45 +5,6 @@
 namespace distopt::cuda {
 namespace {
 
-// -- element by element ----------------------------------------------------------------------------------------------
-template <class T>
-struct Relu {
-  __device__ T operator()(T x) const { return rectify(x); }
-};
-
-template <class T>
-struct Sigmoid {
-  __device__ T operator()(T x) const { return T(1) / (T(1) + exp(-x)); }
-};
-
-template <class T>
-struct ReluBackward {
-  __device__ T operator()(T dy, T y) const { return rectify_gradient(dy, y); }
-};
-
-template <class T>
-struct SigmoidBackward {
-  __device__ T operator()(T dy, T y) const { return dy * y * (T(1) - y); }
-};
-
-template <class T, class F>
-__global__ void map_kernel(F f, const T* x, T* y, std::size_t count) {
-  for (std::size_t i = thread_index(); i < count; i += thread_stride()) y[i] = f(x[i]);
-}
-
-template <class T, class F>
-__global__ void map_pairs_kernel(F f, const T* a, const T* b, T* y, std::size_t count) {
-  for (std::size_t i = thread_index(); i < count; i += thread_stride()) y[i] = f(a[i], b[i]);
-}
-
-template <class T>
-__global__ void add_bias_kernel(T* y, const T* bias, std::size_t count, int columns, bool relu) {
-  for (std::size_t i = thread_index(); i < count; i += thread_stride()) {
-    const T value = bias ? y[i] + bias[i % std::size_t(columns)] : y[i];
-    y[i] = relu ? rectify(value) : value;
-  }
-}
-
 // -- sums ------------------------------------------------------------------------------------------------------------
 constexpr int tile = 32;  // columns of a block; warp_count rows are read at a time
 
@@ -75,13 +36,8 @@ __device__ double channel_sum(Batch batch, int pixels, int channel, F f) {
 
 // -- batch normalization, one block per channel ----------------------------------------------------------------------
 template <class T>
-struct Moments {
-  T *mean, *inverse_deviation, *running_mean = nullptr, *running_var = nullptr;
-};
-
-template <class T>
-__global__ void channel_moments_kernel(Batch batch, int pixels, const T* x, Moments<T> to, T momentum, T eps,
-                                       bool training) {
+__global__ void channel_moments_kernel(Batch batch, int pixels, const T* x, T* means, T* inverse_deviations,
+                                       T* running_mean, T* running_var, T momentum, T eps, bool training) {
   __shared__ T center;
   const int channel = int(blockIdx.x);
   const double count = double(batch.images) * pixels;
@@ -94,35 +50,21 @@ __global__ void channel_moments_kernel(Batch batch, int pixels, const T* x, Mome
         channel_sum(batch, pixels, channel, [=](std::size_t i) { return (x[i] - mean) * (x[i] - mean); });
     if (threadIdx.x != 0) return;
     const T variance = T(squares / count);
-    to.mean[channel] = mean;
-    to.inverse_deviation[channel] = T(1) / sqrt(variance + eps);
-    to.running_mean[channel] += momentum * (mean - to.running_mean[channel]);
-    to.running_var[channel] += momentum * (variance * T(count / (count - 1)) - to.running_var[channel]);
+    means[channel] = mean;
+    inverse_deviations[channel] = T(1) / sqrt(variance + eps);
+    running_mean[channel] += momentum * (mean - running_mean[channel]);
+    running_var[channel] += momentum * (variance * T(count / (count - 1)) - running_var[channel]);
   } else if (threadIdx.x == 0) {
-    to.mean[channel] = to.running_mean[channel];
-    to.inverse_deviation[channel] = T(1) / sqrt(to.running_var[channel] + eps);
+    means[channel] = running_mean[channel];
+    inverse_deviations[channel] = T(1) / sqrt(running_var[channel] + eps);
   }
 }
 
 template <class T>
-__global__ void normalize_kernel(Batch batch, int pixels, const T* x, Moments<const T> moments, const T* gamma,
-                                 const T* beta, T* y) {
-  for (unsigned plane = blockIdx.y; plane < unsigned(batch.images * batch.channels); plane += gridDim.y) {
-    const int channel = int(plane) % batch.channels;
-    const T center = moments.mean[channel], shift = beta[channel];
-    const T scale = moments.inverse_deviation[channel] * gamma[channel];
-    for (std::size_t i = thread_index(); i < std::size_t(pixels); i += thread_stride()) {
-      const std::size_t at = std::size_t(plane) * pixels + i;
-      y[at] = (x[at] - center) * scale + shift;
-    }
-  }
-}
-
-template <class T>
-__global__ void normalize_sums_kernel(Batch batch, int pixels, const T* dy, const T* x, Moments<const T> moments,
-                                      T* dgamma, T* dbeta) {
+__global__ void normalize_sums_kernel(Batch batch, int pixels, const T* dy, const T* x, const T* mean,
+                                      const T* inverse_deviation, T* dgamma, T* dbeta) {
   const int channel = int(blockIdx.x);
-  const T center = moments.mean[channel], inverse = moments.inverse_deviation[channel];
+  const T center = mean[channel], inverse = inverse_deviation[channel];
   const double sum = channel_sum(batch, pixels, channel, [=](std::size_t i) { return dy[i]; });
   const double projection =
       channel_sum(batch, pixels, channel, [=](std::size_t i) { return dy[i] * ((x[i] - center) * inverse); });
@@ -131,28 +73,19 @@ __global__ void normalize_sums_kernel(Batch batch, int pixels, const T* dy, cons
   dgamma[channel] = T(projection);
 }
 
-template <class T>
-__global__ void normalize_backward_kernel(Batch batch, int pixels, const T* dy, const T* x, Moments<const T> moments,
-                                          const T* gamma, bool training, const T* dgamma, const T* dbeta, T* dx) {
-  const T count = T(double(batch.images) * pixels);
-  for (unsigned plane = blockIdx.y; plane < unsigned(batch.images * batch.channels); plane += gridDim.y) {
-    const int channel = int(plane) % batch.channels;
-    const T center = moments.mean[channel], inverse = moments.inverse_deviation[channel];
-    const T scale = gamma[channel] * inverse;
-    const T offset = training ? dbeta[channel] / count : T(0), slope = training ? dgamma[channel] / count : T(0);
-    for (std::size_t i = thread_index(); i < std::size_t(pixels); i += thread_stride()) {
-      const std::size_t at = std::size_t(plane) * pixels + i;
-      dx[at] = (dy[at] - offset - (x[at] - center) * inverse * slope) * scale;
-    }
-  }
-}
-
 // -- softmax, one warp per row ---------------------------------------------------------------------------------------
 template <class T, class Combine>
 __device__ T over_warp(T value, Combine combine) {
   for (int offset = 16; offset; offset /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, offset));
   return value;
 }
+
+struct Plus {
+  template <class T>
+  __device__ T operator()(T a, T b) const {
+    return a + b;
+  }
+};
 
 template <class T>
 struct RowScale {
@@ -165,39 +98,10 @@ __device__ RowScale<T> row_scale(const T* row, int columns) {
   for (int c = int(threadIdx.x); c < columns; c += 32) maximum = row[c] > maximum ? row[c] : maximum;
   maximum = over_warp(maximum, [](T a, T b) { return a > b ? a : b; });
   for (int c = int(threadIdx.x); c < columns; c += 32) sum += exp(row[c] - maximum);
-  return {maximum, over_warp(sum, [](T a, T b) { return a + b; })};
-}
-
-template <class T>
-__global__ void softmax_kernel(const T* x, T* y, std::size_t rows, int columns) {
-  for (std::size_t r = std::size_t(blockIdx.x) * warp_count + threadIdx.y; r < rows;
-       r += std::size_t(gridDim.x) * warp_count) {
-    const RowScale<T> scale = row_scale(x + r * columns, columns);
-    for (int c = int(threadIdx.x); c < columns; c += 32)
-      y[r * columns + c] = exp(x[r * columns + c] - scale.maximum) / scale.sum;
-  }
+  return {maximum, over_warp(sum, Plus())};
 }
 
 __device__ inline bool is_class(std::int64_t label, int columns) { return label >= 0 && label < columns; }
-
-template <class T>
-__global__ void cross_entropy_kernel(const T* logits, const std::int64_t* labels, const T* target, std::size_t rows,
-                                     int columns, T* probability, double* row_loss) {
-  for (std::size_t r = std::size_t(blockIdx.x) * warp_count + threadIdx.y; r < rows;
-       r += std::size_t(gridDim.x) * warp_count) {
-    const T* row = logits + r * columns;
-    const RowScale<T> scale = row_scale(row, columns);
-    const T log_sum = scale.maximum + log(scale.sum);
-    double loss = 0;
-    for (int c = int(threadIdx.x); c < columns; c += 32) {
-      probability[r * columns + c] = exp(row[c] - scale.maximum) / scale.sum;
-      if (target) loss += double(target[r * columns + c] * (log_sum - row[c]));
-    }
-    loss = over_warp(loss, [](double a, double b) { return a + b; });
-    if (!target) loss = is_class(labels[r], columns) ? double(log_sum - row[labels[r]]) : not_a_number;
-    if (threadIdx.x == 0) row_loss[r] = loss;
-  }
-}
 
 template <class T>
 __global__ void mean_loss_kernel(const double* row_loss, const std::int64_t* labels, std::size_t rows, int columns,
@@ -219,34 +123,19 @@ __global__ void mean_loss_kernel(const double* row_loss, const std::int64_t* lab
   }
 }
 
-template <class T>
-__global__ void cross_entropy_backward_kernel(const T* probability, const std::int64_t* labels, const T* target,
-                                              const T* scale, T factor, std::size_t rows, int columns, T* dlogits) {
-  const T slope = scale ? factor * *scale : factor;
-  for (std::size_t r = std::size_t(blockIdx.x) * warp_count + threadIdx.y; r < rows;
-       r += std::size_t(gridDim.x) * warp_count) {
-    T share = T(1);
-    if (target) {
-      share = T(0);
-      for (int c = int(threadIdx.x); c < columns; c += 32) share += target[r * columns + c];
-      share = over_warp(share, [](T a, T b) { return a + b; });
-    } else if (!is_class(labels[r], columns)) {
-      share = T(not_a_number);  // nothing may be learnt from it
-    }
-    for (int c = int(threadIdx.x); c < columns; c += 32) {
-      const std::size_t at = r * columns + c;
-      const T wanted = target ? target[at] : T(labels[r] == c);
-      dlogits[at] = (probability[at] * share - wanted) * slope;
-    }
-  }
+template <class F>
+__global__ void rows_kernel(F f, std::size_t rows) {
+  for (std::size_t row = std::size_t(blockIdx.x) * warp_count + threadIdx.y; row < rows;
+       row += std::size_t(gridDim.x) * warp_count)
+    f(row);
 }
 
-template <class Kernel, class... Arguments>
-void launch_rows(Kernel* kernel, std::size_t rows, cudaStream_t stream, const Arguments&... arguments) {
+// Calls f(row) on the device in the 32 threads of a warp for each row.
+template <class F>
+void launch_rows(std::size_t rows, cudaStream_t stream, F f) {
   const std::size_t blocks = (rows + warp_count - 1) / warp_count;
   if (rows)
-    launch(kernel, dim3(unsigned(blocks < grid_limit ? blocks : grid_limit)), dim3(32, warp_count), stream,
-           arguments...);
+    launch(&rows_kernel<F>, unsigned(blocks < grid_limit ? blocks : grid_limit), dim3(32, warp_count), stream, f, rows);
 }
 
 template <class Kernel, class... Arguments>
@@ -258,27 +147,30 @@ void launch_channels(Kernel* kernel, Batch batch, cudaStream_t stream, const Arg
 
 template <class T>
 void relu(const T* x, T* y, std::size_t count, cudaStream_t stream) {
-  launch_each(map_kernel<T, Relu<T>>, count, stream, Relu<T>{}, x, y, count);
+  launch_each(count, stream, [=] __device__(std::size_t i) { y[i] = rectify(x[i]); });
 }
 
 template <class T>
 void relu_backward(const T* dy, const T* y, T* dx, std::size_t count, cudaStream_t stream) {
-  launch_each(map_pairs_kernel<T, ReluBackward<T>>, count, stream, ReluBackward<T>{}, dy, y, dx, count);
+  launch_each(count, stream, [=] __device__(std::size_t i) { dx[i] = rectify_gradient(dy[i], y[i]); });
 }
 
 template <class T>
 void sigmoid(const T* x, T* y, std::size_t count, cudaStream_t stream) {
-  launch_each(map_kernel<T, Sigmoid<T>>, count, stream, Sigmoid<T>{}, x, y, count);
+  launch_each(count, stream, [=] __device__(std::size_t i) { y[i] = T(1) / (T(1) + exp(-x[i])); });
 }
 
 template <class T>
 void sigmoid_backward(const T* dy, const T* y, T* dx, std::size_t count, cudaStream_t stream) {
-  launch_each(map_pairs_kernel<T, SigmoidBackward<T>>, count, stream, SigmoidBackward<T>{}, dy, y, dx, count);
+  launch_each(count, stream, [=] __device__(std::size_t i) { dx[i] = dy[i] * y[i] * (T(1) - y[i]); });
 }
 
 template <class T>
 void add_bias(T* y, const T* bias, std::size_t rows, int columns, bool relu, cudaStream_t stream) {
-  launch_each(add_bias_kernel<T>, rows * columns, stream, y, bias, rows * columns, columns, relu);
+  launch_each(rows * columns, stream, [=] __device__(std::size_t i) {
+    const T value = bias ? y[i] + bias[i % std::size_t(columns)] : y[i];
+    y[i] = relu ? rectify(value) : value;
+  });
 }
 
 template <class T>
@@ -290,43 +182,86 @@ void column_sums(const T* matrix, std::size_t rows, int columns, T* out, cudaStr
 template <class T>
 void channel_moments(Batch batch, int pixels, const T* x, T* mean, T* inverse_deviation, T* running_mean,
                      T* running_var, double momentum, double eps, bool training, cudaStream_t stream) {
-  launch_channels(channel_moments_kernel<T>, batch, stream, pixels, x,
-                  Moments<T>{mean, inverse_deviation, running_mean, running_var}, T(momentum), T(eps), training);
+  launch_channels(channel_moments_kernel<T>, batch, stream, pixels, x, mean, inverse_deviation, running_mean,
+                  running_var, T(momentum), T(eps), training);
 }
 
 template <class T>
 void normalize(Batch batch, int pixels, const T* x, const T* mean, const T* inverse_deviation, const T* gamma,
                const T* beta, T* y, cudaStream_t stream) {
-  launch_planes(normalize_kernel<T>, std::size_t(pixels), planes_of(batch), stream, batch, pixels, x,
-                Moments<const T>{mean, inverse_deviation}, gamma, beta, y);
+  launch_planes(planes_of(batch), std::size_t(pixels), stream, [=] __device__(unsigned plane) {
+    const int channel = int(plane) % batch.channels;
+    const T center = mean[channel], shift = beta[channel], scale = inverse_deviation[channel] * gamma[channel];
+    for (std::size_t i = thread_index(); i < std::size_t(pixels); i += thread_stride()) {
+      const std::size_t at = std::size_t(plane) * pixels + i;
+      y[at] = (x[at] - center) * scale + shift;
+    }
+  });
 }
 
 template <class T>
 void normalize_backward(Batch batch, int pixels, const T* dy, const T* x, const T* mean, const T* inverse_deviation,
                         const T* gamma, bool training, T* dgamma, T* dbeta, T* dx, cudaStream_t stream) {
-  const Moments<const T> moments{mean, inverse_deviation};
-  launch_channels(normalize_sums_kernel<T>, batch, stream, pixels, dy, x, moments, dgamma, dbeta);
-  launch_planes(normalize_backward_kernel<T>, std::size_t(pixels), planes_of(batch), stream, batch, pixels, dy, x,
-                moments, gamma, training, dgamma, dbeta, dx);
+  launch_channels(normalize_sums_kernel<T>, batch, stream, pixels, dy, x, mean, inverse_deviation, dgamma, dbeta);
+  const T count = T(double(batch.images) * pixels);
+  launch_planes(planes_of(batch), std::size_t(pixels), stream, [=] __device__(unsigned plane) {
+    const int channel = int(plane) % batch.channels;
+    const T center = mean[channel], inverse = inverse_deviation[channel], scale = gamma[channel] * inverse;
+    const T offset = training ? dbeta[channel] / count : T(0), slope = training ? dgamma[channel] / count : T(0);
+    for (std::size_t i = thread_index(); i < std::size_t(pixels); i += thread_stride()) {
+      const std::size_t at = std::size_t(plane) * pixels + i;
+      dx[at] = (dy[at] - offset - (x[at] - center) * inverse * slope) * scale;
+    }
+  });
 }
 
 template <class T>
 void softmax(const T* x, T* y, std::size_t rows, int columns, cudaStream_t stream) {
-  launch_rows(softmax_kernel<T>, rows, stream, x, y, rows, columns);
+  launch_rows(rows, stream, [=] __device__(std::size_t r) {
+    const RowScale<T> scale = row_scale(x + r * columns, columns);
+    for (int c = int(threadIdx.x); c < columns; c += 32)
+      y[r * columns + c] = exp(x[r * columns + c] - scale.maximum) / scale.sum;
+  });
 }
 
 template <class T>
 void cross_entropy(const T* logits, const std::int64_t* labels, const T* target, std::size_t rows, int columns,
                    T* probability, double* row_loss, T* loss, std::int64_t* error, cudaStream_t stream) {
-  launch_rows(cross_entropy_kernel<T>, rows, stream, logits, labels, target, rows, columns, probability, row_loss);
+  launch_rows(rows, stream, [=] __device__(std::size_t r) {
+    const T* row = logits + r * columns;
+    const RowScale<T> scale = row_scale(row, columns);
+    const T log_sum = scale.maximum + log(scale.sum);
+    double loss = 0;
+    for (int c = int(threadIdx.x); c < columns; c += 32) {
+      probability[r * columns + c] = exp(row[c] - scale.maximum) / scale.sum;
+      if (target) loss += double(target[r * columns + c] * (log_sum - row[c]));
+    }
+    loss = over_warp(loss, Plus());
+    if (!target) loss = is_class(labels[r], columns) ? double(log_sum - row[labels[r]]) : not_a_number;
+    if (threadIdx.x == 0) row_loss[r] = loss;
+  });
   launch(mean_loss_kernel<T>, dim3(1), dim3(block_threads), stream, row_loss, labels, rows, columns, loss, error);
 }
 
 template <class T>
 void cross_entropy_backward(const T* probability, const std::int64_t* labels, const T* target, const T* scale,
                             double factor, std::size_t rows, int columns, T* dlogits, cudaStream_t stream) {
-  launch_rows(cross_entropy_backward_kernel<T>, rows, stream, probability, labels, target, scale, T(factor), rows,
-              columns, dlogits);
+  launch_rows(rows, stream, [=] __device__(std::size_t r) {
+    const T slope = scale ? T(factor) * *scale : T(factor);
+    T share = T(1);
+    if (target) {
+      share = T(0);
+      for (int c = int(threadIdx.x); c < columns; c += 32) share += target[r * columns + c];
+      share = over_warp(share, Plus());
+    } else if (!is_class(labels[r], columns)) {
+      share = T(not_a_number);  // nothing may be learnt from it
+    }
+    for (int c = int(threadIdx.x); c < columns; c += 32) {
+      const std::size_t at = r * columns + c;
+      const T wanted = target ? target[at] : T(labels[r] == c);
+      dlogits[at] = (probability[at] * share - wanted) * slope;
+    }
+  });
 }
 
 DISTOPT_ARRAY_KERNELS(DISTOPT_INSTANTIATE)

@@ -7,11 +7,58 @@
 namespace distopt::cuda {
 namespace {
 
+// Images in memory: plane (image, channel) begins at `data` + image * per_image + channel * per_channel and is dense.
 template <class T>
-__global__ void lower_kernel(Batch batch, Window s, const T* x, T* columns) {
-  const int places = s.oh * s.ow, taps = s.kh * s.kw;
-  const std::size_t width = std::size_t(batch.images) * places;
-  for (unsigned row = blockIdx.y; row < unsigned(batch.channels * taps); row += gridDim.y) {
+struct Planes {
+  T* data;
+  std::size_t per_image, per_channel;
+
+  __device__ T* at(int image, int channel) const { return data + image * per_image + channel * per_channel; }
+  __device__ T* at(unsigned plane, int channels) const { return at(int(plane) / channels, int(plane) % channels); }
+};
+
+template <class T>
+Planes<T> planes_at(T* data, Batch batch, std::size_t pixels, bool rows) {
+  if (rows) return {data, pixels, batch.images * pixels};
+  return {data, batch.channels * pixels, pixels};
+}
+
+template <class T>
+__global__ void channel_sums_kernel(Batch batch, int pixels, Planes<const T> x, bool add, T* out) {
+  const std::size_t count = std::size_t(batch.images) * pixels;
+  for (unsigned channel = blockIdx.x; channel < unsigned(batch.channels); channel += gridDim.x) {
+    const T* source = x.at(0, int(channel));
+    double sum = 0;
+    for (std::size_t i = threadIdx.x; i < count; i += blockDim.x)
+      sum += double(source[i / unsigned(pixels) * x.per_image + i % unsigned(pixels)]);
+    sum = block_sum<block_threads>(sum);
+    if (threadIdx.x == 0) out[channel] = add ? out[channel] + T(sum) : T(sum);
+  }
+}
+
+// Calls f(place, tap) for the windows that cover a pixel, in ascending order of their rows and then of their taps: the
+// order in which the CPU adds.
+template <class F>
+__device__ inline void for_windows(const Window& s, int pixel, F f) {
+  const int iy = pixel / s.w + s.ph, ix = pixel % s.w + s.pw;
+  const int first = iy < s.kh ? 0 : (iy - s.kh) / s.sh + 1;
+  for (int oy = first; oy < s.oh && oy * s.sh <= iy; ++oy)
+    for (int kx = ix % s.sw; kx < s.kw && kx <= ix; kx += s.sw) {
+      const int ox = (ix - kx) / s.sw;
+      if (ox < s.ow) f(std::size_t(oy) * s.ow + ox, (iy - oy * s.sh) * s.kw + kx);
+    }
+}
+
+std::size_t pixels_of(const Window& s) { return std::size_t(s.h) * s.w; }
+std::size_t places_of(const Window& s) { return std::size_t(s.oh) * s.ow; }
+
+}  // namespace
+
+template <class T>
+void lower(Batch batch, Window s, const T* x, T* columns, cudaStream_t stream) {
+  const int taps = s.kh * s.kw, places = s.oh * s.ow;
+  const std::size_t width = std::size_t(batch.images) * places, rows = std::size_t(batch.channels) * taps;
+  launch_planes(rows, width, stream, [=] __device__(unsigned row) {
     const int channel = int(row) / taps, tap = int(row) % taps;
     const int dy = tap / s.kw - s.ph, dx = tap % s.kw - s.pw;
     for (std::size_t at = thread_index(); at < width; at += thread_stride()) {
@@ -21,14 +68,13 @@ __global__ void lower_kernel(Batch batch, Window s, const T* x, T* columns) {
       const std::size_t plane = std::size_t(image) * batch.channels + channel;
       columns[row * width + at] = inside ? x[plane * s.h * s.w + std::size_t(iy) * s.w + ix] : T(0);
     }
-  }
+  });
 }
 
 template <class T>
-__global__ void gather_columns_kernel(Batch batch, Window s, const T* columns, T* dx) {
-  const std::size_t places = std::size_t(s.oh) * s.ow, width = batch.images * places;
-  const std::size_t pixels = std::size_t(s.h) * s.w;
-  for (unsigned plane = blockIdx.y; plane < unsigned(batch.images * batch.channels); plane += gridDim.y) {
+void gather_columns(Batch batch, Window s, const T* columns, T* dx, cudaStream_t stream) {
+  const std::size_t places = places_of(s), width = batch.images * places, pixels = pixels_of(s);
+  launch_planes(planes_of(batch), pixels, stream, [=] __device__(unsigned plane) {
     const int image = int(plane) / batch.channels, channel = int(plane) % batch.channels;
     for (std::size_t pixel = thread_index(); pixel < pixels; pixel += thread_stride()) {
       const int iy = int(pixel) / s.w + s.ph, ix = int(pixel) % s.w + s.pw;
@@ -45,72 +91,49 @@ __global__ void gather_columns_kernel(Batch batch, Window s, const T* columns, T
       }
       dx[plane * pixels + pixel] = sum;
     }
-  }
-}
-
-// Images in memory: plane (image, channel) begins at `data` + image * per_image + channel * per_channel and is dense.
-template <class T>
-struct Planes {
-  T* data;
-  std::size_t per_image, per_channel;
-};
-
-template <class T>
-Planes<T> planes_at(T* data, Batch batch, std::size_t pixels, bool rows) {
-  if (rows) return {data, pixels, batch.images * pixels};
-  return {data, batch.channels * pixels, pixels};
+  });
 }
 
 template <class T>
-__device__ T* plane_of(const Planes<T>& planes, int image, int channel) {
-  return planes.data + image * planes.per_image + channel * planes.per_channel;
-}
-
-template <class T>
-__global__ void spread_kernel(Batch batch, int pixels, Planes<const T> from, const T* bias, bool relu, T* to) {
-  for (unsigned plane = blockIdx.y; plane < unsigned(batch.images * batch.channels); plane += gridDim.y) {
-    const int image = int(plane) / batch.channels, channel = int(plane) % batch.channels;
-    const T* source = plane_of(from, image, channel);
-    const T shift = bias ? bias[channel] : T(0);
+void spread(Batch batch, int pixels, const T* data, bool rows, const T* bias, bool relu, T* to, cudaStream_t stream) {
+  const auto from = planes_at(data, batch, std::size_t(pixels), rows);
+  launch_planes(planes_of(batch), std::size_t(pixels), stream, [=] __device__(unsigned plane) {
+    const T* source = from.at(plane, batch.channels);
+    const T shift = bias ? bias[int(plane) % batch.channels] : T(0);
     for (std::size_t i = thread_index(); i < std::size_t(pixels); i += thread_stride()) {
       const T value = bias ? source[i] + shift : source[i];
       to[std::size_t(plane) * pixels + i] = relu ? rectify(value) : value;
     }
-  }
+  });
 }
 
 template <class T>
-__global__ void collect_kernel(Batch batch, int pixels, const T* dy, const T* y, Planes<T> to) {
-  for (unsigned plane = blockIdx.y; plane < unsigned(batch.images * batch.channels); plane += gridDim.y) {
-    T* target = plane_of(to, int(plane) / batch.channels, int(plane) % batch.channels);
+void collect(Batch batch, int pixels, const T* dy, const T* y, T* data, bool rows, cudaStream_t stream) {
+  const auto to = planes_at(data, batch, std::size_t(pixels), rows);
+  launch_planes(planes_of(batch), std::size_t(pixels), stream, [=] __device__(unsigned plane) {
+    T* target = to.at(plane, batch.channels);
     for (std::size_t i = thread_index(); i < std::size_t(pixels); i += thread_stride()) {
       const std::size_t at = std::size_t(plane) * pixels + i;
       target[i] = y ? rectify_gradient(dy[at], y[at]) : dy[at];
     }
-  }
+  });
 }
 
 template <class T>
-__global__ void channel_sums_kernel(Batch batch, int pixels, Planes<const T> x, bool add, T* out) {
-  const std::size_t count = std::size_t(batch.images) * pixels;
-  for (unsigned channel = blockIdx.x; channel < unsigned(batch.channels); channel += gridDim.x) {
-    const T* source = plane_of(x, 0, int(channel));
-    double sum = 0;
-    for (std::size_t i = threadIdx.x; i < count; i += blockDim.x)
-      sum += double(source[i / unsigned(pixels) * x.per_image + i % unsigned(pixels)]);
-    sum = block_sum<block_threads>(sum);
-    if (threadIdx.x == 0) out[channel] = add ? out[channel] + T(sum) : T(sum);
-  }
+void channel_sums(Batch batch, int pixels, const T* x, bool rows, bool add, T* out, cudaStream_t stream) {
+  if (batch.channels)
+    launch(channel_sums_kernel<T>, dim3(unsigned(batch.channels)), dim3(block_threads), stream, batch, pixels,
+           planes_at(x, batch, std::size_t(pixels), rows), add, out);
 }
 
 template <class T>
-__global__ void max_pool_kernel(Batch batch, Window s, Planes<const T> x, const T* bias, bool relu, T* y,
-                                std::uint8_t* taken) {
-  const std::size_t places = std::size_t(s.oh) * s.ow;
-  for (unsigned plane = blockIdx.y; plane < unsigned(batch.images * batch.channels); plane += gridDim.y) {
-    const int image = int(plane) / batch.channels, channel = int(plane) % batch.channels;
-    const T* source = plane_of(x, image, channel);
-    const T shift = bias ? bias[channel] : T(0);
+void max_pool(Batch batch, Window s, const T* data, bool rows, const T* bias, bool relu, T* y, std::uint8_t* taken,
+              cudaStream_t stream) {
+  const auto x = planes_at(data, batch, pixels_of(s), rows);
+  const std::size_t places = places_of(s);
+  launch_planes(planes_of(batch), places, stream, [=] __device__(unsigned plane) {
+    const T* source = x.at(plane, batch.channels);
+    const T shift = bias ? bias[int(plane) % batch.channels] : T(0);
     for (std::size_t place = thread_index(); place < places; place += thread_stride()) {
       const int top = int(place) / s.ow * s.sh - s.ph, left = int(place) % s.ow * s.sw - s.pw;
       T best = T(-infinity);
@@ -131,28 +154,16 @@ __global__ void max_pool_kernel(Batch batch, Window s, Planes<const T> x, const 
       y[plane * places + place] = best;
       taken[plane * places + place] = std::uint8_t(tap);
     }
-  }
-}
-
-// Calls f(place, tap) for the windows that cover a pixel, in ascending order of their rows and then of their taps: the
-// order in which the CPU adds.
-template <class F>
-__device__ inline void for_windows(const Window& s, int pixel, F f) {
-  const int iy = pixel / s.w + s.ph, ix = pixel % s.w + s.pw;
-  const int first = iy < s.kh ? 0 : (iy - s.kh) / s.sh + 1;
-  for (int oy = first; oy < s.oh && oy * s.sh <= iy; ++oy)
-    for (int kx = ix % s.sw; kx < s.kw && kx <= ix; kx += s.sw) {
-      const int ox = (ix - kx) / s.sw;
-      if (ox < s.ow) f(std::size_t(oy) * s.ow + ox, (iy - oy * s.sh) * s.kw + kx);
-    }
+  });
 }
 
 template <class T>
-__global__ void max_pool_backward_kernel(Batch batch, Window s, const T* dy, const T* y, const std::uint8_t* taken,
-                                         Planes<T> dx) {
-  const std::size_t places = std::size_t(s.oh) * s.ow, pixels = std::size_t(s.h) * s.w;
-  for (unsigned plane = blockIdx.y; plane < unsigned(batch.images * batch.channels); plane += gridDim.y) {
-    T* target = plane_of(dx, int(plane) / batch.channels, int(plane) % batch.channels);
+void max_pool_backward(Batch batch, Window s, const T* dy, const T* y, const std::uint8_t* taken, T* data, bool rows,
+                       cudaStream_t stream) {
+  const auto dx = planes_at(data, batch, pixels_of(s), rows);
+  const std::size_t places = places_of(s), pixels = pixels_of(s);
+  launch_planes(planes_of(batch), pixels, stream, [=] __device__(unsigned plane) {
+    T* target = dx.at(plane, batch.channels);
     const std::size_t base = plane * places;
     for (std::size_t pixel = thread_index(); pixel < pixels; pixel += thread_stride()) {
       T sum = T(0);
@@ -162,14 +173,14 @@ __global__ void max_pool_backward_kernel(Batch batch, Window s, const T* dy, con
       });
       target[pixel] = sum;
     }
-  }
+  });
 }
 
 template <class T>
-__global__ void avg_pool_kernel(Batch batch, Window s, const T* x, T* y) {
-  const std::size_t places = std::size_t(s.oh) * s.ow, pixels = std::size_t(s.h) * s.w;
+void avg_pool(Batch batch, Window s, const T* x, T* y, cudaStream_t stream) {
+  const std::size_t places = places_of(s), pixels = pixels_of(s);
   const T share = T(1) / T(s.kh * s.kw);
-  for (unsigned plane = blockIdx.y; plane < unsigned(batch.images * batch.channels); plane += gridDim.y) {
+  launch_planes(planes_of(batch), places, stream, [=] __device__(unsigned plane) {
     for (std::size_t place = thread_index(); place < places; place += thread_stride()) {
       const int top = int(place) / s.ow * s.sh - s.ph, left = int(place) % s.ow * s.sw - s.pw;
       T sum = T(0);
@@ -178,79 +189,20 @@ __global__ void avg_pool_kernel(Batch batch, Window s, const T* x, T* y) {
           sum += x[plane * pixels + std::size_t(iy) * s.w + ix] * share;
       y[plane * places + place] = sum;
     }
-  }
+  });
 }
 
 template <class T>
-__global__ void avg_pool_backward_kernel(Batch batch, Window s, const T* dy, T* dx) {
-  const std::size_t places = std::size_t(s.oh) * s.ow, pixels = std::size_t(s.h) * s.w;
+void avg_pool_backward(Batch batch, Window s, const T* dy, T* dx, cudaStream_t stream) {
+  const std::size_t places = places_of(s), pixels = pixels_of(s);
   const T share = T(1) / T(s.kh * s.kw);
-  for (unsigned plane = blockIdx.y; plane < unsigned(batch.images * batch.channels); plane += gridDim.y) {
+  launch_planes(planes_of(batch), pixels, stream, [=] __device__(unsigned plane) {
     for (std::size_t pixel = thread_index(); pixel < pixels; pixel += thread_stride()) {
       T sum = T(0);
       for_windows(s, int(pixel), [&](std::size_t place, int) { sum += dy[plane * places + place] * share; });
       dx[plane * pixels + pixel] = sum;
     }
-  }
-}
-
-std::size_t pixels_of(const Window& s) { return std::size_t(s.h) * s.w; }
-std::size_t places_of(const Window& s) { return std::size_t(s.oh) * s.ow; }
-
-}  // namespace
-
-template <class T>
-void lower(Batch batch, Window s, const T* x, T* columns, cudaStream_t stream) {
-  const std::size_t rows = std::size_t(batch.channels) * s.kh * s.kw;
-  launch_planes(lower_kernel<T>, batch.images * places_of(s), rows, stream, batch, s, x, columns);
-}
-
-template <class T>
-void gather_columns(Batch batch, Window s, const T* columns, T* dx, cudaStream_t stream) {
-  launch_planes(gather_columns_kernel<T>, pixels_of(s), planes_of(batch), stream, batch, s, columns, dx);
-}
-
-template <class T>
-void spread(Batch batch, int pixels, const T* from, bool rows, const T* bias, bool relu, T* to, cudaStream_t stream) {
-  launch_planes(spread_kernel<T>, std::size_t(pixels), planes_of(batch), stream, batch, pixels,
-                planes_at(from, batch, std::size_t(pixels), rows), bias, relu, to);
-}
-
-template <class T>
-void collect(Batch batch, int pixels, const T* dy, const T* y, T* to, bool rows, cudaStream_t stream) {
-  launch_planes(collect_kernel<T>, std::size_t(pixels), planes_of(batch), stream, batch, pixels, dy, y,
-                planes_at(to, batch, std::size_t(pixels), rows));
-}
-
-template <class T>
-void channel_sums(Batch batch, int pixels, const T* x, bool rows, bool add, T* out, cudaStream_t stream) {
-  if (batch.channels)
-    launch(channel_sums_kernel<T>, dim3(unsigned(batch.channels)), dim3(block_threads), stream, batch, pixels,
-           planes_at(x, batch, std::size_t(pixels), rows), add, out);
-}
-
-template <class T>
-void max_pool(Batch batch, Window s, const T* x, bool rows, const T* bias, bool relu, T* y, std::uint8_t* taken,
-              cudaStream_t stream) {
-  launch_planes(max_pool_kernel<T>, places_of(s), planes_of(batch), stream, batch, s,
-                planes_at(x, batch, pixels_of(s), rows), bias, relu, y, taken);
-}
-
-template <class T>
-void max_pool_backward(Batch batch, Window s, const T* dy, const T* y, const std::uint8_t* taken, T* dx, bool rows,
-                       cudaStream_t stream) {
-  launch_planes(max_pool_backward_kernel<T>, pixels_of(s), planes_of(batch), stream, batch, s, dy, y, taken,
-                planes_at(dx, batch, pixels_of(s), rows));
-}
-
-template <class T>
-void avg_pool(Batch batch, Window s, const T* x, T* y, cudaStream_t stream) {
-  launch_planes(avg_pool_kernel<T>, places_of(s), planes_of(batch), stream, batch, s, x, y);
-}
-
-template <class T>
-void avg_pool_backward(Batch batch, Window s, const T* dy, T* dx, cudaStream_t stream) {
-  launch_planes(avg_pool_backward_kernel<T>, pixels_of(s), planes_of(batch), stream, batch, s, dy, dx);
+  });
 }
 
 DISTOPT_IMAGE_KERNELS(DISTOPT_INSTANTIATE)

@@ -18,11 +18,6 @@ __global__ void __launch_bounds__(block_threads)
 }
 
 // -- sparse lists -----------------------------------------------------------------------------------------------------
-__global__ void __launch_bounds__(block_threads)
-    clear_kernel(float* dense, const std::int32_t* indices, std::size_t count) {
-  for (std::size_t i = thread_index(); i < count; i += thread_stride()) dense[indices[i]] = 0;
-}
-
 __device__ unsigned lower_bound(const std::int32_t* indices, unsigned count, std::int64_t bound) {
   unsigned low = 0;
   while (count) {
@@ -69,7 +64,7 @@ void accumulate(const Source& from, std::size_t n, Findings* findings, cudaStrea
 }
 
 void clear_at(float* dense, const std::int32_t* indices, std::size_t count, cudaStream_t stream) {
-  if (count) launch(&clear_kernel, stride_blocks(count), block_threads, stream, dense, indices, count);
+  launch_each(count, stream, [=] __device__(std::size_t i) { dense[indices[i]] = 0; });
 }
 
 void scatter_sum(float* dense, const SparseLists& lists, std::size_t lo, std::size_t hi, float scale, bool add,

@@ -7,7 +7,7 @@ from math import prod, sqrt
 from typing import TypeAlias
 
 from ..errors import ShapeError, UsageError
-from . import operations
+from . import operations_images as operations
 from .kernels.geometry import Padding, Pair, same_padding
 from .layer_base import Layer, count_of, has_relu
 from .tensor import Operation, Tensor

@@ -1,4 +1,4 @@
-"""The operations of neural networks, on the kernels of `distopt.nn.kernels`.
+"""The operations of neural networks, on the kernels of `distopt.nn.kernels`; images are in `operations_images`.
 
 Shapes: images are [N, C, H, W], rows are [N, features]. Weights come after their inputs. Parameter gradients are
 written into the memory provided (`into`, see `distopt.nn.tensor.Operation`).
@@ -12,28 +12,11 @@ from typing import Any, TypeAlias
 
 from ..errors import ShapeError, UsageError
 from ..kernels import array_module
-from . import operations_images
 from .kernels import kernels_of
 from .mode import mode
-from .operations_images import *  # noqa: F403 - the other half of this module
 from .operations_images import Weighted
 from .outside import settled
 from .tensor import Array, Operation, Tensor
-
-__all__ = [
-    "Cat",
-    "Dropout",
-    "Linear",
-    "MeanSquareError",
-    "ReLU",
-    "ReduceMean",
-    "ReduceSum",
-    "Sigmoid",
-    "SoftMax",
-    "SoftMaxCrossEntropy",
-    "wants_gradient",
-]
-__all__ += operations_images.__all__
 
 Into: TypeAlias = "Sequence[Array | None]"
 Gradients: TypeAlias = "Sequence[Array | None]"

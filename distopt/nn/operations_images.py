@@ -16,16 +16,6 @@ from .kernels.geometry import Padding, Pair, out_size, pool_out, with_border, wi
 from .mode import mode, noted
 from .tensor import Array, Operation
 
-__all__ = [
-    "AvgPool2d",
-    "BatchNorm2d",
-    "Conv2d",
-    "DepthwiseConv2d",
-    "GroupedConv2d",
-    "MaxPool2d",
-    "Weighted",
-]
-
 Into: TypeAlias = "Sequence[Array | None]"
 Gradients: TypeAlias = "Sequence[Array | None]"
 

@@ -17,8 +17,8 @@ import cupy  # noqa: E402
 
 from distopt import autograd  # noqa: E402
 from distopt.errors import MissingDependencyError, UsageError  # noqa: E402
-from distopt.nn import device, operations  # noqa: E402
-from distopt.nn.kernels import gpu, gpu_cudnn, gpu_images  # noqa: E402
+from distopt.nn import device, operations_images  # noqa: E402
+from distopt.nn.kernels import gpu, gpu_cudnn  # noqa: E402
 from distopt.nn.tensor import Tensor  # noqa: E402
 from tests import reference  # noqa: E402
 from tests.gpu.hosted import hosted, to_device  # noqa: E402
@@ -83,7 +83,7 @@ def check(x, weight, bias, dy, stride=(1, 1), padding=(0, 0)):
 # -- numbers -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("case", [2, 3])
 def test_chunks(monkeypatch, dtype, case):  # noqa: F811
-    monkeypatch.setattr(gpu_images, "SCRATCH_BYTES", 2500)
+    monkeypatch.setattr(gpu, "SCRATCH_BYTES", 2500)
     on_cpu.test_conv2d(None, dtype, on_cpu.CONVOLUTIONS[case], True, True)
     on_cpu.test_conv2d_max_pool(None, dtype, on_cpu.FUSED[case], True, True)
 
@@ -95,7 +95,7 @@ def test_gradients_are_derivatives():
 
 @pytest.mark.parametrize("case", [2, 3])
 def test_without_the_gradient_of_the_weight(monkeypatch, case):
-    monkeypatch.setattr(gpu_images, "SCRATCH_BYTES", 2500)
+    monkeypatch.setattr(gpu, "SCRATCH_BYTES", 2500)
     x, weight, bias, dy = map(to_device, parts(on_cpu.CONVOLUTIONS[case]))
     _, saved = gpu.conv2d(x, weight, bias, *on_cpu.CONVOLUTIONS[case][6:], True)
     found = [(dw, cupy.full_like(bias, 7)) for dw in (cupy.empty_like(weight), None)]
@@ -127,11 +127,11 @@ def test_arrays_may_begin_anywhere():
 
 
 WINDOWS = {
-    "conv": (lambda: operations.Conv2d((2, 1), (0, 1, 2, 1), True), (2, 2, 5, 4), (3, 2, 3, 2), (3,)),
-    "grouped": (lambda: operations.GroupedConv2d(2, (1, 2), (1, 0), True), (2, 4, 5, 4), (6, 2, 3, 2), (6,)),
-    "depthwise": (lambda: operations.DepthwiseConv2d((2, 1), (1, 0, 0, 2), True), (2, 3, 5, 4), (3, 1, 3, 2), (3,)),
-    "max pool": (lambda: operations.MaxPool2d((2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
-    "avg pool": (lambda: operations.AvgPool2d((2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
+    "conv": (lambda: operations_images.Conv2d((2, 1), (0, 1, 2, 1), True), (2, 2, 5, 4), (3, 2, 3, 2), (3,)),
+    "grouped": (lambda: operations_images.GroupedConv2d(2, (1, 2), (1, 0), True), (2, 4, 5, 4), (6, 2, 3, 2), (6,)),
+    "depthwise": (lambda: operations_images.DepthwiseConv2d((2, 1), (1, 0, 0, 2), True), (2, 3, 5, 4), (3, 1, 3, 2), (3,)),
+    "max pool": (lambda: operations_images.MaxPool2d((2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
+    "avg pool": (lambda: operations_images.AvgPool2d((2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
 }
 
 

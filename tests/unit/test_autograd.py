@@ -8,7 +8,7 @@ import pytest
 
 from distopt import autograd, layer
 from distopt.errors import UsageError
-from distopt.nn import operations
+from distopt.nn import operations, operations_images
 from distopt.nn.mode import mode
 from distopt.nn.tensor import MatMul, Operation, Tensor
 
@@ -26,7 +26,7 @@ def parameter(name, shape, seed=0, dtype=np.float64):
 
 
 def conv(relu=False, stride=(1, 1), padding=(0, 0)):
-    return lambda *inputs: operations.Conv2d(stride, padding, relu)(*inputs)
+    return lambda *inputs: operations_images.Conv2d(stride, padding, relu)(*inputs)
 
 
 def pool(kind, kernel, stride, padding):
@@ -34,7 +34,7 @@ def pool(kind, kernel, stride, padding):
 
 
 def batch_norm(x, gamma, beta):
-    return operations.BatchNorm2d(np.zeros(3), np.ones(3), 0.1, 1e-5)(x, gamma, beta)
+    return operations_images.BatchNorm2d(np.zeros(3), np.ones(3), 0.1, 1e-5)(x, gamma, beta)
 
 
 LABELS = Tensor.of(np.array([2, 0, 1, 2]))
@@ -77,31 +77,31 @@ CASES = {
     "conv stride padding": (conv(stride=(2, 1), padding=(1, 2)), (2, 2, 5, 4), (3, 2, 3, 3), (3,)),
     "conv uneven padding": (conv(stride=(2, 1), padding=(0, 1, 2, 1)), (2, 2, 5, 4), (3, 2, 3, 2), (3,)),
     "depthwise": (
-        lambda x, w: operations.DepthwiseConv2d((2, 1), (1, 0))(x, w),
+        lambda x, w: operations_images.DepthwiseConv2d((2, 1), (1, 0))(x, w),
         (2, 3, 5, 4),
         (3, 1, 3, 2),
     ),
     "depthwise bias relu uneven padding": (
-        lambda x, w, b: operations.DepthwiseConv2d((2, 1), (1, 0, 0, 2), relu=True)(x, w, b),
+        lambda x, w, b: operations_images.DepthwiseConv2d((2, 1), (1, 0, 0, 2), relu=True)(x, w, b),
         (2, 3, 5, 4),
         (3, 1, 3, 2),
         (3,),
     ),
     "grouped": (
-        lambda x, w, b: operations.GroupedConv2d(2, (1, 2), (1, 0), relu=False)(x, w, b),
+        lambda x, w, b: operations_images.GroupedConv2d(2, (1, 2), (1, 0), relu=False)(x, w, b),
         (2, 4, 5, 4),
         (6, 2, 3, 2),
         (6,),
     ),
     "grouped relu uneven padding": (
-        lambda x, w: operations.GroupedConv2d(3, (1, 1), (0, 1, 1, 0), relu=True)(x, w),
+        lambda x, w: operations_images.GroupedConv2d(3, (1, 1), (0, 1, 1, 0), relu=True)(x, w),
         (2, 3, 4, 4),
         (6, 1, 2, 3),
     ),
-    "max_pool": (pool(operations.MaxPool2d, (2, 3), (2, 1), (1, 1)), (2, 2, 5, 4)),
-    "max_pool uneven padding": (pool(operations.MaxPool2d, (2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
-    "avg_pool uneven padding": (pool(operations.AvgPool2d, (3, 2), (1, 2), (1, 0, 0, 1)), (2, 2, 5, 4)),
-    "avg_pool": (pool(operations.AvgPool2d, (3, 2), (1, 2), (1, 1)), (2, 2, 5, 4)),
+    "max_pool": (pool(operations_images.MaxPool2d, (2, 3), (2, 1), (1, 1)), (2, 2, 5, 4)),
+    "max_pool uneven padding": (pool(operations_images.MaxPool2d, (2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
+    "avg_pool uneven padding": (pool(operations_images.AvgPool2d, (3, 2), (1, 2), (1, 0, 0, 1)), (2, 2, 5, 4)),
+    "avg_pool": (pool(operations_images.AvgPool2d, (3, 2), (1, 2), (1, 1)), (2, 2, 5, 4)),
     "batch_norm": (batch_norm, (4, 3, 2, 2), (3,), (3,)),
 }
 

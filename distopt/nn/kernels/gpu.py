@@ -1,42 +1,45 @@
+# ruff: noqa: D103 - `cpu` documents the functions
 """Kernels for CuPy arrays: those of `distopt._cuda`, and cuBLAS for products, on the current stream of CuPy.
 
 The functions, their conventions and errors are those of `distopt.nn.kernels.cpu`; what differs is said here. Nothing
 waits for the device, so a label that is no class is found late: the loss and its gradients are then NaN, and
 `Device.check` raises when something is next read from the device.
 
-Convolution is in `gpu_images`: by cuDNN, or as a product with lowered images, in chunks of images. Sums run in an order
-that shapes alone determine, without atomics, so equal inputs give equal bits on equal devices; chunks of gradients are
-added in their order.
+A convolution is a plan of cuDNN where there is one (`gpu_cudnn.plan`), with bias, ReLU and pooling by kernels of
+`distopt._cuda`. Else it is lowering: a product with the lowered images, `columns` [C * kh * kw, images * places], made
+in chunks of images that bound the memory. Sums run in an order that shapes alone determine, without atomics, so equal
+inputs give equal bits on equal devices; chunks of gradients are added in their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
 
 import cupy
 import numpy as np
 
 from ...errors import UsageError
 from ..device import label_flag
-from . import cpu
-from .cpu import SavedLinear, SavedLoss
+from . import gpu_cudnn
+from .cpu import SavedLinear, SavedLoss, SavedNorm
+from .geometry import Pair, out_size, pool_out
 from .gpu_base import Array, address_of, address_or_null, code_of, current_stream, native, product
-from .gpu_images import *  # noqa: F403 - the other half of this module
 
-__all__ = cpu.__all__
+Sizes: TypeAlias = tuple[int, ...]  # h, w, kh, kw, sh, sw, ph, pw, oh, ow: see csrc/cuda/layers.h
+
+SCRATCH_BYTES = 1 << 28  # of lowered images at a time; one image may take more
 
 empty = cupy.empty
 
 
 # -- half precision ----------------------------------------------------------------------------------------------------
 def to_half(x: Array) -> Array:
-    """As in `cpu`."""
     return x.astype(np.float16)
 
 
 def from_half(x: Array) -> Array:
-    """As in `cpu`."""
     return x.astype(np.float32)
 
 
@@ -68,29 +71,27 @@ def linear_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, n
 
 
 def relu(x: Array) -> Array:
-    y = cupy.empty(x.shape, x.dtype)
-    native.relu(code_of(x), address_of(x, x.shape, x.dtype), y.data.ptr, x.size, current_stream())
-    return y
+    return _mapped(native.relu, x)
 
 
 def relu_backward(dy: Array, y: Array) -> Array:
-    dx = cupy.empty(dy.shape, dy.dtype)
-    addresses = address_of(dy, dy.shape, dy.dtype), address_of(y, dy.shape, dy.dtype), dx.data.ptr
-    native.relu_backward(code_of(dy), *addresses, dy.size, current_stream())
-    return dx
+    return _mapped(native.relu_backward, dy, y)
 
 
 def sigmoid(x: Array) -> Array:
-    y = cupy.empty(x.shape, x.dtype)
-    native.sigmoid(code_of(x), address_of(x, x.shape, x.dtype), y.data.ptr, x.size, current_stream())
-    return y
+    return _mapped(native.sigmoid, x)
 
 
 def sigmoid_backward(dy: Array, y: Array) -> Array:
-    dx = cupy.empty(dy.shape, dy.dtype)
-    addresses = address_of(dy, dy.shape, dy.dtype), address_of(y, dy.shape, dy.dtype), dx.data.ptr
-    native.sigmoid_backward(code_of(dy), *addresses, dy.size, current_stream())
-    return dx
+    return _mapped(native.sigmoid_backward, dy, y)
+
+
+def _mapped(kernel: Callable[..., None], *xs: Array) -> Array:
+    shape, dtype = xs[0].shape, xs[0].dtype
+    y = cupy.empty(shape, dtype)
+    addresses = [address_of(x, shape, dtype) for x in xs]
+    kernel(code_of(y), *addresses, y.data.ptr, y.size, current_stream())
+    return y
 
 
 def _matrix(x: Array) -> tuple[int, int]:
@@ -138,6 +139,243 @@ def softmax_cross_entropy_backward(saved: Any, scale: float | Array = 1.0) -> Ar
     given = probability.data.ptr, *labels, address, factor
     native.cross_entropy_backward(code_of(probability), *given, rows, columns, dlogits.data.ptr, current_stream())
     return dlogits
+
+
+class _Conv(NamedTuple):
+    x: Array
+    w: Array
+    window: Sizes
+    y: Array | None  # with ReLU, and pooled
+    pooling: tuple[Array, Sizes] | None  # where the maxima were, and its window
+
+
+class _Pool(NamedTuple):
+    x_shape: tuple[int, ...]
+    window: Sizes
+    taken: Array | None  # of max pooling
+
+
+# -- convolution -------------------------------------------------------------------------------------------------------
+def _chunks(images: int, columns_bytes: int, places: int) -> Iterator[tuple[int, int]]:
+    """First image and number of images of each chunk; `columns_bytes` and `places` are those of one image."""
+    count = max(1, min(SCRATCH_BYTES // max(columns_bytes, 1), (2**31 - 1) // max(places, 1)))
+    for first in range(0, images, count):
+        yield first, min(count, images - first)
+
+
+def _lowered(x: Array, window: Sizes, first: int, images: int) -> Array:
+    channels, (h, w, kh, kw), places = x.shape[1], window[:4], window[8] * window[9]
+    columns = cupy.empty((channels * kh * kw, images * places), x.dtype)
+    address = x.data.ptr + first * channels * h * w * x.itemsize
+    native.lower(code_of(x), (images, channels), window, address, columns.data.ptr, current_stream())
+    return columns
+
+
+def _results(x: Array, w: Array, window: Sizes, y: Array | None = None) -> Iterator[tuple[int, int, Array, bool]]:
+    """First image, number of images, their convolution, and whether that is rows [M, images * places].
+
+    Else it is [N, M, oh, ow] for all images at once, and stands in `y`, if given.
+    """
+    if (convolve := gpu_cudnn.plan("fprop", x, w, window)) is not None:
+        y = cupy.empty((len(x), len(w), *window[8:]), x.dtype) if y is None else y
+        convolve(x, w, y)
+        yield 0, len(x), y, False
+        return
+    matrix = w.reshape(len(w), -1)
+    places = window[8] * window[9]
+    for first, images in _chunks(len(x), matrix.shape[1] * places * x.itemsize, places):
+        yield first, images, product(matrix, _lowered(x, window, first, images)), True
+
+
+def _convolution(x: Array, w: Array, b: Array | None, stride: Pair, padding: Pair) -> tuple[Sizes, int]:
+    """Window of a convolution and address of its bias, of arrays that fit."""
+    kernel = (w.shape[2], w.shape[3])
+    size = out_size(x.shape, kernel, stride, padding)
+    address_of(x, x.shape, x.dtype)
+    address_of(w, (len(w), x.shape[1], *kernel), x.dtype)
+    return (*x.shape[2:], *kernel, *stride, *padding, *size), address_or_null(b, (len(w),), x.dtype)
+
+
+def conv2d(
+    x: Array,
+    w: Array,
+    b: Array | None,
+    stride: Pair = (1, 1),
+    padding: Pair = (0, 0),
+    relu: bool = False,
+    pool: tuple[Pair, Pair, Pair] | None = None,
+) -> tuple[Array, Any]:
+    """See `cpu.conv2d`; bias, ReLU and pooling are one pass over the product."""
+    window, bias = _convolution(x, w, b, stride, padding)
+    m, places, shape = len(w), window[8] * window[9], (len(x), len(w), *window[8:])
+    pooling = None
+    if pool is not None:
+        kernel, step, border = pool
+        shape = pool_out(shape, kernel, step, border)
+        pooling = cupy.empty(shape, cupy.uint8), (*window[8:], *kernel, *step, *border, *shape[2:])
+    y = cupy.empty(shape, x.dtype)
+    for first, images, result, rows in _results(x, w, window, y if pool is None else None):
+        at = first * prod(shape[1:])
+        given, to = (result.data.ptr, rows, bias, relu), y.data.ptr + at * y.itemsize
+        if pooling is not None:
+            taken, over = pooling
+            native.max_pool(code_of(x), (images, m), over, *given, to, taken.data.ptr + at, current_stream())
+        elif rows or bias or relu:
+            native.spread(code_of(x), (images, m), places, *given, to, current_stream())
+    return y, _Conv(x, w, window, y if relu else None, pooling)
+
+
+def conv2d_backward(dy: Array, saved: Any, dw: Array | None, db: Array | None, need_dx: bool = True) -> Array | None:
+    x, w, window, y, pooling = saved
+    m, size = len(w), window[8:]
+    shape = (len(x), m, *size) if pooling is None else pooling[0].shape
+    slope, result = address_of(dy, shape, x.dtype), address_or_null(y, shape, x.dtype)
+
+    def collect(first: int, images: int, rows: bool) -> Array:
+        if pooling is None and not rows and not result:
+            return dy
+        at = first * prod(shape[1:])
+        from_dy, from_y = slope + at * dy.itemsize, result and result + at * dy.itemsize
+        before = cupy.empty((m, images * prod(size)) if rows else (images, m, *size), dy.dtype)
+        to = before.data.ptr, rows, current_stream()
+        if pooling is None:
+            native.collect(code_of(dy), (images, m), prod(size), from_dy, from_y, *to)
+        else:
+            taken, over = pooling
+            native.max_pool_backward(code_of(dy), (images, m), over, from_dy, from_y, taken.data.ptr + at, *to)
+        return before
+
+    return _convolution_backward(saved, collect, dw, db, need_dx)
+
+
+def _convolution_backward(
+    saved: _Conv, collect: Callable[[int, int, bool], Array], dw: Array | None, db: Array | None, need_dx: bool
+) -> Array | None:
+    """The gradients of a convolution.
+
+    Args:
+        saved: of the convolution.
+        collect: gives the gradient of its result, before bias and ReLU, for a number of images from a first one on: as
+            rows [M, images * places], or as [images, M, oh, ow], which is asked for of all images only.
+        dw: overwritten, if given.
+        db: overwritten, if given.
+        need_dx: whether the gradient of x is returned.
+    """
+    x, w, window, *_ = saved
+    address_or_null(dw, w.shape, x.dtype)
+    sums = address_or_null(db, (len(w),), x.dtype)
+    dx = cupy.empty(x.shape, x.dtype) if need_dx else None
+    to_w = None if dw is None else gpu_cudnn.plan("wgrad", x, w, window)
+    to_x = gpu_cudnn.plan("dgrad", x, w, window) if need_dx else None
+    if (dw is not None and to_w is None) or (need_dx and to_x is None):
+        _lowered_backward(saved, collect, dw, db, dx)
+        return dx
+    slope = collect(0, len(x), False)
+    if to_w is not None:
+        to_w(x, slope, dw)
+    if sums:
+        places = window[8] * window[9]
+        native.channel_sums(code_of(x), (len(x), len(w)), places, slope.data.ptr, False, False, sums, current_stream())
+    if to_x is not None:
+        to_x(slope, w, dx)
+    return dx
+
+
+def _lowered_backward(
+    saved: _Conv, collect: Callable[[int, int, bool], Array], dw: Array | None, db: Array | None, dx: Array | None
+) -> None:
+    """As `_convolution_backward`; dx is overwritten, if given."""
+    x, w, window, *_ = saved
+    matrix = w.reshape(len(w), -1)
+    places = window[8] * window[9]
+    if not len(x):
+        for sums in (dw, db):
+            if sums is not None:
+                sums.fill(0)
+    for first, images in _chunks(len(x), matrix.shape[1] * places * x.itemsize, places):
+        rows = collect(first, images, True)
+        if dw is not None:
+            columns = _lowered(x, window, first, images)
+            product(rows, columns, dw.reshape(len(w), -1), b_transposed=True, accumulate=first > 0)
+        else:
+            columns = cupy.empty((matrix.shape[1], images * places), x.dtype)
+        if db is not None:
+            given = rows.data.ptr, True, first > 0, db.data.ptr
+            native.channel_sums(code_of(x), (images, len(w)), places, *given, current_stream())
+        if dx is not None:
+            product(matrix, rows, columns, a_transposed=True)
+            address = dx.data.ptr + first * (dx.nbytes // len(x))
+            native.gather_columns(code_of(x), (images, x.shape[1]), window, columns.data.ptr, address, current_stream())
+
+
+# -- pooling -----------------------------------------------------------------------------------------------------------
+def _pooling(x: Array, kernel: Pair, stride: Pair, padding: Pair) -> tuple[int, tuple[int, ...], Sizes]:
+    """Address of x, shape of the result, and the window."""
+    shape = pool_out(x.shape, kernel, stride, padding)
+    return address_of(x, x.shape, x.dtype), shape, (*x.shape[2:], *kernel, *stride, *padding, *shape[2:])
+
+
+def max_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
+    address, shape, window = _pooling(x, kernel, stride, padding)
+    y, taken = cupy.empty(shape, x.dtype), cupy.empty(shape, cupy.uint8)
+    addresses = y.data.ptr, taken.data.ptr
+    native.max_pool(code_of(x), shape[:2], window, address, False, 0, False, *addresses, current_stream())
+    return y, _Pool(x.shape, window, taken)
+
+
+def max_pool2d_backward(dy: Array, saved: Any) -> Array:
+    dx = cupy.empty(saved.x_shape, dy.dtype)
+    addresses = address_of(dy, saved.taken.shape, dy.dtype), 0, saved.taken.data.ptr, dx.data.ptr
+    native.max_pool_backward(code_of(dy), saved.x_shape[:2], saved.window, *addresses, False, current_stream())
+    return dx
+
+
+def avg_pool2d(x: Array, kernel: Pair, stride: Pair, padding: Pair = (0, 0)) -> tuple[Array, Any]:
+    address, shape, window = _pooling(x, kernel, stride, padding)
+    y = cupy.empty(shape, x.dtype)
+    native.avg_pool(code_of(x), shape[:2], window, address, y.data.ptr, current_stream())
+    return y, _Pool(x.shape, window, None)
+
+
+def avg_pool2d_backward(dy: Array, saved: Any) -> Array:
+    dx = cupy.empty(saved.x_shape, dy.dtype)
+    address = address_of(dy, (*saved.x_shape[:2], *saved.window[8:]), dy.dtype)
+    native.avg_pool_backward(code_of(dy), saved.x_shape[:2], saved.window, address, dx.data.ptr, current_stream())
+    return dx
+
+
+# -- normalization -----------------------------------------------------------------------------------------------------
+def batch_norm2d(
+    x: Array,
+    gamma: Array,
+    beta: Array,
+    running_mean: Array,
+    running_var: Array,
+    momentum: float,
+    eps: float,
+    training: bool,
+) -> tuple[Array, Any]:
+    n, c, h, w = x.shape
+    if training and n * h * w == 1:
+        raise UsageError("batch normalization needs more than one value per channel to train; use a larger batch")
+    mean, inverse = cupy.empty((c,), x.dtype), cupy.empty((c,), x.dtype)
+    y = cupy.empty(x.shape, x.dtype)
+    sizes = code_of(x), (n, c), h * w, address_of(x, x.shape, x.dtype), mean.data.ptr, inverse.data.ptr
+    running = address_of(running_mean, (c,), x.dtype), address_of(running_var, (c,), x.dtype)
+    native.channel_moments(*sizes, *running, momentum, eps, training, current_stream())
+    scale = address_of(gamma, (c,), x.dtype), address_of(beta, (c,), x.dtype)
+    native.normalize(*sizes, *scale, y.data.ptr, current_stream())
+    return y, SavedNorm(x, gamma, mean, inverse, training)
+
+
+def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) -> Array:
+    x, gamma, mean, inverse, training = saved
+    n, c, h, w = x.shape
+    dx = cupy.empty(x.shape, x.dtype)
+    given = address_of(dy, x.shape, x.dtype), x.data.ptr, mean.data.ptr, inverse.data.ptr, gamma.data.ptr, training
+    results = address_of(dgamma, (c,), x.dtype), address_of(dbeta, (c,), x.dtype), dx.data.ptr
+    native.normalize_backward(code_of(x), (n, c), h * w, *given, *results, current_stream())
+    return dx
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Convolution of CuPy arrays by cuDNN, through cudnn-frontend's Python package; see `distopt.nn.kernels.gpu_images`.
+"""Convolution of CuPy arrays by cuDNN, through cudnn-frontend's Python package; see `distopt.nn.kernels.gpu`.
 
 A plan is a convolution, or one of its gradients, for one geometry and type in the layout N, C, H, W. Its engine is the
 best in the eyes of cuDNN's heuristics of those that give equal bits on every run and compute in the type of the arrays.
@@ -101,7 +101,7 @@ def plan(kind: str, x: Array, w: Array, window: tuple[int, ...]) -> Plan | None:
         kind: "fprop", "dgrad" or "wgrad".
         x: [N, C, H, W], float32 or float64.
         w: [M, C, kh, kw].
-        window: see `gpu_images.Sizes`.
+        window: see `gpu.Sizes`.
 
     Raises:
         TypeError: x is of another type.
