@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from .errors import UsageError, absent_name
-from .nn.convert import from_numpy, from_raw_tensor, to_numpy
-from .nn.device import Device
+from .nn.device import Device, device_of
 from .nn.tensor import Tensor, float16, float32, float64, int32, int64
 
 # fmt: off
@@ -36,9 +35,26 @@ PlaceHolder = Tensor
 
 
 # -- new tensors -------------------------------------------------------------------------------------------------------
+def from_numpy(array: np.ndarray[Any, Any], device: Device | None = None, dtype: DTypeLike | None = None) -> Tensor:
+    """A tensor with a copy of `array`, in `dtype` (default: its own, with 64-bit types made 32-bit, as in SINGA)."""
+    return Tensor(data=array, device=device, dtype=dtype)
+
+
+def from_raw_tensor(raw: Any) -> Tensor:
+    """A tensor that shares the memory of a raw tensor: `Tensor.data`, or a gradient of `Operation.backward`."""
+    return Tensor.of(raw.view(np.ndarray) if isinstance(raw, np.ndarray) else raw, device_of(raw))
+
+
 def from_raw_tensors(raws: Iterable[Any]) -> list[Tensor]:
     """`from_raw_tensor` of each."""
     return [from_raw_tensor(raw) for raw in raws]
+
+
+def to_numpy(values: Any) -> np.ndarray[Any, Any]:
+    """A copy of a tensor, raw tensor, array or plain number, as a NumPy array; a number gives [1]."""
+    if isinstance(values, Tensor):
+        return values.to_numpy()
+    return np.array(device_of(values).host(values), ndmin=1)
 
 
 def zeros(shape: Sequence[int], device: Device | None = None) -> Tensor:

@@ -19,7 +19,7 @@ switch.
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from typing import NamedTuple
 
 from ..errors import UsageError
@@ -29,17 +29,21 @@ from .tensor import Array, Operation, Tensor
 
 
 class Walk(Operation):
-    """A custom backward pass, which takes the place of the operation behind a loss."""
+    """A custom backward pass, which takes the place of the operation behind a loss.
+
+    Args:
+        pairs: gives the pairs that `backward` yields, from its `dy` and `pauses`.
+        parameters: gives those that `gradient_order` returns.
+    """
 
     needs = (True,)
 
-    def pairs(self, dy: Tensor | None, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The pairs that `backward` yields."""
-        raise NotImplementedError
-
-    def parameters(self) -> list[Tensor]:
-        """The parameters that `gradient_order` returns."""
-        raise NotImplementedError
+    def __init__(
+        self,
+        pairs: Callable[[Tensor | None, Container[object]], Iterator[tuple[Tensor, Tensor]]],
+        parameters: Callable[[], list[Tensor]],
+    ) -> None:
+        self.pairs, self.parameters = pairs, parameters
 
 
 def backward(

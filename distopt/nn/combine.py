@@ -7,37 +7,22 @@ from collections.abc import Sequence
 from functools import reduce
 
 from ..kernels import array_module
-from .tensor import Array, Broadcast, float32
+from .tensor import Array, Broadcast, broadcast, float32
 
-
-class Pow(Broadcast):
-    """a to the power b, float32 for integers. The gradient of b is 0 where a is 0."""
-
-    reads = True
-
-    def value(self, a: Array, b: Array) -> Array:
-        return (a if a.dtype.kind == "f" else a.astype(float32)) ** b
-
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
-        a, b = self.saved
-        where = array_module(dy).where
-        da = self.reduced(dy * b * a ** where(b == 0, 1, b - 1), 0) if self.needs[0] else None
-        return da, self.reduced(dy * a**b * array_module(dy).log(where(a == 0, 1, a)), 1) if self.needs[1] else None
-
-
-class PRelu(Broadcast):
-    """x where it is at least 0, else slope * x (He et al., arXiv 1502.01852)."""
-
-    reads = True
-
-    def value(self, x: Array, slope: Array) -> Array:
-        return array_module(x).where(x < 0, slope * x, x)
-
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
-        x, slope = self.saved
-        where = array_module(dy).where
-        dx = self.reduced(dy * where(x < 0, slope, 1), 0) if self.needs[0] else None
-        return dx, self.reduced(dy * where(x < 0, x, 0), 1) if self.needs[1] else None
+# a to the power b, float32 for integers. The gradient of b is 0 where a is 0.
+Pow = broadcast(
+    "Pow",
+    lambda a, b: (a if a.dtype.kind == "f" else a.astype(float32)) ** b,
+    lambda dy, a, b: dy * b * a ** array_module(dy).where(b == 0, 1, b - 1),
+    lambda dy, a, b: dy * a**b * array_module(dy).log(array_module(dy).where(a == 0, 1, a)),
+)
+# x where it is at least 0, else slope * x (He et al., arXiv 1502.01852).
+PRelu = broadcast(
+    "PRelu",
+    lambda x, slope: array_module(x).where(x < 0, slope * x, x),
+    lambda dy, x, slope: dy * array_module(dy).where(x < 0, slope, 1),
+    lambda dy, x, slope: dy * array_module(dy).where(x < 0, x, 0),
+)
 
 
 class Where(Broadcast):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -22,6 +22,8 @@ from .mode import Ran, mode
 from .outside import OutsideGraph, settled
 from .raw import raw
 from .values import Array, c_contiguous, float16, float32, float64, int32, int64
+
+Slope: TypeAlias = Callable[..., Array]
 
 __all__ = [
     "Array",
@@ -296,9 +298,12 @@ class Broadcast(Operation):
 
     Attributes:
         reads: whether `gradients` needs the operands, in `saved`.
+        slopes: for each operand, a function of the gradient of the result and, if `reads`, of the operands: its
+            gradient, before the sum over the axes along which it was repeated.
     """
 
     reads: ClassVar[bool] = False
+    slopes: ClassVar[tuple[Slope, ...]] = ()
 
     def value(self, *operands: Array) -> Array:
         """The result, in whatever type NumPy gives it. A `ValueError` says that the shapes do not fit."""
@@ -317,6 +322,11 @@ class Broadcast(Operation):
             ) from None
         return settled(y, *operands)
 
+    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
+        operands = self.saved if self.reads else ()
+        pairs = enumerate(zip(self.slopes, self.needs, strict=True))
+        return [self.reduced(slope(dy, *operands), i) if need else None for i, (slope, need) in pairs]
+
     def reduced(self, gradient: Array, which: int) -> Array:
         """The sum of `gradient` over the axes along which input number `which` was repeated, in its type."""
         assert self.inputs is not None
@@ -329,55 +339,16 @@ class Broadcast(Operation):
         return (gradient if gradient.dtype == dtype else gradient.astype(dtype))[...]
 
 
-class Add(Broadcast):
-    """a + b."""
-
-    def value(self, a: Array, b: Array) -> Array:
-        return a + b
-
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
-        da = self.reduced(dy, 0) if self.needs[0] else None
-        db = self.reduced(dy.copy() if self.needs[0] else dy, 1) if self.needs[1] else None
-        return da, db
+def broadcast(name: str, value: Callable[..., Array], *slopes: Slope, reads: bool = True) -> type[Broadcast]:
+    """Local. A kind of `Broadcast` by its attributes."""
+    return type(name, (Broadcast,), {"value": staticmethod(value), "slopes": slopes, "reads": reads})
 
 
-class Sub(Broadcast):
-    """a - b."""
-
-    def value(self, a: Array, b: Array) -> Array:
-        return a - b
-
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
-        da = self.reduced(dy, 0) if self.needs[0] else None
-        return da, self.reduced(-dy, 1) if self.needs[1] else None
-
-
-class Mul(Broadcast):
-    """a * b, element by element."""
-
-    reads = True
-
-    def value(self, a: Array, b: Array) -> Array:
-        return a * b
-
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
-        a, b = self.saved
-        da = self.reduced(dy * b, 0) if self.needs[0] else None
-        return da, self.reduced(dy * a, 1) if self.needs[1] else None
-
-
-class Div(Broadcast):
-    """a / b, element by element."""
-
-    reads = True
-
-    def value(self, a: Array, b: Array) -> Array:
-        return a / b
-
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
-        a, b = self.saved
-        da = self.reduced(dy / b, 0) if self.needs[0] else None
-        return da, self.reduced(-dy * a / (b * b), 1) if self.needs[1] else None
+# No two gradients may share memory.
+Add = broadcast("Add", operator.add, lambda dy: dy, lambda dy: dy.copy(), reads=False)
+Sub = broadcast("Sub", operator.sub, lambda dy: dy, operator.neg, reads=False)
+Mul = broadcast("Mul", operator.mul, lambda dy, a, b: dy * b, lambda dy, a, b: dy * a)
+Div = broadcast("Div", operator.truediv, lambda dy, a, b: dy / b, lambda dy, a, b: -dy * a / (b * b))
 
 
 class MatMul(Broadcast):

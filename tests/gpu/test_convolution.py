@@ -129,7 +129,12 @@ def test_arrays_may_begin_anywhere():
 WINDOWS = {
     "conv": (lambda: operations_images.Conv2d((2, 1), (0, 1, 2, 1), True), (2, 2, 5, 4), (3, 2, 3, 2), (3,)),
     "grouped": (lambda: operations_images.GroupedConv2d(2, (1, 2), (1, 0), True), (2, 4, 5, 4), (6, 2, 3, 2), (6,)),
-    "depthwise": (lambda: operations_images.DepthwiseConv2d((2, 1), (1, 0, 0, 2), True), (2, 3, 5, 4), (3, 1, 3, 2), (3,)),
+    "depthwise": (
+        lambda: operations_images.DepthwiseConv2d((2, 1), (1, 0, 0, 2), True),
+        (2, 3, 5, 4),
+        (3, 1, 3, 2),
+        (3,),
+    ),
     "max pool": (lambda: operations_images.MaxPool2d((2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
     "avg pool": (lambda: operations_images.AvgPool2d((2, 3), (2, 1), (0, 1, 1, 0)), (2, 2, 5, 4)),
 }

@@ -1,4 +1,3 @@
-# ruff: noqa: D103 - `cpu` documents the functions
 """Kernels for CuPy arrays: those of `distopt._cuda`, and cuBLAS for products, on the current stream of CuPy.
 
 The functions, their conventions and errors are those of `distopt.nn.kernels.cpu`; what differs is said here. Nothing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from ...errors import DistoptError
@@ -17,32 +18,36 @@ class CaptureError(DistoptError):
 
 
 class OptimizerCall(NamedTuple):
-    """A call of a method of the optimizer; `place` is that of the loss, an index or a keyword, or None without one."""
+    """A call of a method of the optimizer.
+
+    Attributes:
+        name: of the method.
+        values: the arguments, by index or keyword.
+        place: that of the loss among them, or None without one.
+    """
 
     name: str
-    args: tuple[Any, ...]
-    options: dict[str, Any]
+    values: dict[int | str, Any]
     place: int | str | None
 
     def on(self, optimizer: Any, loss: Tensor | None = None) -> Any:
         """The same call, of another optimizer, and with another loss if one is given."""
-        args, options = list(self.args), dict(self.options)
-        if loss is not None and isinstance(self.place, int):
-            args[self.place] = loss
-        elif loss is not None and isinstance(self.place, str):
-            options[self.place] = loss
-        return getattr(optimizer, self.name)(*args, **options)
+        values = [
+            (key, loss if loss is not None and key == self.place else value) for key, value in self.values.items()
+        ]
+        args = [value for key, value in values if isinstance(key, int)]
+        return getattr(optimizer, self.name)(*args, **{key: value for key, value in values if isinstance(key, str)})
 
     @property
     def others(self) -> tuple[Any, ...]:
         """All but the loss."""
-        args = [arg for i, arg in enumerate(self.args) if i != self.place]
-        return self.name, self.place, args, {key: value for key, value in self.options.items() if key != self.place}
+        return self.name, self.place, {key: value for key, value in self.values.items() if key != self.place}
 
     @property
     def loss(self) -> Tensor:
         """The loss of the call itself."""
-        loss: Tensor = self.args[self.place] if isinstance(self.place, int) else self.options[str(self.place)]
+        assert self.place is not None
+        loss: Tensor = self.values[self.place]
         return loss
 
 
@@ -100,13 +105,20 @@ class RecordedStep(ABC):
             return call.on(optimizer)
         self.call = call
         self.end_forward(call.loss)
-        return call.on(optimizer, self._loss(_Recording(self, call.loss)))
+        order = partial(autograd.gradient_order, call.loss)
+        return call.on(optimizer, self._loss(autograd.Walk(partial(self._recorded, call.loss), order)))
 
     def _loss(self, walk: autograd.Walk) -> Tensor:
         assert self.call is not None
         loss = Tensor.of(self.call.loss.array, self.device)
         loss.creator = walk
         return loss
+
+    def _recorded(self, loss: Tensor, dy: Tensor | None, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The gradients of the step that is recorded, as it runs."""
+        if dy is not None:
+            self.failure = CaptureError("the optimizer passes `dy`")
+        return self.record_backward(loss, pauses) if self.failure is None else autograd.backward(loss, dy)
 
     def check(self, results: Any) -> None:
         """Take the results of `train_one_batch`.
@@ -179,7 +191,7 @@ class RecordedStep(ABC):
                 own.array[...] = value.array
         self.launch(self.forward)
         results = self.hand_out()
-        self.call.on(optimizer, self._loss(_Replaying(self)))
+        self.call.on(optimizer, self._loss(autograd.Walk(self.gradients, self.parameters)))
         for call in self.later:
             call.on(optimizer)
         return results
@@ -196,8 +208,8 @@ class RecordedStep(ABC):
     def launch(self, work: Any) -> None:
         """Do `forward`, or the work of a piece."""
 
-    def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Compute the backward pass, and yield as `autograd.backward`."""
+    def gradients(self, *_: object) -> Iterator[tuple[Tensor, Tensor]]:
+        """Compute the backward pass, and yield as `autograd.backward`, whose arguments were those of the recording."""
         for work, pairs in self.pieces:
             self.launch(work)
             for param, array in pairs:
@@ -212,40 +224,6 @@ class RecordedStep(ABC):
     def parameters(self) -> list[Tensor]:
         """In the order in which `gradients` yields them."""
         return [param for _, pairs in self.pieces for param, _ in pairs]
-
-
-class _Recording(autograd.Walk):
-    """Behind the loss of the step that is recorded."""
-
-    def __init__(self, step: RecordedStep, loss: Tensor) -> None:
-        self.step, self.loss = step, loss
-
-    def pairs(self, dy: Tensor | None, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The gradients of the step, as it runs."""
-        if dy is not None:
-            self.step.failure = CaptureError("the optimizer passes `dy`")
-        if self.step.failure is not None:
-            return autograd.backward(self.loss, dy)
-        return self.step.record_backward(self.loss, pauses)
-
-    def parameters(self) -> list[Tensor]:
-        """Those behind the loss."""
-        return autograd.gradient_order(self.loss)
-
-
-class _Replaying(autograd.Walk):
-    """Behind the loss of a replay."""
-
-    def __init__(self, step: RecordedStep) -> None:
-        self.step = step
-
-    def pairs(self, dy: Tensor | None, pauses: Container[object]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The gradients of the step, computed anew."""
-        return self.step.gradients()
-
-    def parameters(self) -> list[Tensor]:
-        """Those of the step."""
-        return self.step.parameters()
 
 
 def _copied(value: Any) -> Any:
