@@ -55,8 +55,8 @@ void halve(const PoolShape& s, const T* x, T* y, std::uint8_t* taken) {
       const T* row = x + 2 * oy * s.w;
       for_vectors<T>(s.ow, [&](Index ox, Index count) {
         Vec<T> best = {}, others[3] = {};
-        load_pairs(row + 2 * ox, count, best, others[0]);
-        load_pairs(row + s.w + 2 * ox, count, others[1], others[2]);
+        load_pairs(row + 2 * ox, count, best, others[0], LaneNumbers<T>{});
+        load_pairs(row + s.w + 2 * ox, count, others[1], others[2], LaneNumbers<T>{});
         IntegerVec<T> place = {};
         for (int i = 0; i < 3; ++i) {
           const IntegerVec<T> take = (others[i] > best) | (others[i] != others[i]);
@@ -78,8 +78,8 @@ void halve_backward(const PoolShape& s, const T* dy, const std::uint8_t* taken, 
       for_vectors<T>(s.ow, [&](Index ox, Index count) {
         const Vec<T> slope = load_some(dy + ox, count), none = {};
         const IntegerVec<T> place = load_bytes<T>(taken + ox, count);
-        store_pairs(row + 2 * ox, place == 0 ? slope : none, place == 1 ? slope : none, count);
-        store_pairs(row + s.w + 2 * ox, place == 2 ? slope : none, place == 3 ? slope : none, count);
+        store_pairs(row + 2 * ox, place == 0 ? slope : none, place == 1 ? slope : none, count, LaneNumbers<T>{});
+        store_pairs(row + s.w + 2 * ox, place == 2 ? slope : none, place == 3 ? slope : none, count, LaneNumbers<T>{});
       });
     }
   }

@@ -9,6 +9,7 @@
 #endif
 
 #include <type_traits>
+#include <utility>
 
 #include "base/types.h"
 
@@ -150,74 +151,25 @@ inline Vec<double> multiply_add(double a, Vec<double> b, Vec<double> c) {
 #endif
 }
 
-// Even and odd elements of p[0 ... 2 count), count <= kLanes, apart.
+// 0 ... kLanes - 1
 template <class T>
-inline void load_pairs(const T* p, Index count, Vec<T>& even, Vec<T>& odd) {
-#if defined(__AVX512F__)
-  const Vec<T> low = load_some(p, smaller(2 * count, kLanes<T>));
-  const Vec<T> high = load_some(p + kLanes<T>, larger(2 * count - kLanes<T>, 0));
-  if constexpr (sizeof(T) == 4) {
-    const __m512i lane = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    even = (Vec<T>)_mm512_permutex2var_ps((__m512)low, lane, (__m512)high);
-    odd = (Vec<T>)_mm512_permutex2var_ps((__m512)low, _mm512_add_epi32(lane, _mm512_set1_epi32(1)), (__m512)high);
-  } else {
-    const __m512i lane = _mm512_setr_epi64(0, 2, 4, 6, 8, 10, 12, 14);
-    even = (Vec<T>)_mm512_permutex2var_pd((__m512d)low, lane, (__m512d)high);
-    odd = (Vec<T>)_mm512_permutex2var_pd((__m512d)low, _mm512_add_epi64(lane, _mm512_set1_epi64(1)), (__m512d)high);
-  }
-#elif defined(__AVX2__)
+using LaneNumbers = std::make_index_sequence<kLanes<T>>;
+
+// Even and odd elements of p[0 ... 2 count), count <= kLanes, apart.
+template <class T, std::size_t... I>
+inline void load_pairs(const T* p, Index count, Vec<T>& even, Vec<T>& odd, std::index_sequence<I...>) {
   const Vec<T> low = load_some(p, smaller(2 * count, kLanes<T>));
   const Vec<T> high = 2 * count > kLanes<T> ? load_some(p + kLanes<T>, 2 * count - kLanes<T>) : Vec<T>{};
-  __m256d evens, odds;  // of low and high by turns, two lanes of float at a time
-  if constexpr (sizeof(T) == 4) {
-    evens = _mm256_castps_pd(_mm256_shuffle_ps((__m256)low, (__m256)high, 0x88));
-    odds = _mm256_castps_pd(_mm256_shuffle_ps((__m256)low, (__m256)high, 0xdd));
-  } else {
-    evens = _mm256_unpacklo_pd((__m256d)low, (__m256d)high);
-    odds = _mm256_unpackhi_pd((__m256d)low, (__m256d)high);
-  }
-  even = (Vec<T>)_mm256_permute4x64_pd(evens, 0xd8);
-  odd = (Vec<T>)_mm256_permute4x64_pd(odds, 0xd8);
-#else
-  T pairs[2 * kLanes<T>] = {};
-  __builtin_memcpy(pairs, p, 2 * count * sizeof(T));
-  for (Index i = 0; i < kLanes<T>; ++i) even[i] = pairs[2 * i], odd[i] = pairs[2 * i + 1];
-#endif
+  even = __builtin_shuffle(low, high, IntegerVec<T>{(2 * I)...});
+  odd = __builtin_shuffle(low, high, IntegerVec<T>{(2 * I + 1)...});
 }
 
-template <class T>
-inline void store_pairs(T* p, Vec<T> even, Vec<T> odd, Index count) {
-#if defined(__AVX512F__)
-  Vec<T> low, high;
-  if constexpr (sizeof(T) == 4) {
-    const __m512i lane = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    low = (Vec<T>)_mm512_permutex2var_ps((__m512)even, lane, (__m512)odd);
-    high = (Vec<T>)_mm512_permutex2var_ps((__m512)even, _mm512_add_epi32(lane, _mm512_set1_epi32(8)), (__m512)odd);
-  } else {
-    const __m512i lane = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
-    low = (Vec<T>)_mm512_permutex2var_pd((__m512d)even, lane, (__m512d)odd);
-    high = (Vec<T>)_mm512_permutex2var_pd((__m512d)even, _mm512_add_epi64(lane, _mm512_set1_epi64(4)), (__m512d)odd);
-  }
-  store_some(p, low, smaller(2 * count, kLanes<T>));
-  store_some(p + kLanes<T>, high, larger(2 * count - kLanes<T>, 0));
-#elif defined(__AVX2__)
-  Vec<T> first, second;  // the pairs of each half of the lanes: the lower quarters, then the upper ones
-  if constexpr (sizeof(T) == 4) {
-    first = (Vec<T>)_mm256_unpacklo_ps((__m256)even, (__m256)odd);
-    second = (Vec<T>)_mm256_unpackhi_ps((__m256)even, (__m256)odd);
-  } else {
-    first = (Vec<T>)_mm256_unpacklo_pd((__m256d)even, (__m256d)odd);
-    second = (Vec<T>)_mm256_unpackhi_pd((__m256d)even, (__m256d)odd);
-  }
-  const Vec<T> low = (Vec<T>)_mm256_permute2f128_pd((__m256d)first, (__m256d)second, 0x20);
-  const Vec<T> high = (Vec<T>)_mm256_permute2f128_pd((__m256d)first, (__m256d)second, 0x31);
+template <class T, std::size_t... I>
+inline void store_pairs(T* p, Vec<T> even, Vec<T> odd, Index count, std::index_sequence<I...>) {
+  const Vec<T> low = __builtin_shuffle(even, odd, IntegerVec<T>{(I / 2 + I % 2 * kLanes<T>)...});
+  const Vec<T> high = __builtin_shuffle(even, odd, IntegerVec<T>{((I + kLanes<T>) / 2 + I % 2 * kLanes<T>)...});
   store_some(p, low, smaller(2 * count, kLanes<T>));
   if (2 * count > kLanes<T>) store_some(p + kLanes<T>, high, 2 * count - kLanes<T>);
-#else
-  T pairs[2 * kLanes<T>];
-  for (Index i = 0; i < kLanes<T>; ++i) pairs[2 * i] = even[i], pairs[2 * i + 1] = odd[i];
-  __builtin_memcpy(p, pairs, 2 * count * sizeof(T));
-#endif
 }
 
 // The first `count` lanes from and to single bytes.

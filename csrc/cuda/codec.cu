@@ -2,7 +2,6 @@
 #include <cuda_fp16.h>
 
 #include <limits>
-#include <type_traits>
 
 #include "base/float_keys.h"
 #include "cuda/codec.h"
@@ -25,66 +24,37 @@ struct BFloat16 {
   static __device__ float decode(unsigned short x) { return __uint_as_float(static_cast<unsigned>(x) << 16); }
 };
 
-// `unit` elements at a time: 8, in 16-byte accesses, or 1.
-__device__ void load(const float* at, float (&x)[1]) { x[0] = *at; }
-__device__ void load(const unsigned short* at, unsigned short (&x)[1]) { x[0] = *at; }
-__device__ void store(float* at, const float (&x)[1]) { *at = x[0]; }
-__device__ void store(unsigned short* at, const unsigned short (&x)[1]) { *at = x[0]; }
-
-__device__ void load(const float* at, float (&x)[8]) {
-  const float4 low = reinterpret_cast<const float4*>(at)[0], high = reinterpret_cast<const float4*>(at)[1];
-  x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
-  x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
-}
-
-__device__ void store(float* at, const float (&x)[8]) {
-  reinterpret_cast<float4*>(at)[0] = make_float4(x[0], x[1], x[2], x[3]);
-  reinterpret_cast<float4*>(at)[1] = make_float4(x[4], x[5], x[6], x[7]);
-}
-
-__device__ void load(const unsigned short* at, unsigned short (&x)[8]) {
-  const uint4 packed = *reinterpret_cast<const uint4*>(at);
-  const unsigned words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = static_cast<unsigned short>(words[i / 2] >> 16 * (i % 2));
-}
-
-__device__ void store(unsigned short* at, const unsigned short (&x)[8]) {
-  const auto pair = [&](int i) { return static_cast<unsigned>(x[i]) | static_cast<unsigned>(x[i + 1]) << 16; };
-  *reinterpret_cast<uint4*>(at) = make_uint4(pair(0), pair(2), pair(4), pair(6));
-}
-
 // What one thread has found.
 struct Tally {
   unsigned overflowed = 0, underflowed = 0;
   unsigned long long from_bad = 0;
 };
 
+// `unit` elements at a time: 8, in 16-byte accesses, or 1.
 template <class Type, bool with_residual, int unit>
 __device__ void encode_unit(const float* in, const float* residual, float* new_residual, unsigned short* out,
                             std::size_t first, std::size_t n, float scale, float limit, Tally& tally) {
-  float x[unit], left[unit];
-  unsigned short encoded[unit];
-  load(in + first, x);
-  if (with_residual) load(residual + first, left);
+  Unit<float, unit> x = unit_at<unit>(in + first), left;
+  Unit<unsigned short, unit> encoded;
+  if (with_residual) left = unit_at<unit>(residual + first);
 #pragma unroll
   for (int i = 0; i < unit; ++i) {
-    if (with_residual) x[i] = __fadd_rn(x[i], left[i]);
-    const float scaled = __fmul_rn(x[i], scale);
+    if (with_residual) x.e[i] = __fadd_rn(x.e[i], left.e[i]);
+    const float scaled = __fmul_rn(x.e[i], scale);
     const int magnitude = __float_as_int(scaled) & top_key;
     const bool over = __int_as_float(magnitude) > limit;
-    encoded[i] = Type::encode(over ? copysignf(limit, scaled) : scaled);
-    bool bad = x[i] != x[i];
+    encoded.e[i] = Type::encode(over ? copysignf(limit, scaled) : scaled);
+    bool bad = x.e[i] != x.e[i];
     if (with_residual) {
-      left[i] = __fsub_rn(x[i], __fmul_rn(Type::decode(encoded[i]), __fdiv_rn(1.0f, scale)));
-      bad = (__float_as_int(left[i]) & top_key) >= nonfinite_key;
+      left.e[i] = __fsub_rn(x.e[i], __fmul_rn(Type::decode(encoded.e[i]), __fdiv_rn(1.0f, scale)));
+      bad = (__float_as_int(left.e[i]) & top_key) >= nonfinite_key;
     }
     tally.overflowed += over;
-    tally.underflowed += magnitude <= Type::becomes_zero && x[i] != 0;
+    tally.underflowed += magnitude <= Type::becomes_zero && x.e[i] != 0;
     if (bad && n - first - i > tally.from_bad) tally.from_bad = n - first - i;
   }
-  store(out + first, encoded);
-  if (with_residual) store(new_residual + first, left);
+  unit_at<unit>(out + first) = encoded;
+  if (with_residual) unit_at<unit>(new_residual + first) = left;
 }
 
 template <class Type, bool with_residual, int unit>
@@ -108,25 +78,20 @@ __global__ void __launch_bounds__(block_threads)
 }
 
 template <class Type, int unit>
+__device__ void decode_unit(const unsigned short* in, float* out, std::size_t first, float scale) {
+  const Unit<unsigned short, unit> encoded = unit_at<unit>(in + first);
+  Unit<float, unit> x;
+#pragma unroll
+  for (int i = 0; i < unit; ++i) x.e[i] = __fmul_rn(Type::decode(encoded.e[i]), scale);
+  unit_at<unit>(out + first) = x;
+}
+
+template <class Type, int unit>
 __global__ void __launch_bounds__(block_threads)
     decode_kernel(const unsigned short* in, float* out, std::size_t n, float scale) {
-  const auto decode = [=](auto& encoded, auto& x, std::size_t first) {
-    load(in + first, encoded);
-    int i = 0;
-    for (const unsigned short element : encoded) x[i++] = __fmul_rn(Type::decode(element), scale);
-    store(out + first, x);
-  };
   const std::size_t thread = thread_index(), stride = thread_stride();
-  for (std::size_t u = thread; u < n / unit; u += stride) {
-    unsigned short encoded[unit];
-    float x[unit];
-    decode(encoded, x, u * unit);
-  }
-  if (unit > 1 && thread < n % unit) {
-    unsigned short encoded[1];
-    float x[1];
-    decode(encoded, x, n - n % unit + thread);
-  }
+  for (std::size_t u = thread; u < n / unit; u += stride) decode_unit<Type, unit>(in, out, u * unit, scale);
+  if (unit > 1 && thread < n % unit) decode_unit<Type, 1>(in, out, n - n % unit + thread, scale);
 }
 
 // The grid depends on n alone, so that every device adds in the same order.
@@ -135,12 +100,9 @@ __global__ void __launch_bounds__(block_threads)
   double sums[4] = {};
   const std::size_t thread = thread_index(), stride = thread_stride();
   for (std::size_t first = thread * 4; first < n; first += stride * 4) {
-    const float4 v = cuda::load(x + first, static_cast<unsigned>(min(n - first, std::size_t{4})), vectors);
-    const double a = v.x, b = v.y, c = v.z, d = v.w;
-    sums[0] = __fma_rn(a, a, sums[0]);
-    sums[1] = __fma_rn(b, b, sums[1]);
-    sums[2] = __fma_rn(c, c, sums[2]);
-    sums[3] = __fma_rn(d, d, sums[3]);
+    const Four v = load(x + first, static_cast<unsigned>(min(n - first, std::size_t{4})), vectors);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sums[c] = __fma_rn(double{v.e[c]}, double{v.e[c]}, sums[c]);
   }
   const double total = block_sum<block_threads>(sums[0] + sums[1] + (sums[2] + sums[3]));
   if (threadIdx.x == 0) parts[blockIdx.x] = total;
@@ -161,19 +123,16 @@ __global__ void __launch_bounds__(block_threads)
 template <class Real>
 __global__ void __launch_bounds__(block_threads)
     beyond_kernel(const Real* x, std::size_t n, bool vectors, Real limit, unsigned long long* from_bad) {
-  using Vector = std::conditional_t<std::is_same_v<Real, float>, float4, double2>;
   const auto beyond = [limit](Real value) { return !((value <= limit) & (-limit <= value)); };  // NaN, too
-  constexpr std::size_t unit = sizeof(Vector) / sizeof(Real);
+  constexpr int unit = 16 / sizeof(Real);
   const std::size_t thread = thread_index(), stride = thread_stride();
   const std::size_t units = vectors ? n / unit : 0;
   std::size_t bad = n;
   for (std::size_t u = thread; u < units && bad == n; u += stride) {
-    const Vector vector = reinterpret_cast<const Vector*>(x)[u];
-    Real elements[unit];
-    memcpy(elements, &vector, sizeof vector);
+    const Unit<Real, unit> elements = unit_at<unit>(x + u * unit);
 #pragma unroll
-    for (std::size_t i = unit; i-- > 0;)
-      if (beyond(elements[i])) bad = u * unit + i;
+    for (int i = unit; i-- > 0;)
+      if (beyond(elements.e[i])) bad = u * unit + i;
   }
   for (std::size_t i = units * unit + thread; i < n && bad == n; i += stride)
     if (beyond(x[i])) bad = i;

@@ -47,6 +47,23 @@ inline unsigned grid_for(std::size_t count) {
   return static_cast<unsigned>(blocks < (1u << 24) ? blocks : 1u << 24);
 }
 
+// What one access moves: one element, or several that are aligned to 16 bytes.
+template <class E, int count>
+struct alignas(count == 1 ? alignof(E) : 16) Unit {
+  E e[count];
+};
+using Four = Unit<float, 4>;
+
+template <int count, class E>
+__device__ const Unit<E, count>& unit_at(const E* first) {
+  return *reinterpret_cast<const Unit<E, count>*>(first);
+}
+
+template <int count, class E>
+__device__ Unit<E, count>& unit_at(E* first) {
+  return *reinterpret_cast<Unit<E, count>*>(first);
+}
+
 template <class T>
 bool is_aligned(const T* pointer, std::size_t bytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;

@@ -14,7 +14,7 @@
 namespace distopt::cuda {
 namespace {
 
-constexpr unsigned rows = 4, tile = rows * block_threads * 4;  // of float4: elements that a block collects from
+constexpr unsigned rows = 4, tile = rows * block_threads * 4;  // of Four: elements that a block collects from
 constexpr unsigned bins = 1 << 11;
 
 // In device memory, at the head of the workspace.
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(block_threads)
   const std::size_t begin = std::size_t{blockIdx.x} * tile;
   const float scale = scale_of(from);
   const std::int32_t floor = w.state->floor;
-  float4 x[rows];
+  Four x[rows];
   unsigned wanted = 0;            // bit 4 * row + component
   unsigned long long counts = 0;  // per row, 16 bits each: a row of the tile has at most 1024
 #pragma unroll
@@ -204,9 +204,9 @@ __global__ void __launch_bounds__(block_threads)
     const std::size_t at = begin + row * (block_threads * 4) + threadIdx.x * 4;
     const unsigned available = at < n ? static_cast<unsigned>(min(std::size_t{n} - at, std::size_t{4})) : 0;
     x[row] = accumulate_four(from, scale, at, available, vectors);
-    unsigned bits = (key_of(x[row].x) > floor) | (key_of(x[row].y) > floor) << 1 | (key_of(x[row].z) > floor) << 2 |
-                    (key_of(x[row].w) > floor) << 3;
-    bits &= (1u << available) - 1;
+    unsigned bits = 0;
+#pragma unroll
+    for (unsigned c = 0; c < 4; ++c) bits |= unsigned(c < available && key_of(x[row].e[c]) > floor) << c;
     // Also where the list has no room: the findings are complete all the same.
     report_nonfinite(x[row], at, n, findings);
     wanted |= bits << 4 * row;
@@ -229,12 +229,11 @@ __global__ void __launch_bounds__(block_threads)
 #pragma unroll
   for (unsigned row = 0; row < rows; ++row) {
     unsigned place = out + of_row(before, row);
-    const float elements[4] = {x[row].x, x[row].y, x[row].z, x[row].w};
 #pragma unroll
     for (unsigned c = 0; c < 4; ++c) {
       if (!(wanted >> (4 * row + c) & 1)) continue;
       w.indices[place] = static_cast<std::int32_t>(begin + row * (block_threads * 4) + threadIdx.x * 4 + c);
-      w.values[place++] = elements[c];
+      w.values[place++] = x[row].e[c];
     }
     out += of_row(totals, row);
   }

@@ -28,50 +28,46 @@ __device__ inline float accumulated(const Source& from, float scale, float grad,
   return __fadd_rn(x, residual);
 }
 
-__device__ inline float4 load(const float* at, unsigned available, bool vectors) {
-  if (vectors && available >= 4) return *reinterpret_cast<const float4*>(at);
-  float4 v = make_float4(0, 0, 0, 0);
-  if (available > 0) v.x = at[0];
-  if (available > 1) v.y = at[1];
-  if (available > 2) v.z = at[2];
-  if (available > 3) v.w = at[3];
-  return v;
+__device__ inline Four load(const float* at, unsigned available, bool vectors) {
+  if (vectors && available >= 4) return unit_at<4>(at);
+  Four x{};
+#pragma unroll
+  for (unsigned c = 0; c < 4; ++c)
+    if (c < available) x.e[c] = at[c];
+  return x;
 }
 
-__device__ inline void store(float* at, float4 v, unsigned available, bool vectors) {
+__device__ inline void store(float* at, const Four& x, unsigned available, bool vectors) {
   if (vectors && available >= 4) {
-    *reinterpret_cast<float4*>(at) = v;
+    unit_at<4>(at) = x;
     return;
   }
-  if (available > 0) at[0] = v.x;
-  if (available > 1) at[1] = v.y;
-  if (available > 2) at[2] = v.z;
-  if (available > 3) at[3] = v.w;
+#pragma unroll
+  for (unsigned c = 0; c < 4; ++c)
+    if (c < available) at[c] = x.e[c];
 }
 
 // Four elements of what is selected from, accumulated and stored.
-__device__ inline float4 accumulate_four(const Source& from, float scale, std::size_t at, unsigned available,
-                                         bool vectors) {
-  float4 x = load(from.grad + at, available, vectors);
+__device__ inline Four accumulate_four(const Source& from, float scale, std::size_t at, unsigned available,
+                                       bool vectors) {
+  Four x = load(from.grad + at, available, vectors);
   if (!from.residual) return x;
-  const float4 left = load(from.residual + at, available, vectors);
-  float4 m = make_float4(0, 0, 0, 0);
+  const Four left = load(from.residual + at, available, vectors);
+  Four m{};
   if (from.momentum) m = load(from.momentum + at, available, vectors);
-  x.x = accumulated(from, scale, x.x, left.x, m.x);
-  x.y = accumulated(from, scale, x.y, left.y, m.y);
-  x.z = accumulated(from, scale, x.z, left.z, m.z);
-  x.w = accumulated(from, scale, x.w, left.w, m.w);
+#pragma unroll
+  for (int c = 0; c < 4; ++c) x.e[c] = accumulated(from, scale, x.e[c], left.e[c], m.e[c]);
   if (from.momentum) store(from.new_momentum + at, m, available, vectors);
   store(from.new_residual + at, x, available, vectors);
   return x;
 }
 
 // For four elements of `n` from `at` on.
-__device__ inline void report_nonfinite(float4 x, std::size_t at, std::size_t n, Findings* findings) {
-  const std::int32_t keys[4] = {key_of(x.x), key_of(x.y), key_of(x.z), key_of(x.w)};
-  if (max(max(keys[0], keys[1]), max(keys[2], keys[3])) < nonfinite_key) return;
+__device__ inline void report_nonfinite(const Four& x, std::size_t at, std::size_t n, Findings* findings) {
+  if (max(max(key_of(x.e[0]), key_of(x.e[1])), max(key_of(x.e[2]), key_of(x.e[3]))) < nonfinite_key) return;
+#pragma unroll
   for (unsigned c = 4; c-- > 0;)
-    if (keys[c] >= nonfinite_key) atomicMax(&findings->from_bad, static_cast<unsigned long long>(n - at - c));
+    if (key_of(x.e[c]) >= nonfinite_key) atomicMax(&findings->from_bad, static_cast<unsigned long long>(n - at - c));
 }
 
 }  // namespace distopt::cuda

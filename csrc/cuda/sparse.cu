@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(block_threads)
   const float scale = scale_of(from);
   for (std::size_t at = thread_index() * 4; at < n; at += thread_stride() * 4) {
     const unsigned available = static_cast<unsigned>(min(n - at, std::size_t{4}));
-    const float4 x = accumulate_four(from, scale, at, available, vectors);
+    const Four x = accumulate_four(from, scale, at, available, vectors);
     report_nonfinite(x, at, n, findings);
   }
 }
