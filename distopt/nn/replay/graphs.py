@@ -59,9 +59,9 @@ class _Watched:
         return self._call("__call__", args, options)
 
     def _call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        values: dict[int | str, Any] = {**dict(enumerate(args)), **options}
-        losses = [place for place, value in values.items() if isinstance(value, Tensor) and value.in_graph]
-        return self._seen(self._optimizer, OptimizerCall(name, values, losses[0] if losses else None))
+        places: list[tuple[int | str, Any]] = [*enumerate(args), *options.items()]
+        losses = [place for place, value in places if isinstance(value, Tensor) and value.in_graph]
+        return self._seen(self._optimizer, OptimizerCall(name, dict(places), losses[0] if losses else None))
 
 
 class _Kind:
