@@ -15,7 +15,7 @@ from .errors import absent_name
 from .launch.join.multiprocess import Ticket as NcclIdHolder
 from .nn.device import gpu_is_usable
 from .nn.raw import RawTensor as Tensor
-from .tensor import from_raw_tensor
+from .nn.tensor import from_raw_tensor
 
 __all__ = ["USE_CUDA", "USE_DIST", "Gaussian", "NcclIdHolder", "Tensor"]
 

@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike
 
 from .errors import UsageError, absent_name
 from .nn.device import Device, device_of
-from .nn.tensor import Tensor, float16, float32, float64, int32, int64
+from .nn.tensor import Tensor, float16, float32, float64, from_raw_tensor, int32, int64
 
 # fmt: off
 __all__ = [
@@ -38,11 +38,6 @@ PlaceHolder = Tensor
 def from_numpy(array: np.ndarray[Any, Any], device: Device | None = None, dtype: DTypeLike | None = None) -> Tensor:
     """A tensor with a copy of `array`, in `dtype` (default: its own, with 64-bit types made 32-bit, as in SINGA)."""
     return Tensor(data=array, device=device, dtype=dtype)
-
-
-def from_raw_tensor(raw: Any) -> Tensor:
-    """A tensor that shares the memory of a raw tensor: `Tensor.data`, or a gradient of `Operation.backward`."""
-    return Tensor.of(raw.view(np.ndarray) if isinstance(raw, np.ndarray) else raw, device_of(raw))
 
 
 def from_raw_tensors(raws: Iterable[Any]) -> list[Tensor]:

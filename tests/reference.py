@@ -6,6 +6,7 @@ is shared with `cpu`, which documents each function.
 
 from __future__ import annotations
 
+import inspect
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from distopt.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from types import ModuleType
 
     from numpy.typing import DTypeLike, NDArray
 
@@ -44,6 +46,12 @@ __all__ = [
     "to_half",
     "update",
 ]
+
+
+def functions_of(module: ModuleType) -> set[str]:
+    """The names of the functions that a module of kernels defines and shows."""
+    own = {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    return {name for name in own if inspect.isfunction(getattr(module, name)) and not name.startswith("_")}
 
 
 def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:

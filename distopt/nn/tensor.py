@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike
 from ..errors import ShapeError, UsageError
 from ..kernels import array_module
 from . import changes, half
-from .device import Device, get_default_device
+from .device import Device, device_of, get_default_device
 from .mode import Ran, mode
 from .outside import OutsideGraph, settled
 from .raw import raw
@@ -32,6 +32,7 @@ __all__ = [
     "float16",
     "float32",
     "float64",
+    "from_raw_tensor",
     "int32",
     "int64",
 ]
@@ -197,6 +198,11 @@ class Tensor(OutsideGraph):
         if given is not value:
             given.requires_grad = False
         return given
+
+
+def from_raw_tensor(raw: Any) -> Tensor:
+    """A tensor that shares the memory of a raw tensor: `Tensor.data`, or a gradient of `Operation.backward`."""
+    return Tensor.of(raw.view(np.ndarray) if isinstance(raw, np.ndarray) else raw, device_of(raw))
 
 
 class Operation:

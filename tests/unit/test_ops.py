@@ -1,6 +1,5 @@
 """The kernels of `nn.kernels.cpu` against the slow ones of `tests.reference`, on every instruction set here."""
 
-import inspect
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
@@ -356,9 +355,7 @@ def test_kernels_of():
 
 
 def test_both_modules_have_the_same_functions():
-    own = {name for name, value in vars(cpu).items() if getattr(value, "__module__", "") == cpu.__name__}
-    functions = {name for name in own if inspect.isfunction(getattr(cpu, name)) and not name.startswith("_")}
-    assert {*functions, "empty"} == set(reference.__all__)
+    assert {*reference.functions_of(cpu), "empty"} == set(reference.__all__)
 
 
 def zeros(*shape):
