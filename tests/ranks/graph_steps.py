@@ -182,7 +182,7 @@ def overlap(optimizer) -> dict[str, np.ndarray]:
 
     launch = kind.step.launch
     kind.step.launch = lambda work: events.append("launch") or launch(work)
-    kind.step.call = kind.step.call._replace(args=(kind.step.call.args[0], Sends(), SMALL))
+    kind.step.call = kind.step.call._replace(values={0: kind.step.call.loss, 1: Sends(), 2: SMALL})
     net(*batch(BEFORE, own))
     assert net.graph_replays == 1
     expected = ["launch"]  # forward
