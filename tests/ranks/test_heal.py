@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,36 @@ def test_killed_and_stopped_ranks_and_a_killed_fork_server(start, tmp_path, fold
     assert len(starts) == 5
     assert starts == sorted(starts)
     assert starts[1] > 0
+
+
+@pytest.fixture
+def frozen_group() -> Iterator[Callable[[int], None]]:
+    """Freezes a process by a control group of its own."""
+    roots = [Path(root) for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")]
+    root = next((root for root in roots if (root / "cgroup.controllers").exists()), None)
+    group = None if root is None else root / f"distopt-test-{os.getpid()}"
+    try:
+        assert group is not None
+        group.mkdir()
+    except (AssertionError, OSError):
+        pytest.skip("control groups of version 2 cannot be made here")
+
+    def freeze(pid: int) -> None:
+        (group / "cgroup.procs").write_text(f"{pid}")
+        (group / "cgroup.freeze").write_text("1")
+
+    yield freeze
+    group.rmdir()
+
+
+def test_a_frozen_rank(start, frozen_group):
+    command = [*RUN, "--heal", *JOB, "--steps", "300"]
+    want = undisturbed(command)
+    job = start(command)
+    job.more_steps()
+    frozen_group(job.pid_of(1))
+    assert job.end() == want
+    job.wait_for(r"rank 1 on .* was stopped, as by SIGSTOP or the freezer, while others ran; healed: ")
 
 
 def test_a_script_that_fails_again_at_the_same_step_ends_the_job():

@@ -27,6 +27,7 @@ PROBES = (
     Probe("_core", host.core, needed=True),
     Probe("cores", host.cores),
     Probe("shared memory", host.shared_memory, needed=True),
+    Probe("healing", host.healing),
     Probe("host name", host.host_name),
     Probe("launcher", host.launcher_variables),
     Probe("MPI", mpi.library),

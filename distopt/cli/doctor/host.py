@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import socket
@@ -22,6 +23,7 @@ _AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 _AVX2_KERNELS = ("Haswell", "Zen")
 _WORTHWHILE = 1.1
 
+_PR_GET_CHILD_SUBREAPER = 37  # linux/prctl.h
 _SHM = Path("/dev/shm")
 _PROBE_BYTES = 1 << 20
 _RESOLVE_SECONDS = 5.0
@@ -185,6 +187,13 @@ def shared_memory() -> Finding:
             return ok(f"{place}; {reason}, so the ranks' buckets must fit there", advice, memfd=False, **details)
         return failed(f"{place}; {reason}", "allow memfd_create, or give /dev/shm room (--shm-size=8g)", **details)
     return ok(f"memfd, not limited by the size of /dev/shm ({place})", memfd=True, **details)
+
+
+def healing() -> Finding:
+    """How `distopt run --heal` would start ranks again."""
+    if ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(ctypes.c_int()), 0, 0, 0):
+        return absent("distopt run --heal starts ranks by exec, in seconds: processes cannot be subreapers here")
+    return ok("distopt run --heal starts ranks by a fork, in fractions of a second")
 
 
 def _size(count: int) -> str:

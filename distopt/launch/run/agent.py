@@ -291,7 +291,7 @@ class _Agent:
             self._stopped_at = self._clock.seconds()
         elif self._clock.seconds() > self._stopped_at + _STOPPED_SECONDS:
             for rank in stopped:
-                ranks.fail(rank, 128 + signal.SIGSTOP, "was stopped, as by SIGSTOP, while others ran")
+                ranks.fail(rank, 128 + signal.SIGSTOP, "was stopped, as by SIGSTOP or the freezer, while others ran")
 
     def _handle_signals(self) -> None:
         while self._caught:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ... import _core
@@ -122,8 +123,9 @@ class Rank:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal has stopped the process."""
-        return self.running and os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        """Whether a signal has stopped the process, or its control group is frozen."""
+        by_signal = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        return self.running and (os.waitid(os.P_PID, self.pid, by_signal) is not None or _is_frozen(self.pid))
 
     def release(self) -> None:
         """Local. Reap the process, which has ended or been killed."""
@@ -291,3 +293,14 @@ class LocalRanks:
     def _forget(self, fd: int) -> None:
         with contextlib.suppress(KeyError):
             self._selector.unregister(fd)
+
+
+def _is_frozen(pid: int) -> bool:
+    """Whether a control group of version 2 freezes the process. Of version 1, it could not be killed either."""
+    with contextlib.suppress(OSError):  # it has ended
+        groups = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+        path = "".join(group[3:] for group in groups if group.startswith("0::"))
+        for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"):
+            with contextlib.suppress(OSError):
+                return "frozen 1" in Path(f"{root}{path}/cgroup.events").read_text()
+    return False
