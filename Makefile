@@ -59,11 +59,13 @@ litmus:
 	$(PYTHON) -m tests.model.litmus
 
 # Faults of every kind under every backend, at random moments, then what remains of many jobs and collectives; see
-# docs/faults.md. 20 minutes on two cores. Two hosts need root.
+# docs/faults.md; then jobs that heal. 25 minutes on two cores. Two hosts need root.
 TRIALS ?= 500
 faults: $(VENV)/.with-$(TEST_EXTRAS)
 	$(BIN)/python -m tests.faults --trials $(TRIALS)
 	$(BIN)/python -m tests.faults.soak
+	$(BIN)/python -m tests.faults.healing --kinds SIGKILL,SIGSTOP,all,twice,server
+	[ $$(id -u) -ne 0 ] || $(BIN)/python -m tests.faults.healing --hosts 2 --kinds SIGKILL,SIGSTOP,link,agent,owner
 
 # Random programs against slow oracles; see docs/fuzz.md. An hour: make fuzz MINUTES=60.
 MINUTES ?= 5
