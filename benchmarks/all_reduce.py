@@ -133,7 +133,7 @@ def _fill(lineup: Lineup, args: argparse.Namespace, site: Site, capacity_bytes: 
     if type(site) is not Site or args.collective != "all_reduce":  # it takes shared memory, and only adds
         return
     fd = os.memfd_create("distopt-bench")
-    lineup.resources.callback(os.close, fd)
+    lineup.callback(os.close, fd)
     os.truncate(fd, _PAGE * (1 + args.np * (1 + capacity_bytes // _PAGE)))
     lineup.add("floor", partial(_floor_crew, site, f"/proc/{os.getpid()}/fd/{fd}"))
 

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -48,10 +48,6 @@ class Table:
     ranks: str
     rate: str
     collective: str
-
-    @property
-    def words(self) -> tuple[str, str, str]:
-        return self.ranks, self.rate, self.collective
 
     @property
     def title(self) -> str:
@@ -116,7 +112,7 @@ def library(result: dict) -> str:
 
 def key(table: Table, result: dict) -> str:
     """What a later result must have in common with this one to replace it; the library's version does not count."""
-    return " ".join([own_peer(result), *table.words])
+    return " ".join([own_peer(result), *astuple(table)])
 
 
 def own_peer(result: dict) -> str:
@@ -127,7 +123,7 @@ def own_peer(result: dict) -> str:
 def page(results: dict[str, dict]) -> str:
     parts = ["; ".join(dict.fromkeys(described(result) for result in results.values()))]
     for own in PEERS:
-        found = [(table, results[name]) for table in TABLES if (name := " ".join([own, *table.words])) in results]
+        found = [(table, results[name]) for table in TABLES if (name := " ".join([own, *astuple(table)])) in results]
         if found:
             parts.append(f"### distopt over {' and '.join(dict.fromkeys(library(result) for _, result in found))}")
         parts += [f"#### {table.title}\n\n{markdown(table, result)}" for table, result in found]
@@ -187,7 +183,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     words = {word for word in args.only.split(",") if word}
-    tables = [] if args.write else [table for table in TABLES if words <= set(table.words)]
+    tables = [] if args.write else [table for table in TABLES if words <= set(astuple(table))]
     if not (tables or args.write):
         raise UsageError(f"--only {args.only} names no table; known are {', '.join([*BACKENDS, *RATES, *COLLECTIVES])}")
     if tables and os.geteuid() != 0:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distopt import launch, opt, tensor
+from distopt import launch, opt
 from distopt.cli.values import at_least
 from distopt.errors import MissingDependencyError
 from distopt.nn import device
@@ -219,10 +219,7 @@ def resnet_rows(cupy, torch, batch_size: int, size: int) -> Iterator[str]:
     images, labels = rng.standard_normal(shape, dtype=np.float32), rng.integers(0, 1000, batch_size).astype(np.int32)
 
     def ours(use_graph: bool):
-        optimizer, net = opt.DistOpt(sgd()), ResNet50(size)
-        x, y = (tensor.from_numpy(array, optimizer.device) for array in (images, labels))
-        net.set_optimizer(optimizer)
-        net.compile([x], is_train=True, use_graph=use_graph, sequential=False)
+        net, x, y = compiled(opt.DistOpt(sgd()), (images, labels), use_graph=use_graph, net=ResNet50(size))
         return lambda: net(x, y)
 
     return step_rows(cupy, torch, "ResNet-50", ours, in_torch, shape, 1000)

@@ -109,7 +109,6 @@ class Result:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_places(parser, at_least(1))
-    parser.add_argument("--model", choices=["cnn"], default="cnn", help="(cnn)")
     parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help="images per rank (64)")
     parser.add_argument(
         "--backend", choices=["shm", "mpi", "hierarchical"], help="communicator (shm; between hosts mpi)"
@@ -151,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"# {result.who}: the ranks' parameters differ")
     lineup.report_missing()
     if args.json:
-        report = {"benchmark": "train", "model": args.model, "machine": facts, "missing": missing}
+        report = {"benchmark": "train", "model": "cnn", "machine": facts, "missing": missing}
         report["gradient_count"] = gradients
         report["rows"] = [result.as_json() for result in done.values()]
         write_json(args.json, report)
@@ -176,7 +175,7 @@ def _take_turn(candidate: Candidate, result: Result, args: argparse.Namespace) -
 
 
 def _print_head(args: argparse.Namespace, lineup: Lineup, site: Site, facts: dict[str, Any]) -> None:
-    print(f"# {args.model}, batch size {args.batch_size} per rank, {args.np} ranks{site.described} on {heading(facts)}")
+    print(f"# cnn, batch size {args.batch_size} per rank, {args.np} ranks{site.described} on {heading(facts)}")
     lineup.describe()
     print("# step: median over steps of the slowest rank; efficiency: images/s per rank, relative to one rank alone")
     print("# x: speed relative to the first line; exposed: communication not hidden behind backward, on rank 0")

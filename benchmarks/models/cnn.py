@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from distopt import opt, tensor
+from distopt import model, opt, tensor
 
 from ..output import ROOT
 from ..peers.ranks.train import synthetic_batch
@@ -36,9 +36,10 @@ def sgd(momentum: float = 0.9) -> opt.SGD:
     return opt.SGD(lr=0.005, momentum=momentum, weight_decay=1e-5)
 
 
-def compiled(optimizer: opt.DistOpt, batch_size: int, *, use_graph: bool, net: train_cnn.CNN | None = None) -> Any:
-    """Collective. A network with that optimizer, and the images and labels of this rank, the same in every step."""
-    x, y = (tensor.from_numpy(array, optimizer.device) for array in synthetic_batch(batch_size, optimizer.global_rank))
+def compiled(optimizer: opt.DistOpt, batch: int | tuple, *, use_graph: bool, net: model.Model | None = None) -> Any:
+    """Collective. A network with that optimizer, and images and labels, given or so many of this rank."""
+    arrays = synthetic_batch(batch, optimizer.global_rank) if isinstance(batch, int) else batch
+    x, y = (tensor.from_numpy(array, optimizer.device) for array in arrays)
     net = net or train_cnn.CNN()
     net.set_optimizer(optimizer)
     net.compile([x], is_train=True, use_graph=use_graph, sequential=False)

@@ -7,7 +7,7 @@ import secrets
 import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, TypeAlias
 
@@ -39,31 +39,24 @@ class Candidate:
     hello: dict[str, Any]
 
 
-@dataclass
-class Lineup:
+class Lineup(ExitStack):
     """A context manager that starts candidates, and records why others could not be started.
 
     Attributes:
         candidates: those that are running.
         missing: name -> reason.
-        resources: closed on exit.
     """
 
-    candidates: list[Candidate] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
-    resources: ExitStack = field(default_factory=ExitStack)
-
-    def __enter__(self) -> Lineup:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.resources.close()
+    def __init__(self) -> None:
+        super().__init__()
+        self.candidates: list[Candidate] = []
+        self.missing: dict[str, str] = {}
 
     def add(self, name: str, start: Callable[[], tuple[Crew, Setup]]) -> None:
         """Start a candidate; if that fails, record the reason in `missing`."""
         try:
             crew, setup = start()
-            self.resources.enter_context(crew)
+            self.enter_context(crew)
             hello = crew.ask({"folder": str(crew.folder), **setup})[0]
         except (DistoptError, OSError) as error:
             self.missing[name] = str(error)
