@@ -1,4 +1,4 @@
-// A forked child has its parent's memory, and is no rank: what a communicator does there is refused.
+// A forked child has its parent's memory but is not a rank: its calls to a communicator are refused.
 #pragma once
 
 #include <pthread.h>

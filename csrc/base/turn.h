@@ -1,4 +1,4 @@
-// Whose turn it is in an object that one thread may call at a time.
+// Exclusive use of an object that one thread may call at a time.
 #pragma once
 
 #include <sched.h>
@@ -11,7 +11,7 @@ namespace distopt {
 
 class Turn {
  public:
-  // Somebody's turn, as long as this lives; nobody's if it is false.
+  // A turn, given back by the destructor; false if it was not taken.
   class Held {
    public:
     explicit Held(Turn* turn) : turn_(turn) {}
@@ -38,7 +38,7 @@ class Turn {
     await();
     return Held(this);
   }
-  // That of one who passes by to move things forward, for a moment; false if anybody has it.
+  // A helper's, to make progress for a moment; false if another thread has the turn.
   Held of_helper() {
     Holder found = Holder::none;
     return Held(holder_.compare_exchange_strong(found, Holder::helper, std::memory_order_acquire) ? this : nullptr);

@@ -1,4 +1,4 @@
-// What the bindings of communicators share: arrays that an operation holds, and requests made from them.
+// For the bindings of communicators: arrays that an operation holds, and requests made from them.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -197,9 +197,9 @@ struct RaggedWork : Work {
   }
 };
 
-// What both communicators of _core bind alike. `start` begins an operation, given the communicator and the operation,
-// or its request and arrays; `Operation` is that of ragged collectives. Arrays are contiguous; types and reductions are
-// the codes of distopt.comm.base.
+// Bindings common to both communicators of _core. `start` begins an operation, given the communicator and the
+// operation, or its request and arrays; `Operation` is that of ragged collectives. Arrays are contiguous; types and
+// reductions are the codes of distopt.comm.base.
 template <typename Communicator, typename Operation, typename Class, typename Start>
 void bind_collectives(Class& cls, Start start) {
   cls.def("start", [start](Communicator& on, const char* kind, nb::handle array, nb::handle out, int dtype, int op,

@@ -41,7 +41,7 @@ template <class T>
 using IntegerVec = Vec<std::conditional_t<sizeof(T) == 4, std::int32_t, std::int64_t>>;
 template <class T>
 constexpr Index kLanes = kVectorBytes / sizeof(T);
-// Those of the widest set: where their number decides about the order of a sum, every set takes this one.
+// Lanes of the widest set. Every set uses this number where it decides the order of a sum.
 template <class T>
 constexpr Index kMostLanes = 64 / sizeof(T);
 

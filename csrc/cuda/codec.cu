@@ -24,7 +24,7 @@ struct BFloat16 {
   static __device__ float decode(unsigned short x) { return __uint_as_float(static_cast<unsigned>(x) << 16); }
 };
 
-// What one thread has found.
+// Findings of one thread.
 struct Tally {
   unsigned overflowed = 0, underflowed = 0;
   unsigned long long from_bad = 0;

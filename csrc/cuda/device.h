@@ -1,4 +1,4 @@
-// What the kernels on the GPU share: launches and their sizes, and sums over a block in a fixed order.
+// For all kernels on the GPU: launches and their sizes, and sums over a block in a fixed order.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -47,7 +47,7 @@ inline unsigned grid_for(std::size_t count) {
   return static_cast<unsigned>(blocks < (1u << 24) ? blocks : 1u << 24);
 }
 
-// What one access moves: one element, or several that are aligned to 16 bytes.
+// The data of one memory access: one element, or several that are aligned to 16 bytes.
 template <class E, int count>
 struct alignas(count == 1 ? alignof(E) : 16) Unit {
   E e[count];
@@ -77,7 +77,7 @@ __global__ void each_kernel(F f, std::size_t count) {
   for (std::size_t i = thread_index(); i < count; i += thread_stride()) f(i);
 }
 
-// Calls f(i) on the device for each i < count; none are no launch.
+// Calls f(i) on the device for each i < count; launches nothing if count is 0.
 template <class F>
 void launch_each(std::size_t count, cudaStream_t stream, F f) {
   if (count) launch(&each_kernel<F>, grid_for(count), block_threads, stream, f, count);
@@ -89,7 +89,7 @@ __global__ void planes_kernel(F f, std::size_t planes) {
 }
 
 // Calls f(plane) on the device for each plane, in as many threads as share its `pixels`, which f deals out by
-// thread_index() and thread_stride(); an empty grid is no launch.
+// thread_index() and thread_stride(); launches nothing for an empty grid.
 template <class F>
 void launch_planes(std::size_t planes, std::size_t pixels, cudaStream_t stream, F f) {
   const dim3 grid(grid_for(pixels), static_cast<unsigned>(planes < grid_limit ? planes : grid_limit));

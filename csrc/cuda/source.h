@@ -1,4 +1,4 @@
-// What the selections on the GPU read, and the accumulation that they do on the way.
+// Input of the selections on the GPU, and the accumulation that they do while they read it.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,7 +1,7 @@
 #include "cuda/device.h"
 #include "cuda/source.h"
 
-// What goes with the selections: accumulation without one, and sums of lists.
+// Accumulation without a selection, and sums of sparse lists.
 namespace distopt::cuda {
 namespace {
 

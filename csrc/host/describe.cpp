@@ -20,10 +20,10 @@ std::uint64_t hash_of(const std::string& text) {
   return hash;
 }
 
-}  // namespace
+const char* const kind_names[] = {"barrier",           "all_reduce", "reduce_scatter", "all_gather",
+                                  "all_gather_ragged", "broadcast",  "empty",          "all_to_all_ragged"};
 
-static const char* const kind_names[] = {"barrier",           "all_reduce", "reduce_scatter", "all_gather",
-                                         "all_gather_ragged", "broadcast",  "empty",          "all_to_all_ragged"};
+}  // namespace
 
 Request make_request(const char* kind, int dtype, const char* label, int op, int root) {
   Request request;

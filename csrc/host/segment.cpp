@@ -61,7 +61,7 @@ class File {
   int fd_;
 };
 
-// That of a rank which lives, on a byte of the file.
+// The lock that a living rank holds, on a byte of the file.
 struct flock lock_of(int rank) {
   struct flock lock = {};
   lock.l_type = F_WRLCK;

@@ -251,13 +251,12 @@ class Checkpoint:
     def _copy(self, parts: Mapping[str, Part]) -> tuple[Arrays, Arrays, dict[str, Any]]:
         """Copies of what this rank writes: its share of what all have, arrays of its own, and notes."""
         states = look_at(parts)
-        world_size = self._communicator.topology.world_size
-        share = share_of(self._rank, world_size, {key: array.nbytes for key, array in states.shared.items()})
+        share = share_of(self._rank, self._communicator.topology.world_size, states.shared)
 
         def copied(arrays: Arrays) -> Arrays:
             return {key: array if key in states.copies else copy_of(array) for key, array in arrays.items()}
 
-        return copied({key: states.shared[key] for key in share}), copied(states.own), states.notes
+        return copied(share), copied(states.own), states.notes
 
     def _write(self, folder: Path, manifest: Manifest, shared: Arrays, own: Arrays, stamp: str) -> None:
         try:

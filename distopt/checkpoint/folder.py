@@ -72,21 +72,21 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def share_of(rank: int, world_size: int, sizes: Mapping[str, int]) -> set[str]:
+def share_of(rank: int, world_size: int, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Local. Which of the arrays that all ranks have this one writes: about as many bytes as each of the others.
 
     Args:
         rank: this rank.
         world_size: number of ranks.
-        sizes: bytes of each array.
+        arrays: those that all ranks have.
     """
     loads = [0] * world_size
-    mine = set()
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+    mine = {}
+    for name, array in sorted(arrays.items(), key=lambda item: (-item[1].nbytes, item[0])):
         least = loads.index(min(loads))
-        loads[least] += sizes[name]
+        loads[least] += array.nbytes
         if least == rank:
-            mine.add(name)
+            mine[name] = array
     return mine
 
 

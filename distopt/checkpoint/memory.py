@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..launch.heal.slots import DONE_OFFSET, HEADER, VARIABLE, slots_in
+from ..launch.heal.slots import HEADER, VARIABLE, slots_in
 from ..launch.watch.report import supervisor
 from .folder import share_of
 from .parts import copy_of, look_at
@@ -66,7 +66,7 @@ class Kept(NamedTuple):
                 room = np.frombuffer(buffer, array.dtype, array.size, begin).reshape(array.shape)
                 room[...] = array if isinstance(array, np.ndarray) else copy_of(array)
                 begin += _aligned(array.nbytes)
-        HEADER.pack_into(buffer, 0, label[0] + 1, len(text), label[0])
+        HEADER.pack_into(buffer, 0, label[0], len(text), label[0] + 1)
 
     def to_bytes(self, label: tuple[int, int]) -> bytes:
         """Local. All in one piece, to be sent."""
@@ -180,9 +180,8 @@ class Memory:
             return
         begin = time.perf_counter()
         states = look_at(parts)
-        n_places = len(self._slots) // 2
-        share = share_of(self._place, n_places, {key: array.nbytes for key, array in states.shared.items()})
-        kept = Kept(states.own, {key: states.shared[key] for key in share}, {}, states.notes)
+        share = share_of(self._place, len(self._slots) // 2, states.shared)
+        kept = Kept(states.own, share, {}, states.notes)
         if self._sends:
             kept = kept._replace(far=self._exchange(label, kept))
         min(self._own, key=lambda slot: slot.label or (-1, -1)).write(label, kept)
@@ -244,7 +243,7 @@ class _Slot:
         self._map = mmap.mmap(fd, 0) if os.fstat(fd).st_size else None
         self.label: tuple[int, int] | None = None
         self.far: list[int] = []
-        if self._map is not None and HEADER.unpack_from(self._map)[0]:
+        if self._map is not None and HEADER.unpack_from(self._map)[2]:
             told, _ = _described(self._map)
             self.label = tuple(told["label"])
             self.far = [int(key) for key, _, _ in told["arrays"][2]]
@@ -265,7 +264,7 @@ class _Slot:
 
     def count(self, step: int) -> None:
         if self._map is not None:
-            struct.pack_into("<Q", self._map, DONE_OFFSET, step)
+            struct.pack_into("<Q", self._map, 0, step)  # the first of the header
 
     def read(self) -> Kept:
         return Kept.read(self._map)

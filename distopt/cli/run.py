@@ -15,7 +15,7 @@ from ..errors import LaunchError, UsageError
 from .values import at_least, positive
 
 if TYPE_CHECKING:
-    from ..launch.run.nodes import RunOptions
+    from ..launch.run.options import RunOptions
 
 _ENDPOINT_PORT, _MASTER_PORT = 29400, 29500  # torchrun's
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -99,7 +99,7 @@ def options_of(args: argparse.Namespace) -> RunOptions:
     Raises:
         UsageError: options are missing or contradict each other, or there is no such script.
     """
-    from ..launch.run.nodes import RunOptions
+    from ..launch.run.options import RunOptions
 
     if args.node_rank is not None and args.node_rank >= args.nnodes:
         raise UsageError(f"--node-rank {args.node_rank} of --nnodes {args.nnodes}: nodes are numbered from 0")

@@ -37,11 +37,8 @@ class LocalJob(Job):
     def all_gather(self, payload: bytes) -> list[bytes]:
         return self._group.all_gather(payload)
 
-    def host_group(self) -> HostGroup:
-        return self._group
-
-    def close(self) -> None:
-        self._group.close()
+    def _meet(self) -> HostGroup:
+        raise AssertionError
 
 
 class SmallChunkCommunicator(ShmCommunicator):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import faulthandler
 import io
 import json
 import os
@@ -24,6 +25,7 @@ import time
 import unittest
 from pathlib import Path
 
+MEETING_SECONDS = 60  # for the ranks of a test; PyTorch's own 10 are too few where a shared machine stands still
 TESTS = "torch.testing._internal.distributed.distributed_test"
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -105,7 +107,9 @@ def run(
                 raise SystemExit(
                     f"the tests over {backend} ended with exit code {process.returncode}\n{output}{errors}"
                 )
-            outcomes |= json.loads(output.splitlines()[-1])
+            of_shard = json.loads(output.splitlines()[-1])
+            for name, (kind, reason) in of_shard.items():
+                outcomes[name] = kind, f"{reason}\n{errors}" if kind == "failed" else reason
     return outcomes
 
 
@@ -118,6 +122,8 @@ def serve(args: argparse.Namespace) -> int:
 
     (backend,) = args.backends
     distributed_test.BACKEND = os.environ["BACKEND"] = backend
+    distributed_test.Barrier.sync.__func__.__defaults__ = (None, MEETING_SECONDS)
+    faulthandler.enable()
 
     class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
         def setUp(self) -> None:
@@ -129,6 +135,7 @@ def serve(args: argparse.Namespace) -> int:
         def _run(cls, rank: int, *given: object, **named: object) -> None:
             if args.namespaces:
                 enter(args.namespaces[rank * len(args.namespaces) // args.ranks])
+            faulthandler.dump_traceback_later(MEETING_SECONDS - 10)  # a rank that the others miss
             super()._run(rank, *given, **named)
 
     shard, shards = map(int, args.shard.split("/"))

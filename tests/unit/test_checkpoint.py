@@ -148,10 +148,11 @@ def test_files_of_a_checkpoint(saved):
 
 
 def test_ranks_write_about_as_much_as_each_other():
-    sizes = {f"a{i}": size for i, size in enumerate([70, 10, 60, 11, 9, 0, 40, 40])}
-    shares = [share_of(rank, 3, sizes) for rank in range(3)]
-    assert sorted(name for share in shares for name in share) == sorted(sizes)
-    assert all(70 <= sum(sizes[name] for name in share) <= 90 for share in shares)
+    arrays = {f"a{i}": np.full(size, i, np.uint8) for i, size in enumerate([70, 10, 60, 11, 9, 0, 40, 40])}
+    shares = [share_of(rank, 3, arrays) for rank in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(arrays)
+    assert all(array is arrays[name] for share in shares for name, array in share.items())
+    assert all(70 <= sum(array.size for array in share.values()) <= 90 for share in shares)
 
 
 def test_a_job_goes_on_where_it_was(saved):

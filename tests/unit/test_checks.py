@@ -24,11 +24,8 @@ class Told(Job):
     def all_gather(self, payload):
         return [payload if other is None else other for other in self.payloads]
 
-    def host_group(self):
+    def _meet(self):
         raise AssertionError
-
-    def close(self):
-        pass
 
 
 def but(**changes):

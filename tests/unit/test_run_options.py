@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distopt import cli
-from distopt.launch.run.nodes import RunOptions
+from distopt.launch.run.options import RunOptions
 
 
 @pytest.fixture

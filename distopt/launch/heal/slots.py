@@ -11,9 +11,9 @@ import struct
 from collections.abc import Mapping
 
 VARIABLE = "DISTOPT_SLOTS"  # of ranks: the descriptors of all slots of their agent, which they inherit
-# The step of the states and 1, or 0; bytes of the JSON that follows; the newest step done.
+# The newest step done; bytes of the JSON that follows; last, since it validates the rest, the step of the states and 1,
+# or 0.
 HEADER = struct.Struct("<QQQ")
-DONE_OFFSET = 16  # of the last
 
 
 def slots_in(env: Mapping[str, str]) -> list[int]:
@@ -43,7 +43,7 @@ class Slots:
     def steps(self) -> list[int]:
         """Local. The newest step that each rank has done, its states kept or not; 0: none."""
         headers = (os.pread(fd, HEADER.size, 0).ljust(HEADER.size, b"\0") for fd in self.fds)
-        done = [step for _, _, step in map(HEADER.unpack, headers)]
+        done = [step for step, _, _ in map(HEADER.unpack, headers)]
         return list(map(max, done[::2], done[1::2]))
 
     def close(self) -> None:

@@ -38,9 +38,9 @@ class Job(ABC):
             self._group = None
 
     # For subclasses.
+    @abstractmethod
     def _meet(self) -> HostGroup:
         """Make the group of this host."""
-        raise NotImplementedError
 
     def _check_open(self) -> None:
         if self._closed:

@@ -51,10 +51,9 @@ from .job import Job
 from .meeting import meeting
 from .multiprocess import Ticket
 from .pmi import Member
-from .rendezvous import HostGroup, pack, unpack
+from .rendezvous import MAX_BYTES, HostGroup, check_length, pack, unpack
 
 _TAG = 17_185  # the first exchange uses a communicator that the user may also use
-_MAX_BYTES = 16 << 20
 # The other ranks wait this much longer than rank 0, which can report who is missing.
 _GRACE_SECONDS = 5.0
 # Interval of checks on this host's processes. An end counts only if seen twice, since mpiexec may be ending all ranks.
@@ -289,10 +288,7 @@ def _all_gather_bytes(mpi: Any, comm: Any, payload: bytes, settings: Settings) -
     Raises:
         LaunchError: a rank did not take part in time; the message names it.
     """
-    if len(payload) > _MAX_BYTES:
-        raise LaunchError(
-            f"{len(payload)} bytes are too many for the setup of a job; send them through the communicator"
-        )
+    check_length(payload)
     if comm.size == 1:
         return [payload]
     if comm.rank != 0:
@@ -324,7 +320,7 @@ def _receive(mpi: Any, comm: Any, settings: Settings, ranks: Sequence[int], seco
             message = comm.Improbe(rank, _TAG, status)
             if message is not None:
                 count = status.Get_count(mpi.BYTE)
-                if not 0 <= count <= _MAX_BYTES * comm.size:
+                if not 0 <= count <= MAX_BYTES * comm.size:
                     raise LaunchError(
                         f"rank {rank} sent a message that cannot be read; use the same version of distopt everywhere"
                     )

@@ -43,7 +43,7 @@ _N_ADDRESSES = 8
 _FD = struct.Struct("i")
 _HEADER = struct.Struct("!BI")  # of a message: kind, length
 _DATA, _ERROR = 0, 1
-_MAX_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 _SENDER_SECONDS = 0.5  # within which the sender of a reason to give up may end
 _GRACE_SECONDS = 5.0  # by which joining ranks wait longer than rank 0, which can report who is missing
 _LOOK_SECONDS = 0.1  # between two looks of rank 0 for ranks that have not joined
@@ -185,10 +185,7 @@ def _send(link: socket.socket, payload: bytes, deadline: Deadline, kind: int = _
         LaunchError: it is too long.
         OSError: the other end has gone, or did not read it in time.
     """
-    if len(payload) > _MAX_BYTES:
-        raise LaunchError(
-            f"{len(payload)} bytes are too many for the setup of a job; send them through the communicator"
-        )
+    check_length(payload)
     left = memoryview(_HEADER.pack(kind, len(payload)) + payload)
     while left:
         left = left[in_slices(link, deadline, partial(link.send, left)) :]
@@ -208,7 +205,7 @@ def _receive(link: socket.socket, deadline: Deadline) -> bytes:
         OSError: the other end has gone, or sent nothing in time.
     """
     kind, length = _HEADER.unpack(receive_exactly(link, _HEADER.size, deadline))
-    if length > 2 * _MAX_BYTES or kind not in (_DATA, _ERROR):
+    if length > 2 * MAX_BYTES or kind not in (_DATA, _ERROR):
         raise LaunchError("a rank sent a message that cannot be read; use the same version of distopt everywhere")
     payload = receive_exactly(link, length, deadline)
     if kind == _ERROR:
@@ -218,6 +215,14 @@ def _receive(link: socket.socket, deadline: Deadline) -> bytes:
             in_slices(link, Deadline(_SENDER_SECONDS), partial(link.recv, 1))
         raise told
     return payload
+
+
+def check_length(payload: bytes) -> None:
+    """Local. Raises a LaunchError if it is too long for the set-up of a job."""
+    if len(payload) > MAX_BYTES:
+        raise LaunchError(
+            f"{len(payload)} bytes are too many for the setup of a job; send them through the communicator"
+        )
 
 
 def pack(payloads: Sequence[bytes]) -> bytes:

@@ -22,16 +22,18 @@ from ...errors import LaunchError, UsageError
 from ...settings import Settings
 from ..ending import ENDING_SIGNALS, caught_signals, waitable_children
 from ..gate import CONNECT_SECONDS, LONGEST_CALL_SECONDS, RefusedError, StrangerError, call, is_own, listen, proof, turn
+from ..heal.slots import VARIABLE as SLOTS
 from ..heal.slots import Slots
 from ..stopwatch import Stopwatch
 from ..threads import thread_variables
-from .nodes import BEAT_SECONDS, NO_RANK, SILENT_SECONDS, Node, Owner, RunOptions
+from .nodes import BEAT_SECONDS, NO_RANK, SILENT_SECONDS, Node, Owner
 from .output import Output
 from .program import Program
 from .ranks import Failure, LocalRanks, starting
 
 if TYPE_CHECKING:
     from ..heal.fork_server import ForkServer
+    from .options import RunOptions
 
 _LOOK_SECONDS = 0.2
 _RETRY_SECONDS = 0.03
@@ -43,7 +45,7 @@ _RECONNECT_SECONDS = 0.25  # that one attempt may take
 _STOPPED_SECONDS = 0.1  # for which a rank may be stopped before the others: with the job, as by scontrol suspend
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
 # Those of a launcher that has started the agent would contradict the ranks' own.
-_FOREIGN_VARIABLES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_", "DISTOPT_SLOTS")
+_FOREIGN_VARIABLES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_", SLOTS)
 
 
 def run(options: RunOptions) -> int:
@@ -262,7 +264,7 @@ class _Agent:
             return
         ranks.look()
         if self._options.heal:
-            self._look_closer(ranks)
+            self._prepare_healing(ranks)
         if ranks.running and self._clock.seconds() >= self._kill_at:
             ranks.kill()
         if not ranks.running:
@@ -274,7 +276,7 @@ class _Agent:
             failures = [asdict(failure) for failure in ranks.failures]
             self._say("ended" if self._ended else "failed", failures=failures, signals=self._signals)
 
-    def _look_closer(self, ranks: LocalRanks) -> None:
+    def _prepare_healing(self, ranks: LocalRanks) -> None:
         """Prepare to start ranks again, and notice those that have been stopped while others run."""
         if ranks.ranks and (done := ranks.ranks[0].said.pop("stepped", None)):
             self._say("stepped", step=done["step"])
@@ -284,7 +286,7 @@ class _Agent:
 
             with contextlib.suppress(OSError):  # a limit has been reached
                 self._server = ForkServer(modules["names"], self._common, self._selector, self._print)
-        stopped = [rank for rank in ranks.running if rank.stopped]
+        stopped = ranks.stopped
         if not stopped or (self._options.nodes == 1 and len(stopped) == len(ranks.running)):
             self._stopped_at = float("inf")
         elif self._stopped_at == float("inf"):

@@ -17,13 +17,15 @@ import selectors
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..ending import ENDING_SIGNALS
 from ..gate import Gate, Link, is_own
 from ..stopwatch import Stopwatch
 from .ranks import Failure, first_of
+
+if TYPE_CHECKING:
+    from .options import RunOptions
 
 NO_RANK = 0xFFFFFFFF  # of a node that leaves its number to the owner
 _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
@@ -34,44 +36,6 @@ SILENT_SECONDS = 1.0  # without one, after which it counts as cut off
 _SIGNALLED = 128  # exit codes of ranks that have ended by signals begin here
 _MOST_ATTEMPTS = 5  # of healing, without a new step
 _WAITING_SECONDS = 10.0  # before the owner says for how many nodes it waits
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """What the command line says.
-
-    Attributes:
-        program: the words that start a rank.
-        ranks: number of ranks on this node.
-        nodes: number of nodes.
-        node_rank: number of this node, or None if the owner of the endpoint gives it.
-        host: host of the endpoint; unused on one node.
-        port: port of the endpoint; on one node, that of PyTorch's store, or 0 for a free one.
-        static: whether node 0 owns the endpoint, instead of the node that has its address.
-        run_id: name of the job.
-        restarts: how many times to start all ranks again after a failure.
-        heal: whether to do so as long as that leads to new steps, warm, and from states in memory.
-        log_dir: folder for the output of the ranks.
-        timeout: seconds within which all nodes must come.
-    """
-
-    program: tuple[str, ...]
-    ranks: int = 1
-    nodes: int = 1
-    node_rank: int | None = None
-    host: str = "127.0.0.1"
-    port: int = 0
-    static: bool = False
-    run_id: str = "none"
-    restarts: int = 0
-    heal: bool = False
-    log_dir: Path | None = None
-    timeout: float = 300.0
-
-    @property
-    def endpoint(self) -> str:
-        """For messages."""
-        return f"{self.host}:{self.port}"
 
 
 @dataclass(eq=False)
@@ -391,7 +355,7 @@ class Owner(Gate):
 
     def _heal(self, first: Failure) -> None:
         """Start all ranks again, unless that has been in vain, or is bound to be."""
-        steps = [step for node in self._nodes for step in node.steps]
+        steps = [step for node in self._nodes for step in node.steps or [0] * node.ranks]  # none without --heal there
         step = max(steps) if first.is_of_node else steps[first.rank]
         if self._healed and step > self._healed[-1][0]:
             self._healed.clear()

@@ -31,6 +31,7 @@ from ..watch.report import VARIABLE
 from .orphans import Orphans
 
 _LOOK_SECONDS = 0.2
+_FREEZER_SECONDS = 0.09  # between looks at the control groups, which take a few files each
 _LIMITS = {
     errno.EMFILE: "; start fewer ranks, or raise ulimit -n",
     errno.EAGAIN: "; start fewer ranks, or raise ulimit -u or the container's pids.max",
@@ -123,9 +124,19 @@ class Rank:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal has stopped the process, or its control group is frozen."""
-        by_signal = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
-        return self.running and (os.waitid(os.P_PID, self.pid, by_signal) is not None or _is_frozen(self.pid))
+        """Whether a signal has stopped the process."""
+        return self.running and os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+
+    @property
+    def frozen(self) -> bool:
+        """Whether a control group of version 2 freezes the process. Of version 1, it could not be killed either."""
+        with contextlib.suppress(OSError):  # it has ended
+            groups = Path(f"/proc/{self.pid}/cgroup").read_text().splitlines()
+            path = "".join(group[3:] for group in groups if group.startswith("0::"))
+            for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"):
+                with contextlib.suppress(OSError):
+                    return "frozen 1" in Path(f"{root}{path}/cgroup.events").read_text()
+        return False
 
     def release(self) -> None:
         """Local. Reap the process, which has ended or been killed."""
@@ -207,6 +218,8 @@ class LocalRanks:
         self.ranks: list[Rank] = []
         self._selector = selector
         self._ends: list[int] = []
+        self._frozen: list[Rank] = []
+        self._freezer_at = 0.0  # of `time.monotonic`: the next look at their control groups
         self._orphans = Orphans(f"{VARIABLE}={os.getpid()} ")
 
     def add(self, rank: Rank) -> None:
@@ -223,6 +236,13 @@ class LocalRanks:
     def running(self) -> list[Rank]:
         """Those that had not ended when they were last looked at."""
         return [rank for rank in self.ranks if not rank.ended]
+
+    @property
+    def stopped(self) -> list[Rank]:
+        """Those that run, but that a signal has stopped or a control group freezes."""
+        if (now := time.monotonic()) >= self._freezer_at:
+            self._frozen, self._freezer_at = [rank for rank in self.running if rank.frozen], now + _FREEZER_SECONDS
+        return [rank for rank in self.running if rank.stopped or rank in self._frozen]
 
     def look(self) -> None:
         """Local. Notice the ranks that have failed or ended."""
@@ -293,14 +313,3 @@ class LocalRanks:
     def _forget(self, fd: int) -> None:
         with contextlib.suppress(KeyError):
             self._selector.unregister(fd)
-
-
-def _is_frozen(pid: int) -> bool:
-    """Whether a control group of version 2 freezes the process. Of version 1, it could not be killed either."""
-    with contextlib.suppress(OSError):  # it has ended
-        groups = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-        path = "".join(group[3:] for group in groups if group.startswith("0::"))
-        for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"):
-            with contextlib.suppress(OSError):
-                return "frozen 1" in Path(f"{root}{path}/cgroup.events").read_text()
-    return False
