@@ -103,6 +103,7 @@ class Checkpoint:
         self._names: list[str] = []  # of the last two checkpoints: saved, tried, or the one that the job goes on from
         self._saved: tuple[int, int] | None = None  # step and epoch of the last of them
         self._first = True  # whether there is no whole checkpoint before the next
+        self._only_in_memory = False  # whether the job has gone on from states in memory, and saved none since
         self._known: set[str] = set()
         self._refused: set[str] = set()
         self._writer: threading.Thread | None = None
@@ -142,6 +143,7 @@ class Checkpoint:
         self._failure = ""
         if resumed is not None:
             self.steps, self.epoch = resumed.step, resumed.epoch
+            self._only_in_memory = resumed.folder is None
             if resumed.folder is not None:
                 self._first = False
                 self._names, self._saved = [resumed.folder.name], (resumed.step, resumed.epoch)
@@ -243,6 +245,7 @@ class Checkpoint:
         except TypeError as error:
             raise UsageError(f"a state can be saved neither as an array nor as JSON: {error}") from None
         self._names, self._saved = [*self._names[-1:], name], (self.steps, self.epoch)
+        self._only_in_memory = False
         self._writer = threading.Thread(
             target=self._write, args=(self._root / name, manifest, shared, own, stamp), name="distopt checkpoint"
         )
@@ -296,11 +299,14 @@ class Checkpoint:
     def close(self) -> None:
         """Collective. Wait until all ranks have written, and give the folder free.
 
-        A signal that came too late for a step takes its usual effect then.
+        A job that has gone on from states in memory, and saved none since, saves: a save may have been what ended it. A
+        signal that came too late for a step takes its usual effect then.
 
         Raises:
             CheckpointError: the last save has failed on some rank.
         """
+        if self._only_in_memory and self._run:
+            self.save()
         self._wait()
         if self._root is None or not self._run:
             return

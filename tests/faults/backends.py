@@ -150,9 +150,9 @@ def own_memory(folder: Path) -> list[str]:
     return [*_PRIVATE, 'mount --bind "$0" /dev/shm && exec "$@"', str(folder)] if can_mount() else []
 
 
-def full_memory() -> list[str]:
-    """The start of a command line in whose /dev/shm nothing fits."""
-    return [*_PRIVATE, 'mount -t tmpfs -o size=4k "$0" /dev/shm && exec "$@"', "tmpfs"]
+def nearly_full(folder: str) -> list[str]:
+    """The start of a command line to which no more than 4 KiB fit into a folder."""
+    return [*_PRIVATE, 'mount -t tmpfs -o size=4k tmpfs "$0" && exec "$@"', folder]
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import pytest
 from tests.processes import Program
 
 from .__main__ import draw, table
-from .backends import BACKENDS, can_mount, full_memory, possible_backends
+from .backends import BACKENDS, can_mount, nearly_full, possible_backends
 from .kinds import BETWEEN, INSIDE, KINDS, LAUNCH, START
 from .trials import Outcome, Trial, run
 
@@ -98,6 +98,6 @@ def test_a_job_without_a_fault_is_not_taken_for_one_that_ends(tmp_path):
 @pytest.mark.skipif(not can_mount(), reason="mounting a full /dev/shm takes privileges")
 def test_full_dev_shm_does_not_matter(tmp_path) -> None:
     script = [sys.executable, "-m", "tests.faults.job", "main", "none", "between", "2", "-1", "0", str(tmp_path)]
-    ended = Program(full_memory() + script).end()
+    ended = Program(nearly_full("/dev/shm") + script).end()
     assert (ended.code, ended.stdout, ended.stderr) == (0, "", "")
     assert len([*tmp_path.glob("finished?")]) == 2

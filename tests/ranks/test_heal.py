@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.backends import can_mount, nearly_full
 from tests.faults.healing import JOB, RUN, SECONDS, Job, without_heal
 from tests.processes import ROOT, patience
 
@@ -87,6 +88,17 @@ def test_a_frozen_rank(start, frozen_group):
     frozen_group(job.pid_of(1))
     assert job.end() == want
     job.wait_for(r"rank 1 on .* was stopped, as by SIGSTOP or the freezer, while others ran; healed: ")
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs root, to mount")
+def test_a_full_disk_ends_the_job(tmp_path):
+    run = [*nearly_full(str(tmp_path)), *RUN, "--heal", *JOB, "--steps", "41", "--folder", str(tmp_path)]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=patience(SECONDS))
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert re.search(
+        r"step 4\d could not be saved: .*No space left on device.*; so it did before, after step 41$", last
+    )
 
 
 def test_a_script_that_fails_again_at_the_same_step_ends_the_job():

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from distopt.checkpoint import Checkpoint, load
+from distopt.checkpoint.folder import list_checkpoints
 from distopt.checkpoint.memory import Kept, Memory
 from distopt.checkpoint.parts import InPlace
 from distopt.launch.heal.slots import VARIABLE, Slots
@@ -91,6 +93,30 @@ def test_states_grow_and_the_newest_is_gone_on_from(slots, monkeypatch):
         assert found.keys() == {f"{name}/w", f"{name}/v"}
         for key, array in arrays.items():
             np.testing.assert_array_equal(found[f"{name}/{key}"], array)
+
+
+def test_states_from_memory_that_were_never_saved_are_saved_at_the_end(slots, monkeypatch, tmp_path):
+    numbers = np.arange(3.0)
+
+    def resumed() -> Checkpoint:
+        monkeypatch.setenv(VARIABLE, slots.variable[VARIABLE])
+        checkpoint = Checkpoint(tmp_path, every=100, numbers=numbers)
+        checkpoint.resume()
+        return checkpoint
+
+    killed = resumed()
+    numbers += 7
+    killed.step()
+    killed._abandon()
+    assert not list_checkpoints(tmp_path)
+    numbers[:] = 0
+    again = resumed()
+    again.close()
+    assert again.steps == 1
+    assert len(list_checkpoints(tmp_path)) == 1
+    numbers[:] = 0
+    load(tmp_path, numbers=numbers)
+    np.testing.assert_array_equal(numbers, [7, 8, 9])
 
 
 @pytest.mark.slow
