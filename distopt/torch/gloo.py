@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -233,6 +234,7 @@ class GlooMessage(MessageWork):
         self._transfer = transfer
         self._seconds = seconds
         self._ended = False
+        self._lock = threading.Lock()  # Gloo wakes one waiter only
 
     @property
     def source(self) -> int:
@@ -248,10 +250,12 @@ class GlooMessage(MessageWork):
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the end; see `Work.wait`."""
-        if not self._ended:
-            seconds = self._seconds if timeout is None else timeout
+        deadline = time.monotonic() + (self._seconds if timeout is None else timeout)
+        with self._lock:
+            if self._ended:
+                return
             try:
-                self._gloo.wait(self._transfer, time.monotonic() + seconds)
+                self._gloo.wait(self._transfer, deadline)
             except CommunicatorError as error:
                 raise self._gloo.fail(error) from error
             self._ended = True

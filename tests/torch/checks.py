@@ -469,7 +469,10 @@ def check_messages_move_without_waiting(r: Ranks) -> None:
         assert on_emulated_host() or all(work.is_completed() for work in works)
     else:
         out = torch.zeros(2_000_000)
-        (found,) = dist.irecv(out, 0).get_future().wait()
+        work = dist.irecv(out, 0)
+        future = work.get_future()  # of a thread, beside which this one waits
+        work.wait()
+        (found,) = future.wait()
         same(found, torch.full((2_000_000,), 2.5))
         dist.group.WORLD.monitored_barrier(timedelta(seconds=30))
 
