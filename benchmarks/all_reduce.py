@@ -42,13 +42,7 @@ _BACKENDS = [name for name in BACKENDS if name != "single"]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument(
-        "--collective",
-        choices=COLLECTIVES,
-        default="all_reduce",
-        metavar="NAME",
-        help=f"{', '.join(COLLECTIVES)} (all_reduce)",
-    )
+    parser.add_argument("--collective", choices=COLLECTIVES, default="all_reduce", help="(all_reduce)")
     add_places(parser, at_least(2))
     parser.add_argument("-b", type=byte_size, default=byte_size("1K"), metavar="SIZE", help="first size (1K)")
     parser.add_argument("-e", type=byte_size, default=byte_size("128M"), metavar="SIZE", help="last size (128M)")
@@ -57,12 +51,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", type=at_least(1), default=20, metavar="N", help="timed batches per size (20)")
     parser.add_argument("-w", type=at_least(0), default=2, metavar="N", help="untimed batches in each turn (2)")
     parser.add_argument("--turns", type=at_least(1), default=4, metavar="N", help="turns of each candidate (4)")
-    parser.add_argument(
-        "--backend",
-        type=names_of(_BACKENDS),
-        metavar="NAMES",
-        help=f"of {','.join(_BACKENDS)} (shm; between hosts mpi)",
-    )
+    backends = ",".join(_BACKENDS)
+    parser.add_argument("--backend", type=names_of(_BACKENDS), help=f"of {backends} (shm; between hosts mpi)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", metavar="TYPE", help="(float32)")
     parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
@@ -150,9 +140,7 @@ def _print_head(args: argparse.Namespace, lineup: Lineup, site: Site, facts: dic
         "# buffers: wire = the communicator's own memory; ordinary = any array; in place, separate: as in MPI; "
         "immediate = MPI's nonblocking call"
     )
-    print(
-        f"# time: median of {args.n} batches, each the slowest rank's; x: relative to the first line of the same size"
-    )
+    print(f"# time: median of {args.n} batches, each the slowest rank's; x: relative to the first line of that size")
     print(HEADER, flush=True)
 
 

@@ -65,11 +65,7 @@ def measure(backend: str, rounds: int) -> None:
         "constants": (lambda: look(agreement, statistics, optimizer.opt), CALLS, 1),
         "labels": (lambda: agreement.label("bucket 0: linear2.b ... linear1.W"), CALLS, collectives),
         "order": (lambda: f"{agreement.prefix}bucket 0", CALLS, collectives),
-        "digests": (
-            lambda: agreement.compare([*model.get_params().values()], 0),
-            COMPARISONS,
-            1 / agreement.every,
-        ),
+        "digests": (lambda: agreement.compare([*model.get_params().values()], 0), COMPARISONS, 1 / agreement.every),
     }
     model(x, y)
     steps = []

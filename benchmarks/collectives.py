@@ -174,9 +174,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=at_least(1), default=20, help="batches per size (20)")
     parser.add_argument("--sizes", type=byte_sizes, default=SIZES, help="bytes, as 4K,1M (256 to 102400000)")
     parser.add_argument("--peers", type=names_of(PEERS), default=list(PEERS), help=f"(all: {','.join(PEERS)})")
-    parser.add_argument(
-        "--results", type=Path, default=ROOT / "build" / "collectives.json", help="what runs have found"
-    )
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "collectives.json", help="of all runs")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "network.md", help="page with the marks")
     parser.add_argument("--write", action="store_true", help="measure nothing, write the page from --results")
 

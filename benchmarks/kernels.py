@@ -34,9 +34,7 @@ Samples: TypeAlias = dict[tuple[str, str], list[float]]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--count", type=at_least(1), default=25_600_000, metavar="N", help="elements (25.6 million)")
-    parser.add_argument(
-        "--ratio", type=positive, default=0.01, metavar="R", help="share of the elements that top-K selects (0.01)"
-    )
+    parser.add_argument("--ratio", type=positive, default=0.01, metavar="R", help="share that top-K selects (0.01)")
     parser.add_argument("-n", type=at_least(1), default=9, metavar="N", help="turns, each with one timed call (9)")
     parser.add_argument("--isa", choices=_core.supported_isas(), default=_core.isa(), help=f"({_core.isa()})")
     parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")

@@ -119,9 +119,8 @@ def table(records: dict[str, dict]) -> str:
         own = f"{record['bytes'] / 1e3:.1f} kB" if "bytes" in record else ""
         ratios = f"{speed / fp32:.2f}", f"{speed / ddp:.2f}"
         rows.append([name, f"{speed:.1f}", *ratios, own, f"{record['interface_bytes'] / 1e3:.1f} kB"])
-    return output.table(
-        ["sent", "steps/s", "of fp32", "of DDP fp32", "sent per step and rank", "through the interface"], rows
-    )
+    head = ["sent", "steps/s", "of fp32", "of DDP fp32", "sent per step and rank", "through the interface"]
+    return output.table(head, rows)
 
 
 def page(records: dict[str, dict], rates: dict[str, float], steps: int) -> str:

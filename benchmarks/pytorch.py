@@ -33,13 +33,12 @@ MODELS = {
 SUMS = "all-reduce"
 PARTS = (SUMS, *MODELS)
 NOTHING, GLOO, DISTOPT = "nothing", "gloo", "distopt"
+SENDS = "Gloo sends", "distopt sends"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_places(parser, at_least(2))
-    parser.add_argument(
-        "--only", type=names_of(PARTS), default=list(PARTS), metavar="NAMES", help=f"({','.join(PARTS)})"
-    )
+    parser.add_argument("--only", type=names_of(PARTS), default=list(PARTS), help=f"({','.join(PARTS)})")
     parser.add_argument("--sizes", type=byte_sizes, default=SIZES, help="of all-reduce (1K to 16M)")
     parser.add_argument("--rounds", type=at_least(1), default=20, metavar="N", help="(20)")
     parser.add_argument("--steps", type=at_least(1), default=5, metavar="N", help="or sums, timed in each round (5)")
@@ -59,9 +58,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"# {about}; {args.rate or 'no limit of rate'}; medians of {args.rounds} rounds of {args.steps}")
         common = {"rounds": args.rounds, "times": args.steps, "interface": LINK if args.emulate else "lo"}
         if SUMS in args.only:
-            print_row(
-                "bytes", "Gloo (us)", "distopt (us)", "Gloo / distopt", "Gloo sends", "distopt sends", is_head=True
-            )
+            print_head("bytes", "Gloo (us)", "distopt (us)", "Gloo / distopt", *SENDS)
         for size in args.sizes if SUMS in args.only else ():
             answers[f"{SUMS} {size}"] = found = crew.ask({**common, "bytes": size})
             gloo, ours = (median(of_rounds(found, name)) * 1e6 for name in (GLOO, DISTOPT))
@@ -69,16 +66,7 @@ def run(args: argparse.Namespace) -> int:
             wrong += [f"{SUMS} of {size:,} bytes"] if any(sum(one["wrong"].values()) for one in found) else []
         models = [name for name in MODELS if name in args.only]
         if models:
-            head = (
-                "none (ms)",
-                "Gloo adds",
-                "distopt adds",
-                "distopt / Gloo",
-                "Gloo sends",
-                "distopt sends",
-                "same bits",
-            )
-            print_row("step", *head, is_head=True)
+            print_head("step", "none (ms)", "Gloo adds", "distopt adds", "distopt / Gloo", *SENDS, "same bits")
         for name in models:
             answers[name] = found = crew.ask({**common, "model": name})
             bare = of_rounds(found, NOTHING)
@@ -109,9 +97,11 @@ def sent(found: list[dict[str, Any]]) -> list[str]:
     return [f"{found[0]['interface_bytes'][name] / 1e3:,.1f} kB" for name in (GLOO, DISTOPT)]
 
 
-def print_row(*cells: str, is_head: bool = False) -> None:
+def print_head(*cells: str) -> None:
+    """Begin a table."""
+    print(f"\n{table(cells, [])}", flush=True)
+
+
+def print_row(*cells: str) -> None:
     """Print a line of a table at once."""
-    if is_head:
-        print(f"\n{table(cells, [])}", flush=True)
-    else:
-        print(f"| {' | '.join(cells)} |", flush=True)
+    print(f"| {' | '.join(cells)} |", flush=True)

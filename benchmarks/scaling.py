@@ -41,26 +41,19 @@ class Fit:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE", help="files of all-reduce --json")
-    parser.add_argument(
-        "--train", type=Path, metavar="FILE", help="file of train --json, for step time and gradient size"
-    )
+    parser.add_argument("--train", type=Path, metavar="FILE", help="of train --json: step time and gradient size")
     parser.add_argument("--step-ms", type=positive, metavar="MS", help="or give the step time of one process")
     parser.add_argument("--backward-ms", type=positive, metavar="MS", help="the part of it that can hide communication")
     parser.add_argument("--bytes", type=byte_size, metavar="SIZE", help="size of its gradients in float32")
     parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help="its samples (64)")
-    parser.add_argument(
-        "--gbit", type=positive, default=10.0, metavar="G", help="network bandwidth per host in Gbit/s (10)"
-    )
+    parser.add_argument("--gbit", type=positive, default=10.0, metavar="G", help="Gbit/s between hosts, of each (10)")
     parser.add_argument("--latency-us", type=positive, default=20.0, metavar="US", help="of a message (20)")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="ring", help="between hosts (ring)")
-    parser.add_argument(
-        "--who", default="shm", metavar="NAME", help="candidate in the table to use within a host (shm)"
-    )
+    parser.add_argument("--who", default="shm", metavar="NAME", help="candidate in the table, within a host (shm)")
     parser.add_argument("--buffers", default="wire", metavar="KIND", help="and its kind of memory (wire)")
     parser.add_argument("--per-host", type=at_least(1), metavar="N", help="ranks per host (as in the table)")
-    parser.add_argument(
-        "--strategy", type=names_of(STRATEGIES), default=list(STRATEGIES), metavar="NAMES", help="what is sent (all)"
-    )
+    strategies = list(STRATEGIES)
+    parser.add_argument("--strategy", type=names_of(STRATEGIES), default=strategies, help="what is sent (all)")
     parser.add_argument("--ratio", type=positive, default=0.01, metavar="R", help="share that sparseTopK sends (0.01)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write fits and predictions to FILE")
 
@@ -92,9 +85,8 @@ def _load(path: Path, benchmark: str) -> dict[str, Any]:
     try:
         report = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path} cannot be read ({error}); write it with python -m benchmarks {benchmark} --json"
-        ) from error
+        cure = f"write it with python -m benchmarks {benchmark} --json"
+        raise DataError(f"{path} cannot be read ({error}); {cure}") from error
     rows = report.get("rows") if isinstance(report, dict) and report.get("benchmark") == benchmark else None
     if not rows or any(_COLUMNS[benchmark] - row.keys() for row in rows):
         raise DataError(f"{path} has no measurements of {benchmark}; write it with its --json")

@@ -110,12 +110,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_places(parser, at_least(1))
     parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help="images per rank (64)")
-    parser.add_argument(
-        "--backend", choices=["shm", "mpi", "hierarchical"], help="communicator (shm; between hosts mpi)"
-    )
-    parser.add_argument(
-        "--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"any of {','.join(_PEERS)}"
-    )
+    parser.add_argument("--backend", choices=["shm", "mpi", "hierarchical"], help="(shm; between hosts mpi)")
+    parser.add_argument("--peers", type=names_of(_PEERS), default=[], metavar="NAMES", help=f"of {','.join(_PEERS)}")
     parser.add_argument("--apart", action="store_true", help="also run N one-rank jobs that do not communicate")
     parser.add_argument("-n", type=at_least(1), default=100, metavar="N", help="timed steps in each turn (100)")
     parser.add_argument("-w", type=at_least(0), default=10, metavar="N", help="untimed steps in each turn (10)")

@@ -11,16 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import numpy as np
 
 from distopt.comm.sparse import ENTRY_BYTES, choose_route
 
-Algorithm: TypeAlias = Literal["ring", "halving-doubling"]
-Strategy: TypeAlias = Literal["fp32", "fp16", "sparseTopK"]
-ALGORITHMS: tuple[Algorithm, ...] = ("ring", "halving-doubling")
-STRATEGIES: tuple[Strategy, ...] = ("fp32", "fp16", "sparseTopK")
+ALGORITHMS = ("ring", "halving-doubling")
+STRATEGIES = ("fp32", "fp16", "sparseTopK")
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ class Network:
     """
 
     line: Line
-    algorithm: Algorithm
+    algorithm: str
 
     def all_reduce(self, size_bytes: float, hosts: int) -> float:
         """Seconds of a dense all-reduce of `size_bytes` per host."""
@@ -175,20 +172,14 @@ class Prediction:
 
     ranks: int
     hosts: int
-    strategy: Strategy
+    strategy: str
     communication: float
     step: tuple[float, float]
     efficiency: tuple[float, float]
 
 
 def predict(
-    training: Training,
-    local: Curve | None,
-    network: Network,
-    per_host: int,
-    ranks: int,
-    strategy: Strategy,
-    ratio: float,
+    training: Training, local: Curve | None, network: Network, per_host: int, ranks: int, strategy: str, ratio: float
 ) -> Prediction:
     """Predict the step on `ranks` ranks, with `per_host` of them on each host.
 

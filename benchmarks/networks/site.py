@@ -133,9 +133,7 @@ def _meeting_at(host: str) -> dict[str, str]:
 def add_places(parser: argparse.ArgumentParser, number: Callable[[str], int]) -> None:
     """Add the options; `number` reads the number of ranks on this machine."""
     parser.add_argument("--np", type=number, metavar="N", help="ranks on this machine (default: 2)")
-    parser.add_argument(
-        "--emulate", type=_hosts, metavar="2xN", help="two hosts of N ranks each, in network namespaces; as root"
-    )
+    parser.add_argument("--emulate", type=_hosts, metavar="2xN", help="N ranks in each of two namespaces; as root")
     parser.add_argument("--hosts", type=Path, metavar="FILE", help="the hosts of a hosts file, as mpiexec takes it")
     parser.add_argument("--rate", choices=RATES, help="of the emulated link (default: what the machine gives)")
 

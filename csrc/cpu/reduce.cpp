@@ -220,10 +220,11 @@ void copy(void* to, const void* from, size_t bytes) {
   if (bytes != 0) __builtin_memcpy(target, source, bytes);
 }
 
-const ReduceKernels table = {&reduce, &copy};
-
 }  // namespace
 
-const ReduceKernels& reduce_kernels() { return table; }
+const ReduceKernels& reduce_kernels() {
+  static constexpr ReduceKernels table = {&reduce, &copy};
+  return table;
+}
 
 }  // namespace distopt::DISTOPT_ISA

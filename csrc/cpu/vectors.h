@@ -160,6 +160,13 @@ template <class T, std::size_t... I>
 inline void load_pairs(const T* p, Index count, Vec<T>& even, Vec<T>& odd, std::index_sequence<I...>) {
   const Vec<T> low = load_some(p, smaller(2 * count, kLanes<T>));
   const Vec<T> high = 2 * count > kLanes<T> ? load_some(p + kLanes<T>, 2 * count - kLanes<T>) : Vec<T>{};
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {  // four instructions, where GCC 12 takes six for the general form
+    even = (Vec<T>)_mm256_permute4x64_pd((__m256d)_mm256_shuffle_ps((__m256)low, (__m256)high, 0x88), 0xd8);
+    odd = (Vec<T>)_mm256_permute4x64_pd((__m256d)_mm256_shuffle_ps((__m256)low, (__m256)high, 0xdd), 0xd8);
+    return;
+  }
+#endif
   even = __builtin_shuffle(low, high, IntegerVec<T>{(2 * I)...});
   odd = __builtin_shuffle(low, high, IntegerVec<T>{(2 * I + 1)...});
 }

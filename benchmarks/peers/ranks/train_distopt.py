@@ -6,12 +6,14 @@ are partial, and with "apart", every process is a job of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 from threadpoolctl import threadpool_info
 
-from benchmarks.models.cnn import CNN, compiled
+from benchmarks.models.cnn import CNN, compiled, sgd
 from distopt import compress, device, opt
 from distopt.tensor import Tensor
 
@@ -19,37 +21,26 @@ from . import train
 from .transports import communicator
 
 
-class _Clock:
-    """Times of the last step."""
-
-    started = 0.0
-    forward_ended = 0.0
-    update_seconds = 0.0
-
-
-class _TimedSgd(opt.SGD):
-    """SGD that records the time of its updates."""
-
-    clock: _Clock
-
-    def update(self, param: Tensor, grad: Tensor) -> None:
-        start = perf_counter()
-        super().update(param, grad)
-        self.clock.update_seconds += perf_counter() - start
-
-
 class _TimedDistOpt(opt.DistOpt):
-    """DistOpt that records when it was called."""
+    """DistOpt that records when it was called, and the time of the updates of the last step."""
 
-    clock: _Clock
+    called = update_seconds = 0.0
 
     def __call__(self, loss: Tensor) -> None:
-        self.clock.forward_ended = perf_counter()
+        self._begin()
         super().__call__(loss)
 
     def step_by(self, dist_option: str, loss: Tensor, **options: Any) -> None:
-        self.clock.forward_ended = perf_counter()
+        self._begin()
         super().step_by(dist_option, loss, **options)
+
+    def _begin(self) -> None:
+        self.called, self.update_seconds = perf_counter(), 0.0
+
+    def time(self, update: Callable[[Tensor, Tensor], None], param: Tensor, grad: Tensor) -> None:
+        start = perf_counter()
+        update(param, grad)
+        self.update_seconds += perf_counter() - start
 
 
 class Trainer(train.Trainer):
@@ -59,12 +50,10 @@ class Trainer(train.Trainer):
         where = communicator(0, 1, setup) if setup.get("apart") else communicator(rank, world_size, setup)
         self.rank = where.topology.rank
         device.get_default_device().SetRandSeed(0)
-        self._clock, self._communicated = _Clock(), 0.0
-        sgd = _TimedSgd(lr=0.005, momentum=0.9, weight_decay=1e-5)
-        sgd.clock = self._clock
-        codec = compress.create(**setup.get("codec", {"name": "fp32"}))
-        self._dist_opt = _TimedDistOpt(sgd, communicator=where, codec=codec, partition_elements=100_000)
-        self._dist_opt.clock = self._clock
+        self._started = self._communicated = 0.0
+        optimizer, codec = sgd(), compress.create(**setup.get("codec", {"name": "fp32"}))
+        self._dist_opt = _TimedDistOpt(optimizer, communicator=where, codec=codec, partition_elements=100_000)
+        optimizer.update = partial(self._dist_opt.time, optimizer.update)
         net = CNN()
         net.partial = setup.get("partial", False)
         self._net, self._x, self._y = compiled(self._dist_opt, setup["batch_size"], use_graph=True, net=net)
@@ -72,15 +61,14 @@ class Trainer(train.Trainer):
         self.about = f"distopt, {where.name} communicator{_blas()}"
 
     def step(self) -> None:
-        self._clock.update_seconds = 0.0
-        self._clock.started = perf_counter()
+        self._started = perf_counter()
         self._net(self._x, self._y)
 
     def phases(self, seconds: float) -> dict[str, float]:
         cost = self._dist_opt.stats().total
         total = cost.select_seconds + cost.comm_seconds + cost.decode_seconds
         communication, self._communicated = total - self._communicated, total
-        forward, update = self._clock.forward_ended - self._clock.started, self._clock.update_seconds
+        forward, update = self._dist_opt.called - self._started, self._dist_opt.update_seconds
         backward = seconds - forward - communication - update
         return {"forward": forward, "backward": backward, "communication": communication, "update": update}
 

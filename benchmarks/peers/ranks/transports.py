@@ -95,9 +95,8 @@ class Distopt(Transport):
         function = getattr(self._communicator, collective)
         if collective == "broadcast":
             return Call(lambda root: function(array, root, wire=dtype).wait(), array, array)
-        if in_place:
-            return Call(lambda _: function(array, wire=dtype).wait(), array, array)
-        return Call(lambda _: function(array, result, wire=dtype).wait(), array, result)
+        arguments = (array,) if in_place else (array, result)
+        return Call(lambda _: function(*arguments, wire=dtype).wait(), array, result)
 
     def sync(self) -> None:
         self._communicator.barrier()
@@ -170,16 +169,12 @@ class Torch(Transport):
         array = np.empty(sent, _storage(dtype))
         result = array if collective in _IN_PLACE else np.empty(received, _storage(dtype))
         given, taken = self._tensor(array, dtype), self._tensor(result, dtype)
-        match collective:
-            case "all_reduce":
-                all_reduce = self._distributed.all_reduce
-                return Call(lambda _: all_reduce(given), array, result)
-            case "broadcast":
-                broadcast = self._distributed.broadcast
-                return Call(lambda root: broadcast(given, root), array, result)
-            case _:
-                function = getattr(self._distributed, f"{collective}_single")
-                return Call(lambda _: function(taken, given), array, result)
+        in_place = collective in _IN_PLACE
+        function = getattr(self._distributed, collective if in_place else f"{collective}_single")
+        if collective == "broadcast":
+            return Call(lambda root: function(given, root), array, result)
+        arguments = (given,) if in_place else (taken, given)
+        return Call(lambda _: function(*arguments), array, result)
 
     def _tensor(self, array: Any, dtype: str) -> Any:
         tensor = self._torch.from_numpy(array)

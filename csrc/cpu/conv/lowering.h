@@ -125,7 +125,8 @@ void pack_gradient(const ConvShape& s, Index columns, const T* dy, T* db, T* g) 
   const Index row = s.oh * s.ow;
   for (Index m = 0; m < s.m; ++m, dy += row, g += kPanel<T>, db += kMostLanes<T>) {
     Vec<T> sum[vectors];
-    __builtin_memcpy(sum, db, sizeof sum);
+#pragma GCC unroll 4
+    for (Index i = 0; i < vectors; ++i) sum[i] = load(db + i * lanes);
     for (Index j = 0; j < columns; j += kMostLanes<T>) {
 #pragma GCC unroll 4
       for (Index i = 0; i < vectors; ++i) {
@@ -135,7 +136,8 @@ void pack_gradient(const ConvShape& s, Index columns, const T* dy, T* db, T* g) 
         sum[i] += slope;
       }
     }
-    __builtin_memcpy(db, sum, sizeof sum);
+#pragma GCC unroll 4
+    for (Index i = 0; i < vectors; ++i) store(db + i * lanes, sum[i]);
   }
 }
 

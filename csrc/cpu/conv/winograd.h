@@ -111,11 +111,12 @@ class Winograd {
   Index most_of_tile() const { return round_up(s_.c, kMostLanes<float>) + round_up(s_.m, kMostLanes<float>); }
 
   // The elements of one frequency lie together: a chunk's input [tile][c] and output [tile][m], the weight [c][m] and
-  // transposed [m][c]. The line between keeps frequencies from competing for a few sets of the cache.
-  Index c_slice() const { return chunk_ * c_row_ + kLine; }
-  Index m_slice() const { return chunk_ * m_row_ + kLine; }
-  Index cm_slice() const { return s_.c * m_row_ + kLine; }
-  Index mc_slice() const { return s_.m * c_row_ + kLine; }
+  // transposed [m][c]. An odd number of lines of the cache keeps frequencies from competing for a few sets of it.
+  static Index slice(Index elements) { return ((elements + kLine - 1) / kLine | 1) * kLine; }
+  Index c_slice() const { return slice(chunk_ * c_row_); }
+  Index m_slice() const { return slice(chunk_ * m_row_); }
+  Index cm_slice() const { return slice(s_.c * m_row_); }
+  Index mc_slice() const { return slice(s_.m * c_row_); }
 
   void take(float* work) {
     const auto address = reinterpret_cast<std::uintptr_t>(work);
