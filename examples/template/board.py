@@ -1,4 +1,4 @@
-"""TensorBoard, a progress bar, and the time for which a rank waits for the others."""
+"""TensorBoard, a progress bar, and the pace of training."""
 
 import contextlib
 import subprocess
@@ -37,7 +37,6 @@ def served(folder: Path, port: int | None) -> Iterator[None]:
     if port is None:
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--port", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     print(f"TensorBoard: http://localhost:{port} (later: tensorboard --logdir {folder})", flush=True)
@@ -55,28 +54,37 @@ def progress_bar(samples: int, done: int, *, shown: bool) -> tqdm:
     return tqdm(total=samples, initial=done, unit=" images", unit_scale=True, leave=False, disable=disable)
 
 
-class Waiting:
-    """Seconds from a rank's last gradient to the end of DDP's backward pass, when all sums are there; not so NCCL's.
+class Pace:
+    """Images per second of a DDP job, and what its steps send and wait for, over some steps.
 
-    `bytes_per_step` is what a rank sends in an all_reduce of the gradients that is optimal in bandwidth.
+    A rank waits from its last gradient to the end of the backward pass, when all sums are there, but for NCCL's. Bytes
+    are those of an all_reduce of the gradients that is optimal in bandwidth.
     """
 
-    def __init__(self, ddp) -> None:
+    def __init__(self, ddp, batch_size: int) -> None:
         trained = [each for each in ddp.parameters() if each.requires_grad]
         for parameter in trained:
-            parameter.register_hook(self._mark)
+            parameter.register_hook(self._gradient)
         ranks = ddp.process_group.size()
-        self.bytes_per_step = sum(each.nbytes for each in trained) * 2 * (ranks - 1) / ranks
-        self.seconds = self.last = 0.0
+        self.images, self.bytes = batch_size * ranks, sum(each.nbytes for each in trained) * 2 * (ranks - 1) / ranks
+        self.start()
 
-    def _mark(self, _) -> None:
+    def start(self) -> None:
+        self.steps, self.waited, self.began = 0, 0.0, time.perf_counter()
+
+    def _gradient(self, _) -> None:
         self.last = time.perf_counter()
 
-    def taken(self) -> float:
-        """Seconds since the last call."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
-
-    def end(self) -> None:
+    def end_backward(self) -> None:
         """To be called after each backward pass."""
-        self.seconds += time.perf_counter() - self.last
+        self.steps, self.waited = self.steps + 1, self.waited + time.perf_counter() - self.last
+
+    def figures(self) -> dict[str, float]:
+        """Of the steps since the last call."""
+        steps, waited, seconds = self.steps, self.waited, time.perf_counter() - self.began
+        self.start()
+        return {
+            "speed/images per s": steps * self.images / seconds,
+            "speed/bytes per step": self.bytes,
+            "speed/ms of waiting per step": waited / steps * 1000,
+        }

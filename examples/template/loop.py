@@ -5,7 +5,6 @@ import hashlib
 import os
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,7 +55,7 @@ class Trainer:
         self.batches = DataLoader(data.train, batch_sampler=self.sampler, num_workers=args.workers, **loading)
         share = Subset(data.test, range(self.rank, len(data.test), self.world_size))
         self.tests = DataLoader(share, batch_size=500)
-        self.means, self.waiting = Means(), board.Waiting(self.model)
+        self.means, self.pace = Means(), board.Pace(self.model, args.batch_size)
         torch.manual_seed(args.seed + 1000 + self.rank)  # other noise on every rank
         self.checkpoint = Checkpoint(
             args.out / "checkpoints",
@@ -80,7 +79,7 @@ class Trainer:
         with self.autocast:
             measures = self.measure(self.model, batch)
         self.scaler.scale(measures["loss"]).backward()
-        self.waiting.end()
+        self.pace.end_backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return measures
@@ -104,27 +103,20 @@ class Trainer:
         """One epoch."""
         self.model.train()
         self.sampler.set_epoch(epoch)
-        each, sampler, steps, began = self.args.batch_size * self.world_size, self.sampler, 0, time.perf_counter()
+        self.pace.start()
+        sampler, images = self.sampler, self.pace.images  # of all ranks in a step
         with board.progress_bar(sampler.size, sampler.consumed, shown=self.rank == 0) as bar:
             for batch in self.batches:
                 measures = self.update([tensor.to(self.device, non_blocking=True) for tensor in batch])
                 self.means.add(measures, len(batch[0]))
-                steps += 1
-                bar.update(each)
+                bar.update(images)
                 if (step := self.checkpoint.steps + 1) % self.args.log_every == 0:
-                    loss, now = measures["loss"].item(), time.perf_counter()
+                    loss, done = measures["loss"].item(), f"[{sampler.consumed + images}/{sampler.size}]"
                     bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-                    done = f"[{sampler.consumed + each}/{sampler.size}]"
-                    bar.write(f"Train Epoch: {epoch + 1} {done}\tLoss: {loss:.6f}", file=sys.stdout)
-                    numbers = {
-                        "train/loss": loss,
-                        "train/learning rate": self.optimizer.param_groups[0]["lr"],
-                        "speed/images per s": steps * each / (now - began),
-                        "speed/bytes per step": self.waiting.bytes_per_step,
-                        "speed/ms of waiting per step": self.waiting.taken() / steps * 1000,
-                    }
-                    self.board.add(step, numbers)
-                    steps, began = 0, now
+                    bar.clear()
+                    print(f"Train Epoch: {epoch + 1} {done}\tLoss: {loss:.6f}", flush=True)
+                    numbers = {"train/loss": loss, "train/learning rate": self.optimizer.param_groups[0]["lr"]}
+                    self.board.add(step, {**numbers, **self.pace.figures()})
                 self.checkpoint.step(epoch)  # saves every few steps; this is where a preempted job leaves
         self.report("Train", epoch)
 

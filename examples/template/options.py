@@ -1,6 +1,7 @@
 """The command line, and whether it can be carried out here."""
 
 import argparse
+import re
 import shutil
 import socket
 import subprocess
@@ -86,9 +87,9 @@ def check_here(args: argparse.Namespace) -> None:
     if missing := [str(gpu) for gpu in args.gpus if gpu >= count]:
         there = f"GPUs 0 to {count - 1}" if count else "no GPU that PyTorch can use; -cpus N trains without"
         raise UsageError(f"-gpus: there is no {', '.join(missing)}; this machine has {there}")
-    if args.nnodes > 1 and not args.dist_url:
-        raise UsageError("several nodes need -dist_url tcp://HOST:PORT, the same on each; HOST is node 0")
-    args.dist_url = args.dist_url or f"tcp://127.0.0.1:{free_port(0)}"
+    args.dist_url = args.dist_url or (f"tcp://127.0.0.1:{free_port(0)}" if args.nnodes == 1 else "")
+    if not re.fullmatch(r"tcp://.+:\d+", args.dist_url):
+        raise UsageError(f"-dist_url: {args.dist_url!r} is not tcp://HOST:PORT of node 0, the same on all nodes")
     if args.node_rank == 0:
         check_port("-dist_url", int(args.dist_url.rpartition(":")[2]))
 
