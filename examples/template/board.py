@@ -20,15 +20,22 @@ class Board:
     def __init__(self, folder: str | Path | None, step: int) -> None:
         self.writer = None
         if folder is not None:
-            from tensorboardX import SummaryWriter
+            # Not SummaryWriter, which has a queue: a job that is killed would lose the numbers in it.
+            from tensorboardX.event_file_writer import EventsWriter
 
-            self.writer = SummaryWriter(str(folder), purge_step=step + 1)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self.writer = EventsWriter(f"{folder}/events")
+            self._write(step + 1, session_log={"status": "START"})
 
     def add(self, step: int, numbers: dict[str, float]) -> None:
+        self._write(step, summary={"value": [{"tag": name, "simple_value": x} for name, x in numbers.items()]})
+
+    def _write(self, step: int, **content: dict) -> None:
         if self.writer is not None:
-            for name, number in numbers.items():
-                self.writer.add_scalar(name, number, step)
-            self.writer.flush()  # else a job that is killed loses what was written before its last checkpoint
+            from tensorboardX.proto.event_pb2 import Event
+
+            self.writer.write_event(Event(wall_time=time.time(), step=step, **content))
+            self.writer.flush()
 
 
 @contextlib.contextmanager

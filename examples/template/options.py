@@ -20,6 +20,9 @@ class Parser(argparse.ArgumentParser):
     def add_argument(self, *names, **settings):
         return super().add_argument(*names, *(f"-{name}" for name in names if name[1] != "-"), **settings)
 
+    def _get_option_tuples(self, option_string):
+        return []  # No abbreviations: before the files are known, -data would mean -dataset.
+
     def error(self, message):
         raise UsageError(f"{message} (see -help)")
 
@@ -34,10 +37,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     add_options(parser)
     args = parser.parse_args(argv)
     args.out = Path(args.out).resolve()
-    on_gpus = bool(args.slurm_ngpus if args.slurm else args.gpus)
-    args.backend = args.backend or ("nccl" if on_gpus else "distopt")
-    if on_gpus != (args.backend == "nccl"):
-        raise UsageError(f"-backend {args.backend}: GPUs need nccl, CPUs distopt or gloo")
+    args.backend = args.backend or ("nccl" if (args.slurm_ngpus if args.slurm else args.gpus) else "distopt")
     (check_slurm if args.slurm else check_here)(args)
     if args.tb and args.node_rank == 0:
         if missing := [name for name in ("tensorboardX", "tensorboard") if find_spec(name) is None]:
