@@ -237,10 +237,11 @@ def test_a_job_that_was_killed_and_preempted_ends_with_the_same_digits(tmp_path)
     """With bfloat16, batch normalization, AdamW's moments, a loader's worker and TensorBoard's numbers."""
     options = f"-cpus 2 {OPTIONS} -epochs 4 -fp16 -arch convnet -optimizer adamw -lr 0.01 -workers 1 -tb"
     options += f" -tb_port {free_port()}"
-    whole = run(options, tmp_path / "whole")
+    out, said = tmp_path / "runs", ""
+    whole = run(options, out)
     assert whole.code == 0, whole.stderr
-    out, said = tmp_path / "disturbed", ""
-    with started(f"{options} -save_every 4", out) as killed:
+    board = scalars(out / "board")
+    with started(f"{options} -reset -save_every 4", out) as killed:
         said += read_until(killed, "[96/192]")
         killed.kill()
     with started(f"{options} -save_every 100", out) as preempted:
@@ -251,18 +252,18 @@ def test_a_job_that_was_killed_and_preempted_ends_with_the_same_digits(tmp_path)
     last = run(options, out)
     assert "Going on from" in last.stdout
     assert set(digits_of(said + left.stdout + last.stdout)) == set(digits_of(whole.stdout))
-    boards = [scalars(each / "board") for each in (tmp_path / "whole", out)]
-    for board in boards:
-        for name in [name for name in board if name.startswith("speed/")]:
-            assert list(board.pop(name)) == list(range(3, 4 * STEPS + 1, 3))
-    assert boards[0] == boards[1]
-    assert set(boards[0]) == {
+    log = (out / "logs" / "rank-0.log").read_text()
+    assert set(digits_of(log)) == set(digits_of(whole.stdout))
+    assert log.count("Digest") == 1  # -reset has removed that of the first job
+    after = scalars(out / "board")
+    for numbers in (board, after):
+        for name in [name for name in numbers if name.startswith("speed/")]:
+            assert list(numbers.pop(name)) == list(range(3, 4 * STEPS + 1, 3))
+    assert after == board
+    assert set(board) == {
         *("train/loss", "train/learning rate", "train set/loss", "train set/accuracy"),
         *("test set/loss", "test set/accuracy"),
     }
-    anew = run(f"{options} -reset", out)
-    assert digits_of(anew.stdout) == digits_of(whole.stdout)
-    assert digits_of((out / "logs" / "rank-0.log").read_text()) == digits_of(whole.stdout)
 
 
 def read_until(program: Program, text: str) -> str:
