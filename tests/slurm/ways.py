@@ -142,7 +142,7 @@ _BY_HAND = (
 )
 
 TEMPLATE_WAYS = (
-    Way("-cpus", 1, f"{TEMPLATE} -epochs {EPOCHS} -cpus RANKS", True),
+    Way("-cpus", 1, f"{TEMPLATE} -epochs {EPOCHS} -cpus RANKS"),
     Way("-dist_url, on each node", 2, _BY_HAND),
     Way("-slurm", 2, f"{_ON_SLURM} -slurm_partition main -slurm_nodelist node1,node2", True),
     Way("-slurm -backend gloo", 2, f"{_ON_SLURM} -backend gloo", backend="gloo", most_wire=1.5 * MOST_WIRE),
