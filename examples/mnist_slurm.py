@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 
 import numpy as np
 import train_cnn
 from data import mnist, normalize, random_shift
+from template.board import Board
 
 import distopt
 from distopt import launch, opt, tensor
@@ -45,16 +47,19 @@ def train_mnist(args) -> None:
     )
     if resumed := checkpoint.resume():
         train_cnn.report(rank, f"Going on from {resumed}")
+    board = Board(args.tensorboard if rank == 0 else None, checkpoint.steps)
     for epoch in range(checkpoint.epoch, args.epochs):
-        train_epoch(args, epoch, cnn, data, sampler, noise, checkpoint, rank)
-        evaluate(cnn, data, world, sgd.device)
+        train_epoch(args, epoch, cnn, data, sampler, noise, checkpoint, board, rank)
+        accuracy = evaluate(cnn, data, world, sgd.device)
+        board.add(checkpoint.steps, {"test set/accuracy": accuracy})
         checkpoint.save(epoch + 1)
     checkpoint.close()
 
 
-def train_epoch(args, epoch, cnn, data, sampler, noise, checkpoint, rank) -> None:
+def train_epoch(args, epoch, cnn, data, sampler, noise, checkpoint, board, rank) -> None:
     cnn.train()
     sampler.set_epoch(epoch)
+    before, since, noted = sampler.consumed, time.perf_counter(), cnn.optimizer.stats()
     images = np.empty((args.batch_size, *data.train_x.shape[1:]), np.float32)
     for chosen in sampler:
         random_shift(data.train_x[chosen], images, noise, 2)
@@ -64,11 +69,15 @@ def train_epoch(args, epoch, cnn, data, sampler, noise, checkpoint, rank) -> Non
             done, total = sampler.consumed, len(data.train_x)
             progress = f"Train Epoch: {epoch + 1} [{done}/{total} ({done / total:.0%})]"
             print(f"{progress}\tLoss: {loss.item():.6f}", flush=True)
+            now, earlier, noted = time.perf_counter(), noted, cnn.optimizer.stats()
+            speed = (done - before) / (now - since)
+            board.add(checkpoint.steps + 1, train_cnn.figures(loss, cnn.optimizer, speed, noted - earlier))
+            before, since = done, now
         checkpoint.step(epoch)  # where the job may end
 
 
-def evaluate(cnn, data, world, device, batch_size: int = 500) -> None:
-    """Loss and accuracy on the whole test set; each rank takes a strided part."""
+def evaluate(cnn, data, world, device, batch_size: int = 500) -> float:
+    """Print loss and accuracy on the whole test set; each rank takes a strided part."""
     cnn.eval()
     images, labels = data.test_x[world.rank :: world.world_size], data.test_y[world.rank :: world.world_size]
     sums = np.zeros(2)
@@ -82,6 +91,7 @@ def evaluate(cnn, data, world, device, batch_size: int = 500) -> None:
     total = len(data.test_x)
     score = f"Average loss: {loss / total:.4f}, Accuracy: {correct:.0f}/{total} ({correct / total:.0%})"
     train_cnn.report(world.rank, f"\nTest set: {score}{data.caveat}\n")
+    return correct / total
 
 
 def step_decay(args, steps_per_epoch: int) -> opt.StepDecay:
@@ -101,6 +111,7 @@ def parse_args(argv=None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", metavar="DIR", help="save here, and go on from what was saved here last")
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="(default: 100)")
+    parser.add_argument("--tensorboard", metavar="DIR", help="write for TensorBoard (extra: tensorboard)")
     return parser.parse_args(argv)
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import threading
 import time
 
 import numpy as np
 from data import mnist, normalize, random_shift
-from tqdm import tqdm
+from template.board import Board, progress_bar
 
 from distopt import launch, layer, model, opt, tensor
 from distopt.checkpoint import Checkpoint
@@ -71,27 +69,38 @@ def run(sgd, args) -> None:
         report(rank, f"Going on from {resumed}")
         sums *= resumed.world_size / world_size  # the ranks got their mean, and are added up below
 
-    stats = sgd.stats()
+    board = Board(args.tensorboard if rank == 0 else None, checkpoint.steps)
+    stats = noted = sgd.stats()
     for epoch in range(checkpoint.epoch, args.max_epoch):
         report(rank, f"Starting Epoch {epoch}:")
         start = time.perf_counter()
         cnn.train()
         sampler.set_epoch(epoch)
-        before = sampler.consumed
-        for chosen in progress_bar(sampler) if rank == 0 else sampler:
-            images, labels = staging.fill()
-            random_shift(data.train_x[chosen], images, noise, 0 if args.no_augment else 2)
-            labels[:] = data.train_y[chosen]
-            x, y = staging.send()
-            out, loss = cnn(x, y, args.dist_option, args.spars)
-            sums[0] += loss.array[0]
-            sums[1] += (out.array.argmax(axis=1) == y.array).sum()
-            checkpoint.step(epoch)
+        before = done = sampler.consumed
+        since = start
+        with progress_bar(sampler.size, before, shown=rank == 0) as bar:
+            for chosen in sampler:
+                images, labels = staging.fill()
+                random_shift(data.train_x[chosen], images, noise, 0 if args.no_augment else 2)
+                labels[:] = data.train_y[chosen]
+                x, y = staging.send()
+                out, loss = cnn(x, y, args.dist_option, args.spars)
+                sums[0] += loss.array[0]
+                sums[1] += (out.array.argmax(axis=1) == y.array).sum()
+                bar.update(args.batch_size * world_size)
+                if (checkpoint.steps + 1) % 10 == 0 and (board.writer or not bar.disable):
+                    bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
+                    now, earlier, noted = time.perf_counter(), noted, sgd.stats()
+                    speed = (sampler.consumed - done) / (now - since)
+                    board.add(checkpoint.steps + 1, figures(loss, sgd, speed, noted - earlier))
+                    done, since = sampler.consumed, now
+                checkpoint.step(epoch)
         totals = device.host(sums)
         communicator.all_reduce(totals).wait()
         seconds = time.perf_counter() - start
         accuracy = totals[1] / sampler.consumed
         report(rank, f"Training loss = {totals[0]:.6f}, training accuracy = {accuracy:.6f}{data.caveat}")
+        board.add(checkpoint.steps, {"train set/accuracy": accuracy})
         sums[:] = 0
 
         sgd.synchronize()  # after partial updates, the parameters differ between ranks
@@ -102,6 +111,7 @@ def run(sgd, args) -> None:
             f"Evaluation accuracy = {accuracy:.6f}{data.caveat}, Elapsed Time = {elapsed:.3f}s, "
             f"{(sampler.consumed - before) / seconds:.0f} images/s",
         )
+        board.add(checkpoint.steps, {"test set/accuracy": accuracy})
         if world_size > 1:
             earlier, stats = stats, sgd.stats()
             report(rank, (stats - earlier).summary())
@@ -123,10 +133,16 @@ def evaluate(cnn, data, rank: int, world_size: int, communicator, device, batch_
     return correct[0] / len(data.test_x)
 
 
-def progress_bar(batches):
-    """Shown on terminals only. The lock replaces tqdm's named semaphore, which would outlive a killed process."""
-    tqdm.set_lock(threading.RLock())
-    return tqdm(batches, leave=False, disable=not sys.stderr.isatty())
+def figures(loss, sgd, images_per_second: float, stats) -> dict[str, float]:
+    """Of some steps, for TensorBoard."""
+    steps, total = max(stats.steps, 1), stats.total
+    return {
+        "train/loss": loss.item(),
+        "train/learning rate": sgd.opt.lr_value.item(),
+        "speed/images per s": images_per_second,
+        "speed/bytes per step": total.wire_bytes / steps,
+        "speed/ms of waiting per step": total.comm_seconds / steps * 1000,
+    }
 
 
 def report(rank: int, line: str) -> None:
@@ -161,6 +177,7 @@ def parse_args(description: str, argv=None, *, with_world_size: bool = False):
     parser.add_argument("--no-augment", action="store_true", help="do not shift the training images")
     parser.add_argument("--checkpoint", metavar="DIR", help="save here, and go on from what was saved here last")
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="(default: 100)")
+    parser.add_argument("--tensorboard", metavar="DIR", help="write for TensorBoard (extra: tensorboard)")
     parser.add_argument("--reset", action="store_true", help="remove what is in the folder of --checkpoint; start anew")
     args = parser.parse_args(argv)
     if args.reset and not args.checkpoint:

@@ -33,7 +33,7 @@ def bucket_order(ddp: DistributedDataParallel) -> list[str]:
 def lay_out(ddp: DistributedDataParallel, order: Sequence[str]) -> None:
     """Collective. Have DDP lay out its buckets by `order`, by idle passes in which gradients become ready in it.
 
-    Parameters keep their gradients; buffers may be sent from rank 0 to all.
+    Parameters keep their gradients.
     """
     model = ddp.module
     parameters = dict(model.named_parameters())
@@ -41,11 +41,12 @@ def lay_out(ddp: DistributedDataParallel, order: Sequence[str]) -> None:
         return
     kept = {name: parameters[name].grad for name in order}
     ddp._modules["module"] = _Idle([parameters[name] for name in order])
+    sends_buffers, ddp.forward_sync_buffers = ddp.forward_sync_buffers, False  # of which the idle module has none
     try:
         for _ in range(2 if ddp.static_graph else 1):  # of which DDP watches the last
             ddp(parameters[order[0]].detach()).backward()
     finally:
-        ddp._modules["module"] = model
+        ddp._modules["module"], ddp.forward_sync_buffers = model, sends_buffers
     bucket_order(ddp)
     for name, grad in kept.items():
         parameters[name].grad = grad

@@ -33,6 +33,7 @@ from distopt.torch import Checkpoint, ResumableSampler  # registers the backend 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data import mnist
+from template.board import Board, Pace, progress_bar
 
 # Where torchrun and `distopt run`, Open MPI, MPICH and srun say which rank this is, and of how many.
 LAUNCHERS = (
@@ -63,25 +64,33 @@ def normalized(images: torch.Tensor) -> torch.Tensor:
     return (images / 255 - 0.1307) / 0.3081
 
 
-def train(args, epoch, model, optimizer, batches, checkpoint, device) -> None:
+def train(args, epoch, model, optimizer, batches, checkpoint, device, board, pace) -> None:
     model.train()
     sampler = batches.batch_sampler
     sampler.set_epoch(epoch)
-    for images, labels in batches:
-        optimizer.zero_grad()
-        loss = functional.cross_entropy(model(normalized(shifted(images)).to(device)), labels.to(device))
-        loss.backward()
-        optimizer.step()
-        if args.rank == 0 and (checkpoint.steps + 1) % args.log_interval == 0:
-            done = sampler.consumed + sampler.batch_size * args.world_size
-            progress = f"Train Epoch: {epoch + 1} [{done}/{sampler.size} ({done / sampler.size:.0%})]"
-            print(f"{progress}\tLoss: {loss.item():.6f}", flush=True)
-        checkpoint.step(epoch)  # saves every few steps; this is where a preempted job leaves
+    pace.start()
+    with progress_bar(sampler.size, sampler.consumed, shown=args.rank == 0) as bar:
+        for images, labels in batches:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(normalized(shifted(images)).to(device)), labels.to(device))
+            loss.backward()
+            pace.end_backward()
+            optimizer.step()
+            bar.update(pace.images)
+            if args.rank == 0 and (checkpoint.steps + 1) % args.log_interval == 0:
+                done = sampler.consumed + pace.images
+                progress = f"Train Epoch: {epoch + 1} [{done}/{sampler.size} ({done / sampler.size:.0%})]"
+                bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
+                bar.clear()
+                print(f"{progress}\tLoss: {loss.item():.6f}", flush=True)
+                figures = {"train/loss": loss.item(), "train/learning rate": optimizer.param_groups[0]["lr"]}
+                board.add(checkpoint.steps + 1, {**figures, **pace.figures()})
+            checkpoint.step(epoch)  # saves every few steps; this is where a preempted job leaves
 
 
 @torch.no_grad()
-def evaluate(args, model, test, device, caveat) -> None:
-    """Print loss and accuracy on all test images, of which each rank takes a share."""
+def evaluate(args, model, test, device, caveat) -> float:
+    """Print loss and accuracy on all test images, of which each rank takes a share; return the accuracy."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for start in range(args.rank * 500, len(test), args.world_size * 500):
@@ -94,6 +103,7 @@ def evaluate(args, model, test, device, caveat) -> None:
     score = f"Average loss: {loss / len(test):.4f}, Accuracy: {correct:.0f}/{len(test)} ({correct / len(test):.2%})"
     if args.rank == 0:
         print(f"Test set: {score}{caveat}", flush=True)
+    return correct / len(test)
 
 
 def digest(model: nn.Module) -> str:
@@ -112,6 +122,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", metavar="DIR", help="where MNIST is (default: as examples/data/mnist.py says)")
     parser.add_argument("--checkpoint", metavar="DIR", help="save here, and go on from what was saved here last")
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="(100)")
+    parser.add_argument("--tensorboard", metavar="DIR", help="write for TensorBoard (extra: tensorboard)")
     parser.add_argument("--digest", action="store_true", help="print a digest of the parameters at the end")
     rank, world_size = next(((os.environ[r], os.environ[n]) for r, n in LAUNCHERS if r in os.environ), ("0", "1"))
     parser.add_argument("--rank", type=int, default=rank, help="(default: as the launcher says)")
@@ -159,10 +170,12 @@ def main() -> None:
     )
     if (resumed := checkpoint.resume()) and args.rank == 0:
         print(f"Going on from {resumed}", flush=True)
+    board, pace = Board(args.tensorboard if args.rank == 0 else None, checkpoint.steps), Pace(model, args.batch_size)
     for epoch in range(checkpoint.epoch, args.epochs):
-        train(args, epoch, model, optimizer, batches, checkpoint, device)
+        train(args, epoch, model, optimizer, batches, checkpoint, device, board, pace)
         schedule.step()
-        evaluate(args, model.module, test_data, device, digits.caveat)
+        accuracy = evaluate(args, model.module, test_data, device, digits.caveat)
+        board.add(checkpoint.steps, {"test set/accuracy": accuracy})
         checkpoint.save(epoch + 1)
     checkpoint.close()
     if args.digest and args.rank == 0:

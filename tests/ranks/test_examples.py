@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from examples.data import idx, synthetic
+from tests.events import scalars
 from tests.processes import ROOT, Ended, Program, mpiexec
 
 MULTIPROCESS = str(ROOT / "examples/mnist_multiprocess.py")
@@ -63,6 +64,25 @@ def test_one_process_without_a_launcher(digits):
     ended = python(DIST, "--data-dir", str(digits), "-m", "1", "-b", "32", "--no-augment")
     assert ended.code == 0, ended.stderr
     assert EPOCH.search(ended.stdout)
+
+
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize("script", ["mnist_dist.py", "mnist_slurm.py", "pytorch/mnist_ddp.py"])
+def test_numbers_for_tensorboard(script, digits, tmp_path):
+    pytest.importorskip("tensorboardX")
+    if "pytorch" in script:
+        pytest.importorskip("torch")
+    epochs = "--max-epoch" if "dist" in script else "--epochs"
+    options = [epochs, "1", "--batch-size", "8", "--tensorboard", str(tmp_path)]
+    command = ["-m", "distopt", "run", "--nproc-per-node", "2", str(ROOT / "examples" / script), *options]
+    ended = python(*command, env={"DISTOPT_DATA_DIR": str(digits)})
+    assert ended.code == 0, ended.stderr
+    shown = scalars(tmp_path)
+    steps = TRAIN // 16
+    for name in ("train/loss", "train/learning rate", "speed/images per s", "speed/ms of waiting per step"):
+        assert list(shown[name]) == list(range(10, steps + 1, 10)), name
+    assert list(shown["speed/bytes per step"].values()) == pytest.approx([4 * 431_080] * (steps // 10), rel=0.01)
+    assert list(shown["test set/accuracy"]) == [steps]
 
 
 @pytest.mark.slow

@@ -19,14 +19,27 @@ from .signals import (
     CASES,
     PYTORCH_CASES,
     PYTORCH_WHOLE_RUN,
+    TEMPLATE_CASES,
     WHOLE_RUN,
     Case,
     Ending,
     try_case,
     undisturbed,
     undisturbed_ddp,
+    undisturbed_template,
 )
-from .ways import PYTORCH_WAYS, ROOT, WAYS, Outcome, Way, digits_of, least_wire_bytes, small_mnist, try_way
+from .ways import (
+    PYTORCH_WAYS,
+    ROOT,
+    TEMPLATE_WAYS,
+    WAYS,
+    Outcome,
+    Way,
+    digits_of,
+    least_wire_bytes,
+    small_mnist,
+    try_way,
+)
 
 __all__ = ["main"]
 
@@ -72,11 +85,12 @@ class Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a part, for continuous integration")
-    quick = parser.parse_args().quick
+    parser.add_argument("--template", action="store_true", help="examples/template alone, all of it")
+    args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the cluster is stopped on the way out
     try:
         with slurm() as cluster:
-            holds = run(cluster, quick)
+            holds = run_template(cluster) if args.template else run(cluster, args.quick)
     except SlurmUnavailableError as error:
         print(f"tests of Slurm are skipped: {error}")
         return
@@ -91,15 +105,29 @@ def run(cluster: Cluster, quick: bool) -> bool:
     tables = [ways(cluster, data, ranks, quick) for ranks in sizes]
     if find_spec("torch") is not None:
         tables += [ways(cluster, data, ranks, quick, PYTORCH_WAYS, ", PyTorch's DDP") for ranks in sizes]
+        if find_spec("submitit") is not None:
+            tables += [template_ways(cluster, data, ranks, quick) for ranks in sizes]
     else:
         print("\nPyTorch's jobs are skipped: it is not installed")
     tables.append(endings(cluster, data, quick))
     if not quick:
-        tables += [pytorch_endings(cluster, data), whole_runs(cluster, source), pytorch_whole_runs(cluster, source)]
+        tables += [pytorch_endings(cluster, data), template_endings(cluster, data)]
+        tables += [whole_runs(cluster, source), pytorch_whole_runs(cluster, source)]
         version = cluster.run(["sinfo", "--version"]).stdout.strip()
         introduction = _INTRODUCTION.format(version=version, date=time.strftime("%Y-%m-%d"))
         RESULTS.write_text("\n".join([introduction, *(f"{table}\n" for table in tables)]))
     return all(table.holds for table in tables)
+
+
+def run_template(cluster: Cluster) -> bool:
+    """Make the tables of examples/template; whether everything holds."""
+    data = small_mnist(os.environ.get("DISTOPT_DATA_DIR"), cluster.here / "data")
+    tables = [*(template_ways(cluster, data, ranks, False) for ranks in (2, 4)), template_endings(cluster, data)]
+    return all(table.holds for table in tables)
+
+
+def template_ways(cluster: Cluster, data: Path, ranks: int, quick: bool) -> Table:
+    return ways(cluster, data, ranks, quick, TEMPLATE_WAYS, ", examples/template")
 
 
 def ways(cluster: Cluster, data: Path, ranks: int, quick: bool, of: tuple[Way, ...] = WAYS, what: str = "") -> Table:
@@ -178,9 +206,23 @@ def pytorch_endings(cluster: Cluster, data: Path) -> Table:
     return table
 
 
+def template_endings(cluster: Cluster, data: Path) -> Table:
+    """Jobs of examples/template that are disturbed in their second and their fourth epoch."""
+    table = Table(
+        "## Signals, preemption and death, examples/template\n\nAs above, by `-slurm`. A job that is killed repeats "
+        "the steps since its last checkpoint, to the same digits. All are compared with those of `-cpus 2`.",
+        _ENDING_COLUMNS,
+    )
+    whole = undisturbed_template(cluster, data)
+    for case in TEMPLATE_CASES:
+        add_ending(table, case, try_case(cluster, case, data), whole)
+    return table
+
+
 def add_ending(table: Table, case: Case, ending: Ending, whole: list[str]) -> None:
     """Add a row: a job that comes back completes, with the lines of an undisturbed one; another stays away."""
-    same = bool(whole) and digits_of(ending.output) == whole
+    digits = digits_of(ending.output)
+    same = bool(whole) and (list(dict.fromkeys(digits)) if case.killed else digits) == whole
     if case.comes_back:
         came_back = ending.restarts == len(ending.resumed_at) == len(case.disturb)
         holds = same and ending.state == "COMPLETED" and came_back

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .ways import digits_of, environment, ours
+from .ways import TEMPLATE, digits_of, environment, ours
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,12 +18,14 @@ __all__ = [
     "CASES",
     "PYTORCH_CASES",
     "PYTORCH_WHOLE_RUN",
+    "TEMPLATE_CASES",
     "WHOLE_RUN",
     "Case",
     "Ending",
     "try_case",
     "undisturbed",
     "undisturbed_ddp",
+    "undisturbed_template",
 ]
 
 OPTIONS = "--epochs 8 --batch-size 32 --checkpoint-every 100000"  # so that it is the signal that saves
@@ -45,6 +47,7 @@ class Case:
         disturb: typed on the front end, one after the other; JOB stands for the job's number.
         comes_back: whether it is queued again.
         quick: whether continuous integration has the time for it.
+        killed: whether it has no time to save, and repeats the steps since its last checkpoint.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Case:
     disturb: tuple[str, ...]
     comes_back: bool = True
     quick: bool = False
+    killed: bool = False
 
 
 _URGENT = "sbatch --partition=urgent --nodes=2 --exclusive --output=/dev/null --wrap 'sleep 2'"
@@ -91,6 +95,19 @@ PYTORCH_CASES = (
         "DDP in a container without scontrol: USR1, then preempted", _CONTAINER, (f"scancel --batch {_USR1}", _URGENT)
     ),
     Case("DDP in a container without scontrol: cancelled", _CONTAINER, ("scancel JOB",), comes_back=False),
+)
+
+_LONG = f"{TEMPLATE} -epochs 8"
+_TEMPLATE_JOB = f"{_LONG} -slurm -slurm_nnodes 2 -slurm_ncpus 1"
+_KILL = "sh -c 'scancel --signal=KILL JOB; until scontrol requeue JOB; do sleep 0.5; done'"
+
+TEMPLATE_CASES = (
+    Case("killed, and queued again, twice", f"{_TEMPLATE_JOB} -save_every 3", (_KILL, _KILL), killed=True),
+    Case(
+        "preempted, then USR2 for submitit's ranks",
+        f"{_TEMPLATE_JOB} -save_every 100000",
+        (_URGENT, "scancel --signal=USR2 JOB"),
+    ),
 )
 
 
@@ -133,6 +150,13 @@ def undisturbed_ddp(
     command = ours(f"sbatch --wait --output=HERE/out {job} {backend}", here, ranks, 2, options)
     cluster.run(command, env=environment(data), timeout=SECONDS)
     return digits_of((here / "out").read_text())
+
+
+def undisturbed_template(cluster: Cluster, data: Path) -> list[str]:
+    """As `undisturbed`, of the project to start from, on one node."""
+    here = cluster.here / "jobs" / "undisturbed-template"
+    command = ours(f"{_LONG} -cpus 2", here, 2, 1, "")
+    return digits_of(cluster.run(command, env=environment(data), timeout=SECONDS).stdout)
 
 
 def try_case(

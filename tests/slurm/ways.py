@@ -23,6 +23,8 @@ __all__ = [
     "MOST_WIRE",
     "PYTORCH_WAYS",
     "ROOT",
+    "TEMPLATE",
+    "TEMPLATE_WAYS",
     "WAYS",
     "Outcome",
     "Way",
@@ -36,6 +38,7 @@ __all__ = [
 
 ROOT = Path(__file__).parents[2]
 SCRIPT, DDP = "examples/mnist_slurm.py", "examples/pytorch/mnist_ddp.py"
+TEMPLATE = "PYTHON examples/template/train.py -batch_size 32 -log_every 10 -out HERE"
 BIN = Path(sys.executable).parent
 GRADIENT_BYTES = 4 * 431_080  # of the CNN, which is the same in PyTorch
 MOST_WIRE = 1.1  # times what must go over the wire
@@ -130,6 +133,20 @@ def _pytorch_ways(backend: str, most_wire: float) -> tuple[Way, ...]:
 
 # Gloo's ring of 2 x 2 ranks sends one and a half gradients from node to node.
 PYTORCH_WAYS = (*_pytorch_ways("distopt", MOST_WIRE), *_pytorch_ways("gloo", 1.5 * MOST_WIRE))
+
+_ON_SLURM = f"{TEMPLATE} -epochs {EPOCHS} -slurm -slurm_nnodes 2 -slurm_ncpus PER_NODE -slurm_wait"
+# As typed in a terminal of each node, which knows nothing of Slurm.
+_BY_HAND = (
+    f"{_ONE_AGENT_EACH} bash -c 'node=$SLURM_NODEID; unset ${{!SLURM@}}; exec {TEMPLATE} -epochs {EPOCHS} "
+    "-cpus PER_NODE -dist_url tcp://node1:29540 -nnodes 2 -node_rank $node'"
+)
+
+TEMPLATE_WAYS = (
+    Way("-cpus", 1, f"{TEMPLATE} -epochs {EPOCHS} -cpus RANKS"),
+    Way("-dist_url, on each node", 2, _BY_HAND),
+    Way("-slurm", 2, f"{_ON_SLURM} -slurm_partition main -slurm_nodelist node1,node2", True),
+    Way("-slurm -backend gloo", 2, f"{_ON_SLURM} -backend gloo", backend="gloo", most_wire=1.5 * MOST_WIRE),
+)
 
 
 @dataclass(frozen=True)

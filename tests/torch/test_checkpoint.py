@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from distopt import checkpoint
 from distopt.errors import CheckpointError, StateError, UsageError
 from distopt.torch import Checkpoint, ResumableSampler, load
+from distopt.torch.buckets import bucket_order, lay_out
 from distopt.torch.states import decode, encode
 from tests.processes import Ended, Program
 
@@ -217,6 +218,21 @@ def test_a_model_goes_by_its_own_names_inside_ddp_and_compile_and_is_loaded_alon
     assert load(tmp_path, model=fresh).step == 0
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, fresh.state_dict()[name]), name
+
+
+def test_buckets_are_laid_out_anew_where_ddp_sends_buffers():
+    """Which it does before every forward pass, as is its default."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+        order = sorted(dict(ddp.module.named_parameters()))
+        assert bucket_order(ddp) != order
+        lay_out(ddp, order)
+        assert bucket_order(ddp) == order
+        assert ddp.forward_sync_buffers
+        ddp(torch.randn(5, 3)).sum().backward()
+    finally:
+        dist.destroy_process_group()
 
 
 TENSORS = {

@@ -1,0 +1,325 @@
+"""examples/template: its command lines, files that are added to it, jobs that go on, and errors of one line."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import pty
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from distopt.errors import UsageError
+from tests.events import scalars
+from tests.processes import ROOT, Ended, Program, patience
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("submitit")
+pytest.importorskip("tensorboardX")
+pytest.importorskip("tensorboard")
+
+TEMPLATE = ROOT / "examples" / "template"
+STEPS = 12  # of an epoch of two ranks
+OPTIONS = "-dataset synthetic -samples 192 -batch_size 8 -epochs 2 -log_every 3"
+
+
+@pytest.fixture
+def project(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """The modules of the template, which have names of others' modules, too."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(TEMPLATE))
+    yield SimpleNamespace(**{name: import_module(name) for name in ("options", "loop", "train", "slurm")})
+    for name in set(sys.modules) - before:
+        if str(TEMPLATE) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands for Slurm: `sbatch` keeps the script, in the file that is returned."""
+    folder, kept = tmp_path / "bin", tmp_path / "script"
+    folder.mkdir()
+    for name, script in {
+        "srun": "",
+        "sbatch": f'cp "$1" {kept}; echo Submitted batch job 7',
+        "sinfo": "case $* in *%R*) echo main; echo urgent;; *) echo node1; echo node2; echo node1;; esac",
+        "scontrol": "echo $3 | tr , '\\n'",
+    }.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return kept
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+# -- what a command line becomes ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [
+        ("-cpus 2", {0: "cpu", 1: "cpu"}),
+        ("--gpus 0,3", {0: "cuda:0", 1: "cuda:3"}),
+        ("-cpus 2 -dist_url tcp://a:29500 -nnodes 2 -node_rank 1", {2: "cpu", 3: "cpu"}),
+        ("-gpus 6,7 -dist_url tcp://a:29500 -nnodes 2 -node_rank 1", {2: "cuda:6", 3: "cuda:7"}),
+    ],
+)
+def test_ranks_of_a_command(command, ranks, project, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    args = project.options.parse("", [*command.split(), "-fp16"])
+    started = {}
+    monkeypatch.setattr(project.loop, "run", lambda rank, size, device, url, _: started.update({rank: (device, size)}))
+    for local_rank in range(2):
+        project.train.run_here(local_rank, len(args.gpus) or args.cpus, args)
+    assert {rank: str(device) for rank, (device, _) in started.items()} == ranks
+    assert {size for _, size in started.values()} == {2 * args.nnodes}
+    assert args.backend == ("nccl" if args.gpus else "distopt")
+    assert re.fullmatch(r"tcp://(127.0.0.1|a):\d+", args.dist_url)
+
+
+@pytest.mark.parametrize("what", ["cpus", "gpus"])
+def test_the_submitted_job(what, project, cluster, tmp_path):
+    command = f"-slurm -slurm_nnodes 2 -slurm_n{what} 8 -slurm_partition main -slurm_nodelist node1,node2 -lr 0.5"
+    args = project.options.parse("", [*command.split(), "-arch", "convnet", "-out", str(tmp_path)])
+    project.slurm.submit(args, wait=False)
+    setting = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", cluster.read_text(), re.MULTILINE))
+    logs = f"{tmp_path}/submitit/%j_0_log"
+    assert setting == {
+        "job-name": "convnet-mnist",
+        "nodes": "2",
+        "ntasks-per-node": "8",
+        "cpus-per-task": "1",
+        **({"gpus-per-node": "8"} if what == "gpus" else {}),
+        "partition": "main",
+        "nodelist": "node1,node2",
+        "time": "60",
+        "signal": "USR2@60",
+        "requeue": "",
+        "open-mode": "append",
+        "output": f"{logs}.out",
+        "error": f"{logs}.err",
+        "wckey": "submitit",
+    }
+    assert f"export PYTHONPATH={TEMPLATE}:$PYTHONPATH\n" in cluster.read_text()
+    rank = pickle.loads((tmp_path / "submitit" / "7_submitted.pkl").read_bytes()).function
+    assert rank.args.lr == 0.5
+    assert rank.args.backend == ("nccl" if what == "gpus" else "distopt")
+    assert rank.checkpoint().function is rank
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("-arch cnm", "-arch: there is no 'cnm' in .*/archs; there are cnn, convnet"),
+        ("-dataset mnits", "-dataset: there is no 'mnits' in .*/datasets; there are mnist, synthetic"),
+        ("-trainer x", "-trainer: there is no 'x' in .*/trainers; there are classifier"),
+        ("-gpus 0,9", "-gpus: there is no 0, 9; this machine has no GPU that PyTorch can use; -cpus N trains without"),
+        ("-nnodes 2", "-dist_url: '' is not tcp://HOST:PORT of node 0, the same on all nodes"),
+        ("-dist_url tcp://a:PORT", r"-dist_url: port \d+ of .*: Address already in use; port \d+ is free"),
+        ("-tb -tb_port PORT", r"-tb_port: port \d+ of .*: Address already in use; port \d+ is free"),
+        ("-slurm -slurm_partition x", "-slurm_partition: there is no 'x'; there are main, urgent"),
+        ("-slurm -slurm_nodelist node1,node9", "-slurm_nodelist: there is no node9; there are node1, node2"),
+        ("-data /nowhere", r"unrecognized arguments: -data /nowhere \(see -help\)"),
+        ("-epochs x", r"argument -epochs/--epochs: invalid int value: 'x' \(see -help\)"),
+    ],
+)
+def test_errors_say_what_there_is(command, said, project, cluster, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        with pytest.raises(UsageError, match=f"^{said}$"):
+            project.options.parse("", command.replace("PORT", str(other.getsockname()[1])).split())
+
+
+def test_slurm_may_be_absent(project, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UsageError, match="there is no Slurm here"):
+        project.options.parse("", ["-slurm"])
+
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+@contextmanager
+def started(command: str, out: Path, template: Path = TEMPLATE) -> Iterator[Program]:
+    words = [sys.executable, str(template / "train.py"), *command.split(), "-out", str(out)]
+    program = Program(words, {"OMP_NUM_THREADS": "1"})
+    try:
+        yield program
+    finally:
+        program.kill()
+        program.process.communicate()
+
+
+def run(command: str, out: Path, template: Path = TEMPLATE) -> Ended:
+    with started(command, out, template) as program:
+        return program.end(patience(100))
+
+
+def digits_of(output: str) -> list[str]:
+    return re.findall(r"^(?:Train Epoch|Train set|Test set|Digest of the parameters): .*$", output, re.MULTILINE)
+
+
+ARCH = """
+from torch import nn
+def add_options(parser):
+    parser.add_argument("-code", type=int, default=3)
+def build(args, data):
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, args.code), nn.Linear(args.code, 16))
+"""
+DATA_SET = """
+import torch
+from parts import Data
+from torch.utils.data import TensorDataset
+def build(args):
+    rows = torch.randn(96, 4, generator=torch.Generator().manual_seed(1)).repeat(1, 4).view(96, 1, 4, 4)
+    return Data(TensorDataset(rows[:64]), TensorDataset(rows[64:]), (1, 4, 4), 0)
+"""
+TRAINER = """
+from loop import Trainer
+class Autoencoder(Trainer):
+    def measure(self, network, batch):
+        difference = network(batch[0]) - batch[0].flatten(1)
+        return {"loss": difference.square().mean(), "largest difference": difference.abs().max()}
+build = Autoencoder
+"""
+
+
+@pytest.mark.slow(kept=1)
+def test_one_new_file_each(tmp_path):
+    """In a copy of the folder, which stands alone."""
+    template = tmp_path / "mine"
+    shutil.copytree(TEMPLATE, template, ignore=shutil.ignore_patterns("__pycache__"))
+    for path, text in {"archs/tiny": ARCH, "datasets/rows": DATA_SET, "trainers/autoencoder": TRAINER}.items():
+        (template / f"{path}.py").write_text(text)
+    command = "-cpus 2 -arch tiny -code 4 -dataset rows -trainer autoencoder -epochs 40 -batch_size 8 -lr 0.1"
+    ended = run(command, tmp_path / "runs", template)
+    assert ended.code == 0, ended.stderr
+    losses = [float(loss) for loss in re.findall(r"Test set: .* loss (\S+), largest difference", ended.stdout)]
+    assert len(losses) == 40
+    assert losses[-1] < 0.1 * losses[0], losses
+
+
+@pytest.mark.slow
+def test_by_hand_as_on_this_machine(tmp_path):
+    whole = run(f"{OPTIONS} -cpus 2", tmp_path / "whole")
+    place = f"-cpus 1 -backend gloo -dist_url tcp://127.0.0.1:{free_port()} -nnodes 2 -node_rank"
+    with started(f"{OPTIONS} {place} 1", tmp_path / "by hand") as other:
+        ended = run(f"{OPTIONS} {place} 0", tmp_path / "by hand")
+        assert other.end(patience(100)).stdout == ""
+    assert whole.code == ended.code == 0, whole.stderr + ended.stderr
+    assert digits_of(ended.stdout) == digits_of(whole.stdout)
+    assert len(digits_of(whole.stdout)) == 2 * (STEPS // 3 + 2) + 1
+    for rank in range(2):
+        log = (tmp_path / "by hand" / "logs" / f"rank-{rank}.log").read_text()
+        assert f"Rank {rank} of 2" in log
+        assert digits_of(log)[-1] == digits_of(whole.stdout)[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # four jobs
+def test_a_job_that_was_killed_and_preempted_ends_with_the_same_digits(tmp_path):
+    """With bfloat16, batch normalization, AdamW's moments, a loader's worker and TensorBoard's numbers."""
+    options = f"-cpus 2 {OPTIONS} -epochs 3 -fp16 -arch convnet -optimizer adamw -lr 0.01 -workers 1 -tb"
+    options += f" -tb_port {free_port()}"
+    out, said = tmp_path / "runs", ""
+    whole = run(options, out)
+    assert whole.code == 0, whole.stderr
+    board = scalars(out / "board")
+    with started(f"{options} -reset -save_every 4", out) as killed:
+        said += read_until(killed, "[96/192]")
+        killed.kill()
+    with started(f"{options} -save_every 100", out) as preempted:
+        said += read_until(preempted, "Train Epoch")  # the ranks agree after so few steps that it is not too late
+        os.kill(preempted.process.pid, signal.SIGTERM)
+        left = preempted.end(patience(100))
+    assert left.code == 128 + signal.SIGTERM, said + left.stdout + left.stderr
+    last = run(options, out)
+    assert "Going on from" in last.stdout
+    assert set(digits_of(said + left.stdout + last.stdout)) == set(digits_of(whole.stdout))
+    log = (out / "logs" / "rank-0.log").read_text()
+    assert set(digits_of(log)) == set(digits_of(whole.stdout))
+    assert log.count("Digest") == 1  # -reset has removed that of the first job
+    after = scalars(out / "board")
+    for numbers in (board, after):
+        for name in [name for name in numbers if name.startswith("speed/")]:
+            assert list(numbers.pop(name)) == list(range(3, 3 * STEPS + 1, 3))
+    assert after == board
+    assert set(board) == {
+        *("train/loss", "train/learning rate", "train set/loss", "train set/accuracy"),
+        *("test set/loss", "test set/accuracy"),
+    }
+
+
+def read_until(program: Program, text: str) -> str:
+    assert program.process.stdout is not None
+    said = ""
+    while text not in said:
+        line = program.process.stdout.readline()
+        assert line, said
+        said += line
+    return said
+
+
+@pytest.mark.slow
+def test_the_page_is_served_while_the_job_runs(tmp_path):
+    port = free_port()
+    with started(f"-cpus 1 {OPTIONS} -epochs 10000 -tb -tb_port {port}", tmp_path) as program:
+        read_until(program, "Test set: epoch 1")
+        page = f"http://localhost:{port}/data/plugin/scalars/tags"
+        seen = ""
+        while "train/loss" not in seen:
+            assert program.process.poll() is None
+            with suppress(OSError):  # not yet
+                seen = urllib.request.urlopen(page, timeout=patience(60)).read().decode()
+        os.kill(program.process.pid, signal.SIGTERM)
+        program.end(patience(60))  # and leaves no server
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_progress(tmp_path):
+    own, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
+    command = [sys.executable, TEMPLATE / "train.py", *OPTIONS.split(), "-epochs", "4", "-out", tmp_path]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=terminal) as process:
+        os.close(terminal)
+        shown = ""
+        with suppress(OSError):  # at the end
+            while text := os.read(own, 1 << 16):
+                shown += text.decode()
+        os.close(own)
+    assert process.returncode == 0, shown
+    assert re.search(r"\d images/s, loss=\d", shown), shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("-arch x", "there is no 'x'"), ("-cpus 2 -data_dir /nowhere", "/nowhere has no train-images")],
+)
+def test_errors_are_one_line(command, said, tmp_path):
+    ended = run(command, tmp_path)
+    assert ended.code == 2, ended
+    (line,) = ended.stderr.splitlines()
+    assert said in line
+
+
+def test_it_is_short():
+    files = [path for path in TEMPLATE.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 700
