@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from operator import iadd, setitem
+from operator import iadd, imul, setitem
 from typing import ClassVar, Protocol, TypeAlias
 
 from ..kernels import array_module
@@ -211,10 +211,11 @@ class SyncBatchNorm2d(BatchNorm2d):
         totals = kernels.empty((2, len(mean)), "float64")
         noted(setitem, totals, 0, dgamma)
         noted(setitem, totals, 1, dbeta)
+        noted(imul, totals, saved.gamma)
         noted(self.reduce, totals)
         # They depend on every x, which adds an affine function of x.
         slope, shift = (kernels.empty(mean.shape, mean.dtype) for _ in range(2))
-        noted(_through_statistics, totals, sums, saved.gamma, saved.inverse_deviation, slope, shift)
+        noted(_through_statistics, totals, sums, saved.inverse_deviation, slope, shift)
         more, _ = kernels.batch_norm2d(saved.x, slope, shift, mean, var, 0.0, self.eps, False)
         return noted(iadd, dx, more), dgamma, dbeta
 
@@ -230,11 +231,12 @@ def _all_statistics(sums: Array, mean: Array, var: Array, running: tuple[Array, 
     running_var += momentum * (var * (count / (count - 1).clip(1)) - running_var)
 
 
-def _through_statistics(
-    totals: Array, sums: Array, gamma: Array, inverse_deviation: Array, slope: Array, shift: Array
-) -> None:
-    """Scale and shift of normalized x in its gradient, from the sums over all ranks of those of gamma and beta."""
-    factor = gamma * inverse_deviation / -sums[-1]
+def _through_statistics(totals: Array, sums: Array, inverse_deviation: Array, slope: Array, shift: Array) -> None:
+    """Scale and shift of normalized x in its gradient, from sums over all ranks: gamma times those of gamma and beta.
+
+    Gamma counts before the sum, since ranks have different ones between partial updates.
+    """
+    factor = inverse_deviation / -sums[-1]
     slope[...], shift[...] = factor * totals[0], factor * totals[1]
 
 

@@ -128,10 +128,10 @@ class _Normalize(torch.autograd.Function):
         statistics = mean, var, None, None, False, eps
         dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(dy, x, scale, *statistics, [True] * 3)
         if ctx.needs_input_grad[0]:
-            totals = torch.stack([dweight, dbias]).double()
+            totals = torch.stack([dweight, dbias]).double() * scale
             dist.all_reduce(totals, group=group)
             # They depend on every x, which adds an affine function of x.
-            slope, shift = (totals * scale / ((var + eps).sqrt() * -count)).to(mean.dtype)
+            slope, shift = (totals / ((var + eps).sqrt() * -count)).to(mean.dtype)
             dx += functional.batch_norm(x, mean, var, slope, shift, eps=eps)
         needs = ctx.needs_input_grad
         return dx if needs[0] else None, dweight if needs[1] else None, dbias if needs[2] else None, *[None] * 4
