@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
-import distopt.torch  # noqa: F401 - registers the backend
+import distopt.torch
 from benchmarks.networks.emulation import LINK
 from distopt.torch import between, hosts
 
