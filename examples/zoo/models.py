@@ -61,15 +61,18 @@ class Network(model.Model):
     def forward(self, x):
         return self.body(autograd.cast(x, tensor.float16) if self.half else x)
 
-    def train_one_batch(self, x, y, dist_option="fp32", spars=0.05):
+    def train_one_batch(self, x, y, dist_option=None, spars=0.05):
         out = self.forward(x)
         loss = self.loss(out, y)
-        self.optimizer.step_by(dist_option, loss, spars=spars)
+        if dist_option is None:
+            self.optimizer(loss)
+        else:
+            self.optimizer.step_by(dist_option, loss, spars=spars)
         return out, loss
 
 
 def resnet(counts, expansion, classes, size, norm):
-    """arXiv 1512.03385, with the stride in the 3 x 3 convolutions; bottlenecks if `expansion` is more than 1."""
+    """Of arXiv 1512.03385, with the stride in the 3 x 3 convolutions; bottlenecks if `expansion` is more than 1."""
 
     def convolved(channels, kernel, stride=1):
         return layer.Conv2d(channels, kernel, stride=stride, padding=kernel // 2, bias=False), norm()
@@ -115,7 +118,7 @@ def mlp(classes, size):
 
 
 def xceptionnet(classes, size, norm):
-    """arXiv 1610.02357; its first convolution keeps rows and columns of small images."""
+    """Of arXiv 1610.02357; its first convolution keeps rows and columns of small images."""
 
     def separable(channels):
         return layer.SeparableConv2d(channels, 3, padding=1), norm()
