@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import train_cnn
-
 from distopt import autograd, layer, model, tensor
 
 # Images smaller than this have no rows and columns to lose before the first block.
@@ -109,6 +107,13 @@ def alexnet(classes, size):
     )
 
 
+def cnn(classes, size):
+    """That of `train_cnn`."""
+    del size
+    convolutions = (layer.Conv2d(n, 5, activation="RELU", pool=layer.MaxPool2d(2, 2)) for n in (20, 50))
+    return Network(*convolutions, layer.Flatten(), layer.Linear(500, activation="RELU"), layer.Linear(classes))
+
+
 def mlp(classes, size):
     del size
     return Network(
@@ -154,10 +159,8 @@ def build(name, classes=10, image_size=28, norm=layer.BatchNorm2d):
         image_size: rows and columns of an image.
         norm: makes the batch normalizations: `layer.BatchNorm2d`, or `layer.SyncBatchNorm2d` for small batches.
     """
-    if name == "cnn":
-        return train_cnn.CNN(classes)
     if name in RESNETS:
         return resnet(*RESNETS[name], classes, image_size, norm)
     if name == "xceptionnet":
         return xceptionnet(classes, image_size, norm)
-    return {"alexnet": alexnet, "mlp": mlp}[name](classes, image_size)
+    return {"cnn": cnn, "mlp": mlp, "alexnet": alexnet}[name](classes, image_size)
