@@ -143,7 +143,7 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, None if quiet else f"{self.prog}: error: {message} (see --help)\n")
 
 
-def parse_args(description: str, argv=None, *, with_world_size: bool = False, add_options=lambda parser: None):
+def parse_args(description: str, argv=None, *, with_world_size: bool = False, add_options=None):
     """Parse the options shared by the launch scripts, and those that `add_options(parser)` adds."""
     parser = OneLineParser(description=description)
     if with_world_size:
@@ -163,7 +163,8 @@ def parse_args(description: str, argv=None, *, with_world_size: bool = False, ad
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="(default: 100)")
     parser.add_argument("--reset", action="store_true", help="remove what is in the folder of --checkpoint; start anew")
     parser.set_defaults(evaluation_batch_size=500)
-    add_options(parser)
+    if add_options:
+        add_options(parser)
     args = parser.parse_args(argv)
     if args.reset and not args.checkpoint:
         parser.error("--reset needs --checkpoint DIR")

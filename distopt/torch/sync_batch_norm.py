@@ -119,7 +119,7 @@ class _Normalize(torch.autograd.Function):
         return functional.batch_norm(x, mean, var, weight, bias, eps=eps)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, var = ctx.saved_tensors
         count, eps, group = ctx.of_all
