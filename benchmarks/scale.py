@@ -36,6 +36,7 @@ MODELS = ("resnet18", "resnet50")
 DDP, GLOO, CEILING, NN = "DDP over distopt", "DDP over Gloo", "DDP over an empty all-reduce", "nn"
 GROUPS = {DDP: "distopt", GLOO: "gloo", CEILING: "nothing"}
 APART, TWO_JOBS = "apart", "two jobs at once"
+ONLY = {"distopt": DDP, "gloo": GLOO, "nothing": CEILING, "nn": NN, "apart": APART, "two-jobs": TWO_JOBS}
 CODECS: dict[str, dict[str, Any]] = {
     "fp16": {"name": "fp16"},
     "top-k": {"name": "top-k", "ratio": 0.01, "error_feedback": True},
@@ -119,6 +120,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--rates", type=names_of(RATES), default=[], metavar="LIST", help=f"of the emulated link: {', '.join(RATES)}"
     )
     parser.add_argument("--codecs", type=names_of(CODECS), default=[], metavar="NAMES", help=f"{', '.join(CODECS)}")
+    parser.add_argument(
+        "--only", type=names_of(ONLY), default=list(ONLY), metavar="NAMES", help=f"candidates ({','.join(ONLY)})"
+    )
     parser.add_argument("--steps", type=at_least(1), default=4, metavar="N", help="timed steps of a repeat (4)")
     parser.add_argument("--warm-up", type=at_least(0), default=1, metavar="N", help="untimed ones before (1)")
     parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N", help="(3)")
@@ -137,7 +141,8 @@ def run(args: argparse.Namespace) -> int:
     parts = [f"{head}; medians of {args.repeats} repeats of {args.steps} steps; {heading(facts)}."]
     for rate in args.rates or [""]:
         with ExitStack() as stack:
-            rows = rows_of(args, rate, stack)
+            only = {ONLY[name] for name in args.only}
+            rows = [row for row in rows_of(args, rate, stack) if row.who.partition(",")[0] in only]
             missing |= measure_all(rows, args)
         place = f"Two emulated hosts, {rate or 'no limit of rate'}" if args.emulate else "This machine"
         found[place if not args.hosts else str(args.hosts)] = rows = [row for row in rows if row.rates]

@@ -27,8 +27,8 @@ SHORT = {
     "train": "--batch-size 2 -n 1 -w 0 --turns 1 --peers=",
     "pytorch": "--only all-reduce,cnn --sizes 1K --rounds 1 --steps 1",
     "kernels": "--count 1000 -n 1 --peers=",
-    "scale": "--model resnet18 --image-size 32 --batch-size 2 --steps 1 --warm-up 0 --repeats 1 --json {results} "
-    "--plot {plot} --output {page}",
+    "scale": "--model resnet18 --image-size 32 --batch-size 2 --steps 1 --warm-up 0 --repeats 1 --only distopt,apart "
+    "--json {results} --plot {plot} --output {page}",
     "scaling": "{table} --step-ms 10 --bytes 1M",
     "collectives": "--only 2x1,1gbit,all_reduce --sizes 1K --samples 1 --peers= --results {results} --output {page}",
     "network": "--steps 1 --rates 1gbit --output {page}",

@@ -12,7 +12,7 @@ from distopt import opt, tensor
 from tests.processes import ROOT, Ended, Program
 
 sys.path.insert(0, str(ROOT / "examples"))
-from zoo import models  # noqa: E402
+from zoo import models
 
 TRAIN = str(ROOT / "examples" / "zoo" / "train.py")
 # Parameters for 10 classes and 3 channels of 32 x 32; torchvision's ResNets have as many for their own first layer.
@@ -38,8 +38,8 @@ def test_a_step_of_every_network(name, half):
     assert any((after[key] != before[key]).any() for key in before)
 
 
-def trained(*words: str) -> Ended:
-    return Program([sys.executable, TRAIN, *words], {"OMP_NUM_THREADS": "1"}).end(250)
+def trained(words: str, *more: str) -> Ended:
+    return Program([sys.executable, TRAIN, *words.split(), *more], {"OMP_NUM_THREADS": "1"}).end(250)
 
 
 def losses(ended: Ended) -> list[float]:
@@ -51,9 +51,7 @@ def losses(ended: Ended) -> list[float]:
 @pytest.mark.sweep(rest=2)
 @pytest.mark.parametrize("option", ["fp32", "fp16", "partialUpdate", "sparseTopK", "sparseThreshold"])
 def test_resnet18_trains(option):
-    first, last = losses(
-        trained(*"--np 2 --model resnet18 --images 64 -b 8 -m 2 -l 0.005 --sync-batch-norm -d".split(), option)
-    )
+    first, last = losses(trained("--np 2 --model resnet18 --images 64 -b 8 -m 2 -l 0.005 --sync-batch-norm -d", option))
     assert last < first
 
 
@@ -64,11 +62,11 @@ def test_cifar10_files_and_checkpoints(tmp_path):
         rows = rng.integers(0, 256, (16, 3073), dtype=np.uint8)
         rows[:, 0] %= 10
         rows.tofile(tmp_path / name)
-    words = [*"--np 2 --model mlp --data cifar10 --precision float16 -b 8 --data-dir".split(), str(tmp_path)]
-    whole = losses(trained(*words, "-m", "2"))
-    parts = [losses(trained(*words, "--checkpoint", str(tmp_path / "runs"), "-m", count)) for count in ("1", "2")]
+    words = f"--np 2 --model mlp --data cifar10 --precision float16 -b 8 --data-dir {tmp_path}"
+    whole = losses(trained(words, "-m", "2"))
+    parts = [losses(trained(words, "--checkpoint", str(tmp_path / "runs"), "-m", count)) for count in ("1", "2")]
     assert whole == parts[0] + parts[1]
     (tmp_path / "test_batch.bin").write_bytes(b"0" * 100)
-    ended = trained(*words)
+    ended = trained(words)
     assert ended.code == 2
     assert "test_batch.bin has 100 bytes, which are no images of 3073 bytes" in ended.stderr
