@@ -20,28 +20,15 @@ class SyncBatchNorm(_BatchNorm):
     states are those of PyTorch's layers.
 
     Args:
-        num_features: C of an input [N, C, ...]; see `torch.nn.SyncBatchNorm`, as are the others.
-        eps: added to the variance.
-        momentum: weight of the batch in the running statistics; None for their plain mean.
-        affine: whether to scale and shift.
-        track_running_stats: whether there are running statistics; without them, evaluation uses the batch's.
+        num_features: C of an input [N, C, ...].
+        args: see `torch.nn.BatchNorm2d`, as are the options.
         process_group: whose ranks (default: all).
-        device: of parameters and buffers.
-        dtype: likewise.
     """
 
     def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        process_group: dist.ProcessGroup | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, num_features: int, *args: Any, process_group: dist.ProcessGroup | None = None, **options: Any
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        super().__init__(num_features, *args, **options)
         self.process_group = process_group
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - PyTorch's name
@@ -73,7 +60,7 @@ class SyncBatchNorm(_BatchNorm):
         result = module
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             options = module.eps, module.momentum, module.affine, module.track_running_stats
-            result = cls(module.num_features, *options, process_group, device="meta")
+            result = cls(module.num_features, *options, process_group=process_group, device="meta")
             for names in ("_parameters", "_buffers"):
                 setattr(result, names, getattr(module, names))
             result.train(module.training)
