@@ -164,6 +164,7 @@ def run(args: argparse.Namespace) -> int:
         write_json(args.json, report | {"batch_size": args.batch_size, "missing": missing, "rows": rows})
     if args.plot:
         plot(found, args.plot)
+        parts.append(f"![Speed-up by number of ranks]({args.plot.name})")
     if args.output:
         put(args.output, f"scale{' --emulate' if args.emulate else ''}", "\n\n".join(filter(None, parts)))
     return 1 if missing or wrong else 0
