@@ -212,14 +212,14 @@ def cnn_rows(cupy, torch) -> Iterator[str]:
 
 
 def resnet_rows(cupy, torch, batch_size: int, size: int) -> Iterator[str]:
-    from .models.resnet import ResNet50, in_torch
+    from .models.resnet import in_distopt, in_torch
 
     shape = (batch_size, 3, size, size)
     rng = np.random.default_rng(0)
     images, labels = rng.standard_normal(shape, dtype=np.float32), rng.integers(0, 1000, batch_size).astype(np.int32)
 
     def ours(use_graph: bool):
-        net, x, y = compiled(opt.DistOpt(sgd()), (images, labels), use_graph=use_graph, net=ResNet50(size))
+        net, x, y = compiled(opt.DistOpt(sgd()), (images, labels), use_graph=use_graph, net=in_distopt(size=size))
         return lambda: net(x, y)
 
     return step_rows(cupy, torch, "ResNet-50", ours, in_torch, shape, 1000)

@@ -18,6 +18,7 @@ import numpy as np
 
 from . import comm, compress, launch
 from .comm import Communicator
+from .comm.base import Array
 from .comm.world import current
 from .compress import Codec, CommunicationStatistics
 from .compress.state import States
@@ -190,6 +191,17 @@ class DistOpt:
     def non_finite(self, value: NonFinite) -> None:
         Engine.check_options(value)
         self._engine.non_finite = value
+
+    def reduce(self, array: Array) -> None:
+        """Collective. Replace a contiguous array, in place, by its sum over all ranks, as `SyncBatchNorm2d` does.
+
+        Raises:
+            UsageError: inside `join`, where a rank without data would not call it.
+        """
+        if self._engine.is_joining:
+            raise UsageError("statistics of all ranks need all of them; use BatchNorm2d inside DistOpt.join")
+        if self.world_size > 1:
+            self.communicator.all_reduce(array, label="reduce").wait()
 
     # -- steps -------------------------------------------------------------------------------------------------------
     def reduce_and_update(

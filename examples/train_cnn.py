@@ -1,4 +1,4 @@
-"""The reference CNN on MNIST: the model and the training function shared by both launch scripts."""
+"""The reference CNN on MNIST: the model, and the training function that all launch scripts and examples/zoo share."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class CNN(model.Model):
         return out, loss
 
 
-def run(sgd, args) -> None:
-    """Train and evaluate on every rank; rank 0 prints."""
+def run(sgd, args, data=None, cnn=None) -> None:
+    """Train and evaluate `cnn` (default: the CNN) on `data` (default: MNIST) on every rank; rank 0 prints."""
     rank, world_size, communicator = sgd.global_rank, sgd.world_size, sgd.communicator
-    data = mnist.load(args.data_dir, rank=rank, exchange=communicator.all_gather_bytes)
+    data = data or mnist.load(args.data_dir, rank=rank, exchange=communicator.all_gather_bytes)
     sampler = ShardedSampler(len(data.train_x), world_size, rank, args.batch_size, seed=args.seed)
     noise = np.random.default_rng((args.seed, rank))
     device = sgd.device
     device.SetRandSeed(args.seed)
 
     staging = Staging(device, ((args.batch_size, *data.train_x.shape[1:]), np.float32), ((args.batch_size,), np.int64))
-    cnn = CNN()
+    cnn = cnn or CNN()
     cnn.set_optimizer(sgd)
     use_graph = device.kind == "cpu" if args.graph is None else args.graph
     cnn.compile(staging.send()[:1], is_train=True, use_graph=use_graph, sequential=False)
@@ -104,7 +104,7 @@ def run(sgd, args) -> None:
         sums[:] = 0
 
         sgd.synchronize()  # after partial updates, the parameters differ between ranks
-        accuracy = evaluate(cnn, data, rank, world_size, communicator, device)
+        accuracy = evaluate(cnn, data, rank, world_size, communicator, device, args.evaluation_batch_size)
         elapsed = time.perf_counter() - start
         report(
             rank,
@@ -159,8 +159,8 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, None if quiet else f"{self.prog}: error: {message} (see --help)\n")
 
 
-def parse_args(description: str, argv=None, *, with_world_size: bool = False):
-    """Parse the options shared by both launch scripts."""
+def parse_args(description: str, argv=None, *, with_world_size: bool = False, add_options=None):
+    """Parse the options shared by the launch scripts, and those that `add_options(parser)` adds."""
     parser = OneLineParser(description=description)
     if with_world_size:
         parser.add_argument("world_size", type=int, metavar="WORLD_SIZE", help="number of processes")
@@ -179,6 +179,9 @@ def parse_args(description: str, argv=None, *, with_world_size: bool = False):
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="(default: 100)")
     parser.add_argument("--tensorboard", metavar="DIR", help="write for TensorBoard (extra: tensorboard)")
     parser.add_argument("--reset", action="store_true", help="remove what is in the folder of --checkpoint; start anew")
+    parser.set_defaults(evaluation_batch_size=500)
+    if add_options:
+        add_options(parser)
     args = parser.parse_args(argv)
     if args.reset and not args.checkpoint:
         parser.error("--reset needs --checkpoint DIR")

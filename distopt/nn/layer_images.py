@@ -10,6 +10,7 @@ from ..errors import ShapeError, UsageError
 from . import operations_images as operations
 from .kernels.geometry import Padding, Pair, same_padding
 from .layer_base import Layer, count_of, has_relu
+from .mode import mode
 from .tensor import Operation, Tensor
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "MaxPool2d",
     "Pooling2d",
     "SeparableConv2d",
+    "SyncBatchNorm2d",
 ]
 
 Size: TypeAlias = "int | Sequence[int]"
@@ -294,5 +296,48 @@ class BatchNorm2d(Layer):
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         assert self.channels is not None
         self._check_images(x, self.channels, self.scale)
+        return self._run(self._operation(x), x, self.scale, self.bias)
+
+    def _operation(self, x: Tensor) -> operations.BatchNorm2d:
         running = self.running_mean.array, self.running_var.array
-        return self._run(operations.BatchNorm2d(*running, 1 - self.momentum, self.eps), x, self.scale, self.bias)
+        return operations.BatchNorm2d(*running, 1 - self.momentum, self.eps)
+
+
+class SyncBatchNorm2d(BatchNorm2d):
+    """`BatchNorm2d` by the statistics of all ranks' images, as if they were one batch; for small batches.
+
+    Every value counts the same, whatever the sizes of the ranks' batches. Running statistics are the same on all ranks,
+    to the bit. In training mode, each forward and each backward pass is collective and waits for one small sum; so all
+    ranks run the same number of passes, inside `no_sync` too. In evaluation mode it is local. A recorded step repeats
+    the sums; a CUDA graph cannot hold them, so such a step runs unrecorded.
+
+    Args:
+        channels: see `BatchNorm2d`, as are the next two.
+        momentum: see there.
+        eps: see there.
+        reduce: sums over ranks, for example a DistOpt's `reduce` (default: that of the model's optimizer; without one,
+            or if that optimizer has none, statistics are those of this rank).
+    """
+
+    def __init__(
+        self,
+        channels: int | None = None,
+        momentum: float = 0.9,
+        eps: float = 1e-5,
+        reduce: operations.Reduce | None = None,
+    ) -> None:
+        super().__init__(channels, momentum, eps)
+        self.reduce, self._is_given = reduce, reduce is not None
+
+    def take(self, reduce: operations.Reduce | None) -> None:
+        """Local. Sum by the `reduce` of the model's optimizer, unless the constructor was given another."""
+        if not self._is_given:
+            self.reduce = reduce
+
+    def _operation(self, x: Tensor) -> operations.BatchNorm2d:
+        if self.reduce is None or not mode.training:
+            return super()._operation(x)
+        if x.device.recording:
+            raise UsageError(f"{self._label} sums over ranks, which a CUDA graph cannot hold")
+        running = self.running_mean.array, self.running_var.array
+        return operations.SyncBatchNorm2d(*running, 1 - self.momentum, self.eps, self.reduce)

@@ -13,6 +13,7 @@ from ..errors import StateError, UsageError
 from ..files import load_arrays, save_arrays
 from .device import Device
 from .layer_base import Layer
+from .layer_images import SyncBatchNorm2d
 from .mode import mode as process_mode
 from .replay.graphs import StepGraphs
 from .tensor import Tensor
@@ -215,6 +216,9 @@ class Model(Layer):
 
     def _attach(self) -> None:
         if self._compiled and self._optimizer is not None:
+            for _, layer in self._sublayers():
+                if isinstance(layer, SyncBatchNorm2d):
+                    layer.take(getattr(self._optimizer, "reduce", None))
             self._optimizer.attach(self.get_params().values())
 
     def shared_states(self, names: Iterable[str]) -> set[str]:

@@ -168,7 +168,7 @@ class Engine:
             UsageError: inside `join`.
             MismatchError: the ranks have different models or rules.
         """
-        if self._roll_call is not None:
+        if self.is_joining:
             raise UsageError(
                 "partial updates need all ranks at every step; send gradients by a codec inside DistOpt.join"
             )
@@ -188,6 +188,11 @@ class Engine:
             raise error
         skipped, steps = self.statistics.skipped, self.statistics.steps
         log.warning("update skipped, step %d of %d skipped so far: %s", skipped, steps, error)
+
+    @property
+    def is_joining(self) -> bool:
+        """Local. Whether this is inside `join`, where ranks may be out of data."""
+        return self._roll_call is not None
 
     # -- uneven data -------------------------------------------------------------------------------------------------
     @contextlib.contextmanager

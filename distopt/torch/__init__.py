@@ -19,8 +19,9 @@ from .meeting import meet
 from .monitored import extend_monitored_barrier
 from .process_group import DistoptProcessGroup
 from .sampler import ResumableSampler
+from .sync_batch_norm import SyncBatchNorm
 
-__all__ = ["Checkpoint", "DistoptProcessGroup", "ResumableSampler", "load"]
+__all__ = ["Checkpoint", "DistoptProcessGroup", "ResumableSampler", "SyncBatchNorm", "load"]
 
 if dist.is_available() and not hasattr(dist.Backend, "DISTOPT"):
     dist.Backend.register_backend("distopt", meet, extended_api=True, devices=["cpu"])

@@ -25,6 +25,7 @@ from tests.unit.test_ops import (  # noqa: E402, F401 - collected here
     test_activations,
     test_batch_norm2d,
     test_batch_norm2d_needs_a_variance,
+    test_channel_sums,
     test_geometry_that_does_not_fit_is_refused,
     test_inputs_do_not_change,
     test_large_logits_do_not_overflow,

@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 
-from distopt import autograd, tensor
+from distopt import autograd, layer, tensor
 from tests.ranks.graph_steps import BEFORE, Net, batch, equal_with_and_without
 from tests.ranks.small_net import SMALL
 
@@ -41,6 +41,12 @@ class ReducesForward(Net):
         if self.training:
             self.optimizer.communicator.all_reduce(total.array).wait()
         return super().forward(x)
+
+
+class Synchronizes(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = layer.SyncBatchNorm2d()
 
 
 class Multiplies(Net):
@@ -107,6 +113,7 @@ REFUSED = {
     DrawsOnTheHost: "",
     Multiplies: "calling cuBLAS API during stream capture",
     ReducesForward: "a collective cannot be captured",
+    Synchronizes: "norm sums over ranks, which a CUDA graph cannot hold",
     ReadsBackward: "the backward pass",
     StepsTwice: "2 times",
     StepsByHand: "0 times",

@@ -27,6 +27,8 @@ SHORT = {
     "train": "--batch-size 2 -n 1 -w 0 --turns 1 --peers=",
     "pytorch": "--only all-reduce,cnn --sizes 1K --rounds 1 --steps 1",
     "kernels": "--count 1000 -n 1 --peers=",
+    "scale": "--model resnet18 --image-size 32 --batch-size 2 --steps 1 --warm-up 0 --repeats 1 --only distopt,apart "
+    "--json {results} --plot {plot} --output {page}",
     "scaling": "{table} --step-ms 10 --bytes 1M",
     "collectives": "--only 2x1,1gbit,all_reduce --sizes 1K --samples 1 --peers= --results {results} --output {page}",
     "network": "--steps 1 --rates 1gbit --output {page}",
@@ -68,8 +70,9 @@ def files(tmp_path_factory) -> dict[str, Path]:
         (digits / f"{name}-images-idx3-ubyte").write_bytes(idx.encode(images[:, 0]))
         (digits / f"{name}-labels-idx1-ubyte").write_bytes(idx.encode(labels.astype(np.uint8)))
     page = folder / "page.md"
-    page.write_text("".join((ROOT / "docs" / name).read_text() for name in ("network.md", "gpu.md", "convergence.md")))
-    names = {"table": "table.json", "results": "results.json", "cache": "cache"}
+    pages = ("network.md", "gpu.md", "convergence.md", "scaling-results.md")
+    page.write_text("".join((ROOT / "docs" / name).read_text() for name in pages))
+    names = {"table": "table.json", "results": "results.json", "cache": "cache", "plot": "plot.png"}
     return {"digits": digits, "page": page, **{name: folder / file for name, file in names.items()}}
 
 
@@ -86,7 +89,7 @@ def run_short(words: str, files: dict[str, Path]) -> Ended:
     name = words.split(maxsplit=1)[0]
     if name in AS_ROOT or "--emulate" in words:
         require_hosts()
-    if name == "convergence":
+    if name in {"convergence", "scale"}:
         pytest.importorskip("matplotlib")
     words = words.replace("2xN", "2x1")
     own = SHORT[name].format(**files)
@@ -135,7 +138,7 @@ def test_the_pages_name_commands_that_exist():
 def test_a_benchmark_runs(words, files):
     if words.split()[0] in {"network", *ON_GPUS}:
         pytest.skip("see the tests below")
-    if "--pytorch" in words:
+    if "--pytorch" in words or words.split()[0] == "scale":
         pytest.importorskip("torch")
     ended = run_short(words, files)
     assert ended.code == 0, ended.stderr

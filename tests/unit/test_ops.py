@@ -308,6 +308,14 @@ def test_batch_norm2d(isa, dtype, shape, training):
         near(got, expected)
 
 
+@pytest.mark.parametrize("shape", [(4, 3, 5, 7), (2, 1, 1, 1), (64, 20, 12, 12), (0, 3, 4, 4)])
+def test_channel_sums(isa, dtype, shape):
+    x = array(shape, dtype) * np.arange(1, shape[1] + 1)[:, None, None].astype(dtype) + 3
+    got = cpu.channel_sums(x)
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, reference.channel_sums(x), rtol=1e-6)
+
+
 def test_batch_norm2d_needs_a_variance(dtype):
     one, c = array((1, 2, 1, 1), dtype), np.ones(2, dtype)
     with pytest.raises(UsageError, match="more than one value per channel"):

@@ -96,10 +96,7 @@ class _Training:
     def __init__(self, name: str, group: Any, rank: int) -> None:
         batch, shape, make = MODELS[name]
         torch.manual_seed(0)
-        options = {"process_group": group} if group else {"broadcast_buffers": False}
-        self._net = DistributedDataParallel(make(), **options)
-        if not group:
-            self._net.register_comm_hook(None, lambda _, bucket: _as_it_is(bucket.buffer()))
+        self._net = DistributedDataParallel(make(), process_group=group) if group else without_communication(make())
         self._sgd = torch.optim.SGD(self._net.parameters(), lr=0.001)
         torch.manual_seed(1 + rank)
         self._x, self._y = torch.randn(batch, *shape), torch.randint(10, (batch,))
@@ -113,6 +110,13 @@ class _Training:
         """Local. A digest."""
         rows = [param.detach().numpy().tobytes() for param in self._net.parameters()]
         return hashlib.sha256(b"".join(rows)).hexdigest()[:16]
+
+
+def without_communication(model: nn.Module) -> DistributedDataParallel:
+    """The model with all that DDP does, but for bytes that move: its all-reduce leaves gradients as they are."""
+    net = DistributedDataParallel(model, broadcast_buffers=False)
+    net.register_comm_hook(None, lambda _, bucket: _as_it_is(bucket.buffer()))
+    return net
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

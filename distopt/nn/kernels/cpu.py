@@ -334,6 +334,24 @@ def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) ->
     return dx
 
 
+def channel_sums(x: Array) -> Array:
+    """Return each channel's sum, each channel's sum of squares, and the values of a channel: [2 C + 1] in float64."""
+    sums = np.empty(2 * x.shape[1] + 1)
+    noted(_channel_sums, _planes(x), sums)
+    return sums
+
+
+def _channel_sums(x: Array, sums: Array) -> None:
+    n, c, pixels = x.shape
+    mean, var = np.zeros((2, c), x.dtype)
+    if n * pixels:
+        _core.channel_moments(x, mean, var)
+    # From the variance, which squares of float32 would not give where it is small beside the mean.
+    wide = mean.astype(np.float64)
+    np.concatenate([wide, var + wide * wide, [1.0]], out=sums)
+    sums *= n * pixels
+
+
 # -- updates -----------------------------------------------------------------------------------------------------------
 def update(rule: str, param: Array, grad: Array, slots: Sequence[Array | None], *values: float) -> None:
     """Update `param` and `slots` in place by one of these rules of `optim`, which says how; `grad` does not change.

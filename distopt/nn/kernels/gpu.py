@@ -377,6 +377,11 @@ def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) ->
     return dx
 
 
+def channel_sums(x: Array) -> Array:
+    mean, var = (take(axis=(0, 2, 3), dtype=cupy.float64) for take in (x.mean, x.var))
+    return cupy.concatenate([mean, var + mean * mean, cupy.ones(1)]) * (x.size // x.shape[1])
+
+
 # -- updates -----------------------------------------------------------------------------------------------------------
 def update(rule: str, param: Array, grad: Array, slots: Sequence[Array | None], *values: float) -> None:
     addresses = [address_or_null(array, param.shape, param.dtype) for array in (param, grad, *slots)]

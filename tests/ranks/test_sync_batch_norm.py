@@ -1,0 +1,164 @@
+"""Batch normalization by the statistics of all ranks: one rank that has all their batches computes the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from distopt import autograd, layer, model, opt, tensor
+from distopt.errors import UsageError
+from tests.ranks.small_net import assert_equal_bits, on_ranks
+from tests.unit.test_autograd import parameter
+
+CLASSES, STEPS = 4, 6
+
+
+def images_of(rank: int) -> int:
+    return 3 + 2 * rank
+
+
+class Net(model.Model):
+    def __init__(self, norm=layer.SyncBatchNorm2d) -> None:
+        super().__init__()
+        self.first, self.conv1, self.norm1 = norm(), layer.Conv2d(5, 3, padding=1, bias=False), norm(momentum=0.7)
+        self.conv2, self.norm2 = layer.Conv2d(7, 3, stride=2), norm()
+        self.flatten, self.linear, self.loss = layer.Flatten(), layer.Linear(CLASSES), layer.SoftMaxCrossEntropy()
+
+    def forward(self, x):
+        y = autograd.relu(self.norm1(self.conv1(self.first(x))))
+        return self.linear(self.flatten(self.norm2(self.conv2(y))))
+
+    def train_one_batch(self, x, y, share=1.0):
+        loss = self.loss(self.forward(x), y)
+        self.optimizer(loss if share == 1.0 else loss * share)
+        return loss
+
+
+def batch(step: int, ranks: range, dtype=np.float32) -> tuple[tensor.Tensor, tensor.Tensor]:
+    """Of these ranks, one after the other; means are large beside deviations, and differ."""
+    rngs = [np.random.default_rng([step, rank]) for rank in ranks]
+    x = np.concatenate(
+        [
+            rng.standard_normal((images_of(rank), 3, 6, 6)) * 0.5 + 3 + rank
+            for rank, rng in zip(ranks, rngs, strict=True)
+        ]
+    )
+    y = np.concatenate([rng.integers(0, CLASSES, images_of(rank)) for rank, rng in zip(ranks, rngs, strict=True)])
+    return tensor.Tensor.of(x.astype(dtype)), tensor.from_numpy(y)
+
+
+def build(optimizer, norm=layer.SyncBatchNorm2d, use_graph: bool = False, dtype=np.float32) -> Net:
+    tensor.Tensor((1,)).device.SetRandSeed(3)
+    net = Net(norm)
+    net.set_optimizer(optimizer)
+    net.compile([batch(0, range(1), dtype)[0]], is_train=True, use_graph=use_graph)
+    return net
+
+
+def states(net: Net) -> np.ndarray:
+    found = net.get_states()
+    return np.concatenate([found[name].to_numpy().reshape(-1) for name in sorted(found)])
+
+
+def trained(optimizer, dtype: str) -> dict[str, np.ndarray]:
+    """Batches of different sizes, whose losses count by their images."""
+    rank, size = optimizer.global_rank, optimizer.world_size
+    share = images_of(rank) * size / sum(map(images_of, range(size)))
+    net, whole = build(optimizer, dtype=dtype), build(opt.SGD(lr=0.05, momentum=0.5), layer.BatchNorm2d, dtype=dtype)
+    for step in range(STEPS):
+        net(*batch(step, range(rank, rank + 1), dtype), share)
+        whole(*batch(step, range(size), dtype))
+    tolerance = {"float64": 1e-10, "float32": 2e-4, "float16": 3e-2}[dtype]
+    np.testing.assert_allclose(states(net), states(whole), rtol=tolerance, atol=tolerance)
+    net.eval()
+    whole.eval()
+    if rank == 0:  # local
+        found, expected = (one(batch(9, range(1), dtype)[0]).to_numpy() for one in (net, whole))
+        np.testing.assert_allclose(found, expected, rtol=20 * tolerance, atol=20 * tolerance)
+    return {"states": states(net)}
+
+
+def replayed(optimizer) -> dict[str, np.ndarray]:
+    found = []
+    for use_graph in (False, True):
+        own = opt.DistOpt(opt.SGD(lr=0.05), communicator=optimizer.communicator, bucket_elements=100)
+        net = build(own, use_graph=use_graph)
+        for step in range(STEPS):
+            net(*batch(step, range(own.global_rank, own.global_rank + 1)))
+        assert net.graph_replays == (STEPS - 3 if use_graph else 0)
+        found.append(states(net))
+    np.testing.assert_array_equal(*found)
+    return {"states": found[0]}
+
+
+def gradients(optimizer) -> dict[str, np.ndarray]:
+    """Those of the sum over ranks of a loss, beside central differences."""
+    rank, size, step = optimizer.global_rank, optimizer.world_size, 1e-6
+
+    def reduced(values) -> np.ndarray:
+        array = np.array(values, np.float64)
+        optimizer.reduce(array)
+        return array
+
+    def loss(inputs):
+        norm = layer.SyncBatchNorm2d(reduce=optimizer.reduce)
+        norm(x)
+        norm.scale, norm.bias = inputs[1:]
+        y = norm(inputs[0])
+        weight = np.cos(np.arange(y.size()) * (rank + 1.0)).reshape(y.shape)
+        return autograd.reduce_sum(y * y * tensor.Tensor.of(weight))
+
+    autograd.training = True
+    x = parameter("x", (2 + rank, 3, 2, 2), seed=rank)
+    inputs = [x, parameter("scale", (3,), 7 + rank), parameter("bias", (3,), 8)]
+    got = {param.name: grad.to_numpy() for param, grad in autograd.backward(loss(inputs))}
+    for param in inputs:
+        for owner in range(size):
+            mine = owner == rank
+            elements = reduced([param.size() * mine]).astype(int)[0]
+            for i in range(elements):
+                sums = []
+                for change in (step, -step):
+                    kept = param.array.copy()
+                    if mine:
+                        param.array.reshape(-1)[i] += change
+                    sums.append(reduced([loss(inputs).item()])[0])
+                    param.array[...] = kept
+                if mine:
+                    expected = (sums[0] - sums[1]) / (2 * step)
+                    np.testing.assert_allclose(got[param.name].reshape(-1)[i], expected, rtol=1e-6, atol=1e-7)
+    return {}
+
+
+def refused(optimizer) -> dict[str, np.ndarray]:
+    net, local = build(optimizer), build(opt.SGD(lr=0.05))
+    assert net.norm1.reduce == optimizer.reduce
+    with optimizer.join():
+        with pytest.raises(UsageError, match=r"use BatchNorm2d inside DistOpt.join"):
+            net(*batch(0, range(1)))
+        net.optimizer = opt.SGD(lr=0.05)  # from now on, statistics are those of this rank
+        net(*batch(0, range(1)))
+        plain = build(optimizer, layer.BatchNorm2d)
+        plain(*batch(0, range(1)))
+    local(*batch(0, range(optimizer.global_rank + 1)))
+    return {}
+
+
+@pytest.mark.slow(kept=2)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_as_one_rank_with_all_batches(tmp_path, world_size, dtype):
+    assert_equal_bits(on_ranks(tmp_path, world_size, trained, dtype), "states")
+
+
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_replay_sums_over_the_ranks(tmp_path, world_size):
+    assert_equal_bits(on_ranks(tmp_path, world_size, replayed), "states")
+
+
+@pytest.mark.slow(kept=2)
+@pytest.mark.parametrize("body", [gradients, refused])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_on_ranks(tmp_path, world_size, body):
+    on_ranks(tmp_path, world_size, body)
