@@ -19,7 +19,7 @@ import numpy as np
 from . import comm, compress, launch
 from .comm import Communicator
 from .comm.world import current
-from .compress import Codec, CommunicationStatistics
+from .compress import CODECS, Codec, CommunicationStatistics
 from .compress.state import States
 from .errors import UsageError, absent_name, check_assignment, names_of
 from .launch import Job
@@ -96,6 +96,8 @@ class DistOpt:
         check_every: int = DEFAULT_CHECK_EVERY,
     ) -> None:
         """Collective."""
+        if not isinstance(opt, Optimizer):
+            raise UsageError(f"DistOpt wraps an optimizer, such as opt.SGD(lr=0.1); got {opt!r}")
         self.codec = codec
         Engine.check_options(non_finite, check_every)
         if clip_grad_norm is not None:
@@ -156,7 +158,10 @@ class DistOpt:
 
     @codec.setter
     def codec(self, value: Codec | str) -> None:
-        self._codec = compress.create(value) if isinstance(value, str) else value
+        codec = compress.create(value) if isinstance(value, str) else value
+        if not isinstance(codec, Codec):
+            raise UsageError(f"{codec!r} is no codec; pass one, such as TopK(0.01), or a name: {', '.join(CODECS)}")
+        self._codec = codec
 
     @property
     def device(self) -> Device:

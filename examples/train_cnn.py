@@ -143,13 +143,25 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, None if quiet else f"{self.prog}: error: {message} (see --help)\n")
 
 
+def at_least(low: int):
+    """The type of an option that is a whole number of at least `low`."""
+
+    def read(text: str) -> int:
+        if (number := int(text)) < low:
+            raise argparse.ArgumentTypeError(f"{text} is less than {low}")
+        return number
+
+    read.__name__ = "int"  # of argparse's message for other text
+    return read
+
+
 def parse_args(description: str, argv=None, *, with_world_size: bool = False):
     """Parse the options shared by both launch scripts."""
     parser = OneLineParser(description=description)
     if with_world_size:
         parser.add_argument("world_size", type=int, metavar="WORLD_SIZE", help="number of processes")
-    parser.add_argument("-m", "--max-epoch", type=int, default=10)
-    parser.add_argument("-b", "--batch-size", type=int, default=64, help="samples per rank and step")
+    parser.add_argument("-m", "--max-epoch", type=at_least(0), default=10)
+    parser.add_argument("-b", "--batch-size", type=at_least(1), default=64, help="samples per rank and step")
     parser.add_argument("-l", "--learning-rate", type=float, default=0.005)
     parser.add_argument("-d", "--dist-option", default="fp32", choices=opt.DIST_OPTIONS, help="what is sent")
     parser.add_argument("-s", "--spars", type=float, default=0.05, help="sparsity, for the sparse options")
@@ -160,7 +172,7 @@ def parse_args(description: str, argv=None, *, with_world_size: bool = False):
     )
     parser.add_argument("--no-augment", action="store_true", help="do not shift the training images")
     parser.add_argument("--checkpoint", metavar="DIR", help="save here, and go on from what was saved here last")
-    parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="(default: 100)")
+    parser.add_argument("--checkpoint-every", type=at_least(1), default=100, metavar="STEPS", help="(default: 100)")
     parser.add_argument("--reset", action="store_true", help="remove what is in the folder of --checkpoint; start anew")
     args = parser.parse_args(argv)
     if args.reset and not args.checkpoint:
