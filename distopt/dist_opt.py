@@ -18,7 +18,7 @@ import numpy as np
 
 from . import comm, compress, launch
 from .comm import Communicator
-from .comm.world import current
+from .comm.world import current, offer
 from .compress import CODECS, Codec, CommunicationStatistics
 from .compress.state import States
 from .errors import UsageError, absent_name, check_assignment, names_of
@@ -105,6 +105,7 @@ class DistOpt:
         if communicator is None:
             world = current() if job is None else None
             communicator = comm.create(job or launch.join()) if world is None else world.communicator
+            offer(communicator)
         self.opt = opt
         self.communicator = communicator
         self.world_size = communicator.topology.world_size
@@ -116,6 +117,7 @@ class DistOpt:
         self._layout: Layout | None = None  # whose views autograd writes into
         self._pairs: list[tuple[Tensor, Tensor]] = []  # its parameters, each with its view as a tensor
         self._accumulation = Accumulation()
+        self._device: Device | None = None
 
     def __call__(self, loss: Tensor) -> None:
         """Collective. One training step from `loss`: backward, average, update."""
@@ -167,12 +169,17 @@ class DistOpt:
     def device(self) -> Device:
         """Local. Where to put the model: the GPU that the communicator has taken for this rank, else the CPU.
 
-        A job of one rank takes the first GPU that can be used. `DISTOPT_DEVICE` decides otherwise.
+        A job of one rank takes the first GPU that can be used. `DISTOPT_DEVICE` decides otherwise, at the first look.
 
         Raises:
             MissingDependencyError: DISTOPT_DEVICE=cuda and no GPU can be used.
             UsageError: DISTOPT_DEVICE=cuda and a communicator between processes of the CPU.
         """
+        if self._device is None:
+            self._device = self._find_device()
+        return self._device
+
+    def _find_device(self) -> Device:
         index: int | None = getattr(self.communicator, "device_id", 0 if self.world_size == 1 else None)
         if index is not None:
             device, missing = find_gpu(index)
