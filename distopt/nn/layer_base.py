@@ -29,10 +29,10 @@ class Layer:
     """
 
     name: str = ""
-    _ready: bool = False
+    _initialized: bool = False
 
     def __setattr__(self, key: str, value: object) -> None:
-        if self._ready:
+        if self._initialized:
             self._check_change(key, value)
         object.__setattr__(self, key, value)
         if isinstance(value, Layer) and not value.name:
@@ -50,9 +50,9 @@ class Layer:
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Call `forward`; on the first call, call `initialize` before it."""
-        if not self._ready:
+        if not self._initialized:
             self.initialize(*inputs)
-            self._ready = True
+            self._initialized = True
         return self.forward(*inputs, **options)
 
     def initialize(self, *inputs: Any) -> None:
@@ -113,7 +113,7 @@ class Layer:
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         params = self.get_params().values()
-        if not params and not self._ready:
+        if not params and not self._initialized:
             raise UsageError(f"{self._label} has no parameters yet; compile the model before it is frozen")
         for param in params:
             param.requires_grad = value
@@ -152,6 +152,18 @@ class Layer:
     def _sublayers(self) -> Iterator[tuple[str, Layer]]:
         """This layer and all its sub-layers, each once, with the prefix for the names of its tensors."""
         return _walk("", self, set())
+
+    # -- SINGA's, for layers of scripts ------------------------------------------------------------------------------
+    def device_check(self, *inputs: Tensor) -> None:
+        """Move the `inputs` to the device of the first of them."""
+        for x in inputs:
+            x.to_device(inputs[0].device)
+
+    def dtype_check(self, *inputs: Tensor) -> None:
+        """Convert the `inputs` to the type of the first of them; but parameters for float16 remain float32."""
+        for x in inputs:
+            if x.dtype != inputs[0].dtype and not (_is_parameter(x) and inputs[0].dtype == "float16"):
+                x.to_type(inputs[0].dtype)
 
     # -- for layers --------------------------------------------------------------------------------------------------
     @property

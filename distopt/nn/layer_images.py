@@ -289,7 +289,7 @@ class BatchNorm2d(Layer):
         self.running_var.set_value(1)
 
     def own_states(self) -> dict[str, Tensor]:  # noqa: D102
-        return {"running_mean": self.running_mean, "running_var": self.running_var} if self._ready else {}
+        return {"running_mean": self.running_mean, "running_var": self.running_var} if self._initialized else {}
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         assert self.channels is not None
