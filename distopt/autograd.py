@@ -15,11 +15,13 @@ from .errors import absent_name
 from .nn import functions
 from .nn import autograd as _autograd
 from .nn.autograd import gradient_order
-from .nn.functions import *  # noqa: F403 - a face of that module
+from .nn.elementwise import *  # noqa: F403 - a face of this module and of those below
+from .nn.functions import *  # noqa: F403
 from .nn.functions import logical_and as _and
 from .nn.functions import logical_not as _not
 from .nn.functions import logical_or as _or
 from .nn.functions import logical_xor as _xor
+from .nn.indices import *  # noqa: F403
 from .nn.layer import (
     AvgPool1d,
     AvgPool2d,
@@ -32,6 +34,7 @@ from .nn.layer import (
     SeparableConv2d,
 )
 from .nn.mode import mode
+from .nn.rearrange import *  # noqa: F403
 from .nn.scripted import Operator
 from .nn.tensor import Operation, Tensor
 

@@ -26,6 +26,7 @@ from .launch import Job
 from .nn import autograd
 from .nn.accumulation import Accumulation
 from .nn.device import Device, find_gpu, get_default_device, tell_once
+from .nn.hyperparameters import CurrentValue, Hyperparameter
 from .nn.mode import mode
 from .nn.optim import Optimizer
 from .nn.tensor import Tensor
@@ -134,7 +135,14 @@ class DistOpt:
         """
         self._engine.agreement.attach(list(params))
 
-    if not TYPE_CHECKING:  # with them, type checkers accept every name
+    if TYPE_CHECKING:  # of every wrapped optimizer; those of one kind, such as `momentum`, are read as `opt.momentum`
+        lr = Hyperparameter()
+        lr_value = CurrentValue("lr")
+        clip_grad_norm: float | None
+        grad_norm: float | None
+        step_counter: Tensor
+        values: dict[str, float]
+    else:  # with them, type checkers accept every name
 
         def __getattr__(self, name: str) -> Any:
             opt = vars(self).get("opt")

@@ -6,6 +6,8 @@ import argparse
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn, TypeVar
 
 import numpy as np
 from data import mnist, normalize, random_shift
@@ -15,6 +17,9 @@ from distopt import launch, layer, model, opt, tensor
 from distopt.checkpoint import Checkpoint
 from distopt.data import ShardedSampler
 from distopt.nn.staging import Staging
+from distopt.tensor import Tensor
+
+T = TypeVar("T")
 
 
 class CNN(model.Model):
@@ -30,18 +35,20 @@ class CNN(model.Model):
         self.linear2 = layer.Linear(num_classes)
         self.softmax_cross_entropy = layer.SoftMaxCrossEntropy()
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         y = self.conv2(self.conv1(x))
         return self.linear2(self.linear1(self.flatten(y)))
 
-    def train_one_batch(self, x, y, dist_option="fp32", spars=0.05):
+    def train_one_batch(
+        self, x: Tensor, y: Tensor, dist_option: str = "fp32", spars: float = 0.05
+    ) -> tuple[Tensor, Tensor]:
         out = self.forward(x)
         loss = self.softmax_cross_entropy(out, y)
         self.optimizer.step_by(dist_option, loss, spars=spars)
         return out, loss
 
 
-def run(sgd, args) -> None:
+def run(sgd: opt.DistOpt, args: argparse.Namespace) -> None:
     """Train and evaluate on every rank; rank 0 prints."""
     rank, world_size, communicator = sgd.global_rank, sgd.world_size, sgd.communicator
     data = mnist.load(args.data_dir, rank=rank, exchange=communicator.all_gather_bytes)
@@ -95,7 +102,7 @@ def run(sgd, args) -> None:
         sums[:] = 0
 
         sgd.synchronize()  # after partial updates, the parameters differ between ranks
-        accuracy = evaluate(cnn, data, rank, world_size, communicator, device)
+        accuracy = evaluate(cnn, data, sgd)
         elapsed = time.perf_counter() - start
         report(
             rank,
@@ -109,24 +116,26 @@ def run(sgd, args) -> None:
     checkpoint.close()
 
 
-def evaluate(cnn, data, rank: int, world_size: int, communicator, device, batch_size: int = 500) -> float:
+def evaluate(cnn: CNN, data: mnist.Digits, sgd: opt.DistOpt, batch_size: int = 500) -> float:
     """Accuracy on the whole test set; each rank evaluates a strided part."""
     cnn.eval()
-    images, labels = data.test_x[rank::world_size], data.test_y[rank::world_size]
+    part, device = slice(sgd.global_rank, None, sgd.world_size), sgd.device
+    images, labels = data.test_x[part], data.test_y[part]
     correct = device.xp.zeros(1)
     for start in range(0, len(images), batch_size):
         out = cnn(tensor.from_numpy(normalize(images[start : start + batch_size]), device))
         truth = tensor.from_numpy(labels[start : start + batch_size], device)
         correct += (out.array.argmax(axis=1) == truth.array).sum()
     correct = device.host(correct)
-    communicator.all_reduce(correct).wait()
-    return correct[0] / len(data.test_x)
+    sgd.communicator.all_reduce(correct).wait()
+    return float(correct[0]) / len(data.test_x)
 
 
-def progress_bar(batches):
+def progress_bar(batches: Iterable[T]) -> Iterable[T]:
     """Shown on terminals only. The lock replaces tqdm's named semaphore, which would outlive a killed process."""
     tqdm.set_lock(threading.RLock())
-    return tqdm(batches, leave=False, disable=not sys.stderr.isatty())
+    shown: Iterable[T] = tqdm(batches, leave=False, disable=not sys.stderr.isatty())
+    return shown
 
 
 def report(rank: int, line: str) -> None:
@@ -137,13 +146,13 @@ def report(rank: int, line: str) -> None:
 class OneLineParser(argparse.ArgumentParser):
     """Prints an error once, on rank 0, without the usage text."""
 
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         info = launch.launcher()
         quiet = info is not None and info.rank > 0
         self.exit(2, None if quiet else f"{self.prog}: error: {message} (see --help)\n")
 
 
-def at_least(low: int):
+def at_least(low: int) -> Callable[[str], int]:
     """The type of an option that is a whole number of at least `low`."""
 
     def read(text: str) -> int:
@@ -155,7 +164,9 @@ def at_least(low: int):
     return read
 
 
-def parse_args(description: str, argv=None, *, with_world_size: bool = False):
+def parse_args(
+    description: str | None, argv: Sequence[str] | None = None, *, with_world_size: bool = False
+) -> argparse.Namespace:
     """Parse the options shared by both launch scripts."""
     parser = OneLineParser(description=description)
     if with_world_size:

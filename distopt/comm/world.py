@@ -6,9 +6,10 @@ import operator
 import os
 import weakref
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .. import launch
 from ..errors import CommunicatorClosedError, UsageError
@@ -18,6 +19,10 @@ from . import create
 from .base import Communicator
 from .objects import packed, unpacked
 from .values import carried, reducible, take
+
+
+T = TypeVar("T")
+Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
 
 
 class World:
@@ -77,7 +82,15 @@ class World:
         return self._closed
 
     # -- collectives -------------------------------------------------------------------------------------------------
-    def all_reduce(self, value: Any, op: Literal["sum", "mean", "max", "min"] = "sum") -> Any:
+    @overload
+    def all_reduce(self, value: int, op: Literal["sum", "max", "min"] = "sum") -> int: ...
+    @overload
+    def all_reduce(self, value: float, op: Reduction = "sum") -> float: ...
+    @overload
+    def all_reduce(self, value: NDArray[Any], op: Reduction = "sum") -> NDArray[Any]: ...
+    @overload
+    def all_reduce(self, value: T, op: Reduction = "sum") -> T: ...
+    def all_reduce(self, value: Any, op: Reduction = "sum") -> Any:
         """Collective. The element-wise reduction over all ranks; as `comm.allreduce` of mpi4py.
 
         Horovod's `hvd.allreduce` is the mean.

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FunctionType
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -200,6 +200,14 @@ class Layer:
     def _check_dtype(self, x: Tensor, param: Tensor) -> None:
         if x.array.dtype != param.array.dtype and not (x.array.dtype == "float16" and param.array.dtype == "float32"):
             raise UsageError(f"{self._label} has parameters of {param.dtype}, got an input of {x.dtype}")
+
+
+class TensorLayer(Layer):
+    """A layer whose result is one tensor, so that type checkers know it."""
+
+    if TYPE_CHECKING:
+
+        def __call__(self, *inputs: Any, **options: Any) -> Tensor: ...
 
 
 def _is_parameter(value: object) -> TypeGuard[Tensor]:

@@ -193,8 +193,8 @@ class Model(Layer):
 
     # -- optimizer ---------------------------------------------------------------------------------------------------
     @property
-    def optimizer(self) -> TrainingOptimizer:
-        """The optimizer.
+    def optimizer(self) -> Any:
+        """The optimizer, of a type that only the script knows.
 
         Raises:
             UsageError: none was set.
