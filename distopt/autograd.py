@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import absent_name
-from .nn import functions
 from .nn import autograd as _autograd
+from .nn import functions
 from .nn.autograd import gradient_order
 from .nn.elementwise import *  # noqa: F403 - a face of this module and of those below
 from .nn.functions import *  # noqa: F403

@@ -13,7 +13,7 @@ from .nn.optim import Optimizer
 __all__ = ["Model"]
 
 
-class Model(model.Model):
+class Model(model.Model):  # noqa: D101 - its documentation is that of its base
     __doc__ = model.Model.__doc__
 
     def _attach(self) -> None:

@@ -20,7 +20,6 @@ from .base import Communicator
 from .objects import packed, unpacked
 from .values import carried, reducible, take
 
-
 T = TypeVar("T")
 Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
 

@@ -31,8 +31,9 @@ class Threshold(SparseCodec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (isinstance(self.bound, Real) and 0 <= self.bound < math.inf):
-            raise UsageError(f"the threshold {self.bound!r} is not a number from 0 up")
+        bound: object = self.bound
+        if not (isinstance(bound, Real) and 0 <= bound < math.inf):
+            raise UsageError(f"the threshold {bound!r} is not a number from 0 up")
 
     def _known_count(self, state: CodecState) -> int | None:
         return state.size if self.bound == 0 else None

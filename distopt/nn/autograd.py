@@ -193,9 +193,7 @@ def first_gradient(loss: Tensor, visits: Sequence[Visit]) -> dict[Operation, Arr
     return {visits[0].op: loss.device.xp.full_like(loss.array, visits[0].scale)}
 
 
-def visit_one(
-    visit: Visit, pending: dict[Operation, Array], retain_graph: bool = False
-) -> list[tuple[Tensor, Tensor]]:
+def visit_one(visit: Visit, pending: dict[Operation, Array], retain_graph: bool = False) -> list[tuple[Tensor, Tensor]]:
     """Propagate the gradient of an operation's result to its inputs, and release what the operation saved.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import ShapeError, UsageError
 from . import functions, initializer, layer_images, operations
-from .layer_base import Layer as Layer
+from .layer_base import Layer as Layer  # noqa: PLC0414 - one of the names above
 from .layer_base import TensorLayer, count_of, has_relu
 from .layer_images import *  # noqa: F403 - the other half of this module
 from .tensor import Tensor

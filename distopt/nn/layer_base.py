@@ -153,6 +153,19 @@ class Layer:
         """This layer and all its sub-layers, each once, with the prefix for the names of its tensors."""
         return _walk("", self, set())
 
+    def __str__(self) -> str:
+        """This layer and its sub-layers, a line each, with shapes and counts of parameters."""
+        lines, listed = [], set[int]()
+        for path, layer in self._sublayers():
+            own = {k: p for k, p in vars(layer).items() if _is_parameter(p) and id(p) not in listed}
+            listed.update(map(id, own.values()))
+            shapes = ", ".join(f"{key} {list(param.shape)}" for key, param in own.items())
+            count = f": {shapes}, {sum(p.size() for p in own.values()):,} parameters" if own else ""
+            lines.append(f"  {path.removesuffix('.')} {type(layer).__name__}{count}")
+        total = sum(param.size() for param in self.get_params().values())
+        when = "" if self._initialized or total else ", before compile"
+        return "\n".join([f"{type(self).__name__}, {total:,} parameters{when}", *lines[1:]])
+
     # -- SINGA's, for layers of scripts ------------------------------------------------------------------------------
     def device_check(self, *inputs: Tensor) -> None:
         """Move the `inputs` to the device of the first of them."""
@@ -207,7 +220,7 @@ class TensorLayer(Layer):
 
     if TYPE_CHECKING:
 
-        def __call__(self, *inputs: Any, **options: Any) -> Tensor: ...
+        def __call__(self, *inputs: Any, **options: Any) -> Tensor: ...  # noqa: D102
 
 
 def _is_parameter(value: object) -> TypeGuard[Tensor]:

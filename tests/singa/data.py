@@ -1,8 +1,8 @@
 """Small data sets in the formats that SINGA's scripts read, made of real MNIST digits.
 
 CIFAR-10 and CIFAR-100 are replaced by digits of 32 x 32 pixels in ten colours: the label is the digit, and digit and
-colour. The folder of images, which `largedataset_cnn` reads, holds such digits as PNG files, a folder per class; those of
-`healthcare` and `malaria_cnn` are such images, too. Their tables are generated: the label is a sign of a sum.
+colour. The folder of images, which `largedataset_cnn` reads, holds such digits as PNG files, a folder per class; so do
+those of `healthcare` and `malaria_cnn`. Tables of `healthcare` are generated: the label is the sign of a sum.
 
 python -m tests.singa.data FOLDER writes them all, in both sizes.
 """

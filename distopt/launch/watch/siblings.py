@@ -97,7 +97,7 @@ def ends_of_siblings() -> Iterator[dict[int, int]]:
 
 
 def speak_last(close: Callable[[], object]) -> None:
-    """Local. If this process fails, its siblings, which fail of it, print their tracebacks first: the cause stands last.
+    """Local. If this process fails, its siblings, which fail of it, print their tracebacks first: the cause is last.
 
     That is for children of a script's own multiprocessing; others have a supervisor, which says who failed first.
 
