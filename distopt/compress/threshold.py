@@ -32,7 +32,7 @@ class Threshold(SparseCodec):
     def __post_init__(self) -> None:
         super().__post_init__()
         bound: object = self.bound
-        if not (isinstance(bound, Real) and 0 <= bound < math.inf):
+        if not 0 <= (float(bound) if isinstance(bound, Real) else math.nan) < math.inf:
             raise UsageError(f"the threshold {bound!r} is not a number from 0 up")
 
     def _known_count(self, state: CodecState) -> int | None:

@@ -42,7 +42,7 @@ class TopK(SparseCodec):
         if (self.ratio is None) == (self.k is None):
             raise UsageError("top-K takes either a ratio, TopK(0.01), or a number of elements, TopK(k=1000)")
         ratio: object = self.ratio
-        if ratio is not None and not (isinstance(ratio, Real) and 0 < ratio <= 1):
+        if ratio is not None and not 0 < (float(ratio) if isinstance(ratio, Real) else math.nan) <= 1:
             raise UsageError(f"the ratio {ratio!r} of top-K is outside (0, 1]; 0.01 sends 1 % of the elements")
         if self.k is not None and (not isinstance(self.k, int) or self.k < 1):
             raise UsageError(f"k={self.k!r} of top-K is not a positive whole number")

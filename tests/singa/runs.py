@@ -178,9 +178,7 @@ def healthcare() -> Iterator[Run]:
         "Cardiovascular": Run("", f"cardionet -dir {health} -m 2", breaks="No module named 'model'"),
         "Cerebrovascular": Run("", f"cerebrovascularnet cerebrovascular -dir {health} -m 2", **two),
         "Diabetic": Run("", f"drnet diaret -dir {health}/diaret -m 1 -b 8", losses=1, accuracies=1),
-        "Hematologic": Run(
-            "", f"hematologicnet -dir {health}/blood -m 1", breaks="1.20.0-notes.html#deprecations"
-        ),
+        "Hematologic": Run("", f"hematologicnet -dir {health}/blood -m 1", breaks="1.20.0-notes.html#deprecations"),
         "Kidney": Run("", f"kidneynet -dir {health} -m 2", **two),
         "Malaria": Run("", f"malarianet malaria -dir {health}/malaria -m 1 -b 8", losses=1, accuracies=1),
         "Thyroid_Eye": Run("", "tedctnet -dir {data}/cifar-10-batches-py -m 1", losses=1, accuracies=1),

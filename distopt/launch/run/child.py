@@ -100,8 +100,8 @@ def check_script(fn: object) -> None:
     """Local. Check that child processes can import the script with `fn`, and that this is not one of them, doing so.
 
     Raises:
-        UsageError: the script comes from stdin, or there is none, as in a notebook, but `fn` would be of it; or this process imports it, but not to be a rank. A rank that imports
-            it ends here, with exit code `_NO_GUARD`.
+        UsageError: the script comes from stdin, or there is none, as in a notebook, but `fn` would be of it; or this
+            process imports it, but not to be a rank. A rank that imports it ends here, with exit code `_NO_GUARD`.
     """
     if is_importing():
         if multiprocessing.current_process().name.startswith("rank "):  # its parent says so, once for all ranks
