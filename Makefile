@@ -155,6 +155,8 @@ examples: $(VENV)/.with-mpi
 	$(BIN)/python examples/mnist_dist.py --max-epoch 1
 
 $(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "distopt needs Python 3.10 or later, and $(PYTHON) is older; make PYTHON=python3.12, for example")'
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo 'the venv module of $(PYTHON) is incomplete: apt install python3-venv'; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 # In a folder of their own: the path of nanobind's headers is part of each command, and stays for every environment.

@@ -16,6 +16,13 @@ __all__ = ["__version__", "init"]
 
 __version__: str
 
+_ABSENT = {
+    "sonnx": "for ONNX, use PyTorch, which runs over distopt",
+    "image_tool": "use Pillow or torchvision",
+    "snapshot": "use Model.save_states or distopt.checkpoint",
+    "utils": "the layers take SINGA's pad_mode themselves",
+}
+
 
 def init(ticket: Ticket | None = None, local_rank: int | None = None, world_size: int | None = None) -> World:
     """Collective. Join the job that this process belongs to; as `hvd.init` of Horovod.
@@ -42,6 +49,8 @@ def init(ticket: Ticket | None = None, local_rank: int | None = None, world_size
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> str:
+        if name in _ABSENT:
+            raise ImportError(f"distopt has no module {name} of SINGA's; {_ABSENT[name]} (docs/singa.md)")
         if name != "__version__":
             raise AttributeError(f"module 'distopt' has no attribute {name!r}; a module of it must be imported first")
         from importlib.metadata import version

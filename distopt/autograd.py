@@ -7,18 +7,21 @@ then returns a tuple: `ReLU()(x)[0]` is `relu(x)`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import absent_name
+from .nn import autograd as _autograd
 from .nn import functions
-from .nn.autograd import backward, gradient_order
-from .nn.functions import *  # noqa: F403 - a face of that module
+from .nn.autograd import gradient_order
+from .nn.elementwise import *  # noqa: F403 - a face of this module and of those below
+from .nn.functions import *  # noqa: F403
 from .nn.functions import logical_and as _and
 from .nn.functions import logical_not as _not
 from .nn.functions import logical_or as _or
 from .nn.functions import logical_xor as _xor
+from .nn.indices import *  # noqa: F403
 from .nn.layer import (
     AvgPool1d,
     AvgPool2d,
@@ -31,6 +34,7 @@ from .nn.layer import (
     SeparableConv2d,
 )
 from .nn.mode import mode
+from .nn.rearrange import *  # noqa: F403
 from .nn.scripted import Operator
 from .nn.tensor import Operation, Tensor
 
@@ -59,6 +63,14 @@ __all__ = [
 __all__ += functions.__all__
 
 training: bool  # a property of the module, see below
+
+
+def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Local. Yield (parameter, gradient) for all parameters behind `y`; see `distopt.nn.autograd.backward`.
+
+    As in SINGA, the graph can be used again, by an optimizer too, until `y` is gone or an optimizer has used it.
+    """
+    return _autograd.backward(y, dy, retain_graph=True)
 
 
 def gradients(y: Tensor, dy: Tensor | float | None = None) -> dict[int, Tensor]:

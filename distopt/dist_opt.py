@@ -19,14 +19,15 @@ import numpy as np
 from . import comm, compress, launch
 from .comm import Communicator
 from .comm.base import Array
-from .comm.world import current
-from .compress import Codec, CommunicationStatistics
+from .comm.world import current, offer
+from .compress import CODECS, Codec, CommunicationStatistics
 from .compress.state import States
 from .errors import UsageError, absent_name, check_assignment, names_of
 from .launch import Job
 from .nn import autograd
 from .nn.accumulation import Accumulation
 from .nn.device import Device, find_gpu, get_default_device, tell_once
+from .nn.hyperparameters import CurrentValue, Hyperparameter
 from .nn.mode import mode
 from .nn.optim import Optimizer
 from .nn.tensor import Tensor
@@ -97,6 +98,8 @@ class DistOpt:
         check_every: int = DEFAULT_CHECK_EVERY,
     ) -> None:
         """Collective."""
+        if not isinstance(opt, Optimizer):
+            raise UsageError(f"DistOpt wraps an optimizer, such as opt.SGD(lr=0.1); got {opt!r}")
         self.codec = codec
         Engine.check_options(non_finite, check_every)
         if clip_grad_norm is not None:
@@ -104,6 +107,7 @@ class DistOpt:
         if communicator is None:
             world = current() if job is None else None
             communicator = comm.create(job or launch.join()) if world is None else world.communicator
+            offer(communicator)
         self.opt = opt
         self.communicator = communicator
         self.world_size = communicator.topology.world_size
@@ -115,6 +119,7 @@ class DistOpt:
         self._layout: Layout | None = None  # whose views autograd writes into
         self._pairs: list[tuple[Tensor, Tensor]] = []  # its parameters, each with its view as a tensor
         self._accumulation = Accumulation()
+        self._device: Device | None = None
 
     def __call__(self, loss: Tensor) -> None:
         """Collective. One training step from `loss`: backward, average, update."""
@@ -131,7 +136,14 @@ class DistOpt:
         """
         self._engine.agreement.attach(list(params))
 
-    if not TYPE_CHECKING:  # with them, type checkers accept every name
+    if TYPE_CHECKING:  # of every wrapped optimizer; those of one kind, such as `momentum`, are read as `opt.momentum`
+        lr = Hyperparameter()
+        lr_value = CurrentValue("lr")
+        clip_grad_norm: float | None
+        grad_norm: float | None
+        step_counter: Tensor
+        values: dict[str, float]
+    else:  # with them, type checkers accept every name
 
         def __getattr__(self, name: str) -> Any:
             opt = vars(self).get("opt")
@@ -157,18 +169,26 @@ class DistOpt:
 
     @codec.setter
     def codec(self, value: Codec | str) -> None:
-        self._codec = compress.create(value) if isinstance(value, str) else value
+        codec = compress.create(value) if isinstance(value, str) else value
+        if not isinstance(codec, Codec):
+            raise UsageError(f"{codec!r} is no codec; pass one, such as TopK(0.01), or a name: {', '.join(CODECS)}")
+        self._codec = codec
 
     @property
     def device(self) -> Device:
         """Local. Where to put the model: the GPU that the communicator has taken for this rank, else the CPU.
 
-        A job of one rank takes the first GPU that can be used. `DISTOPT_DEVICE` decides otherwise.
+        A job of one rank takes the first GPU that can be used. `DISTOPT_DEVICE` decides otherwise, at the first look.
 
         Raises:
             MissingDependencyError: DISTOPT_DEVICE=cuda and no GPU can be used.
             UsageError: DISTOPT_DEVICE=cuda and a communicator between processes of the CPU.
         """
+        if self._device is None:
+            self._device = self._find_device()
+        return self._device
+
+    def _find_device(self) -> Device:
         index: int | None = getattr(self.communicator, "device_id", 0 if self.world_size == 1 else None)
         if index is not None:
             device, missing = find_gpu(index)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import absent_name
 from .nn.layer import *  # noqa: F403 - a face of that module
 from .nn.layer import __all__
+from .nn.layer_images import *  # noqa: F403 - through the module above, type checkers do not find them
 
 _RECURRENT = "CudnnRNN", "GRU", "LSTM", "RNN", "RNN_Base"
 _OF_LANGUAGE = "Attention", "Embedding", "MultiHeadAttention", "Transformer"

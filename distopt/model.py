@@ -4,10 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from . import launch
 from .errors import absent_name
-from .nn.model import Model
+from .nn import model
+from .nn.device import tell_once
+from .nn.optim import Optimizer
 
 __all__ = ["Model"]
+
+
+class Model(model.Model):  # noqa: D101 - its documentation is that of its base
+    __doc__ = model.Model.__doc__
+
+    def _attach(self) -> None:
+        super()._attach()
+        if self._compiled and isinstance(self._optimizer, Optimizer):
+            rank, world_size = launch.place()
+            if rank == 1:  # one line is enough; and if rank 0 alone trains, that may well be meant
+                tell_once(
+                    f"{world_size} ranks train a {type(self).__name__} without DistOpt, each for itself; average their "
+                    "gradients by set_optimizer(opt.DistOpt(optimizer))"
+                )
+
 
 if not TYPE_CHECKING:
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import dist_opt, launch
-from .comm import Work
+from .comm import Communicator, Work
 from .compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
-from .dist_opt import DEFAULT_BUCKET_ELEMENTS
+from .dist_opt import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, NonFinite
 from .errors import UsageError, absent_name
-from .launch import Ticket
+from .launch import Job, Ticket
 from .nn import optim
 from .nn.optim import *  # noqa: F403 - a face of that module
 from .nn.optim import SGD, Optimizer
@@ -45,7 +45,7 @@ class DistOpt(dist_opt.DistOpt):
         local_rank: number of this process (with `nccl_id`).
         world_size: number of processes (with `nccl_id`).
         buffSize: elements of one message of `fused_all_reduce`; more are sent as several.
-        options: further arguments of `distopt.dist_opt.DistOpt`.
+        job: this and all further ones: see `distopt.dist_opt.DistOpt`.
     """
 
     def __init__(
@@ -55,13 +55,31 @@ class DistOpt(dist_opt.DistOpt):
         local_rank: int | None = None,
         world_size: int | None = None,
         buffSize: int = 4194304,
-        **options: Any,
+        *,
+        job: Job | None = None,
+        communicator: Communicator | None = None,
+        codec: Codec | str = "fp32",
+        bucket_elements: int = DEFAULT_BUCKET_ELEMENTS,
+        partition_elements: int | None = None,
+        non_finite: NonFinite = "raise",
+        clip_grad_norm: float | None = None,
+        check_every: int = DEFAULT_CHECK_EVERY,
     ) -> None:
         """Collective."""
         asked = nccl_id, local_rank, world_size
-        if asked != (None, None, None) and "communicator" not in options and "job" not in options:
-            options["job"] = launch.join(*asked)
-        super().__init__(SGD() if opt is None else opt, **options)
+        if asked != (None, None, None) and communicator is None and job is None:
+            job = launch.join(*asked)
+        super().__init__(
+            SGD() if opt is None else opt,
+            job=job,
+            communicator=communicator,
+            codec=codec,
+            bucket_elements=bucket_elements,
+            partition_elements=partition_elements,
+            non_finite=non_finite,
+            clip_grad_norm=clip_grad_norm,
+            check_every=check_every,
+        )
         self._pending: list[Work] = []
         self._fusion = Fusion(self.communicator, buffSize, self._engine.agreement.label)
         self._raw_params: dict[tuple[int, int, str], Tensor] = {}

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 
 from .errors import UsageError
 
@@ -41,9 +42,10 @@ class Settings:
         """Read the variables of `env` (default: the process environment).
 
         Raises:
-            UsageError: a value cannot be used; the message names the variable.
+            UsageError: a value cannot be used, or a name is nearly that of a variable; the message names it.
         """
         env = os.environ if env is None else env
+        _check_names(env)
         return cls(
             timeout=_seconds(env, "DISTOPT_TIMEOUT", cls.timeout),
             stall_warning=_seconds(env, "DISTOPT_STALL_WARNING", cls.stall_warning),
@@ -55,6 +57,20 @@ class Settings:
             cublas_library=env.get("DISTOPT_CUBLAS_LIBRARY") or None,
             job_secret=env.get("DISTOPT_JOB_SECRET", ""),
         )
+
+
+# Of variables that begin with DISTOPT_: those above, and those that are read where they are used.
+_NAMES = (
+    *("TIMEOUT", "STALL_WARNING", "BACKEND", "SUM_ORDER", "DEVICE", "CONVOLUTION", "NCCL_LIBRARY", "CUBLAS_LIBRARY"),
+    *("JOB_SECRET", "ISA", "DATA_DIR", "AGENT", "RUN_ID", "CUDA", "SANITIZE"),
+)
+
+
+def _check_names(env: Mapping[str, str]) -> None:
+    for name in env:
+        own = name.removeprefix("DISTOPT_")
+        if own != name and own not in _NAMES and (near := get_close_matches(own.upper(), _NAMES, 1, 0.75)):
+            raise UsageError(f"no variable is named {name}; did you mean DISTOPT_{near[0]}?")
 
 
 def _choice(env: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import train_cnn
 
 from distopt import launch, opt
 
 
-def train_mnist(args) -> None:
+def train_mnist(args: Namespace) -> None:
     sgd = opt.SGD(lr=args.learning_rate, momentum=0.9, weight_decay=1e-5)
-    sgd = opt.DistOpt(sgd)
-    train_cnn.run(sgd, args)
+    train_cnn.run(opt.DistOpt(sgd), args)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import train_cnn
 
 from distopt import launch, opt, singa_wrap
 
 
-def train_mnist(rank, world_size, nccl_id, args) -> None:
+def train_mnist(rank: int, world_size: int, nccl_id: singa_wrap.NcclIdHolder, args: Namespace) -> None:
     sgd = opt.SGD(lr=args.learning_rate, momentum=0.9, weight_decay=1e-5)
-    sgd = opt.DistOpt(sgd, nccl_id=nccl_id, local_rank=rank, world_size=world_size)
-    train_cnn.run(sgd, args)
+    train_cnn.run(opt.DistOpt(sgd, nccl_id=nccl_id, local_rank=rank, world_size=world_size), args)
 
 
 if __name__ == "__main__":

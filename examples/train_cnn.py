@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import numpy as np
 from data import mnist, normalize, random_shift
@@ -11,8 +13,10 @@ from template.board import Board, progress_bar
 
 from distopt import launch, layer, model, opt, tensor
 from distopt.checkpoint import Checkpoint
+from distopt.compress import CommunicationStatistics
 from distopt.data import ShardedSampler
 from distopt.nn.staging import Staging
+from distopt.tensor import Tensor
 
 
 class CNN(model.Model):
@@ -28,18 +32,22 @@ class CNN(model.Model):
         self.linear2 = layer.Linear(num_classes)
         self.softmax_cross_entropy = layer.SoftMaxCrossEntropy()
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         y = self.conv2(self.conv1(x))
         return self.linear2(self.linear1(self.flatten(y)))
 
-    def train_one_batch(self, x, y, dist_option="fp32", spars=0.05):
+    def train_one_batch(
+        self, x: Tensor, y: Tensor, dist_option: str = "fp32", spars: float = 0.05
+    ) -> tuple[Tensor, Tensor]:
         out = self.forward(x)
         loss = self.softmax_cross_entropy(out, y)
         self.optimizer.step_by(dist_option, loss, spars=spars)
         return out, loss
 
 
-def run(sgd, args, data=None, cnn=None) -> None:
+def run(
+    sgd: opt.DistOpt, args: argparse.Namespace, data: mnist.Digits | None = None, cnn: model.Model | None = None
+) -> None:
     """Train and evaluate `cnn` (default: the CNN) on `data` (default: MNIST) on every rank; rank 0 prints."""
     rank, world_size, communicator = sgd.global_rank, sgd.world_size, sgd.communicator
     data = data or mnist.load(args.data_dir, rank=rank, exchange=communicator.all_gather_bytes)
@@ -104,7 +112,7 @@ def run(sgd, args, data=None, cnn=None) -> None:
         sums[:] = 0
 
         sgd.synchronize()  # after partial updates, the parameters differ between ranks
-        accuracy = evaluate(cnn, data, rank, world_size, communicator, device, args.evaluation_batch_size)
+        accuracy = evaluate(cnn, data, sgd, args.evaluation_batch_size)
         elapsed = time.perf_counter() - start
         report(
             rank,
@@ -119,21 +127,24 @@ def run(sgd, args, data=None, cnn=None) -> None:
     checkpoint.close()
 
 
-def evaluate(cnn, data, rank: int, world_size: int, communicator, device, batch_size: int = 500) -> float:
+def evaluate(cnn: model.Model, data: mnist.Digits, sgd: opt.DistOpt, batch_size: int = 500) -> float:
     """Accuracy on the whole test set; each rank evaluates a strided part."""
     cnn.eval()
-    images, labels = data.test_x[rank::world_size], data.test_y[rank::world_size]
+    part, device = slice(sgd.global_rank, None, sgd.world_size), sgd.device
+    images, labels = data.test_x[part], data.test_y[part]
     correct = device.xp.zeros(1)
     for start in range(0, len(images), batch_size):
         out = cnn(tensor.from_numpy(normalize(images[start : start + batch_size]), device))
         truth = tensor.from_numpy(labels[start : start + batch_size], device)
         correct += (out.array.argmax(axis=1) == truth.array).sum()
     correct = device.host(correct)
-    communicator.all_reduce(correct).wait()
-    return correct[0] / len(data.test_x)
+    sgd.communicator.all_reduce(correct).wait()
+    return float(correct[0]) / len(data.test_x)
 
 
-def figures(loss, sgd, images_per_second: float, stats) -> dict[str, float]:
+def figures(
+    loss: Tensor, sgd: opt.DistOpt, images_per_second: float, stats: CommunicationStatistics
+) -> dict[str, float]:
     """Of some steps, for TensorBoard."""
     steps, total = max(stats.steps, 1), stats.total
     return {
@@ -153,19 +164,37 @@ def report(rank: int, line: str) -> None:
 class OneLineParser(argparse.ArgumentParser):
     """Prints an error once, on rank 0, without the usage text."""
 
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         info = launch.launcher()
         quiet = info is not None and info.rank > 0
         self.exit(2, None if quiet else f"{self.prog}: error: {message} (see --help)\n")
 
 
-def parse_args(description: str, argv=None, *, with_world_size: bool = False, add_options=None):
+def at_least(low: int) -> Callable[[str], int]:
+    """The type of an option that is a whole number of at least `low`."""
+
+    def read(text: str) -> int:
+        if (number := int(text)) < low:
+            raise argparse.ArgumentTypeError(f"{text} is less than {low}")
+        return number
+
+    read.__name__ = "int"  # of argparse's message for other text
+    return read
+
+
+def parse_args(
+    description: str | None,
+    argv: Sequence[str] | None = None,
+    *,
+    with_world_size: bool = False,
+    add_options: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> argparse.Namespace:
     """Parse the options shared by the launch scripts, and those that `add_options(parser)` adds."""
     parser = OneLineParser(description=description)
     if with_world_size:
         parser.add_argument("world_size", type=int, metavar="WORLD_SIZE", help="number of processes")
-    parser.add_argument("-m", "--max-epoch", type=int, default=10)
-    parser.add_argument("-b", "--batch-size", type=int, default=64, help="samples per rank and step")
+    parser.add_argument("-m", "--max-epoch", type=at_least(0), default=10)
+    parser.add_argument("-b", "--batch-size", type=at_least(1), default=64, help="samples per rank and step")
     parser.add_argument("-l", "--learning-rate", type=float, default=0.005)
     parser.add_argument("-d", "--dist-option", default="fp32", choices=opt.DIST_OPTIONS, help="what is sent")
     parser.add_argument("-s", "--spars", type=float, default=0.05, help="sparsity, for the sparse options")
@@ -176,7 +205,7 @@ def parse_args(description: str, argv=None, *, with_world_size: bool = False, ad
     )
     parser.add_argument("--no-augment", action="store_true", help="do not shift the training images")
     parser.add_argument("--checkpoint", metavar="DIR", help="save here, and go on from what was saved here last")
-    parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="(default: 100)")
+    parser.add_argument("--checkpoint-every", type=at_least(1), default=100, metavar="STEPS", help="(default: 100)")
     parser.add_argument("--tensorboard", metavar="DIR", help="write for TensorBoard (extra: tensorboard)")
     parser.add_argument("--reset", action="store_true", help="remove what is in the folder of --checkpoint; start anew")
     parser.set_defaults(evaluation_batch_size=500)

@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 for success, 1 if something requested failed, 2 for invalid arguments.
     """
-    words = sys.argv[1:] if argv is None else list(argv)
+    words = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     parser = Parser(prog="distopt", description="Data-parallel training in Python.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

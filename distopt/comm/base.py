@@ -127,6 +127,8 @@ class Communicator(ABC):
     # The transport's own array module: numpy or cupy.
     xp: Any = np
     topology: Topology
+    # Whether `close` was called here.
+    closed: bool = False
 
     @classmethod
     @abstractmethod

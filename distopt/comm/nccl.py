@@ -210,6 +210,7 @@ class NcclCommunicator(Communicator):
     # -- life cycle --------------------------------------------------------------------------------------------------
     def close(self) -> None:
         """Local. Wait a few seconds for what is under way, then leave. Idempotent."""
+        self.closed = True
         self._close()
         self._in_use.clear()
 

@@ -15,6 +15,7 @@ from ..errors import Process, UsageError
 from ..launch.join.job import Job
 from ..launch.join.rendezvous import HostGroup
 from ..launch.topology import Topology
+from ..launch.watch.siblings import speak_last
 from ..settings import Settings
 from .base import DTYPES, Array, MessageWork, RaggedWork, Work
 from .native import NativeCommunicator
@@ -84,13 +85,16 @@ class ShmCommunicator(NativeCommunicator):
         """
         if not job.topology.single_host:
             raise UsageError("ranks on several hosts share no memory; choose the mpi communicator")
-        return cls(job.host_group(), job.topology)
+        communicator = cls(job.host_group(), job.topology)
+        speak_last(communicator.core.close)
+        return communicator
 
     def barrier(self) -> None:  # noqa: D102
         self.core.barrier().wait()
 
     def close(self) -> None:
         """Local. Leave; peers that still wait for this rank get a CommunicatorClosedError. Idempotent."""
+        self.closed = True
         self.core.close()
 
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:

@@ -20,7 +20,6 @@ class SingleCommunicator(Communicator):
         if topology.world_size != 1:
             raise UsageError(f"the single communicator cannot serve {topology.world_size} ranks; choose shm or mpi")
         self.topology = topology
-        self._closed = False
 
     @classmethod
     def create(cls, job: Job) -> SingleCommunicator:
@@ -33,10 +32,10 @@ class SingleCommunicator(Communicator):
 
     def close(self) -> None:
         """Local. Refuse further use; idempotent."""
-        self._closed = True
+        self.closed = True
 
     def _require_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise CommunicatorClosedError("rank 0 has closed this communicator; use it before close()")
 
     def _moves(self, xp: Any) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import operator
 import os
+import weakref
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .. import launch
 from ..errors import CommunicatorClosedError, UsageError
@@ -17,6 +19,9 @@ from . import create
 from .base import Communicator
 from .objects import packed, unpacked
 from .values import carried, reducible, take
+
+T = TypeVar("T")
+Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
 
 
 class World:
@@ -34,7 +39,8 @@ class World:
     launcher tells the other ranks how this process ends.
 
     Args:
-        job: this rank's membership; the world closes it.
+        job: this rank's membership; the world closes it. None: that of `communicator`.
+        communicator: what to use (default: made for the job).
 
     Attributes:
         rank: number of this process in the job, 0 ... world_size - 1.
@@ -46,10 +52,13 @@ class World:
         communicator: collectives on arrays in place, in the background; `DistOpt` uses it, too.
     """
 
-    def __init__(self, job: Job) -> None:
-        """Collective."""
-        self.communicator: Communicator = create(job)
-        topology = job.topology
+    def __init__(self, job: Job | None, communicator: Communicator | None = None) -> None:
+        """Collective without `communicator`, else local."""
+        if communicator is None:
+            assert job is not None
+            communicator = create(job)
+        self.communicator = communicator
+        topology = communicator.topology
         self.rank = topology.rank
         self.world_size = topology.world_size
         self.local_rank = topology.local_rank
@@ -72,7 +81,15 @@ class World:
         return self._closed
 
     # -- collectives -------------------------------------------------------------------------------------------------
-    def all_reduce(self, value: Any, op: Literal["sum", "mean", "max", "min"] = "sum") -> Any:
+    @overload
+    def all_reduce(self, value: int, op: Literal["sum", "max", "min"] = "sum") -> int: ...
+    @overload
+    def all_reduce(self, value: float, op: Reduction = "sum") -> float: ...
+    @overload
+    def all_reduce(self, value: NDArray[Any], op: Reduction = "sum") -> NDArray[Any]: ...
+    @overload
+    def all_reduce(self, value: T, op: Reduction = "sum") -> T: ...
+    def all_reduce(self, value: Any, op: Reduction = "sum") -> Any:
         """Collective. The element-wise reduction over all ranks; as `comm.allreduce` of mpi4py.
 
         Horovod's `hvd.allreduce` is the mean.
@@ -175,7 +192,8 @@ class World:
         if not self._closed:
             self._closed = True
             self.communicator.close()
-            self._job.close()
+            if self._job is not None:
+                self._job.close()
 
     def __enter__(self) -> World:
         return self
@@ -210,11 +228,30 @@ def init(ticket: Ticket | None = None, local_rank: int | None = None, world_size
     asked = ticket, local_rank, world_size
     world = current()
     if world is None:
-        world = World(launch.join(*asked))
+        offered = _offered() if asked == (None, None, None) else None
+        world = World(launch.join(*asked) if offered is None else None, offered)
         _worlds[os.getpid()] = world, asked
     elif asked not in ((None, None, None), _worlds[os.getpid()][1]):
         raise UsageError(f"this process has an open {world}; close it before it joins another job")
     return world
+
+
+_offers: dict[int, weakref.ref[Communicator]] = {}  # by process id, too
+
+
+def offer(communicator: Communicator) -> None:
+    """Local. The world that this process may open later shares this communicator, unless it is closed by then.
+
+    A rank that alone opens one then meets the others where they are, and all learn at once what each of them does.
+    """
+    if _offered() is None:
+        _offers[os.getpid()] = weakref.ref(communicator)
+
+
+def _offered() -> Communicator | None:
+    known = _offers.get(os.getpid())
+    communicator = None if known is None else known()
+    return None if communicator is None or communicator.closed else communicator
 
 
 def current() -> World | None:

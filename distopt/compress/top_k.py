@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass
+from numbers import Real
 
 import numpy as np
 
@@ -40,8 +41,9 @@ class TopK(SparseCodec):
         super().__post_init__()
         if (self.ratio is None) == (self.k is None):
             raise UsageError("top-K takes either a ratio, TopK(0.01), or a number of elements, TopK(k=1000)")
-        if self.ratio is not None and not 0 < self.ratio <= 1:
-            raise UsageError(f"the ratio {self.ratio!r} of top-K is outside (0, 1]; 0.01 sends 1 % of the elements")
+        ratio: object = self.ratio
+        if ratio is not None and not 0 < (float(ratio) if isinstance(ratio, Real) else math.nan) <= 1:
+            raise UsageError(f"the ratio {ratio!r} of top-K is outside (0, 1]; 0.01 sends 1 % of the elements")
         if self.k is not None and (not isinstance(self.k, int) or self.k < 1):
             raise UsageError(f"k={self.k!r} of top-K is not a positive whole number")
         if self.warm_up_steps < 0 or (self.warm_up_steps and self.ratio is None):

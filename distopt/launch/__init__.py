@@ -28,6 +28,7 @@ __all__ = [
     "join",
     "launcher",
     "main",
+    "place",
     "spawn",
 ]
 
@@ -65,14 +66,22 @@ def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size
     if origin.invitation is not None:
         return MultiprocessJob(*origin.invitation)
     info = launcher()
-    place = meeting(info) if info is not None else None
-    if info is not None and place is not None and place.one_host:
-        return LaunchedJob(info, place)
+    met = meeting(info) if info is not None else None
+    if info is not None and met is not None and met.one_host:
+        return LaunchedJob(info, met)
     if info is None:
         _warn_of_unstarted_tasks()
     if info is not None or find_spec("mpi4py") is not None:
         return MpiJob()
     return MultiprocessJob(Ticket(), 0, 1)
+
+
+def place() -> tuple[int, int]:
+    """Local. Rank and world size that the start of this process has given it, whether it joins or not; else (0, 1)."""
+    if origin.invitation is not None:
+        return origin.invitation[1:]
+    info = launcher()
+    return origin.place or ((0, 1) if info is None else (info.rank, info.size))
 
 
 @cache  # once

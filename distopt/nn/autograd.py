@@ -9,8 +9,8 @@ their `grad`. A parameter's gradient is *final* once the last operation that use
 that moment, before the rest of the pass.
 
 Nothing reads a parameter after its gradient has been yielded, since all operations that use it have been visited, so
-the consumer may update the parameter in place at once. A visited operation releases its inputs and everything it saved.
-A graph can therefore be used for one pass only, and its memory is freed during the pass.
+the consumer may update the parameter in place at once. A visited operation releases its inputs and everything it saved,
+so that memory is freed during the pass; but on request it keeps them, and the graph can be used for another pass.
 
 `Model.train` and training steps turn recording on (`mode.training`); dropout and batch normalization follow the same
 switch.
@@ -47,7 +47,7 @@ class Walk(Operation):
 
 
 def backward(
-    loss: Tensor, dy: Tensor | float | None = None, pauses: Container[object] = ()
+    loss: Tensor, dy: Tensor | float | None = None, pauses: Container[object] = (), retain_graph: bool = False
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Local. Yield (parameter, gradient) for all parameters behind `loss`, each as soon as its gradient is final.
 
@@ -60,6 +60,7 @@ def backward(
         dy: gradient of `loss`, of its shape, or a number for all elements (default: 1).
         pauses: parameters at whose gradients the consumer has work to do. If steps are captured in CUDA graphs, a
             graph ends at each of them, and the gradients in between are yielded only then.
+        retain_graph: whether the graph can be used again, by the values that parameters then have.
 
     Raises:
         UsageError: nothing was recorded behind `loss`, its graph has been used before, or an operation has no gradient
@@ -86,8 +87,9 @@ def backward(
     del loss  # the traversal frees what is no longer needed
     for visit in visits:
         # A separate function, so that no array of a visited operation stays alive while the consumer runs.
-        final = visit_one(visit, pending)
-        visit.op.inputs = None
+        final = visit_one(visit, pending, retain_graph)
+        if not retain_graph:
+            visit.op.inputs = None
         yield from final
 
 
@@ -191,12 +193,13 @@ def first_gradient(loss: Tensor, visits: Sequence[Visit]) -> dict[Operation, Arr
     return {visits[0].op: loss.device.xp.full_like(loss.array, visits[0].scale)}
 
 
-def visit_one(visit: Visit, pending: dict[Operation, Array]) -> list[tuple[Tensor, Tensor]]:
+def visit_one(visit: Visit, pending: dict[Operation, Array], retain_graph: bool = False) -> list[tuple[Tensor, Tensor]]:
     """Propagate the gradient of an operation's result to its inputs, and release what the operation saved.
 
     Args:
         visit: the operation, and where its gradients go.
         pending: gradients of the results of operations not visited yet.
+        retain_graph: whether it keeps what it saved.
 
     Returns:
         The parameters whose gradients are now final, with their gradients.
@@ -211,7 +214,8 @@ def visit_one(visit: Visit, pending: dict[Operation, Array]) -> list[tuple[Tenso
         gradients = device.timed(f"{type(op).__name__} backward", op.walk, pending.pop(op), into)
     else:
         gradients = op.walk(pending.pop(op), into)
-    op.saved = None
+    if not retain_graph:
+        op.saved = None
     for source, sink, more, place, gradient in zip(inputs, sinks, adds, into, gradients, strict=True):
         if sink is None:
             continue

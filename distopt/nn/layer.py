@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from ..errors import ShapeError, UsageError
 from . import functions, initializer, layer_images, operations
-from .layer_base import Layer, count_of, has_relu
+from .layer_base import Layer as Layer  # noqa: PLC0414 - one of the names above
+from .layer_base import TensorLayer, count_of, has_relu
 from .layer_images import *  # noqa: F403 - the other half of this module
 from .tensor import Tensor
 
@@ -30,7 +31,7 @@ __all__ = [
 __all__ += layer_images.__all__
 
 
-class Linear(Layer):
+class Linear(TensorLayer):
     """x [N, in] @ W + b, optionally with ReLU.
 
     `Linear(out_features)` takes the number of inputs from the first input; `Linear(in_features, out_features)`
@@ -75,7 +76,7 @@ class Linear(Layer):
         return operation(x, self.W, self.b) if self.bias else operation(x, self.W)
 
 
-class Gemm(Layer):
+class Gemm(TensorLayer):
     """alpha A' W' + beta b, where A' and W' are the input A and the weight, transposed on request.
 
     Args:
@@ -130,28 +131,28 @@ class Gemm(Layer):
         return functions.gemm(x, self.W, bias, self.alpha, self.beta, self.transA, self.transB)
 
 
-class ReLU(Layer):
+class ReLU(TensorLayer):
     """max(x, 0)."""
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         return functions.relu(x)
 
 
-class Sigmoid(Layer):
+class Sigmoid(TensorLayer):
     """1 / (1 + exp(-x))."""
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         return functions.sigmoid(x)
 
 
-class SoftMax(Layer):
+class SoftMax(TensorLayer):
     """exp(x) / sum(exp(x)) over the last dimension."""
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         return functions.softmax(x)
 
 
-class Flatten(Layer):
+class Flatten(TensorLayer):
     """Reshape to a matrix: dimensions before `axis` become rows, the others columns."""
 
     def __init__(self, axis: int = 1) -> None:
@@ -161,14 +162,14 @@ class Flatten(Layer):
         return functions.flatten(x, self.axis)
 
 
-class Reshape(Layer):
+class Reshape(TensorLayer):
     """The same elements with the dimensions `shape`, one of which may be -1."""
 
     def forward(self, x: Tensor, shape: Sequence[int]) -> Tensor:  # noqa: D102
         return x.reshape(shape)
 
 
-class Dropout(Layer):
+class Dropout(TensorLayer):
     """In training, zeroes elements with probability `ratio` and scales the others by 1 / (1 - ratio)."""
 
     def __init__(self, ratio: float = 0.5) -> None:
@@ -180,14 +181,14 @@ class Dropout(Layer):
         return functions.dropout(x, self.ratio)
 
 
-class Add(Layer):
+class Add(TensorLayer):
     """The sum of two tensors."""
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:  # noqa: D102
         return functions.add(a, b)
 
 
-class Cat(Layer):
+class Cat(TensorLayer):
     """A list of tensors joined along dimension `axis`."""
 
     def __init__(self, axis: int = 0) -> None:
@@ -197,28 +198,28 @@ class Cat(Layer):
         return functions.cat(xs, self.axis)
 
 
-class SoftMaxCrossEntropy(Layer):
+class SoftMaxCrossEntropy(TensorLayer):
     """Mean cross entropy of softmax(logits); see `functions.softmax_cross_entropy`."""
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:  # noqa: D102
         return functions.softmax_cross_entropy(logits, labels)
 
 
-class CrossEntropy(Layer):
+class CrossEntropy(TensorLayer):
     """Mean cross entropy of probabilities; see `functions.cross_entropy`."""
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:  # noqa: D102
         return functions.cross_entropy(x, t)
 
 
-class BinaryCrossEntropy(Layer):
+class BinaryCrossEntropy(TensorLayer):
     """Mean cross entropy of probabilities of two classes each; see `functions.binary_cross_entropy`."""
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:  # noqa: D102
         return functions.binary_cross_entropy(x, t)
 
 
-class MeanSquareError(Layer):
+class MeanSquareError(TensorLayer):
     """Mean over all elements of (x - target)**2."""
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:  # noqa: D102

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FunctionType
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -29,10 +29,10 @@ class Layer:
     """
 
     name: str = ""
-    _ready: bool = False
+    _initialized: bool = False
 
     def __setattr__(self, key: str, value: object) -> None:
-        if self._ready:
+        if self._initialized:
             self._check_change(key, value)
         object.__setattr__(self, key, value)
         if isinstance(value, Layer) and not value.name:
@@ -50,9 +50,9 @@ class Layer:
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Call `forward`; on the first call, call `initialize` before it."""
-        if not self._ready:
+        if not self._initialized:
             self.initialize(*inputs)
-            self._ready = True
+            self._initialized = True
         return self.forward(*inputs, **options)
 
     def initialize(self, *inputs: Any) -> None:
@@ -113,7 +113,7 @@ class Layer:
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         params = self.get_params().values()
-        if not params and not self._ready:
+        if not params and not self._initialized:
             raise UsageError(f"{self._label} has no parameters yet; compile the model before it is frozen")
         for param in params:
             param.requires_grad = value
@@ -153,6 +153,31 @@ class Layer:
         """This layer and all its sub-layers, each once, with the prefix for the names of its tensors."""
         return _walk("", self, set())
 
+    def __str__(self) -> str:
+        """This layer and its sub-layers, a line each, with shapes and counts of parameters."""
+        lines, listed = [], set[int]()
+        for path, layer in self._sublayers():
+            own = {k: p for k, p in vars(layer).items() if _is_parameter(p) and id(p) not in listed}
+            listed.update(map(id, own.values()))
+            shapes = ", ".join(f"{key} {list(param.shape)}" for key, param in own.items())
+            count = f": {shapes}, {sum(p.size() for p in own.values()):,} parameters" if own else ""
+            lines.append(f"  {path.removesuffix('.')} {type(layer).__name__}{count}")
+        total = sum(param.size() for param in self.get_params().values())
+        when = "" if self._initialized or total else ", before compile"
+        return "\n".join([f"{type(self).__name__}, {total:,} parameters{when}", *lines[1:]])
+
+    # -- SINGA's, for layers of scripts ------------------------------------------------------------------------------
+    def device_check(self, *inputs: Tensor) -> None:
+        """Move the `inputs` to the device of the first of them."""
+        for x in inputs:
+            x.to_device(inputs[0].device)
+
+    def dtype_check(self, *inputs: Tensor) -> None:
+        """Convert the `inputs` to the type of the first of them; but parameters for float16 remain float32."""
+        for x in inputs:
+            if x.dtype != inputs[0].dtype and not (_is_parameter(x) and inputs[0].dtype == "float16"):
+                x.to_type(inputs[0].dtype)
+
     # -- for layers --------------------------------------------------------------------------------------------------
     @property
     def _label(self) -> str:
@@ -188,6 +213,14 @@ class Layer:
     def _check_dtype(self, x: Tensor, param: Tensor) -> None:
         if x.array.dtype != param.array.dtype and not (x.array.dtype == "float16" and param.array.dtype == "float32"):
             raise UsageError(f"{self._label} has parameters of {param.dtype}, got an input of {x.dtype}")
+
+
+class TensorLayer(Layer):
+    """A layer whose result is one tensor, so that type checkers know it."""
+
+    if TYPE_CHECKING:
+
+        def __call__(self, *inputs: Any, **options: Any) -> Tensor: ...  # noqa: D102
 
 
 def _is_parameter(value: object) -> TypeGuard[Tensor]:

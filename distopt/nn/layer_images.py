@@ -9,7 +9,7 @@ from typing import TypeAlias
 from ..errors import ShapeError, UsageError
 from . import operations_images as operations
 from .kernels.geometry import Padding, Pair, same_padding
-from .layer_base import Layer, count_of, has_relu
+from .layer_base import TensorLayer, count_of, has_relu
 from .mode import mode
 from .tensor import Operation, Tensor
 
@@ -46,7 +46,7 @@ def _padding(value: Size | None) -> Padding:
     return padding[::2] if len(padding) == 4 and padding[::2] == padding[1::2] else padding
 
 
-class _Windowed(Layer):
+class _Windowed(TensorLayer):
     """A layer that slides a window over images."""
 
     def __init__(self, kernel_size: Size, stride: Size, padding: Size | None, pad_mode: str) -> None:
@@ -157,7 +157,7 @@ class Conv2d(_Windowed):
         return operations.GroupedConv2d(self.group, *settings)
 
 
-class SeparableConv2d(Layer):
+class SeparableConv2d(TensorLayer):
     """A convolution of each channel by itself, then one with 1x1 kernels (Chollet, arXiv 1610.02357).
 
     Takes its arguments in either form of `Conv2d`.
@@ -256,7 +256,7 @@ def _in_a_row(kernel_size: int, stride: int | None, padding: int) -> tuple[Pair,
     return (1, kernel_size), (1, kernel_size if stride is None else stride), (0, padding)
 
 
-class BatchNorm2d(Layer):
+class BatchNorm2d(TensorLayer):
     """Batch normalization of images [N, C, H, W] per channel (Ioffe and Szegedy, arXiv 1502.03167).
 
     `BatchNorm2d(channels)` checks the number of channels; by default it comes from the first input.
@@ -291,7 +291,7 @@ class BatchNorm2d(Layer):
         self.running_var.set_value(1)
 
     def own_states(self) -> dict[str, Tensor]:  # noqa: D102
-        return {"running_mean": self.running_mean, "running_var": self.running_var} if self._ready else {}
+        return {"running_mean": self.running_mean, "running_var": self.running_var} if self._initialized else {}
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         assert self.channels is not None

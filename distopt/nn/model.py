@@ -82,6 +82,8 @@ class Model(Layer):
         try:
             if not self.training:
                 return self.forward(*inputs, **options)
+            if any(isinstance(x, Tensor) and 0 in x.array.shape for x in inputs):
+                raise UsageError(f"{type(self).__name__} got an empty batch; leave it out, under DistOpt within join()")
             graphs = self._step_graphs()
             if graphs is None:
                 return self.train_one_batch(*inputs, **options)
@@ -192,8 +194,8 @@ class Model(Layer):
 
     # -- optimizer ---------------------------------------------------------------------------------------------------
     @property
-    def optimizer(self) -> TrainingOptimizer:
-        """The optimizer.
+    def optimizer(self) -> Any:
+        """The optimizer, of a type that only the script knows.
 
         Raises:
             UsageError: none was set.
@@ -207,6 +209,8 @@ class Model(Layer):
 
     @optimizer.setter
     def optimizer(self, optimizer: TrainingOptimizer) -> None:
+        if isinstance(optimizer, type) or not (optimizer is None or hasattr(optimizer, "attach")):
+            raise UsageError(f"a model trains with an optimizer, such as opt.SGD(lr=0.1); got {optimizer!r}")
         self._optimizer, self._graphs = optimizer, None
         self._attach()
 

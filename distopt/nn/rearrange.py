@@ -273,11 +273,11 @@ class Repeat(Operation):
 
 
 def tile(x: Tensor, repeats: int | Sequence[int]) -> Tensor:
-    """The tensor x repeated `repeats` times along each dimension, as `numpy.tile` does."""
+    """The tensor x repeated along each dimension; a number, or the first of too few, is for the first dimension."""
     times = [repeats] if isinstance(repeats, int) else [int(n) for n in repeats]
     if min(times, default=0) < 0:
         raise UsageError(f"a tensor is repeated 0 times or more along each dimension, not {times} times")
-    return Repeat([1] * (x.ndim() - len(times)) + times, each=False)(x)
+    return Repeat(times + [1] * (x.ndim() - len(times)), each=False)(x)
 
 
 def upsample(x: Tensor, mode: str, scales: Sequence[float]) -> Tensor:

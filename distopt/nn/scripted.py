@@ -28,6 +28,18 @@ class Operator:
         """Compute; record the call in training mode."""
         return (_operation_of(type(self))(self)(*xs),)  # type: ignore[arg-type] # a class is hashable
 
+    def get_params(self) -> list[Tensor]:
+        """None; SINGA's method for subclasses."""
+        return []
+
+    def output_name(self, idx: int) -> str:
+        """SINGA's name for result number `idx`."""
+        return f"{self.name}:{idx}"
+
+    def grad_name(self, idx: int) -> str:
+        """SINGA's name for its gradient."""
+        return f"{self.output_name(idx)}_g"
+
     def forward(self, *xs: Array) -> Array:
         """The result."""
         raise NotImplementedError

@@ -152,8 +152,26 @@ class Values:
         """A copy of the values, as a NumPy array."""
         return np.array(self.device.host(self.array))
 
+    numpy = to_numpy  # PyTorch's name
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """The same, for `numpy.asarray` and NumPy's functions.
+
+        Raises:
+            UsageError: `copy` is False.
+        """
+        if copy is False:
+            raise UsageError("an array of a tensor's values is a copy; Tensor.array is the tensor's own memory")
+        return np.array(self.device.host(self.array), dtype)
+
     def item(self) -> float:
-        """The value of a tensor of one element. Waits for the device; raises the errors of `Device.check`."""
+        """The value of a tensor of one element. Waits for the device; raises the errors of `Device.check`.
+
+        Raises:
+            UsageError: there are more elements, or none.
+        """
+        if self.size() != 1:
+            raise UsageError(f"a tensor of shape {self.shape} is no number; take one element, or its to_numpy()")
         value: float = self.array.item()
         self.device.check()
         return value
@@ -165,6 +183,12 @@ class Values:
     def l2(self) -> float:
         """Euclidean norm divided by the number of elements, which is what SINGA returns."""
         return float(np.sqrt(np.square(self.device.host(self.array), dtype=float64).sum())) / self.size()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec else str(self)
 
     def __bool__(self) -> bool:
         """The truth of one element; of several it is unknown, so that `a == b` cannot be taken for one answer."""

@@ -27,6 +27,7 @@ __all__ = [
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build"
+_IMPORTED = ("pillow", "matplotlib", "scikit-learn")
 # The same change as `sed -E 's/^( *(from|import) )singa\b/\1distopt/'`.
 IMPORT = re.compile(r"^( *(?:from|import) )singa\b", re.MULTILINE)
 
@@ -46,13 +47,13 @@ def rename_imports(source: Path, target: Path) -> None:
 
 
 def packages(numpy: str) -> Path:
-    """A folder with the given version of NumPy, and Pillow; installed once, below build/."""
+    """A folder with the given version of NumPy, and what the examples import; installed once, below build/."""
     folder = BUILD / f"singa-numpy-{numpy}"
     if not folder.exists():
         fresh = folder.with_suffix(".new")
         shutil.rmtree(fresh, ignore_errors=True)
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(fresh)]
-        subprocess.run([*command, f"numpy=={numpy}.*", "pillow"], check=True)
+        subprocess.run([*command, f"numpy=={numpy}.*", *_IMPORTED], check=True)
         fresh.rename(folder)
     return folder
 

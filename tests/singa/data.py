@@ -1,7 +1,8 @@
 """Small data sets in the formats that SINGA's scripts read, made of real MNIST digits.
 
 CIFAR-10 and CIFAR-100 are replaced by digits of 32 x 32 pixels in ten colours: the label is the digit, and digit and
-colour. The folder of images, which `largedataset_cnn` reads, holds such digits as PNG files, a folder per class.
+colour. The folder of images, which `largedataset_cnn` reads, holds such digits as PNG files, a folder per class; so do
+those of `healthcare` and `malaria_cnn`. Tables of `healthcare` are generated: the label is the sign of a sum.
 
 python -m tests.singa.data FOLDER writes them all, in both sizes.
 """
@@ -34,16 +35,20 @@ SIZES = {"normal": Size(2560, 640, 800), "small": Size(10, 4, 20)}
 
 
 def write(folder: Path, digits: mnist.Digits, size: Size) -> None:
-    """Write all four data sets in one size."""
+    """Write all data sets in one size."""
     train = digits.train_x[: size.train], digits.train_y[: size.train]
     test = digits.test_x[: size.test], digits.test_y[: size.test]
     write_mnist(folder / "mnist", train, test)
     write_cifar(folder, train, test)
-    write_images(folder / "images", digits.train_x[-size.images :], digits.train_y[-size.images :])
+    images = digits.train_x[-size.images :], digits.train_y[-size.images :]
+    write_images(folder / "images", *images)
+    write_health(folder / "health", *images)
 
 
 def write_mnist(folder: Path, train, test) -> None:
     folder.mkdir(parents=True)
+    pairs = [(x.reshape(len(x), -1) / np.float32(255), y) for x, y in (train, test, test)]
+    (folder / "mnist.pkl.gz").write_bytes(gzip.compress(pickle.dumps(pairs)))
     arrays = train[0][:, 0], train[1], test[0][:, 0], test[1]
     for (name, _, _), array in zip(mnist.FILES, arrays, strict=True):
         (folder / f"{name}.gz").write_bytes(gzip.compress(idx.encode(array.astype(np.uint8))))
@@ -81,6 +86,28 @@ def write_images(folder: Path, x, y) -> None:
     (folder / "classes.txt").write_text("\n".join(names) + "\n")
     for i, (image, label) in enumerate(zip(images, y, strict=True)):
         Image.fromarray(np.moveaxis(image, 0, -1)).save(folder / "Data" / names[label] / f"{i}.png")
+
+
+def write_health(folder: Path, x, y) -> None:
+    """The tables and folders of images of `healthcare` and `malaria_cnn`."""
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    features = rng.standard_normal((320, 11)).astype(np.float32)
+    labels = (features.sum(axis=1) > 0).astype(np.int64)
+    for name in ("candidiasis", "cerebrovascular"):
+        table = np.column_stack([features, labels])
+        np.savetxt(folder / f"{name}_data.csv", table, delimiter=",", header="a table")
+    # A feature is an image of one pixel there.
+    for name, array in {"features": features[:, :, None], "labels": labels}.items():
+        (folder / f"kidney_{name}.pkl").write_bytes(pickle.dumps(array))
+    images, _ = coloured(x[:160])
+    for i, (image, label) in enumerate(zip(images, y[:160] % 2, strict=True)):
+        picture = Image.fromarray(np.moveaxis(image, 0, -1))
+        malaria = f"{'testing' if i % 5 == 0 else 'training'}_set/{('Uninfected', 'Parasitized')[label]}"
+        for kind in (f"malaria/{malaria}", f"diaret/{label}", f"blood/{'val' if i % 5 == 0 else 'train'}/{label}"):
+            (folder / kind).mkdir(parents=True, exist_ok=True)
+            picture.resize((28, 28)).save(folder / kind / f"{i}.png")
+    (folder / "blood/param.json").write_text('{"num_classes": 2}')
 
 
 def main() -> None:

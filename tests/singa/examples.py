@@ -50,7 +50,7 @@ class Result:
         if equal == "no" and not run.equal:
             equal = "not promised"
         cells = [
-            f"`{run.label.replace('{added}/', '')}`",
+            f"`{run.label.replace('{added}/', '').replace('{data}', 'DATA')}`",
             "time limit" if self.exit_code is None else str(self.exit_code),
             f"{self.losses[0]:.4g}" if self.losses else "-",
             f"{self.losses[-1]:.4g}" if self.losses else "-",
@@ -97,7 +97,7 @@ def execute(run: Run, folder: Path, variables: dict[str, str]) -> Result:
     if not run.resumes:
         (where / "checkpoint.zip").unlink(missing_ok=True)
     prefix = [find_mpiexec(), "-n", str(run.mpi_ranks)] if run.mpi_ranks else []
-    command = [*prefix, sys.executable, *run.command.format(added=ADDED).split()]
+    command = [*prefix, sys.executable, *run.command.format(added=ADDED, data=link).split()]
     with tempfile.TemporaryDirectory() as records:
         start = time.perf_counter()
         code, output, errors = run_within(RUN_SECONDS, command, where, {**variables, "SINGA_RECORDS": records})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["EDITS", "GROUPS", "Edit", "Run"]
 
@@ -41,6 +41,10 @@ EDITS = (
     Edit("*/benchmark.py", "niters = 100", "niters = 3"),
     Edit("*/benchmark.py", "batch_size = 32", "batch_size = 2"),
     Edit("cifar_distributed_cnn/train_cnn.py", "niters = 100", "niters = 3"),
+    Edit("gan/*an*.py", "iterations = 1000000", "iterations = 20"),
+    Edit("gan/*an*.py", "interval = 1000\n", "interval = 10\n"),
+    Edit("gan/*an*.py", "'mnist.pkl.gz'\n    file_dir", "'{data}/mnist/mnist.pkl.gz'\n    file_dir"),
+    Edit("rbm/train.py", "num_epoch=10", "num_epoch=2"),
     Edit("largedataset_cnn/process_data.py", "'/Dataset/", "'{data}/images/"),
 )
 
@@ -151,6 +155,41 @@ def mlp() -> Iterator[Run]:
             yield Run("mlp", "model.py" + graph + precision, losses=11, trains=False)
 
 
+def others() -> Iterator[Run]:
+    """GANs, which use a graph twice, a machine without `autograd`, copies of the MLP, and images of cells."""
+    for name in ("vanilla.py", "lsgan.py"):
+        yield Run("gan", f"{name} mnist.pkl.gz")
+    # It computes its gradients itself, and hands them to `Optimizer.apply`, which nobody watches.
+    yield Run("rbm", "train.py {data}/mnist/mnist.pkl.gz", ranks=0, trains=False)
+    for folder in ("msmlp", "ms_model_mlp", "msmodel_mlp"):
+        yield Run(folder, "native.py", losses=11)
+    for folder in ("msmlp", "ms_model_mlp"):
+        yield Run(folder, "model.py", trains=False, breaks="name 'MLP' is not defined")
+    yield Run("malaria_cnn", "train_cnn.py cnn malaria -dir {data}/health/malaria -m 1 -b 8", losses=1, accuracies=1)
+
+
+def healthcare() -> Iterator[Run]:
+    """One epoch or two of each application whose data need no account or download."""
+    health, two = "{data}/health", {"losses": 2, "accuracies": 2}
+    applications = {
+        "Candidiasis": Run(
+            "", f"candidiasisnet candidiasis -dir {health} -m 2", breaks="name 'accuracy' is not defined"
+        ),
+        "Cardiovascular": Run("", f"cardionet -dir {health} -m 2", breaks="No module named 'model'"),
+        "Cerebrovascular": Run("", f"cerebrovascularnet cerebrovascular -dir {health} -m 2", **two),
+        "Diabetic": Run("", f"drnet diaret -dir {health}/diaret -m 1 -b 8", losses=1, accuracies=1),
+        "Hematologic": Run("", f"hematologicnet -dir {health}/blood -m 1", breaks="1.20.0-notes.html#deprecations"),
+        "Kidney": Run("", f"kidneynet -dir {health} -m 2", **two),
+        "Malaria": Run("", f"malarianet malaria -dir {health}/malaria -m 1 -b 8", losses=1, accuracies=1),
+        "Thyroid_Eye": Run("", "tedctnet -dir {data}/cifar-10-batches-py -m 1", losses=1, accuracies=1),
+    }
+    for name, run in applications.items():
+        folder = f"healthcare/application/{name}_Disease"
+        if name == "Diabetic":
+            folder += "/Diabetic_Retinopathy_Classification"
+        yield replace(run, folder=folder, command=f"train.py {run.command}")
+
+
 def benchmark() -> Iterator[Run]:
     """Throughput of ResNet-50. They pass 'fp32' too, which trains nothing."""
     for folder in ("cnn", "cifar_distributed_cnn"):
@@ -218,4 +257,5 @@ def large(command: str, **options) -> Run:
     return epochs(f"{command} -b 2 -l 0.0001", data="small", **options)
 
 
-GROUPS = {group.__name__: group for group in (cnn, models, resnet, autograd, mlp, benchmark, largedataset, cifar)}
+_ALL = (cnn, models, resnet, autograd, mlp, others, healthcare, benchmark, largedataset, cifar)
+GROUPS = {group.__name__: group for group in _ALL}

@@ -9,6 +9,7 @@ import pytest
 from distopt import autograd, layer
 from distopt.errors import UsageError
 from distopt.nn import operations, operations_images
+from distopt.nn.autograd import backward
 from distopt.nn.mode import mode
 from distopt.nn.tensor import MatMul, Operation, Tensor
 
@@ -293,7 +294,9 @@ def test_the_graph_is_released_while_it_is_walked():
         x = Watched()(x @ w)
     loss = autograd.reduce_sum(x)
     counts = []
-    for _ in autograd.backward(loss):
+    first = {p: g.to_numpy() for p, g in autograd.backward(loss)}
+    for p, g in backward(loss):  # as optimizers walk it
+        np.testing.assert_array_equal(g.array, first[p])
         gc.collect()
         counts.append(sum(ref() is not None for ref in alive))
     assert counts == [2, 1, 0]

@@ -11,7 +11,7 @@ from distopt import cli
 from distopt.errors import DistoptError, UsageError
 
 
-@pytest.mark.parametrize("argv", [[], ["fly"], ["doctor", "--colour"], ["doctor", "now"]])
+@pytest.mark.parametrize("argv", [["fly"], ["doctor", "--colour"], ["doctor", "now"]])
 def test_wrong_arguments_get_one_line_and_code_2(argv, capsys):
     assert cli.main(argv) == 2
     out, err = capsys.readouterr()
@@ -28,7 +28,7 @@ def test_an_unknown_option_names_the_help_of_its_command(command, capsys):
     assert capsys.readouterr().err == f"{program}: unrecognized arguments: --nope (see {program} --help)\n"
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["doctor", "--help"]])
+@pytest.mark.parametrize("argv", [[], ["--help"], ["doctor", "--help"]])
 def test_help(argv, capsys):
     assert cli.main(argv) == 0
     assert "usage: distopt" in capsys.readouterr().out

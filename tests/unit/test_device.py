@@ -120,7 +120,7 @@ def test_a_gpu_that_others_hold_is_left_to_them_with_one_notice(monkeypatch, cap
     assert "\n" not in record.message
     monkeypatch.setenv("DISTOPT_DEVICE", "cuda")
     with pytest.raises(MissingDependencyError, match="DISTOPT_DEVICE=cuda, but GPU 0 cannot be used"):
-        assert optimizer.device
+        assert opt.DistOpt(opt.SGD()).device
 
 
 def test_an_optimizer_that_was_not_built_for_gpus_takes_the_cpu_in_silence(monkeypatch, caplog, untold):

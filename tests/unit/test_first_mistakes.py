@@ -55,6 +55,7 @@ def main_of(call: str, before: str = "") -> str:
 
 NOT_SENT = "cannot be sent to the ranks"
 NOT_LOADED = "rank ? (pid *) failed: cannot load the function or args (*get attribute 'work' on *); define the function"
+NO_SCRIPT = "error: the ranks cannot import work from a notebook, a prompt or -c; write it * %%writefile job.py, and"
 NO_GUARD = 'rank ? (pid *) imports the script, * start them under `if __name__ == "__main__":`'
 GIVEN = "cannot be called with rank and world_size and"
 LOCKED = """
@@ -87,19 +88,19 @@ MISTAKES = {
         "from distopt import launch\n" + guarded("def work(rank, world_size): pass", "launch.main(work, 2)"),
         NOT_LOADED,
     ),
-    "a function of -c": (UNGUARDED, NOT_LOADED, "-c"),
+    "a function of -c": (UNGUARDED, NO_SCRIPT, "-c"),
     "a function of stdin": (
         UNGUARDED,
         "error: the ranks cannot import the script from <stdin>; save it as a file",
         "stdin",
     ),
-    "a function of a prompt": (UNGUARDED.replace("\nlaunch", "\n\nlaunch"), NOT_LOADED, "prompt"),
+    "a function of a prompt": (UNGUARDED.replace("\nlaunch", "\n\nlaunch"), NO_SCRIPT, "prompt"),
     "a function of a prompt after a script": (
         UNGUARDED.replace("work", "new").replace("\nlaunch", "\n\nlaunch"),
-        NOT_LOADED.replace("work", "new"),
+        NO_SCRIPT.replace("work", "new"),
         "prompt after a script",
     ),
-    "a function of a notebook": (IN_MAIN_WITHOUT_FILE, NOT_LOADED),
+    "a function of a notebook": (IN_MAIN_WITHOUT_FILE, NO_SCRIPT),
     "no guard": (UNGUARDED, NO_GUARD),
     "no guard with -m": (UNGUARDED, NO_GUARD, "-m"),
     "no guard in a module": ("import unguarded", NO_GUARD),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distopt import autograd, layer
+from distopt import autograd, layer, opt
 from distopt.errors import UsageError
 from distopt.nn.raw import RawTensor
 from distopt.nn.tensor import Tensor
@@ -51,6 +51,7 @@ def test_an_operator_of_a_script_is_part_of_the_graph():
     for p in (a, b):
         assert got[id(p)].dtype == np.float32
         np.testing.assert_allclose(got[id(p)].array, expected[id(p)].array, rtol=1e-6)
+    opt.SGD(lr=0.1)(autograd.reduce_sum(y))
     with pytest.raises(UsageError, match="walked before"):
         y.creator.backward(y.data)
 

@@ -85,7 +85,6 @@ class MpiCommunicator(NativeCommunicator):
         self._messages = MpiMessages(mpi, job.comm.Dup(), self._waits)
         self._waits.help = self._messages.advance
         self._farewell: Callable[[], None] = lambda: None  # of a subgroup, whose job is its own
-        self._closed = False
         close_at_exit(self)
 
     def progress(self) -> None:  # noqa: D102
@@ -99,9 +98,9 @@ class MpiCommunicator(NativeCommunicator):
 
     def close(self) -> None:
         """Local. Leave; ranks that wait for an operation which this one has not finished get an error. Idempotent."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         finalized = self._mpi.Is_finalized()
         if not finalized:
             self._waits.close()
@@ -109,11 +108,6 @@ class MpiCommunicator(NativeCommunicator):
             self._comm.Free()
             self._messages.close()
             self._farewell()
-
-    @property
-    def closed(self) -> bool:
-        """Local. Whether this rank has left."""
-        return self._closed
 
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
         # Aligned to cache lines; MPI needs no special memory.

@@ -333,7 +333,8 @@ class _Listener(Gate):
             turn(self._selector, min(_LOOK_SECONDS, self._deadline.left()))
         except TimeoutError:
             raise LaunchError(
-                f"{self._absent()} within {self._deadline.seconds:g} s; see the output of those processes"
+                f"{self._absent()} within {self._deadline.seconds:g} s; every rank must call distopt.init or make a "
+                "DistOpt; see the output of those processes"
             ) from None
         self._drop_slow_strangers()
         present = {link.pid for link in self._peers.values()}

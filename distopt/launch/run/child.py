@@ -96,12 +96,12 @@ def _check_part(name: str, part: Any, cure: str) -> None:
         raise UsageError(f"{name} cannot be sent to the ranks ({_in_one_line(error)}); {cure}") from None
 
 
-def check_script() -> None:
-    """Local. Check that child processes can import the script, and that this is not one of them, doing so.
+def check_script(fn: object) -> None:
+    """Local. Check that child processes can import the script with `fn`, and that this is not one of them, doing so.
 
     Raises:
-        UsageError: the script comes from stdin; or this process imports it, but not to be a rank. A rank that imports
-            it ends here, with exit code `_NO_GUARD`.
+        UsageError: the script comes from stdin, or there is none, as in a notebook, but `fn` would be of it; or this
+            process imports it, but not to be a rank. A rank that imports it ends here, with exit code `_NO_GUARD`.
     """
     if is_importing():
         if multiprocessing.current_process().name.startswith("rank "):  # its parent says so, once for all ranks
@@ -112,6 +112,12 @@ def check_script() -> None:
     script = getattr(main, "__file__", None) or ""
     if main.__spec__ is None and script.startswith("<"):
         raise UsageError(f"the ranks cannot import the script from {script}; save it as a file")
+    if not script and main.__spec__ is None and getattr(fn, "__module__", "") == "__main__":
+        name = getattr(fn, "__name__", "train")
+        raise UsageError(
+            f"the ranks cannot import {name} from a notebook, a prompt or -c; write it to a file, in a notebook by a "
+            f"cell that begins with %%writefile job.py, and pass job.{name} after import job"
+        )
 
 
 def check_call(fn: Callable[..., object], first: Sequence[str], args: Sequence[Any]) -> None:

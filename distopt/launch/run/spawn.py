@@ -150,7 +150,7 @@ def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int
     A terminal sends signals to parent and children alike: ranks that a signal ended have not failed. Nor have those
     that left because of one, which may have been sent to them alone.
     """
-    check_script()
+    check_script(fn)
     check_call(fn, ("rank", "world_size"), args)
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise UsageError(f"world size {world_size!r} is not a positive int; pass the number of processes to start")

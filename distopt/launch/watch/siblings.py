@@ -11,19 +11,23 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from ...errors import LaunchError
 from ..stopwatch import Stopwatch
+from .report import supervisor
 
 _log = logging.getLogger("distopt")
 
 _LEAVE_SECONDS = 10.0
+_LISTEN_SECONDS = 2.0
 _seen: set[int] = set()  # siblings seen running at any time since this process started
 
 
@@ -90,6 +94,28 @@ def ends_of_siblings() -> Iterator[dict[int, int]]:
                 continue
             stack.callback(os.close, fds[pid])
         yield fds
+
+
+def speak_last(close: Callable[[], object]) -> None:
+    """Local. If this process fails, its siblings, which fail of it, print their tracebacks first: the cause is last.
+
+    That is for children of a script's own multiprocessing; others have a supervisor, which says who failed first.
+
+    Args:
+        close: what makes the siblings fail.
+    """
+    if parent_process() is not None and not supervisor.is_heard:
+        # It runs before multiprocessing prints the traceback.
+        Finalize(None, _let_siblings_speak, (close,), exitpriority=0)
+
+
+def _let_siblings_speak(close: Callable[[], object]) -> None:
+    error = sys.exc_info()[1]
+    if isinstance(error, Exception) and not getattr(error, "is_consequence", False):
+        close()
+        watch = Stopwatch()
+        while _survey()[0] and watch.seconds() < _LISTEN_SECONDS:
+            time.sleep(_LISTEN_SECONDS / 100)
 
 
 def _survey() -> tuple[set[int], set[int]]:

@@ -1,0 +1,265 @@
+"""What a new user meets first: values as NumPy's, arguments that are none, a model in print, absent modules."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import distopt
+from distopt import autograd, layer, model, opt, tensor
+from distopt.compress import Threshold, TopK
+from distopt.errors import UsageError
+from distopt.launch.join.env import origin
+from distopt.settings import Settings
+from tests.processes import Program
+
+
+class Net(model.Model):
+    def __init__(self):
+        super().__init__()
+        self.body = layer.Linear(4, activation="RELU")
+        self.head = layer.Linear(3)
+        self.loss = layer.SoftMaxCrossEntropy()
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+    def train_one_batch(self, x, y):
+        loss = self.loss(self.forward(x), y)
+        self.optimizer(loss)
+        return loss
+
+
+def batch(size=6):
+    rng = np.random.default_rng(size)
+    return tensor.from_numpy(rng.random((size, 5), np.float32)), tensor.from_numpy(np.arange(size) % 3)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+def test_numpy_sees_the_values_of_a_tensor():
+    values = np.array([[1, 3, 2], [6, 5, 4]], np.float32)
+    t = tensor.from_numpy(values)
+    for got in (np.asarray(t), t.numpy(), np.array(t, np.float32)):
+        np.testing.assert_array_equal(got, values)
+        got[0] = 0  # a copy
+    assert t.array[0, 1] == 3
+    assert np.argmax(t) == 3
+    assert np.asarray(t, np.int32).dtype == np.int32
+    with pytest.raises(UsageError, match=r"a copy; Tensor.array is"):
+        t.__array__(copy=False)
+
+
+def test_a_tensor_of_one_element_is_a_number():
+    t = tensor.from_numpy(np.array([0.12345], np.float32))
+    assert float(t) == np.float32(0.12345)
+    assert (f"{t:.3f}", "%.2f" % t, f"{t}") == ("0.123", "0.12", repr(t))  # noqa: UP031 - as SINGA's scripts print
+    for use in (float, lambda t: f"{t:.3f}", tensor.Tensor.item):
+        with pytest.raises(UsageError, match=r"a tensor of shape \(2,\) is no number"):
+            use(tensor.ones((2,)))
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("mistake", "text"),
+    [
+        (lambda: opt.DistOpt(0.1), "DistOpt wraps an optimizer, such as .* got 0.1"),
+        (lambda: opt.DistOpt(opt.SGD), "DistOpt wraps an optimizer, such as .* got <class"),
+        (lambda: opt.DistOpt(opt.DistOpt(opt.SGD())), "DistOpt wraps an optimizer, such as .* got <distopt"),
+        (lambda: opt.DistOpt(opt.SGD(), codec=0.1), "0.1 is no codec; pass one, .*top-k"),
+        (lambda: opt.DistOpt(opt.SGD(), codec=TopK), "TopK'> is no codec"),
+        (lambda: Net().set_optimizer(0.1), "trains with an optimizer, such as .* got 0.1"),
+        (lambda: Net().set_optimizer(opt.SGD), "trains with an optimizer, such as .* got <class"),
+        (lambda: TopK("0.1"), "ratio '0.1' of top-K"),
+        (lambda: Threshold("0.1"), "threshold '0.1' is not a number"),
+        (lambda: Settings.from_env({"DISTOPT_TIMEOT": "9"}), "no variable .* DISTOPT_TIMEOT; .* DISTOPT_TIMEOUT?"),
+        (lambda: Settings.from_env({"DISTOPT_Sum_Order": "rank"}), "did you mean DISTOPT_SUM_ORDER?"),
+    ],
+)
+def test_a_wrong_argument_is_refused_at_once(mistake, text):
+    with pytest.raises(UsageError, match=text) as raised:
+        mistake()
+    assert "\n" not in str(raised.value)
+
+
+def test_variables_of_the_users_own_are_none_of_ours():
+    assert Settings.from_env({"DISTOPT_EXPERIMENT": "7", "DISTOPT_DATA_DIR": "/data"}) == Settings()
+
+
+def test_an_empty_batch_is_refused_in_training():
+    net = Net()
+    net.set_optimizer(opt.SGD(lr=0.1))
+    net.compile([batch()[0]])
+    with pytest.raises(UsageError, match=r"Net got an empty batch; leave it out, under DistOpt within join"):
+        net(*batch(0))
+    net.eval()
+    assert net(batch(0)[0]).shape == (0, 3)
+
+
+@pytest.mark.parametrize(("rank", "warns"), [(0, False), (1, True), (2, False)])
+def test_ranks_that_train_apart_are_told_once(rank, warns, monkeypatch, caplog):
+    monkeypatch.setattr(origin, "invitation", (None, rank, 3))
+    monkeypatch.setattr("distopt.nn.device._told", set())
+    with caplog.at_level(logging.WARNING, "distopt"):
+        for _ in range(2):
+            net = Net()
+            net.set_optimizer(opt.SGD(lr=0.1))
+            net.compile([batch()[0]])
+    assert [record.message.partition(";")[0] for record in caplog.records] == (
+        ["3 ranks train a Net without DistOpt, each for itself"] if warns else []
+    )
+
+
+def test_the_device_is_looked_for_once(monkeypatch):
+    sgd = opt.DistOpt(opt.SGD())
+    assert sgd.device is tensor.ones((1,)).device
+    monkeypatch.setattr("distopt.dist_opt.find_gpu", None)
+    assert sgd.device is tensor.ones((1,)).device
+
+
+def test_a_world_uses_the_communicator_of_the_optimizer_that_was_there_first(monkeypatch):
+    for name in ("_offers", "_worlds"):  # those of other tests, which the garbage collector may not have found yet
+        monkeypatch.setattr(f"distopt.comm.world.{name}", {})
+    first, second = opt.DistOpt(opt.SGD()), opt.DistOpt(opt.SGD())
+    with distopt.init() as world:
+        assert world.communicator is first.communicator is not second.communicator
+        assert world.all_reduce(2.5) == 2.5
+    assert first.communicator.closed
+    with distopt.init() as world:
+        assert world.communicator is not first.communicator
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+def test_a_model_in_print():
+    net = Net()
+    assert str(net).splitlines() == [
+        "Net, 0 parameters, before compile",
+        "  body Linear",
+        "  head Linear",
+        "  loss SoftMaxCrossEntropy",
+    ]
+    net.compile([batch()[0]])
+    assert str(net).splitlines()[:3] == [
+        "Net, 39 parameters",
+        "  body Linear: W [5, 4], b [4], 24 parameters",
+        "  head Linear: W [4, 3], b [3], 15 parameters",
+    ]
+    assert str(net.head) == "Linear, 15 parameters"
+
+
+def test_absent_modules_of_singa_are_named_with_what_to_use():
+    for name in ("sonnx", "image_tool", "snapshot", "utils"):
+        with pytest.raises(ImportError, match=rf"^distopt has no module {name} of SINGA's; .*docs/singa.md"):
+            exec(f"from distopt import {name}")
+
+
+# -- the same graph again ----------------------------------------------------------------------------------------------
+def test_a_graph_serves_again_after_a_backward_pass_of_the_script():
+    net = Net()
+    net.compile([batch()[0]])
+    x, y = batch()
+    loss = net.loss(net.forward(x), y)
+    first = {p.name: g.to_numpy() for p, g in autograd.backward(loss)}
+    assert len(first) == 4
+    second = {p.name: g.to_numpy() for p, g in autograd.backward(loss)}
+    for name, gradient in first.items():
+        np.testing.assert_array_equal(gradient, second[name])
+    before = {name: p.to_numpy() for name, p in net.get_params().items()}
+    opt.SGD(lr=0.5)(loss)
+    for name, param in net.get_params().items():
+        np.testing.assert_allclose(param.array, before[name] - 0.5 * first[name], rtol=1e-6)
+    with pytest.raises(UsageError, match="walked before"):
+        next(autograd.backward(loss))
+
+
+def test_a_second_pass_goes_by_the_values_that_the_parameters_have_then():
+    w = tensor.Tensor(data=np.array([[2.0]], np.float32), stores_grad=True, name="w")
+    v = tensor.Tensor(data=np.array([[3.0]], np.float32), stores_grad=True, name="v")
+    autograd.training = True
+    loss = autograd.reduce_sum(tensor.ones((1, 1)) @ w @ v)
+    autograd.training = False
+    sgd = opt.SGD(lr=1.0)
+    for p, g in autograd.backward(loss):
+        sgd.apply(p.name, p, g)
+    assert (w.item(), v.item()) == (2 - 3, 3 - 2)
+    assert {p.name: g.item() for p, g in autograd.backward(loss)} == {"v": 2.0, "w": 1.0}
+
+
+# -- SINGA's methods ---------------------------------------------------------------------------------------------------
+def test_methods_of_layers_and_operators_of_scripts():
+    own = layer.Layer()
+    assert own._initialized is False
+    half, single = tensor.ones((2,)).as_type("float16"), tensor.ones((2,))
+    param = tensor.Tensor((2,), stores_grad=True)
+    own.device_check(half, single)
+    own.dtype_check(half, single, param)
+    assert (single.dtype, param.dtype) == (np.float16, np.float32)
+    operator = autograd.Operator("Mine")
+    assert (operator.get_params(), operator.output_name(1), operator.grad_name(1)) == ([], "Mine:1", "Mine:1_g")
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+RANK_ALONE = """
+import numpy as np
+import distopt
+from distopt import launch, opt
+def train(rank, world_size):
+    sgd = opt.DistOpt(opt.SGD())
+    if rank == 0:
+        distopt.init().all_reduce(1.0)
+    sgd.all_reduce(np.ones(3, np.float32))
+    sgd.wait()
+if __name__ == "__main__":
+    launch.main(train, 2)
+"""
+
+
+@pytest.mark.slow(kept=1)
+def test_a_rank_that_alone_calls_a_collective_of_the_world_is_named_at_once(tmp_path):
+    (script := tmp_path / "alone.py").write_text(RANK_ALONE)
+    ended = Program([sys.executable, str(script)]).end()
+    assert ended.code == 1
+    last = ended.stderr.splitlines()[-1]
+    assert "MismatchError" in last
+    assert "rank 0" in last
+    assert "all_reduce #1 of 1 float64, sum (a float)" in last
+
+
+CAUSE_LAST = """
+import multiprocessing, sys
+import numpy as np
+from distopt import opt, singa_wrap as singa
+def run(rank, world_size, nccl_id):
+    sgd = opt.DistOpt(opt.SGD(), nccl_id=nccl_id, local_rank=rank, world_size=world_size)
+    for _ in range(2):
+        sgd.all_reduce(np.ones(1, np.float32))
+        sgd.wait()
+        if rank == 0:
+            raise TypeError("only 0-dimensional arrays")
+if __name__ == "__main__":
+    ticket, context = singa.NcclIdHolder(), multiprocessing.get_context(sys.argv[1])
+    ranks = [context.Process(target=run, args=(rank, 3, ticket)) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+"""
+
+
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods()[:2])
+def test_of_ranks_that_a_script_starts_itself_the_cause_is_printed_last(method, tmp_path):
+    (script := tmp_path / "cause.py").write_text(CAUSE_LAST)
+    ended = Program([sys.executable, str(script), method]).end()
+    assert ended.stderr.count("Traceback") == 3
+    assert ended.stderr.splitlines()[-1] == "TypeError: only 0-dimensional arrays"
+
+
+def test_the_command_alone_prints_its_help():
+    done = subprocess.run([sys.executable, "-m", "distopt"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "doctor" in done.stdout
