@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rows_of(args: argparse.Namespace, rate: str, stack: ExitStack) -> list[Row]:
-    """What is measured at one place: every candidate, and one rank of each library."""
+    """All rows of one place: every candidate, and one rank of each library."""
     rows = [Row(DDP, 1, Site(1)), Row(NN, 1, Site(1))]
     names = [DDP, GLOO, CEILING, NN, *(f"{NN}, {codec}" for codec in args.codecs)]
     if args.hosts:

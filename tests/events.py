@@ -1,4 +1,4 @@
-"""What is written for TensorBoard, as its page shows it. Needs tensorboardX."""
+"""The numbers written for TensorBoard, as its page shows them. Needs tensorboardX."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 class Board:
     """Writes numbers for TensorBoard; nothing without a folder. pip install "distopt[tensorboard]"
 
-    What an earlier run has written after `step`, from which this one goes on, is shown no more.
+    TensorBoard drops the numbers that an earlier run wrote after `step`, from which this run continues.
     """
 
     def __init__(self, folder: str | Path | None, step: int) -> None:

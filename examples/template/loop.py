@@ -33,7 +33,7 @@ def run(rank: int, world_size: int, device: torch.device, url: str, args) -> Non
 
 
 class Trainer:
-    """What is common to the files of trainers/, which derive from it and define `measure`."""
+    """The base of all trainers: a file of trainers/ derives from it and defines `measure`."""
 
     def __init__(self, args, device: torch.device) -> None:
         self.args, self.device, cuda = args, device, device.type == "cuda"
@@ -178,7 +178,7 @@ class Tee:
 
 @contextlib.contextmanager
 def output(path: Path, rank: int) -> Iterator[None]:
-    """What is printed goes to the rank's log, and that of rank 0 to the screen as well."""
+    """Write standard output to the rank's log; rank 0 writes to the screen as well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", buffering=1) as log, contextlib.redirect_stdout(Tee(log, *[sys.stdout] * (rank == 0))):
         yield

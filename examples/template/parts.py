@@ -23,7 +23,7 @@ FOLDERS = {
 
 
 class Data(NamedTuple):
-    """What a data set's `build` returns. A sample is a tuple: its tensor, and whatever else the trainer uses."""
+    """A data set. A sample is a tuple: its tensor, and whatever else the trainer uses."""
 
     train: Dataset
     test: Dataset
@@ -49,5 +49,5 @@ def part(what: str, name: str):
 
 
 def build(what: str, args, *given):
-    """What the chosen file makes of `given`."""
+    """Build the part that `args` names from `given`."""
     return part(what, getattr(args, what)).build(args, *given)

@@ -92,7 +92,7 @@ def replayed(optimizer) -> dict[str, np.ndarray]:
 
 
 def gradients(optimizer) -> dict[str, np.ndarray]:
-    """Those of the sum over ranks of a loss, beside central differences."""
+    """Gradients of the sum over ranks of a loss, beside central differences."""
     rank, size, step = optimizer.global_rank, optimizer.world_size, 1e-6
 
     def reduced(values) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a new user meets first: values as NumPy's, arguments that are none, a model in print, absent modules."""
+"""First steps of a new user: values for NumPy, arguments that are none, a printed model, absent modules."""
 
 from __future__ import annotations
 

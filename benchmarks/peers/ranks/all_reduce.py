@@ -12,7 +12,7 @@ from .transports import TRANSPORTS, Call, Transport
 
 
 def prepare(setup: dict[str, Any], rank: int, world_size: int) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
-    """What the rank says of itself, and what measures."""
+    """A description of this rank, and a function that measures."""
     transport = TRANSPORTS[setup["library"]](rank, world_size, setup)
     hello = {"rank": transport.rank, "about": transport.about, "buffers": transport.buffers}
     return hello, partial(measure, transport, world_size)

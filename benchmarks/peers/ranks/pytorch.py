@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[int, tuple[int, ...], Callable[[], nn.Module]]] = {
 
 
 def prepare(setup: dict[str, Any], rank: int, world_size: int) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
-    """What the rank says of itself, and what measures."""
+    """A description of this rank, and a function that measures."""
     join_torch(setup, rank, world_size)
     groups = {"gloo": distributed.group.WORLD, "distopt": distributed.new_group(backend="distopt")}
 

@@ -23,7 +23,7 @@ BLOCKS = {"resnet18": ((2, 2, 2, 2), 1), "resnet50": ((3, 4, 6, 3), 4)}
 
 
 def prepare(setup: dict[str, Any], rank: int, world_size: int) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
-    """What the rank says of itself, and what runs steps."""
+    """A description of this rank, and a function that runs steps."""
     cores = sorted(os.sched_getaffinity(0))
     if setup["own_cores"]:
         share = max(len(cores) // world_size, 1)
@@ -41,7 +41,7 @@ def prepare(setup: dict[str, Any], rank: int, world_size: int) -> tuple[dict[str
 
 class _Trainer(train.Trainer):
     def images(self, setup: dict[str, Any]) -> tuple[Any, Any]:
-        """Those of this rank, and their labels."""
+        """The images of this rank, and their labels."""
         rng, size = np.random.default_rng(self.rank), setup["image_size"]
         images = rng.standard_normal((setup["batch_size"], 3, size, size), dtype=np.float32)
         return images, rng.integers(0, 1000, setup["batch_size"])

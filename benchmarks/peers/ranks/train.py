@@ -52,7 +52,7 @@ class Trainer(ABC):
 
 
 def prepare(setup: dict[str, Any], rank: int, world_size: int) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
-    """What the rank says of itself, and what runs steps."""
+    """A description of this rank, and a function that runs steps."""
     library = import_module(f".train_{setup['library']}", __package__)
     trainer: Trainer = library.Trainer(rank, world_size, setup)
     hello = {"rank": trainer.rank, "about": trainer.about, "gradient_count": trainer.gradient_count}
