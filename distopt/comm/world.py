@@ -39,8 +39,8 @@ class World:
     launcher tells the other ranks how this process ends.
 
     Args:
-        job: this rank's membership; the world closes it. None: that of `communicator`.
-        communicator: what to use (default: made for the job).
+        job: this rank's membership, which the world closes; None with `communicator`.
+        communicator: a communicator to share, which the world leaves open (default: a new one for the job).
 
     Attributes:
         rank: number of this process in the job, 0 ... world_size - 1.
@@ -187,12 +187,13 @@ class World:
     def close(self) -> None:
         """Local. Leave; idempotent. Ranks that still wait for this one get a CommunicatorClosedError.
 
-        A `DistOpt` that uses this world's communicator cannot train any more.
+        A `DistOpt` that uses this world's communicator cannot train any more; one that was made before the world, and
+        whose communicator the world uses, can.
         """
         if not self._closed:
             self._closed = True
-            self.communicator.close()
             if self._job is not None:
+                self.communicator.close()
                 self._job.close()
 
     def __enter__(self) -> World:

@@ -8,7 +8,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from distopt.launch.run.nodes import NO_RANK, Node, Owner, RunOptions
+from distopt.launch.run.nodes import NO_RANK, Node, Owner
+from distopt.launch.run.options import RunOptions
 from distopt.launch.run.ranks import Failure
 
 SIGKILL = Failure(2, 137, "rank 2 was ended by SIGKILL")
