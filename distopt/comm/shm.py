@@ -86,7 +86,7 @@ class ShmCommunicator(NativeCommunicator):
         if not job.topology.single_host:
             raise UsageError("ranks on several hosts share no memory; choose the mpi communicator")
         communicator = cls(job.host_group(), job.topology)
-        speak_last(communicator.core.close)
+        speak_last(communicator)
         return communicator
 
     def barrier(self) -> None:  # noqa: D102

@@ -14,11 +14,13 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Container, Iterator
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import Protocol
 
 from ...errors import LaunchError
 from ..stopwatch import Stopwatch
@@ -96,23 +98,30 @@ def ends_of_siblings() -> Iterator[dict[int, int]]:
         yield fds
 
 
-def speak_last(close: Callable[[], object]) -> None:
+class Closable(Protocol):
+    """A communicator, for this room."""
+
+    def close(self) -> None: ...  # noqa: D102
+
+
+def speak_last(communicator: Closable) -> None:
     """Local. If this process fails, its siblings, which fail of it, print their tracebacks first: the cause is last.
 
     That is for children of a script's own multiprocessing; others have a supervisor, which says who failed first.
 
     Args:
-        close: what makes the siblings fail.
+        communicator: makes the siblings fail when it closes.
     """
     if parent_process() is not None and not supervisor.is_heard:
         # It runs before multiprocessing prints the traceback.
-        Finalize(None, _let_siblings_speak, (close,), exitpriority=0)
+        Finalize(None, _let_siblings_speak, (weakref.ref(communicator),), exitpriority=0)
 
 
-def _let_siblings_speak(close: Callable[[], object]) -> None:
+def _let_siblings_speak(known: Callable[[], Closable | None]) -> None:
     error = sys.exc_info()[1]
     if isinstance(error, Exception) and not getattr(error, "is_consequence", False):
-        close()
+        if (communicator := known()) is not None:
+            communicator.close()
         watch = Stopwatch()
         while _survey()[0] and watch.seconds() < _LISTEN_SECONDS:
             time.sleep(_LISTEN_SECONDS / 100)
