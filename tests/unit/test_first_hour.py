@@ -13,7 +13,7 @@ import pytest
 import distopt
 from distopt import autograd, layer, model, opt, tensor
 from distopt.compress import Threshold, TopK
-from distopt.errors import UsageError
+from distopt.errors import CommunicatorClosedError, UsageError
 from distopt.launch.join.env import origin
 from distopt.settings import Settings
 from tests.processes import Program
@@ -128,7 +128,10 @@ def test_a_world_uses_the_communicator_of_the_optimizer_that_was_there_first(mon
     with distopt.init() as world:
         assert world.communicator is first.communicator is not second.communicator
         assert world.all_reduce(2.5) == 2.5
-    assert first.communicator.closed
+    assert not first.communicator.closed
+    with pytest.raises(CommunicatorClosedError):
+        world.all_reduce(2.5)
+    first.communicator.close()
     with distopt.init() as world:
         assert world.communicator is not first.communicator
 
