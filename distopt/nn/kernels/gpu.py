@@ -378,6 +378,8 @@ def batch_norm2d_backward(dy: Array, saved: Any, dgamma: Array, dbeta: Array) ->
 
 
 def channel_sums(x: Array) -> Array:
+    if not x.size:
+        return cupy.zeros(2 * x.shape[1] + 1)
     mean, var = (take(axis=(0, 2, 3), dtype=cupy.float64) for take in (x.mean, x.var))
     return cupy.concatenate([mean, var + mean * mean, cupy.ones(1)]) * (x.size // x.shape[1])
 
