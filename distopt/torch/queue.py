@@ -38,7 +38,7 @@ class OperationQueue:
     def __init__(self, name: str, *, by_thread: bool) -> None:
         self._name = name
         self._by_thread = by_thread
-        self._condition = threading.Condition(threading.Lock())
+        self._condition = threading.Condition()
         self._queue: deque[PendingWork] = deque()
         self._begun = 0  # at the front of the queue
         self._busy = False  # a thread is in the communicator, or runs callbacks
@@ -52,13 +52,13 @@ class OperationQueue:
     # -- operations --------------------------------------------------------------------------------------------------
     def enter(self) -> bool:
         """Local. Take the communicator if nothing is under way. Whoever has got it calls `leave`."""
+        self._let_others_go_on()
         with self._condition:
             self._give_way()
             if self._busy or self._queue:
                 return False
             self._busy = True
-        self._let_others_go_on()
-        return True
+            return True
 
     def give_way(self) -> None:
         """Local. If this thread runs callbacks, let the next operation go on."""
@@ -86,6 +86,7 @@ class OperationQueue:
     def complete(self, work: PendingWork) -> None:
         """Local. Carry out the operations up to `work`, unless another thread does."""
         while True:
+            self._let_others_go_on()
             with self._condition:
                 self._give_way()
                 while self._busy and not work.ended:
@@ -93,7 +94,6 @@ class OperationQueue:
                 if work.ended:
                     return
                 self._busy = True
-            self._let_others_go_on()
             self._carry_out_first()
 
     def complete_within(self, work: PendingWork, seconds: float) -> bool:
@@ -208,7 +208,9 @@ class OperationQueue:
             self._look.clear()
             if not self._at_once:
                 time.sleep(_GRACE_SECONDS)
-            at_once, self._at_once = self._at_once, False
+            at_once = self._at_once
+            if at_once:  # else somebody may be setting it
+                self._at_once = False
             while (work := self._first()) is not None and (at_once or not work.in_backward):
                 self.complete(work)
             del work  # its tensors are the caller's again
