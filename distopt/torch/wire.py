@@ -30,7 +30,7 @@ _log = logging.getLogger("distopt")
 _Kind: TypeAlias = tuple[str, int]  # type and count of a storage's elements
 
 _LEAST_BYTES = 64 << 10  # what is smaller is copied in less time than is saved
-_PERIOD = 8  # in operations
+_SHORTEST_PERIOD, _LONGEST_PERIOD = 8, 128  # between agreements, in operations
 _NO, _HAS_MEMORY, _NEEDS_MEMORY = range(3)  # whether the storage of an operation shall move
 
 
@@ -48,8 +48,8 @@ class WireMemory:
     """Moves into wire memory what a group reduces repeatedly.
 
     To make wire memory is collective, but only its own rank knows whether it has seen a storage before. So every few
-    operations ranks start to tell each other what they would move, and as many operations later, when all of them know
-    it, make what memory they lack. Until then, and where one rank's storage is new, the communicator copies.
+    operations ranks start to tell each other what they would move, and at the next time, when all of them know it, make
+    what memory they lack. Until then, and where one rank's storage is new, the communicator copies.
 
     Args:
         communicator: of the group.
@@ -62,7 +62,7 @@ class WireMemory:
         self._queue = queue
         self._timeout = timeout
         self._size = communicator.topology.world_size
-        self._operations = 0
+        self._period = _SHORTEST_PERIOD
         self._seen: dict[int, _Seen] = {}
         self._wishes: list[int | None] = []  # of each operation since the last agreement, the storage that shall move
         self._agreement: tuple[PendingWork, list[int | None], Array] | None = None
@@ -73,10 +73,9 @@ class WireMemory:
         """Collective, before every all_reduce of `tensor`. Move it, if that has been agreed on."""
         if tensor.layout != torch.strided or tensor.nbytes < _LEAST_BYTES:
             return
-        if self._operations and self._operations % _PERIOD == 0:
+        if len(self._wishes) == self._period:
             self._grant()
             self._agree()
-        self._operations += 1
         self._wishes.append(self._wish(tensor) if in_backward else None)
 
     def _wish(self, tensor: torch.Tensor) -> int | None:
@@ -113,16 +112,16 @@ class WireMemory:
                 if seen.memory is not None:
                     self._free[seen.kind].append(seen.memory)
         free = {kind: len(memories) for kind, memories in self._free.items()}
-        said = np.zeros(_PERIOD, np.int64)
+        said = np.zeros(len(self._wishes), np.int64)
         for i, key in enumerate(self._wishes):
             if key in self._seen:
                 kind = self._seen[key].kind
                 free[kind] = free.get(kind, 0) - 1
                 said[i] = _NEEDS_MEMORY if free[kind] < 0 else _HAS_MEMORY
-        table = np.empty((self._size, _PERIOD), np.int64)
+        table = np.empty((self._size, len(said)), np.int64)
+        self._wishes, wishes = [], self._wishes
         all_gather = partial(self._communicator.all_gather, said, table, label="wire memory")
-        self._agreement = self._post(lambda: all_gather().wait(self._timeout)), self._wishes, table
-        self._wishes = []
+        self._agreement = self._post(lambda: all_gather().wait(self._timeout)), wishes, table
 
     def _grant(self) -> None:
         """Collective. Give memory to the storages that all ranks would move."""
@@ -130,6 +129,7 @@ class WireMemory:
             return
         (work, wishes, table), self._agreement = self._agreement, None
         work.wait()
+        self._period = _SHORTEST_PERIOD if table.any() else min(2 * self._period, _LONGEST_PERIOD)
         for key, said in zip(wishes, table.T, strict=True):
             if said.min() == _NO or key is None:
                 continue

@@ -964,7 +964,6 @@ def check_buckets_in_wire_memory(r: Ranks) -> None:
                 torch.testing.assert_close(one, its, rtol=1e-3, atol=1e-4)
     if min(r.counts) > 1:
         assert other._wire is not None
-        assert other._wire._operations > 40
         assert moved_storages(dist.group.WORLD) >= before
         assert sum(map(len, other._wire._free.values())) > 0, "the memory of discarded models has not come back"
     dist.destroy_process_group(gloo)
