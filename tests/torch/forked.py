@@ -130,10 +130,15 @@ def on_emulated_host() -> bool:
     return LINK in {name for _, name in socket.if_nameindex()}
 
 
+# The end of one of Gloo's groups waits, holding Python's lock, for its threads, which may wait for that lock.
+_KEPT: list[dist.ProcessGroup] = []
+
+
 def group_with_gloo(ranks: Iterable[int], backend: str = "gloo") -> dist.ProcessGroup:
     """Collective. A group of Gloo's, which does not find the interface between emulated hosts by itself."""
     with mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": LINK} if on_emulated_host() else {}):
-        return dist.new_group(list(ranks), backend=backend)
+        _KEPT.append(dist.new_group(list(ranks), backend=backend))
+    return _KEPT[-1]
 
 
 def enter(host: Host) -> None:
