@@ -69,9 +69,10 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         self._collectives = Collectives(communicator, who)
         self._mail = Mail(communicator)
         self._queue = OperationQueue(f"distopt group of {size}", by_thread=isinstance(communicator, HostsCommunicator))
-        self._wire = WireMemory(communicator, self._queue, timeout.total_seconds()) if communicator.reduces_in_place else None
+        seconds = timeout.total_seconds()
+        self._wire = WireMemory(communicator, self._queue, seconds) if communicator.reduces_in_place else None
         self._lock = threading.RLock()  # of the order of calls
-        self._seconds = timeout.total_seconds()
+        self._seconds = seconds
         self._who = who
         self._barriers = 0
         self._operations = 0

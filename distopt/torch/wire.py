@@ -83,7 +83,7 @@ class WireMemory:
         dtype, storage = str(tensor.dtype).removeprefix("torch."), tensor.untyped_storage()
         if dtype not in DTYPES or storage.nbytes() != tensor.nbytes or not tensor.is_contiguous():
             return None
-        key = storage._cdata
+        key: int = storage._cdata
         seen = self._seen.get(key)
         if seen is None:
             self._seen[key] = _Seen(StorageWeakRef(storage), (dtype, tensor.numel()))
@@ -113,9 +113,9 @@ class WireMemory:
                     self._free[seen.kind].append(seen.memory)
         free = {kind: len(memories) for kind, memories in self._free.items()}
         said = np.zeros(len(self._wishes), np.int64)
-        for i, key in enumerate(self._wishes):
-            if key in self._seen:
-                kind = self._seen[key].kind
+        for i, wish in enumerate(self._wishes):
+            if wish in self._seen:
+                kind = self._seen[wish].kind
                 free[kind] = free.get(kind, 0) - 1
                 said[i] = _NEEDS_MEMORY if free[kind] < 0 else _HAS_MEMORY
         table = np.empty((self._size, len(said)), np.int64)

@@ -572,7 +572,8 @@ def check_orders_of_waiting(r: Ranks) -> None:
             if turn % 3 != r.rank % 3:
                 dist.all_reduce(tensors[2], group=groups[turn % 2])
             for i, tensor in enumerate(tensors[:3]):
-                same(tensor, reduced("SUM", [values(q + turn + i, torch.float32, (size,)) for q in r.all]), (size, turn))
+                parts = [values(q + turn + i, torch.float32, (size,)) for q in r.all]
+                same(tensor, reduced("SUM", parts), (size, turn))
     dist.destroy_process_group(groups[1])
 
 
@@ -921,9 +922,10 @@ def moved_storages(group: dist.ProcessGroup) -> int:
 def steps_of_ddp(rank: int, groups: list[dist.ProcessGroup], **options: object) -> list[torch.Tensor]:
     """What a rank has after training as users do: parameters, and the last gradients."""
     clears, clips = options.pop("clears", True), options.pop("clips", False)
-    kept, models, arrays = [], [], []
-    for group in groups:
-        models.append(DistributedDataParallel(reference_cnn(), process_group=group, bucket_cap_mb=0.5, **options))
+    kept, arrays = [], []
+    models = [
+        DistributedDataParallel(reference_cnn(), process_group=group, bucket_cap_mb=0.5, **options) for group in groups
+    ]
     optimizers = [torch.optim.SGD(model.parameters(), 0.02, momentum=0.9) for model in models]
     generator = torch.Generator().manual_seed(rank)
     for step in range(22):
@@ -998,7 +1000,7 @@ def check_discarded_models(r: Ranks) -> None:
     def used() -> tuple[int, int]:
         gc.collect()
         maps = Path("/proc/self/maps").read_text().splitlines()
-        return sum("memfd" in line for line in maps), len(os.listdir("/proc/self/fd"))
+        return sum("memfd" in line for line in maps), len(list(Path("/proc/self/fd").iterdir()))
 
     for _ in range(3):
         cycle()
