@@ -331,7 +331,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         if not opts.asyncOp:
             work.wait()
         elif in_backward:
-            self._queue.attend_after_backward()
+            self._queue.attend_after_backward(work)
         else:
             self._queue.attend()
         return work

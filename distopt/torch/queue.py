@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .work import PendingWork
 
 # For which an operation is left to those who may wait for it, before the thread carries it out.
@@ -43,7 +46,7 @@ class OperationQueue:
         self._begun = 0  # at the front of the queue
         self._busy = False  # a thread is in the communicator, or runs callbacks
         self._teller = 0  # that thread, if it only runs callbacks
-        self._backward_pass = -1  # that has a callback
+        self._at_the_end: Callable[[], _AtTheEnd | None] = lambda: None  # of the last backward pass
         self._thread: threading.Thread | None = None
         self._look = threading.Event()
         self._at_once = False
@@ -119,15 +122,6 @@ class OperationQueue:
             self._carry_out_first()
         return work.ended
 
-    def drain(self) -> None:
-        """Local. Carry out all; raise the first error."""
-        failed = None
-        while (work := self._first()) is not None:
-            self.complete(work)
-            failed = failed or work.exception()
-        if failed is not None:
-            raise failed
-
     # -- who carries them out ----------------------------------------------------------------------------------------
     def attend(self, *, at_once: bool = False) -> None:
         """Local. Have the thread carry out what nobody has waited for within a moment, or `at_once`."""
@@ -142,17 +136,20 @@ class OperationQueue:
         if at_once or not self._look.is_set():
             self._look.set()
 
-    def attend_after_backward(self) -> None:
-        """Local, in a backward pass. Carry out at its end, in this thread, what has been posted until then.
+    def attend_after_backward(self, work: PendingWork) -> None:
+        """Local, in a backward pass. Carry out `work` at its end, in this thread, with what has been posted before.
 
         Callbacks run in the order of their queueing, so this comes before that of DDP, which is queued after its last
-        bucket.
+        bucket, and which would make a RuntimeError of its future's error.
         """
         if self._by_thread:
             self.attend()
-        elif self._backward_pass != torch._C._current_graph_task_id():
-            self._backward_pass = torch._C._current_graph_task_id()
-            torch.autograd.Variable._execution_engine.queue_callback(_AtTheEnd(self))
+        backward_pass, callback = torch._C._current_graph_task_id(), self._at_the_end()
+        if callback is None or callback.backward_pass != backward_pass:
+            callback = _AtTheEnd(self, backward_pass)
+            self._at_the_end = weakref.ref(callback)
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
+        callback.works.append(work)
 
     def close(self) -> None:
         """Local. End the thread when it has nothing left to do."""
@@ -219,14 +216,18 @@ class OperationQueue:
 class _AtTheEnd:
     """The callback of a backward pass. One that raises half-way drops it: the thread then takes its place."""
 
-    def __init__(self, queue: OperationQueue) -> None:
-        self._queue: OperationQueue | None = queue
+    def __init__(self, queue: OperationQueue, backward_pass: int) -> None:
+        self._queue = queue
+        self.backward_pass = backward_pass
+        self.works: list[PendingWork] = []
 
     def __call__(self) -> None:
-        queue, self._queue = self._queue, None
-        if queue is not None:
-            queue.drain()
+        works, self.works = self.works, []
+        for work in works:
+            self._queue.complete(work)
+        for work in works:
+            work.wait()
 
     def __del__(self) -> None:
-        if self._queue is not None:
+        if self.works:
             self._queue.attend(at_once=True)
