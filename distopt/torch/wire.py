@@ -30,7 +30,7 @@ _log = logging.getLogger("distopt")
 _Kind: TypeAlias = tuple[str, int]  # type and count of a storage's elements
 
 _LEAST_BYTES = 64 << 10  # what is smaller is copied in less time than is saved
-_SHORTEST_PERIOD, _LONGEST_PERIOD = 8, 128  # between agreements, in operations
+_SHORTEST_PERIOD, _LONGEST_PERIOD = 8, 32  # between agreements, in operations
 _NO, _HAS_MEMORY, _NEEDS_MEMORY = range(3)  # whether the storage of an operation shall move
 
 
