@@ -117,6 +117,8 @@ class Communicator(ABC):
     by_host_above_bytes: int | None = None
     # Whether `all_reduce` takes `find_nonfinite`.
     finds_nonfinite: ClassVar[bool] = False
+    # Whether arrays from `empty` are reduced where they lie, others through copies.
+    reduces_in_place: bool = False
     # Whether bytes move while this rank computes, so that starting early pays.
     overlaps: ClassVar[bool] = False
     # Whether messages move while this rank computes; if so, their `done` need not be asked.

@@ -42,6 +42,7 @@ class ShmCommunicator(NativeCommunicator):
 
     name = "shm"
     finds_nonfinite = True
+    reduces_in_place = True
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class ShmCommunicator(NativeCommunicator):
         self.core.close()
 
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
-        array = self.core.empty(count, DTYPES[dtype], _available_bytes() if self.topology.rank == 0 else 0)
+        array = self.core.empty(count, DTYPES[dtype], available_bytes() if self.topology.rank == 0 else 0)
         return array if count else np.empty(0, array.dtype)
 
     def _subgroup(self, ranks: Sequence[int], secret: bytes) -> ShmCommunicator:
@@ -116,8 +117,8 @@ class ShmCommunicator(NativeCommunicator):
         return self.core.start_message(sends, array, peer, tag, DTYPES[dtype])
 
 
-def _available_bytes() -> int:
-    """What the host can still give. The kernel would rather kill a process than refuse to back shared memory."""
+def available_bytes() -> int:
+    """Local. What the host can still give. The kernel would rather kill a process than refuse to back shared memory."""
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) << 10

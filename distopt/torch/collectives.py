@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from ..errors import MismatchError, UsageError
-from .tensors import as_items, as_numbers, dense, give_back
+from .tensors import as_items, as_numbers, dense, give_back, lies_in_a_row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..comm.base import Communicator
+    from ..comm.base import Communicator, Work
     from .tensors import Reduction
 
 
@@ -35,6 +35,12 @@ class Collectives:
         self._who = who
         self._rank = communicator.topology.rank
         self._size = communicator.topology.world_size
+        # The parts of these collectives that can be under way with others: a work, or None where they need more.
+        self.starts: dict[Callable[..., object], Callable[..., Work | None]] = {
+            self.all_reduce: self._start_all_reduce,
+            self.reduce_scatter: self._start_reduce_scatter,
+            self.all_gather: self._start_all_gather,
+        }
 
     # -- reductions --------------------------------------------------------------------------------------------------
     def all_reduce(self, tensor: Tensor, reduction: Reduction, seconds: float | None, label: str = "") -> None:
@@ -52,6 +58,13 @@ class Collectives:
             array, wire = numbers
             self._communicator.all_reduce(array, reduction.op, wire=wire, label=label).wait(seconds)
         give_back(row, tensor)
+
+    def _start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Work | None:
+        if not lies_in_a_row(tensor) or reduction.factor is not None:
+            return None
+        if (numbers := as_numbers(dense(tensor), reduction.op)) is None:
+            return None
+        return self._communicator.all_reduce(numbers[0], reduction.op, wire=numbers[1])
 
     def reduce(self, tensor: Tensor, reduction: Reduction, root: int, seconds: float | None) -> None:
         """Collective. As `all_reduce`, but only rank `root` gets the result; the others' tensors stay as they are."""
@@ -72,6 +85,14 @@ class Collectives:
             (array, wire), (result_array, _) = numbers, result
             self._communicator.reduce_scatter(array, result_array, reduction.op, wire=wire).wait(seconds)
         give_back(part, out)
+
+    def _start_reduce_scatter(self, out: Tensor, tensor: Tensor, reduction: Reduction) -> Work | None:
+        if not (lies_in_a_row(out) and lies_in_a_row(tensor)) or reduction.factor is not None:
+            return None
+        numbers, result = as_numbers(dense(tensor), reduction.op), as_numbers(dense(out), reduction.op)
+        if numbers is None or result is None:
+            return None
+        return self._communicator.reduce_scatter(numbers[0], result[0], reduction.op, wire=numbers[1])
 
     def reduce_scatter_list(
         self, out: Tensor, parts: Sequence[Tensor], reduction: Reduction, seconds: float | None
@@ -129,6 +150,12 @@ class Collectives:
         row, whole = dense(tensor), dense(out)
         self._gather(row, whole, seconds)
         give_back(whole, out)
+
+    def _start_all_gather(self, out: Tensor, tensor: Tensor) -> Work | None:
+        if not (lies_in_a_row(out) and lies_in_a_row(tensor)):
+            return None
+        (array, dtype), (whole, _) = as_items(dense(tensor)), as_items(dense(out))
+        return self._communicator.all_gather(array, whole, label=dtype)
 
     def all_gather_list(self, outs: Sequence[Tensor], tensor: Tensor, seconds: float | None) -> None:
         """Collective. `outs[r]` = the tensor of rank r; sizes may differ."""

@@ -70,6 +70,7 @@ class HostsCommunicator(Communicator):
         self._local = local
         self._gloo = gloo
         self._seconds = seconds
+        self.reduces_in_place = all(len(ranks) > 1 for ranks in hosts)
         self._even = len({len(ranks) for ranks in hosts}) == 1
         # So many ranks of every host carry slices: this one, if it does, the same slice as these of all hosts.
         self._n_slices = min(len(ranks) for ranks in hosts)

@@ -1,13 +1,14 @@
 """The process group of `torch.distributed` over a communicator.
 
 PyTorch calls it from Python and, for what DDP and functional collectives need, from C++, which finds the methods of a
-Python subclass. A group is used by many threads: operations run one at a time, in the order of the calls; see `Lane`.
+Python subclass. A group is used by many threads: operations run one at a time, in the order of the calls; see `queue`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -22,11 +23,13 @@ from ..errors import DistoptError
 from .collectives import Collectives, of_each
 from .dynamo import untraced
 from .errors import as_torch
+from .hosts import HostsCommunicator
 from .inner import Abilities, give_backend
-from .lane import Lane
 from .messages import Mail
 from .monitored import monitored_barrier
+from .queue import OperationQueue
 from .tensors import reduction_of, refuse_nan
+from .wire import WireMemory
 from .work import DoneWork, PendingWork
 
 if TYPE_CHECKING:
@@ -65,8 +68,11 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         self._communicator = communicator
         self._collectives = Collectives(communicator, who)
         self._mail = Mail(communicator)
-        self._lane = Lane(f"distopt group of {size}")
-        self._seconds = timeout.total_seconds()
+        self._queue = OperationQueue(f"distopt group of {size}", by_thread=isinstance(communicator, HostsCommunicator))
+        seconds = timeout.total_seconds()
+        self._wire = WireMemory(communicator, self._queue, seconds) if communicator.reduces_in_place else None
+        self._lock = threading.RLock()  # of the order of calls
+        self._seconds = seconds
         self._who = who
         self._barriers = 0
         self._operations = 0
@@ -279,17 +285,17 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Local. Leave the group; idempotent. Ranks that still wait for this one get an error that says so."""
-        self._lane.close()
+        self._queue.close()
         self._mail.close()
         with contextlib.suppress(DistoptError):  # a thread waits in it, and will be told that this rank has gone
             self._communicator.close()
-        self._lane.join(_LEAVE_SECONDS)
+        self._queue.join(_LEAVE_SECONDS)
 
     abort = shutdown
 
     # -- carrying out ------------------------------------------------------------------------------------------------
     def _run(self, opts: Any, tensors: list[Tensor], action: Callable[..., object], *args: Any) -> dist.Work:
-        """Carry out `action(*args, seconds)`, whose result will be in `tensors`, now or in a thread of the lane."""
+        """Carry out `action(*args, seconds)`, whose result will be in `tensors`, now or in its turn."""
         self._operations += 1
         if self._check_nan:
             refuse_nan(tensors, args, self.rank())
@@ -301,19 +307,33 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         seconds = opts.timeout.total_seconds()
         if seconds <= 0:
             seconds = self._seconds
-        if not opts.asyncOp and self._lane.enter():
+        # Not in the callbacks of a backward pass: what DDP starts there, it waits for there.
+        in_backward = opts.asyncOp and torch._C._current_autograd_node() is not None
+        self._queue.give_way()
+        with self._lock:
+            if self._wire is not None and action == self._collectives.all_reduce:
+                self._wire.look(args[0], in_backward=in_backward)
+            work = None
+            if opts.asyncOp or not self._queue.enter():
+                start = self._collectives.starts.get(action)
+                whole = partial(action, *args, seconds)
+                start = start and partial(start, *args)
+                work = PendingWork(self._queue, start, whole, tensors, seconds, in_backward=in_backward)
+                self._queue.post(work)
+        if work is None:
             try:
-                _carry_out(action, args, seconds)
+                action(*args, seconds)
+            except DistoptError as error:
+                raise as_torch(error) from error
             finally:
-                self._lane.leave()
+                self._queue.leave()
             return DoneWork(tensors)
-        work = PendingWork(partial(_carry_out, action, args, seconds), tensors, self._lane.give_way)
-        self._lane.post(work)
         if not opts.asyncOp:
             work.wait()
-        elif torch._C._current_graph_task_id() >= 0:
-            # In a backward pass C++ waits for the future, and makes a RuntimeError of its error. This comes before.
-            torch.autograd.Variable._execution_engine.queue_callback(work.wait)
+        elif in_backward:
+            self._queue.attend_after_backward(work)
+        else:
+            self._queue.attend()
         return work
 
     def _check_list(self, name: str, tensors: Sequence[Tensor], role: str, like: Tensor | None = None) -> None:
@@ -336,13 +356,6 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         if not sizes and rows % self.size():
             raise ValueError(f"all_to_all_single: {rows} rows of the {role} do not divide by {self.size()} ranks")
         return list(tensor.split(list(sizes) or [rows // self.size()] * self.size()))
-
-
-def _carry_out(action: Callable[..., object], args: Sequence[Any], seconds: float) -> object:
-    try:
-        return action(*args, seconds)
-    except DistoptError as error:
-        raise as_torch(error) from error
 
 
 def _recorded(action: Callable[..., object], start: Callable[..., dist.Work]) -> Callable[..., dist.Work]:

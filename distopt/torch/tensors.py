@@ -86,6 +86,12 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().resolve_conj().resolve_neg()
 
 
+def lies_in_a_row(tensor: torch.Tensor) -> bool:
+    """Local. Whether a tensor has elements, which lie in memory as communicators move them; see `dense`."""
+    plain = tensor.layout == torch.strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return plain and tensor.numel() > 0
+
+
 def give_back(row: torch.Tensor, tensor: torch.Tensor) -> None:
     """Local. Write the result in `row`, made by `dense`, into `tensor`, unless it lies there."""
     if row.data_ptr() != tensor.data_ptr():

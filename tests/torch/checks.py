@@ -12,6 +12,7 @@ import faulthandler
 import gc
 import itertools
 import json
+import math
 import os
 import sys
 import threading
@@ -33,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 import distopt.torch
 from benchmarks.networks.emulation import LINK
 from distopt.torch import between, hosts
+from distopt.torch.work import PendingWork
 
 from .forked import CONTEXT, group_with_gloo, join, on_emulated_host, place_of
 
@@ -526,7 +528,7 @@ def check_operations_in_flight(r: Ranks) -> None:
         for i, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
             same(tensor, reduced("SUM", [values(q + i, torch.float32, (size,)) for q in r.all]), (turn, i))
         torch.futures.wait_all([work.get_future() for work in works])
-        assert [i for i in ends if i % 3 != 2] == [0, 1, 3, 4, 6]
+        assert [i for i in ends if i % 3 != 2] == [0, 1, 3, 4, 6], ends
     dist.destroy_process_group(other)
 
 
@@ -550,6 +552,29 @@ def check_callbacks_may_wait_for_collectives(r: Ranks) -> None:
 
     out = dist.all_reduce(tensor, async_op=True).get_future().then(go_on).wait()
     same(out, reduced("SUM", [values(q, torch.float64) for q in r.all]) * r.size)
+
+
+def check_orders_of_waiting(r: Ranks) -> None:
+    """Ranks may wait for the operations of several groups in different orders, or for none while another rank does."""
+    groups = [dist.group.WORLD, dist.new_group(list(r.all))]
+    for size in (5, 300_000):
+        for turn in range(6):
+            tensors = [values(r.rank + turn + i, torch.float32, (size,)) for i in range(4)]
+            works = [
+                dist.all_reduce(tensor, group=groups[i % 2], async_op=True) if i < 2 else None
+                for i, tensor in enumerate(tensors)
+            ]
+            if turn % 3 == r.rank % 3:
+                dist.all_reduce(tensors[2], group=groups[turn % 2])
+            for work in works[:: 1 if r.rank % 2 else -1]:
+                if work is not None:
+                    work.wait()
+            if turn % 3 != r.rank % 3:
+                dist.all_reduce(tensors[2], group=groups[turn % 2])
+            for i, tensor in enumerate(tensors[:3]):
+                parts = [values(q + turn + i, torch.float32, (size,)) for q in r.all]
+                same(tensor, reduced("SUM", parts), (size, turn))
+    dist.destroy_process_group(groups[1])
 
 
 def check_threads(r: Ranks) -> None:
@@ -887,6 +912,168 @@ def check_reference_cnn(r: Ranks) -> None:
         else:  # Gloo sums in another order
             torch.testing.assert_close(one, other)
     dist.destroy_process_group(gloo)
+
+
+def moved_storages(group: dist.ProcessGroup) -> int:
+    """How many storages have moved into the wire memory of `group`."""
+    return sum(seen.has_memory and seen.memory is None for seen in group._wire._seen.values()) if group._wire else 0
+
+
+def steps_of_ddp(rank: int, groups: list[dist.ProcessGroup], **options: object) -> list[torch.Tensor]:
+    """What a rank has after training as users do: parameters, and the last gradients."""
+    clears, clips = options.pop("clears", True), options.pop("clips", False)
+    kept, arrays = [], []
+    models = [
+        DistributedDataParallel(reference_cnn(), process_group=group, bucket_cap_mb=0.5, **options) for group in groups
+    ]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.02, momentum=0.9) for model in models]
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(22):
+        x, y = torch.randn(2, 1, 28, 28, generator=generator), torch.randint(10, (2,), generator=generator)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            if step == 20:
+                with model.no_sync():
+                    torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.zero_grad(set_to_none=clears)
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            arrays.append(next(model.parameters()).grad.numpy())  # must stay readable when the bucket moves
+    assert all(math.isfinite(array.sum()) for array in arrays)
+    for model in models:
+        kept += [tensor.detach().clone() for one in model.parameters() for tensor in (one, one.grad)]
+    return kept
+
+
+def check_buckets_in_wire_memory(r: Ranks) -> None:
+    gloo, other, before = group_with_gloo(r.all), dist.new_group(list(r.all)), moved_storages(dist.group.WORLD)
+    for options in (
+        {"clips": True},
+        {"clears": False, "gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    ):
+        ours = steps_of_ddp(r.rank, [dist.group.WORLD, other], **options)
+        theirs = steps_of_ddp(r.rank, [gloo], **options)
+        for one, its in zip(ours, theirs * 2, strict=True):
+            first = one.clone()
+            dist.broadcast(first, 0)
+            same(one, first, (options, "differs between ranks"))
+            if r.size == 2:
+                same(one, its, options)
+            else:  # Gloo sums in another order
+                torch.testing.assert_close(one, its, rtol=1e-3, atol=1e-4)
+    if min(r.counts) > 1:
+        assert other._wire is not None
+        assert moved_storages(dist.group.WORLD) >= before
+        assert sum(map(len, other._wire._free.values())) > 0, "the memory of discarded models has not come back"
+    dist.destroy_process_group(gloo)
+    dist.destroy_process_group(other)
+
+
+def check_memory_outlives_the_group(r: Ranks) -> None:
+    for _ in range(2):
+        group = dist.new_group(list(r.all))
+        model = DistributedDataParallel(reference_cnn(), process_group=group, gradient_as_bucket_view=True)
+        for _ in range(20):
+            model(torch.ones(1, 1, 28, 28)).sum().backward()
+        assert (moved_storages(group) > 0) == (min(r.counts) > 1)
+        grads = [parameter.grad for parameter in model.parameters()]
+        before = [grad.clone() for grad in grads]
+        dist.destroy_process_group(group)
+        if r.rank % 2:
+            del model
+            gc.collect()
+        for grad, kept in zip(grads, before, strict=True):
+            same(grad, kept)
+        grads[0].fill_(r.rank)
+        same(grads[0], torch.full_like(before[0], r.rank))
+
+
+def check_discarded_models(r: Ranks) -> None:
+    def cycle() -> None:
+        model = DistributedDataParallel(torch.nn.Linear(300, 200), gradient_as_bucket_view=True)
+        for _ in range(18):
+            model(torch.ones(2, 300)).sum().backward()
+
+    def used() -> tuple[int, int]:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return sum("memfd" in line for line in maps), len(list(Path("/proc/self/fd").iterdir()))
+
+    for _ in range(3):
+        cycle()
+    before = used()
+    for _ in range(int(os.environ.get("MODELS", "20"))):
+        cycle()
+    assert used() == before
+
+
+def check_abandoned_backward_pass(r: Ranks) -> None:
+    """What it has started does not reach the gradients of the next."""
+
+    class Break(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            raise ArithmeticError("half-way")
+
+    layers = [torch.nn.Linear(150, 150, bias=False) for _ in range(4)]
+    for trial in range(3):
+        model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.05, gradient_as_bucket_view=True)
+        for step in range(12):
+            x = torch.full((1, 150), float(r.rank + step + trial))
+            model.zero_grad()
+            model(x).sum().backward()
+            local = []
+            for q in r.all:
+                grads = torch.autograd.grad(
+                    torch.nn.Sequential(*layers)(torch.full((1, 150), float(q + step + trial))).sum(),
+                    list(model.parameters()),
+                )
+                local.append(grads)
+            for parameter, *grads in zip(model.parameters(), *local, strict=True):
+                torch.testing.assert_close(parameter.grad, sum(grads) / r.size)
+        broken = torch.nn.Sequential(*layers[:2], Breaking(Break), *layers[2:])
+        model = DistributedDataParallel(broken, bucket_cap_mb=0.05)
+        for _ in range(1 + trial % 2):
+            with pytest.raises(ArithmeticError, match="half-way"):
+                model(torch.ones(1, 150)).sum().backward()
+            model = DistributedDataParallel(broken, bucket_cap_mb=0.05)
+
+
+class Breaking(torch.nn.Module):
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._function.apply(x)
+
+
+def check_backward_without_a_thread(r: Ranks) -> None:
+    """On one host, whoever computes a backward pass also carries out what it has started."""
+    if len(r.counts) > 1:  # a thread keeps the network busy
+        return
+    carry_out, threads = PendingWork.carry_out, []
+
+    def recorded(work: PendingWork) -> None:
+        if work.in_backward:
+            threads.append(threading.get_ident())
+        carry_out(work)
+
+    group = dist.new_group(list(r.all))
+    model = DistributedDataParallel(network(), process_group=group, bucket_cap_mb=0.005)
+    with mock.patch.object(PendingWork, "carry_out", recorded):
+        for _ in range(5):
+            model(torch.ones(2, 1, 8, 8)).sum().backward()
+    assert set(threads) == {threading.get_ident()}
+    assert len(threads) >= 5
+    dist.destroy_process_group(group)
 
 
 def normalized(dtype: torch.dtype) -> torch.nn.Module:

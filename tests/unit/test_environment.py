@@ -110,7 +110,7 @@ def test_memory_where_proc_meminfo_says_nothing(content, monkeypatch, tmp_path):
     if content is not None:
         (tmp_path / "proc" / "meminfo").write_text(content)
     monkeypatch.setattr(shm, "Path", Elsewhere)
-    assert shm._available_bytes() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert shm.available_bytes() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_long_texts_keep_both_ends():

@@ -1,0 +1,233 @@
+"""Operations of a group, one at a time, in the order in which they were called, whatever threads call.
+
+An operation is carried out by the thread that waits for it, after all that were called before it. Those that start in a
+backward pass are carried out by a callback at its end, in the thread that computes. A thread of the queue's own looks
+after the rest: what nobody waits for, and what must go on while this process waits in another group.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .work import PendingWork
+
+# For which an operation is left to those who may wait for it, before the thread carries it out.
+_GRACE_SECONDS = 2e-3
+_with_operations: set[OperationQueue] = set()  # of this process
+
+
+class OperationQueue:
+    """What a group has been asked for and has not carried out.
+
+    Operations begin in the communicator as soon as all before them have begun, where they can. The callbacks of an
+    operation's future run before the next operation ends, so that they come in order. A callback that starts an
+    operation, or waits for one, lets the next operation go on first.
+
+    Args:
+        name: of the thread.
+        by_thread: the thread carries out every asynchronous operation: they move only while somebody waits, and
+            should do so while this process computes.
+    """
+
+    def __init__(self, name: str, *, by_thread: bool) -> None:
+        self._name = name
+        self._by_thread = by_thread
+        self._condition = threading.Condition()
+        self._queue: deque[PendingWork] = deque()
+        self._begun = 0  # at the front of the queue
+        self._busy = False  # a thread is in the communicator, or runs callbacks
+        self._teller = 0  # that thread, if it only runs callbacks
+        self._at_the_end: Callable[[], _AtTheEnd | None] = lambda: None  # of the last backward pass
+        self._thread: threading.Thread | None = None
+        self._look = threading.Event()
+        self._at_once = False
+        self._closed = False
+
+    # -- operations --------------------------------------------------------------------------------------------------
+    def enter(self) -> bool:
+        """Local. Take the communicator if nothing is under way. Whoever has got it calls `leave`."""
+        self._let_others_go_on()
+        with self._condition:
+            self._give_way()
+            if self._busy or self._queue:
+                return False
+            self._busy = True
+            return True
+
+    def give_way(self) -> None:
+        """Local. If this thread runs callbacks, let the next operation go on."""
+        with self._condition:
+            self._give_way()
+
+    def leave(self) -> None:
+        """Local. Let the next operation go on."""
+        with self._condition:
+            self._busy = False
+            self._condition.notify_all()
+
+    def post(self, work: PendingWork) -> None:
+        """Local. Add an operation, which begins now if it can."""
+        with self._condition:
+            self._give_way()
+            self._queue.append(work)
+            _with_operations.add(self)
+            if self._busy:
+                return
+            self._busy = True
+        self._begin()
+        self.leave()
+
+    def complete(self, work: PendingWork) -> None:
+        """Local. Carry out the operations up to `work`, unless another thread does."""
+        while True:
+            self._let_others_go_on()
+            with self._condition:
+                self._give_way()
+                while self._busy and not work.ended:
+                    self._condition.wait()
+                if work.ended:
+                    return
+                self._busy = True
+            self._carry_out_first()
+
+    def complete_within(self, work: PendingWork, seconds: float) -> bool:
+        """Local. Have the thread carry out what is left; whether `work` has ended within that time."""
+        self.attend(at_once=True)
+        with self._condition:
+            self._give_way()
+            return self._condition.wait_for(lambda: work.ended, seconds)
+
+    def poll(self, work: PendingWork) -> bool:
+        """Local. Move the operations forward; whether `work` has ended."""
+        while not work.ended:
+            with self._condition:
+                self._give_way()
+                if self._busy or work.ended:
+                    break
+                self._busy = True
+            self._begin()
+            if not self._queue[0].done():
+                self.leave()
+                self.attend()
+                break
+            self._carry_out_first()
+        return work.ended
+
+    # -- who carries them out ----------------------------------------------------------------------------------------
+    def attend(self, *, at_once: bool = False) -> None:
+        """Local. Have the thread carry out what nobody has waited for within a moment, or `at_once`."""
+        at_once = at_once or self._by_thread
+        self._at_once = self._at_once or at_once
+        if self._thread in (None, threading.current_thread()):  # which runs a callback that may wait
+            with self._condition:
+                if self._thread in (None, threading.current_thread()) and not self._closed:
+                    # A daemon: a script may end without destroy_process_group, in the middle of an operation.
+                    self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                    self._thread.start()
+        if at_once or not self._look.is_set():
+            self._look.set()
+
+    def attend_after_backward(self, work: PendingWork) -> None:
+        """Local, in a backward pass. Carry out `work` at its end, in this thread, with what has been posted before.
+
+        Callbacks run in the order of their queueing, so this comes before that of DDP, which is queued after its last
+        bucket, and which would make a RuntimeError of its future's error.
+        """
+        if self._by_thread:
+            self.attend()
+        backward_pass, callback = torch._C._current_graph_task_id(), self._at_the_end()
+        if callback is None or callback.backward_pass != backward_pass:
+            callback = _AtTheEnd(self, backward_pass)
+            self._at_the_end = weakref.ref(callback)
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
+        callback.works.append(work)
+
+    def close(self) -> None:
+        """Local. End the thread when it has nothing left to do."""
+        self._closed = True
+        self._look.set()
+
+    def join(self, seconds: float) -> None:
+        """Local, after `close`. Wait for the end of the thread, at most so long: at exit, Python kills it."""
+        if self._thread not in (None, threading.current_thread()):
+            self._thread.join(seconds)
+
+    # -- within ------------------------------------------------------------------------------------------------------
+    def _first(self) -> PendingWork | None:
+        with self._condition:
+            return self._queue[0] if self._queue else None
+
+    def _begin(self) -> None:
+        """Holding the communicator. Begin what can be begun, in order."""
+        while self._begun < len(self._queue) and self._queue[self._begun].begin():
+            self._begun += 1
+
+    def _carry_out_first(self) -> None:
+        """Holding the communicator. Carry out an operation, leave, and run its callbacks."""
+        self._begin()
+        work = self._queue[0]
+        work.carry_out()
+        with self._condition:
+            self._queue.popleft()
+            self._begun = max(self._begun - 1, 0)
+            if not self._queue:
+                _with_operations.discard(self)
+            self._teller = threading.get_ident()
+            self._condition.notify_all()
+        work.tell()
+        with self._condition:
+            self._give_way()
+
+    def _give_way(self) -> None:
+        if self._teller == threading.get_ident():
+            self._teller, self._busy = 0, False
+            self._condition.notify_all()
+
+    def _let_others_go_on(self) -> None:
+        """Before this thread waits. Ranks may wait for the operations of several groups in different orders."""
+        if len(_with_operations) > (self in _with_operations):
+            for queue in tuple(_with_operations):
+                if queue is not self:
+                    queue.attend(at_once=True)
+
+    def _serve(self) -> None:
+        while self._thread is threading.current_thread() and not self._closed:
+            self._look.wait()
+            self._look.clear()
+            if not self._at_once:
+                time.sleep(_GRACE_SECONDS)
+            at_once = self._at_once
+            if at_once:  # else somebody may be setting it
+                self._at_once = False
+            while (work := self._first()) is not None and (at_once or not work.in_backward):
+                self.complete(work)
+            del work  # its tensors are the caller's again
+
+
+class _AtTheEnd:
+    """The callback of a backward pass. One that raises half-way drops it: the thread then takes its place."""
+
+    def __init__(self, queue: OperationQueue, backward_pass: int) -> None:
+        self._queue = queue
+        self.backward_pass = backward_pass
+        self.works: list[PendingWork] = []
+
+    def __call__(self) -> None:
+        works, self.works = self.works, []
+        for work in works:
+            self._queue.complete(work)
+        for work in works:
+            work.wait()
+
+    def __del__(self) -> None:
+        if self.works:
+            self._queue.attend(at_once=True)

@@ -1,0 +1,168 @@
+"""Buckets of DDP, and whatever else is reduced again and again in backward passes, moved into wire memory.
+
+There the communicator reduces them where they lie, without a copy. A storage moves with all tensors that are views of
+it: PyTorch exchanges what the storage points to.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import resource
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..comm.base import DTYPES
+from ..comm.shm import available_bytes
+from .work import PendingWork
+
+if TYPE_CHECKING:
+    from ..comm.base import Array, Communicator
+    from .queue import OperationQueue
+
+_log = logging.getLogger("distopt")
+_Kind: TypeAlias = tuple[str, int]  # type and count of a storage's elements
+
+_LEAST_BYTES = 64 << 10  # what is smaller is copied in less time than is saved
+_SHORTEST_PERIOD, _LONGEST_PERIOD = 8, 32  # between agreements, in operations
+_NO, _HAS_MEMORY, _NEEDS_MEMORY = range(3)  # whether the storage of an operation shall move
+
+
+@dataclass
+class _Seen:
+    """A storage that has been reduced in a backward pass."""
+
+    alive: StorageWeakRef  # while this exists, no other storage has its key
+    kind: _Kind
+    has_memory: bool = False  # or has had
+    memory: Array | None = None  # into which it moves when it is next reduced
+
+
+class WireMemory:
+    """Moves into wire memory what a group reduces repeatedly.
+
+    To make wire memory is collective, but only its own rank knows whether it has seen a storage before. So every few
+    operations ranks start to tell each other what they would move, and at the next time, when all of them know it, make
+    what memory they lack. Until then, and where one rank's storage is new, the communicator copies.
+
+    Args:
+        communicator: of the group.
+        queue: of its operations.
+        timeout: of the group, in seconds.
+    """
+
+    def __init__(self, communicator: Communicator, queue: OperationQueue, timeout: float) -> None:
+        self._communicator = communicator
+        self._queue = queue
+        self._timeout = timeout
+        self._size = communicator.topology.world_size
+        self._period = _SHORTEST_PERIOD
+        self._seen: dict[int, _Seen] = {}
+        self._wishes: list[int | None] = []  # of each operation since the last agreement, the storage that shall move
+        self._agreement: tuple[PendingWork, list[int | None], Array] | None = None
+        self._free: dict[_Kind, list[Array]] = {}
+        self._has_warned = False
+
+    def look(self, tensor: torch.Tensor, *, in_backward: bool) -> None:
+        """Collective, before every all_reduce of `tensor`. Move it, if that has been agreed on."""
+        if tensor.layout != torch.strided or tensor.nbytes < _LEAST_BYTES:
+            return
+        if len(self._wishes) == self._period:
+            self._grant()
+            self._agree()
+        self._wishes.append(self._wish(tensor) if in_backward else None)
+
+    def _wish(self, tensor: torch.Tensor) -> int | None:
+        """The storage of `tensor`, if it is to move."""
+        dtype, storage = str(tensor.dtype).removeprefix("torch."), tensor.untyped_storage()
+        if dtype not in DTYPES or storage.nbytes() != tensor.nbytes or not tensor.is_contiguous():
+            return None
+        key: int = storage._cdata
+        seen = self._seen.get(key)
+        if seen is None:
+            self._seen[key] = _Seen(StorageWeakRef(storage), (dtype, tensor.numel()))
+        elif seen.memory is not None:
+            self._move(tensor, seen)
+        elif not seen.has_memory and key not in self._wishes and self._fits(tensor.nbytes):
+            return key
+        return None
+
+    def _move(self, tensor: torch.Tensor, seen: _Seen) -> None:
+        memory, seen.memory = seen.memory, None
+        view = memory.view()  # type: ignore[union-attr] # lives as long as the storage points to it
+        wire = torch.from_numpy(view)
+        wire.view(tensor.dtype).copy_(tensor.detach().view(-1))
+        storage = wire.untyped_storage()
+        tensor.untyped_storage()._swap_data_ptr_(storage)
+        # The old memory stays as long: NumPy arrays may have been made of it.
+        free = self._free.setdefault(seen.kind, [])
+        weakref.finalize(view, _give_back, free, memory, storage).atexit = False
+
+    def _agree(self) -> None:
+        """Collective. Start to tell the others what this rank would move."""
+        for key, seen in tuple(self._seen.items()):
+            if seen.alive.expired():
+                del self._seen[key]
+                if seen.memory is not None:
+                    self._free[seen.kind].append(seen.memory)
+        free = {kind: len(memories) for kind, memories in self._free.items()}
+        said = np.zeros(len(self._wishes), np.int64)
+        for i, wish in enumerate(self._wishes):
+            if wish in self._seen:
+                kind = self._seen[wish].kind
+                free[kind] = free.get(kind, 0) - 1
+                said[i] = _NEEDS_MEMORY if free[kind] < 0 else _HAS_MEMORY
+        table = np.empty((self._size, len(said)), np.int64)
+        self._wishes, wishes = [], self._wishes
+        all_gather = partial(self._communicator.all_gather, said, table, label="wire memory")
+        self._agreement = self._post(lambda: all_gather().wait(self._timeout)), wishes, table
+
+    def _grant(self) -> None:
+        """Collective. Give memory to the storages that all ranks would move."""
+        if self._agreement is None:
+            return
+        (work, wishes, table), self._agreement = self._agreement, None
+        work.wait()
+        self._period = _SHORTEST_PERIOD if table.any() else min(2 * self._period, _LONGEST_PERIOD)
+        for key, said in zip(wishes, table.T, strict=True):
+            if said.min() == _NO or key is None:
+                continue
+            seen = self._seen[key]
+            free = self._free.setdefault(seen.kind, [])
+            if said.max() == _NEEDS_MEMORY:
+                dtype, count = seen.kind
+                self._post(lambda: free.append(self._communicator.empty(count, dtype))).wait()  # noqa: B023
+            seen.has_memory, seen.memory = True, free.pop()
+
+    def _post(self, action: Any) -> PendingWork:
+        work = PendingWork(self._queue, None, action, [], self._timeout)
+        self._queue.post(work)
+        return work
+
+    def _fits(self, n_bytes: int) -> bool:
+        """Whether there is memory for it on all ranks of a host; a notice if not."""
+        n_bytes *= self._communicator.topology.local_size
+        fits = resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+        fits = fits and available_bytes() > 2 * n_bytes
+        if fits:
+            try:
+                mmap.mmap(-1, n_bytes).close()
+            except OSError:
+                fits = False
+        if not fits and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "rank %d: %d MiB of memory for reducing buckets without copies are not available; they are copied",
+                *(self._communicator.topology.rank, n_bytes >> 20),
+            )
+        return fits
+
+
+def _give_back(free: list[Array], memory: Array, old: torch.UntypedStorage) -> None:  # noqa: ARG001
+    free.append(memory)
