@@ -27,10 +27,10 @@ from .hosts import HostsCommunicator
 from .inner import Abilities, give_backend
 from .messages import Mail
 from .monitored import monitored_barrier
-from .queue import OperationQueue
+from .queue import OperationQueue, PendingWork
 from .tensors import reduction_of, refuse_nan
 from .wire import WireMemory
-from .work import DoneWork, PendingWork
+from .work import DoneWork
 
 if TYPE_CHECKING:
     from torch import Tensor

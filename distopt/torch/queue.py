@@ -7,22 +7,147 @@ after the rest: what nobody waits for, and what must go on while this process wa
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import time
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+
+from ..errors import DistoptError
+from .dynamo import untraced
+from .errors import as_torch
+from .work import WaitedWork, of_a_hook, typed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from types import FrameType
 
-    from .work import PendingWork
+    from ..comm.work import Work
 
 # For which an operation is left to those who may wait for it, before the thread carries it out.
 _GRACE_SECONDS = 2e-3
 _with_operations: set[OperationQueue] = set()  # of this process
+
+
+@untraced
+class PendingWork(WaitedWork):
+    """An operation in the queue of its group.
+
+    Args:
+        queue: carries it out.
+        start: starts it in the communicator; None, or an error, if that cannot be done before its turn.
+        action: carries it out as a whole.
+        tensors: the result.
+        seconds: for which what has started waits for other ranks.
+        in_backward: it was called in a backward pass, whose callback carries it out.
+    """
+
+    def __init__(
+        self,
+        queue: OperationQueue,
+        start: Callable[[], Work | None] | None,
+        action: Callable[[], object],
+        tensors: list[torch.Tensor],
+        seconds: float,
+        *,
+        in_backward: bool = False,
+    ) -> None:
+        super().__init__(tensors)
+        self._queue = queue
+        self._start = start
+        self._action: Callable[[], object] | None = action
+        self._seconds = seconds
+        self._under_way: Work | None = None
+        self._lock = threading.Lock()
+        self._futures: tuple[torch.futures.Future[Any], torch.futures.Future[Any]] | None = None
+        self._told: torch.futures.Future[Any] | None = None
+        self.in_backward = in_backward
+        self.ended = False
+
+    # -- for the queue -----------------------------------------------------------------------------------------------
+    def begin(self) -> bool:
+        """Local. Start it; whether it has started."""
+        start, self._start = self._start, None
+        if start is not None:
+            with contextlib.suppress(Exception):  # `action` meets the same, and raises it where it can be seen
+                self._under_way = start()
+        return self._under_way is not None
+
+    def done(self) -> bool:
+        """Local. Move it forward; whether to carry it out takes no waiting."""
+        try:
+            return self._under_way is not None and self._under_way.done()
+        except DistoptError:
+            return True
+
+    def carry_out(self) -> None:
+        """Wait for what has started, or run the action."""
+        try:
+            if self._under_way is not None:
+                self._under_way.wait(self._seconds)
+            elif self._action is not None:
+                self._action()
+        except DistoptError as error:
+            self._error = as_torch(error)
+            self._error.__cause__ = error
+        except BaseException as error:  # whoever waits gets it
+            self._error = error
+        self._action = self._under_way = None  # and with it what they refer to
+        with self._lock:
+            self.ended = True
+            self._told = self._futures and self._futures[0]
+
+    def tell(self) -> None:
+        """Run the callbacks of the future in this thread."""
+        if self._told is not None:
+            self._told.set_result(None)
+
+    # -- for PyTorch -------------------------------------------------------------------------------------------------
+    def is_completed(self) -> bool:
+        """Local. Whether it has ended; moves it forward."""
+        return self._queue.poll(self)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end, at most `timeout` (default: the operation's own).
+
+        Raises:
+            DistBackendError: it has failed; the message names the rank at fault, or it has not ended in time.
+        """
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        if not self.ended and seconds <= 0:
+            self._queue.complete(self)
+        elif not self.ended and not self._queue.complete_within(self, seconds):
+            raise dist.DistBackendError(f"the operation has not ended within {seconds:g} s; it goes on")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Local. A future that gets the tensors, or the error, when the operation ends.
+
+        Its callbacks run in the thread that ends the operation, and may start and wait for other operations.
+        """
+        if of_a_hook(self._tensors):
+            self.wait()
+            return typed(self._tensors)
+        with self._lock:
+            if self._futures is not None:
+                return self._futures[1]
+            # Only a callback that raises gives a future an error that C++, where DDP waits, takes for one.
+            first: torch.futures.Future[Any] = torch.futures.Future()
+            self._futures = first, first.then(lambda _: self.result())
+            ended = self.ended
+        if ended:
+            first.set_result(None)
+        elif not (self.in_backward and _asked_by_ddp(sys._getframe(1))):
+            self._queue.attend(at_once=True)
+        return self._futures[1]
 
 
 class OperationQueue:
@@ -231,3 +356,12 @@ class _AtTheEnd:
     def __del__(self) -> None:
         if self.works:
             self._queue.attend(at_once=True)
+
+
+def _asked_by_ddp(frame: FrameType | None) -> bool:
+    """Whether a future was asked for by C++ in a backward pass, which waits for it only after its callbacks.
+
+    Whoever asks in Python may wait for it at once, in C++, where nobody carries the operation out: the innermost frame
+    of Python is then that of a hook, and here the one in which torch.autograd runs its engine.
+    """
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"

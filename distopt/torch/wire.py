@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..comm.base import DTYPES
 from ..comm.shm import available_bytes
-from .work import PendingWork
+from .queue import PendingWork
 
 if TYPE_CHECKING:
     from ..comm.base import Array, Communicator

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 import distopt.torch
 from benchmarks.networks.emulation import LINK
 from distopt.torch import between, hosts
-from distopt.torch.work import PendingWork
+from distopt.torch.queue import PendingWork
 
 from .forked import CONTEXT, group_with_gloo, join, on_emulated_host, place_of
 
