@@ -18,7 +18,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Preempted, UsageError
-from ..launch.ending import PREEMPTION_SIGNALS
+from ..launch.ending import PREEMPTION_SIGNALS, ignore
 from ..launch.join.env import origin
 from ..launch.watch.report import supervisor
 
@@ -82,7 +82,7 @@ class Preemption:
             What ends this process when it is raised.
         """
         for other in PREEMPTION_SIGNALS:
-            signal.signal(other, signal.SIG_IGN)  # in scontrol, too, which Slurm ends together with the job
+            ignore(other)  # in scontrol, too, which Slurm ends together with the job
         asked, reason = self._asked(number), ""
         rank, job = self._communicator.topology.rank, slurm_job()
         if not asked:

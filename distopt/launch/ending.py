@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from types import FrameType
@@ -58,9 +59,16 @@ def caught_signals(signals: Iterable[int], *, last: bool = False) -> Iterator[tu
         yield caught, wake
     finally:
         for signum, handler in before.items():
-            signal.signal(signum, signal.SIG_IGN if last else handler)
+            ignore(signum) if last else signal.signal(signum, handler)
         os.close(wake)
         os.close(write)
+
+
+def ignore(signum: int) -> None:
+    """Local. Have a signal no effect from now on. Of one that comes at this moment, Python would print a traceback."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    signal.signal(signum, signal.SIG_IGN)
+    sys.unraisablehook = hook
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -122,3 +123,24 @@ def test_long_texts_keep_both_ends():
         assert text.endswith("xend")
         kept = text.count("x") + 8
         assert f"\n... {size - kept:,} characters are left out ...\n" in text
+
+
+UNDER_FIRE = """
+import os, signal, time
+from distopt.launch.ending import ignore
+
+own, sender = os.getpid(), os.fork()
+while not sender:
+    os.kill(own, signal.SIGTERM)
+end = time.monotonic() + 3
+while time.monotonic() < end:
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    ignore(signal.SIGTERM)
+os.kill(sender, signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_that_comes_while_it_begins_to_be_ignored_prints_nothing():
+    ended = subprocess.run([sys.executable, "-c", UNDER_FIRE], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stderr == ""

@@ -18,7 +18,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from ...errors import DistoptError, Preempted, UsageError
-from ..ending import ENDING_SIGNALS, describe_exit, die_with
+from ..ending import ENDING_SIGNALS, describe_exit, die_with, ignore
 from ..join.env import origin
 from ..join.multiprocess import UNGUARDED, Ticket, is_importing
 from ..watch.report import supervisor
@@ -216,7 +216,7 @@ def _run_rank(before: Any, fn: Callable[..., object], args: tuple[Any, ...], tic
         _fail(code, "failed:\n" + "".join(traceback.format_exception(type(error), error, frames)), error)
     finally:
         # Already exiting; a second SystemExit would interrupt the cleanup.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ignore(signal.SIGTERM)
 
 
 def _fail(code: int, text: str, error: BaseException | None = None) -> NoReturn:
