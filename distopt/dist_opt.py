@@ -38,7 +38,7 @@ from .sync.step import GradientCounter
 
 __all__ = ["DEFAULT_BUCKET_ELEMENTS", "DistOpt", "NonFinite"]
 
-# A comparison takes about a tenth of a step of the reference model: in one of so many, it costs 0.1 % of the time.
+# A comparison takes about a tenth of a step of the reference model: once every 100 steps, it costs 0.1 % of the time.
 DEFAULT_CHECK_EVERY = 100
 
 
@@ -235,8 +235,8 @@ class DistOpt:
 
         Args:
             loss: what to differentiate.
-            codec: what is sent. Its options, and its kind, may change from step to step, alike on all ranks: a kind
-                that returns goes on from the residuals that it has left.
+            codec: what is sent. Its options, and its kind, may change from step to step, alike on all ranks: a kind of
+                codec that is used again resumes from the residuals that it has left.
             bucket_elements: bucket size in elements.
             clip: limit every element of a gradient to [-clip, clip] before it is sent.
 
@@ -266,9 +266,9 @@ class DistOpt:
     def no_sync(self) -> AbstractContextManager[None]:
         """Local. In the body of a `with`, a step only adds the gradients of its loss to earlier ones; nothing is sent.
 
-        The next step outside adds them to its own, and goes on as always, whatever its kind: the sum is clipped, sent
-        and averaged over the ranks. To have the gradient of a mean over n such batches, divide each loss by n. Every
-        rank leaves the body before the same step; how many losses it adds is its own affair. A step whose update is
+        The next step outside, of any kind, adds them to its own and then continues as usual: the sum is clipped, sent
+        and averaged over the ranks. For the gradient of the mean over n such batches, divide each loss by n. Every
+        rank leaves the body before the same step; the number of losses may differ between ranks. A step whose update is
         skipped takes the sum with it. The name is PyTorch's.
         """
         return self._accumulation.collecting()
@@ -288,7 +288,7 @@ class DistOpt:
         over the ranks that still have data. Every rank needs at least one batch; and all take the same kind of step,
         by any codec without error feedback. Other collectives must stay outside of the body.
 
-        It costs one exchange of 16 bytes per rank and step. An exception in the body of one rank is no end of its data:
+        It costs one exchange of 16 bytes per rank and step. An exception in the body of one rank does not end its data:
         it leaves at once, and the others get an error as soon as the rank closes or ends.
 
         Raises:
@@ -348,7 +348,7 @@ class DistOpt:
         return self._engine.stats()
 
     def get_states(self) -> States:
-        """Local. Copies of all that a later run needs to go on, this rank's residuals included.
+        """Local. Copies of all that a later run needs to resume, including this rank's residuals.
 
         Residuals differ between ranks: every rank saves its own.
 
@@ -359,9 +359,9 @@ class DistOpt:
         return {f"optimizer/{name}": array for name, array in self.opt.get_states().items()} | self._engine.get_states()
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
-        """Local. Go on from what `get_states` gave on the same rank of a job of the same size.
+        """Local. Resume from the result of `get_states` on the same rank of a job of the same size.
 
-        What `Model.load_states` made of it, tensors, will do, too. Gradients of `no_sync` are dropped.
+        Tensors, which `Model.load_states` returns, are accepted, too. Gradients of `no_sync` are dropped.
 
         Raises:
             StateError: the states are not of a DistOpt, or do not fit; nothing was changed.
@@ -399,12 +399,12 @@ class DistOpt:
 
 
 def _has(opt: Optimizer | None, name: str) -> bool:
-    """Whether the wrapped optimizer has a public attribute of that name that is no method."""
+    """Whether the wrapped optimizer has a public attribute of that name that is not a method."""
     return not name.startswith("_") and hasattr(opt, name) and not isinstance(getattr(opt, name), MethodType)
 
 
 def _divided(states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> tuple[States, States]:
-    """Those of the optimizer and those of the engine, as arrays."""
+    """The optimizer's states and the engine's states, as arrays."""
     arrays = {key: value.to_numpy() if isinstance(value, Tensor) else value for key, value in states.items()}
     others = {key: array for key, array in arrays.items() if not key.startswith("optimizer/")}
     return under("optimizer", arrays), others

@@ -32,7 +32,7 @@ log = logging.getLogger("distopt")
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a job goes on from.
+    """Where a job resumes.
 
     Attributes:
         folder: the checkpoint; None for states that an agent of `distopt run --heal` has kept.
@@ -53,10 +53,10 @@ class Resumed:
 
 
 def load(folder: str | os.PathLike[str], communicator: Ranks | None = None, **objects: Any) -> Resumed | None:
-    """Collective. Set `objects` to the newest whole checkpoint in `folder`; see `Checkpoint` for what they can be.
+    """Collective. Set `objects` to the newest complete checkpoint in `folder`; see `Checkpoint` for what they can be.
 
     Nothing on the disk changes. A checkpoint may hold more objects than are asked for, so a model can be loaded alone.
-    One that is damaged, incomplete or does not fit is refused, with a warning on rank 0, and the one before is tried.
+    A damaged, incomplete or unsuitable one is refused, with a warning on rank 0, and the previous one is tried.
 
     Args:
         folder: where the checkpoints are; the same for all ranks.
@@ -64,7 +64,7 @@ def load(folder: str | os.PathLike[str], communicator: Ranks | None = None, **ob
         objects: what to set, by the names under which it was saved.
 
     Returns:
-        Where the job goes on from; None if there is no checkpoint, or only one that has never been completed.
+        Where the job resumes; None if there is no checkpoint, or only one that has never been completed.
 
     Raises:
         StateError: there are checkpoints, but none can be used; nothing was changed.
@@ -116,7 +116,7 @@ def load_newest(
 
 
 def communicator_of(objects: Mapping[str, Any]) -> Ranks:
-    """Local. That of the first object that has one, else that of `distopt.init`, else that of a job of one rank."""
+    """Local. The communicator of the first object with one, else of `distopt.init`, else of a job of one rank."""
     found: Ranks | None = next((x.communicator for x in objects.values() if hasattr(x, "communicator")), None)
     if found is None and (world := current()):
         found = world.communicator
@@ -186,7 +186,7 @@ def _read(
 
 
 def _checked(parts: Mapping[str, Part], states: dict[str, State]) -> dict[str, State]:
-    """`states`, which `parts` can go on from; raises a StateError that names the object if one cannot."""
+    """`states`, if `parts` can resume from them; else raises a StateError that names the object."""
     for name, state in states.items():
         with _named(name):
             parts[name].check(state)
@@ -196,7 +196,7 @@ def _checked(parts: Mapping[str, Part], states: dict[str, State]) -> dict[str, S
 def _merged(
     folder: Path, manifest: Manifest, parts: Mapping[str, Part], rank: int, common: set[str]
 ) -> dict[str, State]:
-    """What one of another number of ranks gets of what was each rank's own."""
+    """The states that `rank`, of another number of ranks, gets from the states of each old rank."""
     merges = {name: _Stream(rank, name in common) if part.random else _Mean() for name, part in parts.items()}
     for old in range(manifest.world_size):
         for name, state in _by_part(parts, {}, *read_rank(folder, manifest, old)).items():
@@ -255,7 +255,7 @@ class _Mean:
 class _Stream:
     """The state that a random generator gets on one rank.
 
-    A rank goes on from its own state. Where it had none, its generator stays as the script has seeded it.
+    A rank resumes from its own state. If it had none, its generator stays as the script has seeded it.
 
     Args:
         rank: a new rank.

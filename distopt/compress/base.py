@@ -1,7 +1,7 @@
-"""What every codec is: a way to replace a bucket of gradients by its mean over the ranks.
+"""The interface of codecs: ways to replace a bucket of gradients by its mean over the ranks.
 
 A *bucket* is a flat array of gradients. A `Codec` is a set of frozen options with two methods. `prepare` runs once for
-a bucket and completes its `CodecState`: wire memory, residual and what else outlives a step. `reduce` is a generator
+a bucket and completes its `CodecState`: wire memory, residual and all that outlives a step. `reduce` is a generator
 that runs in every step and reads as the algorithm in its paper: it encodes, starts collectives, yields every `Work`
 that it waits for, decodes, and returns its verdict.
 
@@ -146,7 +146,7 @@ class Reduction:
         cost.dense_bytes += state.dense_bytes
 
     def done(self) -> bool:
-        """Local. Whether `resume` would return without waiting. Moves bytes, but never goes on to the next step."""
+        """Local. Whether `resume` would return without waiting. Moves bytes, but never advances to the next step."""
         pending = self.state.pending
         return self.finished or pending is None or pending.done()
 

@@ -44,7 +44,7 @@ class Fp32(Codec):
         if looks and (found := work.nonfinite):
             rank, index = found
             return state.verdict([0] * rank + [bucket.size - index], _fault(state))
-        # Of an empty bucket there is no first element.
+        # An empty bucket has no first element.
         if marks and any(map(math.isnan, state.read(bucket[:1], work))):
             header = state.send_header()
             yield header
@@ -53,7 +53,7 @@ class Fp32(Codec):
 
 
 def _limit(state: CodecState) -> float:
-    """The largest magnitude of which a sum over the ranks is surely finite."""
+    """The largest magnitude whose sum over the ranks is certain to be finite."""
     largest, ranks = float(np.finfo(state.bucket.dtype).max), state.topology.world_size
     return largest / (2 * ranks) if ranks > 1 else largest  # half of a share, as rounding goes up as well
 

@@ -125,7 +125,7 @@ class PowerSGD(Codec):
             # A column of zeros would stay so, as would one that another holds already.
             last_q, next_q = (q.reshape(own.start.shape) for q in state.renew("q", part=own.part))
             next_q[...] = xp.where(own.p.any(axis=0), own.q, last_q)
-            _orthogonalise(next_q)  # of which the next P keeps the directions, and no tiny scale
+            _orthogonalise(next_q)  # whose directions the next P keeps, without a tiny scale
             next_q[...] = xp.where(next_q.any(axis=0), next_q, own.start)
             own.mean[...] = own.p[:, :1] * own.q[:, 0]
             for k in range(1, self.rank):

@@ -1,4 +1,4 @@
-"""What belongs to a bucket for as long as it lives: what codecs of one kind work with on it, and keep between steps."""
+"""The state of a bucket during its lifetime: the arrays that codecs of one kind use on it, and keep between steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BadGradient(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What the ranks tell each other with a lossy reduction.
+    """The data that ranks exchange beside a lossy reduction.
 
     Attributes:
         counts: lengths of the lists, by rank.
@@ -121,7 +121,7 @@ class CodecState:
     # -- state -------------------------------------------------------------------------------------------------------
     @property
     def residual(self) -> Array | None:
-        """What had not been sent before this step, with error feedback: the array itself, where the bucket is."""
+        """With error feedback, gradients not sent before this step: the array itself, on the bucket's device."""
         return self._state.get("residual")
 
     def keep(self, name: str, initial: Array | None = None, part: Part | None = None) -> Array:
@@ -167,9 +167,9 @@ class CodecState:
         return {key: array.copy() for key, array in self._loaded.items()} | views
 
     def load_state_dict(self, state: States) -> None:
-        """Local. Continue from what `state_dict` returned, perhaps under other options of the codec.
+        """Local. Continue from the result of `state_dict`, perhaps under other options of the codec.
 
-        What these do not use is kept for options that do; what is missing begins anew.
+        Arrays that these do not use are kept for options that do; missing arrays begin anew.
 
         Raises:
             StateError: see `check_state_dict`; nothing was changed.

@@ -1,4 +1,4 @@
-"""What communication costs: of a bucket, and of training."""
+"""The cost of communication: of a bucket, and of training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Statistics:
-    """What reductions of a bucket cost on this rank.
+    """The cost of reducing a bucket on this rank.
 
     Attributes:
         reductions: how many these are.
@@ -40,14 +40,14 @@ class Statistics:
         return self
 
     def __sub__(self, earlier: Statistics) -> Statistics:
-        """What was added since `earlier`."""
+        """The difference since `earlier`."""
         before = vars(earlier)
         return Statistics(**{name: value - before[name] for name, value in vars(self).items()})
 
 
 @dataclass
 class CommunicationStatistics:
-    """What this rank has sent, and how long it took. `later - earlier` is what lies between two of them.
+    """The data that this rank has sent, and the time taken. `later - earlier` is the difference between two of them.
 
     Attributes:
         steps: training steps that have begun.

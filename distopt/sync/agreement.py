@@ -1,9 +1,9 @@
-"""Checks that all ranks train the same model from the same start by the same rule, and go on doing so.
+"""Checks that all ranks train the same model from the same start by the same rule, in every step.
 
 Constants of the optimizer, such as the learning rate of this step, are compared by value in the first step. Later, a
-rank that finds a change tells of it in the label of the next collective that it starts. Communicators compare labels
-anyway, so this sends nothing more, and what has not changed need not be told again. Parameters are compared every so
-many steps, by digests.
+rank that finds a change puts it into the label of the next collective that it starts. Communicators compare labels
+anyway, so this sends nothing more, and constants that have not changed are not sent again. Parameters are compared
+at intervals, by digests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _numbers: WeakKeyDictionary[Communicator, Iterator[int]] = WeakKeyDictionary()
 
 
 class Agreement:
-    """What one engine has agreed on with those of the other ranks.
+    """The agreement of one engine with the engines of the other ranks.
 
     Attributes:
         communicator: of the ranks.
@@ -137,7 +137,7 @@ class Agreement:
 
     # -- constants ---------------------------------------------------------------------------------------------------
     def look(self, constants: Mapping[str, Any], updates: int, *, by_hand: bool = False) -> None:
-        """Local. Note which constants are others than expected, for the next label.
+        """Local. Note which constants differ from those expected, for the next label.
 
         Args:
             constants: by name.
@@ -171,7 +171,7 @@ class Agreement:
             raise
 
     def explain(self, error: MismatchError) -> None:
-        """Local. Raise the error anew with its reason, if the label of a call tells of constants.
+        """Local. Raise the error again with its reason, if the label of a call contains constants.
 
         Raises:
             MismatchError: a label does.
@@ -217,7 +217,7 @@ class Agreement:
             return
         differing = np.flatnonzero((everyone != everyone[0]).any(axis=0))
         found = everyone[:, differing[0]].tolist()
-        usual = Counter(found).most_common(1)[0][0]  # that of rank 0 if there is no majority
+        usual = Counter(found).most_common(1)[0][0]  # the value of rank 0 if there is no majority
         who = ", ".join(f"{rank} ({topology.hosts[rank]})" for rank, value in enumerate(found) if value != usual)
         first = found.index(usual)
         name = f"{params[differing[0]].name}{f' (and {differing.size - 1} more)' if differing.size > 1 else ''}"

@@ -18,7 +18,7 @@ ALIGNMENT_BYTES = 256  # of every array, and of every gradient in its bucket: wh
 
 
 class Parameter(Protocol):
-    """What the engine needs to know of a parameter.
+    """A parameter, as the engine needs it.
 
     Attributes:
         name: unique in its model.
@@ -95,7 +95,7 @@ class WireMemory:
         self._cut_anew = bool(self._blocks)
 
     def empty(self, count: int, dtype: str, *, xp: Any) -> Array:
-        """Collective. As `Communicator.empty`, in the memory at hand if there is room."""
+        """Collective. As `Communicator.empty`, in the existing memory if there is room."""
         storage = storage_of(dtype)
         if not count:
             return xp.empty(0, storage)

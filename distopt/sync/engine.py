@@ -43,7 +43,7 @@ class Engine:
         non_finite: what to do about a gradient that is NaN or infinite on any rank: "raise" a GradientError on all
             ranks; "skip" the update of this step on all ranks, with a warning; "ignore" it: fp32 then does not look,
             and the other codecs, which cannot carry such a value, raise.
-        check_every: compare the parameters of all ranks in the first step and then in one of so many; 0: never.
+        check_every: compare the parameters of all ranks in the first step, then once every this many steps; 0: never.
 
     Attributes:
         non_finite: see above; all ranks may change it between steps.
@@ -71,7 +71,7 @@ class Engine:
         """Local. Check the arguments of the constructor before there is a communicator.
 
         Raises:
-            UsageError: there is no such value of `non_finite`, or `check_every` is no number of steps.
+            UsageError: there is no such value of `non_finite`, or `check_every` is not a number of steps.
         """
         if non_finite not in get_args(NonFinite):
             raise UsageError(f"non_finite={non_finite!r} is not one of {', '.join(get_args(NonFinite))}")
@@ -99,8 +99,8 @@ class Engine:
         """Collective. Open a step in which gradients are averaged.
 
         Args:
-            codec: what is sent. Options and kind may change from step to step, alike on all ranks: a kind that returns
-                goes on from the residuals that it has left.
+            codec: what is sent. Options and kind may change from step to step, alike on all ranks: a kind that is used
+                again resumes from the residuals that it has left.
             bucket_elements: bucket size in elements, see `layout.plan`. Buckets of another size than before take the
                 place of those, and their residuals over.
             order: gives the parameters in the order in which their gradients become final. Called in the first step,
@@ -220,7 +220,7 @@ class Engine:
         return self.statistics - CommunicationStatistics()
 
     def get_states(self) -> States:
-        """Local. Copies of all that a later run needs to go on, except for the optimizer's slots.
+        """Local. Copies of all that a later run needs to resume, except for the optimizer's slots.
 
         Residuals differ between ranks: every rank saves its own. The keys are `steps`; `partitions`, while partial
         updates let the ranks differ; and `KIND/NAME/PARAMETER` for the array that codecs of a kind keep for a

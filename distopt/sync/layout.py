@@ -193,12 +193,12 @@ def check_names(saved: States, names: Sequence[str]) -> None:
 
 
 def under(prefix: str, states: Mapping[str, Array]) -> States:
-    """Those of `states` whose keys begin with `prefix` and a slash, without these."""
+    """The entries of `states` whose keys begin with `prefix` and a slash; the new keys are without these."""
     return {key[len(prefix) + 1 :]: array for key, array in states.items() if key.startswith(f"{prefix}/")}
 
 
 def _share(saved: States, kind: str, state: CodecState) -> States:
-    """Those of the kind of codec and of the parameters in a bucket."""
+    """The saved states of that kind of codec for the parameters in a bucket."""
     return {key: array for key, array in under(kind, saved).items() if key.split("/", 1)[1] in state.names}
 
 

@@ -36,7 +36,7 @@ class Slots(Protocol):
         """Take states over."""
 
     def constants(self) -> dict[str, Any]:
-        """What else decides about the next update, by name; `step_counter` among it."""
+        """All other values that the next update depends on, by name, with `step_counter` among them."""
 
 
 class PartialUpdates:
@@ -154,7 +154,7 @@ class PartialUpdates:
 
 
 def _floats_of(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The arrays of floats in an optimizer's states. Those of users may have dicts of tensors in them, as in SINGA."""
+    """The arrays of floats in an optimizer's states. Users' states may contain dicts of tensors, as in SINGA."""
     for name, value in states.items():
         array = getattr(value, "array", value)
         if isinstance(value, dict):
@@ -178,7 +178,7 @@ class PartialStep(GradientCounter):
     def _end(self) -> BadGradient | None:
         """Collective. The verdict on all ranks' gradients, which are left as they are."""
         verdict = self._verdict()
-        if verdict is not None:  # nobody updates
+        if verdict is not None:  # no rank updates
             self._partial.pending, self._partial.slots_pending = self._flags
         return verdict
 

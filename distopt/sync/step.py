@@ -21,9 +21,9 @@ class GradientCounter(ABC):
     """Which gradients of a step have come.
 
     As a context manager, it keeps the ranks in step where an exception ends the body: this rank takes part in what is
-    left of the step, and all others get a GradientError that names it. Where that cannot be done they get a
-    MismatchError, and no rank can go on with its communicator: after an exception in the middle of a collective call,
-    and where nobody looks for NaN.
+    left of the step, and all others get a GradientError that names it. Where that is impossible they get a
+    MismatchError, and every rank's communicator is unusable: after an exception in the middle of a collective call,
+    and with codecs that do not check for NaN.
 
     Attributes:
         layout: the buckets of this step.
