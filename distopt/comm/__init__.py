@@ -40,8 +40,8 @@ def create(job: Job, backend: str | None = None) -> Communicator:
 
     Raises:
         UsageError: no backend has that name.
-        LaunchError: the ranks run different versions, or were told to use different backends; or NCCL or a GPU was
-            asked for, and a rank has no GPU that it can use.
+        LaunchError: the ranks run different versions, or their settings name different backends; or NCCL or a GPU was
+            requested, and a rank has no GPU that it can use.
         MissingDependencyError: the backend needs something that is absent; the message says what, and the cure.
     """
     settings = Settings.from_env()

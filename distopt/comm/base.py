@@ -66,12 +66,12 @@ DTYPES: dict[str, int] = {
 OPS: dict[str, int] = {
     name: code for code, name in enumerate(("sum", "max", "min", "mean", "product", "and", "or", "xor"))
 }
-_ANYONE = -1  # from whom a message may come
+_ANYONE = -1  # the source of a message may be any rank
 _FLOATS = frozenset({"float32", "float64", "float16", "bfloat16"})
 
 
 def storage_of(dtype: str) -> np.dtype[Any]:
-    """What arrays of a wire type are made of: uint16 for bfloat16, else the type itself."""
+    """The dtype in which arrays store a wire type: uint16 for bfloat16, else the type itself."""
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
@@ -81,7 +81,7 @@ _NAMES = {storage_of(name): storage_of(name).name for name in DTYPES}
 
 
 class Request(NamedTuple):
-    """What a backend needs to know of a collective, besides its arrays.
+    """The arguments of a collective for its backend, besides its arrays.
 
     Attributes:
         kind: name of the method that was called.
@@ -108,7 +108,7 @@ class Communicator(ABC):
     """
 
     name: ClassVar[str]
-    # Whether sums of lists should travel as parts, by `all_to_all_ragged`; in shared memory they are at hand anyway.
+    # Whether sums of lists should travel as parts, by `all_to_all_ragged`; shared memory needs no transfer.
     sends_parts: ClassVar[bool] = False
     # Whether sums run in rank order on every element; if not, in an order of the library's, the same on all ranks.
     ordered_sums: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""What a rank needs for communication between GPUs, and which rank uses which GPU."""
+"""Requirements of communication between GPUs, and which rank uses which GPU."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ lead to the sum, and the counts choose between them and the dense reduction, ali
 * *split*: every rank receives what falls into its own range of indices, adds it up and sends the result to all, as in
   Ok-Topk (Li and Hoefler, arXiv 2201.07598, section 3.1), but without dropping anything.
 
-Both add in rank order, so all ranks hold the same bits. Both are generators of the works that they need: whoever drives
-one waits for the `Work` that it yields and then resumes it, at points that are the same on all ranks, since what
+Both add in rank order, so all ranks hold the same bits. Both are generators of the works that they need: the caller
+waits for each `Work` that one yields and then resumes it, at points that are the same on all ranks, since what
 follows may start a collective.
 """
 

@@ -1,4 +1,4 @@
-"""What `World` takes and gives: numbers, and arrays of any kind, as the flat arrays that communicators move.
+"""Arguments and results of `World`: numbers, and arrays of any kind, as the flat arrays that communicators move.
 
 The memory of an argument is never written, and never part of a result.
 """
@@ -196,7 +196,7 @@ def _summands(flat: Array) -> Array:
 
 
 def _fitting(total: Array, dtype: np.dtype[Any]) -> Array:
-    """Sums of `_summands` of `dtype`; an error if one does not fit in it. Those of booleans always do, in int64."""
+    """Sums of `_summands` of `dtype`; an error if one does not fit in it. Sums of booleans always do, in int64."""
     if dtype.kind == "b":
         return total
     least, most = np.iinfo(dtype).min, np.iinfo(dtype).max

@@ -100,7 +100,7 @@ class World:
             op: "sum", "mean", "max" or "min".
 
         Returns:
-            What `value` is. Sums of integers are exact; those of booleans count them, as int64. Means of integers and
+            The same kind as `value`. Sums of integers are exact; sums of booleans count, in int64. Means of integers and
             booleans are float64. Sums of float16 are rounded once, from float32.
 
         Raises:
@@ -119,7 +119,7 @@ class World:
             root: whose values all ranks get.
 
         Returns:
-            What `value` is, with the bits of `root`.
+            The same kind as `value`, with the bits of `root`.
 
         Raises:
             UsageError: the value cannot be sent, or there is no rank `root`.
@@ -136,7 +136,7 @@ class World:
             value: a number or array of any element type without Python objects; equal shapes and types on all ranks.
 
         Returns:
-            What `value` is, stacked along a new first axis: [world_size, *shape]. Numbers give a NumPy array
+            The same kind as `value`, stacked along a new first axis: [world_size, *shape]. Numbers give a NumPy array
             [world_size].
 
         Raises:
@@ -220,7 +220,7 @@ class World:
         return number
 
 
-# By process id: a forked child is no rank of its parent's job, and must not drop, which closes, the parent's world.
+# By process id: a forked child is not a rank of its parent's job, and must not drop, which closes, the parent's world.
 _worlds: dict[int, tuple[World, tuple[Ticket | None, int | None, int | None]]] = {}
 
 

@@ -1,4 +1,4 @@
-"""How processes of a job end, and how whoever started them notices: what `spawn` and `distopt run` have in common."""
+"""How processes of a job end, and how their parent notices: the common part of `spawn` and `distopt run`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import FrameType
 from ..errors import UsageError
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# What schedulers send before they end a job: of their own accord, or because a job script or submitit asks for it.
+# Signals that schedulers send before they end a job: by themselves, or because a job script or submitit asks for it.
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 _MAX_TEXT = 1 << 16  # characters; what launchers forward at once

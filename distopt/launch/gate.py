@@ -85,7 +85,7 @@ def listen(port: int, backlog: int) -> socket.socket:
 
 
 def listener_of(name: str) -> int | None:
-    """Local. The user who listens at an abstract Unix address; None if nobody does."""
+    """Local. The user id that listens at an abstract Unix address; None if no process does."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
@@ -208,7 +208,7 @@ class Link:
 
 
 class Gate:
-    """Lets in whoever proves to know a key, and reads their lines.
+    """Admits peers that prove to know a key, and reads their lines.
 
     Args:
         key: the key.
@@ -238,7 +238,7 @@ class Gate:
 
     # For subclasses.
     def _refusal(self, link: Link, size: int) -> str:
-        """Why somebody who knows the key, and expects `size` ranks or nodes, cannot come in; empty if he can."""
+        """Why a peer that knows the key, and expects `size` ranks or nodes, is not admitted; empty if it is."""
         raise NotImplementedError
 
     def _admitted(self, link: Link) -> None:

@@ -1,8 +1,8 @@
 """Gradients: traversal of the graph behind a loss, in reverse.
 
 While `training` is on, every operation stays attached to the tensor that it computes (`distopt.nn.tensor`). The tensors
-and operations behind a loss are its *graph*; its leaves with `stores_grad` are the parameters, of which those without
-`requires_grad` are frozen: for gradients, they are constants. `backward` visits the operations in reverse order of
+and operations behind a loss are its *graph*; its leaves with `stores_grad` are the parameters. Parameters without
+`requires_grad` are frozen, as constants. `backward` visits the operations in reverse order of
 execution, so each after all operations that used its result. From each it obtains the gradients of the inputs. It
 accumulates those of intermediate tensors for the operations that computed them, and writes those of parameters into
 their `grad`. A parameter's gradient is *final* once the last operation that uses it has been visited. It is yielded at

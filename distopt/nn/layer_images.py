@@ -78,8 +78,8 @@ class Conv2d(_Windowed):
         args: see above.
         stride: rows and columns from one window to the next.
         padding: zeros around the images: one integer, two (rows, columns), or four (top, bottom, left, right).
-        dilation: 1; as in SINGA, there is no other.
-        group: number of runs of channels, each of which has its own run of kernels.
+        dilation: 1; as in SINGA, no other value is supported.
+        group: number of groups of channels, each with its own kernels.
         bias: whether to add a bias.
         pad_mode: "SAME_UPPER" or "SAME_LOWER": instead of `padding`, what keeps the size of the images (divided by the
             stride), an odd row or column below and right, or above and left.

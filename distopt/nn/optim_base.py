@@ -149,7 +149,7 @@ class Optimizer:
         Raises:
             UsageError: shapes or dtypes differ.
         """
-        training, mode.training = mode.training, False  # if `apply` computes with tensors, that is no forward pass
+        training, mode.training = mode.training, False  # if `apply` computes with tensors, that is not a forward pass
         if self._device is not param.device:
             self._device = param.device
         try:

@@ -82,14 +82,14 @@ class OutsideGraph(Values):
         return self.of(array, self.device)
 
     def __eq__(self, other: object) -> Any:
-        """1.0 where equal, else 0.0; False for what is no number, as None.
+        """1.0 where equal, else 0.0; False for anything that is not a number, as None.
 
-        Dictionaries and sets of tensors go by identity all the same, for they compare only keys of equal hash.
+        Dictionaries and sets of tensors still work by identity, because they compare only keys of equal hash.
         """
         return self._compared("equal", other)
 
     def __ne__(self, other: object) -> Any:
-        """1.0 where not equal, else 0.0; True for what is no number, as None."""
+        """1.0 where not equal, else 0.0; True for anything that is not a number, as None."""
         return self._compared("not_equal", other)
 
     __hash__ = object.__hash__
@@ -147,7 +147,7 @@ class OutsideGraph(Values):
 def settled(y: Array, *operands: Array) -> Array:
     """Local. `y`, computed from `operands`, as an array of the type that they give it.
 
-    The floats among the operands decide; without one, a result that is no integer is float32. NumPy would make float64
+    The floats among the operands decide; without one, non-integer results are float32. NumPy would make float64
     of int32 and float32, and of functions of int32.
     """
     if y.dtype != operands[0].dtype and y.dtype.kind == "f":

@@ -170,7 +170,7 @@ def checked(what: str, value: Any, below: float = math.inf) -> float:
     """Local. `value` as a float.
 
     Raises:
-        UsageError: it is no number, negative, or not less than `below`.
+        UsageError: it is not a number, negative, or not less than `below`.
     """
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 <= number < below:

@@ -125,7 +125,7 @@ class Tensor(OutsideGraph):
 
     # -- arithmetic --------------------------------------------------------------------------------------------------
     def reshape(self, shape: Sequence[int]) -> Tensor:
-        """The same elements with other dimensions, one of which may be -1."""
+        """The same elements with other dimensions, where one may be -1."""
         return self._computed(Reshape(shape), self)
 
     def __add__(self, other: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Small messages between ranks that wait long or leave, so that the others can say whom they wait for."""
+"""Small messages between ranks that wait long or leave, so that the others can name the ranks they wait for."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class Waits:
 
     def _waiting_in(self, operation: _core.MpiOperation) -> tuple[str, list[Process]]:
         core, since = self.core, time.monotonic() - 3 * _ANSWER_SECONDS
-        # Where all have begun, one may have stopped since. Whoever waits itself has not, be it in an earlier operation.
+        # If all have begun, one may have stopped since. A rank that itself waits, even in an earlier one, has not.
         suspects = (core.oldest and core.oldest.unheard) or self._others()
         absent = [self.processes[rank] for rank in suspects if self._notes.waiting.get(rank, 0.0) < since]
         last = f"the last operation that all have started is {core.last_agreed}"
@@ -172,7 +172,7 @@ class Waits:
 
 
 def _read_farewells() -> None:
-    """Take in what peers sent when they closed: UCX warns of messages that nobody has received."""
+    """Take in what peers sent when they closed: UCX warns of messages that were never received."""
     deadline = time.monotonic() + _FAREWELL_SECONDS
     for notes in _closed:
         while not notes.all_closed() and time.monotonic() < deadline:

@@ -115,6 +115,6 @@ class LaunchedJob(MultiprocessJob):
 
 
 def _leave(watch: Watch) -> None:
-    """At the end of the interpreter: an uncaught exception is a failure, of which the others hear."""
+    """At the end of the interpreter: an uncaught exception is a failure, which the others are notified of."""
     if getattr(sys, "last_value", None) is None:
         watch.leave()

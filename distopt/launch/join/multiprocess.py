@@ -40,7 +40,7 @@ def is_importing() -> bool:
 def _new_secret() -> bytes:
     secret = token_bytes(_TICKET_BYTES)
     origin.tickets[secret] = os.getpid()
-    if is_importing():  # a script without guard goes on to start processes
+    if is_importing():  # a script without guard will start processes next
         sys.excepthook = partial(_tell_missing_guard, sys.excepthook)
     return secret
 
@@ -149,6 +149,6 @@ def _sole(ticket: Ticket, rank: int) -> Iterator[None]:
 
 
 def _is_unshared(ticket: Ticket) -> bool:
-    """Whether a child of multiprocessing, this process, has made the ticket and can have given it to nobody."""
+    """Whether this process, a child of multiprocessing, made the ticket and cannot have passed it on."""
     own = origin.tickets.get(ticket.secret) == os.getpid() and not ticket.handed_out
     return own and parent_process() is not None and not children(os.getpid())

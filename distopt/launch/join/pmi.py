@@ -55,7 +55,7 @@ class Member(Watch):
             stack.pop_all()
 
     def environment(self) -> contextlib.AbstractContextManager[None]:
-        """Local. The variables that lead MPI_Init to the server; processes started later shall not inherit them."""
+        """Local. The variables that lead MPI_Init to the server; processes started later must not inherit them."""
         self._mpi.settimeout(None)
         variables = {
             "PMI_FD": str(self._mpi.detach()),  # MPICH closes it

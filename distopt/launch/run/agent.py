@@ -44,7 +44,7 @@ _HEALING_LOOK_SECONDS = 0.03
 _RECONNECT_SECONDS = 0.25  # that one attempt may take
 _STOPPED_SECONDS = 0.1  # for which a rank may be stopped before the others: with the job, as by scontrol suspend
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
-# Those of a launcher that has started the agent would contradict the ranks' own.
+# Variables of a launcher that has started the agent would contradict the ranks' own.
 _FOREIGN_VARIABLES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_", SLOTS)
 
 
@@ -369,7 +369,7 @@ def _owns(options: RunOptions) -> bool:
 
 
 def _reap() -> None:
-    """What ranks had started became children of this process when they ended, and would count as their siblings."""
+    """Processes that ranks started became children of this one when the ranks ended, and would count as siblings."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -397,6 +397,6 @@ def _variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[s
         "TORCHELASTIC_RESTART_COUNT": str(order["attempt"]),
         "TORCHELASTIC_MAX_RESTARTS": str(options.restarts),
         "DISTOPT_RUN_ID": order["job"],
-        # Never sent. It is as secret as what the nodes had in common before; on one node, nobody else can know it.
+        # Never sent. As secret as the key that the nodes had in common before; on one node, known to no other process.
         "DISTOPT_JOB_SECRET": proof(key, b"ranks", bytes.fromhex(order["salt"])).hex(),
     }

@@ -5,7 +5,7 @@ the nodes, and tells all agents when to start their ranks, when to end them, and
 the owner when a rank of its own fails, and when all have ended. On the connections, those of
 `distopt.launch.gate`, each line is an object in JSON.
 
-What the owner says has the key "do", and what an agent says the key "say".
+Messages of the owner have the key "do", messages of an agent the key "say".
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Owner(Gate):
                 return
             if self._attempt < 0 and len(self._nodes) == self._size and all(each.ranks for each in self._nodes):
                 self._number()
-                if any(any(each.steps) for each in self._nodes):  # the job goes on under another owner
+                if any(any(each.steps) for each in self._nodes):  # the job continues under another owner
                     self._attempt = 0
                     self._cause = f"the node that owned the endpoint has ended; {self._own.name} has come in its place"
                 self._start("")
@@ -257,7 +257,7 @@ class Owner(Gate):
 
     @property
     def _signals(self) -> list[int]:
-        """Those that agents have passed on."""
+        """The signals that agents have passed on."""
         return [signum for node in self._nodes for signum in node.signals]
 
     # -- decisions -------------------------------------------------------------------------------------------------

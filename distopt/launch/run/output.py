@@ -43,7 +43,7 @@ class _MarkedStream:
 
 
 def open_standard_streams() -> None:
-    """Local. Open those of stdin, stdout and stderr on /dev/null that whoever started this process has closed.
+    """Local. Open each of stdin, stdout and stderr on /dev/null if the parent of this process has closed it.
 
     Otherwise sockets and shared memory would get their numbers, and the ranks' output would be written there.
     """

@@ -93,7 +93,7 @@ class Program(Rank):
             os.waitpid(self.pid, 0)
 
     def _poll(self) -> int | None:
-        """It stays a zombie: nobody else gets the number of its group."""
+        """It stays a zombie, so that no other process gets the number of its group."""
         state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if state is None:
             return None

@@ -70,9 +70,9 @@ def starting(rank: int) -> Iterator[None]:
 
 
 def first_of(failures: Iterable[Failure], *, between_hosts: bool = False) -> Failure:
-    """Local. The cause of the others, of failures in the order in which they were heard of.
+    """Local. The failure that caused the others; they are given in the order in which they arrived.
 
-    Of those that are no consequence: a lost node before ranks, then the earliest. Between hosts, a crash comes last:
+    Consequences are excluded; a lost node comes before ranks, then the earliest. Between hosts, a crash comes last:
     MPICH (5.0.2) crashes in MPI_Isend to a rank that has ended.
     """
 
@@ -98,7 +98,7 @@ class Rank:
         failed_at: when it did, in ns of the monotonic clock.
     """
 
-    fails_by_report = False  # already when it says so, not only when it has ended
+    fails_by_report = False  # as soon as it reports a failure, not only when it has ended
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -234,12 +234,12 @@ class LocalRanks:
 
     @property
     def running(self) -> list[Rank]:
-        """Those that had not ended when they were last looked at."""
+        """The ranks that had not ended when last polled."""
         return [rank for rank in self.ranks if not rank.ended]
 
     @property
     def stopped(self) -> list[Rank]:
-        """Those that run, but that a signal has stopped or a control group freezes."""
+        """Running ranks that a signal has stopped or a control group has frozen."""
         if (now := time.monotonic()) >= self._freezer_at:
             self._frozen, self._freezer_at = [rank for rank in self.running if rank.frozen], now + _FREEZER_SECONDS
         return [rank for rank in self.running if rank.stopped or rank in self._frozen]
@@ -274,9 +274,9 @@ class LocalRanks:
             rank.kill()
 
     def terminate(self) -> None:
-        """Local. Send SIGTERM to all ranks that run, but for those that have said why they fail, and end by themselves.
+        """Local. Send SIGTERM to all ranks that run, except those that have reported why they fail, and end themselves.
 
-        Such a rank may not have printed its traceback yet. One that fails because another did may wait for the signal.
+        Such a rank may not have printed its traceback yet. A rank that fails because another did may wait for it.
         """
         for rank in self.ranks:
             rank.read()

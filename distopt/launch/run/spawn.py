@@ -53,7 +53,7 @@ def spawn(fn: Callable[..., object], world_size: int, args: Sequence[Any] = ()) 
     try:
         signum = _run(fn, world_size, args)
     except DistoptError as error:
-        raise error.with_traceback(None) from None  # what it takes to start a rank is no part of the message
+        raise error.with_traceback(None) from None  # the code that starts a rank is not part of the message
     if signum is not None:
         signal.raise_signal(signum)
 
@@ -99,7 +99,7 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
         info = launcher()
         if info is None or info.name != RUN:
             raise
-        sys.stdout.flush()  # the agent says so, once for all ranks
+        sys.stdout.flush()  # the agent reports this, once for all ranks
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
     except SystemExit as error:

@@ -1,4 +1,4 @@
-"""What a rank says to the process that supervises it: `launch.main`, `spawn`, or the agent of `distopt run`.
+"""Reports of a rank to the process that supervises it: `launch.main`, `spawn`, or the agent of `distopt run`.
 
 The supervisor gives each rank a pipe. A message is a line, an object in JSON with the key "say":
 

@@ -9,7 +9,7 @@ Every rank opens a connection that stays with Python. Each message is a line; th
 - `end CODE RANK TEXT`: the job has failed because of TEXT, if known. Leave with exit code CODE; RANK alone prints it;
 - `lost CODE RANK TEXT`: so it has, because a host cannot be reached.
 
-Those of a rank are `left`: its end is no failure; and `end CODE`: it has failed, and has said so.
+Messages of a rank are `left`: its end is not a failure; and `end CODE`: it has failed, and has reported it.
 
 Where no MPI launcher serves MPICH's ranks, each hands another connection to MPICH. There it speaks PMI-1: lines of
 `name=value` words ("PMI: A Scalable Parallel Process-Management Interface for Extreme-Scale Systems", Balaji et al.,
@@ -117,7 +117,7 @@ class Server(Gate):
                 self._tell(watcher, "go\n")
 
     def _lost(self, link: Link) -> None:
-        # What the rank has said before it went may still lie unread on its other connection.
+        # The last messages of the rank may still be unread on its other connection.
         other = self._watchers.get(link.rank, link)
         if other is not link and other.socket.fileno() >= 0 and select.select([other.socket], [], [], 0)[0]:
             self._read(other)
@@ -137,7 +137,7 @@ class Server(Gate):
             self._ended = True
             told = [rank for rank in sorted(self._watchers) if rank != but]
             if text and self._began:
-                with contextlib.suppress(OSError):  # nobody reads it
+                with contextlib.suppress(OSError):  # its reader has gone
                     os.write(2, f"{text}\n".encode())
             speaker = -1 if self._began else min(told, default=-1)
             for rank in told:

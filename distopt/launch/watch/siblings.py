@@ -200,7 +200,7 @@ def _process(pid: str) -> tuple[bytes, bytes]:
 
 
 def look() -> None:
-    """Local. Those that run now are the siblings that have been seen."""
+    """Local. Record the siblings that run now as seen."""
     _seen.clear()
     _seen.update(_siblings()[0])
 

@@ -1,7 +1,7 @@
 """Convolution of CuPy arrays by cuDNN, through cudnn-frontend's Python package; see `distopt.nn.kernels.gpu`.
 
 A plan is a convolution, or one of its gradients, for one geometry and type in the layout N, C, H, W. Its engine is the
-best in the eyes of cuDNN's heuristics of those that give equal bits on every run and compute in the type of the arrays.
+best by cuDNN's heuristics among those that give equal bits on every run and compute in the type of the arrays.
 Bias and ReLU stay kernels of distopt: a ReLU that is fused by cuDNN need not pass a NaN on. Where cuDNN is missing, or
 has no such engine, there is no plan, and the caller lowers.
 
@@ -73,7 +73,7 @@ class _Library(NamedTuple):
 
 
 class _Thread(threading.local):
-    """What a thread has of its own: its wish, and what was opened for a wish and a device."""
+    """The state of a thread: its wish, and the handles opened for a wish and a device."""
 
     def __init__(self) -> None:
         self.wish = Settings.from_env().convolution
@@ -213,7 +213,7 @@ def build_graph(
 
 
 def _refused_notes(cudnn: Any, dtype: str) -> list[Any]:
-    """What an engine must not do."""
+    """The numerical notes for which an engine is excluded."""
     note = cudnn.numerical_note
     refused = [note.NONDETERMINISTIC, note.DOWN_CONVERT_INPUTS, note.REDUCED_PRECISION_REDUCTION]
     if dtype == "float32" and os.environ.get("CUPY_TF32") != "1":

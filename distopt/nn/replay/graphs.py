@@ -79,7 +79,7 @@ class StepGraphs:
 
     Attributes:
         replays: number of steps that were replayed.
-        watch: while a step runs that is looked at, what stands for the optimizer.
+        watch: while a step is observed, makes the object that stands in for the optimizer.
     """
 
     def __init__(self, device: Device) -> None:
@@ -219,10 +219,10 @@ class StepGraphs:
 
     @staticmethod
     def _is_first(kind: _Kind, step: ReplayedStep) -> bool:
-        """Whether there is no step yet with which this one can be compared.
+        """Whether no earlier step of this kind has run, with which to compare this one.
 
         Raises:
-            CaptureError: there is one, and it did something else.
+            CaptureError: one has, and did something else.
         """
         earlier, kind.candidate = kind.candidate, step
         if earlier is None:
