@@ -107,7 +107,7 @@ class Call:
         dtype: wire type.
         reduction: such as "sum"; empty where nothing is reduced.
         root: from which rank a broadcast comes.
-        label: its label, of which at most 31 bytes are kept.
+        label: its label, cut to 31 bytes.
     """
 
     rank: int
@@ -244,7 +244,7 @@ def check_count(name: str, value: Any) -> int:
     """Local. The counter `name` of saved states, a number or an array or tensor of one element, as an int.
 
     Raises:
-        StateError: it is no whole number, negative, or above 2**53, up to which floats count.
+        StateError: it is not a whole number, is negative, or above 2**53, up to which floats count.
     """
     number = value
     with contextlib.suppress(AttributeError, ValueError):  # ValueError: several elements
@@ -288,7 +288,7 @@ def check_assignment(owner: Any, name: str, wrapped: Any = None) -> None:
 
 
 def _data_of(owner: Any) -> list[str]:
-    """The public attributes of an object that are no methods."""
+    """The public attributes of an object that are not methods."""
     cls: Any = type(owner)
     methods = {name for base in cls.__mro__ for name, value in vars(base).items() if inspect.isfunction(value)}
     names = {*vars(owner), *names_of(cls)} - methods

@@ -27,7 +27,7 @@ from .sync.by_hand import Fusion, memory_of
 __all__ = ["DIST_OPTIONS", "DistOpt"]
 __all__ += optim.__all__
 
-# What scripts call `dist_option`.
+# The values of the scripts' `dist_option`.
 PARTIAL = "partialUpdate"
 _DENSE: dict[str, type[Codec]] = {"plain": Fp32, "fp32": Fp32, "half": Fp16, "fp16": Fp16, "bf16": BFloat16}
 DIST_OPTIONS = (*_DENSE, PARTIAL, "sparseTopK", "sparseThreshold")

@@ -24,7 +24,7 @@ Refusal& refusal() {
   if (refused.text.empty() || refused.pid != ::getpid() || (status & 0xff) != 0) return;
   std::fflush(nullptr);
   const auto written = ::write(STDERR_FILENO, refused.text.data(), refused.text.size());
-  (void)written;  // nobody is left to be told
+  (void)written;  // no further way to report a failure
   ::_exit(1);
 }
 

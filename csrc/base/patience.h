@@ -61,7 +61,7 @@ struct Limits {
   double warning_seconds;
 };
 
-// What only the caller's side can do, while a rank waits.
+// Functions that the caller supplies for the time while a rank waits.
 struct Hooks {
   std::function<void()> check_signals;           // may throw, which ends the wait
   std::function<void(const std::string&)> warn;  // a peer is late
@@ -86,7 +86,7 @@ class Patience {
   // `lacking`: what does not come.
   explicit Patience(const Limits& limits, const char* lacking = "answer") : limits_(limits), lacking_(lacking) {}
 
-  // To be asked when somebody has not arrived, after so many seconds of a Stopwatch. `tell` gives the Waiting; `warn`
+  // To be called while a rank is missing, after `seconds` of a Stopwatch. `tell` gives the Waiting; `warn`
   // is called with a text, once, and `fail` with a Failure at the end.
   template <typename Tell, typename Warn, typename Fail>
   void look(double waited, Tell tell, Warn warn, Fail fail) {

@@ -1,4 +1,4 @@
-// What the bindings of array kernels share: array types, shape checks, definitions that never convert an array.
+// The common part of the bindings of array kernels: array types, shape checks, definitions that never convert an array.
 #pragma once
 
 #include <nanobind/nanobind.h>

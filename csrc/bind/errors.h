@@ -60,7 +60,7 @@ inline void raise_as_python(const std::exception_ptr& pointer, void*) {
   }
 }
 
-// What takes the text of a warning.
+// A function that takes the text of a warning.
 using Warn = nanobind::typed<nanobind::callable, nanobind::object(std::string)>;
 
 inline Hooks make_hooks(Warn warn) {

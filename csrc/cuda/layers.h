@@ -83,7 +83,7 @@ void normalize_backward(Batch batch, int pixels, const T* dy, const T* x, const 
 
 template <class T>
 void softmax(const T* x, T* y, std::size_t rows, int columns, cudaStream_t stream);
-// Labels are class indices, or `target`, one distribution per row; the other is null. A label that is no class makes
+// Labels are class indices, or `target`, one distribution per row; the other is null. An invalid label makes
 // the loss NaN, and error = {1, row, label, columns} (host memory that the device reaches) if error[0] was 0.
 template <class T>
 void cross_entropy(const T* logits, const std::int64_t* labels, const T* target, std::size_t rows, int columns,

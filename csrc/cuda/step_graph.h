@@ -25,7 +25,7 @@ class GraphPiece {
   std::size_t nodes_ = 0;
 };
 
-// From here on `stream`, one that does not block and is no default stream, records. Mode "thread local": calls of this
+// From here on `stream`, non-blocking and not a default stream, records. Mode "thread local": calls of this
 // thread that might wait for the device fail, while other threads, such as the one that polls NCCL, may make them.
 void begin_capture(cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// What lies at the start of the segment, byte for byte: every rank maps it, and every field has one writer.
+// The layout of the start of the segment, byte for byte: every rank maps it, and every field has one writer.
 //
 //   Header | Slot of rank 0 | ... | Inbox of rank 0 | ... | staging of rank 0 | ... | wire blocks ...
 //
@@ -27,7 +27,7 @@ constexpr std::size_t inline_bytes = 4096;
 constexpr std::uint64_t staging_buffers = 4;
 static_assert(staging_buffers >= 3, "with two, each rank waits to copy in until the others have copied out");
 
-// What a rank says when it starts an operation. `sequence` is written last and makes the rest valid.
+// A rank's description of an operation that it starts. `sequence` is written last and makes the rest valid.
 struct alignas(64) Descriptor {
   std::atomic<std::uint64_t> sequence;
   std::uint64_t count;     // elements; those of one part where the whole is world_size parts

@@ -1,4 +1,4 @@
-// What a caller asks of a communicator: one collective.
+// A caller's request to a communicator: one collective.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ struct Piece {
   std::size_t bytes = 0;
 };
 
-// What the caller asked for. Pointers are to whole arrays: the input of reduce_scatter and the output of all_gather
+// The requested collective. Pointers are to whole arrays: the input of reduce_scatter and the output of all_gather
 // hold world_size parts of `count` elements.
 struct Request {
   OpKind kind = OpKind::barrier;
@@ -36,7 +36,7 @@ struct Request {
     return (op == RedOp::sum || op == RedOp::mean) && (dtype == DType::float32 || dtype == DType::float64);
   }
   std::size_t part_bytes() const { return count * item_bytes(dtype); }
-  // Of the memory at `input` and `output`, in a world of so many ranks.
+  // Of the memory at `input` and `output`, in a world of `world_size` ranks.
   std::size_t input_bytes(int world_size) const {
     if (input == nullptr) return 0;
     return kind == OpKind::reduce_scatter ? part_bytes() * static_cast<std::size_t>(world_size) : part_bytes();

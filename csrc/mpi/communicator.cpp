@@ -80,7 +80,7 @@ void Communicator::move_if_idle() {
   const auto turn = turn_.of_helper();
   if (!turn) return;
   try {
-    // What has ended stays in the queue: to let go of its arrays takes Python's lock.
+    // Ended operations stay in the queue: to release their arrays takes Python's lock.
     if (!queue_.empty() && !failure_ && !origin_.forked()) move();
   } catch (const CommunicatorError&) {  // recorded; the next call throws it
   }

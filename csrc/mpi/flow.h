@@ -24,7 +24,7 @@ struct Reduction {
   bool is_sent = false;  // the result takes the place of what phase one sends
 };
 
-// What a rank has to do; by place in the group, with nothing in its own place.
+// The work of a rank; by place in the group, with nothing in its own place.
 struct Plan {
   explicit Plan(const Group& group)
       : to(group.size()), from(group.size()), shared_with(group.size(), false), collected(group.size()) {}
@@ -49,7 +49,7 @@ class Flow {
   // Begins to send.
   void begin(Plan plan);
   // Does what can be done without waiting; whether all has been sent and received. To be called once all ranks are
-  // known to take part: what others send may only then be told how much room it has.
+  // known to take part: only then may receives of a known size be posted.
   bool advance();
 
  private:
@@ -88,7 +88,7 @@ class Flow {
   bool admitted_ = false;
   std::vector<Lane> to_, from_, shared_, collected_;
   Plan plan_;
-  Memory scratch_;  // for chunks in flight that are to be reduced: so many slots of so many bytes for every rank
+  Memory scratch_;  // for chunks in flight that are to be reduced: `slots_` of `slot_bytes_` bytes for every rank
   std::size_t slots_ = 0, slot_bytes_ = 0;
   std::size_t ready_ = 0;         // chunks of the result that phase two may send
   std::size_t ready_chunks_ = 0;  // all of them

@@ -38,7 +38,7 @@ class HierarchicalOperation : public Operation {
   // Does what can be done without waiting; whether the stage has ended. `agreed`: all ranks are known to take part.
   using Stage = std::function<bool(bool agreed)>;
 
-  // One that is on the network while another is inside the host.
+  // A part of the array: one is on the network while another is inside the host.
   struct Part {
     char* data;
     std::uint64_t share;       // elements of each rank's slice

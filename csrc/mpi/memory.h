@@ -27,7 +27,7 @@ class Memory {
   std::size_t bytes_ = 0;
 };
 
-// That of operations that have ended, for later ones: fresh memory costs page faults.
+// Memory of ended operations, for later ones: fresh memory costs page faults.
 class Pool {
  public:
   Memory take(std::size_t bytes) {

@@ -14,7 +14,7 @@ namespace distopt::mpi {
 
 class Operation {
  public:
-  // Whoever derives from it may keep the arrays alive.
+  // Derived classes may keep the arrays alive.
   explicit Operation(Request request) : request_(std::move(request)) {}
   virtual ~Operation() = default;
   Operation(const Operation&) = delete;
@@ -45,7 +45,7 @@ class Operation {
   const std::vector<std::uint64_t>& counts() const { return counts_; }
 
  protected:
-  // Ragged: where each rank's elements shall go. Called once, when their counts are known.
+  // Ragged: where each rank's elements are to go. Called once, when their counts are known.
   virtual std::vector<char*> allocate(const std::vector<std::uint64_t>&) { return {}; }
 
   World& world() const { return *world_; }

@@ -7,7 +7,7 @@
 
 namespace distopt::mpi {
 
-// What mpi4py says of its library. Handles differ from library to library: MPICH's are ints, Open MPI's are pointers.
+// The MPI library, as mpi4py describes it. Handles differ between libraries: MPICH's are ints, Open MPI's are pointers.
 struct Library {
   std::string module;                  // path of the extension module mpi4py.MPI, which is linked with the library
   const void* communicator = nullptr;  // address of the handle of a communicator that carries nothing else

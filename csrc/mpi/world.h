@@ -1,4 +1,4 @@
-// What all operations of a communicator share.
+// The state that all operations of a communicator share.
 #pragma once
 
 #include <cstddef>

@@ -28,7 +28,7 @@ std::unique_ptr<Api> load_new(const std::string& path) {
   api->field = reinterpret_cast<result(*) parameters>(find(library, #symbol, true, path));
 #define DISTOPT_NCCL_LOAD_OPTIONAL(field, symbol, result, parameters) \
   api->field = reinterpret_cast<result(*) parameters>(find(library, #symbol, false, path));
-  // The version first: an old library would fail with the name of a function that nobody has asked for.
+  // The version first: an old library would fail with the name of an unrelated function.
   DISTOPT_NCCL_LOAD_REQUIRED(get_version, ncclGetVersion, Result, (int*))
   if (const Result result = api->get_version(&api->version); result != Result::success)
     throw std::runtime_error(path + ": ncclGetVersion failed with " + std::to_string(static_cast<int>(result)));

@@ -3,7 +3,7 @@
 // Every operation waits, on the device, for what the caller's stream held when it was started; `join` makes the
 // caller's stream wait for its result. The host waits in `wait` alone, and in `start` for connections to be made. A
 // thread watches what is under way: errors of NCCL, peers that end, and time-outs make it abort the communicator, so
-// that nobody waits for ever on the device.
+// that no rank waits forever on the device.
 #pragma once
 
 #include <chrono>

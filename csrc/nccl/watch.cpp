@@ -20,7 +20,7 @@ double seconds_since(std::chrono::steady_clock::time_point begin) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
-// Runs `body` in a thread of its own; whether it has come back in time. If not, it goes on by itself.
+// Runs `body` in a thread of its own; whether it has returned in time. If not, it continues by itself.
 bool run_bounded(double seconds, std::function<void()> body) {
   auto finished = std::make_shared<std::promise<void>>();
   auto future = finished->get_future();

@@ -165,7 +165,7 @@ void ShmCommunicator::advance(bool helps) {
             {peers_.me()}});
     }
     front.finish();
-    // To let go of its arrays takes Python's lock, which a thread may hold that waits for its turn.
+    // To release its arrays takes Python's lock, which a thread that waits for its turn may hold.
     if (helps) ended_.push_back(queue_.front());
     queue_.pop_front();
     --posted_;

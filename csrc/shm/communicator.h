@@ -1,7 +1,7 @@
 // Collectives over the ranks of one host through shared memory.
 //
-// Operations run strictly in the order in which they were started. Starting one only posts it; whoever calls later
-// (another start, progress, a wait) moves all outstanding ones forward, so that the skew between ranks hides behind
+// Operations run strictly in the order in which they were started. Starting one only posts it; later calls
+// (another start, progress, a wait) move all outstanding ones forward, so that the skew between ranks hides behind
 // other work. There is no thread of its own.
 #pragma once
 
@@ -49,7 +49,7 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   // Collective; waits. `bytes_available` counts on rank 0 only: what the host can give to all ranks together.
   std::shared_ptr<char> empty(std::uint64_t count, DType dtype, std::uint64_t bytes_available);
 
-  // Those of the same ranks.
+  // The messages of the same ranks.
   Messages& messages() { return messages_; }
 
   // Local. Outstanding operations and messages are dropped. Idempotent.

@@ -10,7 +10,7 @@
 #include "base/stopwatch.h"
 #include "cpu/reduce.h"
 
-// What orders the accesses to shared memory, as in host/peers.cpp:
+// How accesses to shared memory are ordered, as in host/peers.cpp:
 //
 // word      written                       read                        why that is enough
 // --------  ----------------------------  --------------------------  ---------------------------------------------
@@ -18,7 +18,7 @@
 //           store release                 load acquire
 // taken     by the receiver, in pull:     by the sender, in push:     A release keeps the reads before it: no byte is
 //           store release                 load acquire                overwritten that has not been read.
-// rings     by others, in ring:           by its rank, in wait:       Read before looking around: whoever changes
+// rings     by others, in ring:           by its rank, in wait:       Read before looking around: a rank that changes
 //           add seq_cst                   load acquire; in listen:    something later makes it another one. With
 //                                         load seq_cst                `sleepers` store buffering, as there: all four
 // sleepers  by its rank, in listen:       by others, in ring:         accesses are seq_cst, so not both sides miss the
@@ -121,7 +121,7 @@ void Messages::wait(const Message& message, double timeout_seconds) {
   std::optional<Stopwatch> watch;
   Patience patience({timeout_seconds, limits_.warning_seconds});
   for (;;) {
-    // Read before looking: whoever changes something after the look rings after this count.
+    // Read before looking: a rank that changes something after the look rings after this count.
     const std::uint64_t heard = segment_.bell(peers_.rank()).rings.load(std::memory_order_acquire);
     advance();
     if (message.finished()) return;
@@ -226,7 +226,7 @@ bool Messages::pull(int from) {
   return true;
 }
 
-// Takes a message that has been put aside, also one of which a part has come; or waits for one to come.
+// Takes a message that has been put aside, even if only a part has arrived; or waits for one to arrive.
 void Messages::await(const std::shared_ptr<Message>& message) {
   const auto fits = [&](int from, const Header& header) {
     return header.tag == message->tag() && (message->peer() == from || message->peer() == Message::anyone);

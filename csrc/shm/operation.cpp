@@ -85,7 +85,7 @@ bool Operation::advance(Peers& peers, Blocker& blocker) {
       read_counts(peers);
       outputs_ = allocate(counts_);
     }
-    // What rank 0 says, kept for the caller: after the end its entry may be used again.
+    // The entry of rank 0, kept for the caller: after the end it may be used again.
     if (request_.kind == OpKind::empty) request_.refused = peers.entry(0, sequence_).descriptor.refused;
     mode_ = choose_mode(peers);
     if (mode_ == Mode::staged) prepare_staging(peers);

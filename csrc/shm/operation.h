@@ -13,7 +13,7 @@ namespace distopt {
 
 class Operation {
  public:
-  // Whoever derives from it may keep the arrays alive: it lives until the operation has ended, even if the caller has
+  // Derived classes may keep the arrays alive: the object lives until the operation has ended, even if the caller has
   // dropped it.
   explicit Operation(Request request) : request_(std::move(request)) {}
   virtual ~Operation() = default;
@@ -43,7 +43,7 @@ class Operation {
   bool brief(int world_size) const { return !ragged() && request_.input_bytes(world_size) <= inline_bytes; }
 
  protected:
-  // Ragged: where each rank's elements shall go. Called once, when all have told how many they are.
+  // Ragged: where each rank's elements are to go. Called once, when all ranks have reported their counts.
   virtual std::vector<char*> allocate(const std::vector<std::uint64_t>&) { return {}; }
 
  private:

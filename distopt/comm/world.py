@@ -100,7 +100,7 @@ class World:
             op: "sum", "mean", "max" or "min".
 
         Returns:
-            The same kind as `value`. Sums of integers are exact; sums of booleans count, in int64. Means of integers and
+            The same kind as `value`. Sums of integers are exact; sums of booleans are int64. Means of integers and
             booleans are float64. Sums of float16 are rounded once, from float32.
 
         Raises:

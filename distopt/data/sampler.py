@@ -131,7 +131,7 @@ class ShardedSampler:
         return order[np.arange(first + self.rank, end, self.world_size) % self.size]
 
     def _share(self, samples: int) -> int:
-        """How many of so many samples a rank gets."""
+        """How many of `samples` samples a rank gets."""
         return max(0, samples // self.world_size if self._tail == "drop" else -(-samples // self.world_size))
 
     def _batches(self, samples: int) -> int:
@@ -155,7 +155,7 @@ class ShardedSampler:
         }
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Local. Have the next iteration go on from what `get_states` gave, on any number of ranks.
+        """Local. Have the next iteration resume from the result of `get_states`, on any number of ranks.
 
         Raises:
             StateError: see `check_states`; nothing was changed.

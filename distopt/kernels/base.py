@@ -1,8 +1,8 @@
 """The kernels that `host` and `gpu` both have.
 
-Those of the host compute at once. Those of the GPU are enqueued on CuPy's current stream and never wait, which is why
-what a pass finds out goes into an array, its *findings*: `FINDINGS` int64 where the bucket is. The first three are what
-ranks tell each other.
+The host's compute at once. The GPU's are enqueued on CuPy's current stream and never wait, which is why
+the results of a pass go into an array, its *findings*: `FINDINGS` int64 on the bucket's device. The ranks exchange
+the first three.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FINDINGS = 4
 
 
 class Accumulation(NamedTuple):
-    """What a selection does to the gradient on the way.
+    """The accumulation of the gradient during a selection.
 
     new_residual = residual + scale * gradient, and the selection is from it; with momentum, new_momentum = decay *
     momentum + scale * gradient and new_residual = residual + new_momentum.
