@@ -53,18 +53,18 @@ class DistOpt:
         job: this rank's membership (default: found from the launcher, see `distopt.launch.join`).
         communicator: how bytes move (default: that of the world which `distopt.init` has made, if neither is given,
             else the best one for the job, see `distopt.comm.create`).
-        codec: what is sent: a codec, or the name of one (see `distopt.compress`).
+        codec: how gradients are encoded: a codec, or the name of one (see `distopt.compress`).
         bucket_elements: bucket size in elements, see `distopt.sync.layout.plan`.
         partition_elements: size in elements of the partitions of a partial update (default: `bucket_elements`).
         non_finite: what to do about a gradient that is NaN or infinite on any rank. "raise" a GradientError on all
             ranks; "skip" the update of this step on all ranks, with a warning; "ignore" it: fp32 then does not look,
             and the other codecs, which cannot carry such a value, raise.
         clip_grad_norm: limit the l2 norm of the averaged gradient of each step, see `Optimizer.clip_gradients`;
-            None leaves what is set on `opt`. All ranks have the same mean and so the same norm. With a sparse codec it
-            is that of what was sent, not of residuals; in a partial update it is this rank's own.
-        check_every: compare the parameters of all ranks, bit by bit, before the first step and then before one in so
-            many, and raise a MismatchError on all ranks where one differs; 0 for no such check. Partial updates let
-            parameters differ, and have none.
+            None keeps the value set on `opt`. All ranks have the same mean and so the same norm. With a sparse codec it
+            covers the elements that were sent, not residuals; in a partial update it is this rank's own.
+        check_every: compare the parameters of all ranks, bit by bit, before the first step and then every
+            `check_every` steps, and raise a MismatchError on all ranks if one differs; 0: never. Partial updates let
+            parameters differ, and have no such check.
 
     Attributes:
         world_size: number of ranks in the job.
@@ -234,8 +234,8 @@ class DistOpt:
         """Collective. Average the gradients of `loss` over the ranks, then update the parameters.
 
         Args:
-            loss: what to differentiate.
-            codec: what is sent. Its options, and its kind, may change from step to step, alike on all ranks: a kind of
+            loss: the loss to differentiate.
+            codec: how gradients are encoded. Options and kind may change between steps, equally on all ranks: a kind of
                 codec that is used again resumes from the residuals that it has left.
             bucket_elements: bucket size in elements.
             clip: limit every element of a gradient to [-clip, clip] before it is sent.
@@ -253,7 +253,7 @@ class DistOpt:
         before evaluating or saving.
 
         Args:
-            loss: what to differentiate.
+            loss: the loss to differentiate.
             partition_elements: partition size in elements.
 
         Raises:
@@ -317,7 +317,7 @@ class DistOpt:
                 step.final(param)
             verdict = step.finish()
         if verdict is not None:
-            loss.device.check()  # a wrong label tells more than the NaN that comes of it
+            loss.device.check()  # a wrong label is a better error than the NaN it causes
             self._engine.refuse(verdict)
             return None
         self._update(layout)
@@ -344,7 +344,7 @@ class DistOpt:
 
     # -- statistics and states ---------------------------------------------------------------------------------------
     def stats(self) -> CommunicationStatistics:
-        """Local. What communication has cost since the first step; the difference of two is what lies between them."""
+        """Local. The cost of communication since the first step; subtract two of them for the cost between."""
         return self._engine.stats()
 
     def get_states(self) -> States:
@@ -389,7 +389,7 @@ class DistOpt:
 
     @property
     def states_are_copies(self) -> bool:
-        """Local. Whether what `get_states` gives never changes again. An optimizer of the user's may give more."""
+        """Local. Whether the result of `get_states` never changes again. A user's optimizer may return views."""
         return type(self.opt).get_states is Optimizer.get_states
 
     @property

@@ -55,7 +55,7 @@ class RankFailedError(LaunchError):
     Attributes:
         rank: the rank that failed first.
         exit_code: its exit code; 128 + n if signal n ended it, as shells count.
-        details: its traceback, or what else is known about its end.
+        details: its traceback, or all else that is known about its end.
     """
 
     def __init__(self, rank: int, exit_code: int, details: str) -> None:
@@ -124,10 +124,10 @@ class CommunicatorError(DistoptError, RuntimeError):
     """A collective failed. The communicator cannot be used any more.
 
     Attributes:
-        fact: what has happened, and where.
-        cure: what to do about it; the message is both.
-        ranks: who is at fault, or who disagree, where known.
-        calls: what these ranks have called, where they disagree.
+        fact: the failure, and its place.
+        cure: the remedy; the message is both.
+        ranks: the ranks at fault, or in disagreement, if known.
+        calls: the calls of these ranks, if they disagree.
     """
 
     def __init__(
@@ -211,9 +211,9 @@ def absent_name(
 
     Args:
         module: `__name__` of the module.
-        name: what was looked up.
-        names: what the module has; the nearest of them is suggested.
-        reasons: for names that are absent on purpose, why, and what to use instead.
+        name: the name that was looked up.
+        names: names in the module; the nearest of them is suggested.
+        reasons: for names that are absent on purpose, the reason and the alternative.
         otherwise: the cure where no name is near (default: to list all names).
     """
     # Without name and obj, Python appends a second suggestion.
@@ -268,7 +268,7 @@ def check_assignment(owner: Any, name: str, wrapped: Any = None) -> None:
     Args:
         owner: the object.
         name: the attribute.
-        wrapped: an object within, to which `owner` passes what is assigned to names of its class.
+        wrapped: an inner object, to which `owner` passes assignments to names of its class.
 
     Raises:
         UsageError: the assignment would have no effect; the message has the nearest name, or all.

@@ -192,7 +192,7 @@ class Checkpoint:
         reached any rank, all save after the same step, wait until it is written, and leave.
 
         Args:
-            epoch: to which the step belongs (default: what was said last).
+            epoch: to which the step belongs (default: the last one given).
 
         Raises:
             Preempted: to end this process, as all others.
@@ -252,7 +252,7 @@ class Checkpoint:
         self._writer.start()
 
     def _copy(self, parts: Mapping[str, Part]) -> tuple[Arrays, Arrays, dict[str, Any]]:
-        """Copies of what this rank writes: its share of what all have, arrays of its own, and notes."""
+        """Copies of the states that this rank writes: its share of the common ones, arrays of its own, and notes."""
         states = look_at(parts)
         share = share_of(self._rank, self._communicator.topology.world_size, states.shared)
 
@@ -320,7 +320,7 @@ class Checkpoint:
             signal.raise_signal(late)
 
     def _abandon(self) -> int:
-        """Give free what was held: the folder, and signals. The last one that came, or 0."""
+        """Release the folder and the signals; return the last signal that came, or 0."""
         self._held.close()
         preemption, self._preemption = self._preemption, None
         return preemption.stop() if preemption is not None else 0

@@ -1,7 +1,7 @@
 """Checkpoints as files. See docs/checkpoint.md for the format.
 
-Every rank writes its own file, whole or not at all, and none waits for another. A checkpoint is whole when all files
-that its manifest stands for are there and of the same save. Which save it was, all files tell.
+Every rank writes its own file, atomically, and without waiting for others. A checkpoint is complete when all files
+that its manifest stands for exist and are of the same save, which each file names.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Manifest:
         step: number of finished training steps.
         epoch: as the script gave it.
         world_size: number of ranks that saved.
-        objects: names of what was saved.
+        objects: names of the saved objects.
         versions: of the software, for people.
     """
 
@@ -73,7 +73,7 @@ def rank_file(rank: int) -> str:
 
 
 def share_of(rank: int, world_size: int, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Local. Which of the arrays that all ranks have this one writes: about as many bytes as each of the others.
+    """Local. The common arrays that this rank writes: about as many bytes as each other rank.
 
     Args:
         rank: this rank.

@@ -37,7 +37,7 @@ class Resumed:
     Attributes:
         folder: the checkpoint; None for states that an agent of `distopt run --heal` has kept.
         step: number of training steps that were finished.
-        epoch: what the script had said.
+        epoch: as the script gave it.
         world_size: number of ranks that saved.
         refused: names of newer checkpoints that could not be used.
     """
@@ -61,7 +61,7 @@ def load(folder: str | os.PathLike[str], communicator: Ranks | None = None, **ob
     Args:
         folder: where the checkpoints are; the same for all ranks.
         communicator: of the ranks (default: that of the first object that has one, else of `distopt.init`).
-        objects: what to set, by the names under which it was saved.
+        objects: the objects to set, by the names under which they were saved.
 
     Returns:
         Where the job resumes; None if there is no checkpoint, or only one that has never been completed.
@@ -153,7 +153,7 @@ def _found(root: Path, communicator: Ranks) -> tuple[list[str], bool]:
 
 
 def _common(communicator: Ranks, parts: Mapping[str, Part]) -> set[str]:
-    """Collective. Names of the random generators that the ranks have seeded alike."""
+    """Collective. Names of the random generators that all ranks have seeded equally."""
     seeds = {name: _digest(part.look()) for name, part in parts.items() if part.random}
     gathered = [json.loads(text) for text in communicator.all_gather_bytes(json.dumps(seeds).encode())]
     return {name for name in seeds if all(other.get(name) == gathered[0].get(name) for other in gathered)}
@@ -209,8 +209,8 @@ def _merged(
 class _Mean:
     """The mean of the states of one object over the ranks, added up in float64 and rounded once.
 
-    Gradients are averaged, so what an array of one rank, such as a residual, has yet to contribute counts by its mean
-    over the ranks. Every new rank gets that mean. What is equal on all ranks stays as it is.
+    Gradients are averaged, so the future contribution of an array of one rank, such as a residual, counts by its mean
+    over the ranks. Every new rank gets that mean. Values that are equal on all ranks stay as they are.
     """
 
     def __init__(self) -> None:
@@ -259,7 +259,7 @@ class _Stream:
 
     Args:
         rank: a new rank.
-        common: whether the new ranks have seeded the generator alike. If it was also the same on all old ranks, they
+        common: whether the new ranks have seeded the generator equally. If it was also the same on all old ranks, they
             all drew the same numbers from it, and the new ones do so again.
     """
 
@@ -285,7 +285,7 @@ class _Stream:
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Errors of the body tell the name of the object."""
+    """Adds the name of the object to errors of the body."""
     try:
         yield
     except StateError as error:

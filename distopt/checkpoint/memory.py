@@ -130,7 +130,7 @@ class Memory:
     def agree(self) -> tuple[int, int] | None:
         """Collective. Step and epoch of the newest states that exist for every rank; None if there are none.
 
-        This rank's states of other steps are given up: those steps will be done anew.
+        This rank's states of other steps are dropped: those steps will be repeated.
         """
         valid = [slot for slot in self._own if slot.label]
         far = [(number, slot.label) for slot in valid for number in slot.far]

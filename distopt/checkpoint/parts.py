@@ -218,7 +218,7 @@ class States(NamedTuple):
 
 
 def look_at(parts: Mapping[str, Part]) -> States:
-    """Local. The states of all objects, which training changes but for the copies."""
+    """Local. The states of all objects. Training changes them, except for the copies."""
     states = States({}, {}, {}, set())
     for name, part in parts.items():
         state = part.look()

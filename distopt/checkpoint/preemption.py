@@ -1,8 +1,8 @@
 """Leaving on a signal: all ranks at the same step, whenever and wherever the signal has arrived.
 
-A signal reaches the ranks at different moments, or one of them only. To leave at one step, they must exchange what they
-have seen. They do so about once a second, and not at every step: each exchange also tells how long the steps took, from
-which all ranks conclude alike how many steps later the next one is.
+A signal reaches the ranks at different moments, or only one of them. To leave at one step, they must exchange signals
+received. They do so about once a second, not at every step: each exchange also contains the time of the steps, from
+which all ranks derive the same number of steps until the next exchange.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class Communicator(ABC):
             op: "mean" is the sum divided by the world size, for floating types; "and", "or" and "xor" are those of
                 bits, for the others. Sums and products of integers wrap around. As in NumPy, the sum and the maximum
                 of booleans are their "or", product and minimum their "and".
-            wire: wire type, where the array's own dtype cannot tell it ("bfloat16" in uint16).
+            wire: wire type, if the array's own dtype does not determine it ("bfloat16" in uint16).
             label: shown in diagnostics (at most 31 bytes are kept).
             find_nonfinite: look for NaN and infinity in a sum or mean of float32 or float64 while it is made, which
                 costs next to nothing; only where `finds_nonfinite`. `Work.nonfinite` of every rank is then None or the
@@ -231,7 +231,7 @@ class Communicator(ABC):
         return [raw[8 : 8 + int.from_bytes(raw[:8], "little")] for raw in gathered]
 
     def all_to_all_ragged(self, parts: Sequence[Array], *, label: str = "") -> RaggedWork:
-        """Collective. Send `parts[r]` to rank r; the result is what the ranks sent here. Starting waits for no one.
+        """Collective. Send `parts[r]` to rank r; the result is the parts sent to this rank. Starting does not wait.
 
         Parts are flat, of one type and any length, zero included.
         """
@@ -332,7 +332,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _start_ragged(self, request: Request, parts: Sequence[Array]) -> RaggedWork:
-        """The same of a ragged one. `parts`: what goes to each rank, or the one that goes to all."""
+        """The same for a ragged one. `parts`: one for each rank, or a single one for all."""
 
     def _subgroup(self, ranks: Sequence[int], secret: bytes) -> Communicator:
         raise UsageError(f"the {self.name} communicator has no subgroups")

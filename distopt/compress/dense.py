@@ -19,8 +19,8 @@ class Fp32(Codec):
 
     Where the communicator does not look for NaN and infinity while it adds, a rank that finds an element which is NaN,
     infinite or so large that a sum over the ranks could overflow puts NaN into the first one. That survives every sum.
-    So the first element of the mean tells each rank whether all gradients were good, without a message and without
-    another pass over the bucket; only a bad one is followed by the exchange of who it was.
+    So the first element of the mean shows each rank whether all gradients were good, without a message or
+    another pass over the bucket; only after a bad one do the ranks exchange whose it was.
     """
 
     lossy: ClassVar[bool] = False

@@ -42,7 +42,7 @@ class PowerSGD(Codec):
     M^T P; the mean of M is P Q^T. A parameter of more dimensions counts as a matrix of the first by all others. Those
     of one dimension, or too small to gain anything, are averaged densely.
 
-    All ranks compute the same bits from P and Q: what follows the all-reduces are element-wise operations and sums in a
+    All ranks compute the same bits from P and Q: after the all-reduces come only elementwise operations and sums in a
     fixed order, no BLAS, whose order depends on the processor.
 
     Args:

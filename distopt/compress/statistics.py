@@ -16,7 +16,7 @@ class Statistics:
         wire_bytes: bytes that it sent, by the same measure: for a dense reduction 2 (n - 1) / n times its size, for a
             gather n - 1 times its own part.
         select_seconds: time in selection, casts and checks before the first wait.
-        comm_seconds: time in starting collectives and waiting for them; what was hidden behind other work is not in it.
+        comm_seconds: time in starting collectives and waiting for them; without time hidden behind other work.
         decode_seconds: time in casts, sparse sums and checks after the first wait.
         overflowed: values too large for a 16-bit wire, sent as the largest one.
         underflowed: values other than zero, sent as zero.
@@ -52,7 +52,7 @@ class CommunicationStatistics:
     Attributes:
         steps: training steps that have begun.
         skipped: those of them without update, because of a gradient that was NaN or infinite, or of an exception.
-        buckets: what it cost, by label of the bucket and kind of reduction.
+        buckets: the cost, by label of the bucket and kind of reduction.
     """
 
     steps: int = 0
@@ -76,7 +76,7 @@ class CommunicationStatistics:
         )
 
     def summary(self) -> str:
-        """One line: bytes and times per step, and whatever went differently than asked for."""
+        """One line: bytes and times per step, and deviations from what was requested."""
         total, steps = self.total, max(self.steps, 1)
         kinds = dict.fromkeys(kind for _, kind in self.buckets)
         line = (

@@ -141,7 +141,7 @@ class ShardedSampler:
 
     # -- states ------------------------------------------------------------------------------------------------------
     def get_states(self) -> dict[str, int | bool]:
-        """Local. How far this epoch is, in terms of all ranks, and what determines the order of its samples.
+        """Local. The progress of this epoch, over all ranks, and the values that determine the order of its samples.
 
         The batch that the iteration gave last counts as consumed: ask after the step that trains on it. Less than twice
         `size` is consumed, even where there are more ranks than samples and each sample is given several times.
@@ -168,7 +168,7 @@ class ShardedSampler:
         """Local. Whether `set_states` would accept them.
 
         Raises:
-            StateError: they are of another data set, seed or order, or say what no sampler says.
+            StateError: they are of another data set, seed or order, or not the states of a sampler.
         """
         own = self.get_states()
         if states.keys() != own.keys():
@@ -177,7 +177,7 @@ class ShardedSampler:
             if not np.array_equal(states[key], own[key]):
                 raise StateError(f"the sampler's {key} is {own[key]}, that of the states {states[key]}")
         check_count("epoch", states["epoch"])
-        # The last samples of an epoch may be repeated, so that all ranks have as many: fewer than there are ranks.
+        # The last samples of an epoch may be repeated, so that all ranks have equally many: fewer than there are ranks.
         if check_count("consumed", states["consumed"]) >= 2 * self.size:
             raise StateError(f"the states have consumed {states['consumed']} of {self.size} samples")
 

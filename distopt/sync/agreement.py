@@ -37,7 +37,7 @@ class Agreement:
     Attributes:
         communicator: of the ranks.
         number: that of the engine on its communicator, from 1.
-        prefix: what labels of buckets begin with in all but the first engine, so that engines which one rank uses in
+        prefix: start of the labels of buckets in all but the first engine, so that engines that one rank uses in
             another order are not taken for each other.
         every: steps from one comparison of parameters to the next; 0 for none.
         attached: parameters that have been compared, by id.
@@ -52,7 +52,7 @@ class Agreement:
         self.attached: dict[int, Parameter] = {}
         self._agreed: dict[str, Any] = {}  # constants
         self._updates = 0  # when they were
-        self._news = "", ""  # what no label has told yet: in short, and exactly
+        self._news = "", ""  # changes that no label has contained yet: in short, and exactly
         self._wait = 0  # steps until the next comparison
 
     # -- before a first step -----------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class Agreement:
         return [known[name] for name in names]
 
     def check(self, params: Sequence[Parameter], constants: Mapping[str, Any] | None = None) -> None:
-        """Collective. Compare over the ranks what they are about to train.
+        """Collective. Compare between the ranks the model that they are about to train.
 
         Args:
             params: names, shapes and types are compared.

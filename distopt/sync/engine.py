@@ -1,10 +1,10 @@
 """The engine: it averages the gradients of named parameters over the ranks.
 
-It knows parameters and their gradients as arrays, and nothing of where these come from. A front opens a step with
-`begin`, writes each gradient where it belongs (`Bucket.grads`, views of wire memory), says `Step.final`, and ends with
-`Step.finish`, after which the views hold the means and the front's optimizer applies them. A full bucket is encoded and
+It works on parameters and their gradients as arrays, from any source. A front end opens a step with
+`begin`, writes each gradient where it belongs (`Bucket.grads`, views of wire memory), calls `Step.final`, and ends with
+`Step.finish`, after which the views hold the means, which its optimizer applies. A full bucket is encoded and
 sent while later gradients are still being computed. Buckets start in the order of their indices, and are finished in
-rounds in the same order, so that all ranks make the same calls whatever order gradients come in.
+rounds in the same order, so that all ranks make the same calls for any order of gradients.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Engine:
 
     Attributes:
         non_finite: see above; all ranks may change it between steps.
-        agreement: finds ranks that go another way than the others.
-        statistics: numbers of steps, and what they have cost.
+        agreement: finds ranks that deviate from the others.
+        statistics: numbers of steps, and their cost.
         partial: partial updates.
         layout: the buckets in use.
     """
@@ -99,7 +99,7 @@ class Engine:
         """Collective. Open a step in which gradients are averaged.
 
         Args:
-            codec: what is sent. Options and kind may change from step to step, alike on all ranks: a kind that is used
+            codec: how gradients are encoded. Options and kind may change between steps, as on all ranks: a kind that is used
                 again resumes from the residuals that it has left.
             bucket_elements: bucket size in elements, see `layout.plan`. Buckets of another size than before take the
                 place of those, and their residuals over.
@@ -178,7 +178,7 @@ class Engine:
         return PartialStep(self.partial, layout, agreement, statistics, self.non_finite != "ignore")
 
     def refuse(self, verdict: BadGradient) -> None:
-        """Local. The gradients of this step may not be applied, by the verdict of `finish`; alike on all ranks.
+        """Local. The gradients of this step may not be applied, by the verdict of `finish`; equally on all ranks.
 
         Raises:
             GradientError: unless `non_finite` is "skip".
@@ -216,7 +216,7 @@ class Engine:
 
     # -- statistics and states ---------------------------------------------------------------------------------------
     def stats(self) -> CommunicationStatistics:
-        """Local. What communication has cost since the first step; the difference of two is what lies between them."""
+        """Local. The cost of communication since the first step; subtract two of them for the cost between."""
         return self.statistics - CommunicationStatistics()
 
     def get_states(self) -> States:
@@ -233,7 +233,7 @@ class Engine:
         return own | partial.get_states() | loaded | ({} if self.layout is None else self.layout.get_states())
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Local. Go on from what `get_states` gave on the same rank of a job of the same size.
+        """Local. Resume from the result of `get_states` on the same rank of a job of the same size.
 
         Raises:
             StateError: see `check_states`; nothing was changed.

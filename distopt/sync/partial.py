@@ -40,7 +40,7 @@ class Slots(Protocol):
 
 
 class PartialUpdates:
-    """The partitions of partial updates, and what is to be averaged before ranks are equal again.
+    """The partitions of partial updates, and the states to average before ranks are equal again.
 
     Attributes:
         pending: whether the ranks' parameters differ, and `synchronize` is to average them.
@@ -50,7 +50,7 @@ class PartialUpdates:
     """
 
     def __init__(self, agreement: Agreement, statistics: CommunicationStatistics) -> None:
-        """Local. `statistics`: where steps, and what they cost, are counted."""
+        """Local. `statistics`: where steps and their cost are counted."""
         self.pending = self.slots_pending = False
         self.next = 0
         self.layout: Layout | None = None
@@ -104,7 +104,7 @@ class PartialUpdates:
         """Collective. Set the parameters to their means over the ranks, where partial updates let them differ.
 
         Raises:
-            UsageError: states have been loaded, and neither `attach` nor a step has told whose they are.
+            UsageError: states have been loaded, and neither `attach` nor a step has assigned them to parameters.
         """
         if not self.pending or self._plan is None:
             return
@@ -167,7 +167,7 @@ class PartialStep(GradientCounter):
     """A step in which every rank uses its own gradients."""
 
     def __init__(self, partial: PartialUpdates, *rest: Any) -> None:
-        """Local. `partial`: what the step is one of; `rest`: see `GradientCounter`."""
+        """Local. `partial`: the cycle to which the step belongs; `rest`: see `GradientCounter`."""
         super().__init__(*rest)
         self._partial, self._flags = partial, (partial.pending, partial.slots_pending)
         partial.pending = partial.slots_pending = True  # even if an exception ends the update half-way

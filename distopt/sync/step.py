@@ -18,10 +18,10 @@ from .layout import Layout
 
 
 class GradientCounter(ABC):
-    """Which gradients of a step have come.
+    """Which gradients of a step are final.
 
-    As a context manager, it keeps the ranks in step where an exception ends the body: this rank takes part in what is
-    left of the step, and all others get a GradientError that names it. Where that is impossible they get a
+    As a context manager, it keeps the ranks in step where an exception ends the body: this rank takes part in the rest
+    of the step, and all others get a GradientError that names it. Where that is impossible they get a
     MismatchError, and every rank's communicator is unusable: after an exception in the middle of a collective call,
     and with codecs that do not check for NaN.
 
@@ -30,7 +30,7 @@ class GradientCounter(ABC):
     """
 
     def __init__(self, layout: Layout, agreement: Agreement, statistics: CommunicationStatistics, looks: bool) -> None:
-        """Local. The step is the next one of `statistics`, and counted there; `looks`: whether NaN is looked for."""
+        """Local. The step is the next one of `statistics`, and counted there; `looks`: whether to check for NaN."""
         self.layout = layout
         self._looks = looks
         self._agreement = agreement
@@ -57,11 +57,11 @@ class GradientCounter(ABC):
 
     @abstractmethod
     def _start_full(self) -> None:
-        """Collective. Start what can start: a bucket is full."""
+        """Collective. Start all that can start: a bucket is full."""
 
     @abstractmethod
     def _end(self) -> BadGradient | None:
-        """Collective. Wait for the end of what has been started; the verdict on the gradients."""
+        """Collective. Wait for the end of all that has been started; the verdict on the gradients."""
 
     def final(self, param: Parameter) -> None:
         """Collective. The gradient of `param` is in its place, and will not change any more.
@@ -88,7 +88,7 @@ class GradientCounter(ABC):
         """Collective. Wait for the end of the step; the verdict on its gradients, the same on all ranks.
 
         Args:
-            unused: what to do where a parameter had no gradient in this step: raise an error, or take part with zeros.
+            unused: the action if a parameter had no gradient in this step: raise an error, or take part with zeros.
 
         Raises:
             UsageError: see `unused`.
@@ -196,8 +196,8 @@ class Step(GradientCounter):
             layout: the buckets.
             agreement: of the ranks.
             statistics: see `GradientCounter`.
-            codec: what is sent.
-            states: what it keeps for each bucket.
+            codec: how gradients are encoded.
+            states: its state for each bucket.
             clip: see `Engine.begin`.
             weight: a factor on the means.
         """

@@ -57,7 +57,7 @@ class MpiCommunicator(NativeCommunicator):
 
         Args:
             job: that of mpiexec.
-            inline_bytes: size of the data that travel with what a rank says of an operation (default: 64 KiB for
+            inline_bytes: size of the data that travel with a rank's announcement of an operation (default: 64 KiB for
                 two ranks, else 48 KiB divided by their number).
             chunk_bytes: size of the messages in which larger ones travel.
         """
