@@ -99,7 +99,7 @@ class Engine:
         """Collective. Open a step in which gradients are averaged.
 
         Args:
-            codec: how gradients are encoded. Options and kind may change between steps, as on all ranks: a kind that is used
+            codec: how gradients are encoded. Options and kind may change between steps, alike on all ranks: a kind used
                 again resumes from the residuals that it has left.
             bucket_elements: bucket size in elements, see `layout.plan`. Buckets of another size than before take the
                 place of those, and their residuals over.
