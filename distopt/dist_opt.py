@@ -171,7 +171,7 @@ class DistOpt:
     def codec(self, value: Codec | str) -> None:
         codec = compress.create(value) if isinstance(value, str) else value
         if not isinstance(codec, Codec):
-            raise UsageError(f"{codec!r} is no codec; pass one, such as TopK(0.01), or a name: {', '.join(CODECS)}")
+            raise UsageError(f"{codec!r} is not a codec; pass one, such as TopK(0.01), or a name: {', '.join(CODECS)}")
         self._codec = codec
 
     @property

@@ -155,7 +155,7 @@ def load_arrays(
             names = list(file.keys())
             arrays = {key: file.get_tensor(key) for key in names if key.startswith(prefix)}
     except (safetensors.SafetensorError, AttributeError, TypeError) as error:  # the last two: types NumPy lacks
-        raise StateError(f"{path} is truncated or no file of states: {error}") from None
+        raise StateError(f"{path} is truncated or not a file of states: {error}") from None
     notes = metadata.get("notes", "")
     try:
         saved = json.loads(metadata["crc32"])

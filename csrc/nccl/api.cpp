@@ -13,13 +13,13 @@ namespace {
 void* find(void* library, const char* symbol, bool required, const std::string& path) {
   void* found = ::dlsym(library, symbol);
   if (found == nullptr && required)
-    throw std::runtime_error(path + " has no " + symbol + ", so it is no NCCL of version " + dotted(oldest_version) +
+    throw std::runtime_error(path + " has no " + symbol + ", so it is not NCCL of version " + dotted(oldest_version) +
                              " or later");
   return found;
 }
 
 std::unique_ptr<Api> load_new(const std::string& path) {
-  if (path.empty() || path[0] != '/') throw std::runtime_error("'" + path + "' is no absolute path of a library");
+  if (path.empty() || path[0] != '/') throw std::runtime_error("'" + path + "' is not an absolute path of a library");
   void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) throw std::runtime_error(::dlerror());
   auto api = std::make_unique<Api>();

@@ -269,7 +269,7 @@ class Checkpoint:
         except Exception as error:
             self._failure = f"step {manifest.step} could not be saved: {_described(error, folder)}"
             host = self._communicator.topology.host
-            log.error("rank %d (%s): %s; training goes on, older checkpoints stay", self._rank, host, self._failure)
+            log.error("rank %d (%s): %s; training continues, older checkpoints stay", self._rank, host, self._failure)
         self._prune(folder.parent, before=self._names[0])
 
     def _prune(self, root: Path, before: str) -> None:

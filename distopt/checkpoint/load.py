@@ -307,7 +307,7 @@ def _tell_changes(folder: Path, manifest: Manifest, topology: Topology) -> None:
         return
     new = f", rank {before} and above draw random numbers of their own" if now > before else ""
     log.warning(
-        "%s was saved by %d ranks and goes on with %d: what each rank had of its own, such as residuals, becomes the "
-        "mean over the %d%s, and the rest of the epoch's samples is dealt out anew",
+        "%s was saved by %d ranks and resumes with %d: the states of each rank, such as residuals, become their "
+        "mean over the %d%s, and the remaining samples of the epoch are sharded again",
         folder, before, now, before, new,
     )  # fmt: skip

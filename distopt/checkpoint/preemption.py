@@ -87,7 +87,7 @@ class Preemption:
         rank, job = self._communicator.topology.rank, slurm_job()
         if not asked:
             if rank == 0:
-                reason = requeue(job) if job else "start it again to go on from there"
+                reason = requeue(job) if job else "start it again to resume from there"
             reason = self._communicator.all_gather_bytes(reason.encode())[0].decode()
         if rank == 0:
             cure = reason or "it will be started again"

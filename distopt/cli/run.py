@@ -59,7 +59,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         type=at_least(0),
         default=0,
         metavar="K",
-        help="start all ranks again so many times (default: 0)",
+        help="start all ranks again at most K times (default: 0)",
     )
     add("heal", action="store_true", help="start all ranks again as long as they make progress; see docs/faults.md")
     add(

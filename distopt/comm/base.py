@@ -280,7 +280,7 @@ class Communicator(ABC):
     def _other(self, rank: int) -> int:
         if not 0 <= rank < self.topology.world_size or rank == self.topology.rank:
             raise UsageError(
-                f"rank {rank} is no other rank of a world of {self.topology.world_size}; messages go to another rank"
+                f"rank {rank} is not another rank of a world of {self.topology.world_size}; messages go to another rank"
             )
         return rank
 
@@ -308,7 +308,7 @@ class Communicator(ABC):
         rank, world_size = self.topology.rank, self.topology.world_size
         if rank not in ranks or len(set(ranks)) < len(ranks) or not all(0 <= q < world_size for q in ranks):
             raise UsageError(
-                f"ranks {ranks} are no subgroup of a world of {world_size} with rank {rank}; name each member once"
+                f"ranks {ranks} are not a subgroup of a world of {world_size} with rank {rank}; name each member once"
             )
         return self._subgroup(ranks, meet(self, ranks))
 

@@ -98,7 +98,7 @@ class Codec(ABC):
             CommunicatorError: the previous reduction has failed.
         """
         if state.kind != self.kind:
-            raise UsageError(f"a state of {state.kind} cannot go on as {self.kind}; attach the new codec instead")
+            raise UsageError(f"a state of {state.kind} cannot continue as {self.kind}; attach the new codec instead")
         if state.pending is not None:
             state.pending.done()  # raises where the communicator has failed, with a better error
             raise UsageError(

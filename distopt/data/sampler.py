@@ -172,7 +172,7 @@ class ShardedSampler:
         """
         own = self.get_states()
         if states.keys() != own.keys():
-            raise StateError(f"these are no states of a sampler: {sorted(states)} in place of {sorted(own)}")
+            raise StateError(f"these are not states of a sampler: {sorted(states)} in place of {sorted(own)}")
         for key in ("size", "seed", "shuffle"):
             if not np.array_equal(states[key], own[key]):
                 raise StateError(f"the sampler's {key} is {own[key]}, that of the states {states[key]}")

@@ -79,7 +79,7 @@ def backward(
     if dy is None:
         pending = first_gradient(loss, visits)
     elif dy.shape != loss.shape:
-        raise UsageError(f"`dy` of shape {dy.shape} is no gradient of a tensor of shape {loss.shape}")
+        raise UsageError(f"`dy` of shape {dy.shape} is not a gradient of a tensor of shape {loss.shape}")
     else:
         pending = {visits[0].op: dy.array.copy()}
         if visits[0].scale != 1:
@@ -130,7 +130,7 @@ def tape(loss: Tensor) -> list[Operation]:
 
 def _inputs(op: Operation) -> tuple[Tensor, ...]:
     if op.inputs is None:
-        raise UsageError("this graph was walked before and is gone; compute the loss anew for another backward pass")
+        raise UsageError("this graph was walked before and is gone; compute the loss again for another backward pass")
     return op.inputs
 
 

@@ -140,7 +140,7 @@ def gaussian(t: Tensor, fan_in: int = 0, fan_out: int = 0) -> None:
     given: list[Any] = [fan for fan in (fan_in, fan_out) if fan != 0]
     if not given or any(not isinstance(fan, Integral) or fan < 0 for fan in given):
         raise UsageError(
-            f"initializer.gaussian takes fan_in and fan_out, counts of which one may be 0; got {fan_in} and {fan_out}. "
+            f"initializer.gaussian takes fan_in and fan_out, counts; one may be 0; got {fan_in} and {fan_out}. "
             "t.gaussian(mean, std) takes mean and standard deviation"
         )
     t.gaussian(0.0, sqrt(2 * len(given) / sum(given)))

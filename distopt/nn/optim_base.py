@@ -268,7 +268,7 @@ class Optimizer:
     def _loaded(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> dict[str, dict[str, Array]]:
         """Copies of the slots by parameter and name, once they have been checked."""
         if "step_counter" not in states:
-            raise StateError("these are no states of an optimizer: step_counter is missing")
+            raise StateError("these are not states of an optimizer: step_counter is missing")
         check_count("step_counter", states["step_counter"])
         loaded: dict[str, dict[str, Array]] = {}
         for key, value in states.items():

@@ -48,7 +48,7 @@ class OutsideGraph(Values):
                 try:
                     index = range(size)[key]
                 except (IndexError, TypeError):
-                    raise UsageError(f"{key!r} is no index into the shape {self.shape}; ints and slices are") from None
+                    raise UsageError(f"{key!r} does not index the shape {self.shape}; ints and slices do") from None
                 key = slice(index, index + 1)
             parts.append(key)
         return self.of(self.array[tuple(parts)].copy(), self.device)

@@ -171,7 +171,7 @@ class Values:
             UsageError: there are more elements, or none.
         """
         if self.size() != 1:
-            raise UsageError(f"a tensor of shape {self.shape} is no number; take one element, or its to_numpy()")
+            raise UsageError(f"a tensor of shape {self.shape} is not a number; take one element, or its to_numpy()")
         value: float = self.array.item()
         self.device.check()
         return value
@@ -332,7 +332,7 @@ def _type(dtype: DTypeLike) -> np.dtype[Any]:
     try:
         return np.dtype({"float": "float32", "int": "int32"}.get(dtype, dtype) if isinstance(dtype, str) else dtype)
     except TypeError:
-        raise UsageError(f"{dtype!r} is no type of elements; tensor.float32, for example, is one") from None
+        raise UsageError(f"{dtype!r} is not an element type; tensor.float32, for example, is one") from None
 
 
 def c_contiguous(array: Array) -> Array:

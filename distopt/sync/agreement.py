@@ -223,7 +223,7 @@ class Agreement:
         name = f"{params[differing[0]].name}{f' (and {differing.size - 1} more)' if differing.size > 1 else ''}"
         raise MismatchError(
             f"before step {step}, parameter {name} has other values on rank {who} than on rank {first} "
-            f"({topology.hosts[first]}); change parameters alike on all ranks, between the same steps, or leave them "
+            f"({topology.hosts[first]}); change parameters equally on all ranks, between the same steps, or leave them "
             "unchecked with DistOpt(check_every=0)"
         )
 

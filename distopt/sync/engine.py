@@ -76,7 +76,7 @@ class Engine:
         if non_finite not in get_args(NonFinite):
             raise UsageError(f"non_finite={non_finite!r} is not one of {', '.join(get_args(NonFinite))}")
         if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
-            raise UsageError(f"check_every={check_every!r} is no number of steps; pass 1 or more, or 0 for no check")
+            raise UsageError(f"check_every={check_every!r} is not a number of steps; pass 1 or more, or 0 for no check")
 
     @contextlib.contextmanager
     def by_hand(self, slots: Slots) -> Iterator[None]:
@@ -253,13 +253,13 @@ class Engine:
         arrays = all(hasattr(value, "dtype") for value in states.values())
         counts = states.get("steps", np.empty(0)) if arrays else np.empty(0)
         if counts.shape != (5,) or counts.dtype.kind != "i" or (counts < 0).any() or (counts > 2**53).any():
-            raise StateError("these are no states of a DistOpt: steps is missing or negative, or a value is no array")
+            raise StateError("these are not states of a DistOpt: steps is missing or negative, or not all are arrays")
         if counts[3]:
             self.partial.partitions(states)
         of_codecs: States = {key: states[key] for key in states.keys() - _OWN}
         for key in of_codecs:
             if key.count("/") < 2:
-                raise StateError(f"{key} is no state of a DistOpt; pass what DistOpt.get_states gave")
+                raise StateError(f"{key} is not a state of a DistOpt; pass the result of DistOpt.get_states")
         if self.layout is not None:
             self.layout.check_states(of_codecs)
         return of_codecs

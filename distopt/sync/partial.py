@@ -149,7 +149,7 @@ class PartialUpdates:
         try:
             elements, names = json.loads(states["partitions"].tobytes())
         except (KeyError, ValueError, TypeError):
-            raise StateError("these are no states of a DistOpt with partial updates: partitions is missing") from None
+            raise StateError("these are not states of a DistOpt with partial updates: partitions is missing") from None
         return elements, names
 
 

@@ -170,8 +170,8 @@ class GradientCounter(ABC):
             if other:
                 raise GradientError(
                     f"step {self._number}: rank {rank} ({self._communicator.topology.hosts[rank]}) has no gradients, "
-                    f"because of {other.decode()}; no rank has changed its parameters: go on with the next step on all "
-                    "ranks, or end all of them",
+                    f"because of {other.decode()}; no rank has changed its parameters: continue with the next step on "
+                    "all ranks, or end all of them",
                     rank=rank,
                 )
 

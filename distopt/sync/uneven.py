@@ -53,7 +53,7 @@ class RollCall:
         if recipe is not None:
             if isinstance(recipe.codec, ErrorFeedback):
                 raise UsageError(
-                    "error feedback would go on sending what a rank without data has left over, at a weight that is "
+                    "error feedback would keep sending the residual of a rank without data, at a weight that is "
                     "not its own; use a codec without it inside DistOpt.join"
                 )
             self.last = recipe

@@ -125,8 +125,8 @@ class ForkServer:
         threads = int(self._link.recv(64) or b"0")
         if threads > 1:
             self._warn(
-                f"importing the script's modules starts {threads - 1} threads, which a fork would lose: ranks that "
-                "start again import them anew"
+                f"importing the script's modules starts {threads - 1} threads, which a fork would lose: restarted "
+                "ranks import the modules again"
             )
             self.close()
             self.ended = False

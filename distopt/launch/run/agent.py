@@ -169,8 +169,8 @@ class _Agent:
                 foreign_since = min(foreign_since, now) if isinstance(error, StrangerError) else float("inf")
                 if now > foreign_since + _FOREIGN_SECONDS:
                     raise LaunchError(
-                        f"what listens at {options.endpoint} is no node of this job: it has another --rdzv-id or "
-                        "DISTOPT_JOB_SECRET, or is no distopt run; give all nodes the same, or another port"
+                        f"what listens at {options.endpoint} is not a node of this job: it has another --rdzv-id or "
+                        "DISTOPT_JOB_SECRET, or is not distopt run; give all nodes the same, or another port"
                     ) from None
                 if now > options.timeout:
                     raise LaunchError(

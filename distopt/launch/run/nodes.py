@@ -251,8 +251,8 @@ class Owner(Gate):
         if not self._warned:
             self._warned = True
             self._warn(
-                f"turned away a connection from {link.address} that is no node of this job: it has another --rdzv-id "
-                "or DISTOPT_JOB_SECRET, or is no distopt run"
+                f"turned away a connection from {link.address} that is not a node of this job: it has another "
+                "--rdzv-id or DISTOPT_JOB_SECRET, or is not distopt run"
             )
 
     @property

@@ -158,7 +158,7 @@ class StepGraphs:
         if not isinstance(value, Tensor):
             return name, type(value), value
         if value.device is not self._device or value.in_graph or value.stores_grad:
-            raise CaptureError(f"argument {name} of train_one_batch is no plain tensor on {self._device!r}")
+            raise CaptureError(f"argument {name} of train_one_batch is not a plain tensor on {self._device!r}")
         return name, value.shape, value.dtype.str
 
     def _rehearse(self, kind: _Kind, train: Callable[..., Any], inputs: Sequence[Any], options: dict[str, Any]) -> Any:

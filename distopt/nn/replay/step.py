@@ -146,7 +146,7 @@ class RecordedStep(ABC):
                 raise CaptureError("train_one_batch returns a tensor that was not computed before the optimizer's step")
         elif results is not None:
             raise CaptureError(
-                f"train_one_batch returns a {type(results).__name__}, which a replay would not compute anew"
+                f"train_one_batch returns a {type(results).__name__}, which a replay would not compute again"
             )
 
     @property
