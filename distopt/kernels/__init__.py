@@ -1,4 +1,4 @@
-"""Native passes over gradients, for arrays of the host and of a GPU alike."""
+"""Native passes over gradients, for arrays of the host and of a GPU."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Accumulation(NamedTuple):
     Attributes:
         residual: float32, as long as the gradient, or None: the selection is from the gradient itself.
         momentum: the same, or None; needs a residual.
-        scale: a number, or what `Kernels.clip_scale` gave.
+        scale: a number, or the result of `Kernels.clip_scale`.
         decay: factor on the momentum.
         new_residual: an array like residual, or None: the sum takes its place.
         new_momentum: the same of momentum.
@@ -65,7 +65,7 @@ class Lists:
         self.values: Array = xp.empty(capacity, "float32")
 
     def reserve(self, capacity: int) -> None:
-        """Have room for that many entries; what was listed may be lost."""
+        """Make room for that many entries; existing entries may be lost."""
         if self.values.size < capacity:
             self.indices = self._xp.empty(capacity, "int32")
             self.values = self._xp.empty(capacity, "float32")
@@ -101,7 +101,7 @@ class Kernels(Protocol):
     ) -> None:
         """Cast x * scale, or (residual + x) * scale, into the uint16 array `wire`, clamped to +-limit.
 
-        Of `residuals`, what the cast loses goes to the second, perhaps the same array; without, both are None.
+        The loss of the cast goes to the second of `residuals`, perhaps the same array; without, both are None.
         """
 
     def decode16(self, wire: Array, x: Array, dtype: str, scale: float, /) -> None:

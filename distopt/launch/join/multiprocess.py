@@ -33,8 +33,8 @@ _SEEN_SECONDS = 2.0  # for which a process stays, to be seen by siblings that ar
 
 
 def is_importing() -> bool:
-    """Local. Whether this is a child of multiprocessing that has yet to import what it will run."""
-    return getattr(current_process(), "_inheriting", False)  # what multiprocessing itself looks at
+    """Local. Whether this is a child of multiprocessing that has yet to import its target."""
+    return getattr(current_process(), "_inheriting", False)  # which multiprocessing itself uses
 
 
 def _new_secret() -> bytes:

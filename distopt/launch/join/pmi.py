@@ -66,7 +66,7 @@ class Member(Watch):
         return environment(variables)
 
     def leave(self) -> None:
-        """Local. This rank has done its part. MPICH tells the server later, and would not survive its end before."""
+        """Local. This rank has done its part. MPICH notifies the server later, and would not survive its end before."""
         self._left = True
 
     def _serve(self, info: LauncherInfo, place: Meeting, timeout: float) -> None:

@@ -1,7 +1,7 @@
 """`distopt run` on one node: starts this node's ranks, and ends them with those of the other nodes.
 
-An agent has one thread and waits for signals, for output and ends of its ranks, and for what the owner of the endpoint
-says (`distopt.launch.run.nodes`). On one node, it is its own owner, and listens nowhere. It starts fast: without NumPy.
+An agent has one thread and waits for signals, for output and ends of its ranks, and for the owner of the endpoint
+(`distopt.launch.run.nodes`). On one node, it is its own owner, and listens nowhere. It starts fast: without NumPy.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class _Agent:
             self._say("hello", ranks=options.ranks)
 
     def _look_at_link(self) -> None:
-        """Notice the loss of the owner. An agent that heals ends its ranks then, and comes to the owner anew."""
+        """Notice the loss of the owner. An agent that heals then ends its ranks, and connects to the owner again."""
         owner, heals = self._owner, self._options.heal
         if isinstance(owner, _Remote) and (owner.lost or (heals and owner.heard.seconds() > SILENT_SECONDS)):
             owner.close()
@@ -270,7 +270,7 @@ class _Agent:
         if not ranks.running:
             self._ended = True
             if ranks.failures:
-                ranks.kill()  # what they have started
+                ranks.kill()  # processes that they have started
         if self._ended or len(ranks.failures) > self._told:
             self._told = len(ranks.failures)
             failures = [asdict(failure) for failure in ranks.failures]
@@ -381,10 +381,10 @@ def _free_port() -> int:
 
 
 def _variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[str, str]:
-    """The environment of the ranks, as torchrun makes it, and what tells the launcher from torchrun."""
+    """The environment of the ranks, as torchrun makes it, and variables that distinguish the launcher from torchrun."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_VARIABLES)}
     return {
-        "PYTHONUNBUFFERED": "1",  # a killed rank would lose what it had not written yet
+        "PYTHONUNBUFFERED": "1",  # a killed rank would lose unwritten output
         **env,
         **thread_variables(options.ranks, env),
         "WORLD_SIZE": str(order["size"]),

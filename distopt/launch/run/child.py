@@ -1,6 +1,6 @@
 """The processes that `spawn` starts: as its ranks, around the script's function, and as it supervises them.
 
-Mistakes in a script, a function and arguments that are to become ranks are found before, and told in one line each.
+Mistakes in a script, and in a function and arguments for ranks, are found before, and reported in one line each.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _in_one_line(error: BaseException) -> str:
 
 # -- in that process -------------------------------------------------------------------------------------------------
 class _Announced:
-    """The way to report. When a child has unpickled it, errors of unpickling what follows are reported there.
+    """The channel for reports. Once a child has unpickled it, errors in unpickling the rest are reported there.
 
     Left to itself, multiprocessing would print a traceback per child.
     """

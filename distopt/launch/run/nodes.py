@@ -1,7 +1,7 @@
 """How the agents of several nodes act as one: they meet at an endpoint, whose owner decides for all.
 
-An agent runs on each node; `distopt.launch.run.agent` is what it does there. The owner of the endpoint listens, numbers
-the nodes, and tells all agents when to start their ranks, when to end them, and how the job has ended. An agent tells
+An agent (`distopt.launch.run.agent`) runs on each node. The owner of the endpoint listens, numbers
+the nodes, and orders all agents to start and end their ranks, and reports how the job has ended. An agent reports to
 the owner when a rank of its own fails, and when all have ended. On the connections, those of
 `distopt.launch.gate`, each line is an object in JSON.
 
@@ -84,7 +84,7 @@ class Owner(Gate):
     Args:
         own: the node of this agent.
         options: its command line.
-        key: what all nodes know.
+        key: the secret of all nodes.
         selector: waits for the connections.
         warn: prints a line.
     """
@@ -118,13 +118,13 @@ class Owner(Gate):
         self._failed_at = 0.0  # on the clock
         self._cause = ""  # of a failure after which no step has been done yet
 
-    # -- what agents say -------------------------------------------------------------------------------------------
+    # -- reports of agents -----------------------------------------------------------------------------------------
     def say(self, message: dict[str, Any]) -> None:
-        """Local. Act on what the agent of this process says."""
+        """Local. Act on a report of the agent of this process."""
         self.hear(self._own, message)
 
     def hear(self, node: Node, message: dict[str, Any]) -> None:
-        """Local. Act on what an agent says."""
+        """Local. Act on a report of an agent."""
         say = message["say"]
         node.heard = Stopwatch()
         if say == "beat":
@@ -329,7 +329,7 @@ class Owner(Gate):
         return sum(other.ranks for other in self._nodes[: node.number])
 
     def _decide(self) -> None:
-        """All ranks have ended, and each node is ready to start its ranks again, but for those that are away."""
+        """All ranks have ended, and each node is ready to start its ranks again, except those that are away."""
         if any(node.away for node in self._nodes) and not any(signum in ENDING_SIGNALS for signum in self._signals):
             return
         if not self._failures:

@@ -1,4 +1,4 @@
-"""Ends what ranks have started when their supervisor has been killed, by a process that outlives it.
+"""Ends the children of ranks whose supervisor has been killed, by a process that outlives it.
 
 The kernel kills the ranks then (`die_with`), but not their children, such as the workers of a data loader, which init
 adopts. They are found by a variable inherited from their rank. Processes in a session of their own have left
@@ -36,7 +36,7 @@ class Orphans:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # what kills the supervisor may kill its process group
+                start_new_session=True,  # a kill of the supervisor may include its process group
             )
 
     def add(self, pid: int) -> None:

@@ -31,7 +31,7 @@ class Program(Rank):
         env: its environment.
         folder: where its output goes besides the output of this process, as `stdout.log` and `stderr.log`.
         outputs: where its stdout and stderr are shown.
-        server: what forks it, if it is not to start cold.
+        server: the process that forks it, if it is not to start cold.
 
     Raises:
         OSError: the program cannot be started, or the log files cannot be written.

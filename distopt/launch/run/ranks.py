@@ -1,7 +1,7 @@
 """The ranks that one process has started and supervises: the one supervisor of `launch.main` and of `distopt run`.
 
-A rank that runs distopt reports why it fails (`distopt.launch.watch.report`). Of any other program the exit status is
-all that counts. A rank that has lost a peer fails as a consequence, whatever the time: that peer may have ended without
+A rank that runs distopt reports why it fails (`distopt.launch.watch.report`). Of another program only the exit status
+counts. A rank that has lost a peer fails as a consequence, at any time: that peer may have ended without
 a message, and its end may be noticed later. So does a rank that ends by the SIGTERM or SIGKILL with which its
 supervisor ends the job.
 """
@@ -192,7 +192,7 @@ class Rank:
         self.failure = Failure(self.rank, code, text, is_consequence or code - 128 in self._sent)
 
     def read(self) -> bool:
-        """Local. Take in what the rank has said; False if it can say no more."""
+        """Local. Read the rank's reports; False if there can be no more."""
         with contextlib.suppress(BlockingIOError):
             while part := os.read(self.source, 1 << 16):
                 *lines, self._received = (self._received + part).split(b"\n")
@@ -207,7 +207,7 @@ class LocalRanks:
     """The ranks of this node.
 
     Args:
-        selector: gets what the ranks say registered, each with a function to call.
+        selector: the ranks' reports are registered with it, each with a function to call.
 
     Attributes:
         failures: of the ranks that have failed, in the order in which they did.
@@ -269,7 +269,7 @@ class LocalRanks:
             rank.signal(signum)
 
     def kill(self) -> None:
-        """Local. Kill all ranks, and what they have started and left behind."""
+        """Local. Kill all ranks, and processes that they have started and left behind."""
         for rank in self.ranks:
             rank.kill()
 
@@ -294,7 +294,7 @@ class LocalRanks:
             self.look()
 
     def close(self) -> None:
-        """Local. Release what the ranks have held; if any still run, kill them. Idempotent."""
+        """Local. Release the ranks' resources; if any still run, kill them. Idempotent."""
         if self.running:
             self.kill()
         for rank in self.ranks:

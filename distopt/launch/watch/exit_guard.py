@@ -27,7 +27,7 @@ from .report import supervisor
 from .siblings import end_with_parent
 from .watch import Watch
 
-# mpiexec reads the ranks' output through pipes; when told to abort, it drops what it has not read yet.
+# mpiexec reads the ranks' output through pipes; on an abort, it drops output that it has not read yet.
 _FORWARD_SECONDS = 0.1
 _ABORT_SECONDS = 2
 

@@ -1,4 +1,4 @@
-"""The server of a job on several hosts: it tells ranks of others that end too early, and connects those of MPICH.
+"""The server of a job on several hosts: it notifies ranks of others that end too early, and connects MPICH's ranks.
 
 Rank 0 runs this file as a program; it uses the standard library only, so that it starts at once. It cannot be a thread
 of rank 0, because MPI_Init holds Python's lock. It ends when all ranks have left, or one has failed.
@@ -129,7 +129,7 @@ class Server(Gate):
             self._end(1, f"{self._names.get(rank, f'rank {rank}')} {how}", but=rank, kind=kind)
 
     def _end(self, code: int, text: str, but: int = -1, kind: str = "end") -> None:
-        """Tell all ranks but one that the job has failed, and say why: the ranks may be killed before they can.
+        """Notify all ranks but one that the job has failed, and why: the ranks may be killed before they can.
 
         While ranks join, the first of them says why.
         """
@@ -183,7 +183,7 @@ def _exit_code(digits: str) -> int:
 
 
 def main() -> None:
-    """Serve as `distopt.launch.watch.watch.start_server`, which started this program, has told it."""
+    """Serve as `distopt.launch.watch.watch.start_server`, which started this program, specified."""
     fd, size, timeout, parent = sys.argv[1:]
     # The job's launcher may signal all of its processes; this one ends with rank 0.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

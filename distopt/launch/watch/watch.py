@@ -36,11 +36,11 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 _WAITING_DAEMONS = {"prterun": 3, "prted": 1}
 _SIGNAL_SECONDS = 0.5
 
-# Of a process that ends, Linux closes the highest descriptors first. The server must hear of its end before other ranks
+# Of a process that ends, Linux closes the highest descriptors first. The server must notice its end before other ranks
 # do through MPI, which may crash them at once.
 _HIGH = 512
 
-# The server needs two modules of this package, and neither the rest of it nor what that imports.
+# The server needs two modules of this package, and neither the rest of it nor its imports.
 _PROGRAM = """
 import sys, types
 package = sys.modules["launch"] = types.ModuleType("launch")
@@ -91,7 +91,7 @@ class Watch:
         places: where the server may be: address and TCP port.
         timeout: seconds after which to give up.
         source: where the addresses come from, for messages.
-        speaks: whether this rank says that it has lost rank 0, and ends what waits for it; one per host is enough.
+        speaks: whether this rank reports the loss of rank 0, and ends the processes that wait; one per host is enough.
 
     Attributes:
         server: the process of the server, on rank 0.
