@@ -84,7 +84,7 @@ def backward(
         pending = {visits[0].op: dy.array.copy()}
         if visits[0].scale != 1:
             pending[visits[0].op] *= dy.dtype.type(visits[0].scale)
-    del loss  # the traversal frees what is no longer needed
+    del loss  # the traversal frees arrays as soon as it can
     for visit in visits:
         # A separate function, so that no array of a visited operation stays alive while the consumer runs.
         final = visit_one(visit, pending, retain_graph)
@@ -194,12 +194,12 @@ def first_gradient(loss: Tensor, visits: Sequence[Visit]) -> dict[Operation, Arr
 
 
 def visit_one(visit: Visit, pending: dict[Operation, Array], retain_graph: bool = False) -> list[tuple[Tensor, Tensor]]:
-    """Propagate the gradient of an operation's result to its inputs, and release what the operation saved.
+    """Propagate the gradient of an operation's result to its inputs, and release the arrays that the operation saved.
 
     Args:
         visit: the operation, and where its gradients go.
         pending: gradients of the results of operations not visited yet.
-        retain_graph: whether it keeps what it saved.
+        retain_graph: whether it keeps the saved arrays.
 
     Returns:
         The parameters whose gradients are now final, with their gradients.

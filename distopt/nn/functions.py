@@ -275,7 +275,7 @@ def binary_cross_entropy(x: Tensor, t: Tensor) -> Tensor:
 
     Args:
         x: probabilities, [N, ...].
-        t: what they should be, of the shape of x.
+        t: targets, of the shape of x.
     """
     return rows.BinaryCrossEntropy()(x, t)
 

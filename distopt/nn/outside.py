@@ -59,7 +59,7 @@ class OutsideGraph(Values):
     def operand(self, value: Any) -> Self:
         """`value` as a tensor: a number or array has the dtype of this one, or float32 if only the value is a float.
 
-        Integers that the dtype of this one cannot hold keep that which NumPy gives them, and so does the result; beyond
+        Integers that the dtype of this one cannot hold keep their NumPy dtype, and so does the result; beyond
         64 bits they are floats.
 
         Raises:

@@ -128,7 +128,7 @@ def depth_to_space(x: Tensor, blocksize: int, mode: str = "DCR") -> Tensor:
 
 
 def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """The elements of x with other dimensions. One may be -1, for what remains; 0 keeps that of x."""
+    """The elements of x with other dimensions. One may be -1, for the remaining elements; 0 keeps that of x."""
     wanted = [x.shape[i] if n == 0 and i < x.ndim() else int(n) for i, n in enumerate(shape)]
     try:
         return Reshape(wanted)(x)

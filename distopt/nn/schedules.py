@@ -137,7 +137,7 @@ class LinearWarmUp(_Formula):
     Goyal et al., arXiv 1706.02677, section 2.2.
 
     Args:
-        schedule: what follows, a number or a schedule.
+        schedule: the schedule that follows, or a number.
         warm_up_steps: the step from which on it follows.
         start_factor: the share of its first value at step 0; the default is that of PyTorch's LinearLR.
 

@@ -28,7 +28,7 @@ int64 = np.int64
 
 
 class Values:
-    """An array on a device, without what training needs. The arguments are those of `Tensor`.
+    """An array on a device, without the parts for training. The arguments are those of `Tensor`.
 
     Attributes:
         array: the values, a C-contiguous NumPy or CuPy array. It may be changed in place.
@@ -104,7 +104,7 @@ class Values:
         device: tuple[int, int] = self.array.__dlpack_device__()
         return device
 
-    # -- what they are -----------------------------------------------------------------------------------------------
+    # -- attributes -------------------------------------------------------------------------------------------------
     @property
     def data(self) -> Array:
         """The values as a raw tensor of SINGA's, which shares their memory; see `distopt.nn.raw`."""
@@ -177,11 +177,11 @@ class Values:
         return value
 
     def l1(self) -> float:
-        """Mean of the absolute values, which is what SINGA returns."""
+        """Mean of the absolute values, as in SINGA."""
         return float(np.abs(self.device.host(self.array)).mean(dtype=float64))
 
     def l2(self) -> float:
-        """Euclidean norm divided by the number of elements, which is what SINGA returns."""
+        """Euclidean norm divided by the number of elements, as in SINGA."""
         return float(np.sqrt(np.square(self.device.host(self.array), dtype=float64).sum())) / self.size()
 
     def __float__(self) -> float:

@@ -120,7 +120,7 @@ def product(
 def share_workspace(device: int, stream: int, with_stream: int | None) -> None:
     """Local. Let products of `stream` use the workspace of `with_stream`; None: no more.
 
-    So what is captured on a stream has the workspace of the one that it is launched on, in order with the work there.
+    So a product captured on a stream uses the workspace of the stream that launches it, in order with the work there.
     """
     if with_stream is None:
         _workspaces.pop((device, stream), None)

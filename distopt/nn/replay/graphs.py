@@ -34,7 +34,7 @@ from .step import CaptureError, OptimizerCall, RecordedStep, early_text, text_of
 # Steps before the first recording, in which momentum, buckets, plans and compiled kernels are created.
 REHEARSALS = {"cpu": 1, "cuda": 2}
 KINDS = 8  # of arguments; each has memory of its own
-CAPTURES = 3  # of one kind, where parameters or buckets are not what they were at the last one
+CAPTURES = 3  # of one kind, if parameters or buckets have moved since the last one
 
 _log = logging.getLogger("distopt")
 
@@ -65,7 +65,7 @@ class _Watched:
 
 
 class _Kind:
-    """Arguments of one kind: what was done with them, and the recorded step, or why there is none."""
+    """Arguments of one kind: their attempts, and the recorded step, or why there is none."""
 
     def __init__(self) -> None:
         self.rehearsals = self.captures = 0
