@@ -31,7 +31,7 @@ Refusal& refusal() {
 }  // namespace
 
 void refuse_early_exit(std::string text) {
-#if defined(__GLIBC__)  // others have no on_exit, and atexit() does not tell the status
+#if defined(__GLIBC__)  // others have no on_exit, and atexit() does not give the status
   static const int registered = ::on_exit(at_exit, nullptr);
   (void)registered;
 #endif

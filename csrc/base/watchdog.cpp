@@ -24,7 +24,7 @@ namespace {
 
 // The supervisor of the processes may act on the same sign, with a better message.
 constexpr double patience_seconds = 0.5;
-constexpr double slice_seconds = 0.1;  // of a wait, as `Stopwatch` wants it
+constexpr double slice_seconds = 0.1;  // of a wait, as `Stopwatch` requires
 
 void watch(int stop, double seconds, std::string text, int exit_code, const std::vector<Watchdog::Sign>& signs) {
   Stopwatch stopwatch;

@@ -66,7 +66,7 @@ const auto& table_of(const Kernels& kernels) {
     return kernels.f64;
 }
 
-// Scratch memory that lives as long as the thread and only grows: allocating it anew in each step would cost page
+// Scratch memory that lives as long as the thread and only grows: allocating it in each step would cost page
 // faults.
 template <class T>
 T* scratch(size_t count) {

@@ -1,4 +1,4 @@
-// Errors of the communicators as Python exceptions, and what their waits ask of Python.
+// Errors of the communicators as Python exceptions, and the calls to Python during their waits.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -9,7 +9,7 @@ namespace {
 
 using std::size_t;
 
-// -- formats: how stored elements become what is computed with, and back --
+// -- formats: conversions between stored elements and those for computation --
 
 template <typename T>
 struct Plain {

@@ -1,4 +1,4 @@
-// Pieces of a training step as CUDA graphs: what a thread puts on a stream is recorded instead of run.
+// Pieces of a training step as CUDA graphs: the work that a thread puts on a stream is recorded instead of run.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -32,7 +32,7 @@ void begin_capture(cudaStream_t stream);
 // The work since `begin_capture`. Throws where the recording has failed; the stream is as before it either way.
 std::unique_ptr<GraphPiece> end_capture(cudaStream_t stream);
 
-// Ends a recording that is of no use, whatever state it is in. Nothing of it was run.
+// Ends a recording that is of no use, in any state. Nothing of it was run.
 void abort_capture(cudaStream_t stream) noexcept;
 
 // For a call that is known to be safe within a recording, such as cudaMalloc, which "thread local" forbids.

@@ -50,9 +50,9 @@ class Peers {
   void show_life() const;
   // The ranks to blame for a wait that has lasted `waited` seconds: all that show no life or, if all do, all `ranks`.
   std::vector<int> silent(const std::vector<int>& ranks, double waited) const;
-  // Records a failure; the first of all ranks is kept and returned, as what others see later only follows from it.
+  // Records a failure; the first of all ranks is kept and returned, as later failures of others only follow from it.
   CommunicatorError fail(const Failure& failure);
-  // Records that a rank has gone, `waiting` being this rank's wait for it in words.
+  // Records that a rank has gone, `waiting` being this rank's wait for it as text.
   enum class Presence { here, closed, ended };
   Presence presence(int rank) const;
   CommunicatorError lost(int rank, Presence presence, const std::string& waiting);

@@ -26,7 +26,7 @@ struct Request {
   const char* input = nullptr;
   char* output = nullptr;
   std::string label;
-  // all_to_all_ragged, and any ragged one of NCCL: what goes to each rank, which is only read; `count` is their sum.
+  // all_to_all_ragged, and any ragged one of NCCL: the part for each rank, which is only read; `count` is their sum.
   std::vector<Piece> parts;
   bool looks = false;    // for NaN and infinity
   bool refused = false;  // of `empty`: see Descriptor; on every rank once the operation has ended
@@ -47,7 +47,7 @@ struct Request {
   }
 };
 
-// Whether one of two requests writes what the other reads or writes, so that the later must wait for the earlier.
+// Whether one of two requests writes memory that the other reads or writes, so that the later must wait for the first.
 bool conflict(const Request& a, const Request& b, int world_size);
 
 }  // namespace distopt

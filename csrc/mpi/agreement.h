@@ -23,9 +23,9 @@ class Agreement {
   Agreement(const Agreement&) = delete;
   Agreement& operator=(const Agreement&) = delete;
 
-  // Tells the others; `payload` is copied.
+  // Notifies the others; `payload` is copied.
   void begin(const Request& request, std::uint64_t sequence, const char* payload, std::size_t payload_bytes);
-  // Does what can be done without waiting; whether all ranks have been heard and agree. Throws CommunicatorError
+  // Does all that can be done without waiting; whether all ranks have been heard and agree. Throws CommunicatorError
   // (mismatch) that names the first which does not.
   bool advance();
   bool complete() const { return complete_; }

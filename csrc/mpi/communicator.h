@@ -59,7 +59,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // The oldest operation that has not ended.
   std::shared_ptr<Operation> oldest() const;
   std::uint64_t started() const { return started_; }
-  // The last operation that all ranks have begun, in words.
+  // The last operation that all ranks have begun, as text.
   std::string last_agreed() const;
   std::size_t scratch_count() const { return pool_.size(); }
 

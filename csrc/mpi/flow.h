@@ -1,6 +1,6 @@
 // Pieces of arrays on their way between ranks, in chunks, so that the network never waits for a reduction.
 //
-// Phase one sends every rank of a group its piece, which it reduces with those that it gets; phase two sends what came
+// Phase one sends every rank of a group its piece, which it reduces with those that it gets; phase two sends the result
 // of it to all (Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004, with direct exchanges in
 // place of his trees). A chunk enters phase two when it has left phase one. Either phase may be empty.
 #pragma once
@@ -20,8 +20,8 @@ struct Reduction {
   DType dtype;
   RedOp op;
   const char* own;       // this rank's part
-  int divisor = 1;       // of what comes of it, for float32 and float64
-  bool is_sent = false;  // the result takes the place of what phase one sends
+  int divisor = 1;       // of the result, for float32 and float64
+  bool is_sent = false;  // the result replaces the data that phase one sends
 };
 
 // The work of a rank; by place in the group, with nothing in its own place.
@@ -48,7 +48,7 @@ class Flow {
 
   // Begins to send.
   void begin(Plan plan);
-  // Does what can be done without waiting; whether all has been sent and received. To be called once all ranks are
+  // Does all that can be done without waiting; whether all has been sent and received. To be called once all ranks are
   // known to take part: only then may receives of a known size be posted.
   bool advance();
 
@@ -63,7 +63,7 @@ class Flow {
     std::unique_ptr<bool[]> done;
 
     bool may_start(std::size_t limit) const { return started < std::min({limit, chunks, ended + in_flight}); }
-    // Sees what has ended; whether all has.
+    // Notes which requests have ended; whether all have.
     bool look() {
       while (ended < started && done[ended]) ++ended;
       return ended == chunks;

@@ -37,7 +37,7 @@ class Pool {
       free_.erase(free_.begin() + static_cast<std::ptrdiff_t>(i));
       return found;
     }
-    if (!free_.empty()) free_.pop_back();  // too small for what is needed now
+    if (!free_.empty()) free_.pop_back();  // too small for the current need
     return Memory(bytes);
   }
   void give(Memory memory) {

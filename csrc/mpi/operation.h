@@ -24,7 +24,7 @@ class Operation {
   virtual void enqueue(World& world, std::uint64_t sequence, std::uint64_t first_tag);
   // To be called when no earlier operation uses its arrays.
   virtual void begin();
-  // Does what can be done without waiting; whether the operation has ended. Throws CommunicatorError.
+  // Does all that can be done without waiting; whether the operation has ended. Throws CommunicatorError.
   virtual bool advance();
   // How many tags it uses: one for the agreement, two for each flow.
   virtual std::uint64_t tags() const { return 3; }
@@ -52,7 +52,7 @@ class Operation {
   int tag() const { return static_cast<int>(first_tag_ % tag_count); }
   void announce(const char* payload, std::size_t bytes);
   bool agree() { return agreement_->advance(); }
-  // `out` = the reduction, in rank order, of what the ranks sent inline, from this offset on.
+  // `out` = the reduction, in rank order, of the ranks' inline data, from this offset on.
   void reduce_payloads(char* out, std::uint64_t count, std::size_t offset = 0) const;
   void finish();
 

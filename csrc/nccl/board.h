@@ -22,7 +22,7 @@ class Board {
   Peers& peers() { return peers_; }
   const Peers& peers() const { return peers_; }
 
-  // Says what this rank starts. The mismatch with a peer that has started something else under that number, if any.
+  // Announces an operation of this rank. The mismatch with a peer that has started another under that number, if any.
   std::optional<CommunicatorError> post(std::uint64_t sequence, const Request& request);
 
   // Ranks of this host that have not started operation `sequence`.

@@ -82,7 +82,7 @@ void Messages::close() {
   awaiting_.clear();
 }
 
-// Nobody has it for longer than it takes to copy what there is.
+// No thread holds it for longer than it takes to copy the available data.
 Turn::Held Messages::take_turn() {
   require_open_();
   return turn_.awaited();
@@ -152,7 +152,7 @@ void Messages::advance() {
   under_way_.store(sends || receives, std::memory_order_relaxed);
 }
 
-// Writes what there is room for; whether to try again, as a message has ended.
+// Writes as much as there is room for; whether to try again, as a message has ended.
 bool Messages::push(int to) {
   Outgoing& stream = outgoing_[to];
   if (stream.queue.empty()) return false;
@@ -184,7 +184,7 @@ bool Messages::push(int to) {
   return true;
 }
 
-// Takes what there is; whether to try again, as a message has ended.
+// Takes all available data; whether to try again, as a message has ended.
 bool Messages::pull(int from) {
   Channel& channel = segment_.channel(from, peers_.rank());
   const std::size_t size = segment_.channel_bytes();
@@ -263,7 +263,7 @@ void Messages::check(const Header& header, int from, const Message& message) {
 
 // -- waiting ----------------------------------------------------------------------------------------------------------
 
-// As in Peers: what has changed is written before `sleepers` is read here, and `sleepers` before `rings` in listen().
+// As in Peers: the change is written before `sleepers` is read here, and `sleepers` before `rings` in listen().
 void Messages::ring(int rank) const {
   Bell& bell = segment_.bell(rank);
   bell.rings.fetch_add(1, std::memory_order_seq_cst);
@@ -301,7 +301,7 @@ void Messages::check_peers(const Message& message, double waited, Patience& pati
     if (const Peers::Presence presence = peers_.presence(q); presence != Peers::Presence::here)
       gone.emplace_back(q, presence);
   if (!gone.empty()) {
-    advance();  // what a rank has sent before it left still arrives
+    advance();  // data that a rank has sent before it left still arrives
     if (message.finished()) return;
     const auto died =
         std::find_if(gone.begin(), gone.end(), [](const auto& one) { return one.second == Peers::Presence::ended; });

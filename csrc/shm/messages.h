@@ -66,7 +66,7 @@ class Messages {
   bool test(const Message& message);
   void wait(const Message& message, double timeout_seconds);
 
-  // For a rank that waits for something else, or polls it: moves what is under way, unless another thread does; whether
+  // For a rank that waits for something else, or polls it: moves all messages, unless another thread does; whether
   // anything is.
   bool help();
 

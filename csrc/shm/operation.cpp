@@ -238,8 +238,8 @@ void Operation::prepare_staging(Peers& peers) {
     first_[static_cast<int>(signal)] = peers.count(signal);
 }
 
-// Iteration i copies chunk i in, reduces chunk i - 1 and copies chunk i - 2 out. So a rank only ever waits for what
-// its peers did one iteration ago, and what it touches thrice is still in its cache.
+// Iteration i copies chunk i in, reduces chunk i - 1 and copies chunk i - 2 out. So a rank only ever waits for the work
+// of its peers one iteration ago, and data that it touches three times is still in its cache.
 bool Operation::advance_staged(Peers& peers, Blocker& blocker) {
   constexpr std::uint64_t stages = 3;
   for (; step_ < stages * (chunks_ + stages - 1); ++step_) {

@@ -1,19 +1,19 @@
 """How bytes move: the one interface over shared memory, MPI and NCCL.
 
 All collectives work on contiguous arrays in place or into an array that the caller gives, return a `Work`, and are
-*collective*: every rank of the job must call the same ones in the same order with equal types and counts. A rank that
-does not is found and named (`MismatchError`), never waited for without end. Sums run in rank order on every element, so
+*collective*: every rank of the job must call the same ones in the same order with equal types and counts. If a rank
+does not, all get a `MismatchError` that names it; no rank waits forever. Sums run in rank order on every element, so
 the same call gives the same bits on all ranks and on every run of the same layout. Two exceptions keep that promise in
 another order: where hosts have several ranks each, large arrays are summed host by host (`by_host_above_bytes`;
 `$DISTOPT_SUM_ORDER=rank` forbids it), and NCCL has an order of its own. Counts are elements.
 
 Memory: `out` and `array` of a collective share none, unless the smaller one is exactly this rank's part of the larger
-one; ranks may differ in this. Arrays that are only read may overlap at will. Collectives under way may use the same
-memory: each sees what the earlier ones wrote. Messages have no place in that order: an array that is received is left
+one; ranks may differ in this. Arrays that are only read may overlap freely. Collectives in progress may use the same
+memory: each sees the results of earlier ones. Messages are outside that order: an array to be received is left
 alone until its message has ended, and one that is sent is only read.
 
-Every rank checks its own arguments, before anything is sent: one that gets a UsageError has not taken part, and may
-call again with better arguments, for which the others wait.
+Every rank checks its own arguments before anything is sent: a rank with a UsageError has not taken part, and may
+call again with valid arguments, for which the others wait.
 
 Progress: to start, poll or wait for any operation moves every collective and message of its communicator, so ranks may
 poll and wait for them in different orders. It moves nothing of other communicators, subgroups included: ranks that have
@@ -21,7 +21,7 @@ operations under way in several wait for them in the same order, or call `progre
 
 Threads: any thread may call, but one at a time per communicator and its works, `done` and `wait` included, and in the
 same order on all ranks. The communicators over shared memory and MPI refuse a second thread (`UsageError`). Messages
-between two ranks may be sent and received by several threads at the same time, whatever others do.
+between two ranks may be sent and received by several threads at the same time.
 Waiting releases the GIL or sleeps, so other threads run meanwhile.
 """
 

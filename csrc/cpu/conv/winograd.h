@@ -39,7 +39,7 @@ class Winograd {
 
   Index work_size() const { return kFrequencies * (c_slice() + m_slice() + cm_slice() + mc_slice()) + kLine; }
 
-  // `y_of(n)` tells where image n goes, and `done(n)` is called once it is there.
+  // `y_of(n)` is the address for image n, and `done(n)` is called once it is there.
   template <class Where, class Done>
   void forward(const float* x, const float* weight, const float* bias, bool relu, float* work, Where y_of, Done done) {
     take(work);
@@ -171,7 +171,7 @@ class Winograd {
   }
 
   void contract_output(float* in, Index tile, const float* bias, bool relu, float* y) const {
-    // The frequency of point 1 reaches all outputs alike.
+    // The frequency of point 1 reaches all outputs equally.
     for (Index m = 0; bias && m < s_.m; ++m) in[kOnes * m_slice() + m] += bias[m];
     for_output(tile, [&](Index m, const Block& block, Index at) {
       contract_block<kOutput<kEdge>, kEdge>(block, in + m, m_slice(), relu, [&](Index plane, Index row, Eight v) {
