@@ -1,4 +1,4 @@
-"""The one tree of exceptions.
+"""The hierarchy of exceptions.
 
 Every message states the fact, where it happened (rank and host, if more than one rank is involved) and the cure.
 """

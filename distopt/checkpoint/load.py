@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: every rank reads and checks, all agree, and only then anything changes."""
+"""Resuming from a checkpoint: every rank reads and checks, all agree, and only then does anything change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`distopt run`: start the ranks of a job, on one node or by the same line on each of several; in torchrun's words."""
+"""`distopt run`: start the ranks of a job, on one node or by the same command on each of several; with torchrun's options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How bytes move. `create` picks the communicator of a job from the registry below."""
+"""Communicators. `create` selects the communicator of a job from the registry below."""
 
 from __future__ import annotations
 

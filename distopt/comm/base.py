@@ -1,4 +1,4 @@
-"""How bytes move: the one interface over shared memory, MPI and NCCL.
+"""The interface of all communicators, over shared memory, MPI and NCCL.
 
 All collectives work on contiguous arrays in place or into an array that the caller gives, return a `Work`, and are
 *collective*: every rank of the job must call the same ones in the same order with equal types and counts. If a rank

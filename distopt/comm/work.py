@@ -1,4 +1,4 @@
-"""Collectives under way, as the caller sees them."""
+"""Handles of collectives and messages in progress."""
 
 from __future__ import annotations
 

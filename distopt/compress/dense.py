@@ -1,4 +1,4 @@
-"""The bucket as it is: float32, or float64, on the wire."""
+"""The bucket unchanged: float32, or float64, on the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who belongs to a job: one proof of membership, for the Unix sockets of a host and for TCP between hosts.
+"""Membership in a job: one proof, for the Unix sockets of a host and for TCP between hosts.
 
 One side listens (`Gate`), the others connect (`introduce`). Each proves by HMAC that it knows the job's key, and sends
 nothing from which the key could be learned. On a Unix socket the kernel also gives the user and the process at the

@@ -1,4 +1,4 @@
-"""The base of optimizers: states, and the way of a gradient to its rule."""
+"""The base of optimizers: states, and how a gradient reaches its rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is computed from values outside the graph: parts of tensors, other orders of their elements, comparisons."""
+"""Computations on values outside the graph: parts of tensors, other orders of their elements, comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training step of the engine: gradients come in, in any order; their means are there when it ends."""
+"""One training step of the engine: gradients arrive in any order; their means are ready when it ends."""
 
 from __future__ import annotations
 
