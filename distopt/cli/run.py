@@ -1,4 +1,4 @@
-"""`distopt run`: start the ranks of a job, on one node or by the same command on each of several; with torchrun's options."""
+"""`distopt run`: start the ranks of a job with torchrun's options; on several nodes, run the same command on each."""
 
 from __future__ import annotations
 
