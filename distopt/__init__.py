@@ -1,6 +1,6 @@
 """Data-parallel training in Python.
 
-`world = distopt.init()` makes this process a rank of its job, whatever started it; see `distopt.comm.world.World`.
+`world = distopt.init()` makes this process a rank of its job, under any launcher; see `distopt.comm.world.World`.
 Importing the package alone loads nothing else.
 """
 

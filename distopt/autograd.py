@@ -110,7 +110,7 @@ def _class(name: str, function: Callable[..., Any], options: str) -> type[_Class
     return type(name, (_Class,), attributes)
 
 
-# Those without options, whose functions have their names in lower case.
+# Operations without options, whose functions have their names in lower case.
 _PLAIN = (
     "Abs Acos Acosh Add Asin Asinh Atan Atanh Ceil Cos Cosh CosSim Div Embedding Equal Erf Exp Floor Greater Identity "
     "Less Log Matmul Max Mean Min Mul Negative NonZero PRelu Pow ReLU Reciprocal Round Rounde Shape Sigmoid Sign Sin "

@@ -38,7 +38,7 @@ from .sync.step import GradientCounter
 
 __all__ = ["DEFAULT_BUCKET_ELEMENTS", "DistOpt", "NonFinite"]
 
-# A comparison takes about a tenth of a step of the reference model: in one of so many, it costs 0.1 % of the time.
+# A comparison takes about a tenth of a step of the reference model: once every 100 steps, it costs 0.1 % of the time.
 DEFAULT_CHECK_EVERY = 100
 
 
@@ -53,18 +53,18 @@ class DistOpt:
         job: this rank's membership (default: found from the launcher, see `distopt.launch.join`).
         communicator: how bytes move (default: that of the world which `distopt.init` has made, if neither is given,
             else the best one for the job, see `distopt.comm.create`).
-        codec: what is sent: a codec, or the name of one (see `distopt.compress`).
+        codec: how gradients are encoded: a codec, or the name of one (see `distopt.compress`).
         bucket_elements: bucket size in elements, see `distopt.sync.layout.plan`.
         partition_elements: size in elements of the partitions of a partial update (default: `bucket_elements`).
         non_finite: what to do about a gradient that is NaN or infinite on any rank. "raise" a GradientError on all
             ranks; "skip" the update of this step on all ranks, with a warning; "ignore" it: fp32 then does not look,
             and the other codecs, which cannot carry such a value, raise.
         clip_grad_norm: limit the l2 norm of the averaged gradient of each step, see `Optimizer.clip_gradients`;
-            None leaves what is set on `opt`. All ranks have the same mean and so the same norm. With a sparse codec it
-            is that of what was sent, not of residuals; in a partial update it is this rank's own.
-        check_every: compare the parameters of all ranks, bit by bit, before the first step and then before one in so
-            many, and raise a MismatchError on all ranks where one differs; 0 for no such check. Partial updates let
-            parameters differ, and have none.
+            None keeps the value set on `opt`. All ranks have the same mean and so the same norm. With a sparse codec it
+            covers the elements that were sent, not residuals; in a partial update it is this rank's own.
+        check_every: compare the parameters of all ranks, bit by bit, before the first step and then every
+            `check_every` steps, and raise a MismatchError on all ranks if one differs; 0: never. Partial updates let
+            parameters differ, and have no such check.
 
     Attributes:
         world_size: number of ranks in the job.
@@ -171,7 +171,7 @@ class DistOpt:
     def codec(self, value: Codec | str) -> None:
         codec = compress.create(value) if isinstance(value, str) else value
         if not isinstance(codec, Codec):
-            raise UsageError(f"{codec!r} is no codec; pass one, such as TopK(0.01), or a name: {', '.join(CODECS)}")
+            raise UsageError(f"{codec!r} is not a codec; pass one, such as TopK(0.01), or a name: {', '.join(CODECS)}")
         self._codec = codec
 
     @property
@@ -234,9 +234,9 @@ class DistOpt:
         """Collective. Average the gradients of `loss` over the ranks, then update the parameters.
 
         Args:
-            loss: what to differentiate.
-            codec: what is sent. Its options, and its kind, may change from step to step, alike on all ranks: a kind
-                that returns goes on from the residuals that it has left.
+            loss: the loss to differentiate.
+            codec: how gradients are encoded. Options and kind may change between steps, equally on all ranks: a kind of
+                codec that is used again resumes from the residuals that it has left.
             bucket_elements: bucket size in elements.
             clip: limit every element of a gradient to [-clip, clip] before it is sent.
 
@@ -253,7 +253,7 @@ class DistOpt:
         before evaluating or saving.
 
         Args:
-            loss: what to differentiate.
+            loss: the loss to differentiate.
             partition_elements: partition size in elements.
 
         Raises:
@@ -266,9 +266,9 @@ class DistOpt:
     def no_sync(self) -> AbstractContextManager[None]:
         """Local. In the body of a `with`, a step only adds the gradients of its loss to earlier ones; nothing is sent.
 
-        The next step outside adds them to its own, and goes on as always, whatever its kind: the sum is clipped, sent
-        and averaged over the ranks. To have the gradient of a mean over n such batches, divide each loss by n. Every
-        rank leaves the body before the same step; how many losses it adds is its own affair. A step whose update is
+        The next step outside, of any kind, adds them to its own and then continues as usual: the sum is clipped, sent
+        and averaged over the ranks. For the gradient of the mean over n such batches, divide each loss by n. Every
+        rank leaves the body before the same step; the number of losses may differ between ranks. A step whose update is
         skipped takes the sum with it. The name is PyTorch's.
         """
         return self._accumulation.collecting()
@@ -288,7 +288,7 @@ class DistOpt:
         over the ranks that still have data. Every rank needs at least one batch; and all take the same kind of step,
         by any codec without error feedback. Other collectives must stay outside of the body.
 
-        It costs one exchange of 16 bytes per rank and step. An exception in the body of one rank is no end of its data:
+        It costs one exchange of 16 bytes per rank and step. An exception in the body of one rank does not end its data:
         it leaves at once, and the others get an error as soon as the rank closes or ends.
 
         Raises:
@@ -317,7 +317,7 @@ class DistOpt:
                 step.final(param)
             verdict = step.finish()
         if verdict is not None:
-            loss.device.check()  # a wrong label tells more than the NaN that comes of it
+            loss.device.check()  # a wrong label is a better error than the NaN it causes
             self._engine.refuse(verdict)
             return None
         self._update(layout)
@@ -344,11 +344,11 @@ class DistOpt:
 
     # -- statistics and states ---------------------------------------------------------------------------------------
     def stats(self) -> CommunicationStatistics:
-        """Local. What communication has cost since the first step; the difference of two is what lies between them."""
+        """Local. The cost of communication since the first step; subtract two of them for the cost between."""
         return self._engine.stats()
 
     def get_states(self) -> States:
-        """Local. Copies of all that a later run needs to go on, this rank's residuals included.
+        """Local. Copies of all that a later run needs to resume, including this rank's residuals.
 
         Residuals differ between ranks: every rank saves its own.
 
@@ -359,9 +359,9 @@ class DistOpt:
         return {f"optimizer/{name}": array for name, array in self.opt.get_states().items()} | self._engine.get_states()
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
-        """Local. Go on from what `get_states` gave on the same rank of a job of the same size.
+        """Local. Resume from the result of `get_states` on the same rank of a job of the same size.
 
-        What `Model.load_states` made of it, tensors, will do, too. Gradients of `no_sync` are dropped.
+        Tensors, which `Model.load_states` returns, are accepted, too. Gradients of `no_sync` are dropped.
 
         Raises:
             StateError: the states are not of a DistOpt, or do not fit; nothing was changed.
@@ -389,7 +389,7 @@ class DistOpt:
 
     @property
     def states_are_copies(self) -> bool:
-        """Local. Whether what `get_states` gives never changes again. An optimizer of the user's may give more."""
+        """Local. Whether the result of `get_states` never changes again. A user's optimizer may return views."""
         return type(self.opt).get_states is Optimizer.get_states
 
     @property
@@ -399,12 +399,12 @@ class DistOpt:
 
 
 def _has(opt: Optimizer | None, name: str) -> bool:
-    """Whether the wrapped optimizer has a public attribute of that name that is no method."""
+    """Whether the wrapped optimizer has a public attribute of that name that is not a method."""
     return not name.startswith("_") and hasattr(opt, name) and not isinstance(getattr(opt, name), MethodType)
 
 
 def _divided(states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> tuple[States, States]:
-    """Those of the optimizer and those of the engine, as arrays."""
+    """The optimizer's states and the engine's states, as arrays."""
     arrays = {key: value.to_numpy() if isinstance(value, Tensor) else value for key, value in states.items()}
     others = {key: array for key, array in arrays.items() if not key.startswith("optimizer/")}
     return under("optimizer", arrays), others

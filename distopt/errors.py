@@ -1,4 +1,4 @@
-"""The one tree of exceptions.
+"""The hierarchy of exceptions.
 
 Every message states the fact, where it happened (rank and host, if more than one rank is involved) and the cure.
 """
@@ -55,7 +55,7 @@ class RankFailedError(LaunchError):
     Attributes:
         rank: the rank that failed first.
         exit_code: its exit code; 128 + n if signal n ended it, as shells count.
-        details: its traceback, or what else is known about its end.
+        details: its traceback, or all else that is known about its end.
     """
 
     def __init__(self, rank: int, exit_code: int, details: str) -> None:
@@ -107,7 +107,7 @@ class Call:
         dtype: wire type.
         reduction: such as "sum"; empty where nothing is reduced.
         root: from which rank a broadcast comes.
-        label: its label, of which at most 31 bytes are kept.
+        label: its label, cut to 31 bytes.
     """
 
     rank: int
@@ -124,10 +124,10 @@ class CommunicatorError(DistoptError, RuntimeError):
     """A collective failed. The communicator cannot be used any more.
 
     Attributes:
-        fact: what has happened, and where.
-        cure: what to do about it; the message is both.
-        ranks: who is at fault, or who disagree, where known.
-        calls: what these ranks have called, where they disagree.
+        fact: the failure, and its place.
+        cure: the remedy; the message is both.
+        ranks: the ranks at fault, or in disagreement, if known.
+        calls: the calls of these ranks, if they disagree.
     """
 
     def __init__(
@@ -211,9 +211,9 @@ def absent_name(
 
     Args:
         module: `__name__` of the module.
-        name: what was looked up.
-        names: what the module has; the nearest of them is suggested.
-        reasons: for names that are absent on purpose, why, and what to use instead.
+        name: the name that was looked up.
+        names: names in the module; the nearest of them is suggested.
+        reasons: for names that are absent on purpose, the reason and the alternative.
         otherwise: the cure where no name is near (default: to list all names).
     """
     # Without name and obj, Python appends a second suggestion.
@@ -244,7 +244,7 @@ def check_count(name: str, value: Any) -> int:
     """Local. The counter `name` of saved states, a number or an array or tensor of one element, as an int.
 
     Raises:
-        StateError: it is no whole number, negative, or above 2**53, up to which floats count.
+        StateError: it is not a whole number, is negative, or above 2**53, up to which floats count.
     """
     number = value
     with contextlib.suppress(AttributeError, ValueError):  # ValueError: several elements
@@ -268,7 +268,7 @@ def check_assignment(owner: Any, name: str, wrapped: Any = None) -> None:
     Args:
         owner: the object.
         name: the attribute.
-        wrapped: an object within, to which `owner` passes what is assigned to names of its class.
+        wrapped: an inner object, to which `owner` passes assignments to names of its class.
 
     Raises:
         UsageError: the assignment would have no effect; the message has the nearest name, or all.
@@ -288,7 +288,7 @@ def check_assignment(owner: Any, name: str, wrapped: Any = None) -> None:
 
 
 def _data_of(owner: Any) -> list[str]:
-    """The public attributes of an object that are no methods."""
+    """The public attributes of an object that are not methods."""
     cls: Any = type(owner)
     methods = {name for base in cls.__mro__ for name, value in vars(base).items() if inspect.isfunction(value)}
     names = {*vars(owner), *names_of(cls)} - methods

@@ -27,7 +27,7 @@ _TYPES |= {f"f{size}": f"F{8 * size}" for size in (2, 4, 8)}
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Local. Replace the file `path` by what the body writes, all of it or nothing.
+    """Local. Replace the file `path` by the body's output, all of it or nothing.
 
     The body writes to `.NAME.<16 hex digits>.tmp` in the same folder; after it, that file is flushed to the disk and
     renamed. If the body raises, the old file stays and the temporary one is removed. A writer that was killed leaves
@@ -73,10 +73,10 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def file_lock(path: str | os.PathLike[str], wait: bool = True) -> Iterator[None]:
-    """Local. Hold the lock file `path` during the body; other processes and threads that want it wait.
+    """Local. Hold the lock file `path` during the body; other processes and threads wait for it.
 
     The kernel releases the lock when its holder dies. The empty lock file stays: to remove it would let a process
-    that waits on the removed file and one that creates it anew both believe to be alone.
+    that waits on the removed file and one that creates it again each hold a lock.
 
     Args:
         path: the lock file; it is created.
@@ -105,7 +105,7 @@ def save_arrays(
     Args:
         path: file to replace or create.
         arrays: NumPy arrays by name.
-        mark: metadata by which the reader knows the format.
+        mark: metadata that identifies the format to the reader.
         notes: text to save with the arrays.
 
     Raises:
@@ -140,8 +140,8 @@ def load_arrays(
     Args:
         path: file to read.
         mark: see `save_arrays`.
-        writer: what writes files with this mark, for the message.
-        prefix: read the arrays whose names begin so, alone.
+        writer: the writer of files with this mark, for the message.
+        prefix: read only the arrays whose names begin with this.
 
     Raises:
         StateError: the file is truncated, corrupt or of another writer.
@@ -155,7 +155,7 @@ def load_arrays(
             names = list(file.keys())
             arrays = {key: file.get_tensor(key) for key in names if key.startswith(prefix)}
     except (safetensors.SafetensorError, AttributeError, TypeError) as error:  # the last two: types NumPy lacks
-        raise StateError(f"{path} is truncated or no file of states: {error}") from None
+        raise StateError(f"{path} is truncated or not a file of states: {error}") from None
     notes = metadata.get("notes", "")
     try:
         saved = json.loads(metadata["crc32"])

@@ -27,7 +27,7 @@ from .sync.by_hand import Fusion, memory_of
 __all__ = ["DIST_OPTIONS", "DistOpt"]
 __all__ += optim.__all__
 
-# What scripts call `dist_option`.
+# The values of the scripts' `dist_option`.
 PARTIAL = "partialUpdate"
 _DENSE: dict[str, type[Codec]] = {"plain": Fp32, "fp32": Fp32, "half": Fp16, "fp16": Fp16, "bf16": BFloat16}
 DIST_OPTIONS = (*_DENSE, PARTIAL, "sparseTopK", "sparseThreshold")
@@ -90,7 +90,7 @@ class DistOpt(dist_opt.DistOpt):
 
         Args:
             param: updated in place. The optimizer keeps states by tensor, and for a raw one by its memory, so pass
-                either always the tensor or always what is in it.
+                either always the tensor or always its contents.
             grad: of the same shape and dtype; changed.
 
         Raises:
@@ -120,7 +120,7 @@ class DistOpt(dist_opt.DistOpt):
     def all_reduce(self, tensor: Tensor | Array) -> None:
         """Collective. Sum `tensor` over the ranks, in place; valid after `wait`.
 
-        This method and those below take tensors, raw tensors (`Tensor.data`) and arrays alike.
+        This method and those below take tensors, raw tensors (`Tensor.data`) and arrays.
 
         Raises:
             UsageError: it is something else, of another type than can be sent, strided or read-only.
@@ -230,11 +230,11 @@ class DistOpt(dist_opt.DistOpt):
         """Collective. One step that sends the largest gradients only.
 
         Args:
-            loss: what to differentiate.
+            loss: the loss to differentiate.
             threshold: bucket size in elements.
             spars: with topK the share of elements to send, otherwise the magnitude from which on they are sent.
             topK: which of the two.
-            corr: add what was not sent to the next step's gradients (error feedback).
+            corr: add unsent gradients to those of the next step (error feedback).
         """
         self.reduce_and_update(loss, _sparse_codec(spars, topK, corr), threshold)
 
@@ -243,7 +243,7 @@ class DistOpt(dist_opt.DistOpt):
 
         Args:
             dist_option: one of `DIST_OPTIONS`. It may change from step to step.
-            loss: what to differentiate.
+            loss: the loss to differentiate.
             spars: share of the elements (sparseTopK) or threshold (sparseThreshold).
             corr: error feedback for the sparse ones.
 

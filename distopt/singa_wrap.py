@@ -4,7 +4,7 @@ Attributes:
     USE_CUDA: whether a GPU can be used, `device.gpu_is_usable` at each look-up. The first look-up loads CUDA's driver,
         so read it in the processes that use the GPU, not before a fork.
     USE_DIST: True. Every build can run several ranks: those of one host need nothing further, those of `mpiexec` need
-        mpi4py, and `distopt doctor` says what is there.
+        mpi4py, and `distopt doctor` lists it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The functions compute outside the graph: a backward pass does not go through them, as it does through those of
 `autograd` and Python's operators. Exceptions are `add`, `sub`, `eltwise_mult`, `div` and `reshape`. They take tensors
 on one device, broadcast as NumPy does, and return new tensors, in the type of those of their arguments that are float;
-what they compute from integers alone is integer, or else float32. They raise a `UsageError` for what does not fit.
+from integers alone they compute integers, or else float32. They raise a `UsageError` for arguments that do not fit.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _stored(result: Tensor, out: Tensor | None) -> Tensor:
 
 
 def _weighted(alpha: float, x: Tensor, beta: float, y: Tensor) -> Tensor:
-    """The sum alpha * x + beta * y; like BLAS, without y if beta is 0, whatever it contains."""
+    """The sum alpha * x + beta * y; like BLAS, without y if beta is 0, even if y contains NaN."""
     x = x.compute("multiply", x, alpha)
     return x if beta == 0 else x.compute("add", x, y.compute("multiply", y, beta))
 

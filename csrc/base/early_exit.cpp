@@ -24,14 +24,14 @@ Refusal& refusal() {
   if (refused.text.empty() || refused.pid != ::getpid() || (status & 0xff) != 0) return;
   std::fflush(nullptr);
   const auto written = ::write(STDERR_FILENO, refused.text.data(), refused.text.size());
-  (void)written;  // nobody is left to be told
+  (void)written;  // no further way to report a failure
   ::_exit(1);
 }
 
 }  // namespace
 
 void refuse_early_exit(std::string text) {
-#if defined(__GLIBC__)  // others have no on_exit, and atexit() does not tell the status
+#if defined(__GLIBC__)  // others have no on_exit, and atexit() does not give the status
   static const int registered = ::on_exit(at_exit, nullptr);
   (void)registered;
 #endif

@@ -9,7 +9,7 @@
 
 namespace distopt {
 
-// What went wrong in a communicator of ours; the binding turns each kind into the class of distopt.errors of that name.
+// The kind of a failure of a communicator; the binding turns each into the class of distopt.errors of that name.
 enum class ErrorKind : int { other, usage, launch, closed, peer_lost, stalled, mismatch, memory, transport };
 
 // A rank, and where it runs.

@@ -1,4 +1,4 @@
-// Keys of floats, and what they mean: shared by the kernels of CPU and GPU.
+// Keys of floats, and their meaning: shared by the kernels of CPU and GPU.
 //
 // The *key* of x is the bit pattern of |x|, a non-negative int32 that orders as |x| does, with infinity and then NaN on
 // top; selection compares keys, so a NaN is never lost.

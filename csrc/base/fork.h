@@ -18,7 +18,7 @@ class Origin {
   void require(const Process& me) const {
     if (forked())
       throw CommunicatorError(ErrorKind::usage,
-                              "this process was forked from " + me.name() + " and is no rank of the job",
+                              "this process was forked from " + me.name() + " and is not a rank of the job",
                               "use the communicator in the parent only");
   }
 

@@ -1,4 +1,4 @@
-// How long a rank waits for others, over every transport, and what it says when that becomes long. Transports say who
+// How long a rank waits for others, over every transport, and its messages during long waits. Transports say who
 // has not arrived.
 #pragma once
 
@@ -38,7 +38,7 @@ constexpr int brief_polls = 128;
 
 // Of a rank that a change wakes, at most: how long a dead, closed or failed peer can go unnoticed.
 constexpr double slice_seconds = 0.05;
-// The same, while messages of its own are under way beside a collective.
+// The same, while messages of its own are in progress besides a collective.
 constexpr double helping_seconds = 1e-3;
 // From one look at the peers to the next, of a rank that nothing wakes.
 constexpr std::chrono::milliseconds look_period{20};
@@ -61,7 +61,7 @@ struct Limits {
   double warning_seconds;
 };
 
-// What only the caller's side can do, while a rank waits.
+// Functions that the caller supplies for the time while a rank waits.
 struct Hooks {
   std::function<void()> check_signals;           // may throw, which ends the wait
   std::function<void(const std::string&)> warn;  // a peer is late
@@ -74,7 +74,7 @@ inline std::string seconds_text(double seconds) {
   return text;
 }
 
-// A wait in words, "rank 0 (...) waits in ... for rank 1 (...)", and who has not arrived.
+// A wait as text, "rank 0 (...) waits in ... for rank 1 (...)", and the ranks that have not arrived.
 struct Waiting {
   std::string text;
   std::vector<Process> late{};
@@ -83,10 +83,10 @@ struct Waiting {
 // Of one wait.
 class Patience {
  public:
-  // `lacking`: what does not come.
+  // `lacking`: the thing that is missing, for messages.
   explicit Patience(const Limits& limits, const char* lacking = "answer") : limits_(limits), lacking_(lacking) {}
 
-  // To be asked when somebody has not arrived, after so many seconds of a Stopwatch. `tell` gives the Waiting; `warn`
+  // To be called while a rank is missing, after `seconds` of a Stopwatch. `tell` gives the Waiting; `warn`
   // is called with a text, once, and `fail` with a Failure at the end.
   template <typename Tell, typename Warn, typename Fail>
   void look(double waited, Tell tell, Warn warn, Fail fail) {

@@ -10,7 +10,7 @@
 namespace distopt {
 
 // A sample of the source, groups of neighbours at pseudo-random places in equal strata, estimates a bound that somewhat
-// more than k elements exceed. One pass collects those; what is selected never depends on the estimate.
+// more than k elements exceed. One pass collects those; the selection never depends on the estimate.
 constexpr std::size_t sample_group = 8, most_strata = 2048;
 
 // Where k is a good part of n, collecting the candidates costs as much as the radix select saves.

@@ -1,4 +1,4 @@
-// How long a wait has lasted, of which a suspension of the whole job is no part. distopt/launch/stopwatch.py is the
+// The duration of a wait, without suspensions of the whole job. distopt/launch/stopwatch.py is the
 // same.
 #pragma once
 
@@ -8,7 +8,7 @@ namespace distopt {
 
 // Seconds since it was made in which this process could run. Ask at least every 100 ms or so. Where far more time has
 // passed between two looks, the process was suspended: with the job, as by Ctrl-Z or with its container. That time does
-// not count, nor does the next second, in which the other processes go on one after the other.
+// not count, nor does the next second, in which the other processes resume one after the other.
 class Stopwatch {
  public:
   double seconds() {

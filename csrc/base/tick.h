@@ -1,10 +1,10 @@
-// What goes on beside a computation: long kernels call tick() between pieces of their work, and whoever has to be
-// called for bytes to move listens. A thread of its own would take the core from the kernel.
+// Progress during a computation: long kernels call tick() between pieces of their work, and a transport that has to be
+// called for bytes to move registers as listener. A separate thread would take the core from the kernel.
 #pragma once
 
 namespace distopt {
 
-// nullptr where nobody listens. Any thread may call it at any time, without Python's lock; it must not throw.
+// nullptr without a listener. Any thread may call it at any time, without Python's lock; it must not throw.
 extern void (*tick_listener)();
 
 // No inline function of external linkage, for the reason that base/isa.h gives.

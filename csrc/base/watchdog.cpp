@@ -22,9 +22,9 @@
 namespace distopt {
 namespace {
 
-// Whoever supervises the processes may act on the same sign, and say it better.
+// The supervisor of the processes may act on the same sign, with a better message.
 constexpr double patience_seconds = 0.5;
-constexpr double slice_seconds = 0.1;  // of a wait, as `Stopwatch` wants it
+constexpr double slice_seconds = 0.1;  // of a wait, as `Stopwatch` requires
 
 void watch(int stop, double seconds, std::string text, int exit_code, const std::vector<Watchdog::Sign>& signs) {
   Stopwatch stopwatch;
@@ -42,7 +42,7 @@ void watch(int stop, double seconds, std::string text, int exit_code, const std:
     }
     if (stopwatch.seconds() < seconds) continue;
     const auto written = ::write(STDERR_FILENO, text.data(), text.size());
-    (void)written;  // nobody is left to be told
+    (void)written;  // no further way to report a failure
     remove_mpich_files();
     ::_exit(exit_code);
   }

@@ -1,4 +1,4 @@
-// What the bindings of array kernels share: array types, shape checks, definitions that never convert an array.
+// The common part of the bindings of array kernels: array types, shape checks, definitions that never convert an array.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -66,7 +66,7 @@ const auto& table_of(const Kernels& kernels) {
     return kernels.f64;
 }
 
-// Scratch memory that lives as long as the thread and only grows: allocating it anew in each step would cost page
+// Scratch memory that lives as long as the thread and only grows: allocating it in each step would cost page
 // faults.
 template <class T>
 T* scratch(size_t count) {

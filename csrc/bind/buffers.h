@@ -52,7 +52,7 @@ class Buffers {
   int count_ = 0;
 };
 
-// An operation and, in the same allocation, what keeps its arrays alive: Buffers, or several.
+// An operation and, in the same allocation, the Buffers (one or several) that keep its arrays alive.
 template <typename Operation, typename Arrays = Buffers>
 class Held : public Operation {
  public:
@@ -64,7 +64,7 @@ class Held : public Operation {
   Arrays arrays_;
 };
 
-// Parts of a ragged collective: what goes to each rank, or the one that goes to all.
+// Parts of a ragged collective: one for each rank, or a single one for all.
 inline std::vector<Buffers> hold_parts(Request& request, const std::vector<nb::object>& arrays) {
   std::vector<Buffers> held;
   for (const nb::object& array : arrays) {
@@ -93,7 +93,7 @@ inline bool equals(nb::handle text, const char* name) {
   return PyUnicode_Check(text.ptr()) && PyUnicode_CompareWithASCIIString(text.ptr(), name) == 0;
 }
 
-// The element type of a buffer, if its format tells, `wire` (a name or None) agrees, and it is aligned. A format of the
+// The element type of a buffer, if its format has one, `wire` (a name or None) fits, and it is aligned. A format of the
 // other byte order has two characters.
 inline std::optional<DType> plain_dtype(const Py_buffer& view, nb::handle wire) {
   constexpr std::pair<char, DType> types[] = {

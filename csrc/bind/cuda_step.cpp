@@ -17,7 +17,7 @@ using namespace nb::literals;
 namespace distopt {
 namespace {
 
-// Those of the current device.
+// The products of the current device.
 cublas::Products& products_of(const std::string& library, bool tf32) {
   static std::map<int, cublas::Products> by_device;
   int device = 0;

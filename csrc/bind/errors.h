@@ -1,4 +1,4 @@
-// Errors of the communicators as Python exceptions, and what their waits ask of Python.
+// Errors of the communicators as Python exceptions, and the calls to Python during their waits.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -60,7 +60,7 @@ inline void raise_as_python(const std::exception_ptr& pointer, void*) {
   }
 }
 
-// What takes the text of a warning.
+// A function that takes the text of a warning.
 using Warn = nanobind::typed<nanobind::callable, nanobind::object(std::string)>;
 
 inline Hooks make_hooks(Warn warn) {

@@ -94,7 +94,7 @@ void fail(Communicator& communicator, const std::string& kind, std::string fact,
   communicator.progress();  // which throws it
 }
 
-// The wait in words, and who has not arrived.
+// The wait as text, and the ranks that have not arrived.
 using Late = std::pair<std::string, std::vector<ProcessFields>>;
 
 // `tell` gives who has not arrived, as processes, and the wait in words.

@@ -26,7 +26,7 @@ struct ConvTable {
   // y = convolution + bias, then ReLU if asked, then pooling if asked. `bias` may be null.
   void (*forward)(const ConvShape& shape, const T* x, const T* weight, const T* bias, T* y, bool relu,
                   const Pooling* pooling, T* work);
-  // Overwrites dw, db and dx, each of which may be null. `y` is the output of a forward with ReLU, else null.
+  // Overwrites dw, db and dx; each may be null. `y` is the output of a forward with ReLU, else null.
   void (*backward)(const ConvShape& shape, const T* dy, const T* y, const T* x, const T* weight, T* dw, T* db, T* dx,
                    const Pooling* pooling, T* work);
 };

@@ -7,7 +7,7 @@
 
 namespace distopt {
 
-// What the four updates share. Weight decay is L2: it is added to the gradient.
+// The common part of the four updates. Weight decay is L2: it is added to the gradient.
 template <class T>
 struct Step {
   T lr, weight_decay;

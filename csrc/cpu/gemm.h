@@ -1,5 +1,5 @@
 // The innermost product of convolutions and linear layers, compiled once per set: a block of C stays in registers
-// while one row of packed B and one column of A go by (Goto and van de Geijn, "Anatomy of High-Performance Matrix
+// while one row of packed B and one column of A pass (Goto and van de Geijn, "Anatomy of High-Performance Matrix
 // Multiplication", ACM TOMS 34(3), 2008, section 6). Lowering writes B straight into the packed form, which a BLAS
 // would make from a lowered matrix once more.
 #pragma once
@@ -87,7 +87,7 @@ constexpr Right<T> in_rows(const T* b) {
   return {b, kPanel<T>, kStrip<T>};
 }
 
-// What happens to a block of C as it is stored.
+// The operations on a block of C as it is stored.
 template <class T>
 struct Finish {
   bool accumulate;  // add to C instead of overwriting it
@@ -190,7 +190,7 @@ inline void with_width(Index vectors, F f) {
   if constexpr (V > 1) with_width<V - 1>(vectors, f);
 }
 
-// C[rows, columns] = A[rows, inner] B[inner, columns]; B is one panel, of which the first `columns` count.
+// C[rows, columns] = A[rows, inner] B[inner, columns]; B is one panel; its first `columns` count.
 template <class T>
 void multiply_panel(Index rows, Index inner, Left<T> left, Right<T> b, T* c, Index c_row, Index columns,
                     Finish<T> finish) {

@@ -16,7 +16,7 @@ struct LinearTable {
   std::ptrdiff_t (*work_size)(const LinearShape& shape);
   // With ReLU if asked. `bias` may be null.
   void (*forward)(const LinearShape& shape, const T* x, const T* w, const T* bias, T* y, bool relu, T* work);
-  // Overwrites dw, db and dx, each of which may be null. `y` is the output of a forward with ReLU, else null.
+  // Overwrites dw, db and dx; each may be null. `y` is the output of a forward with ReLU, else null.
   void (*backward)(const LinearShape& shape, const T* dy, const T* y, const T* x, const T* w, T* dw, T* db, T* dx,
                    T* work);
 };

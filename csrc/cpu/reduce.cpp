@@ -9,7 +9,7 @@ namespace {
 
 using std::size_t;
 
-// -- formats: how stored elements become what is computed with, and back --
+// -- formats: conversions between stored elements and those for computation --
 
 template <typename T>
 struct Plain {
@@ -89,7 +89,7 @@ Nonfinite find_nonfinite(const void* const* ins, int n, size_t begin, size_t end
   return {};
 }
 
-// `fixed` is the number of inputs where the compiler shall know it, else 0.
+// `fixed` is the number of inputs if the compiler is to know it, else 0.
 template <typename Format, typename Op, bool divide, bool look, int fixed>
 Nonfinite reduce_all(void* const* outs, int n_outs, const void* const* ins, int n_ins, size_t count) {
   using Element = typename Format::Element;

@@ -10,7 +10,7 @@ enum class Mode { plain, residual, momentum };
 
 std::int32_t key_of(float x) { return load_as<std::int32_t>(&x) & top_key; }
 
-// The accumulation of Source for elements i ... ; returns what is selected from. T is a register or one float.
+// The accumulation of Source for elements i ... ; returns the values to select from. T is a register or one float.
 template <Mode mode, class T>
 inline T accumulate(const Source& from, std::size_t i) {
   T x = load_as<T>(from.grad + i);

@@ -1,5 +1,5 @@
 // The SIMD vocabulary of the kernels: one register of the instruction set being compiled, as GCC/Clang vector types.
-// Kernels are written once with operators, and only what has no operator is spelled per set.
+// Kernels are written once with operators, and only functions without an operator are written per set.
 #pragma once
 
 #if defined(__AVX2__)
@@ -36,7 +36,7 @@ struct Lanes {
 };
 template <class T>
 using Vec = typename Lanes<T>::type;
-// Integers as wide as T: what comparisons of Vec<T> give.
+// Integers as wide as T: results of comparisons of Vec<T>.
 template <class T>
 using IntegerVec = Vec<std::conditional_t<sizeof(T) == 4, std::int32_t, std::int64_t>>;
 template <class T>

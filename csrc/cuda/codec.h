@@ -11,7 +11,7 @@
 
 namespace distopt::cuda {
 
-// What an encoding pass finds out, in device memory; the first three are a rank's message to the others.
+// The results of an encoding pass, in device memory; a rank sends the first three to the others.
 struct Findings {
   unsigned long long selected;     // entries in the list
   unsigned long long overflowed;   // as in CastCounts
@@ -38,7 +38,7 @@ void squared_norm(const float* x, std::size_t n, double* workspace, double* norm
 template <class Real>
 void find_nonfinite(const Real* x, std::size_t n, unsigned long long* from_bad, cudaStream_t stream);
 
-// The same with what is NaN or beyond +-limit; where there is such an element, x[0] becomes NaN. Reads once.
+// The same for elements that are NaN or beyond +-limit; if there is one, x[0] becomes NaN. Reads once.
 template <class Real>
 void mark_beyond(Real* x, std::size_t n, double limit, unsigned long long* from_bad, cudaStream_t stream);
 

@@ -12,7 +12,7 @@ namespace {
 
 void* find(void* library, const char* symbol, const std::string& path) {
   void* found = ::dlsym(library, symbol);
-  if (found == nullptr) throw std::runtime_error(path + " has no " + symbol + ", so it is no cuBLAS of CUDA 12 or 13");
+  if (found == nullptr) throw std::runtime_error(path + " has no " + symbol + ", so it is not cuBLAS of CUDA 12 or 13");
   return found;
 }
 

@@ -35,7 +35,7 @@ struct Api {
 };
 
 // Loads the library of this path, or of this name: glibc then gives the one that the process has already, as CuPy has
-// put it there. It is never unloaded. Throws std::runtime_error that says what is wrong.
+// put it there. It is never unloaded. Throws std::runtime_error with the reason.
 const Api& load(const std::string& path);
 
 // Memory that cuBLAS may use while a product runs. Products that share it must be on streams that are in order.

@@ -22,7 +22,7 @@ using std::exp;
 using std::log;
 using std::sqrt;
 
-// Of namespace scope: device code may read such constants, and may not call what makes them.
+// Of namespace scope: device code may read such constants, but not call the functions that make them.
 constexpr double infinity = std::numeric_limits<double>::infinity();
 constexpr double not_a_number = std::numeric_limits<double>::quiet_NaN();
 

@@ -28,7 +28,7 @@ inline std::size_t planes_of(Batch batch) { return std::size_t(batch.images) * b
 // columns [channels * kh * kw, images * oh * ow] = what each tap of each channel meets at each place.
 template <class T>
 void lower(Batch batch, Window window, const T* x, T* columns, cudaStream_t stream);
-// The reverse: dx = for each pixel the sum of what stands in the columns for it.
+// The reverse: dx = for each pixel the sum of its entries in the columns.
 template <class T>
 void gather_columns(Batch batch, Window window, const T* columns, T* dx, cudaStream_t stream);
 // to = from + bias[channel] (or null), with ReLU if asked; planes of `pixels`. `to` may be where `from` is.
@@ -37,7 +37,7 @@ void spread(Batch batch, int pixels, const T* from, bool rows, const T* bias, bo
 // to = dy, 0 where y (or null) is not positive.
 template <class T>
 void collect(Batch batch, int pixels, const T* dy, const T* y, T* to, bool rows, cudaStream_t stream);
-// out[channel] = the sum of its planes over all images, added to what is there if asked.
+// out[channel] = the sum of its planes over all images, added to the existing values if asked.
 template <class T>
 void channel_sums(Batch batch, int pixels, const T* x, bool rows, bool add, T* out, cudaStream_t stream);
 // As `spread`, then the maximum of each window; `taken` is the tap that it came from. A NaN always wins.
@@ -70,7 +70,7 @@ template <class T>
 void column_sums(const T* matrix, std::size_t rows, int columns, T* out, cudaStream_t stream);
 
 // Mean and inverse deviation of every channel of x [images, channels, pixels]; the running statistics move. Without
-// `training` they are what is given out.
+// `training` the outputs come from these.
 template <class T>
 void channel_moments(Batch batch, int pixels, const T* x, T* mean, T* inverse_deviation, T* running_mean,
                      T* running_var, double momentum, double eps, bool training, cudaStream_t stream);
@@ -83,7 +83,7 @@ void normalize_backward(Batch batch, int pixels, const T* dy, const T* x, const 
 
 template <class T>
 void softmax(const T* x, T* y, std::size_t rows, int columns, cudaStream_t stream);
-// Labels are class indices, or `target`, one distribution per row; the other is null. A label that is no class makes
+// Labels are class indices, or `target`, one distribution per row; the other is null. An invalid label makes
 // the loss NaN, and error = {1, row, label, columns} (host memory that the device reaches) if error[0] was 0.
 template <class T>
 void cross_entropy(const T* logits, const std::int64_t* labels, const T* target, std::size_t rows, int columns,
@@ -108,7 +108,7 @@ template <class T>
 void adagrad(T* param, const T* grad, T* history, std::size_t count, double lr, double eps, double weight_decay,
              cudaStream_t stream);
 
-// The names of all of them, as X(name), and what makes one of them for both types.
+// The names of all of them, as X(name), and a macro that makes one of them for both types.
 // clang-format off
 #define DISTOPT_IMAGE_KERNELS(X) \
   X(lower) X(gather_columns) X(spread) X(collect) X(channel_sums) \

@@ -6,8 +6,8 @@
 #include "cuda/select.h"
 #include "cuda/source.h"
 
-// How a selection goes: one pass collects candidates, tile by tile in whatever order the tiles come, into a list; a
-// radix select finds the boundary among the candidates; what is above it is counted per tile, and a scan over the tiles
+// How a selection goes: one pass collects candidates, tile by tile in any order of the tiles, into a list; a
+// radix select finds the boundary among the candidates; those above it are counted per tile, and a scan over the tiles
 // says where each one's share goes. The list of candidates is short, so this is one read of the array. CUB's select
 // would read it twice, once to count and once to write, and could neither accumulate nor break ties on the way. Blocks
 // never wait for each other, and every sum is one of integers: the result has the same bits on every run.

@@ -47,7 +47,7 @@ __device__ inline void store(float* at, const Four& x, unsigned available, bool 
     if (c < available) at[c] = x.e[c];
 }
 
-// Four elements of what is selected from, accumulated and stored.
+// Four elements of the values to select from, accumulated and stored.
 __device__ inline Four accumulate_four(const Source& from, float scale, std::size_t at, unsigned available,
                                        bool vectors) {
   Four x = load(from.grad + at, available, vectors);

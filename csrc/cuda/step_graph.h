@@ -1,4 +1,4 @@
-// Pieces of a training step as CUDA graphs: what a thread puts on a stream is recorded instead of run.
+// Pieces of a training step as CUDA graphs: the work that a thread puts on a stream is recorded instead of run.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,14 +25,14 @@ class GraphPiece {
   std::size_t nodes_ = 0;
 };
 
-// From here on `stream`, one that does not block and is no default stream, records. Mode "thread local": calls of this
+// From here on `stream`, non-blocking and not a default stream, records. Mode "thread local": calls of this
 // thread that might wait for the device fail, while other threads, such as the one that polls NCCL, may make them.
 void begin_capture(cudaStream_t stream);
 
 // The work since `begin_capture`. Throws where the recording has failed; the stream is as before it either way.
 std::unique_ptr<GraphPiece> end_capture(cudaStream_t stream);
 
-// Ends a recording that is of no use, whatever state it is in. Nothing of it was run.
+// Ends a recording that is of no use, in any state. Nothing of it was run.
 void abort_capture(cudaStream_t stream) noexcept;
 
 // For a call that is known to be safe within a recording, such as cudaMalloc, which "thread local" forbids.

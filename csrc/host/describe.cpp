@@ -13,7 +13,7 @@ std::string with_commas(std::uint64_t value) {
   return digits;
 }
 
-// FNV-1a, which every build computes alike.
+// FNV-1a, which every build computes identically.
 std::uint64_t hash_of(const std::string& text) {
   std::uint64_t hash = 0xcbf29ce484222325;
   for (unsigned char c : text) hash = (hash ^ c) * 0x100000001b3;

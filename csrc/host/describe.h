@@ -1,4 +1,4 @@
-// What a rank says of an operation, compared and in words.
+// Descriptions of operations: compared between ranks, and as text.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace distopt {
 
-// What a rank says of an operation: all but where its data lies.
+// A rank's description of an operation: everything except where its data lies.
 void fill(Descriptor& descriptor, char (&label)[label_bytes], const Request& request);
 // Whether two ranks take part in the same operation.
 bool alike(const Descriptor& a, const Descriptor& b);
@@ -27,7 +27,7 @@ std::string amount(std::uint64_t count, DType dtype);
 // "all_reduce #412 of 50,000 float32 (bucket 3)"
 std::string describe(const Call& call);
 std::string describe(const Request& request, std::uint64_t number);
-// What that rank posted last.
+// The last operation that the rank posted.
 std::string last_operation(const Peers& peers, int rank);
 
 }  // namespace distopt

@@ -1,4 +1,4 @@
-// What lies at the start of the segment, byte for byte: every rank maps it, and every field has one writer.
+// The layout of the start of the segment, byte for byte: every rank maps it, and every field has one writer.
 //
 //   Header | Slot of rank 0 | ... | Inbox of rank 0 | ... | staging of rank 0 | ... | wire blocks ...
 //
@@ -27,7 +27,7 @@ constexpr std::size_t inline_bytes = 4096;
 constexpr std::uint64_t staging_buffers = 4;
 static_assert(staging_buffers >= 3, "with two, each rank waits to copy in until the others have copied out");
 
-// What a rank says when it starts an operation. `sequence` is written last and makes the rest valid.
+// A rank's description of an operation that it starts. `sequence` is written last and makes the rest valid.
 struct alignas(64) Descriptor {
   std::atomic<std::uint64_t> sequence;
   std::uint64_t count;     // elements; those of one part where the whole is world_size parts
@@ -46,10 +46,10 @@ struct alignas(64) RingEntry {
   Descriptor descriptor;
   unsigned char payload[inline_bytes];
   char label[label_bytes];
-  Nonfinite nonfinite;  // of one that looks: what this rank has found so far
+  Nonfinite nonfinite;  // of one that looks: the result of this rank so far
 };
 
-// Counts of what a rank has done since the start. All ranks run the same operations, so equal counts mean equal places.
+// Counts of a rank's actions since the start. All ranks run the same operations, so equal counts mean equal places.
 enum class Signal : int { copied_in, reduced, copied_out, finished, posted };
 constexpr int counter_count = 4;  // `posted` is the sequence number in the ring instead
 
@@ -73,7 +73,7 @@ struct alignas(line_bytes) Bell {
   std::atomic<std::uint64_t> rings;
   alignas(line_bytes) std::atomic<std::uint32_t> sleepers;
 };
-// Of all rings of an inbox together. Half of a core's second-level cache, so that what is written is read from there.
+// Of all rings of an inbox together. Half of a core's second-level cache, so that data is read from there.
 constexpr std::size_t inbox_bytes = 256 << 10;
 
 // The first failure of the job. `state` goes 0 -> 1 + rank (which writes it) -> record_valid.

@@ -13,7 +13,7 @@
 #include <thread>
 #include <utility>
 
-// What orders the accesses to shared memory, also on processors that reorder them as ARM does. GenMC checks the rows
+// How accesses to shared memory are ordered, also on processors that reorder them as ARM does. GenMC checks the rows
 // marked *, see tests/model/genmc; a release keeps in place the reads before it as well as the writes.
 //
 // word              written                        read                           why that is enough
@@ -53,7 +53,7 @@
 //
 // Copies need no fence of their own: our kernels have no non-temporal stores, and glibc's memcpy, which has them on
 // x86, ends with SFENCE. One read is kept apart by nothing: last_operation, for a message, may read the entry of a peer
-// that goes on at that moment by almost a whole ring. Its text is bounded, and then wrong.
+// that advances at that moment by almost a whole ring. Its text is bounded, and then wrong.
 namespace distopt {
 namespace {
 

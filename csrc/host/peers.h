@@ -11,7 +11,7 @@
 
 namespace distopt {
 
-// What an operation cannot go on without: `signal` of rank `peer` at `target` or more.
+// The condition that an operation waits for: `signal` of rank `peer` at `target` or more.
 struct Blocker {
   Signal signal;
   std::uint64_t target;
@@ -46,25 +46,25 @@ class Peers {
   std::vector<int> absent(const Blocker& blocker) const;
   // Whether every peer has finished that operation.
   bool all_finished(std::uint64_t sequence);
-  // Tells the peers that this rank waits or polls itself.
+  // Shows the peers that this rank itself waits or polls.
   void show_life() const;
-  // Those of `ranks` to blame for a wait that has lasted so many seconds: whoever shows no life or, if all do, all.
+  // The ranks to blame for a wait that has lasted `waited` seconds: all that show no life or, if all do, all `ranks`.
   std::vector<int> silent(const std::vector<int>& ranks, double waited) const;
-  // Records a failure; the first of all ranks is kept and returned, as what others see later only follows from it.
+  // Records a failure; the first of all ranks is kept and returned, as later failures of others only follow from it.
   CommunicatorError fail(const Failure& failure);
-  // Records that a rank has gone, `waiting` being this rank's wait for it in words.
+  // Records that a rank has gone, `waiting` being this rank's wait for it as text.
   enum class Presence { here, closed, ended };
   Presence presence(int rank) const;
   CommunicatorError lost(int rank, Presence presence, const std::string& waiting);
   // Whether any rank has recorded one, or is about to.
   bool failed() const { return segment_.header().failure.state.load(std::memory_order_acquire) != 0; }
-  // What has been recorded; once failed().
+  // The recorded failure; once failed().
   CommunicatorError failure() const;
 
-  // One element for each rank, for the use of whoever needs it next.
+  // One element for each rank, as scratch memory.
   std::vector<const void*>& scratch() { return scratch_; }
 
-  // Polls a few times, each of which counts against `polls`; whether the blocker is gone. Worth no try where ranks
+  // Polls a few times, and counts each against `polls`; whether the blocker is gone. Not worth a try if ranks
   // share cores.
   bool glance(const Blocker& blocker, int& polls);
   // Polls for a time that suits the machine; whether the blocker is gone.

@@ -1,4 +1,4 @@
-// What a caller asks of a communicator: one collective.
+// A caller's request to a communicator: one collective.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ struct Piece {
   std::size_t bytes = 0;
 };
 
-// What the caller asked for. Pointers are to whole arrays: the input of reduce_scatter and the output of all_gather
+// The requested collective. Pointers are to whole arrays: the input of reduce_scatter and the output of all_gather
 // hold world_size parts of `count` elements.
 struct Request {
   OpKind kind = OpKind::barrier;
@@ -26,7 +26,7 @@ struct Request {
   const char* input = nullptr;
   char* output = nullptr;
   std::string label;
-  // all_to_all_ragged, and any ragged one of NCCL: what goes to each rank, which is only read; `count` is their sum.
+  // all_to_all_ragged, and any ragged one of NCCL: the part for each rank, which is only read; `count` is their sum.
   std::vector<Piece> parts;
   bool looks = false;    // for NaN and infinity
   bool refused = false;  // of `empty`: see Descriptor; on every rank once the operation has ended
@@ -36,7 +36,7 @@ struct Request {
     return (op == RedOp::sum || op == RedOp::mean) && (dtype == DType::float32 || dtype == DType::float64);
   }
   std::size_t part_bytes() const { return count * item_bytes(dtype); }
-  // Of the memory at `input` and `output`, in a world of so many ranks.
+  // Of the memory at `input` and `output`, in a world of `world_size` ranks.
   std::size_t input_bytes(int world_size) const {
     if (input == nullptr) return 0;
     return kind == OpKind::reduce_scatter ? part_bytes() * static_cast<std::size_t>(world_size) : part_bytes();
@@ -47,7 +47,7 @@ struct Request {
   }
 };
 
-// Whether one of two requests writes what the other reads or writes, so that the later must wait for the earlier.
+// Whether one of two requests writes memory that the other reads or writes, so that the later must wait for the first.
 bool conflict(const Request& a, const Request& b, int world_size);
 
 }  // namespace distopt

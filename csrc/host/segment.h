@@ -61,7 +61,7 @@ class Segment {
 
   // Offset in the file of an array that lies in this rank's wire memory, else 0.
   std::uint64_t locate(const void* array, std::size_t bytes) const;
-  // The address here of what a peer located.
+  // The address here of a peer's location.
   char* address(std::uint64_t location) const;
 
  private:

@@ -1,4 +1,4 @@
-// What every rank says of an operation, gathered by all, so that ranks which call different collectives find out. Small
+// Descriptions of an operation, gathered from all ranks, so that ranks that call different collectives notice. Small
 // data travel with it.
 //
 // Gathered in ceil(log2(world size)) rounds: by recursive doubling where the world size is a power of two, else by the
@@ -23,13 +23,13 @@ class Agreement {
   Agreement(const Agreement&) = delete;
   Agreement& operator=(const Agreement&) = delete;
 
-  // Tells the others; `payload` is copied.
+  // Notifies the others; `payload` is copied.
   void begin(const Request& request, std::uint64_t sequence, const char* payload, std::size_t payload_bytes);
-  // Does what can be done without waiting; whether all ranks have been heard and agree. Throws CommunicatorError
+  // Does all that can be done without waiting; whether all ranks have been heard and agree. Throws CommunicatorError
   // (mismatch) that names the first which does not.
   bool advance();
   bool complete() const { return complete_; }
-  // Ranks of which nothing has been heard, by whatever way.
+  // Ranks from which nothing has arrived, in any way.
   std::vector<int> unheard() const;
 
   // Of any rank, when complete.

@@ -80,7 +80,7 @@ void Communicator::move_if_idle() {
   const auto turn = turn_.of_helper();
   if (!turn) return;
   try {
-    // What has ended stays in the queue: to let go of its arrays takes Python's lock.
+    // Ended operations stay in the queue: to release their arrays takes Python's lock.
     if (!queue_.empty() && !failure_ && !origin_.forked()) move();
   } catch (const CommunicatorError&) {  // recorded; the next call throws it
   }
@@ -165,7 +165,7 @@ void Communicator::advance(Operation& operation) {
 bool Communicator::may_begin(const Operation& operation) const {
   // Half of the tags: those of an operation must not come round to one that is under way.
   if (operation.first_tag() - queue_.front()->first_tag() > tag_count / 2) return false;
-  // A later operation is to see what an earlier one wrote.
+  // A later operation is to see the result of an earlier one.
   for (const auto& earlier : queue_) {
     if (earlier.get() == &operation) break;
     if (!earlier->finished() && conflict(earlier->request(), operation.request(), world_.size())) return false;

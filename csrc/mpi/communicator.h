@@ -1,8 +1,8 @@
 // Collectives over MPI, for ranks on several hosts. MPI moves bytes only: the sums are ours, in rank order, because the
 // order of MPI_Allreduce is the library's own choice.
 //
-// Starting an operation only posts messages. MPI moves bytes when it is called: whoever calls later (another start,
-// progress, a wait) moves all outstanding operations forward, in any order of theirs.
+// Starting an operation only posts messages. MPI moves bytes when it is called: later calls (another start,
+// progress, a wait) move all outstanding operations forward, in any order.
 #pragma once
 
 #include <chrono>
@@ -34,7 +34,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // All ranks of the job, before their first operation: an all_reduce that does not travel inline goes in two levels.
   void use_hierarchy(std::shared_ptr<Hierarchy> hierarchy) { hierarchy_ = std::move(hierarchy); }
-  // That of the request, if it goes in two levels.
+  // The hierarchy for the request, if it runs in two levels.
   std::shared_ptr<Hierarchy> hierarchy_for(const Request& request) const;
 
   // Starts an operation. All of these throw CommunicatorError, the recorded one after the first failure.
@@ -59,13 +59,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // The oldest operation that has not ended.
   std::shared_ptr<Operation> oldest() const;
   std::uint64_t started() const { return started_; }
-  // The last operation that all ranks have begun, in words.
+  // The last operation that all ranks have begun, as text.
   std::string last_agreed() const;
   std::size_t scratch_count() const { return pool_.size(); }
 
  private:
   void stop_listening();
-  // What tick() calls.
+  // Called by tick().
   static void move_all();
   void move_if_idle();
 

@@ -49,7 +49,7 @@ void Flow::begin(Plan plan) {
   send_what_may_go();
 }
 
-// What it takes to receive.
+// Allocates what receiving needs.
 void Flow::admit() {
   if (!plan_.reduction) return;
   slots_ = std::min(window, ready_chunks_);
@@ -98,7 +98,7 @@ void Flow::receive_what_may_come() {
     while (first.may_start(plan_.reduction ? ready_ + slots_ : first.chunks))
       receive(first, i, tag_,
               plan_.reduction ? scratch_of(i, first.started) : chunk_of(first.piece, first.started).data);
-    // What phase one sends may lie where this is to arrive.
+    // Data that phase one sends may lie where this is to arrive.
     while (second.may_start(to_[i].chunks == 0 ? second.chunks : to_[i].ended))
       receive(second, i, tag_ + 1, chunk_of(second.piece, second.started).data);
   }

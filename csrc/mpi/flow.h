@@ -1,6 +1,6 @@
 // Pieces of arrays on their way between ranks, in chunks, so that the network never waits for a reduction.
 //
-// Phase one sends every rank of a group its piece, which it reduces with those that it gets; phase two sends what came
+// Phase one sends every rank of a group its piece, which it reduces with those that it gets; phase two sends the result
 // of it to all (Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004, with direct exchanges in
 // place of his trees). A chunk enters phase two when it has left phase one. Either phase may be empty.
 #pragma once
@@ -20,11 +20,11 @@ struct Reduction {
   DType dtype;
   RedOp op;
   const char* own;       // this rank's part
-  int divisor = 1;       // of what comes of it, for float32 and float64
-  bool is_sent = false;  // the result takes the place of what phase one sends
+  int divisor = 1;       // of the result, for float32 and float64
+  bool is_sent = false;  // the result replaces the data that phase one sends
 };
 
-// What a rank has to do; by place in the group, with nothing in its own place.
+// The work of a rank; by place in the group, with nothing in its own place.
 struct Plan {
   explicit Plan(const Group& group)
       : to(group.size()), from(group.size()), shared_with(group.size(), false), collected(group.size()) {}
@@ -48,8 +48,8 @@ class Flow {
 
   // Begins to send.
   void begin(Plan plan);
-  // Does what can be done without waiting; whether all has been sent and received. To be called once all ranks are
-  // known to take part: what others send may only then be told how much room it has.
+  // Does all that can be done without waiting; whether all has been sent and received. To be called once all ranks are
+  // known to take part: only then may receives of a known size be posted.
   bool advance();
 
  private:
@@ -63,7 +63,7 @@ class Flow {
     std::unique_ptr<bool[]> done;
 
     bool may_start(std::size_t limit) const { return started < std::min({limit, chunks, ended + in_flight}); }
-    // Sees what has ended; whether all has.
+    // Notes which requests have ended; whether all have.
     bool look() {
       while (ended < started && done[ended]) ++ended;
       return ended == chunks;
@@ -88,7 +88,7 @@ class Flow {
   bool admitted_ = false;
   std::vector<Lane> to_, from_, shared_, collected_;
   Plan plan_;
-  Memory scratch_;  // for chunks in flight that are to be reduced: so many slots of so many bytes for every rank
+  Memory scratch_;  // for chunks in flight that are to be reduced: `slots_` of `slot_bytes_` bytes for every rank
   std::size_t slots_ = 0, slot_bytes_ = 0;
   std::size_t ready_ = 0;         // chunks of the result that phase two may send
   std::size_t ready_chunks_ = 0;  // all of them

@@ -1,6 +1,6 @@
 // all_reduce over several hosts with several ranks each: every rank reduces its slice over the ranks of its host, then
 // over those that carry the same slice on the other hosts; then the slices are gathered inside the host. What crosses
-// the network is what one rank per host would send, and all ranks of a host send it together.
+// the network is the data that one rank per host would send, divided among the host's ranks.
 #pragma once
 
 #include <functional>
@@ -35,10 +35,10 @@ class HierarchicalOperation : public Operation {
   std::uint64_t tags() const override { return 1 + tags_of_part * parts_.size(); }
 
  private:
-  // Does what can be done without waiting; whether the stage has ended. `agreed`: all ranks are known to take part.
+  // Does all that can be done without waiting; whether the stage has ended. `agreed`: all ranks are known to take part.
   using Stage = std::function<bool(bool agreed)>;
 
-  // One that is on the network while another is inside the host.
+  // A part of the array: one is on the network while another is inside the host.
   struct Part {
     char* data;
     std::uint64_t share;       // elements of each rank's slice

@@ -27,7 +27,7 @@ class Memory {
   std::size_t bytes_ = 0;
 };
 
-// That of operations that have ended, for later ones: fresh memory costs page faults.
+// Memory of ended operations, for later ones: fresh memory costs page faults.
 class Pool {
  public:
   Memory take(std::size_t bytes) {
@@ -37,7 +37,7 @@ class Pool {
       free_.erase(free_.begin() + static_cast<std::ptrdiff_t>(i));
       return found;
     }
-    if (!free_.empty()) free_.pop_back();  // too small for what is needed now
+    if (!free_.empty()) free_.pop_back();  // too small for the current need
     return Memory(bytes);
   }
   void give(Memory memory) {

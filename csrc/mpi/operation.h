@@ -14,7 +14,7 @@ namespace distopt::mpi {
 
 class Operation {
  public:
-  // Whoever derives from it may keep the arrays alive.
+  // Derived classes may keep the arrays alive.
   explicit Operation(Request request) : request_(std::move(request)) {}
   virtual ~Operation() = default;
   Operation(const Operation&) = delete;
@@ -24,7 +24,7 @@ class Operation {
   virtual void enqueue(World& world, std::uint64_t sequence, std::uint64_t first_tag);
   // To be called when no earlier operation uses its arrays.
   virtual void begin();
-  // Does what can be done without waiting; whether the operation has ended. Throws CommunicatorError.
+  // Does all that can be done without waiting; whether the operation has ended. Throws CommunicatorError.
   virtual bool advance();
   // How many tags it uses: one for the agreement, two for each flow.
   virtual std::uint64_t tags() const { return 3; }
@@ -45,14 +45,14 @@ class Operation {
   const std::vector<std::uint64_t>& counts() const { return counts_; }
 
  protected:
-  // Ragged: where each rank's elements shall go. Called once, when their counts are known.
+  // Ragged: where each rank's elements are to go. Called once, when their counts are known.
   virtual std::vector<char*> allocate(const std::vector<std::uint64_t>&) { return {}; }
 
   World& world() const { return *world_; }
   int tag() const { return static_cast<int>(first_tag_ % tag_count); }
   void announce(const char* payload, std::size_t bytes);
   bool agree() { return agreement_->advance(); }
-  // `out` = the reduction, in rank order, of what the ranks sent inline, from this offset on.
+  // `out` = the reduction, in rank order, of the ranks' inline data, from this offset on.
   void reduce_payloads(char* out, std::uint64_t count, std::size_t offset = 0) const;
   void finish();
 

@@ -9,7 +9,7 @@ namespace {
 // Of two ranks, both send all that they have up to this size: one message time instead of two, for as many bytes.
 constexpr std::size_t whole_bytes = 256 << 10;
 
-// One of `size` slices of the array, about equal.
+// Slice `place` of `size` about equal slices of the array.
 Piece slice_of(const Request& request, std::size_t size, std::size_t place) {
   const std::size_t item = item_bytes(request.dtype);
   const std::size_t begin = request.count * place / size, end = request.count * (place + 1) / size;

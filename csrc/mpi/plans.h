@@ -1,4 +1,4 @@
-// What each collective asks of a rank.
+// The plan of each collective for a rank.
 #pragma once
 
 #include "host/request.h"

@@ -7,7 +7,7 @@
 
 namespace distopt::mpi {
 
-// What mpi4py says of its library. Handles differ from library to library: MPICH's are ints, Open MPI's are pointers.
+// The MPI library, as mpi4py describes it. Handles differ between libraries: MPICH's are ints, Open MPI's are pointers.
 struct Library {
   std::string module;                  // path of the extension module mpi4py.MPI, which is linked with the library
   const void* communicator = nullptr;  // address of the handle of a communicator that carries nothing else
@@ -26,7 +26,7 @@ class Transport {
   // Both only start; `done` becomes true in a later poll. Data and `done` must stay where they are until then. Between
   // two ranks, messages of one tag arrive in the order of sending. Throws CommunicatorError.
   virtual void send(const char* data, std::size_t bytes, int to, int tag, bool& done) = 0;
-  // `bytes` is what there is room for.
+  // `bytes` is the size of the buffer.
   virtual void receive(char* data, std::size_t bytes, int from, int tag, bool& done) = 0;
   // Lets MPI move bytes, which it does at no other time; whether anything has ended.
   virtual bool poll() = 0;

@@ -1,4 +1,4 @@
-// What all operations of a communicator share.
+// The state that all operations of a communicator share.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ struct World {
   Pool& pool;
   int rank;
   const std::vector<Process>& processes;  // of each rank
-  std::size_t inline_bytes;               // of data that may travel with what a rank says
+  std::size_t inline_bytes;               // of data that may travel with a rank's announcement
   std::size_t chunk_bytes;                // of a message that carries data
 
   Group everyone;

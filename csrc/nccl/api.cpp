@@ -13,13 +13,13 @@ namespace {
 void* find(void* library, const char* symbol, bool required, const std::string& path) {
   void* found = ::dlsym(library, symbol);
   if (found == nullptr && required)
-    throw std::runtime_error(path + " has no " + symbol + ", so it is no NCCL of version " + dotted(oldest_version) +
+    throw std::runtime_error(path + " has no " + symbol + ", so it is not NCCL of version " + dotted(oldest_version) +
                              " or later");
   return found;
 }
 
 std::unique_ptr<Api> load_new(const std::string& path) {
-  if (path.empty() || path[0] != '/') throw std::runtime_error("'" + path + "' is no absolute path of a library");
+  if (path.empty() || path[0] != '/') throw std::runtime_error("'" + path + "' is not an absolute path of a library");
   void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) throw std::runtime_error(::dlerror());
   auto api = std::make_unique<Api>();
@@ -28,7 +28,7 @@ std::unique_ptr<Api> load_new(const std::string& path) {
   api->field = reinterpret_cast<result(*) parameters>(find(library, #symbol, true, path));
 #define DISTOPT_NCCL_LOAD_OPTIONAL(field, symbol, result, parameters) \
   api->field = reinterpret_cast<result(*) parameters>(find(library, #symbol, false, path));
-  // The version first: an old library would fail with the name of a function that nobody has asked for.
+  // The version first: an old library would fail with the name of an unrelated function.
   DISTOPT_NCCL_LOAD_REQUIRED(get_version, ncclGetVersion, Result, (int*))
   if (const Result result = api->get_version(&api->version); result != Result::success)
     throw std::runtime_error(path + ": ncclGetVersion failed with " + std::to_string(static_cast<int>(result)));

@@ -32,7 +32,7 @@ struct UniqueId {
   char internal[128];
 };
 
-// ncclConfig_t of 2.18. Later versions append fields, and take `size` and `version` as the word on what is there.
+// ncclConfig_t of 2.18. Later versions append fields, and determine the fields by `size` and `version`.
 struct Config {
   std::size_t size = sizeof(Config);
   unsigned int magic = 0xcafebeef;
@@ -83,7 +83,7 @@ struct Api {
 };
 
 // Loads the library at an absolute path (a bare name would give whichever libnccl came first); it is never unloaded,
-// as it has threads of its own. Throws std::runtime_error that says what is wrong.
+// as it has threads of its own. Throws std::runtime_error with the reason.
 const Api& load(const std::string& path);
 
 // Library and version, e.g. "2.27.5".

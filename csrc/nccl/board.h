@@ -1,5 +1,5 @@
-// What the ranks of one host tell each other beside NCCL, which neither notices a dead peer nor compares what the ranks
-// call: who lives, which collective each has started, and the first failure. In a segment as of the shared-memory
+// Data that the ranks of one host share beside NCCL, which neither notices a dead peer nor compares what the ranks
+// call: which ranks live, the last collective of each, and the first failure. In a segment as of the shared-memory
 // communicator, without its data.
 #pragma once
 
@@ -22,7 +22,7 @@ class Board {
   Peers& peers() { return peers_; }
   const Peers& peers() const { return peers_; }
 
-  // Says what this rank starts. The mismatch with a peer that has started something else under that number, if any.
+  // Announces an operation of this rank. The mismatch with a peer that has started another under that number, if any.
   std::optional<CommunicatorError> post(std::uint64_t sequence, const Request& request);
 
   // Ranks of this host that have not started operation `sequence`.

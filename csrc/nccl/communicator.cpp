@@ -9,7 +9,7 @@ namespace {
 
 using nccl::Result;
 
-// Those that NCCL knows too; distopt.comm.nccl asks for no others.
+// Types that NCCL supports too; distopt.comm.nccl requests no others.
 nccl::DataType nccl_type(DType dtype) {
   static constexpr nccl::DataType types[] = {nccl::DataType::float32,  nccl::DataType::float64, nccl::DataType::float16,
                                              nccl::DataType::bfloat16, nccl::DataType::int32,   nccl::DataType::int64};

@@ -1,9 +1,9 @@
-// Collectives over NCCL on a stream of their own, beside the stream on which the caller computes.
+// Collectives over NCCL on a stream of their own, separate from the stream on which the caller computes.
 //
-// Every operation waits, on the device, for what the caller's stream held when it was started; `join` makes the
+// Every operation waits, on the device, for the work on the caller's stream when it was started; `join` makes the
 // caller's stream wait for its result. The host waits in `wait` alone, and in `start` for connections to be made. A
-// thread watches what is under way: errors of NCCL, peers that end, and time-outs make it abort the communicator, so
-// that nobody waits for ever on the device.
+// thread watches them: errors of NCCL, peers that end, and time-outs make it abort the communicator, so
+// that no rank waits forever on the device.
 #pragma once
 
 #include <chrono>
@@ -69,7 +69,7 @@ class NcclCommunicator {
 
   // Local. Ends the communicator at once, with that error for this rank and those of its host.
   void abort(const std::string& text);
-  // Local in effect: waits a few seconds for what is under way, then leaves. Idempotent, throws nothing of NCCL.
+  // Local in effect: waits a few seconds for operations in progress, then leaves. Idempotent, throws nothing of NCCL.
   void close();
 
  private:

@@ -1,4 +1,4 @@
-// How a communicator ends: what makes it fail, the thread that looks for it, and close().
+// How a communicator ends: failures, the thread that detects them, and close().
 #include <algorithm>
 #include <exception>
 #include <future>
@@ -13,14 +13,14 @@ using nccl::Result;
 
 // A gone peer may have given all its data before it left.
 constexpr double grace_seconds = 1.0;
-// That close() waits for what is under way.
+// That close() waits for operations in progress.
 constexpr double close_seconds = 5.0;
 
 double seconds_since(std::chrono::steady_clock::time_point begin) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
-// Runs `body` in a thread of its own; whether it has come back in time. If not, it goes on by itself.
+// Runs `body` in a thread of its own; whether it has returned in time. If not, it continues by itself.
 bool run_bounded(double seconds, std::function<void()> body) {
   auto finished = std::make_shared<std::promise<void>>();
   auto future = finished->get_future();

@@ -133,7 +133,7 @@ bool ShmCommunicator::may_post(const Operation& operation) {
   if (operation.sequence() - queue_.front()->sequence() >= ring_size) return false;
   if (operation.sequence() > ring_size && !peers_.all_finished(operation.sequence() - ring_size)) return false;
   // Posting says "my arguments are ready", which they are not while an earlier operation still writes to them, and that
-  // peers may write the result, which they may not while an earlier one still reads what was there.
+  // peers may write the result, which they may not while an earlier one still reads the old data.
   for (const auto& earlier : queue_) {
     if (earlier.get() == &operation) break;
     if (conflict(earlier->request(), operation.request(), peers_.size())) return false;
@@ -165,7 +165,7 @@ void ShmCommunicator::advance(bool helps) {
             {peers_.me()}});
     }
     front.finish();
-    // To let go of its arrays takes Python's lock, which a thread may hold that waits for its turn.
+    // To release its arrays takes Python's lock, which a thread that waits for its turn may hold.
     if (helps) ended_.push_back(queue_.front());
     queue_.pop_front();
     --posted_;
@@ -262,7 +262,7 @@ std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, s
                                    peers_.me().name() + " left empty() because of an exception",
                                    "restart the job",
                                    {peers_.me()}}));
-    throw;  // the exception itself tells this rank more
+    throw;  // the exception itself is more precise for this rank
   }
 }
 

@@ -1,7 +1,7 @@
 // Collectives over the ranks of one host through shared memory.
 //
-// Operations run strictly in the order in which they were started. Starting one only posts it; whoever calls later
-// (another start, progress, a wait) moves all outstanding ones forward, so that the skew between ranks hides behind
+// Operations run strictly in the order in which they were started. Starting one only posts it; later calls
+// (another start, progress, a wait) move all outstanding ones forward, so that the skew between ranks hides behind
 // other work. There is no thread of its own.
 #pragma once
 
@@ -37,7 +37,7 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   void use_wire_memory_of(const ShmCommunicator& owner) { segment_.use_blocks_of(owner.segment_); }
 
   // Starts an operation and returns at once. It has gone as far as it can if it is brief and no other is outstanding,
-  // which is what is returned; otherwise progress() has to be called next, which may take the time of large copies.
+  // and true is returned; otherwise progress() has to be called next, which may take the time of large copies.
   bool start(std::shared_ptr<Operation> operation);
   // Moves outstanding operations forward without waiting; whether this one has ended.
   bool test(const Operation& operation);
@@ -46,10 +46,10 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   bool wait_briefly(const Operation& operation);
   void progress();
 
-  // Collective; waits. `bytes_available` counts on rank 0 only: what the host can give to all ranks together.
+  // Collective; waits. `bytes_available` counts on rank 0 only: the bytes that the host can give to all ranks together.
   std::shared_ptr<char> empty(std::uint64_t count, DType dtype, std::uint64_t bytes_available);
 
-  // Those of the same ranks.
+  // The messages of the same ranks.
   Messages& messages() { return messages_; }
 
   // Local. Outstanding operations and messages are dropped. Idempotent.

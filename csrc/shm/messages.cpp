@@ -10,7 +10,7 @@
 #include "base/stopwatch.h"
 #include "cpu/reduce.h"
 
-// What orders the accesses to shared memory, as in host/peers.cpp:
+// How accesses to shared memory are ordered, as in host/peers.cpp:
 //
 // word      written                       read                        why that is enough
 // --------  ----------------------------  --------------------------  ---------------------------------------------
@@ -18,7 +18,7 @@
 //           store release                 load acquire
 // taken     by the receiver, in pull:     by the sender, in push:     A release keeps the reads before it: no byte is
 //           store release                 load acquire                overwritten that has not been read.
-// rings     by others, in ring:           by its rank, in wait:       Read before looking around: whoever changes
+// rings     by others, in ring:           by its rank, in wait:       Read before looking around: a rank that changes
 //           add seq_cst                   load acquire; in listen:    something later makes it another one. With
 //                                         load seq_cst                `sleepers` store buffering, as there: all four
 // sleepers  by its rank, in listen:       by others, in ring:         accesses are seq_cst, so not both sides miss the
@@ -82,7 +82,7 @@ void Messages::close() {
   awaiting_.clear();
 }
 
-// Nobody has it for longer than it takes to copy what there is.
+// No thread holds it for longer than it takes to copy the available data.
 Turn::Held Messages::take_turn() {
   require_open_();
   return turn_.awaited();
@@ -121,7 +121,7 @@ void Messages::wait(const Message& message, double timeout_seconds) {
   std::optional<Stopwatch> watch;
   Patience patience({timeout_seconds, limits_.warning_seconds});
   for (;;) {
-    // Read before looking: whoever changes something after the look rings after this count.
+    // Read before looking: a rank that changes something after the look rings after this count.
     const std::uint64_t heard = segment_.bell(peers_.rank()).rings.load(std::memory_order_acquire);
     advance();
     if (message.finished()) return;
@@ -152,7 +152,7 @@ void Messages::advance() {
   under_way_.store(sends || receives, std::memory_order_relaxed);
 }
 
-// Writes what there is room for; whether to try again, as a message has ended.
+// Writes as much as there is room for; whether to try again, as a message has ended.
 bool Messages::push(int to) {
   Outgoing& stream = outgoing_[to];
   if (stream.queue.empty()) return false;
@@ -184,7 +184,7 @@ bool Messages::push(int to) {
   return true;
 }
 
-// Takes what there is; whether to try again, as a message has ended.
+// Takes all available data; whether to try again, as a message has ended.
 bool Messages::pull(int from) {
   Channel& channel = segment_.channel(from, peers_.rank());
   const std::size_t size = segment_.channel_bytes();
@@ -226,7 +226,7 @@ bool Messages::pull(int from) {
   return true;
 }
 
-// Takes a message that has been put aside, also one of which a part has come; or waits for one to come.
+// Takes a message that has been put aside, even if only a part has arrived; or waits for one to arrive.
 void Messages::await(const std::shared_ptr<Message>& message) {
   const auto fits = [&](int from, const Header& header) {
     return header.tag == message->tag() && (message->peer() == from || message->peer() == Message::anyone);
@@ -263,7 +263,7 @@ void Messages::check(const Header& header, int from, const Message& message) {
 
 // -- waiting ----------------------------------------------------------------------------------------------------------
 
-// As in Peers: what has changed is written before `sleepers` is read here, and `sleepers` before `rings` in listen().
+// As in Peers: the change is written before `sleepers` is read here, and `sleepers` before `rings` in listen().
 void Messages::ring(int rank) const {
   Bell& bell = segment_.bell(rank);
   bell.rings.fetch_add(1, std::memory_order_seq_cst);
@@ -301,7 +301,7 @@ void Messages::check_peers(const Message& message, double waited, Patience& pati
     if (const Peers::Presence presence = peers_.presence(q); presence != Peers::Presence::here)
       gone.emplace_back(q, presence);
   if (!gone.empty()) {
-    advance();  // what a rank has sent before it left still arrives
+    advance();  // data that a rank has sent before it left still arrives
     if (message.finished()) return;
     const auto died =
         std::find_if(gone.begin(), gone.end(), [](const auto& one) { return one.second == Peers::Presence::ended; });

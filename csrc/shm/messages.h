@@ -1,7 +1,7 @@
 // Messages between two ranks of a host, apart from the collectives and from their order.
 //
 // Each rank streams what it sends to another through a ring of bytes of that pair: a header, then the data. So messages
-// between two ranks arrive in the order of sending; one that nobody awaits yet is put aside, so that it holds up no
+// between two ranks arrive in the order of sending; one that is not awaited yet is put aside, so that it delays no
 // other. Bytes move in start(), test() and wait(), whichever message these are about.
 #pragma once
 
@@ -19,7 +19,7 @@
 
 namespace distopt {
 
-// One that this rank sends or receives. Whoever derives from it may keep the array alive.
+// A message that this rank sends or receives. Derived classes may keep the array alive.
 class Message {
  public:
   static constexpr int anyone = -1;
@@ -39,7 +39,7 @@ class Message {
   std::uint64_t count() const { return count_; }
   std::size_t bytes() const { return count_ * item_bytes(dtype_); }
   bool finished() const { return finished_.load(std::memory_order_acquire); }
-  // Once it has been received: where from, also of one from anyone.
+  // Called once it has been received, with the rank that sent it.
   void finish(int peer) {
     peer_ = peer;
     finished_.store(true, std::memory_order_release);
@@ -66,7 +66,7 @@ class Messages {
   bool test(const Message& message);
   void wait(const Message& message, double timeout_seconds);
 
-  // For a rank that waits for something else, or polls it: moves what is under way, unless another thread does; whether
+  // For a rank that waits for something else, or polls it: moves all messages, unless another thread does; whether
   // anything is.
   bool help();
 
@@ -81,12 +81,12 @@ class Messages {
     std::uint64_t count;
     std::uint32_t dtype;
   };
-  // What a rank is sending to another, and how far it has got: header, then data.
+  // The messages to one rank, and how far they have been sent: header, then data.
   struct Outgoing {
     std::deque<std::shared_ptr<Message>> queue;
     std::size_t done = 0;
   };
-  // What comes from a rank: into a message that awaits it, or aside.
+  // Data that arrives from a rank: into a message that awaits it, or aside.
   struct Incoming {
     Header header{};
     bool begun = false;

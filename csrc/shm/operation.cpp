@@ -85,7 +85,7 @@ bool Operation::advance(Peers& peers, Blocker& blocker) {
       read_counts(peers);
       outputs_ = allocate(counts_);
     }
-    // What rank 0 says, kept for the caller: after the end its entry may be used again.
+    // The entry of rank 0, kept for the caller: after the end it may be used again.
     if (request_.kind == OpKind::empty) request_.refused = peers.entry(0, sequence_).descriptor.refused;
     mode_ = choose_mode(peers);
     if (mode_ == Mode::staged) prepare_staging(peers);
@@ -238,8 +238,8 @@ void Operation::prepare_staging(Peers& peers) {
     first_[static_cast<int>(signal)] = peers.count(signal);
 }
 
-// Iteration i copies chunk i in, reduces chunk i - 1 and copies chunk i - 2 out. So a rank only ever waits for what
-// its peers did one iteration ago, and what it touches thrice is still in its cache.
+// Iteration i copies chunk i in, reduces chunk i - 1 and copies chunk i - 2 out. So a rank only ever waits for the work
+// of its peers one iteration ago, and data that it touches three times is still in its cache.
 bool Operation::advance_staged(Peers& peers, Blocker& blocker) {
   constexpr std::uint64_t stages = 3;
   for (; step_ < stages * (chunks_ + stages - 1); ++step_) {

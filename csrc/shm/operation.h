@@ -13,14 +13,14 @@ namespace distopt {
 
 class Operation {
  public:
-  // Whoever derives from it may keep the arrays alive: it lives until the operation has ended, even if the caller has
+  // Derived classes may keep the arrays alive: the object lives until the operation has ended, even if the caller has
   // dropped it.
   explicit Operation(Request request) : request_(std::move(request)) {}
   virtual ~Operation() = default;
 
   // Gives it its place in the order of operations.
   void begin(std::uint64_t sequence) { sequence_ = sequence; }
-  // Tells the peers that this rank has come so far and that its arguments are ready.
+  // Signals to the peers that this rank has reached the operation and its arguments are ready.
   void post(Peers& peers);
   // Does everything that can be done without waiting; whether the operation has ended. If not, `blocker` says why.
   // Throws CommunicatorError (mismatch) when a peer has posted something else under the same number.
@@ -43,7 +43,7 @@ class Operation {
   bool brief(int world_size) const { return !ragged() && request_.input_bytes(world_size) <= inline_bytes; }
 
  protected:
-  // Ragged: where each rank's elements shall go. Called once, when all have told how many they are.
+  // Ragged: where each rank's elements are to go. Called once, when all ranks have reported their counts.
   virtual std::vector<char*> allocate(const std::vector<std::uint64_t>&) { return {}; }
 
  private:
@@ -55,7 +55,7 @@ class Operation {
   void read_counts(const Peers& peers);
   const std::uint64_t* part_counts(const Peers& peers, int rank) const;
 
-  // Without a reduction: what this rank takes from `peer`, at that offset of what the peer has posted, and where to.
+  // Without a reduction: the part that this rank takes from `peer`, at that offset of the peer's data, and where to.
   struct Taken {
     std::size_t offset, bytes;
     char* into;
@@ -74,9 +74,9 @@ class Operation {
   void copy_out(Peers& peers, std::uint64_t chunk);
 
   Nonfinite reduce(void* const* outs, int n_outs, const std::vector<const void*>& ins, std::uint64_t count) const;
-  // Keeps what lies first, given what was found in a part of the array that begins at `offset`.
+  // Keeps the first finding, given that of a part of the array that begins at `offset`.
   void keep_first(const Nonfinite& found, std::uint64_t offset);
-  // Tells the peers that this rank has reduced a part, and what it has found so far.
+  // Signals to the peers that this rank has reduced a part, with its findings so far.
   void publish_reduced(Peers& peers);
 
   struct Range {
@@ -90,7 +90,7 @@ class Operation {
   bool reduces() const { return request_.kind == OpKind::all_reduce || request_.kind == OpKind::reduce_scatter; }
   bool exchanges() const { return request_.kind == OpKind::all_to_all_ragged; }
   bool ragged() const { return request_.kind == OpKind::all_gather_ragged || exchanges(); }
-  // Whether what a rank copies in is for one peer each.
+  // Whether each part that a rank copies in is for one peer.
   bool has_lanes() const { return reduces() || exchanges(); }
 
   Request request_;

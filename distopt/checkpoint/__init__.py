@@ -1,4 +1,4 @@
-"""Checkpoints: stop a job at any moment, and go on from the last whole one."""
+"""Checkpoints: stop a job at any moment, and resume from the last complete one."""
 
 from __future__ import annotations
 

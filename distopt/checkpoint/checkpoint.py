@@ -1,4 +1,4 @@
-"""Saving while training goes on."""
+"""Saving while training continues."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _CURES = {
 
 
 class Checkpoint:
-    """Saves a training job every few steps, and lets it go on from there.
+    """Saves a training job every few steps, and resumes it from there.
 
     Objects are saved and restored by the names of their arguments. They can be
 
@@ -52,17 +52,17 @@ class Checkpoint:
     - tensors and arrays of NumPy or CuPy, and dictionaries of them: their values are overwritten in place;
     - random generators of NumPy.
 
-    The random generators of the devices of models and tensors are saved too. Each rank writes what is its own, and its
-    share of what is the same on all ranks.
+    The random generators of the devices of models and tensors are saved too. Each rank writes its own states, and its
+    share of the states that are the same on all ranks.
 
-    A save copies that to memory of the host, then a thread writes it while training goes on. There is one such copy at
-    a time: a save waits until the one before has been written. All ranks call the methods at the same steps.
+    A save copies these to host memory, then a thread writes the copy while training continues. There is one copy at
+    a time: a save waits until the previous one has been written. All ranks call the methods at the same steps.
 
     Args:
         folder: where checkpoints are, one folder for each; on a file system that all ranks see. With None, nothing is
             saved and all methods do nothing, so a script needs no `if`.
-        every: `step` saves after each multiple of so many steps; 0 leaves it to calls of `save`.
-        keep: how many whole checkpoints to keep.
+        every: `step` saves after every `every` steps; 0 leaves it to calls of `save`.
+        keep: how many complete checkpoints to keep.
         preemptible: between `resume` and `close`, SIGTERM, SIGUSR1 and SIGUSR2 make `step` save, and end the job by
             raising `Preempted`. In a Slurm job, it asks Slurm to queue the job again. See docs/checkpoint.md.
         communicator: of the ranks (default: that of the first object that has one, else that of `distopt.init`, else a
@@ -71,7 +71,7 @@ class Checkpoint:
 
     Attributes:
         steps: number of finished training steps.
-        epoch: what `step` or `save` was told last.
+        epoch: the last one passed to `step` or `save`.
 
     Raises:
         UsageError: a number is out of range, or an object cannot be saved.
@@ -100,10 +100,10 @@ class Checkpoint:
         parts_of(objects)
         self._run = ""  # names this run, on all ranks
         self._versions: dict[str, str] = {}
-        self._names: list[str] = []  # of the last two checkpoints: saved, tried, or the one that the job goes on from
+        self._names: list[str] = []  # of the last two checkpoints: saved, tried, or the one that the job resumed from
         self._saved: tuple[int, int] | None = None  # step and epoch of the last of them
-        self._first = True  # whether there is no whole checkpoint before the next
-        self._only_in_memory = False  # whether the job has gone on from states in memory, and saved none since
+        self._first = True  # whether no complete checkpoint precedes the next
+        self._only_in_memory = False  # whether the job resumed from states in memory, and saved none since
         self._known: set[str] = set()
         self._refused: set[str] = set()
         self._writer: threading.Thread | None = None
@@ -111,16 +111,16 @@ class Checkpoint:
         self._held = contextlib.ExitStack()  # the lock
         self._memory: Memory | None = None  # of an agent that heals
 
-    # -- going on ----------------------------------------------------------------------------------------------------
+    # -- resuming -----------------------------------------------------------------------------------------------------
     def resume(self, reset: bool = False) -> Resumed | None:
-        """Collective. Go on from the last whole checkpoint; see `load`. Call it once, before the first step.
+        """Collective. Resume from the last complete checkpoint; see `load`. Call it once, before the first step.
 
         Args:
-            reset: remove all checkpoints in the folder, and start anew; ranks that `distopt run` or torchrun start
-                again go on.
+            reset: remove all checkpoints in the folder, and start anew; ranks that `distopt run` or torchrun restart
+                resume.
 
         Returns:
-            Where the job goes on from; None if it starts anew.
+            Where the job resumes; None if it starts anew.
 
         Raises:
             CheckpointError: the folder cannot be written, another job writes to it, or a rank sees another one.
@@ -192,7 +192,7 @@ class Checkpoint:
         reached any rank, all save after the same step, wait until it is written, and leave.
 
         Args:
-            epoch: to which the step belongs (default: what was said last).
+            epoch: to which the step belongs (default: the last one given).
 
         Raises:
             Preempted: to end this process, as all others.
@@ -210,10 +210,10 @@ class Checkpoint:
         """Local, on all ranks at the same step. Copy all states; a thread writes them.
 
         If the last save was of the same step and epoch, this does nothing. A failure to write is reported in one line,
-        and the checkpoints before stay. See `close`.
+        and earlier checkpoints stay. See `close`.
 
         Args:
-            epoch: in which the job goes on from here (default: what was said last).
+            epoch: in which the job resumes from here (default: the last one given).
 
         Raises:
             UsageError: before `resume`, after `close`, or an object cannot be saved.
@@ -252,7 +252,7 @@ class Checkpoint:
         self._writer.start()
 
     def _copy(self, parts: Mapping[str, Part]) -> tuple[Arrays, Arrays, dict[str, Any]]:
-        """Copies of what this rank writes: its share of what all have, arrays of its own, and notes."""
+        """Copies of the states that this rank writes: its share of the common ones, arrays of its own, and notes."""
         states = look_at(parts)
         share = share_of(self._rank, self._communicator.topology.world_size, states.shared)
 
@@ -269,7 +269,7 @@ class Checkpoint:
         except Exception as error:
             self._failure = f"step {manifest.step} could not be saved: {_described(error, folder)}"
             host = self._communicator.topology.host
-            log.error("rank %d (%s): %s; training goes on, older checkpoints stay", self._rank, host, self._failure)
+            log.error("rank %d (%s): %s; training continues, older checkpoints stay", self._rank, host, self._failure)
         self._prune(folder.parent, before=self._names[0])
 
     def _prune(self, root: Path, before: str) -> None:
@@ -277,7 +277,7 @@ class Checkpoint:
             try:
                 prune(root, self._keep, self._known, self._refused, before)
             except OSError as error:
-                if not self._failure:  # of which this is another consequence
+                if not self._failure:  # which has the same cause
                     log.warning("old checkpoints stay: %s", _described(error, root))
 
     def _wait(self) -> None:
@@ -292,15 +292,15 @@ class Checkpoint:
         saved = "saved"
         try:
             self.close()
-        except CheckpointError:  # reported; the job goes on from an older checkpoint
+        except CheckpointError:  # reported; the job will resume from an older checkpoint
             saved = "not saved"
         raise preemption.leave(signum, f"step {self.steps}, {saved} in {self._root}")
 
     def close(self) -> None:
-        """Collective. Wait until all ranks have written, and give the folder free.
+        """Collective. Wait until all ranks have written, and release the lock on the folder.
 
-        A job that has gone on from states in memory, and saved none since, saves: a save may have been what ended it. A
-        signal that came too late for a step takes its usual effect then.
+        A job that resumed from states in memory, and saved none since, saves: a failed save may have ended it before. A
+        signal that came too late for a step then takes its usual effect.
 
         Raises:
             CheckpointError: the last save has failed on some rank.
@@ -320,7 +320,7 @@ class Checkpoint:
             signal.raise_signal(late)
 
     def _abandon(self) -> int:
-        """Give free what was held: the folder, and signals. The last one that came, or 0."""
+        """Release the folder and the signals; return the last signal that came, or 0."""
         self._held.close()
         preemption, self._preemption = self._preemption, None
         return preemption.stop() if preemption is not None else 0
@@ -337,7 +337,7 @@ class Checkpoint:
 
 
 def _described(error: Exception, path: Path) -> str:
-    """What went wrong, where, and the cure."""
+    """The error, its place, and the cure."""
     if not isinstance(error, OSError):
         return f"{path}: {error!r}"
     cure = _CURES.get(error.errno or 0, "check the disk")

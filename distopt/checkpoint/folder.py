@@ -1,7 +1,7 @@
 """Checkpoints as files. See docs/checkpoint.md for the format.
 
-Every rank writes its own file, whole or not at all, and none waits for another. A checkpoint is whole when all files
-that its manifest stands for are there and of the same save. Which save it was, all files tell.
+Every rank writes its own file, atomically, and without waiting for others. A checkpoint is complete when all files
+that its manifest stands for exist and are of the same save, which each file names.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _OURS = re.compile(rf"{_FILE}|{temporary_pattern(_FILE)}")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What rank 0 writes about a checkpoint.
+    """The description of a checkpoint, which rank 0 writes.
 
     Attributes:
-        save: names this save: the files of two never make one checkpoint.
-        first: whether there was no checkpoint before.
+        save: names this save: files of two saves never form one checkpoint.
+        first: whether this is the first checkpoint.
         step: number of finished training steps.
-        epoch: what the script said.
+        epoch: as the script gave it.
         world_size: number of ranks that saved.
-        objects: names of what was saved.
+        objects: names of the saved objects.
         versions: of the software, for people.
     """
 
@@ -55,7 +55,7 @@ class Manifest:
     versions: dict[str, str]
 
     def stamp(self, rank: int, notes: dict[str, Any]) -> str:
-        """What marks a file as that of a rank of this save, and notes, as JSON."""
+        """JSON that marks a file as written by a rank of this save, with the notes."""
         return json.dumps({"save": self.save, "first": self.first, "rank": rank, "notes": notes})
 
 
@@ -73,7 +73,7 @@ def rank_file(rank: int) -> str:
 
 
 def share_of(rank: int, world_size: int, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Local. Which of the arrays that all ranks have this one writes: about as many bytes as each of the others.
+    """Local. The common arrays that this rank writes: about as many bytes as each other rank.
 
     Args:
         rank: this rank.
@@ -141,7 +141,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_shared(folder: Path, manifest: Manifest, rank: int) -> Arrays:
-    """Local. Those of the arrays that are the same on all ranks which `rank` has written.
+    """Local. The share, written by `rank`, of the arrays that are the same on all ranks.
 
     Raises:
         StateError: the file is damaged, or of another save or rank.
@@ -175,11 +175,11 @@ def _digest(content: dict[str, Any]) -> str:
 
 # -- housekeeping -----------------------------------------------------------------------------------------------------
 class Survey(NamedTuple):
-    """What a look at the files of a checkpoint, without reading their arrays, has shown.
+    """The state of a checkpoint's files, found without reading their arrays.
 
     Attributes:
         whole: whether all files are there, of one save.
-        begun: whether some are missing, and those that are there say that there was no checkpoint before.
+        begun: whether some are missing, and the others are marked as the first checkpoint.
     """
 
     whole: bool
@@ -214,7 +214,7 @@ def list_checkpoints(root: Path) -> list[Path]:
     """Local. The folders of checkpoints, whole or not, by step. Other files and folders are left alone.
 
     Raises:
-        OSError: `root` cannot be read. One that does not exist has no checkpoints.
+        OSError: `root` cannot be read. A folder that does not exist has no checkpoints.
     """
     return [folder for folder in _folders(root) if any(re.fullmatch(_FILE, entry.name) for entry in folder.iterdir())]
 
@@ -261,7 +261,7 @@ def remove(folder: Path) -> None:
         OSError: from the file system.
     """
     names = [entry.name for entry in folder.iterdir() if _OURS.fullmatch(entry.name)]
-    for name in sorted(names, key=lambda name: name != MANIFEST):  # without it, the rest is no checkpoint
+    for name in sorted(names, key=lambda name: name != MANIFEST):  # without it, the rest is not a checkpoint
         (folder / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         folder.rmdir()

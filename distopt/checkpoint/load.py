@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: every rank reads and checks, all agree, and only then anything changes."""
+"""Resuming from a checkpoint: every rank reads and checks, all agree, and only then does anything change."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ log = logging.getLogger("distopt")
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a job goes on from.
+    """Where a job resumes.
 
     Attributes:
         folder: the checkpoint; None for states that an agent of `distopt run --heal` has kept.
         step: number of training steps that were finished.
-        epoch: what the script had said.
+        epoch: as the script gave it.
         world_size: number of ranks that saved.
         refused: names of newer checkpoints that could not be used.
     """
@@ -53,18 +53,18 @@ class Resumed:
 
 
 def load(folder: str | os.PathLike[str], communicator: Ranks | None = None, **objects: Any) -> Resumed | None:
-    """Collective. Set `objects` to the newest whole checkpoint in `folder`; see `Checkpoint` for what they can be.
+    """Collective. Set `objects` to the newest complete checkpoint in `folder`; see `Checkpoint` for what they can be.
 
     Nothing on the disk changes. A checkpoint may hold more objects than are asked for, so a model can be loaded alone.
-    One that is damaged, incomplete or does not fit is refused, with a warning on rank 0, and the one before is tried.
+    A damaged, incomplete or unsuitable one is refused, with a warning on rank 0, and the previous one is tried.
 
     Args:
         folder: where the checkpoints are; the same for all ranks.
         communicator: of the ranks (default: that of the first object that has one, else of `distopt.init`).
-        objects: what to set, by the names under which it was saved.
+        objects: the objects to set, by the names under which they were saved.
 
     Returns:
-        Where the job goes on from; None if there is no checkpoint, or only one that has never been completed.
+        Where the job resumes; None if there is no checkpoint, or only one that has never been completed.
 
     Raises:
         StateError: there are checkpoints, but none can be used; nothing was changed.
@@ -116,7 +116,7 @@ def load_newest(
 
 
 def communicator_of(objects: Mapping[str, Any]) -> Ranks:
-    """Local. That of the first object that has one, else that of `distopt.init`, else that of a job of one rank."""
+    """Local. The communicator of the first object with one, else of `distopt.init`, else of a job of one rank."""
     found: Ranks | None = next((x.communicator for x in objects.values() if hasattr(x, "communicator")), None)
     if found is None and (world := current()):
         found = world.communicator
@@ -153,7 +153,7 @@ def _found(root: Path, communicator: Ranks) -> tuple[list[str], bool]:
 
 
 def _common(communicator: Ranks, parts: Mapping[str, Part]) -> set[str]:
-    """Collective. Names of the random generators that the ranks have seeded alike."""
+    """Collective. Names of the random generators that all ranks have seeded equally."""
     seeds = {name: _digest(part.look()) for name, part in parts.items() if part.random}
     gathered = [json.loads(text) for text in communicator.all_gather_bytes(json.dumps(seeds).encode())]
     return {name for name in seeds if all(other.get(name) == gathered[0].get(name) for other in gathered)}
@@ -186,7 +186,7 @@ def _read(
 
 
 def _checked(parts: Mapping[str, Part], states: dict[str, State]) -> dict[str, State]:
-    """`states`, which `parts` can go on from; raises a StateError that names the object if one cannot."""
+    """`states`, if `parts` can resume from them; else raises a StateError that names the object."""
     for name, state in states.items():
         with _named(name):
             parts[name].check(state)
@@ -196,7 +196,7 @@ def _checked(parts: Mapping[str, Part], states: dict[str, State]) -> dict[str, S
 def _merged(
     folder: Path, manifest: Manifest, parts: Mapping[str, Part], rank: int, common: set[str]
 ) -> dict[str, State]:
-    """What one of another number of ranks gets of what was each rank's own."""
+    """The states that `rank`, of another number of ranks, gets from the states of each old rank."""
     merges = {name: _Stream(rank, name in common) if part.random else _Mean() for name, part in parts.items()}
     for old in range(manifest.world_size):
         for name, state in _by_part(parts, {}, *read_rank(folder, manifest, old)).items():
@@ -209,8 +209,8 @@ def _merged(
 class _Mean:
     """The mean of the states of one object over the ranks, added up in float64 and rounded once.
 
-    Gradients are averaged, so what an array of one rank, such as a residual, has yet to contribute counts by its mean
-    over the ranks. Every new rank gets that mean. What is equal on all ranks stays as it is.
+    Gradients are averaged, so the future contribution of an array of one rank, such as a residual, counts by its mean
+    over the ranks. Every new rank gets that mean. Values that are equal on all ranks stay as they are.
     """
 
     def __init__(self) -> None:
@@ -255,11 +255,11 @@ class _Mean:
 class _Stream:
     """The state that a random generator gets on one rank.
 
-    A rank goes on from its own state. Where it had none, its generator stays as the script has seeded it.
+    A rank resumes from its own state. If it had none, its generator stays as the script has seeded it.
 
     Args:
         rank: a new rank.
-        common: whether the new ranks have seeded the generator alike. If it was also the same on all old ranks, they
+        common: whether the new ranks have seeded the generator equally. If it was also the same on all old ranks, they
             all drew the same numbers from it, and the new ones do so again.
     """
 
@@ -285,7 +285,7 @@ class _Stream:
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Errors of the body tell the name of the object."""
+    """Adds the name of the object to errors of the body."""
     try:
         yield
     except StateError as error:
@@ -307,7 +307,7 @@ def _tell_changes(folder: Path, manifest: Manifest, topology: Topology) -> None:
         return
     new = f", rank {before} and above draw random numbers of their own" if now > before else ""
     log.warning(
-        "%s was saved by %d ranks and goes on with %d: what each rank had of its own, such as residuals, becomes the "
-        "mean over the %d%s, and the rest of the epoch's samples is dealt out anew",
+        "%s was saved by %d ranks and resumes with %d: the states of each rank, such as residuals, become their "
+        "mean over the %d%s, and the remaining samples of the epoch are sharded again",
         folder, before, now, before, new,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 A rank keeps there the states that it would write to the file of a checkpoint: its own, and of the shared arrays a share
 among the ranks of its agent. So every node has all shared arrays. Copies of a rank's own are also on the next node, for
-the case that its node is lost. See `distopt.launch.heal.slots`. Nobody reads a slot before its writer has ended, so the
+the case that its node is lost. See `distopt.launch.heal.slots`. A slot is read only after its writer has ended, so the
 order of writing needs no fence.
 """
 
@@ -110,7 +110,7 @@ class Memory:
         self._node = node
         self._nodes: list[str] = []  # of all ranks
         self._missing: set[int] = set()  # ranks whose agents have lost what they kept
-        self._far: list[int] = []  # ranks of whose states this one keeps a copy
+        self._far: list[int] = []  # ranks for which this one keeps a copy of their states
         self._sends = False  # whether there are such copies
         self._is_new = True  # no step has been done by this process
         self._n_copies = 0
@@ -130,7 +130,7 @@ class Memory:
     def agree(self) -> tuple[int, int] | None:
         """Collective. Step and epoch of the newest states that exist for every rank; None if there are none.
 
-        This rank's states of other steps are given up: those steps will be done anew.
+        This rank's states of other steps are dropped: those steps will be repeated.
         """
         valid = [slot for slot in self._own if slot.label]
         far = [(number, slot.label) for slot in valid for number in slot.far]

@@ -1,4 +1,4 @@
-"""What a checkpoint saves, object by object: arrays, and notes, which are values of JSON."""
+"""The content of a checkpoint, object by object: arrays, and notes, which are JSON values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GROUPS = ""  # the note that names dictionaries of arrays and their keys
 
 
 class Ranks(Protocol):
-    """The ranks of a job, as checkpoints need them. A communicator is such."""
+    """The ranks of a job, as checkpoints need them. Communicators satisfy this protocol."""
 
     topology: Topology
 
@@ -64,10 +64,10 @@ class Part(ABC):
 
     @abstractmethod
     def put(self, state: State) -> None:
-        """Go on from `state`, as `check` has accepted it."""
+        """Resume from `state`, which `check` has accepted."""
 
     def shared(self, names: Iterable[str]) -> set[str]:
-        """Those of the `names` of arrays that are the same on all ranks."""
+        """The subset of `names` whose arrays are the same on all ranks."""
         return set()
 
 
@@ -96,7 +96,7 @@ class Stateful(Part):
 
     @staticmethod
     def _values(state: State) -> dict[str, Any]:
-        """What `get_states` gave."""
+        """The result of `get_states`."""
         values = {**state.arrays, **state.notes}
         for key, names in values.pop(_GROUPS, {}).items():
             values[key] = {name: values.pop(f"{key}/{name}") for name in names}
@@ -218,7 +218,7 @@ class States(NamedTuple):
 
 
 def look_at(parts: Mapping[str, Part]) -> States:
-    """Local. The states of all objects, which training changes but for the copies."""
+    """Local. The states of all objects. Training changes them, except for the copies."""
     states = States({}, {}, {}, set())
     for name, part in parts.items():
         state = part.look()

@@ -1,8 +1,8 @@
 """Leaving on a signal: all ranks at the same step, whenever and wherever the signal has arrived.
 
-A signal reaches the ranks at different moments, or one of them only. To leave at one step, they must exchange what they
-have seen. They do so about once a second, and not at every step: each exchange also tells how long the steps took, from
-which all ranks conclude alike how many steps later the next one is.
+A signal reaches the ranks at different moments, or only one of them. To leave at one step, they must exchange signals
+received. They do so about once a second, not at every step: each exchange also contains the time of the steps, from
+which all ranks derive the same number of steps until the next exchange.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Preemption:
         self._caught = number
 
     def due(self) -> int:
-        """Collective, about once a second. Count a step; the signal because of which all ranks must leave, or 0."""
+        """Collective, about once a second. Count a step; return the signal that makes all ranks leave, or 0."""
         self._steps += 1
         if self._steps < self._every:
             return 0
@@ -69,17 +69,17 @@ class Preemption:
         return int(max(number for number, _ in gathered))
 
     def leave(self, number: int, place: str) -> Preempted:
-        """Collective. Ask for the job to be started again, where there is someone to ask.
+        """Collective. Request a restart of the job, from Slurm or the script's own handler.
 
-        From then on signals have no effect, not even while the interpreter ends. Those that come now are of Slurm or
-        of a launcher, which end what is ending already, and could do so in the middle of MPI_Finalize.
+        From then on signals have no effect, not even while the interpreter ends. Signals that come now are from Slurm
+        or a launcher, which would end a process that is already ending, perhaps in the middle of MPI_Finalize.
 
         Args:
             number: the signal.
-            place: where the job goes on from, for the message.
+            place: where the job resumes, for the message.
 
         Returns:
-            What ends this process when it is raised.
+            The exception that ends this process when it is raised.
         """
         for other in PREEMPTION_SIGNALS:
             ignore(other)  # in scontrol, too, which Slurm ends together with the job
@@ -87,7 +87,7 @@ class Preemption:
         rank, job = self._communicator.topology.rank, slurm_job()
         if not asked:
             if rank == 0:
-                reason = requeue(job) if job else "start it again to go on from there"
+                reason = requeue(job) if job else "start it again to resume from there"
             reason = self._communicator.all_gather_bytes(reason.encode())[0].decode()
         if rank == 0:
             cure = reason or "it will be started again"
@@ -106,7 +106,7 @@ class Preemption:
         return any(self._communicator.all_gather_bytes(asked))
 
     def stop(self) -> int:
-        """Local. Signals take their earlier effect again. One that came too late for a step is returned, or 0."""
+        """Local. Signals take their earlier effect again. Return a signal that came too late for a step, or 0."""
         supervisor.say("leaves", does=False)
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_DFL if before is None else before)

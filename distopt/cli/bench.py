@@ -1,4 +1,4 @@
-"""`distopt bench all-reduce`: this job's communicators, beside MPI's own all-reduce where MPI connects the ranks."""
+"""`distopt bench all-reduce`: this job's communicators, against MPI's own all-reduce if MPI connects the ranks."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def _candidates(job: Job, communicators: list[Communicator], args: argparse.Name
 
 
 def _measure(lead: Communicator, candidates: list[_Candidate], size: int, args: argparse.Namespace) -> list[Row]:
-    """Collective. Time all candidates in turns, a batch each; `lead` exchanges what the ranks found."""
+    """Collective. Time all candidates in turns, a batch each; `lead` exchanges the ranks' results."""
     import numpy as np
 
     count = size // _item_bytes(args.dtype)
@@ -274,7 +274,7 @@ class Row:
         seconds: seconds per call of the slowest rank, one entry per timed batch.
         calls: consecutive calls in a batch.
         wrong: wrong elements over all batches and ranks.
-        collective: what was measured.
+        collective: the collective that was measured.
     """
 
     who: str

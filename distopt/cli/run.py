@@ -1,4 +1,4 @@
-"""`distopt run`: start the ranks of a job, on one node or by the same line on each of several; in torchrun's words."""
+"""`distopt run`: start the ranks of a job with torchrun's options; on several nodes, run the same command on each."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         type=at_least(0),
         default=0,
         metavar="K",
-        help="start all ranks again so many times (default: 0)",
+        help="start all ranks again at most K times (default: 0)",
     )
     add("heal", action="store_true", help="start all ranks again as long as they make progress; see docs/faults.md")
     add(

@@ -1,4 +1,4 @@
-"""How bytes move. `create` picks the communicator of a job from the registry below."""
+"""Communicators. `create` selects the communicator of a job from the registry below."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def create(job: Job, backend: str | None = None) -> Communicator:
 
     Raises:
         UsageError: no backend has that name.
-        LaunchError: the ranks run different versions, or were told to use different backends; or NCCL or a GPU was
-            asked for, and a rank has no GPU that it can use.
+        LaunchError: the ranks run different versions, or their settings name different backends; or NCCL or a GPU was
+            requested, and a rank has no GPU that it can use.
         MissingDependencyError: the backend needs something that is absent; the message says what, and the cure.
     """
     settings = Settings.from_env()

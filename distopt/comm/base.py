@@ -1,19 +1,19 @@
-"""How bytes move: the one interface over shared memory, MPI and NCCL.
+"""The interface of all communicators, over shared memory, MPI and NCCL.
 
 All collectives work on contiguous arrays in place or into an array that the caller gives, return a `Work`, and are
-*collective*: every rank of the job must call the same ones in the same order with equal types and counts. A rank that
-does not is found and named (`MismatchError`), never waited for without end. Sums run in rank order on every element, so
+*collective*: every rank of the job must call the same ones in the same order with equal types and counts. If a rank
+does not, all get a `MismatchError` that names it; no rank waits forever. Sums run in rank order on every element, so
 the same call gives the same bits on all ranks and on every run of the same layout. Two exceptions keep that promise in
 another order: where hosts have several ranks each, large arrays are summed host by host (`by_host_above_bytes`;
 `$DISTOPT_SUM_ORDER=rank` forbids it), and NCCL has an order of its own. Counts are elements.
 
 Memory: `out` and `array` of a collective share none, unless the smaller one is exactly this rank's part of the larger
-one; ranks may differ in this. Arrays that are only read may overlap at will. Collectives under way may use the same
-memory: each sees what the earlier ones wrote. Messages have no place in that order: an array that is received is left
+one; ranks may differ in this. Arrays that are only read may overlap freely. Collectives in progress may use the same
+memory: each sees the results of earlier ones. Messages are outside that order: an array to be received is left
 alone until its message has ended, and one that is sent is only read.
 
-Every rank checks its own arguments, before anything is sent: one that gets a UsageError has not taken part, and may
-call again with better arguments, for which the others wait.
+Every rank checks its own arguments before anything is sent: a rank with a UsageError has not taken part, and may
+call again with valid arguments, for which the others wait.
 
 Progress: to start, poll or wait for any operation moves every collective and message of its communicator, so ranks may
 poll and wait for them in different orders. It moves nothing of other communicators, subgroups included: ranks that have
@@ -21,7 +21,7 @@ operations under way in several wait for them in the same order, or call `progre
 
 Threads: any thread may call, but one at a time per communicator and its works, `done` and `wait` included, and in the
 same order on all ranks. The communicators over shared memory and MPI refuse a second thread (`UsageError`). Messages
-between two ranks may be sent and received by several threads at the same time, whatever others do.
+between two ranks may be sent and received by several threads at the same time.
 Waiting releases the GIL or sleeps, so other threads run meanwhile.
 """
 
@@ -66,12 +66,12 @@ DTYPES: dict[str, int] = {
 OPS: dict[str, int] = {
     name: code for code, name in enumerate(("sum", "max", "min", "mean", "product", "and", "or", "xor"))
 }
-_ANYONE = -1  # from whom a message may come
+_ANYONE = -1  # the source of a message may be any rank
 _FLOATS = frozenset({"float32", "float64", "float16", "bfloat16"})
 
 
 def storage_of(dtype: str) -> np.dtype[Any]:
-    """What arrays of a wire type are made of: uint16 for bfloat16, else the type itself."""
+    """The dtype in which arrays store a wire type: uint16 for bfloat16, else the type itself."""
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
@@ -81,7 +81,7 @@ _NAMES = {storage_of(name): storage_of(name).name for name in DTYPES}
 
 
 class Request(NamedTuple):
-    """What a backend needs to know of a collective, besides its arrays.
+    """The arguments of a collective for its backend, besides its arrays.
 
     Attributes:
         kind: name of the method that was called.
@@ -108,7 +108,7 @@ class Communicator(ABC):
     """
 
     name: ClassVar[str]
-    # Whether sums of lists should travel as parts, by `all_to_all_ragged`; in shared memory they are at hand anyway.
+    # Whether sums of lists should travel as parts, by `all_to_all_ragged`; shared memory needs no transfer.
     sends_parts: ClassVar[bool] = False
     # Whether sums run in rank order on every element; if not, in an order of the library's, the same on all ranks.
     ordered_sums: ClassVar[bool] = True
@@ -181,7 +181,7 @@ class Communicator(ABC):
             op: "mean" is the sum divided by the world size, for floating types; "and", "or" and "xor" are those of
                 bits, for the others. Sums and products of integers wrap around. As in NumPy, the sum and the maximum
                 of booleans are their "or", product and minimum their "and".
-            wire: wire type, where the array's own dtype cannot tell it ("bfloat16" in uint16).
+            wire: wire type, if the array's own dtype does not determine it ("bfloat16" in uint16).
             label: shown in diagnostics (at most 31 bytes are kept).
             find_nonfinite: look for NaN and infinity in a sum or mean of float32 or float64 while it is made, which
                 costs next to nothing; only where `finds_nonfinite`. `Work.nonfinite` of every rank is then None or the
@@ -231,7 +231,7 @@ class Communicator(ABC):
         return [raw[8 : 8 + int.from_bytes(raw[:8], "little")] for raw in gathered]
 
     def all_to_all_ragged(self, parts: Sequence[Array], *, label: str = "") -> RaggedWork:
-        """Collective. Send `parts[r]` to rank r; the result is what the ranks sent here. Starting waits for no one.
+        """Collective. Send `parts[r]` to rank r; the result is the parts sent to this rank. Starting does not wait.
 
         Parts are flat, of one type and any length, zero included.
         """
@@ -280,7 +280,7 @@ class Communicator(ABC):
     def _other(self, rank: int) -> int:
         if not 0 <= rank < self.topology.world_size or rank == self.topology.rank:
             raise UsageError(
-                f"rank {rank} is no other rank of a world of {self.topology.world_size}; messages go to another rank"
+                f"rank {rank} is not another rank of a world of {self.topology.world_size}; messages go to another rank"
             )
         return rank
 
@@ -308,7 +308,7 @@ class Communicator(ABC):
         rank, world_size = self.topology.rank, self.topology.world_size
         if rank not in ranks or len(set(ranks)) < len(ranks) or not all(0 <= q < world_size for q in ranks):
             raise UsageError(
-                f"ranks {ranks} are no subgroup of a world of {world_size} with rank {rank}; name each member once"
+                f"ranks {ranks} are not a subgroup of a world of {world_size} with rank {rank}; name each member once"
             )
         return self._subgroup(ranks, meet(self, ranks))
 
@@ -332,7 +332,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _start_ragged(self, request: Request, parts: Sequence[Array]) -> RaggedWork:
-        """The same of a ragged one. `parts`: what goes to each rank, or the one that goes to all."""
+        """The same for a ragged one. `parts`: one for each rank, or a single one for all."""
 
     def _subgroup(self, ranks: Sequence[int], secret: bytes) -> Communicator:
         raise UsageError(f"the {self.name} communicator has no subgroups")

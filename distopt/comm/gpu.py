@@ -1,4 +1,4 @@
-"""What a rank needs for communication between GPUs, and which rank uses which GPU."""
+"""Requirements of communication between GPUs, and which rank uses which GPU."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def find_nccl(cuda_major: int, env: Mapping[str, str] | None = None) -> str:
     """
     if named := Settings.from_env(env).nccl_library:
         if not Path(named).is_file():
-            raise MissingDependencyError(f"{_LIBRARY}={named} is no file; give the path of a libnccl.so.2, or unset it")
+            raise MissingDependencyError(f"{_LIBRARY}={named} is not a file; give the path of libnccl.so.2 or unset it")
         return str(Path(named).resolve())
     package = f"nvidia-nccl-cu{cuda_major}"
     try:

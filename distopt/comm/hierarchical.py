@@ -1,9 +1,9 @@
 """Collectives over several hosts with several ranks each: shared memory inside a host, MPI between hosts.
 
 An all_reduce above `by_host_above_bytes` runs in three stages: every rank reduces its slice over the ranks of its host,
-then over the ranks that carry the same slice on the other hosts, then the slices are gathered inside the host. So what
-crosses the network is what one rank per host would send, and all ranks of a host send it together. Everything else is
-what `MpiCommunicator` does: it is rare in training, or small.
+then over the ranks that carry the same slice on the other hosts, then the slices are gathered inside the host. So the
+network carries the bytes that one rank per host would send, divided among the host's ranks. All else runs
+as in `MpiCommunicator`: it is rare in training, or small.
 
 The sum of such an array runs host by host, in the order of their first ranks, inside a host in rank order: equal bits
 on all ranks and on every run, but not always the bits of the flat communicators. 16-bit floats are accumulated in

@@ -84,7 +84,7 @@ class NcclRaggedWork(RaggedWork):
 
 
 class NcclCommunicator(Communicator):
-    """Collectives between GPUs, one of which belongs to each rank.
+    """Collectives between GPUs, one for each rank.
 
     All ranks get the same bits, but the order of a sum is NCCL's own and 16-bit sums may be rounded at each step. `max`
     and `min` of floats may pass over NaN.
@@ -120,7 +120,7 @@ class NcclCommunicator(Communicator):
         processes = [Process(of_pid.get(pid, -1), topology.host, pid) for pid in group.pids]
         fd = group.share_fd(lambda: _core.create_segment(group.size, _BOARD_CHUNK_BYTES))
         board = stack.cuda.NcclBoard(fd, group.rank, processes)
-        group.all_gather(b"")  # nobody may miss a peer before that peer has shown that it lives
+        group.all_gather(b"")  # no peer may be reported missing before it has shown that it lives
         self._timeout = settings.timeout
         self._core = stack.cuda.NcclCommunicator(
             stack.nccl_path,

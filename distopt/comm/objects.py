@@ -1,4 +1,4 @@
-"""Python data as bytes and back, without pickle: reading executes nothing, whoever wrote it.
+"""Python data as bytes and back, without pickle: reading never executes code, from any source.
 
 The bytes are the length of a JSON text, that text, and the contents of arrays in NumPy's format (`.npy`) and of bytes.
 In the text, None, booleans, numbers and strings are themselves; all else is a list of its type's name and its parts.

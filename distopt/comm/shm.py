@@ -61,7 +61,7 @@ class ShmCommunicator(NativeCommunicator):
             topology: theirs alone.
             settings: time-outs (default: from the environment).
             chunk_bytes: size of the chunks in which ordinary arrays travel.
-            ranks: what messages call the ranks, where they are part of a larger job.
+            ranks: numbers of the ranks in messages, if they are part of a larger job.
             wire_of: another communicator of the same ranks, whose wire memory is wire memory here, too.
         """
         self._settings = settings = settings or Settings.from_env()
@@ -74,7 +74,7 @@ class ShmCommunicator(NativeCommunicator):
         )
         if wire_of is not None:
             self.core.use_wire_memory_of(wire_of.core)
-        group.all_gather(b"")  # nobody may miss a peer before that peer has shown that it lives
+        group.all_gather(b"")  # no peer may be reported missing before it has shown that it lives
         self.core.count_cores()
 
     @classmethod

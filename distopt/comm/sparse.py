@@ -1,14 +1,14 @@
 """Sums of sparse lists over ranks, on any communicator.
 
-A list is what one rank contributes to a dense array: ascending int32 indices, each with a float32 value. Two routes
-lead to the sum, and the counts choose between them and the dense reduction, alike on every rank:
+A list is the contribution of one rank to a dense array: ascending int32 indices, each with a float32 value. Two routes
+lead to the sum, and the counts decide between them and the dense reduction, equally on all ranks:
 
 * *gather*: every rank receives every list;
-* *split*: every rank receives what falls into its own range of indices, adds it up and sends the result to all, as in
+* *split*: every rank receives the entries in its own range of indices, adds it up and sends the result to all, as in
   Ok-Topk (Li and Hoefler, arXiv 2201.07598, section 3.1), but without dropping anything.
 
-Both add in rank order, so all ranks hold the same bits. Both are generators of the works that they need: whoever drives
-one waits for the `Work` that it yields and then resumes it, at points that are the same on all ranks, since what
+Both add in rank order, so all ranks hold the same bits. Both are generators of the works that they need: the caller
+waits for each `Work` that one yields and then resumes it, at points that are the same on all ranks, since what
 follows may start a collective.
 """
 

@@ -1,4 +1,4 @@
-"""What `World` takes and gives: numbers, and arrays of any kind, as the flat arrays that communicators move.
+"""Arguments and results of `World`: numbers, and arrays of any kind, as the flat arrays that communicators move.
 
 The memory of an argument is never written, and never part of a result.
 """
@@ -36,8 +36,8 @@ class Value:
 
     Attributes:
         array: its values, of NumPy or CuPy, in any layout; the caller's memory.
-        label: its type and shape in words, which must be equal on all ranks.
-        give: makes a result, of its array module, into what the argument was.
+        label: its type and shape as text, which must be equal on all ranks.
+        give: converts a result, of its array module, to the kind of the argument.
     """
 
     array: Array
@@ -129,9 +129,9 @@ def _from_dlpack_of(value: Any) -> Callable[[Array], Any]:
     raise _refused(value)
 
 
-# -- what travels ----------------------------------------------------------------------------------------------------
+# -- conversions -----------------------------------------------------------------------------------------------------
 def carried(array: Array) -> tuple[Array, Callable[[Array], Array]]:
-    """Local. A flat array with the bits of `array`, of any type, and what makes such rows arrays again.
+    """Local. A flat array with the bits of `array`, of any type, and a function that makes such rows arrays again.
 
     Returns:
         A new array [n] that communicators move, and a function that makes [k, n] into [k, *array.shape].
@@ -154,7 +154,7 @@ def carried(array: Array) -> tuple[Array, Callable[[Array], Array]]:
 
 
 def reducible(array: Array, op: str) -> tuple[Array, Callable[[Array], Array]]:
-    """Local. A flat array whose reduction by `op` is that of `array`, and what makes the result an array again.
+    """Local. A flat array whose reduction by `op` is that of `array`, and a function that converts the result back.
 
     Integers become wide enough for an exact result. The second function raises a UsageError if that does not fit in
     their type, which for the sum of booleans is int64, and for a mean float64.
@@ -196,7 +196,7 @@ def _summands(flat: Array) -> Array:
 
 
 def _fitting(total: Array, dtype: np.dtype[Any]) -> Array:
-    """Sums of `_summands` of `dtype`; an error if one does not fit in it. Those of booleans always do, in int64."""
+    """Sums of `_summands` of `dtype`; an error if one does not fit in it. Sums of booleans always do, in int64."""
     if dtype.kind == "b":
         return total
     least, most = np.iinfo(dtype).min, np.iinfo(dtype).max

@@ -1,4 +1,4 @@
-"""Collectives under way, as the caller sees them."""
+"""Handles of collectives and messages in progress."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RaggedWork(Work):
     """A collective whose counts only the ranks together know.
 
     `wait` is collective: it may start a second collective, so all ranks call it in the same order relative to other
-    collectives. `done` is local: it never starts one, and tells whether what has been started so far has arrived.
+    collectives. `done` is local: it never starts one, and returns whether all that has been started has arrived.
 
     Attributes:
         parts: flat arrays, one from every rank, in rank order. Valid after `wait`; the caller's own.
@@ -72,7 +72,7 @@ class RaggedWork(Work):
         self._work = work
 
     def done(self) -> bool:
-        """Local. Whether what has been started so far has arrived; see the class."""
+        """Local. Whether all that has been started has arrived; see the class."""
         return self._work.done()
 
     def wait(self, timeout: float | None = None) -> None:

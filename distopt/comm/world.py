@@ -1,4 +1,4 @@
-"""The world: one object for what a script does together with the other ranks, besides training."""
+"""The world: one object for the collectives of a script besides training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
 
 
 class World:
-    """The ranks of a job, and what they compute together. Made by `distopt.init()`.
+    """The ranks of a job, and their collectives. Made by `distopt.init()`.
 
     All methods but `close` are collective and wait for their result: every rank must call the same ones in the same
     order. Ranks that do not, or that pass other shapes or types, get a MismatchError that names them.
@@ -36,7 +36,7 @@ class World:
     that cannot be sent raises a UsageError before anything is sent.
 
     As a context manager, it is closed at the end of a body without exception. An exception leaves it open, so that its
-    launcher tells the other ranks how this process ends.
+    launcher notifies the other ranks how this process ends.
 
     Args:
         job: this rank's membership, which the world closes; None with `communicator`.
@@ -100,7 +100,7 @@ class World:
             op: "sum", "mean", "max" or "min".
 
         Returns:
-            What `value` is. Sums of integers are exact; those of booleans count them, as int64. Means of integers and
+            The same kind as `value`. Sums of integers are exact; sums of booleans are int64. Means of integers and
             booleans are float64. Sums of float16 are rounded once, from float32.
 
         Raises:
@@ -119,7 +119,7 @@ class World:
             root: whose values all ranks get.
 
         Returns:
-            What `value` is, with the bits of `root`.
+            The same kind as `value`, with the bits of `root`.
 
         Raises:
             UsageError: the value cannot be sent, or there is no rank `root`.
@@ -136,7 +136,7 @@ class World:
             value: a number or array of any element type without Python objects; equal shapes and types on all ranks.
 
         Returns:
-            What `value` is, stacked along a new first axis: [world_size, *shape]. Numbers give a NumPy array
+            The same kind as `value`, stacked along a new first axis: [world_size, *shape]. Numbers give a NumPy array
             [world_size].
 
         Raises:
@@ -167,7 +167,7 @@ class World:
         if self.rank == root:
             try:
                 data = packed(obj)
-            except UsageError as error:  # told to all, so that they remain in step
+            except UsageError as error:  # sent to all, so that they remain in step
                 data, refused = str(error).encode(), True
         header = np.array([len(data), refused], np.int64)
         communicator.broadcast(header, root, label="length of an object").wait()
@@ -220,7 +220,7 @@ class World:
         return number
 
 
-# By process id: a forked child is no rank of its parent's job, and must not drop, which closes, the parent's world.
+# By process id: a forked child is not a rank of its parent's job, and must not drop, which closes, the parent's world.
 _worlds: dict[int, tuple[World, tuple[Ticket | None, int | None, int | None]]] = {}
 
 
@@ -243,7 +243,7 @@ _offers: dict[int, weakref.ref[Communicator]] = {}  # by process id, too
 def offer(communicator: Communicator) -> None:
     """Local. The world that this process may open later shares this communicator, unless it is closed by then.
 
-    A rank that alone opens one then meets the others where they are, and all learn at once what each of them does.
+    If one rank alone opens a world, its collectives mismatch those of the others, and all get an error that names both.
     """
     if _offered() is None:
         _offers[os.getpid()] = weakref.ref(communicator)

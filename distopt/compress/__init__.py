@@ -1,4 +1,4 @@
-"""What is sent: codecs over flat buckets."""
+"""Codecs, which encode and reduce flat buckets of gradients."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What every codec is: a way to replace a bucket of gradients by its mean over the ranks.
+"""The interface of codecs: ways to replace a bucket of gradients by its mean over the ranks.
 
 A *bucket* is a flat array of gradients. A `Codec` is a set of frozen options with two methods. `prepare` runs once for
-a bucket and completes its `CodecState`: wire memory, residual and what else outlives a step. `reduce` is a generator
+a bucket and completes its `CodecState`: wire memory, residual and all that outlives a step. `reduce` is a generator
 that runs in every step and reads as the algorithm in its paper: it encodes, starts collectives, yields every `Work`
 that it waits for, decodes, and returns its verdict.
 
@@ -62,11 +62,11 @@ class Codec(ABC):
 
         Args:
             bucket: flat, contiguous, of a type in `dtypes`, all ranks of equal length; best in wire memory of `comm`.
-            comm: what the bytes go through.
+            comm: the communicator to send by.
             parts: where the parameters lie in it, with zeros between them (default: one parameter that fills it).
             label: name of the bucket in diagnostics.
-            check_finite: whether NaN and infinity are looked for. Lossy codecs always do: they could not carry them.
-            statistics: what costs are added to (default: new ones).
+            check_finite: whether to check for NaN and infinity. Lossy codecs always do: they cannot carry them.
+            statistics: where costs are added (default: new ones).
             empty: gives wire memory in place of `Communicator.empty`.
 
         Raises:
@@ -90,7 +90,7 @@ class Codec(ABC):
     def start(self, state: CodecState) -> Reduction:
         """Collective. Encode the bucket of `state` and start its reduction; leave the bucket alone until the end.
 
-        The options may be other ones than in the step before, on all ranks alike; residual and other state stay.
+        The options may differ from those of the step before, equally on all ranks; residual and other state stay.
 
         Raises:
             UsageError: the state is of another kind of codec, the previous reduction has not been finished, or the
@@ -98,9 +98,9 @@ class Codec(ABC):
             CommunicatorError: the previous reduction has failed.
         """
         if state.kind != self.kind:
-            raise UsageError(f"a state of {state.kind} cannot go on as {self.kind}; attach the new codec instead")
+            raise UsageError(f"a state of {state.kind} cannot continue as {self.kind}; attach the new codec instead")
         if state.pending is not None:
-            state.pending.done()  # raises where the communicator has failed, which tells more
+            state.pending.done()  # raises where the communicator has failed, with a better error
             raise UsageError(
                 f"bucket {state.label!r} is still being reduced; wait for it before the next start, or make a new "
                 "DistOpt where an exception has ended the step"
@@ -129,7 +129,7 @@ class Reduction:
     Attributes:
         state: that of the bucket.
         finished: whether the bucket holds the mean, or there is none.
-        verdict: what `Codec.reduce` returned, when it has finished.
+        verdict: the result of `Codec.reduce`, when it has finished.
     """
 
     def __init__(self, codec: Codec, state: CodecState) -> None:
@@ -146,12 +146,12 @@ class Reduction:
         cost.dense_bytes += state.dense_bytes
 
     def done(self) -> bool:
-        """Local. Whether `resume` would return without waiting. Moves bytes, but never goes on to the next step."""
+        """Local. Whether `resume` would return without waiting. Moves bytes, but never advances to the next step."""
         pending = self.state.pending
         return self.finished or pending is None or pending.done()
 
     def resume(self, timeout: float | None = None) -> None:
-        """Collective. Wait for what the codec waits for, and run up to its next wait or its end.
+        """Collective. Wait for the `Work` that the codec waits for, and run up to its next wait or its end.
 
         An error of the communicator is raised by every further call.
         """

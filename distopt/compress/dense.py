@@ -1,4 +1,4 @@
-"""The bucket as it is: float32, or float64, on the wire."""
+"""The bucket unchanged: float32, or float64, on the wire."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Fp32(Codec):
 
     Where the communicator does not look for NaN and infinity while it adds, a rank that finds an element which is NaN,
     infinite or so large that a sum over the ranks could overflow puts NaN into the first one. That survives every sum.
-    So the first element of the mean tells each rank whether all gradients were good, without a message and without
-    another pass over the bucket; only a bad one is followed by the exchange of who it was.
+    So the first element of the mean shows each rank whether all gradients were good, without a message or
+    another pass over the bucket; only after a bad one do the ranks exchange whose it was.
     """
 
     lossy: ClassVar[bool] = False
@@ -44,7 +44,7 @@ class Fp32(Codec):
         if looks and (found := work.nonfinite):
             rank, index = found
             return state.verdict([0] * rank + [bucket.size - index], _fault(state))
-        # Of an empty bucket there is no first element.
+        # An empty bucket has no first element.
         if marks and any(map(math.isnan, state.read(bucket[:1], work))):
             header = state.send_header()
             yield header
@@ -53,7 +53,7 @@ class Fp32(Codec):
 
 
 def _limit(state: CodecState) -> float:
-    """The largest magnitude of which a sum over the ranks is surely finite."""
+    """The largest magnitude whose sum over the ranks is certain to be finite."""
     largest, ranks = float(np.finfo(state.bucket.dtype).max), state.topology.world_size
     return largest / (2 * ranks) if ranks > 1 else largest  # half of a share, as rounding goes up as well
 

@@ -1,4 +1,4 @@
-"""Error feedback: what a codec loses in one step is added to the gradient of the next."""
+"""Error feedback: the part of a gradient that a codec loses in one step is added to the gradient of the next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .state import CodecState
 class ErrorFeedback(Codec):
     """Any lossy codec, with a residual per bucket (Karimireddy et al., arXiv 1901.09847, algorithm 2).
 
-    A step reduces residual + gradient, and the residual becomes what of that this rank did not send. The residual is in
+    A step reduces residual + gradient; the part that this rank did not send becomes the residual. The residual is in
     `CodecState.state_dict()` and belongs in checkpoints, each rank's own. For a 16-bit codec it covers this rank's
     cast, not the one rounding of the sum.
 

@@ -22,7 +22,7 @@ _LARGEST_SCALE = 2.0**24
 
 
 class _Half(Codec):
-    """What both 16-bit codecs do.
+    """The base of both 16-bit codecs.
 
     Every rank divides by the world size *before* the cast, and values beyond the largest one that all ranks can add up
     without leaving the range become that one: the sum is never infinite. The sum itself is accumulated in float32 by

@@ -42,7 +42,7 @@ class PowerSGD(Codec):
     M^T P; the mean of M is P Q^T. A parameter of more dimensions counts as a matrix of the first by all others. Those
     of one dimension, or too small to gain anything, are averaged densely.
 
-    All ranks compute the same bits from P and Q: what follows the all-reduces are element-wise operations and sums in a
+    All ranks compute the same bits from P and Q: after the all-reduces come only elementwise operations and sums in a
     fixed order, no BLAS, whose order depends on the processor.
 
     Args:
@@ -125,7 +125,7 @@ class PowerSGD(Codec):
             # A column of zeros would stay so, as would one that another holds already.
             last_q, next_q = (q.reshape(own.start.shape) for q in state.renew("q", part=own.part))
             next_q[...] = xp.where(own.p.any(axis=0), own.q, last_q)
-            _orthogonalise(next_q)  # of which the next P keeps the directions, and no tiny scale
+            _orthogonalise(next_q)  # whose directions the next P keeps, without a tiny scale
             next_q[...] = xp.where(next_q.any(axis=0), next_q, own.start)
             own.mean[...] = own.p[:, :1] * own.q[:, 0]
             for k in range(1, self.rank):

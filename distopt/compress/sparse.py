@@ -1,4 +1,4 @@
-"""What top-K and threshold have in common: lists of selected elements on the wire.
+"""The base of top-K and threshold: lists of selected elements on the wire.
 
 The options of Deep Gradient Compression (Lin et al., arXiv 1712.01887) live here; its section numbers are quoted.
 """
@@ -118,7 +118,7 @@ class SparseCodec(Codec):
                 "densely", state.label, max(counts), state.size, len(counts),
             )  # fmt: skip
         state.statistics.fell_back += 1
-        # Everything is sent, so nothing is left over. Velocity goes on: masked everywhere, there would be no momentum.
+        # Everything is sent, so nothing is left over. Velocity continues: masked everywhere, it would give no momentum.
         if residual is not None:
             state.kernels.copy_into(state.bucket, residual)
             residual.fill(0)

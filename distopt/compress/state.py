@@ -1,4 +1,4 @@
-"""What belongs to a bucket for as long as it lives: what codecs of one kind work with on it, and keep between steps."""
+"""The state of a bucket during its lifetime: the arrays that codecs of one kind use on it, and keep between steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BadGradient(NamedTuple):
     Attributes:
         rank: the rank at fault.
         element: its index in the bucket.
-        text: what is wrong, in a sentence with the cure.
+        text: the error, in a sentence with the cure.
     """
 
     rank: int
@@ -51,12 +51,12 @@ class BadGradient(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What the ranks tell each other with a lossy reduction.
+    """The data that ranks exchange beside a lossy reduction.
 
     Attributes:
         counts: lengths of the lists, by rank.
         overflowed: whether any rank saturated a value.
-        verdict: what is wrong with the gradients, if anything is.
+        verdict: the error in the gradients, if there is one.
     """
 
     counts: list[int]
@@ -65,27 +65,27 @@ class Header(NamedTuple):
 
 
 class CodecState:
-    """One bucket as codecs of one kind see it. Codecs are options; whatever outlives a step is here.
+    """One bucket as codecs of one kind see it. Codecs are options; all state that outlives a step is here.
 
     Attributes:
         kind: that of the codec which was attached.
-        bucket: flat array, reduced in place; what lies between and behind the parts is zero and stays zero.
+        bucket: flat array, reduced in place; elements between and behind the parts are zero and stay zero.
         parts: the parameters in it.
         names: theirs.
         size: number of elements of the parts, without padding.
-        dense_bytes: what each rank sends in a bandwidth-optimal all_reduce of the bucket.
+        dense_bytes: bytes that each rank sends in a bandwidth-optimal all_reduce of the bucket.
         label: name of the bucket in diagnostics.
         check_finite: whether a codec that could carry NaN and infinity looks for them.
-        comm: what the bytes go through, by the methods here, which count them.
+        comm: the communicator, to be used by the methods here, which count bytes.
         topology: that of the communicator.
         empty: gives wire memory, as `Communicator.empty` does; collective.
-        calls: the label of the collectives that follow, alike on all ranks; communicators compare it.
+        calls: the label of the collectives that follow, equal on all ranks; communicators compare it.
         kernels: passes over arrays like the bucket.
         memory: wire memory and scratch of the codec, by name; not part of the state.
-        findings: int64 [4], what a pass over the bucket has found; see `kernels.base`. Only with headers.
+        findings: int64 [4], the results of a pass over the bucket; see `kernels.base`. Only with headers.
         statistics: totals of all reductions.
-        pending: what the reduction under way waits for.
-        renewed: names of what follows others in the state, once the verdict on the step is known.
+        pending: the `Work` that the reduction in progress waits for.
+        renewed: names of arrays that replace others in the state, once the verdict on the step is known.
     """
 
     def __init__(
@@ -115,20 +115,20 @@ class CodecState:
         self.renewed: set[str] = set()
         self._state: dict[str, Array] = {}  # by name, or by "NAME/PARAMETER" where it is of one parameter
         self._initial: dict[str, Array | None] = {}
-        self._new: dict[str, Array] = {}  # room for what follows arrays of the state, by the same names
-        self._loaded: States = {}  # what no options have used yet
+        self._new: dict[str, Array] = {}  # spare arrays, which replace those of the state, by the same names
+        self._loaded: States = {}  # arrays that no options have used yet
 
     # -- state -------------------------------------------------------------------------------------------------------
     @property
     def residual(self) -> Array | None:
-        """What had not been sent before this step, with error feedback: the array itself, where the bucket is."""
+        """With error feedback, gradients not sent before this step: the array itself, on the bucket's device."""
         return self._state.get("residual")
 
     def keep(self, name: str, initial: Array | None = None, part: Part | None = None) -> Array:
         """Local. The array `name` of the state. The first call makes it: of `initial`, or of zeros like the bucket.
 
         Saved states do not depend on which parameters share a bucket. So an array made of `initial` either belongs to
-        one `part`, or says something that holds for all parts alike.
+        one `part`, or holds for all parts equally.
         """
         name = name if part is None else f"{name}/{part.name}"
         array = self._state.get(name)
@@ -156,20 +156,20 @@ class CodecState:
         return (None, None) if self.residual is None else self.renew("residual")
 
     def accept(self) -> None:
-        """Local. All gradients of the step are good, those of other buckets too: what was renewed takes effect."""
+        """Local. All gradients of the step are good, those of other buckets too: the renewed arrays take effect."""
         for name in self.renewed:
             self._state[name], self._new[name] = self._new[name], self._state[name]
         self.renewed.clear()
 
     def state_dict(self) -> States:
-        """Local. Copies, in NumPy arrays, of what the next steps depend on; they differ between ranks."""
+        """Local. Copies, in NumPy arrays, of the state that the next steps depend on; they differ between ranks."""
         views = {key: kernels_of(view).to_host(view) for key, view in self._views().items()}
         return {key: array.copy() for key, array in self._loaded.items()} | views
 
     def load_state_dict(self, state: States) -> None:
-        """Local. Continue from what `state_dict` returned, perhaps under other options of the codec.
+        """Local. Continue from the result of `state_dict`, perhaps under other options of the codec.
 
-        What these do not use is kept for options that do; what is missing begins anew.
+        Arrays that these do not use are kept for options that do; missing arrays begin anew.
 
         Raises:
             StateError: see `check_state_dict`; nothing was changed.

@@ -1,4 +1,4 @@
-"""What communication costs: of a bucket, and of training."""
+"""The cost of communication: of a bucket, and of training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Statistics:
-    """What reductions of a bucket cost on this rank.
+    """The cost of reducing a bucket on this rank.
 
     Attributes:
         reductions: how many these are.
@@ -16,7 +16,7 @@ class Statistics:
         wire_bytes: bytes that it sent, by the same measure: for a dense reduction 2 (n - 1) / n times its size, for a
             gather n - 1 times its own part.
         select_seconds: time in selection, casts and checks before the first wait.
-        comm_seconds: time in starting collectives and waiting for them; what was hidden behind other work is not in it.
+        comm_seconds: time in starting collectives and waiting for them; without time hidden behind other work.
         decode_seconds: time in casts, sparse sums and checks after the first wait.
         overflowed: values too large for a 16-bit wire, sent as the largest one.
         underflowed: values other than zero, sent as zero.
@@ -40,19 +40,19 @@ class Statistics:
         return self
 
     def __sub__(self, earlier: Statistics) -> Statistics:
-        """What was added since `earlier`."""
+        """The difference since `earlier`."""
         before = vars(earlier)
         return Statistics(**{name: value - before[name] for name, value in vars(self).items()})
 
 
 @dataclass
 class CommunicationStatistics:
-    """What this rank has sent, and how long it took. `later - earlier` is what lies between two of them.
+    """The data that this rank has sent, and the time taken. `later - earlier` is the difference between two of them.
 
     Attributes:
         steps: training steps that have begun.
         skipped: those of them without update, because of a gradient that was NaN or infinite, or of an exception.
-        buckets: what it cost, by label of the bucket and kind of reduction.
+        buckets: the cost, by label of the bucket and kind of reduction.
     """
 
     steps: int = 0
@@ -76,7 +76,7 @@ class CommunicationStatistics:
         )
 
     def summary(self) -> str:
-        """One line: bytes and times per step, and whatever went differently than asked for."""
+        """One line: bytes and times per step, and deviations from what was requested."""
         total, steps = self.total, max(self.steps, 1)
         kinds = dict.fromkeys(kind for _, kind in self.buckets)
         line = (

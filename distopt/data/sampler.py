@@ -131,7 +131,7 @@ class ShardedSampler:
         return order[np.arange(first + self.rank, end, self.world_size) % self.size]
 
     def _share(self, samples: int) -> int:
-        """How many of so many samples a rank gets."""
+        """How many of `samples` samples a rank gets."""
         return max(0, samples // self.world_size if self._tail == "drop" else -(-samples // self.world_size))
 
     def _batches(self, samples: int) -> int:
@@ -141,7 +141,7 @@ class ShardedSampler:
 
     # -- states ------------------------------------------------------------------------------------------------------
     def get_states(self) -> dict[str, int | bool]:
-        """Local. How far this epoch is, in terms of all ranks, and what determines the order of its samples.
+        """Local. The progress of this epoch, over all ranks, and the values that determine the order of its samples.
 
         The batch that the iteration gave last counts as consumed: ask after the step that trains on it. Less than twice
         `size` is consumed, even where there are more ranks than samples and each sample is given several times.
@@ -155,7 +155,7 @@ class ShardedSampler:
         }
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Local. Have the next iteration go on from what `get_states` gave, on any number of ranks.
+        """Local. Have the next iteration resume from the result of `get_states`, on any number of ranks.
 
         Raises:
             StateError: see `check_states`; nothing was changed.
@@ -168,16 +168,16 @@ class ShardedSampler:
         """Local. Whether `set_states` would accept them.
 
         Raises:
-            StateError: they are of another data set, seed or order, or say what no sampler says.
+            StateError: they are of another data set, seed or order, or not the states of a sampler.
         """
         own = self.get_states()
         if states.keys() != own.keys():
-            raise StateError(f"these are no states of a sampler: {sorted(states)} in place of {sorted(own)}")
+            raise StateError(f"these are not states of a sampler: {sorted(states)} in place of {sorted(own)}")
         for key in ("size", "seed", "shuffle"):
             if not np.array_equal(states[key], own[key]):
                 raise StateError(f"the sampler's {key} is {own[key]}, that of the states {states[key]}")
         check_count("epoch", states["epoch"])
-        # The last samples of an epoch may be repeated, so that all ranks have as many: fewer than there are ranks.
+        # The last samples of an epoch may be repeated, so that all ranks have equally many: fewer than there are ranks.
         if check_count("consumed", states["consumed"]) >= 2 * self.size:
             raise StateError(f"the states have consumed {states['consumed']} of {self.size} samples")
 

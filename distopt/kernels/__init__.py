@@ -1,4 +1,4 @@
-"""Native passes over gradients, for arrays of the host and of a GPU alike."""
+"""Native passes over gradients, for arrays of the host and of a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["FINDINGS", "FROM_BAD", "Accumulation", "Kernels", "array_module", "k
 
 
 def kernels_of(array: Any) -> Kernels:
-    """What works on arrays like this one. Ask once and keep the answer."""
+    """The kernels for arrays like this one. Ask once and keep the answer."""
     if isinstance(array, np.ndarray):
         return host
     from . import gpu  # needs CuPy

@@ -1,8 +1,8 @@
 """The kernels that `host` and `gpu` both have.
 
-Those of the host compute at once. Those of the GPU are enqueued on CuPy's current stream and never wait, which is why
-what a pass finds out goes into an array, its *findings*: `FINDINGS` int64 where the bucket is. The first three are what
-ranks tell each other.
+The host's compute at once. The GPU's are enqueued on CuPy's current stream and never wait, which is why
+the results of a pass go into an array, its *findings*: `FINDINGS` int64 on the bucket's device. The ranks exchange
+the first three.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FINDINGS = 4
 
 
 class Accumulation(NamedTuple):
-    """What a selection does to the gradient on the way.
+    """The accumulation of the gradient during a selection.
 
     new_residual = residual + scale * gradient, and the selection is from it; with momentum, new_momentum = decay *
     momentum + scale * gradient and new_residual = residual + new_momentum.
@@ -27,7 +27,7 @@ class Accumulation(NamedTuple):
     Attributes:
         residual: float32, as long as the gradient, or None: the selection is from the gradient itself.
         momentum: the same, or None; needs a residual.
-        scale: a number, or what `Kernels.clip_scale` gave.
+        scale: a number, or the result of `Kernels.clip_scale`.
         decay: factor on the momentum.
         new_residual: an array like residual, or None: the sum takes its place.
         new_momentum: the same of momentum.
@@ -65,7 +65,7 @@ class Lists:
         self.values: Array = xp.empty(capacity, "float32")
 
     def reserve(self, capacity: int) -> None:
-        """Have room for that many entries; what was listed may be lost."""
+        """Make room for that many entries; existing entries may be lost."""
         if self.values.size < capacity:
             self.indices = self._xp.empty(capacity, "int32")
             self.values = self._xp.empty(capacity, "float32")
@@ -101,7 +101,7 @@ class Kernels(Protocol):
     ) -> None:
         """Cast x * scale, or (residual + x) * scale, into the uint16 array `wire`, clamped to +-limit.
 
-        Of `residuals`, what the cast loses goes to the second, perhaps the same array; without, both are None.
+        The loss of the cast goes to the second of `residuals`, perhaps the same array; without, both are None.
         """
 
     def decode16(self, wire: Array, x: Array, dtype: str, scale: float, /) -> None:

@@ -79,7 +79,7 @@ def threshold(x: Array, bound: float, accumulation: Accumulation, lists: Lists, 
     count, unusable = _core.threshold(x, bound, lists.indices, lists.values, *accumulation)
     source = accumulation.source(x)
     if count + _core.list_slack > lists.values.size:
-        # Once more with room to grow into; what was accumulated is in the source by now.
+        # Once more with more room; the accumulated values are in the source by now.
         lists.reserve(count + count // 4 + _core.list_slack)
         count, unusable = _core.threshold(source, bound, lists.indices, lists.values)
     findings[:] = count, 0, _from_bad(source) if unusable else 0, 0

@@ -1,4 +1,4 @@
-"""Who am I: how a process learns its rank and finds the others."""
+"""How a process learns its rank and finds the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How processes of a job end, and how whoever started them notices: what `spawn` and `distopt run` have in common."""
+"""How processes of a job end, and how their parent notices: the common part of `spawn` and `distopt run`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from types import FrameType
 from ..errors import UsageError
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# What schedulers send before they end a job: of their own accord, or because a job script or submitit asks for it.
+# Signals that schedulers send before they end a job: by themselves, or because a job script or submitit asks for it.
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 ENDED_BY_SIGTERM = 128 + signal.SIGTERM
-_MAX_TEXT = 1 << 16  # characters; what launchers forward at once
+_MAX_TEXT = 1 << 16  # characters; the most that launchers forward at once
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -42,7 +42,7 @@ def describe_exit(exit_code: int) -> tuple[int, str]:
 def caught_signals(signals: Iterable[int], *, last: bool = False) -> Iterator[tuple[list[int], int]]:
     """Local. Catch signals: yield a list that receives them, and a descriptor that then becomes readable.
 
-    If what follows is only the end of this process, its `last` act, signals have no effect afterwards.
+    With `last`, the body is the last act of this process, and signals have no effect after it.
     """
     caught: list[int] = []
     wake, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)

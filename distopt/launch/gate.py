@@ -1,8 +1,8 @@
-"""Who belongs to a job: one proof of membership, for the Unix sockets of a host and for TCP between hosts.
+"""Membership in a job: one proof, for the Unix sockets of a host and for TCP between hosts.
 
-One side listens (`Gate`), the others come (`introduce`). Each proves by HMAC that it knows the job's key, and sends
-nothing from which the key could be learned. On a Unix socket the kernel also tells the user and the process at the
-other end. After that, what the two say is up to them; a `Gate` reads lines.
+One side listens (`Gate`), the others connect (`introduce`). Each proves by HMAC that it knows the job's key, and sends
+nothing from which the key could be learned. On a Unix socket the kernel also gives the user and the process at the
+other end. After that, the two exchange any data; a `Gate` reads lines.
 
 This module needs the standard library only, so that a server can start at once.
 """
@@ -85,7 +85,7 @@ def listen(port: int, backlog: int) -> socket.socket:
 
 
 def listener_of(name: str) -> int | None:
-    """Local. The user who listens at an abstract Unix address; None if nobody does."""
+    """Local. The user id that listens at an abstract Unix address; None if no process does."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
@@ -126,7 +126,7 @@ def call(
 
     Raises:
         RefusedError: the gate does not let this process in.
-        StrangerError: what listens there is not of this job, or no gate.
+        StrangerError: the listener there is not of this job, or not a gate.
         OSError: nothing listens there, or it does not answer in time.
     """
     clock.seconds()
@@ -148,8 +148,8 @@ def introduce(link: socket.socket, key: bytes, purpose: bytes, rank: int, size: 
 
     Args:
         link: the connection.
-        key: what the processes of the job know.
-        purpose: one byte: what this process wants there.
+        key: the secret of the job's processes.
+        purpose: one byte: the service that this process asks for.
         rank: its number.
         size: how many ranks or nodes it expects.
         deadline: for all of it.
@@ -185,7 +185,7 @@ def proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
 
 
 def turn(selector: selectors.BaseSelector, seconds: float) -> None:
-    """Local. Wait for events, and call what was registered with each; `seconds` at most."""
+    """Local. Wait for events, and call the function registered with each; `seconds` at most."""
     for key, _ in selector.select(seconds):
         if selector.get_map().get(key.fd) == key:  # not unregistered by an earlier event of this round
             key.data()
@@ -208,7 +208,7 @@ class Link:
 
 
 class Gate:
-    """Lets in whoever proves to know a key, and reads their lines.
+    """Admits peers that prove to know a key, and reads their lines.
 
     Args:
         key: the key.
@@ -238,7 +238,7 @@ class Gate:
 
     # For subclasses.
     def _refusal(self, link: Link, size: int) -> str:
-        """Why somebody who knows the key, and expects `size` ranks or nodes, cannot come in; empty if he can."""
+        """Why a peer that knows the key, and expects `size` ranks or nodes, is not admitted; empty if it is."""
         raise NotImplementedError
 
     def _admitted(self, link: Link) -> None:
@@ -254,7 +254,7 @@ class Gate:
         raise NotImplementedError
 
     def _turned_away(self, link: Link) -> None:
-        """Somebody does not know the key."""
+        """A peer does not know the key."""
 
     def _drop_slow_strangers(self) -> None:
         for link in self._strangers():

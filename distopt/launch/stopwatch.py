@@ -1,4 +1,4 @@
-"""How long a wait has lasted, of which a suspension of the job is no part. `csrc/base/stopwatch.h` is the same."""
+"""The duration of a wait, without suspensions of the job. `csrc/base/stopwatch.h` is the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Stopwatch:
 
     Ask at least every `SLICE_SECONDS` or so. Where far more time has passed between two looks, the process was
     suspended: with the job, as by Ctrl-Z or with its container. That time does not count, nor does the next second, in
-    which the other processes go on one after the other.
+    which the other processes resume one after the other.
 
     Args:
         longest_look: seconds that may pass between two looks without a suspension.
@@ -38,7 +38,7 @@ class Stopwatch:
 
 
 class Deadline:
-    """The end of a wait of so many seconds, in which those of a suspension do not count.
+    """The end of a wait of `seconds`, without those of a suspension.
 
     Args:
         seconds: how long the wait may last.

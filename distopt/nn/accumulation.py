@@ -10,7 +10,7 @@ from .tensor import Array, Tensor
 
 
 class Accumulation:
-    """What an optimizer has added up inside `no_sync`. All methods are local.
+    """The sums of gradients that an optimizer has collected inside `no_sync`. All methods are local.
 
     Attributes:
         active: whether a loss is only to be added.
@@ -55,10 +55,10 @@ class Accumulation:
             yield param, param.grad
 
     def check_empty(self) -> None:
-        """Whether states are complete without the sums, which are no part of them.
+        """Check that there are no sums, which states do not include.
 
         Raises:
-            UsageError: they are not.
+            UsageError: there are.
         """
         if self.sums:
             raise UsageError(

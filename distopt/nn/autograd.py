@@ -1,8 +1,8 @@
 """Gradients: traversal of the graph behind a loss, in reverse.
 
 While `training` is on, every operation stays attached to the tensor that it computes (`distopt.nn.tensor`). The tensors
-and operations behind a loss are its *graph*; its leaves with `stores_grad` are the parameters, of which those without
-`requires_grad` are frozen: for gradients, they are constants. `backward` visits the operations in reverse order of
+and operations behind a loss are its *graph*; its leaves with `stores_grad` are the parameters. Parameters without
+`requires_grad` are frozen, as constants. `backward` visits the operations in reverse order of
 execution, so each after all operations that used its result. From each it obtains the gradients of the inputs. It
 accumulates those of intermediate tensors for the operations that computed them, and writes those of parameters into
 their `grad`. A parameter's gradient is *final* once the last operation that uses it has been visited. It is yielded at
@@ -79,12 +79,12 @@ def backward(
     if dy is None:
         pending = first_gradient(loss, visits)
     elif dy.shape != loss.shape:
-        raise UsageError(f"`dy` of shape {dy.shape} is no gradient of a tensor of shape {loss.shape}")
+        raise UsageError(f"`dy` of shape {dy.shape} is not a gradient of a tensor of shape {loss.shape}")
     else:
         pending = {visits[0].op: dy.array.copy()}
         if visits[0].scale != 1:
             pending[visits[0].op] *= dy.dtype.type(visits[0].scale)
-    del loss  # the traversal frees what is no longer needed
+    del loss  # the traversal frees arrays as soon as it can
     for visit in visits:
         # A separate function, so that no array of a visited operation stays alive while the consumer runs.
         final = visit_one(visit, pending, retain_graph)
@@ -130,7 +130,7 @@ def tape(loss: Tensor) -> list[Operation]:
 
 def _inputs(op: Operation) -> tuple[Tensor, ...]:
     if op.inputs is None:
-        raise UsageError("this graph was walked before and is gone; compute the loss anew for another backward pass")
+        raise UsageError("this graph was walked before and is gone; compute the loss again for another backward pass")
     return op.inputs
 
 
@@ -194,12 +194,12 @@ def first_gradient(loss: Tensor, visits: Sequence[Visit]) -> dict[Operation, Arr
 
 
 def visit_one(visit: Visit, pending: dict[Operation, Array], retain_graph: bool = False) -> list[tuple[Tensor, Tensor]]:
-    """Propagate the gradient of an operation's result to its inputs, and release what the operation saved.
+    """Propagate the gradient of an operation's result to its inputs, and release the arrays that the operation saved.
 
     Args:
         visit: the operation, and where its gradients go.
         pending: gradients of the results of operations not visited yet.
-        retain_graph: whether it keeps what it saved.
+        retain_graph: whether it keeps the saved arrays.
 
     Returns:
         The parameters whose gradients are now final, with their gradients.

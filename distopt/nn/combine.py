@@ -1,4 +1,4 @@
-"""Element-wise operations on several arrays, beside the arithmetic of `distopt.nn.tensor`. All broadcast as NumPy."""
+"""Elementwise operations on several arrays, besides the arithmetic of `distopt.nn.tensor`. All broadcast as NumPy."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def create_cuda_gpu_on(device_id: int) -> Device:
 
 
 def device_of(array: Any) -> Device:
-    """Local. The device in whose memory `array` is; the CPU for anything but a CuPy array."""
+    """Local. The device that holds the memory of `array`; the CPU for anything but a CuPy array."""
     cupy = sys.modules.get("cupy")
     if cupy is None or isinstance(array, np.ndarray) or not isinstance(array, cupy.ndarray):
         return _cpu

@@ -1,6 +1,6 @@
 """Operations as functions of tensors; the names are SINGA's. Each result has the operation as its creator.
 
-Those of single elements come from `elementwise`, those that move or choose elements from `rearrange` and `indices`.
+Elementwise operations come from `elementwise`, and those that move or choose elements from `rearrange` and `indices`.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ def binary_cross_entropy(x: Tensor, t: Tensor) -> Tensor:
 
     Args:
         x: probabilities, [N, ...].
-        t: what they should be, of the shape of x.
+        t: targets, of the shape of x.
     """
     return rows.BinaryCrossEntropy()(x, t)
 

@@ -1,10 +1,10 @@
 """Half precision: float16 in memory, float32 in the kernels.
 
 After Micikevicius et al., arXiv 1710.03740, sections 3.1 to 3.3. An operation whose first input is float16 computes in
-float32, on weights rounded to float16. Its result, and what it saves for the backward pass, are stored in float16;
+float32, on weights rounded to float16. Its result, and arrays saved for the backward pass, are stored in float16;
 vectors, such as biases and the statistics of a normalization, stay float32, and so do losses. Parameters are float32
-master weights, so optimizers, communication and files know nothing of float16. `mode.loss_scale` keeps the gradients of
-activations, which are float16 too, from underflowing; those of parameters come without the factor.
+master weights, so optimizers, communication and files never see float16. `mode.loss_scale` keeps the gradients of
+activations, which are float16 too, from underflowing; gradients of parameters are without the factor.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class Hyperparameter:
     `Optimizer.values` has its value at this step.
 
     Args:
-        below: what a number must be less than.
+        below: exclusive upper bound of a number.
     """
 
     def __init__(self, below: float = math.inf) -> None:

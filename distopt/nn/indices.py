@@ -49,7 +49,7 @@ def _taken(x: Array, index: Array, axis: int) -> Array:
 
 
 def _put_back(dy: Array, index: Array, axis: int, length: int) -> Array:
-    """The gradient of x, of which dimension `axis` has `length` elements, given that of `_taken`."""
+    """The gradient of x, whose dimension `axis` has `length` elements, given the gradient of `_taken`."""
     xp = array_module(dy)
     dx = xp.zeros((*dy.shape[:axis], length, *dy.shape[axis + index.ndim :]), dy.dtype)
     # On a GPU the additions come in any order, so the last bits may vary where an index is repeated.

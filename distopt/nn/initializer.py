@@ -91,7 +91,7 @@ def orthogonal(t: Tensor, gain: float = 1.0) -> None:
     From the singular vectors of a normal matrix (Saxe et al., arXiv 1312.6120).
 
     Raises:
-        UsageError: `t` is no matrix.
+        UsageError: `t` is not a matrix.
     """
     shape = _matrix_shape("orthogonal", t)
     u, _, v = np.linalg.svd(t.device.host_rng.standard_normal(shape), full_matrices=False)
@@ -102,7 +102,7 @@ def eye(t: Tensor) -> None:
     """1 on the diagonal of a matrix, 0 elsewhere.
 
     Raises:
-        UsageError: `t` is no matrix.
+        UsageError: `t` is not a matrix.
     """
     t.copy_from_numpy(np.eye(*_matrix_shape("eye", t)))
 
@@ -135,12 +135,12 @@ def gaussian(t: Tensor, fan_in: int = 0, fan_out: int = 0) -> None:
     `Tensor.gaussian` takes mean and standard deviation.
 
     Raises:
-        UsageError: no fan is given, or one is no count.
+        UsageError: no fan is given, or one is not a count.
     """
     given: list[Any] = [fan for fan in (fan_in, fan_out) if fan != 0]
     if not given or any(not isinstance(fan, Integral) or fan < 0 for fan in given):
         raise UsageError(
-            f"initializer.gaussian takes fan_in and fan_out, counts of which one may be 0; got {fan_in} and {fan_out}. "
+            f"initializer.gaussian takes fan_in and fan_out, counts; one may be 0; got {fan_in} and {fan_out}. "
             "t.gaussian(mean, std) takes mean and standard deviation"
         )
     t.gaussian(0.0, sqrt(2 * len(given) / sum(given)))

@@ -163,7 +163,7 @@ class Flatten(TensorLayer):
 
 
 class Reshape(TensorLayer):
-    """The same elements with the dimensions `shape`, one of which may be -1."""
+    """The same elements with the dimensions `shape`, where one may be -1."""
 
     def forward(self, x: Tensor, shape: Sequence[int]) -> Tensor:  # noqa: D102
         return x.reshape(shape)

@@ -78,10 +78,10 @@ class Conv2d(_Windowed):
         args: see above.
         stride: rows and columns from one window to the next.
         padding: zeros around the images: one integer, two (rows, columns), or four (top, bottom, left, right).
-        dilation: 1; as in SINGA, there is no other.
-        group: number of runs of channels, each of which has its own run of kernels.
+        dilation: 1; as in SINGA, no other value is supported.
+        group: number of groups of channels, each with its own kernels.
         bias: whether to add a bias.
-        pad_mode: "SAME_UPPER" or "SAME_LOWER": instead of `padding`, what keeps the size of the images (divided by the
+        pad_mode: "SAME_UPPER" or "SAME_LOWER": instead of `padding`, pad so that images keep their size (divided by the
             stride), an odd row or column below and right, or above and left.
         activation: "RELU", or "NOTSET" or None for none.
         pool: a `MaxPool2d` to apply to the result.
@@ -306,8 +306,8 @@ class BatchNorm2d(TensorLayer):
 class SyncBatchNorm2d(BatchNorm2d):
     """`BatchNorm2d` by the statistics of all ranks' images, as if they were one batch; for small batches.
 
-    Every value counts the same, whatever the sizes of the ranks' batches. Running statistics are the same on all ranks,
-    to the bit. In training mode, each forward and each backward pass is collective and waits for one small sum; so all
+    All values count equally, for any sizes of the ranks' batches. Running statistics are the same on all ranks,
+    bit for bit. In training mode, each forward and each backward pass is collective and waits for one small sum; so all
     ranks run the same number of passes, inside `no_sync` too. In evaluation mode it is local. A recorded step repeats
     the sums; a CUDA graph cannot hold them, so such a step runs unrecorded.
 

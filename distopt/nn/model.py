@@ -22,7 +22,7 @@ _FORMAT = {"format": "distopt states", "version": "1"}
 
 
 class TrainingOptimizer(Protocol):
-    """What a model requires of its optimizer; implemented by `optim.Optimizer` and `DistOpt`."""
+    """The interface that a model needs from its optimizer; implemented by `optim.Optimizer` and `DistOpt`."""
 
     def __call__(self, loss: Tensor) -> None:
         """One training step from `loss`."""
@@ -164,7 +164,7 @@ class Model(Layer):
         self._attach()
 
     def graph(self, mode: bool | str = True, sequential: bool | str = False) -> None:
-        """Change what `compile` was told of `use_graph`.
+        """Change the `use_graph` given to `compile`.
 
         Raises:
             UsageError: the model is not compiled.

@@ -297,7 +297,7 @@ class DepthwiseConv2d(Weighted):
 
 
 class _Pool2d(Operation):
-    fill: float  # of a border: what does not count
+    fill: float  # of a border: a value without effect
 
     def __init__(self, kernel: Pair, stride: Pair, padding: Padding) -> None:
         self.kernel, self.stride, self.padding = kernel, stride, padding

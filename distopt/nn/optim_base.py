@@ -1,4 +1,4 @@
-"""The base of optimizers: states, and the way of a gradient to its rule."""
+"""The base of optimizers: states, and how a gradient reaches its rule."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Optimizer:
     `apply` to every parameter, followed by `step()`; calling the optimizer on a loss does both.
 
     A subclass defines one of two methods. `apply(param_name, param_value, param_grad)` is SINGA's: it gets tensors, and
-    what it keeps from step to step is its own affair. `_apply(param, grad, slots)` is ours: it gets arrays, and those
-    that `slots` names, which begin as zeros. What a subclass keeps elsewhere belongs in `get_states` and `set_states`
+    it may keep any state. `_apply(param, grad, slots)` is distopt's: it gets arrays, and those
+    that `slots` names, which begin as zeros. State kept elsewhere belongs in `get_states` and `set_states`
     too, as a dict of arrays; `DistOpt` averages it over the ranks where partial updates have let it drift.
 
     Args:
@@ -43,7 +43,7 @@ class Optimizer:
             assignment takes effect with the next step.
         lr_value: the learning rate of this step, as a tensor of shape (1,).
         values: all hyperparameters of this step, by name.
-        grad_norm: what `clip_gradients` measured in the last update, None before.
+        grad_norm: the norm that `clip_gradients` measured in the last update, None before.
 
     Raises:
         UsageError: a value makes no sense.
@@ -51,7 +51,7 @@ class Optimizer:
 
     dtype: DTypeLike
     values: dict[str, float]
-    former_slots: ClassVar[tuple[str, ...]] = ()  # what `slots` may have named under other hyperparameters
+    former_slots: ClassVar[tuple[str, ...]] = ()  # names that `slots` may have had under other hyperparameters
     lr = Hyperparameter()
     lr_value = CurrentValue("lr")
     grad_norm: float | None = None
@@ -149,7 +149,7 @@ class Optimizer:
         Raises:
             UsageError: shapes or dtypes differ.
         """
-        training, mode.training = mode.training, False  # if `apply` computes with tensors, that is no forward pass
+        training, mode.training = mode.training, False  # if `apply` computes with tensors, that is not a forward pass
         if self._device is not param.device:
             self._device = param.device
         try:
@@ -268,7 +268,7 @@ class Optimizer:
     def _loaded(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> dict[str, dict[str, Array]]:
         """Copies of the slots by parameter and name, once they have been checked."""
         if "step_counter" not in states:
-            raise StateError("these are no states of an optimizer: step_counter is missing")
+            raise StateError("these are not states of an optimizer: step_counter is missing")
         check_count("step_counter", states["step_counter"])
         loaded: dict[str, dict[str, Array]] = {}
         for key, value in states.items():
@@ -340,7 +340,7 @@ class Optimizer:
         }
 
     def device_check(self, *inputs: Tensor) -> None:
-        """Local. Move the `inputs`, and what `as_tensor` gives from now on, to the device of the first of them."""
+        """Local. Move the `inputs`, and later results of `as_tensor`, to the device of the first of them."""
         self._device = inputs[0].device
         for tensor in inputs:
             tensor.to_device(self._device)

@@ -1,4 +1,4 @@
-"""What is computed from values outside the graph: parts of tensors, other orders of their elements, comparisons."""
+"""Computations on values outside the graph: parts of tensors, other orders of their elements, comparisons."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class OutsideGraph(Values):
                 try:
                     index = range(size)[key]
                 except (IndexError, TypeError):
-                    raise UsageError(f"{key!r} is no index into the shape {self.shape}; ints and slices are") from None
+                    raise UsageError(f"{key!r} does not index the shape {self.shape}; ints and slices do") from None
                 key = slice(index, index + 1)
             parts.append(key)
         return self.of(self.array[tuple(parts)].copy(), self.device)
@@ -59,7 +59,7 @@ class OutsideGraph(Values):
     def operand(self, value: Any) -> Self:
         """`value` as a tensor: a number or array has the dtype of this one, or float32 if only the value is a float.
 
-        Integers that the dtype of this one cannot hold keep that which NumPy gives them, and so does the result; beyond
+        Integers that the dtype of this one cannot hold keep their NumPy dtype, and so does the result; beyond
         64 bits they are floats.
 
         Raises:
@@ -82,14 +82,14 @@ class OutsideGraph(Values):
         return self.of(array, self.device)
 
     def __eq__(self, other: object) -> Any:
-        """1.0 where equal, else 0.0; False for what is no number, as None.
+        """1.0 where equal, else 0.0; False for anything that is not a number, as None.
 
-        Dictionaries and sets of tensors go by identity all the same, for they compare only keys of equal hash.
+        Dictionaries and sets of tensors still work by identity, because they compare only keys of equal hash.
         """
         return self._compared("equal", other)
 
     def __ne__(self, other: object) -> Any:
-        """1.0 where not equal, else 0.0; True for what is no number, as None."""
+        """1.0 where not equal, else 0.0; True for anything that is not a number, as None."""
         return self._compared("not_equal", other)
 
     __hash__ = object.__hash__
@@ -147,7 +147,7 @@ class OutsideGraph(Values):
 def settled(y: Array, *operands: Array) -> Array:
     """Local. `y`, computed from `operands`, as an array of the type that they give it.
 
-    The floats among the operands decide; without one, a result that is no integer is float32. NumPy would make float64
+    The floats among the operands decide; without one, non-integer results are float32. NumPy would make float64
     of int32 and float32, and of functions of int32.
     """
     if y.dtype != operands[0].dtype and y.dtype.kind == "f":

@@ -1,4 +1,4 @@
-"""What SINGA's scripts call a raw tensor: an array with the methods of SINGA's C++ tensors.
+"""Raw tensors of SINGA's scripts: arrays with the methods of SINGA's C++ tensors.
 
 `Tensor.data` and the gradients of `Operation.backward` are such arrays. The library itself works with `Tensor.array`.
 """

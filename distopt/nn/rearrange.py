@@ -128,7 +128,7 @@ def depth_to_space(x: Tensor, blocksize: int, mode: str = "DCR") -> Tensor:
 
 
 def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """The elements of x with other dimensions. One may be -1, for what remains; 0 keeps that of x."""
+    """The elements of x with other dimensions. One may be -1, for the remaining elements; 0 keeps that of x."""
     wanted = [x.shape[i] if n == 0 and i < x.ndim() else int(n) for i, n in enumerate(shape)]
     try:
         return Reshape(wanted)(x)
@@ -162,7 +162,7 @@ def unsqueeze(x: Tensor, axis: int | Sequence[int] = -1) -> Tensor:
 
 # -- parts ---------------------------------------------------------------------------------------------------------
 class Slice(Operation):
-    """What slices, one for each dimension, choose of x."""
+    """The part of x that slices, one for each dimension, select."""
 
     def __init__(self, key: Sequence[Any]) -> None:
         self.key = tuple(key)
@@ -178,7 +178,7 @@ class Slice(Operation):
 
 
 class Part(Slice):
-    """One of the parts into which `split` divides x along `axis`."""
+    """A part of x, as `split` divides it along `axis`."""
 
     axis: int
 
@@ -259,7 +259,7 @@ class Repeat(Operation):
 
     def forward(self, x: Array) -> Array:
         lengths = (*[1] * (len(self.times) - x.ndim), *x.shape)
-        # Each dimension becomes two, of which one is repeated.
+        # Each dimension becomes two, and one of them is repeated.
         before = [n for pair in zip(lengths, [1] * len(lengths), strict=True) for n in pair[:: 1 if self.each else -1]]
         after = [n for pair in zip(lengths, self.times, strict=True) for n in pair[:: 1 if self.each else -1]]
         self.saved = x.shape, after

@@ -1,4 +1,4 @@
-"""Operations on rows [N, features] beside those with kernels: bias, product, similarity, and losses of SINGA's.
+"""Operations on rows [N, features] besides those with kernels: bias, product, similarity, and losses of SINGA's.
 
 Losses are arrays of shape (1,). Targets have no gradient.
 """

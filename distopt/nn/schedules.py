@@ -137,7 +137,7 @@ class LinearWarmUp(_Formula):
     Goyal et al., arXiv 1706.02677, section 2.2.
 
     Args:
-        schedule: what follows, a number or a schedule.
+        schedule: the schedule that follows, or a number.
         warm_up_steps: the step from which on it follows.
         start_factor: the share of its first value at step 0; the default is that of PyTorch's LinearLR.
 
@@ -170,7 +170,7 @@ def checked(what: str, value: Any, below: float = math.inf) -> float:
     """Local. `value` as a float.
 
     Raises:
-        UsageError: it is no number, negative, or not less than `below`.
+        UsageError: it is not a number, negative, or not less than `below`.
     """
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 <= number < below:

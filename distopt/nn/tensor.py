@@ -105,7 +105,7 @@ class Tensor(OutsideGraph):
     def requires_grad(self) -> bool:
         """Whether its gradient is computed, if it is a parameter or `Operation.backward` is called.
 
-        A parameter without is frozen: optimizers leave it alone. It may be assigned between steps, alike on all ranks.
+        A parameter without is frozen: optimizers leave it alone. May be assigned between steps, equally on all ranks.
         """
         return self._requires_grad
 
@@ -125,7 +125,7 @@ class Tensor(OutsideGraph):
 
     # -- arithmetic --------------------------------------------------------------------------------------------------
     def reshape(self, shape: Sequence[int]) -> Tensor:
-        """The same elements with other dimensions, one of which may be -1."""
+        """The same elements with other dimensions, where one may be -1."""
         return self._computed(Reshape(shape), self)
 
     def __add__(self, other: Any) -> Tensor:
@@ -210,7 +210,7 @@ class Operation:
 
     Attributes:
         native: whether, on the CPU, it computes only through kernels of `distopt.nn.kernels.cpu`.
-        saved: what `forward` keeps for `gradients`. It is released after the backward pass, as are `inputs`.
+        saved: arrays that `forward` keeps for `gradients`, released after the backward pass, as are `inputs`.
         inputs: the arguments, once recorded.
         needs: for each input, whether a backward pass needs its gradient.
         half: whether it runs in half precision, see `distopt.nn.half`.
@@ -312,7 +312,7 @@ class Broadcast(Operation):
     slopes: ClassVar[tuple[Slope, ...]] = ()
 
     def value(self, *operands: Array) -> Array:
-        """The result, in whatever type NumPy gives it. A `ValueError` says that the shapes do not fit."""
+        """The result, in NumPy's type for it. A `ValueError` says that the shapes do not fit."""
         raise NotImplementedError
 
     def forward(self, *operands: Array) -> Array:

@@ -28,7 +28,7 @@ int64 = np.int64
 
 
 class Values:
-    """An array on a device, without what training needs. The arguments are those of `Tensor`.
+    """An array on a device, without the parts for training. The arguments are those of `Tensor`.
 
     Attributes:
         array: the values, a C-contiguous NumPy or CuPy array. It may be changed in place.
@@ -104,7 +104,7 @@ class Values:
         device: tuple[int, int] = self.array.__dlpack_device__()
         return device
 
-    # -- what they are -----------------------------------------------------------------------------------------------
+    # -- attributes -------------------------------------------------------------------------------------------------
     @property
     def data(self) -> Array:
         """The values as a raw tensor of SINGA's, which shares their memory; see `distopt.nn.raw`."""
@@ -171,17 +171,17 @@ class Values:
             UsageError: there are more elements, or none.
         """
         if self.size() != 1:
-            raise UsageError(f"a tensor of shape {self.shape} is no number; take one element, or its to_numpy()")
+            raise UsageError(f"a tensor of shape {self.shape} is not a number; take one element, or its to_numpy()")
         value: float = self.array.item()
         self.device.check()
         return value
 
     def l1(self) -> float:
-        """Mean of the absolute values, which is what SINGA returns."""
+        """Mean of the absolute values, as in SINGA."""
         return float(np.abs(self.device.host(self.array)).mean(dtype=float64))
 
     def l2(self) -> float:
-        """Euclidean norm divided by the number of elements, which is what SINGA returns."""
+        """Euclidean norm divided by the number of elements, as in SINGA."""
         return float(np.sqrt(np.square(self.device.host(self.array), dtype=float64).sum())) / self.size()
 
     def __float__(self) -> float:
@@ -332,7 +332,7 @@ def _type(dtype: DTypeLike) -> np.dtype[Any]:
     try:
         return np.dtype({"float": "float32", "int": "int32"}.get(dtype, dtype) if isinstance(dtype, str) else dtype)
     except TypeError:
-        raise UsageError(f"{dtype!r} is no type of elements; tensor.float32, for example, is one") from None
+        raise UsageError(f"{dtype!r} is not an element type; tensor.float32, for example, is one") from None
 
 
 def c_contiguous(array: Array) -> Array:

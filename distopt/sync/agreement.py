@@ -1,9 +1,9 @@
-"""Checks that all ranks train the same model from the same start by the same rule, and go on doing so.
+"""Checks that all ranks train the same model from the same start by the same rule, in every step.
 
 Constants of the optimizer, such as the learning rate of this step, are compared by value in the first step. Later, a
-rank that finds a change tells of it in the label of the next collective that it starts. Communicators compare labels
-anyway, so this sends nothing more, and what has not changed need not be told again. Parameters are compared every so
-many steps, by digests.
+rank that finds a change puts it into the label of the next collective that it starts. Communicators compare labels
+anyway, so this sends nothing more, and constants that have not changed are not sent again. Parameters are compared
+at intervals, by digests.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _numbers: WeakKeyDictionary[Communicator, Iterator[int]] = WeakKeyDictionary()
 
 
 class Agreement:
-    """What one engine has agreed on with those of the other ranks.
+    """The agreement of one engine with the engines of the other ranks.
 
     Attributes:
         communicator: of the ranks.
         number: that of the engine on its communicator, from 1.
-        prefix: what labels of buckets begin with in all but the first engine, so that engines which one rank uses in
+        prefix: start of the labels of buckets in all but the first engine, so that engines that one rank uses in
             another order are not taken for each other.
         every: steps from one comparison of parameters to the next; 0 for none.
         attached: parameters that have been compared, by id.
@@ -52,7 +52,7 @@ class Agreement:
         self.attached: dict[int, Parameter] = {}
         self._agreed: dict[str, Any] = {}  # constants
         self._updates = 0  # when they were
-        self._news = "", ""  # what no label has told yet: in short, and exactly
+        self._news = "", ""  # changes that no label has contained yet: in short, and exactly
         self._wait = 0  # steps until the next comparison
 
     # -- before a first step -----------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class Agreement:
         return [known[name] for name in names]
 
     def check(self, params: Sequence[Parameter], constants: Mapping[str, Any] | None = None) -> None:
-        """Collective. Compare over the ranks what they are about to train.
+        """Collective. Compare between the ranks the model that they are about to train.
 
         Args:
             params: names, shapes and types are compared.
@@ -137,7 +137,7 @@ class Agreement:
 
     # -- constants ---------------------------------------------------------------------------------------------------
     def look(self, constants: Mapping[str, Any], updates: int, *, by_hand: bool = False) -> None:
-        """Local. Note which constants are others than expected, for the next label.
+        """Local. Note which constants differ from those expected, for the next label.
 
         Args:
             constants: by name.
@@ -171,7 +171,7 @@ class Agreement:
             raise
 
     def explain(self, error: MismatchError) -> None:
-        """Local. Raise the error anew with its reason, if the label of a call tells of constants.
+        """Local. Raise the error again with its reason, if the label of a call contains constants.
 
         Raises:
             MismatchError: a label does.
@@ -217,13 +217,13 @@ class Agreement:
             return
         differing = np.flatnonzero((everyone != everyone[0]).any(axis=0))
         found = everyone[:, differing[0]].tolist()
-        usual = Counter(found).most_common(1)[0][0]  # that of rank 0 if there is no majority
+        usual = Counter(found).most_common(1)[0][0]  # the value of rank 0 if there is no majority
         who = ", ".join(f"{rank} ({topology.hosts[rank]})" for rank, value in enumerate(found) if value != usual)
         first = found.index(usual)
         name = f"{params[differing[0]].name}{f' (and {differing.size - 1} more)' if differing.size > 1 else ''}"
         raise MismatchError(
             f"before step {step}, parameter {name} has other values on rank {who} than on rank {first} "
-            f"({topology.hosts[first]}); change parameters alike on all ranks, between the same steps, or leave them "
+            f"({topology.hosts[first]}); change parameters equally on all ranks, between the same steps, or leave them "
             "unchecked with DistOpt(check_every=0)"
         )
 

@@ -14,11 +14,11 @@ from ..comm.base import Array, storage_of
 from ..compress import Part
 from ..kernels import array_module
 
-ALIGNMENT_BYTES = 256  # of every array, and of every gradient in its bucket: what cuDNN and vector loads of GPUs want
+ALIGNMENT_BYTES = 256  # of every array, and of every gradient in its bucket: as cuDNN and vector loads of GPUs require
 
 
 class Parameter(Protocol):
-    """What the engine needs to know of a parameter.
+    """A parameter, as the engine needs it.
 
     Attributes:
         name: unique in its model.
@@ -50,7 +50,7 @@ class Bucket:
             index: see above.
             params: see above.
             names: those of `params`, unique in the model.
-            memory: what the bucket lies in.
+            memory: the memory of the bucket.
             prefix: of the label.
         """
         self.index = index
@@ -74,11 +74,11 @@ class Bucket:
 
 
 class WireMemory:
-    """Arrays in wire memory, given back all at once: a new layout of buckets lies where the last but one lay.
+    """Arrays in wire memory, released all at once: a new layout of buckets reuses the memory of the last but one.
 
-    Communicators keep wire memory for as long as they live. So it is cut anew here, and grows only where a layout needs
+    Communicators keep wire memory for as long as they live. So it is divided anew here, and grows only where one needs
     more than every one before it. The memory of the last layout stays as it is: a recorded training step writes there
-    once more before it is recorded anew.
+    once more before it is recorded again.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -89,13 +89,13 @@ class WireMemory:
         self._cut_anew = False
 
     def clear(self) -> None:
-        """Local, alike on all ranks. Begin a new layout."""
+        """Local, at the same steps on all ranks. Begin a new layout."""
         self._blocks, self._last_blocks = self._last_blocks, self._blocks
         self._used = [0] * len(self._blocks)
         self._cut_anew = bool(self._blocks)
 
     def empty(self, count: int, dtype: str, *, xp: Any) -> Array:
-        """Collective. As `Communicator.empty`, in the memory at hand if there is room."""
+        """Collective. As `Communicator.empty`, in the existing memory if there is room."""
         storage = storage_of(dtype)
         if not count:
             return xp.empty(0, storage)

@@ -33,7 +33,7 @@ class Fusion:
         """Local; wire memory comes with the messages.
 
         Args:
-            communicator: what the messages go through.
+            communicator: the communicator of the messages.
             capacity: elements of a message, from which on it is sent. A larger array is a message of its own.
             label: makes the label of each message, see `Agreement.label`.
         """
@@ -74,8 +74,8 @@ class Fusion:
 
         Args:
             arrays: valid, with the sums in place, after `wait`.
-            codec: what is sent.
-            residual: flat; with a codec with error feedback, what is added before and left over after the selection.
+            codec: how arrays are encoded.
+            residual: flat; with a codec with error feedback, added before the selection, and left over after it.
 
         Raises:
             UsageError: there are no arrays, `codec` does not reduce their type, or the residual is of another type or
@@ -103,7 +103,7 @@ class Fusion:
         self._sent.append(_Message(state, arrays, residual, codec.start(state)))
 
     def wait(self) -> None:
-        """Collective. Finish what was sent, staged arrays included, and put the sums in place.
+        """Collective. Finish all messages, including staged arrays, and put the sums in place.
 
         Raises:
             GradientError: a value was NaN or infinite on some rank; arrays of other messages hold their sums, and no

@@ -1,10 +1,10 @@
 """The engine: it averages the gradients of named parameters over the ranks.
 
-It knows parameters and their gradients as arrays, and nothing of where these come from. A front opens a step with
-`begin`, writes each gradient where it belongs (`Bucket.grads`, views of wire memory), says `Step.final`, and ends with
-`Step.finish`, after which the views hold the means and the front's optimizer applies them. A full bucket is encoded and
+It works on parameters and their gradients as arrays, from any source. A front end opens a step with
+`begin`, writes each gradient where it belongs (`Bucket.grads`, views of wire memory), calls `Step.final`, and ends with
+`Step.finish`, after which the views hold the means, which its optimizer applies. A full bucket is encoded and
 sent while later gradients are still being computed. Buckets start in the order of their indices, and are finished in
-rounds in the same order, so that all ranks make the same calls whatever order gradients come in.
+rounds in the same order, so that all ranks make the same calls for any order of gradients.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Engine:
         non_finite: what to do about a gradient that is NaN or infinite on any rank: "raise" a GradientError on all
             ranks; "skip" the update of this step on all ranks, with a warning; "ignore" it: fp32 then does not look,
             and the other codecs, which cannot carry such a value, raise.
-        check_every: compare the parameters of all ranks in the first step and then in one of so many; 0: never.
+        check_every: compare the parameters of all ranks in the first step, then once every this many steps; 0: never.
 
     Attributes:
         non_finite: see above; all ranks may change it between steps.
-        agreement: finds ranks that go another way than the others.
-        statistics: numbers of steps, and what they have cost.
+        agreement: finds ranks that deviate from the others.
+        statistics: numbers of steps, and their cost.
         partial: partial updates.
         layout: the buckets in use.
     """
@@ -71,12 +71,12 @@ class Engine:
         """Local. Check the arguments of the constructor before there is a communicator.
 
         Raises:
-            UsageError: there is no such value of `non_finite`, or `check_every` is no number of steps.
+            UsageError: there is no such value of `non_finite`, or `check_every` is not a number of steps.
         """
         if non_finite not in get_args(NonFinite):
             raise UsageError(f"non_finite={non_finite!r} is not one of {', '.join(get_args(NonFinite))}")
         if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
-            raise UsageError(f"check_every={check_every!r} is no number of steps; pass 1 or more, or 0 for no check")
+            raise UsageError(f"check_every={check_every!r} is not a number of steps; pass 1 or more, or 0 for no check")
 
     @contextlib.contextmanager
     def by_hand(self, slots: Slots) -> Iterator[None]:
@@ -99,8 +99,8 @@ class Engine:
         """Collective. Open a step in which gradients are averaged.
 
         Args:
-            codec: what is sent. Options and kind may change from step to step, alike on all ranks: a kind that returns
-                goes on from the residuals that it has left.
+            codec: how gradients are encoded. Options and kind may change between steps, alike on all ranks: a kind used
+                again resumes from the residuals that it has left.
             bucket_elements: bucket size in elements, see `layout.plan`. Buckets of another size than before take the
                 place of those, and their residuals over.
             order: gives the parameters in the order in which their gradients become final. Called in the first step,
@@ -178,7 +178,7 @@ class Engine:
         return PartialStep(self.partial, layout, agreement, statistics, self.non_finite != "ignore")
 
     def refuse(self, verdict: BadGradient) -> None:
-        """Local. The gradients of this step may not be applied, by the verdict of `finish`; alike on all ranks.
+        """Local. The gradients of this step may not be applied, by the verdict of `finish`; equally on all ranks.
 
         Raises:
             GradientError: unless `non_finite` is "skip".
@@ -216,11 +216,11 @@ class Engine:
 
     # -- statistics and states ---------------------------------------------------------------------------------------
     def stats(self) -> CommunicationStatistics:
-        """Local. What communication has cost since the first step; the difference of two is what lies between them."""
+        """Local. The cost of communication since the first step; subtract two of them for the cost between."""
         return self.statistics - CommunicationStatistics()
 
     def get_states(self) -> States:
-        """Local. Copies of all that a later run needs to go on, except for the optimizer's slots.
+        """Local. Copies of all that a later run needs to resume, except for the optimizer's slots.
 
         Residuals differ between ranks: every rank saves its own. The keys are `steps`; `partitions`, while partial
         updates let the ranks differ; and `KIND/NAME/PARAMETER` for the array that codecs of a kind keep for a
@@ -233,7 +233,7 @@ class Engine:
         return own | partial.get_states() | loaded | ({} if self.layout is None else self.layout.get_states())
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Local. Go on from what `get_states` gave on the same rank of a job of the same size.
+        """Local. Resume from the result of `get_states` on the same rank of a job of the same size.
 
         Raises:
             StateError: see `check_states`; nothing was changed.
@@ -253,13 +253,13 @@ class Engine:
         arrays = all(hasattr(value, "dtype") for value in states.values())
         counts = states.get("steps", np.empty(0)) if arrays else np.empty(0)
         if counts.shape != (5,) or counts.dtype.kind != "i" or (counts < 0).any() or (counts > 2**53).any():
-            raise StateError("these are no states of a DistOpt: steps is missing or negative, or a value is no array")
+            raise StateError("these are not states of a DistOpt: steps is missing or negative, or not all are arrays")
         if counts[3]:
             self.partial.partitions(states)
         of_codecs: States = {key: states[key] for key in states.keys() - _OWN}
         for key in of_codecs:
             if key.count("/") < 2:
-                raise StateError(f"{key} is no state of a DistOpt; pass what DistOpt.get_states gave")
+                raise StateError(f"{key} is not a state of a DistOpt; pass the result of DistOpt.get_states")
         if self.layout is not None:
             self.layout.check_states(of_codecs)
         return of_codecs

@@ -63,7 +63,7 @@ def unique_names(params: Sequence[Parameter]) -> dict[int, str]:
 
 
 class Layout:
-    """The buckets of one model, and what codecs keep for them.
+    """The buckets of one model, and the codecs' state for them.
 
     Attributes:
         bucket_elements: bucket size in elements, see `plan`.
@@ -91,7 +91,7 @@ class Layout:
             order: the parameters in the order in which their gradients become final.
             bucket_elements: see above.
             version: see above.
-            memory: what the buckets lie in; layouts before this one are void.
+            memory: the memory of the buckets; earlier layouts become invalid.
             small_first: whether the first bucket is one of `FIRST_BUCKET_BYTES`.
             prefix: of the buckets' labels.
         """
@@ -119,7 +119,7 @@ class Layout:
 
         Args:
             codec: of that kind.
-            statistics: where reductions count what they cost.
+            statistics: where reductions count their cost.
             loaded: saved states; those of this kind are taken out of it.
             check_finite: whether NaN and infinity are looked for.
 
@@ -144,7 +144,7 @@ class Layout:
 
     # -- saved states ------------------------------------------------------------------------------------------------
     def get_states(self) -> States:
-        """Local. Copies of what codecs keep between steps, by "KIND/NAME/PARAMETER"."""
+        """Local. Copies of the state that codecs keep between steps, by "KIND/NAME/PARAMETER"."""
         return {
             f"{kind}/{key}": array
             for kind, states in self.states.items()
@@ -165,9 +165,9 @@ class Layout:
                     state.check_state_dict(own)
 
     def set_states(self, loaded: States) -> None:
-        """Local. Go on from what `get_states` gave, as `check_states` has accepted it; without states, begin anew.
+        """Local. Resume from the result of `get_states`, which `check_states` has accepted; without states, begin anew.
 
-        What is used is taken out of `loaded`.
+        States that are used are removed from `loaded`.
         """
         for kind, states in self.states.items():
             for state in states:
@@ -193,12 +193,12 @@ def check_names(saved: States, names: Sequence[str]) -> None:
 
 
 def under(prefix: str, states: Mapping[str, Array]) -> States:
-    """Those of `states` whose keys begin with `prefix` and a slash, without these."""
+    """The entries of `states` whose keys begin with `prefix` and a slash; the new keys are without these."""
     return {key[len(prefix) + 1 :]: array for key, array in states.items() if key.startswith(f"{prefix}/")}
 
 
 def _share(saved: States, kind: str, state: CodecState) -> States:
-    """Those of the kind of codec and of the parameters in a bucket."""
+    """The saved states of that kind of codec for the parameters in a bucket."""
     return {key: array for key, array in under(kind, saved).items() if key.split("/", 1)[1] in state.names}
 
 

@@ -36,11 +36,11 @@ class Slots(Protocol):
         """Take states over."""
 
     def constants(self) -> dict[str, Any]:
-        """What else decides about the next update, by name; `step_counter` among it."""
+        """All other values that the next update depends on, by name, with `step_counter` among them."""
 
 
 class PartialUpdates:
-    """The partitions of partial updates, and what is to be averaged before ranks are equal again.
+    """The partitions of partial updates, and the states to average before ranks are equal again.
 
     Attributes:
         pending: whether the ranks' parameters differ, and `synchronize` is to average them.
@@ -50,7 +50,7 @@ class PartialUpdates:
     """
 
     def __init__(self, agreement: Agreement, statistics: CommunicationStatistics) -> None:
-        """Local. `statistics`: where steps, and what they cost, are counted."""
+        """Local. `statistics`: where steps and their cost are counted."""
         self.pending = self.slots_pending = False
         self.next = 0
         self.layout: Layout | None = None
@@ -104,7 +104,7 @@ class PartialUpdates:
         """Collective. Set the parameters to their means over the ranks, where partial updates let them differ.
 
         Raises:
-            UsageError: states have been loaded, and neither `attach` nor a step has told whose they are.
+            UsageError: states have been loaded, and neither `attach` nor a step has assigned them to parameters.
         """
         if not self.pending or self._plan is None:
             return
@@ -149,12 +149,12 @@ class PartialUpdates:
         try:
             elements, names = json.loads(states["partitions"].tobytes())
         except (KeyError, ValueError, TypeError):
-            raise StateError("these are no states of a DistOpt with partial updates: partitions is missing") from None
+            raise StateError("these are not states of a DistOpt with partial updates: partitions is missing") from None
         return elements, names
 
 
 def _floats_of(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The arrays of floats in an optimizer's states. Those of users may have dicts of tensors in them, as in SINGA."""
+    """The arrays of floats in an optimizer's states. Users' states may contain dicts of tensors, as in SINGA."""
     for name, value in states.items():
         array = getattr(value, "array", value)
         if isinstance(value, dict):
@@ -167,7 +167,7 @@ class PartialStep(GradientCounter):
     """A step in which every rank uses its own gradients."""
 
     def __init__(self, partial: PartialUpdates, *rest: Any) -> None:
-        """Local. `partial`: what the step is one of; `rest`: see `GradientCounter`."""
+        """Local. `partial`: the cycle to which the step belongs; `rest`: see `GradientCounter`."""
         super().__init__(*rest)
         self._partial, self._flags = partial, (partial.pending, partial.slots_pending)
         partial.pending = partial.slots_pending = True  # even if an exception ends the update half-way
@@ -178,7 +178,7 @@ class PartialStep(GradientCounter):
     def _end(self) -> BadGradient | None:
         """Collective. The verdict on all ranks' gradients, which are left as they are."""
         verdict = self._verdict()
-        if verdict is not None:  # nobody updates
+        if verdict is not None:  # no rank updates
             self._partial.pending, self._partial.slots_pending = self._flags
         return verdict
 

@@ -1,4 +1,4 @@
-"""One training step of the engine: gradients come in, in any order; their means are there when it ends."""
+"""One training step of the engine: gradients arrive in any order; their means are ready when it ends."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .layout import Layout
 
 
 class GradientCounter(ABC):
-    """Which gradients of a step have come.
+    """Which gradients of a step are final.
 
-    As a context manager, it keeps the ranks in step where an exception ends the body: this rank takes part in what is
-    left of the step, and all others get a GradientError that names it. Where that cannot be done they get a
-    MismatchError, and no rank can go on with its communicator: after an exception in the middle of a collective call,
-    and where nobody looks for NaN.
+    As a context manager, it keeps the ranks in step where an exception ends the body: this rank takes part in the rest
+    of the step, and all others get a GradientError that names it. Where that is impossible they get a
+    MismatchError, and every rank's communicator is unusable: after an exception in the middle of a collective call,
+    and with codecs that do not check for NaN.
 
     Attributes:
         layout: the buckets of this step.
     """
 
     def __init__(self, layout: Layout, agreement: Agreement, statistics: CommunicationStatistics, looks: bool) -> None:
-        """Local. The step is the next one of `statistics`, and counted there; `looks`: whether NaN is looked for."""
+        """Local. The step is the next one of `statistics`, and counted there; `looks`: whether to check for NaN."""
         self.layout = layout
         self._looks = looks
         self._agreement = agreement
@@ -57,11 +57,11 @@ class GradientCounter(ABC):
 
     @abstractmethod
     def _start_full(self) -> None:
-        """Collective. Start what can start: a bucket is full."""
+        """Collective. Start all that can start: a bucket is full."""
 
     @abstractmethod
     def _end(self) -> BadGradient | None:
-        """Collective. Wait for the end of what has been started; the verdict on the gradients."""
+        """Collective. Wait for the end of all that has been started; the verdict on the gradients."""
 
     def final(self, param: Parameter) -> None:
         """Collective. The gradient of `param` is in its place, and will not change any more.
@@ -88,7 +88,7 @@ class GradientCounter(ABC):
         """Collective. Wait for the end of the step; the verdict on its gradients, the same on all ranks.
 
         Args:
-            unused: what to do where a parameter had no gradient in this step: raise an error, or take part with zeros.
+            unused: the action if a parameter had no gradient in this step: raise an error, or take part with zeros.
 
         Raises:
             UsageError: see `unused`.
@@ -170,8 +170,8 @@ class GradientCounter(ABC):
             if other:
                 raise GradientError(
                     f"step {self._number}: rank {rank} ({self._communicator.topology.hosts[rank]}) has no gradients, "
-                    f"because of {other.decode()}; no rank has changed its parameters: go on with the next step on all "
-                    "ranks, or end all of them",
+                    f"because of {other.decode()}; no rank has changed its parameters: continue with the next step on "
+                    "all ranks, or end all of them",
                     rank=rank,
                 )
 
@@ -196,8 +196,8 @@ class Step(GradientCounter):
             layout: the buckets.
             agreement: of the ranks.
             statistics: see `GradientCounter`.
-            codec: what is sent.
-            states: what it keeps for each bucket.
+            codec: how gradients are encoded.
+            states: its state for each bucket.
             clip: see `Engine.begin`.
             weight: a factor on the means.
         """

@@ -1,7 +1,7 @@
 """Ranks with different numbers of batches.
 
 A rank that has no more batches takes part in the others' steps with gradients of zero, and applies the same updates, so
-all ranks keep equal parameters. Every step begins with a roll call: who still has data, and what is about to be sent.
+all ranks keep equal parameters. Every step begins with a roll call: which ranks have data, and how they will reduce.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RollCall:
         """Collective. Announce a step with data, or with None that this rank has no more batches.
 
         Returns:
-            By what to multiply a mean over all ranks to have the mean over those that still have data; 0 if none has.
+            The factor from a mean over all ranks to the mean over those that still have data; 0 if none has.
 
         Raises:
             UsageError: a codec with error feedback, or a rank that had no batch at all; the latter on all ranks.
@@ -53,7 +53,7 @@ class RollCall:
         if recipe is not None:
             if isinstance(recipe.codec, ErrorFeedback):
                 raise UsageError(
-                    "error feedback would go on sending what a rank without data has left over, at a weight that is "
+                    "error feedback would keep sending the residual of a rank without data, at a weight that is "
                     "not its own; use a codec without it inside DistOpt.join"
                 )
             self.last = recipe

@@ -223,7 +223,7 @@ def spoil(create, odd, what, way):
 @pytest.mark.parametrize("what", SPOILED)
 def test_parameters_that_differ_on_one_rank_are_named_within_so_many_steps(ends, what, way, world_size):
     assert_named(
-        ends(spoil, "what", "way"), "before step 6, parameter linear", "1.W", "change parameters alike on all ranks"
+        ends(spoil, "what", "way"), "before step 6, parameter linear", "1.W", "change parameters equally on all ranks"
     )
 
 
@@ -307,7 +307,7 @@ def test_another_interval_on_one_rank_is_named(ends, way, world_size):
 
 @pytest.mark.parametrize("value", [-1, 2.5, True, None, "100"])
 def test_an_interval_that_is_no_number_of_steps_is_refused(value):
-    with pytest.raises(UsageError, match=r"check_every=.* is no number of steps; pass 1 or more, or 0"):
+    with pytest.raises(UsageError, match=r"check_every=.* is not a number of steps; pass 1 or more, or 0"):
         opt.DistOpt(sgd(), check_every=value)
 
 

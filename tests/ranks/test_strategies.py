@@ -142,7 +142,7 @@ def with_other_options(optimizer) -> dict[str, np.ndarray]:
         ErrorFeedback(TopK(ratio)).start(reducer).wait()
         sums[1] += bucket
     for other in (TopK(0.1), ErrorFeedback(Threshold(1.0)), Fp32()):
-        with pytest.raises(UsageError, match="cannot go on as"):
+        with pytest.raises(UsageError, match="cannot continue as"):
             other.start(reducer)
     assert not reducer.residual.any()
     return {"sent": sums[0], "received": sums[1]}

@@ -94,10 +94,10 @@ def test_a_job_goes_on_with_other_numbers_of_ranks(tmp_path):
     assert run(2, tmp_path, "--end", "SIGTERM", "20").code == 143
     more = run(3, tmp_path, "--end", "SIGTERM", "40", "--steps", "80")
     assert more.code == 143, more
-    assert "was saved by 2 ranks and goes on with 3" in more.stderr
+    assert "was saved by 2 ranks and resumes with 3" in more.stderr
     fewer = run(2, tmp_path, "--steps", "80")
     assert fewer.code == 0, fewer
-    assert "was saved by 3 ranks and goes on with 2" in fewer.stderr
+    assert "was saved by 3 ranks and resumes with 2" in fewer.stderr
     assert len(ends_of(fewer)) == 2
 
 

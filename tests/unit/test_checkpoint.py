@@ -715,7 +715,7 @@ def test_training_goes_on_when_checkpoints_cannot_be_written(tmp_path, caplog, f
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 3
     line = rf"step 4 could not be saved: .*{re.escape(step_name(4))}.*: {FAULTS[fault]}"
-    assert re.fullmatch(rf"rank 0 \(\S+\): {line}; training goes on, older checkpoints stay", said[-1]), said[-1]
+    assert re.fullmatch(rf"rank 0 \(\S+\): {line}; training continues, older checkpoints stay", said[-1]), said[-1]
     assert own[0] == 3
     with pytest.raises(CheckpointError, match=line):
         saver.close()

@@ -46,7 +46,7 @@ def test_tf32_is_used_on_request_alone(tmp_path: Path, setting: dict[str, str], 
 
 @pytest.mark.parametrize(
     ("library", "message"),
-    [("/nowhere/libcublas.so", "cannot open shared object"), ("NCCL", "has no cublasCreate_v2, so it is no cuBLAS")],
+    [("/nowhere/libcublas.so", "cannot open shared object"), ("NCCL", "has no cublasCreate_v2, so it is not cuBLAS")],
 )
 def test_a_library_that_is_none_is_an_error_with_a_cure(library: str, message: str) -> None:
     library = str(build.NCCL) if library == "NCCL" else library

@@ -472,7 +472,7 @@ def test_nccl_versions(answer, monkeypatch, number, state, text):
     assert gpu.nccl().found == f"{text}, /12/libnccl"  # CuPy's, as for communicators
 
 
-@pytest.mark.parametrize(("made", "fact", "cure"), [(False, "is no file", "give the path"), (True, "short", "pip")])
+@pytest.mark.parametrize(("made", "fact", "cure"), [(False, "is not a file", "give the path"), (True, "short", "pip")])
 def test_nccl_is_the_library_that_communicators_take(answer, monkeypatch, tmp_path, made, fact, cure):
     library = tmp_path / "libnccl.so.2"
     if made:

@@ -59,7 +59,7 @@ def test_a_tensor_of_one_element_is_a_number():
     assert float(t) == np.float32(0.12345)
     assert (f"{t:.3f}", "%.2f" % t, f"{t}") == ("0.123", "0.12", repr(t))  # noqa: UP031 - as SINGA's scripts print
     for use in (float, lambda t: f"{t:.3f}", tensor.Tensor.item):
-        with pytest.raises(UsageError, match=r"a tensor of shape \(2,\) is no number"):
+        with pytest.raises(UsageError, match=r"a tensor of shape \(2,\) is not a number"):
             use(tensor.ones((2,)))
 
 
@@ -70,8 +70,8 @@ def test_a_tensor_of_one_element_is_a_number():
         (lambda: opt.DistOpt(0.1), "DistOpt wraps an optimizer, such as .* got 0.1"),
         (lambda: opt.DistOpt(opt.SGD), "DistOpt wraps an optimizer, such as .* got <class"),
         (lambda: opt.DistOpt(opt.DistOpt(opt.SGD())), "DistOpt wraps an optimizer, such as .* got <distopt"),
-        (lambda: opt.DistOpt(opt.SGD(), codec=0.1), "0.1 is no codec; pass one, .*top-k"),
-        (lambda: opt.DistOpt(opt.SGD(), codec=TopK), "TopK'> is no codec"),
+        (lambda: opt.DistOpt(opt.SGD(), codec=0.1), "0.1 is not a codec; pass one, .*top-k"),
+        (lambda: opt.DistOpt(opt.SGD(), codec=TopK), "TopK'> is not a codec"),
         (lambda: Net().set_optimizer(0.1), "trains with an optimizer, such as .* got 0.1"),
         (lambda: Net().set_optimizer(opt.SGD), "trains with an optimizer, such as .* got <class"),
         (lambda: TopK("0.1"), "ratio '0.1' of top-K"),

@@ -375,8 +375,8 @@ def damaged_files(path):
     net.save_states(path)
     whole = path.read_bytes()
     for length in (0, 4, 8, 100, len(whole) // 2, len(whole) - 1):
-        yield whole[:length], "is truncated or no file of states"
-    yield b"PK\x03\x04" + bytes(200), "is truncated or no file of states"
+        yield whole[:length], "is truncated or not a file of states"
+    yield b"PK\x03\x04" + bytes(200), "is truncated or not a file of states"
     yield safetensors.numpy.save({"weight": np.zeros(3)}), "was not written by Model.save_states"
     wrong = compiled(hidden=8)
     wrong.save_states(path)

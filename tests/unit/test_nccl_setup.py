@@ -24,7 +24,7 @@ def test_the_named_library_comes_first(tmp_path: Path) -> None:
 
 
 def test_a_named_library_that_is_absent_is_an_error() -> None:
-    with pytest.raises(MissingDependencyError, match=r"DISTOPT_NCCL_LIBRARY=/nowhere/libnccl\.so is no file"):
+    with pytest.raises(MissingDependencyError, match=r"DISTOPT_NCCL_LIBRARY=/nowhere/libnccl\.so is not a file"):
         find_nccl(13, {"DISTOPT_NCCL_LIBRARY": "/nowhere/libnccl.so"})
 
 

@@ -87,7 +87,7 @@ def test_step_saves_and_leaves(tmp_path, handlers, monkeypatch, caplog):
         saving.step(3)
     assert left.value.code == 128 + signal.SIGTERM
     assert caplog.messages == [
-        f"SIGTERM: the job leaves after step 1, saved in {tmp_path}; start it again to go on from there"
+        f"SIGTERM: the job leaves after step 1, saved in {tmp_path}; start it again to resume from there"
     ]
     signal.raise_signal(signal.SIGTERM)  # has no effect any more
     other = checkpoint(tmp_path)

@@ -228,6 +228,6 @@ def test_states_of_another_order_are_refused(change, message):
     sampler = ShardedSampler(**arguments)
     with pytest.raises(StateError, match=message):
         sampler.set_states(states)
-    with pytest.raises(StateError, match="no states of a sampler"):
+    with pytest.raises(StateError, match="not states of a sampler"):
         sampler.set_states({"epoch": 1})
     assert (sampler.epoch, sampler.consumed) == (0, 0)

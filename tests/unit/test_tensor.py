@@ -69,7 +69,7 @@ def test_float64_arrays_become_float32_with_one_notice(monkeypatch, caplog):
         ({"shape": 3}, r"no tensor has shape 3 \(.*\); pass a tuple of sizes"),
         ({"shape": (2, -1)}, r"no tensor has shape \(2, -1\)"),
         ({"shape": (2, "x")}, "no tensor has shape"),
-        ({"shape": (2,), "dtype": "flaot32"}, "'flaot32' is no type of elements"),
+        ({"shape": (2,), "dtype": "flaot32"}, "'flaot32' is not an element type"),
         ({"data": "text"}, "a tensor holds numbers, not <U4"),
         ({"data": [1j]}, "a tensor holds numbers, not complex128"),
         ({"data": [[1, 2], [3]]}, "no tensor has such data, a list"),
@@ -158,7 +158,7 @@ def test_types_are_converted_by_name_or_type():
     assert t.to_type("int") is t
     assert t.dtype == np.int32
     np.testing.assert_array_equal(t.array, [1, -2])
-    with pytest.raises(UsageError, match="'flaot' is no type"):
+    with pytest.raises(UsageError, match="'flaot' is not an element type"):
         t.to_type("flaot")
     assert t.dtype == np.int32
 
@@ -192,7 +192,7 @@ def test_parts_are_copies_in_which_an_index_keeps_its_dimension():
         np.testing.assert_array_equal(part.array, expected)
         assert not np.shares_memory(part.array, x)
     for key in (4, -5, (0, 5), 1.5, "0", None, [0, 1], (0, 0, 0, 0)):
-        with pytest.raises(UsageError, match=r"is no index into the shape|too many for a tensor of shape"):
+        with pytest.raises(UsageError, match=r"does not index the shape|too many for a tensor of shape"):
             t[key]
     with pytest.raises(TypeError, match="not iterable"):
         list(t)

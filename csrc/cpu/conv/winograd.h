@@ -39,7 +39,7 @@ class Winograd {
 
   Index work_size() const { return kFrequencies * (c_slice() + m_slice() + cm_slice() + mc_slice()) + kLine; }
 
-  // `y_of(n)` tells where image n goes, and `done(n)` is called once it is there.
+  // `y_of(n)` is the address for image n, and `done(n)` is called once it is there.
   template <class Where, class Done>
   void forward(const float* x, const float* weight, const float* bias, bool relu, float* work, Where y_of, Done done) {
     take(work);
@@ -104,7 +104,7 @@ class Winograd {
   // Input and output channels of all tiles of a chunk, 1 MiB over all frequencies: each chunk reads and writes the
   // whole gradient of the weight, which costs more than leaving the second cache.
   static constexpr Index kChunkElements = (1 << 20) / sizeof(float) / kFrequencies;
-  // Weights of which the frequencies, twice as many as these times 64, take 32 MiB.
+  // Weights whose frequencies, twice as many as these times 64, take 32 MiB.
   static constexpr Index kMostWeights = 256 * 256;
 
   // The chunks decide about the order of sums, so they have one size on every set.
@@ -171,7 +171,7 @@ class Winograd {
   }
 
   void contract_output(float* in, Index tile, const float* bias, bool relu, float* y) const {
-    // The frequency of point 1 reaches all outputs alike.
+    // The frequency of point 1 reaches all outputs equally.
     for (Index m = 0; bias && m < s_.m; ++m) in[kOnes * m_slice() + m] += bias[m];
     for_output(tile, [&](Index m, const Block& block, Index at) {
       contract_block<kOutput<kEdge>, kEdge>(block, in + m, m_slice(), relu, [&](Index plane, Index row, Eight v) {

@@ -190,7 +190,7 @@ struct Block {
   Index planes, rows, columns;
 };
 
-// out[frequency] = m (the block) m^T, of 8 planes; what does not exist counts as 0.
+// out[frequency] = m (the block) m^T, of 8 planes; missing elements count as 0.
 template <const auto& m, Index K>
 void expand_block(const Block& b, const float* from, float* out, Index slice) {
   Eight half[kTile][K], all[kTile];

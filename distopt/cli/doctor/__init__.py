@@ -1,6 +1,6 @@
-"""`distopt doctor`: what this machine offers, row by row, and how to fix what is missing.
+"""`distopt doctor`: what this machine offers, row by row, and cures for missing parts.
 
-Every probe is isolated. One that raises an exception produces a row that says so. Probes load foreign libraries in a
+Every probe is isolated: an exception in it becomes its row. Probes load foreign libraries in a
 child process with a timeout, so a crash or hang of the library does not affect the doctor.
 """
 

@@ -13,7 +13,7 @@ State: TypeAlias = Literal["ok", "failed", "absent"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a probe found.
+    """The result of a probe.
 
     Attributes:
         state: "ok", "failed", or "absent" for an optional part that is not installed.

@@ -1,7 +1,7 @@
 """Collectives over MPI, for ranks on several hosts.
 
-What an operation is travels with its data, so that ranks which call different collectives raise instead of corrupting
-data or waiting for ever. MPI moves bytes only: the sums are ours, in rank order, because the order of MPI_Allreduce is
+The description of an operation travels with its data, so that ranks with different collectives raise, not corrupt
+data or wait forever. MPI moves bytes only: the sums are ours, in rank order, because the order of MPI_Allreduce is
 the library's own choice. The work is done by csrc/mpi, through the library that mpi4py has loaded.
 """
 
@@ -23,10 +23,10 @@ from .messages import MpiMessages
 from .waits import Waits
 
 _ALIGNMENT = 64
-# What travels with the announcement goes to every rank: of more than two, it crosses the network more often than need
-# be. For two, and for all of more ranks together.
+# Data that travels with the announcement goes to every rank: with more than two, it crosses the network more often than
+# necessary. For two ranks, and for all together of more.
 _INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 64 << 10, 48 << 10
-# Smaller ones need more turns of the processor, where ranks outnumber cores.
+# Smaller limits need more context switches if ranks outnumber cores.
 CHUNK_BYTES = 1 << 20
 
 
@@ -57,7 +57,7 @@ class MpiCommunicator(NativeCommunicator):
 
         Args:
             job: that of mpiexec.
-            inline_bytes: size of the data that travel with what a rank says of an operation (default: 64 KiB for
+            inline_bytes: size of the data that travel with a rank's announcement of an operation (default: 64 KiB for
                 two ranks, else 48 KiB divided by their number).
             chunk_bytes: size of the messages in which larger ones travel.
         """

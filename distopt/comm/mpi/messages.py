@@ -26,7 +26,7 @@ class MpiMessage(MessageWork):
 
     Attributes:
         sends: whether this rank sends it.
-        peer: rank at the other end; -1: anyone, until it has begun to come.
+        peer: rank at the other end; -1: any, until the message has begun to arrive.
         header: tag, code of the type, elements.
         data: its bytes, the caller's memory.
         requests: those of MPI, once it has begun to move.
@@ -83,7 +83,7 @@ class MpiMessage(MessageWork):
 
 
 class MpiMessages:
-    """Those of one rank. To be used by one thread at a time, which may be the one that waits in a collective.
+    """The messages of one rank. To be used by one thread at a time, which may be the one that waits in a collective.
 
     Args:
         mpi: the module `mpi4py.MPI`.

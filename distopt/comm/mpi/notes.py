@@ -1,4 +1,4 @@
-"""Small messages between ranks that wait long or leave, so that the others can say whom they wait for."""
+"""Small messages between ranks that wait long or leave, so that the others can name the ranks they wait for."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class MpiNotes:
         self.closed: dict[int, int] = {}
 
     def tell(self, finished: int = _WAITING) -> None:
-        """Local. Tell all others that this rank waits or, having finished so many operations, leaves."""
+        """Local. Tell all others that this rank waits or, having finished `finished` operations, leaves."""
         note = np.array([finished], np.int64)
         others = (rank for rank in range(self._comm.size) if rank != self._comm.rank)
         self._sent += [(self._comm.Isend([note, self._mpi.INT64_T], rank), note) for rank in others]
 
     def read(self) -> bool:
-        """Local. Take in what has arrived; whether a rank has told that it waits."""
+        """Local. Take in what has arrived; whether a rank has reported that it waits."""
         asked = False
         status = self._mpi.Status()
         note = np.empty(1, np.int64)

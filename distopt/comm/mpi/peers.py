@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import wait
 
-# What a rank has sent before it ended may still be on its way.
+# Messages that a rank sent before it ended may still be on their way.
 _PATIENCE_SECONDS = 0.5
 
 

@@ -39,7 +39,7 @@ class Waits:
         core: the communicator whose operations it waits for; set once it is made.
         processes: of every rank.
         settings: time-outs.
-        help: moves what is under way beside the collectives.
+        help: moves operations in progress other than collectives.
     """
 
     core: _core.MpiCommunicator
@@ -63,7 +63,7 @@ class Waits:
         return self.processes[self._rank]
 
     def polled(self) -> None:
-        """Local. Do for a rank that polls an operation, in vain so far, what a wait does beside moving it."""
+        """Local. Do for a rank that polls an unfinished operation all that a wait does, except to move it."""
         self.help()
         self.answer()
 
@@ -121,9 +121,9 @@ class Waits:
         """Wait until `move` returns True.
 
         Args:
-            move: moves what is awaited; whether it has ended.
+            move: moves the awaited operation; whether it has ended.
             check: raises an error if it can end no more.
-            tell: the wait in words, and who has not arrived.
+            tell: the wait as text, and the ranks that have not arrived.
             timeout: in seconds (default: `Settings.timeout`).
             quiet: after so many seconds, for how long nothing has moved.
         """
@@ -148,7 +148,7 @@ class Waits:
             self.core.look(patience, waited, tell, _log.warning)
 
     def close(self) -> None:
-        """Local. Tell the others that this rank leaves, and how many operations it has finished."""
+        """Local. Notify the others that this rank leaves, and how many operations it has finished."""
         oldest = self.core.oldest
         self._peers.close()
         self._notes.tell(self.core.started if oldest is None else oldest.sequence)
@@ -161,7 +161,7 @@ class Waits:
 
     def _waiting_in(self, operation: _core.MpiOperation) -> tuple[str, list[Process]]:
         core, since = self.core, time.monotonic() - 3 * _ANSWER_SECONDS
-        # Where all have begun, one may have stopped since. Whoever waits itself has not, be it in an earlier operation.
+        # If all have begun, one may have stopped since. A rank that itself waits, even in an earlier one, has not.
         suspects = (core.oldest and core.oldest.unheard) or self._others()
         absent = [self.processes[rank] for rank in suspects if self._notes.waiting.get(rank, 0.0) < since]
         last = f"the last operation that all have started is {core.last_agreed}"
@@ -172,7 +172,7 @@ class Waits:
 
 
 def _read_farewells() -> None:
-    """Take in what peers sent when they closed: UCX warns of messages that nobody has received."""
+    """Receive the messages that peers sent when they closed: UCX warns of messages that were never received."""
     deadline = time.monotonic() + _FAREWELL_SECONDS
     for notes in _closed:
         while not notes.all_closed() and time.monotonic() < deadline:

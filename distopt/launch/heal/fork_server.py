@@ -1,4 +1,4 @@
-"""Ranks that start warm: forked from a process that has imported what they import, and has computed nothing.
+"""Ranks that start warm: forked from a process that has imported their modules, and has computed nothing.
 
 `ForkServer` is the agent's side. This file is also the program of that process. An order is a JSON object in a memory
 file, sent together with the descriptors that the rank gets. A rank is forked twice, so that the agent, to which the
@@ -37,7 +37,7 @@ from .slots import slots_in
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 _FORK_SECONDS = 20.0
 _ORPHANED_SECONDS = 2.0  # for which a rank waits to become a child of the agent
-_N_FDS = 5  # of the order, and of what the rank gets
+_N_FDS = 5  # of the order, and those passed to the rank
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -45,7 +45,7 @@ class ForkServer:
     """The process from which this one has its ranks forked.
 
     Args:
-        modules: names of those to import, in this order; what fails to import is left out.
+        modules: names of the modules to import, in this order; failing imports are left out.
         env: the environment of the ranks.
         selector: waits for the answer of the process.
         warn: prints a line.
@@ -125,8 +125,8 @@ class ForkServer:
         threads = int(self._link.recv(64) or b"0")
         if threads > 1:
             self._warn(
-                f"importing the script's modules starts {threads - 1} threads, which a fork would lose: ranks that "
-                "start again import them anew"
+                f"importing the script's modules starts {threads - 1} threads, which a fork would lose: restarted "
+                "ranks import the modules again"
             )
             self.close()
             self.ended = False
@@ -210,7 +210,7 @@ def _use_threads(env: Mapping[str, str]) -> None:
 
 
 def _run(program: Sequence[str]) -> None:
-    """Run what follows the name of the interpreter, as it does."""
+    """Run the arguments after the name of the interpreter, as it does."""
     if program[1] == "-m":
         sys.argv, sys.path[0] = list(program[2:]), os.getcwd()  # noqa: PTH109 - a string
         runpy.run_module(program[2], run_name="__main__", alter_sys=True)

@@ -1,1 +1,1 @@
-"""Who am I, and where are the others: launchers, meeting places, and the first exchange of bytes."""
+"""How a process finds its rank and its peers: launchers, rendezvous, and the first exchange of bytes."""

@@ -47,7 +47,7 @@ class LauncherInfo:
 
 @dataclass
 class Origin:
-    """What this process knows of its place in a job before it joins one.
+    """The place of this process in a job, as known before it joins one.
 
     Attributes:
         invitation: ticket, rank and world size of the job whose `main` or `spawn` started this process, if one did.

@@ -1,9 +1,9 @@
 """Jobs whose launcher numbers the ranks and does no more: torchrun, srun, `distopt run`, or variables set by hand.
 
-The ranks have no parent in common. They meet by what their launcher tells all of them and no other job: for srun,
-cluster, job and step; otherwise the address and port of torchrun's store. Whoever knows these and `DISTOPT_JOB_SECRET`
+The ranks have no parent in common. They meet by values that their launcher gives to this job only: for srun,
+cluster, job and step; otherwise the address and port of torchrun's store. A process with these and `DISTOPT_JOB_SECRET`
 holds the job's key; `distopt run` makes a secret for each job, and no other launcher gives the ranks any. On one host
-the kernel also tells the user of a peer.
+the kernel also gives the user of a peer.
 """
 
 from __future__ import annotations
@@ -115,6 +115,6 @@ class LaunchedJob(MultiprocessJob):
 
 
 def _leave(watch: Watch) -> None:
-    """At the end of the interpreter: an uncaught exception is a failure, of which the others hear."""
+    """At the end of the interpreter: an uncaught exception is a failure, which the others are notified of."""
     if getattr(sys, "last_value", None) is None:
         watch.leave()

@@ -13,7 +13,7 @@ This applies from MPI_Init on, which `launch.main` calls before the script's fun
 MPI may not notice a process that exits before that. Ranks of the same host usually notice it; others end after
 `DISTOPT_TIMEOUT`. From `MpiJob` on, ranks watch each other: `distopt.launch.watch`.
 
-A forked child does not act for its rank, whatever its end. In a script that imports mpi4py.MPI before distopt, mpi4py
+A forked child does not act for its rank, however it ends. In a script that imports mpi4py.MPI before distopt, mpi4py
 itself calls MPI_Finalize at the end of every forked child, which breaks the job: end such children by `os._exit`.
 
 Hazard: the value of an uncaught `raise SystemExit(n)` cannot be observed in Python. A rank that exits this way outside
@@ -72,7 +72,7 @@ class MpiJob(Job):
     Attributes:
         comm: the duplicate, used for setup traffic.
         local_ranks: the ranks of this host, this one included.
-        numbers: what messages call the ranks; those of the job that a subgroup is part of.
+        numbers: numbers of the ranks in messages: those of the job that a subgroup is part of.
 
     Raises:
         MissingDependencyError: mpi4py or the MPI library is missing.

@@ -33,14 +33,14 @@ _SEEN_SECONDS = 2.0  # for which a process stays, to be seen by siblings that ar
 
 
 def is_importing() -> bool:
-    """Local. Whether this is a child of multiprocessing that has yet to import what it will run."""
-    return getattr(current_process(), "_inheriting", False)  # what multiprocessing itself looks at
+    """Local. Whether this is a child of multiprocessing that has yet to import its target."""
+    return getattr(current_process(), "_inheriting", False)  # which multiprocessing itself uses
 
 
 def _new_secret() -> bytes:
     secret = token_bytes(_TICKET_BYTES)
     origin.tickets[secret] = os.getpid()
-    if is_importing():  # a script without guard goes on to start processes
+    if is_importing():  # a script without guard will start processes next
         sys.excepthook = partial(_tell_missing_guard, sys.excepthook)
     return secret
 
@@ -149,6 +149,6 @@ def _sole(ticket: Ticket, rank: int) -> Iterator[None]:
 
 
 def _is_unshared(ticket: Ticket) -> bool:
-    """Whether a child of multiprocessing, this process, has made the ticket and can have given it to nobody."""
+    """Whether this process, a child of multiprocessing, made the ticket and cannot have passed it on."""
     own = origin.tickets.get(ticket.secret) == os.getpid() and not ticket.handed_out
     return own and parent_process() is not None and not children(os.getpid())

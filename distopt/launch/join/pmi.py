@@ -55,7 +55,7 @@ class Member(Watch):
             stack.pop_all()
 
     def environment(self) -> contextlib.AbstractContextManager[None]:
-        """Local. The variables that lead MPI_Init to the server; processes started later shall not inherit them."""
+        """Local. The variables that lead MPI_Init to the server; processes started later must not inherit them."""
         self._mpi.settimeout(None)
         variables = {
             "PMI_FD": str(self._mpi.detach()),  # MPICH closes it
@@ -66,7 +66,7 @@ class Member(Watch):
         return environment(variables)
 
     def leave(self) -> None:
-        """Local. This rank has done its part. MPICH tells the server later, and would not survive its end before."""
+        """Local. This rank has done its part. MPICH notifies the server later, and would not survive its end before."""
         self._left = True
 
     def _serve(self, info: LauncherInfo, place: Meeting, timeout: float) -> None:

@@ -192,7 +192,7 @@ def _send(link: socket.socket, payload: bytes, deadline: Deadline, kind: int = _
 
 
 def _try_to_tell(link: socket.socket, text: str) -> None:
-    """Local. Send the reason for which the other end shall give up, if it is still there."""
+    """Local. Send the reason why the other end must give up, if it is still there."""
     with contextlib.suppress(OSError):  # it may also have ended
         _send(link, text.encode(), Deadline(1.0), _ERROR)
 

@@ -1,7 +1,7 @@
 """`distopt run` on one node: starts this node's ranks, and ends them with those of the other nodes.
 
-An agent has one thread and waits for signals, for output and ends of its ranks, and for what the owner of the endpoint
-says (`distopt.launch.run.nodes`). On one node, it is its own owner, and listens nowhere. It starts fast: without NumPy.
+An agent has one thread and waits for signals, for output and ends of its ranks, and for the owner of the endpoint
+(`distopt.launch.run.nodes`). On one node, it is its own owner, and listens nowhere. It starts fast: without NumPy.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _HEALING_LOOK_SECONDS = 0.03
 _RECONNECT_SECONDS = 0.25  # that one attempt may take
 _STOPPED_SECONDS = 0.1  # for which a rank may be stopped before the others: with the job, as by scontrol suspend
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
-# Those of a launcher that has started the agent would contradict the ranks' own.
+# Variables of a launcher that has started the agent would contradict the ranks' own.
 _FOREIGN_VARIABLES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_", SLOTS)
 
 
@@ -169,8 +169,8 @@ class _Agent:
                 foreign_since = min(foreign_since, now) if isinstance(error, StrangerError) else float("inf")
                 if now > foreign_since + _FOREIGN_SECONDS:
                     raise LaunchError(
-                        f"what listens at {options.endpoint} is no node of this job: it has another --rdzv-id or "
-                        "DISTOPT_JOB_SECRET, or is no distopt run; give all nodes the same, or another port"
+                        f"what listens at {options.endpoint} is not a node of this job: it has another --rdzv-id or "
+                        "DISTOPT_JOB_SECRET, or is not distopt run; give all nodes the same, or another port"
                     ) from None
                 if now > options.timeout:
                     raise LaunchError(
@@ -184,7 +184,7 @@ class _Agent:
             self._say("hello", ranks=options.ranks)
 
     def _look_at_link(self) -> None:
-        """Notice the loss of the owner. An agent that heals ends its ranks then, and comes to the owner anew."""
+        """Notice the loss of the owner. An agent that heals then ends its ranks, and connects to the owner again."""
         owner, heals = self._owner, self._options.heal
         if isinstance(owner, _Remote) and (owner.lost or (heals and owner.heard.seconds() > SILENT_SECONDS)):
             owner.close()
@@ -270,7 +270,7 @@ class _Agent:
         if not ranks.running:
             self._ended = True
             if ranks.failures:
-                ranks.kill()  # what they have started
+                ranks.kill()  # processes that they have started
         if self._ended or len(ranks.failures) > self._told:
             self._told = len(ranks.failures)
             failures = [asdict(failure) for failure in ranks.failures]
@@ -369,7 +369,7 @@ def _owns(options: RunOptions) -> bool:
 
 
 def _reap() -> None:
-    """What ranks had started became children of this process when they ended, and would count as their siblings."""
+    """Processes that ranks started became children of this one when the ranks ended, and would count as siblings."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -381,10 +381,10 @@ def _free_port() -> int:
 
 
 def _variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[str, str]:
-    """The environment of the ranks, as torchrun makes it, and what tells the launcher from torchrun."""
+    """The environment of the ranks, as torchrun makes it, and variables that distinguish the launcher from torchrun."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_VARIABLES)}
     return {
-        "PYTHONUNBUFFERED": "1",  # a killed rank would lose what it had not written yet
+        "PYTHONUNBUFFERED": "1",  # a killed rank would lose unwritten output
         **env,
         **thread_variables(options.ranks, env),
         "WORLD_SIZE": str(order["size"]),
@@ -397,6 +397,6 @@ def _variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[s
         "TORCHELASTIC_RESTART_COUNT": str(order["attempt"]),
         "TORCHELASTIC_MAX_RESTARTS": str(options.restarts),
         "DISTOPT_RUN_ID": order["job"],
-        # Never sent. It is as secret as what the nodes had in common before; on one node, nobody else can know it.
+        # Never sent. As secret as the key that the nodes had in common before; on one node, known to no other process.
         "DISTOPT_JOB_SECRET": proof(key, b"ranks", bytes.fromhex(order["salt"])).hex(),
     }

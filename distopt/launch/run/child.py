@@ -1,6 +1,6 @@
 """The processes that `spawn` starts: as its ranks, around the script's function, and as it supervises them.
 
-Mistakes in a script, a function and arguments that are to become ranks are found before, and told in one line each.
+Mistakes in a script, and in a function and arguments for ranks, are found before, and reported in one line each.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def check_script(fn: object) -> None:
             process imports it, but not to be a rank. A rank that imports it ends here, with exit code `_NO_GUARD`.
     """
     if is_importing():
-        if multiprocessing.current_process().name.startswith("rank "):  # its parent says so, once for all ranks
+        if multiprocessing.current_process().name.startswith("rank "):  # its parent reports this, once for all ranks
             sys.stdout.flush()
             os._exit(_NO_GUARD)
         raise UsageError(f"this process {UNGUARDED}")
@@ -124,7 +124,7 @@ def check_call(fn: Callable[..., object], first: Sequence[str], args: Sequence[A
     """Local. Check that `fn` takes the arguments named `first`, followed by `args`.
 
     Raises:
-        UsageError: it does not, or is no function, or `args` is no tuple or list.
+        UsageError: it does not, or is not a function, or `args` is not a tuple or list.
     """
     if not callable(fn):
         raise UsageError(f"fn is of type {type(fn).__name__}, not a function; pass train, say, not train()")
@@ -154,7 +154,7 @@ def _in_one_line(error: BaseException) -> str:
 
 # -- in that process -------------------------------------------------------------------------------------------------
 class _Announced:
-    """The way to report. When a child has unpickled it, errors of unpickling what follows are reported there.
+    """The channel for reports. Once a child has unpickled it, errors in unpickling the rest are reported there.
 
     Left to itself, multiprocessing would print a traceback per child.
     """
@@ -220,7 +220,7 @@ def _run_rank(before: Any, fn: Callable[..., object], args: tuple[Any, ...], tic
 
 
 def _fail(code: int, text: str, error: BaseException | None = None) -> NoReturn:
-    if not supervisor.is_heard and origin.invitation is not None:  # forked from the rank, whose end this is not
+    if not supervisor.is_heard and origin.invitation is not None:  # forked from the rank, which continues
         forked = f"process {os.getpid()}, which rank {origin.invitation[1]} has forked,"
         sys.stderr.write(f"{forked} {text.rstrip()}\n")
         raise SystemExit(code & 0xFF or 1)

@@ -1,11 +1,11 @@
 """How the agents of several nodes act as one: they meet at an endpoint, whose owner decides for all.
 
-An agent runs on each node; `distopt.launch.run.agent` is what it does there. The owner of the endpoint listens, numbers
-the nodes, and tells all agents when to start their ranks, when to end them, and how the job has ended. An agent tells
+An agent (`distopt.launch.run.agent`) runs on each node. The owner of the endpoint listens, numbers
+the nodes, and orders all agents to start and end their ranks, and reports how the job has ended. An agent reports to
 the owner when a rank of its own fails, and when all have ended. On the connections, those of
 `distopt.launch.gate`, each line is an object in JSON.
 
-What the owner says has the key "do", and what an agent says the key "say".
+Messages of the owner have the key "do", messages of an agent the key "say".
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Owner(Gate):
     Args:
         own: the node of this agent.
         options: its command line.
-        key: what all nodes know.
+        key: the secret of all nodes.
         selector: waits for the connections.
         warn: prints a line.
     """
@@ -118,13 +118,13 @@ class Owner(Gate):
         self._failed_at = 0.0  # on the clock
         self._cause = ""  # of a failure after which no step has been done yet
 
-    # -- what agents say -------------------------------------------------------------------------------------------
+    # -- reports of agents -----------------------------------------------------------------------------------------
     def say(self, message: dict[str, Any]) -> None:
-        """Local. Act on what the agent of this process says."""
+        """Local. Act on a report of the agent of this process."""
         self.hear(self._own, message)
 
     def hear(self, node: Node, message: dict[str, Any]) -> None:
-        """Local. Act on what an agent says."""
+        """Local. Act on a report of an agent."""
         say = message["say"]
         node.heard = Stopwatch()
         if say == "beat":
@@ -145,7 +145,7 @@ class Owner(Gate):
                 return
             if self._attempt < 0 and len(self._nodes) == self._size and all(each.ranks for each in self._nodes):
                 self._number()
-                if any(any(each.steps) for each in self._nodes):  # the job goes on under another owner
+                if any(any(each.steps) for each in self._nodes):  # the job continues under another owner
                     self._attempt = 0
                     self._cause = f"the node that owned the endpoint has ended; {self._own.name} has come in its place"
                 self._start("")
@@ -251,13 +251,13 @@ class Owner(Gate):
         if not self._warned:
             self._warned = True
             self._warn(
-                f"turned away a connection from {link.address} that is no node of this job: it has another --rdzv-id "
-                "or DISTOPT_JOB_SECRET, or is no distopt run"
+                f"turned away a connection from {link.address} that is not a node of this job: it has another "
+                "--rdzv-id or DISTOPT_JOB_SECRET, or is not distopt run"
             )
 
     @property
     def _signals(self) -> list[int]:
-        """Those that agents have passed on."""
+        """The signals that agents have passed on."""
         return [signum for node in self._nodes for signum in node.signals]
 
     # -- decisions -------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ class Owner(Gate):
         return sum(other.ranks for other in self._nodes[: node.number])
 
     def _decide(self) -> None:
-        """All ranks have ended, and each node is ready to start its ranks again, but for those that are away."""
+        """All ranks have ended, and each node is ready to start its ranks again, except those that are away."""
         if any(node.away for node in self._nodes) and not any(signum in ENDING_SIGNALS for signum in self._signals):
             return
         if not self._failures:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the command line says.
+    """The options of the command line.
 
     Attributes:
         program: the words that start a rank.

@@ -1,7 +1,7 @@
-"""Ends what ranks have started when their supervisor has been killed, by a process that outlives it.
+"""Ends the children of ranks whose supervisor has been killed, by a process that outlives it.
 
 The kernel kills the ranks then (`die_with`), but not their children, such as the workers of a data loader, which init
-adopts. They are known by a variable that they have inherited from their rank. Those in a session of their own have left
+adopts. They are found by a variable inherited from their rank. Processes in a session of their own have left
 the job on purpose, as daemons do, and live on.
 
 This file is also the program of that process. It uses the standard library only, so that it starts at once.
@@ -36,7 +36,7 @@ class Orphans:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # what kills the supervisor may kill its process group
+                start_new_session=True,  # a kill of the supervisor may include its process group
             )
 
     def add(self, pid: int) -> None:
@@ -46,7 +46,7 @@ class Orphans:
                 self._process.stdin.write(b"%d\n" % os.getsid(pid))
 
     def close(self) -> None:
-        """Local. The ranks have ended, and this process goes on; idempotent."""
+        """Local. The ranks have ended, and this process continues; idempotent."""
         if self._process is not None:
             with self._process:
                 self._process.kill()

@@ -43,7 +43,7 @@ class _MarkedStream:
 
 
 def open_standard_streams() -> None:
-    """Local. Open those of stdin, stdout and stderr on /dev/null that whoever started this process has closed.
+    """Local. Open each of stdin, stdout and stderr on /dev/null if the parent of this process has closed it.
 
     Otherwise sockets and shared memory would get their numbers, and the ranks' output would be written there.
     """
@@ -84,7 +84,7 @@ class Output:
 
     Attributes:
         sources: waits for descriptors whose contents are to be shown, each registered with a function to call.
-        unread: what waits for the reader.
+        unread: output that waits for the reader.
         room: how many bytes may wait for it when more are read.
         dropped: number of lines that could not be written.
         warn: the argument.
@@ -102,7 +102,7 @@ class Output:
         self._files.callback(self.sources.close)
         self._fd = fd
         mode = os.fstat(fd).st_mode
-        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):  # opened anew: others that have it open may rely on its blocking
+        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):  # reopened: others that have it open may rely on its blocking
             with contextlib.suppress(OSError):  # it is another user's
                 self._fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
                 self._files.callback(os.close, self._fd)
@@ -114,7 +114,7 @@ class Output:
         self._arrange()
 
     def write(self, data: bytes) -> None:
-        """Local. Write what the reader takes now, and the rest later."""
+        """Local. Write as much as the reader takes now, and the rest later."""
         stood_still = bool(self.unread)
         self.unread += data
         if stood_still:
@@ -123,7 +123,7 @@ class Output:
             self._flush()
 
     def close(self) -> None:
-        """Local. Drop what the reader has not taken."""
+        """Local. Drop all output that the reader has not taken."""
         self._wait_for(self._fd, False)
         self._wait_for(self.sources, False)
         self._files.close()
@@ -159,13 +159,13 @@ class Output:
 
 
 class Relay:
-    """Passes on what a process writes to one of its streams, in whole lines.
+    """Passes on the output of a process on one of its streams, in whole lines.
 
     A line that ends by a carriage return, as those of progress bars do, counts as one.
 
     Args:
         target: where the lines are shown, as they come and as its reader takes them.
-        mark: what each of these lines begins with.
+        mark: the prefix of each of these lines.
         copy: file that gets the lines without marks.
 
     Attributes:
@@ -191,7 +191,7 @@ class Relay:
                 self.finish()
 
     def pass_on(self) -> bool:
-        """Local. Pass on some of what there is; False at the end. Raises BlockingIOError if there is nothing now."""
+        """Local. Pass on some of the output; False at the end. Raises BlockingIOError if there is nothing now."""
         part = os.read(self.source, _RELAY_BYTES)
         *lines, self._rest = (self._rest + part).splitlines(keepends=True) or [b""]
         if self._rest.endswith((b"\n", b"\r")) or len(self._rest) > _RELAY_BYTES:
@@ -200,7 +200,7 @@ class Relay:
         return bool(part)
 
     def finish(self) -> None:
-        """Local. Pass on what the process has left, an unended line included, and close all; idempotent."""
+        """Local. Pass on the rest of the output, with an unfinished line, and close all; idempotent."""
         if self.source < 0:
             return
         self._target.sources.unregister(self.source)

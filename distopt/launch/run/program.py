@@ -31,7 +31,7 @@ class Program(Rank):
         env: its environment.
         folder: where its output goes besides the output of this process, as `stdout.log` and `stderr.log`.
         outputs: where its stdout and stderr are shown.
-        server: what forks it, if it is not to start cold.
+        server: the process that forks it, if it is not to start cold.
 
     Raises:
         OSError: the program cannot be started, or the log files cannot be written.
@@ -93,7 +93,7 @@ class Program(Rank):
             os.waitpid(self.pid, 0)
 
     def _poll(self) -> int | None:
-        """It stays a zombie: nobody else gets the number of its group."""
+        """It stays a zombie, so that no other process gets the number of its group."""
         state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if state is None:
             return None

@@ -1,7 +1,7 @@
 """The ranks that one process has started and supervises: the one supervisor of `launch.main` and of `distopt run`.
 
-A rank that runs distopt reports why it fails (`distopt.launch.watch.report`). Of any other program the exit status is
-all that counts. A rank that has lost a peer fails as a consequence, whatever the time: that peer may have ended without
+A rank that runs distopt reports why it fails (`distopt.launch.watch.report`). Of another program only the exit status
+counts. A rank that has lost a peer fails as a consequence, at any time: that peer may have ended without
 a message, and its end may be noticed later. So does a rank that ends by the SIGTERM or SIGKILL with which its
 supervisor ends the job.
 """
@@ -70,9 +70,9 @@ def starting(rank: int) -> Iterator[None]:
 
 
 def first_of(failures: Iterable[Failure], *, between_hosts: bool = False) -> Failure:
-    """Local. The cause of the others, of failures in the order in which they were heard of.
+    """Local. The failure that caused the others; they are given in the order in which they arrived.
 
-    Of those that are no consequence: a lost node before ranks, then the earliest. Between hosts, a crash comes last:
+    Consequences are excluded; a lost node comes before ranks, then the earliest. Between hosts, a crash comes last:
     MPICH (5.0.2) crashes in MPI_Isend to a rank that has ended.
     """
 
@@ -98,7 +98,7 @@ class Rank:
         failed_at: when it did, in ns of the monotonic clock.
     """
 
-    fails_by_report = False  # already when it says so, not only when it has ended
+    fails_by_report = False  # as soon as it reports a failure, not only when it has ended
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -192,7 +192,7 @@ class Rank:
         self.failure = Failure(self.rank, code, text, is_consequence or code - 128 in self._sent)
 
     def read(self) -> bool:
-        """Local. Take in what the rank has said; False if it can say no more."""
+        """Local. Read the rank's reports; False if there can be no more."""
         with contextlib.suppress(BlockingIOError):
             while part := os.read(self.source, 1 << 16):
                 *lines, self._received = (self._received + part).split(b"\n")
@@ -207,7 +207,7 @@ class LocalRanks:
     """The ranks of this node.
 
     Args:
-        selector: gets what the ranks say registered, each with a function to call.
+        selector: the ranks' reports are registered with it, each with a function to call.
 
     Attributes:
         failures: of the ranks that have failed, in the order in which they did.
@@ -234,12 +234,12 @@ class LocalRanks:
 
     @property
     def running(self) -> list[Rank]:
-        """Those that had not ended when they were last looked at."""
+        """The ranks that had not ended when last polled."""
         return [rank for rank in self.ranks if not rank.ended]
 
     @property
     def stopped(self) -> list[Rank]:
-        """Those that run, but that a signal has stopped or a control group freezes."""
+        """Running ranks that a signal has stopped or a control group has frozen."""
         if (now := time.monotonic()) >= self._freezer_at:
             self._frozen, self._freezer_at = [rank for rank in self.running if rank.frozen], now + _FREEZER_SECONDS
         return [rank for rank in self.running if rank.stopped or rank in self._frozen]
@@ -269,14 +269,14 @@ class LocalRanks:
             rank.signal(signum)
 
     def kill(self) -> None:
-        """Local. Kill all ranks, and what they have started and left behind."""
+        """Local. Kill all ranks, and processes that they have started and left behind."""
         for rank in self.ranks:
             rank.kill()
 
     def terminate(self) -> None:
-        """Local. Send SIGTERM to all ranks that run, but for those that have said why they fail, and end by themselves.
+        """Local. Send SIGTERM to all ranks that run, except those that have reported why they fail, and end themselves.
 
-        Such a rank may not have printed its traceback yet. One that fails because another did may wait for the signal.
+        Such a rank may not have printed its traceback yet. A rank that fails because another did may wait for it.
         """
         for rank in self.ranks:
             rank.read()
@@ -294,7 +294,7 @@ class LocalRanks:
             self.look()
 
     def close(self) -> None:
-        """Local. Release what the ranks have held; if any still run, kill them. Idempotent."""
+        """Local. Release the ranks' resources; if any still run, kill them. Idempotent."""
         if self.running:
             self.kill()
         for rank in self.ranks:

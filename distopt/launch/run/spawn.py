@@ -53,7 +53,7 @@ def spawn(fn: Callable[..., object], world_size: int, args: Sequence[Any] = ()) 
     try:
         signum = _run(fn, world_size, args)
     except DistoptError as error:
-        raise error.with_traceback(None) from None  # what it takes to start a rank is no part of the message
+        raise error.with_traceback(None) from None  # the code that starts a rank is not part of the message
     if signum is not None:
         signal.raise_signal(signum)
 
@@ -99,7 +99,7 @@ def main(fn: Callable[..., object], world_size: int | None = None, args: Sequenc
         info = launcher()
         if info is None or info.name != RUN:
             raise
-        sys.stdout.flush()  # the agent says so, once for all ranks
+        sys.stdout.flush()  # the agent reports this, once for all ranks
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
     except SystemExit as error:
@@ -147,7 +147,7 @@ def _last_words(text: str) -> None:
 def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int | None:
     """Start, watch and end the ranks; return the signal that ended the job, if any.
 
-    A terminal sends signals to parent and children alike: ranks that a signal ended have not failed. Nor have those
+    A terminal sends signals to parent and children: ranks that a signal ended have not failed. Nor have those
     that left because of one, which may have been sent to them alone.
     """
     check_script(fn)
@@ -187,7 +187,7 @@ def _start(local: LocalRanks, fn: Callable[..., object], world_size: int, args: 
     variables = {**thread_variables(world_size, os.environ), VARIABLE: f"{os.getpid()} -1"}
     ticket = Ticket()
     # A new process inherits blocked signals, and unblocks them when its handlers are installed. Otherwise Ctrl-C, which
-    # a terminal sends to parent and children alike, could print a traceback per child from the middle of its imports.
+    # a terminal sends to parent and children, could print a traceback per child from the middle of its imports.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         for rank in range(world_size):

@@ -1,1 +1,1 @@
-"""The ranks of a job end together, whatever started them."""
+"""The ranks of a job end together, under any launcher."""

@@ -1,4 +1,4 @@
-"""What a rank under an MPI launcher does at its end, so that no other rank waits for it forever.
+"""The exit of a rank under an MPI launcher, so that no other rank waits for it forever.
 
 Only the process that joined the job acts for its rank. A child forked from it may raise, exit or end as it likes.
 """
@@ -27,7 +27,7 @@ from .report import supervisor
 from .siblings import end_with_parent
 from .watch import Watch
 
-# mpiexec reads the ranks' output through pipes; when told to abort, it drops what it has not read yet.
+# mpiexec reads the ranks' output through pipes; on an abort, it drops output that it has not read yet.
 _FORWARD_SECONDS = 0.1
 _ABORT_SECONDS = 2
 
@@ -48,7 +48,7 @@ class ExitGuard:
     Attributes:
         communicators: to be closed at the end. Kept even if the script has dropped them, so that peers are notified.
         farewells: to be called afterwards.
-        others: tells of the ends of other ranks, if anything does.
+        others: reports the ends of other ranks, if there is such a watch.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class ExitGuard:
             if self._left and threading.current_thread() is threading.main_thread():
                 self._finalize()
                 _core.refuse_early_exit("")
-                ctypes.CDLL(None).exit(0)  # whose handlers, of MPICH's, tell mpiexec that this end is no crash
+                ctypes.CDLL(None).exit(0)  # whose handlers, set by MPICH, report to mpiexec that this is not a crash
             _say(self._says(_EARLY.format("os._exit(0)")))
             if self.others is not None:
                 self.others.end_others(1)
@@ -155,7 +155,7 @@ class ExitGuard:
     def abort(self, code: int) -> None:
         """Local. End all ranks of the launcher's job."""
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more; the script has closed it
+            with contextlib.suppress(OSError, ValueError):  # its reader has gone; the script has closed it
                 stream.flush()
         time.sleep(_FORWARD_SECONDS)
         if not self._mpi.Is_finalized():
@@ -170,7 +170,7 @@ class ExitGuard:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more; the script has closed it
+    with contextlib.suppress(OSError, ValueError):  # its reader has gone; the script has closed it
         sys.stderr.write(text)
 
 

@@ -1,4 +1,4 @@
-"""What a rank says to the process that supervises it: `launch.main`, `spawn`, or the agent of `distopt run`.
+"""Reports of a rank to the process that supervises it: `launch.main`, `spawn`, or the agent of `distopt run`.
 
 The supervisor gives each rank a pipe. A message is a line, an object in JSON with the key "say":
 
@@ -70,7 +70,7 @@ class Reports:
         Args:
             code: the exit code with which it is about to end.
             text: why.
-            error: the exception, if that is why; it knows whether it is a consequence of another rank's end.
+            error: the exception, if that is why; it records whether it is a consequence of another rank's end.
             is_consequence: whether this end is known to be one.
         """
         while error is not None and not is_consequence:

@@ -1,4 +1,4 @@
-"""The server of a job on several hosts: it tells ranks of others that end too early, and connects those of MPICH.
+"""The server of a job on several hosts: it notifies ranks of others that end too early, and connects MPICH's ranks.
 
 Rank 0 runs this file as a program; it uses the standard library only, so that it starts at once. It cannot be a thread
 of rank 0, because MPI_Init holds Python's lock. It ends when all ranks have left, or one has failed.
@@ -9,7 +9,7 @@ Every rank opens a connection that stays with Python. Each message is a line; th
 - `end CODE RANK TEXT`: the job has failed because of TEXT, if known. Leave with exit code CODE; RANK alone prints it;
 - `lost CODE RANK TEXT`: so it has, because a host cannot be reached.
 
-Those of a rank are `left`: its end is no failure; and `end CODE`: it has failed, and has said so.
+Messages of a rank are `left`: its end is not a failure; and `end CODE`: it has failed, and has reported it.
 
 Where no MPI launcher serves MPICH's ranks, each hands another connection to MPICH. There it speaks PMI-1: lines of
 `name=value` words ("PMI: A Scalable Parallel Process-Management Interface for Extreme-Scale Systems", Balaji et al.,
@@ -117,7 +117,7 @@ class Server(Gate):
                 self._tell(watcher, "go\n")
 
     def _lost(self, link: Link) -> None:
-        # What the rank has said before it went may still lie unread on its other connection.
+        # The last messages of the rank may still be unread on its other connection.
         other = self._watchers.get(link.rank, link)
         if other is not link and other.socket.fileno() >= 0 and select.select([other.socket], [], [], 0)[0]:
             self._read(other)
@@ -129,7 +129,7 @@ class Server(Gate):
             self._end(1, f"{self._names.get(rank, f'rank {rank}')} {how}", but=rank, kind=kind)
 
     def _end(self, code: int, text: str, but: int = -1, kind: str = "end") -> None:
-        """Tell all ranks but one that the job has failed, and say why: the ranks may be killed before they can.
+        """Notify all ranks but one that the job has failed, and why: the ranks may be killed before they can.
 
         While ranks join, the first of them says why.
         """
@@ -137,7 +137,7 @@ class Server(Gate):
             self._ended = True
             told = [rank for rank in sorted(self._watchers) if rank != but]
             if text and self._began:
-                with contextlib.suppress(OSError):  # nobody reads it
+                with contextlib.suppress(OSError):  # its reader has gone
                     os.write(2, f"{text}\n".encode())
             speaker = -1 if self._began else min(told, default=-1)
             for rank in told:
@@ -183,7 +183,7 @@ def _exit_code(digits: str) -> int:
 
 
 def main() -> None:
-    """Serve as `distopt.launch.watch.watch.start_server`, which started this program, has told it."""
+    """Serve as `distopt.launch.watch.watch.start_server`, which started this program, specified."""
     fd, size, timeout, parent = sys.argv[1:]
     # The job's launcher may signal all of its processes; this one ends with rank 0.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

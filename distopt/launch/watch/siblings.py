@@ -139,7 +139,7 @@ def _siblings() -> tuple[set[int], set[int]]:
     own, running, zombies = _process("self"), set(), set()
     for pid in children(os.getppid()):
         name, command = _process(str(pid))
-        if name == own[0] and not command:  # by its name, not what forks the ranks
+        if name == own[0] and not command:  # by its name, not the process that forks the ranks
             zombies.add(pid)
         elif (name, command) == own and pid != os.getpid():
             running.add(pid)
@@ -200,7 +200,7 @@ def _process(pid: str) -> tuple[bytes, bytes]:
 
 
 def look() -> None:
-    """Local. Those that run now are the siblings that have been seen."""
+    """Local. Record the siblings that run now as seen."""
     _seen.clear()
     _seen.update(_siblings()[0])
 

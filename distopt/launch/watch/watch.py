@@ -1,6 +1,6 @@
 """Ranks end together: each is connected to the server of its job, `distopt.launch.watch.server`.
 
-What starts the ranks may be slow to notice that one has ended, or that a host cannot be reached, or never does.
+The launcher may be slow to notice that a rank has ended or a host cannot be reached, or never notice it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 _WAITING_DAEMONS = {"prterun": 3, "prted": 1}
 _SIGNAL_SECONDS = 0.5
 
-# Of a process that ends, Linux closes the highest descriptors first. The server must hear of its end before other ranks
+# Of a process that ends, Linux closes the highest descriptors first. The server must notice its end before other ranks
 # do through MPI, which may crash them at once.
 _HIGH = 512
 
-# The server needs two modules of this package, and neither the rest of it nor what that imports.
+# The server needs two modules of this package, and neither the rest of it nor its imports.
 _PROGRAM = """
 import sys, types
 package = sys.modules["launch"] = types.ModuleType("launch")
@@ -53,7 +53,7 @@ main()
 def start_server(
     listener: socket.socket, key: bytes, size: int, timeout: float, *, speaks: bool = True
 ) -> subprocess.Popen[bytes]:
-    """Local. Start the server of a job of `size` ranks, of which this process is rank 0; to be held while it serves.
+    """Local. Start the server of a job of `size` ranks, whose rank 0 is this process; to be held while it serves.
 
     Args:
         listener: a listening socket; the caller closes it.
@@ -91,7 +91,7 @@ class Watch:
         places: where the server may be: address and TCP port.
         timeout: seconds after which to give up.
         source: where the addresses come from, for messages.
-        speaks: whether this rank says that it has lost rank 0, and ends what waits for it; one per host is enough.
+        speaks: whether this rank reports the loss of rank 0, and ends the processes that wait; one per host is enough.
 
     Attributes:
         server: the process of the server, on rank 0.
@@ -144,7 +144,7 @@ class Watch:
         threading.Thread(target=self._outlive, name="distopt job", daemon=True).start()
 
     def leave(self) -> None:
-        """Local. This rank has done its part: its end is no failure, nor are those of others one for it."""
+        """Local. This rank has done its part: its end is not a failure, and failures of others no longer concern it."""
         self._left = True
         self._say("left")
 
@@ -172,7 +172,7 @@ class Watch:
                         f"{self._who} cannot find the host of rank 0 ({self._source}): {error.strerror}; give an "
                         "address that all hosts can reach"
                     ) from None
-                except OSError:  # nobody listens yet, or something else does
+                except OSError:  # no process listens yet, or another program does
                     pass
             if clock.seconds() > timeout:
                 addresses = ", ".join(dict.fromkeys(address for address, _ in self._places))
@@ -286,7 +286,7 @@ def _end_waiting_daemon() -> None:
 
 
 def own_addresses() -> list[str]:
-    """Local. Those of this host's network interfaces, but for the loopback, in the order of the kernel."""
+    """Local. Addresses of this host's network interfaces, except the loopback, in the order of the kernel."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

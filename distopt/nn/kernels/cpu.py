@@ -346,7 +346,7 @@ def _channel_sums(x: Array, sums: Array) -> None:
     mean, var = np.zeros((2, c), x.dtype)
     if n * pixels:
         _core.channel_moments(x, mean, var)
-    # From the variance, which squares of float32 would not give where it is small beside the mean.
+    # From the variance, which squares of float32 would lose if it is small relative to the mean.
     wide = mean.astype(np.float64)
     np.concatenate([wide, var + wide * wide, [1.0]], out=sums)
     sums *= n * pixels

@@ -1,11 +1,11 @@
 """Kernels for CuPy arrays: those of `distopt._cuda`, and cuBLAS for products, on the current stream of CuPy.
 
-The functions, their conventions and errors are those of `distopt.nn.kernels.cpu`; what differs is said here. Nothing
-waits for the device, so a label that is no class is found late: the loss and its gradients are then NaN, and
-`Device.check` raises when something is next read from the device.
+The functions, their conventions and errors are those of `distopt.nn.kernels.cpu`; differences are noted here. Nothing
+waits for the device, so an invalid label is found late: the loss and its gradients are then NaN, and
+`Device.check` raises when a value is next read from the device.
 
-A convolution is a plan of cuDNN where there is one (`gpu_cudnn.plan`), with bias, ReLU and pooling by kernels of
-`distopt._cuda`. Else it is lowering: a product with the lowered images, `columns` [C * kh * kw, images * places], made
+A convolution is a cuDNN plan if there is one (`gpu_cudnn.plan`), with bias, ReLU and pooling by kernels of
+`distopt._cuda`. Else it is lowered: a product with the lowered images, `columns` [C * kh * kw, images * places], made
 in chunks of images that bound the memory. Sums run in an order that shapes alone determine, without atomics, so equal
 inputs give equal bits on equal devices; chunks of gradients are added in their order.
 """
@@ -108,7 +108,7 @@ def softmax(x: Array) -> Array:
 
 
 def softmax_cross_entropy(logits: Array, labels: Array) -> tuple[Array, Any]:
-    """See `cpu.softmax_cross_entropy`; a label that is no class makes the loss NaN, see the module."""
+    """See `cpu.softmax_cross_entropy`; an invalid label makes the loss NaN, see the module."""
     rows, columns = _matrix(logits)
     index = target = None
     if labels.ndim == 2:

@@ -1,6 +1,6 @@
-"""What kernels for CuPy arrays share: the extension, addresses of arrays that have been checked, and products.
+"""The base of kernels for CuPy arrays: the extension, addresses of arrays that have been checked, and products.
 
-Products go to cuBLAS by our own way, as CuPy refuses to call it while a stream is captured in a graph; they take it in
+Products call cuBLAS directly, as CuPy refuses to call it while a stream is captured in a graph; they do so in
 and out of a capture, so that the bits are the same.
 """
 
@@ -27,7 +27,7 @@ Array: TypeAlias = Any  # cupy.ndarray
 
 native = _cuda
 
-# What NVIDIA recommends for Hopper, and more than others need.
+# NVIDIA's recommendation for Hopper; other GPUs need less.
 _WORKSPACE_BYTES = 32 << 20
 
 _workspaces: dict[tuple[int, int], Array] = {}  # by device and stream: products of one stream run one by one
@@ -120,7 +120,7 @@ def product(
 def share_workspace(device: int, stream: int, with_stream: int | None) -> None:
     """Local. Let products of `stream` use the workspace of `with_stream`; None: no more.
 
-    So what is captured on a stream has the workspace of the one that it is launched on, in order with the work there.
+    So a product captured on a stream uses the workspace of the stream that launches it, in order with the work there.
     """
     if with_stream is None:
         _workspaces.pop((device, stream), None)

@@ -1,11 +1,11 @@
 """Convolution of CuPy arrays by cuDNN, through cudnn-frontend's Python package; see `distopt.nn.kernels.gpu`.
 
 A plan is a convolution, or one of its gradients, for one geometry and type in the layout N, C, H, W. Its engine is the
-best in the eyes of cuDNN's heuristics of those that give equal bits on every run and compute in the type of the arrays.
+best by cuDNN's heuristics among those that give equal bits on every run and compute in the type of the arrays.
 Bias and ReLU stay kernels of distopt: a ReLU that is fused by cuDNN need not pass a NaN on. Where cuDNN is missing, or
 has no such engine, there is no plan, and the caller lowers.
 
-Plans and handles belong to a thread and a device, as cuDNN asks for handles. They are kept for good: a CUDA graph
+Plans and handles belong to a thread and a device, as cuDNN requires for handles. They are never freed: a CUDA graph
 launches kernels that its plans hold, and to destroy a handle while another stream is captured breaks the capture. For
 the same reason a geometry must have been met once before a step is captured: building its plan loads code.
 """
@@ -27,8 +27,8 @@ from ...settings import Settings
 from ..device import find_cudnn
 from .gpu_base import Array, code_of, current_stream
 
-ALIGNMENT_BYTES = 16  # what cudnn-frontend promises to engines about every array
-WORKSPACE_BYTES = 1 << 28  # an engine that wants more is not taken
+ALIGNMENT_BYTES = 16  # alignment of every array that cudnn-frontend promises to engines
+WORKSPACE_BYTES = 1 << 28  # an engine that needs more is not used
 
 # The method of the graph, its arguments, and its result; y stands for its gradient, too.
 OPERATIONS = {
@@ -73,7 +73,7 @@ class _Library(NamedTuple):
 
 
 class _Thread(threading.local):
-    """What a thread has of its own: its wish, and what was opened for a wish and a device."""
+    """The state of a thread: its wish, and the handles opened for a wish and a device."""
 
     def __init__(self) -> None:
         self.wish = Settings.from_env().convolution
@@ -184,7 +184,7 @@ def build_graph(
         shapes: of x, w and y.
         steps: stride and padding, each of rows and columns.
         dtype: "float32" or "float64".
-        place: what `cudnn.pygraph` needs to know about the device: a handle, or its description.
+        place: the device for `cudnn.pygraph`: a handle, or its description.
 
     Raises:
         cudnnGraphNotSupportedError: no engine will do.
@@ -213,7 +213,7 @@ def build_graph(
 
 
 def _refused_notes(cudnn: Any, dtype: str) -> list[Any]:
-    """What an engine must not do."""
+    """The numerical notes for which an engine is excluded."""
     note = cudnn.numerical_note
     refused = [note.NONDETERMINISTIC, note.DOWN_CONVERT_INPUTS, note.REDUCED_PRECISION_REDUCTION]
     if dtype == "float32" and os.environ.get("CUPY_TF32") != "1":

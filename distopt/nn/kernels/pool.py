@@ -32,7 +32,7 @@ def _find_idle(blocks: list[_Block], idle: int) -> _Block | None:
     return None
 
 
-# References to the memory of a block that nobody else refers to: the least with which it is found. Measured, as
+# References to the memory of a block without other users: the least with which it is found. Measured, as
 # interpreters differ in the references they take themselves.
 _IDLE = next(n for n in count() if _find_idle([_Block(np.empty(0, np.uint8), 0, 0)], n))
 

@@ -27,7 +27,7 @@ class _Recorder:
         self._cuda = cuda = device.xp.cuda
         self.memory: list[Any] = []
         self._pool = cuda.MemoryPool(_allocator(cuda, gpu_base.native, self.memory))
-        # One that does not block: other threads may use the default stream meanwhile.
+        # Non-blocking: other threads may use the default stream meanwhile.
         self._stream = cuda.Stream(non_blocking=True)
         self.launched_on = gpu_base.current_stream()
         self._inside: contextlib.ExitStack | None = None
@@ -76,10 +76,10 @@ class _Recorder:
 
 
 def _allocator(cuda: Any, native: Any, memory: list[Any]) -> Callable[[int], Any]:
-    """What a pool takes its memory from; all of it stays in `memory`, even if the pool lets go of it."""
+    """The allocator of a pool; all its memory stays in `memory`, even if the pool frees it."""
 
     def allocate(size: int) -> Any:
-        # cudaMalloc is no work of a stream; but a capture forbids it, as it may wait for the device.
+        # cudaMalloc does not enqueue work on a stream; but a capture forbids it, as it may wait for the device.
         memory.append(native.allow_in_capture(lambda: cuda.Memory(size)))
         return cuda.MemoryPointer(memory[-1], 0)
 
@@ -145,9 +145,9 @@ class CapturedStep(RecordedStep):
         except Exception as error:
             recorder.abort()
             self.failure = error.with_traceback(None)  # its frames hold this step
-            for op, inputs, saved in kept:  # what was let go of serves again: nothing has overwritten it
+            for op, inputs, saved in kept:  # released arrays are valid again: nothing has overwritten them
                 op.inputs, op.saved = inputs, saved
-        # What the step read besides: should its owner let go of it, a replay reads old values, and no foreign ones.
+        # Other arrays that the step read: if their owners drop them, a replay reads old values, not foreign ones.
         self._leaves = [source.array for _, inputs, _ in kept for source in inputs or () if not source.in_graph]
         return self.gradients() if self.failure is None else autograd.backward(loss)
 

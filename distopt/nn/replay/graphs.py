@@ -34,7 +34,7 @@ from .step import CaptureError, OptimizerCall, RecordedStep, early_text, text_of
 # Steps before the first recording, in which momentum, buckets, plans and compiled kernels are created.
 REHEARSALS = {"cpu": 1, "cuda": 2}
 KINDS = 8  # of arguments; each has memory of its own
-CAPTURES = 3  # of one kind, where parameters or buckets are not what they were at the last one
+CAPTURES = 3  # of one kind, if parameters or buckets have moved since the last one
 
 _log = logging.getLogger("distopt")
 
@@ -65,7 +65,7 @@ class _Watched:
 
 
 class _Kind:
-    """Arguments of one kind: what was done with them, and the recorded step, or why there is none."""
+    """Arguments of one kind: their attempts, and the recorded step, or why there is none."""
 
     def __init__(self) -> None:
         self.rehearsals = self.captures = 0
@@ -79,7 +79,7 @@ class StepGraphs:
 
     Attributes:
         replays: number of steps that were replayed.
-        watch: while a step runs that is looked at, what stands for the optimizer.
+        watch: while a step is observed, makes the object that stands in for the optimizer.
     """
 
     def __init__(self, device: Device) -> None:
@@ -158,7 +158,7 @@ class StepGraphs:
         if not isinstance(value, Tensor):
             return name, type(value), value
         if value.device is not self._device or value.in_graph or value.stores_grad:
-            raise CaptureError(f"argument {name} of train_one_batch is no plain tensor on {self._device!r}")
+            raise CaptureError(f"argument {name} of train_one_batch is not a plain tensor on {self._device!r}")
         return name, value.shape, value.dtype.str
 
     def _rehearse(self, kind: _Kind, train: Callable[..., Any], inputs: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -219,10 +219,10 @@ class StepGraphs:
 
     @staticmethod
     def _is_first(kind: _Kind, step: ReplayedStep) -> bool:
-        """Whether there is no step yet with which this one can be compared.
+        """Whether no earlier step of this kind has run, with which to compare this one.
 
         Raises:
-            CaptureError: there is one, and it did something else.
+            CaptureError: one has, and did something else.
         """
         earlier, kind.candidate = kind.candidate, step
         if earlier is None:

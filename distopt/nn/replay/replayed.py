@@ -58,7 +58,7 @@ class ReplayedStep(RecordedStep):
             if op.half or not _is_native(op):
                 return f"{type(op).__name__} does not compute by kernels alone"
             if not known.issuperset(inputs):
-                return f"{type(op).__name__} has an input that is no argument, state or result of an operation"
+                return f"{type(op).__name__} has an input that is not an argument, state or result of an operation"
             known.add(out)
         return ""
 

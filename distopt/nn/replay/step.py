@@ -124,7 +124,7 @@ class RecordedStep(ABC):
         """Take the results of `train_one_batch`.
 
         Raises:
-            CaptureError: a replay would not do what this step did.
+            CaptureError: a replay would not repeat this step.
         """
         if self._calls != 1:
             raise CaptureError(f"train_one_batch calls self.optimizer {self._calls} times, where a replay would once")
@@ -146,7 +146,7 @@ class RecordedStep(ABC):
                 raise CaptureError("train_one_batch returns a tensor that was not computed before the optimizer's step")
         elif results is not None:
             raise CaptureError(
-                f"train_one_batch returns a {type(results).__name__}, which a replay would not compute anew"
+                f"train_one_batch returns a {type(results).__name__}, which a replay would not compute again"
             )
 
     @property
@@ -183,7 +183,7 @@ class RecordedStep(ABC):
 
     # -- replay ------------------------------------------------------------------------------------------------------
     def replay(self, optimizer: Any, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
-        """One step with other arguments of the same kind; returns what `train_one_batch` had."""
+        """One step with other arguments of the same kind; returns the results of `train_one_batch`."""
         assert self.call is not None
         given = (*inputs, *(options[key] for key in self.options))
         for own, value in zip((*self.inputs, *self.options.values()), given, strict=True):
@@ -243,5 +243,5 @@ def early_text(call: OptimizerCall) -> str:
 
 
 def text_of(error: Exception) -> str:
-    """The kind of an error and what it says."""
+    """The kind of an error and its message."""
     return f"{type(error).__name__}: {error}"
