@@ -88,12 +88,12 @@ def pytorch_job(rank: int, world_size: int, args: argparse.Namespace) -> tuple[C
 
     import distopt.torch
 
-    from .peers.ranks.train_torch import network
+    from .peers.ranks.networks_torch import build
 
     torch.set_num_threads(1)
     store = dist.FileStore(f"{args.folder}/store", world_size)
     dist.init_process_group("distopt", store=store, rank=rank, world_size=world_size)
-    model = torch.nn.parallel.DistributedDataParallel(network())
+    model = torch.nn.parallel.DistributedDataParallel(build("cnn"))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     x, y = torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
 

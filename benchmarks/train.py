@@ -157,12 +157,14 @@ def crew_of(who: str, site: Site, args: argparse.Namespace) -> tuple[Crew, Setup
     """The ranks of a candidate."""
     if who == _APART:
         crew, setup = distopt_crew("train", site, "single")
-        setup["apart"] = True
+        setup["jobs"] = site.world_size
     elif who == "distopt":
         crew, setup = distopt_crew("train", site, args.backend if site.world_size > 1 else "single")
     else:
         crew, setup = torch_crew("train", site, _KEEP_MEMORY if _PEERS[who]["tuned"] else None)
-        setup.update(_PEERS[who])
+        setup |= _PEERS[who]
+        if site.world_size == 1:  # the bare model
+            setup["group"] = ""
     return crew, {**setup, "batch_size": args.batch_size}
 
 

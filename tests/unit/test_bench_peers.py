@@ -486,7 +486,7 @@ def test_the_ranks_of_peers(library):
     if library == "torch":
         pytest.importorskip("torch")
     with Crew("all_reduce", rank_command(), Site(2), launcher, lineup._as_root()) as crew:
-        hello = crew.ask({"library": library, "folder": str(crew.folder)})
+        hello = crew.ask({"library": library, "group": "gloo", "folder": str(crew.folder)})
         assert [answer["rank"] for answer in hello] == [0, 1]
         request = {"count": 1000, "capacity": 2000, "dtype": "int32", "calls": 3, "samples": 2, "warm_up": 1}
         kinds = [(collective, buffers) for collective in COLLECTIVES for buffers in hello[0]["buffers"][collective]]
@@ -503,7 +503,8 @@ def test_the_other_ranks_of_torch(module):
     pytest.importorskip("torch")
     world_size = 2 if module == "train" else 1
     with Crew(module, rank_command(), Site(world_size)) as crew:
-        hello = crew.ask({"library": "torch", "folder": str(crew.folder), "batch_size": 4, "count": 900, "k": 9})
+        setup = {"library": "torch", "group": "gloo", "folder": str(crew.folder)}
+        hello = crew.ask({**setup, "batch_size": 4, "count": 900, "k": 9})
         if module == "train":
             assert hello[0]["gradient_count"] == 431_080
             answers = crew.ask({"steps": 2, "warm_up": 1})
