@@ -23,7 +23,7 @@ from distopt.cli.values import at_least
 from distopt.data import ShardedSampler
 from distopt.nn.staging import Staging
 
-from .models.cnn import sgd, train_cnn
+from .models import sgd, train_cnn
 
 BATCH = 64
 

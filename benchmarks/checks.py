@@ -30,7 +30,7 @@ import numpy as np
 from distopt import comm, launch, opt
 from distopt.cli.values import at_least
 
-from .models.cnn import compiled, sgd
+from .models import compiled, sgd
 
 STEPS, BARRIERS, CALLS, COMPARISONS = 5, 200, 2000, 5
 

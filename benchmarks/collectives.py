@@ -26,7 +26,7 @@ from distopt.errors import DistoptError, UsageError
 from . import output
 from .__main__ import main
 from .all_reduce import byte_sizes
-from .models.cnn import PARAMETERS
+from .models import PARAMETERS
 from .output import ROOT, put, write_json
 from .peers.ranks.transports import COLLECTIVES
 

@@ -28,7 +28,7 @@ from distopt.cli.values import at_least
 from distopt.errors import MissingDependencyError
 from distopt.nn import device
 
-from .models.cnn import compiled, resnet, sgd
+from .models import compiled, resnet, sgd
 from .output import put, table
 
 ELEMENTS = 100_000_000

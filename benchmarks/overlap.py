@@ -20,7 +20,7 @@ import numpy as np
 from distopt import _core, comm, launch
 from distopt.cli.values import at_least, positive
 
-from .models.cnn import PARAMETERS
+from .models import PARAMETERS
 from .networks.emulation import RATES, two_hosts
 from .output import import_this_checkout
 

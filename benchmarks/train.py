@@ -137,7 +137,6 @@ def run(args: argparse.Namespace) -> int:
         _print_head(args, lineup, site, facts)
         lineup.take_turns(args.turns, lambda candidate, _: _take_turn(candidate, results[candidate.name], args))
         missing = lineup.missing
-        gradients = next((candidate.hello["gradient_count"] for candidate in lineup.candidates), None)
     done = {name: result for name, result in results.items() if result.seconds}
     for result in done.values():
         alone = done.get(f"{'distopt' if result.who == _APART else result.who} x1")
@@ -147,7 +146,6 @@ def run(args: argparse.Namespace) -> int:
     lineup.report_missing()
     if args.json:
         report = {"benchmark": "train", "model": "cnn", "machine": facts, "missing": missing}
-        report["gradient_count"] = gradients
         report["rows"] = [result.as_json() for result in done.values()]
         write_json(args.json, report)
     return 1 if missing or not all(result.equal for result in done.values()) else 0

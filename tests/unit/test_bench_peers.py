@@ -506,7 +506,7 @@ def test_the_other_ranks_of_torch(module):
         setup = {"library": "torch", "group": "gloo", "folder": str(crew.folder)}
         hello = crew.ask({**setup, "batch_size": 4, "count": 900, "k": 9})
         if module == "train":
-            assert hello[0]["gradient_count"] == 431_080
+            assert "DistributedDataParallel over gloo" in hello[0]["about"]
             answers = crew.ask({"steps": 2, "warm_up": 1})
             assert answers[0]["parameters"] == answers[1]["parameters"]
             assert len(answers[0]["phases"]["update"]) == len(answers[0]["seconds"]) == 2

@@ -30,12 +30,10 @@ class Trainer(ABC):
     Attributes:
         rank: this rank.
         about: library and version.
-        gradient_count: number of gradient elements.
     """
 
     rank: int
     about: str
-    gradient_count: int
 
     @abstractmethod
     def step(self) -> None:
@@ -73,8 +71,7 @@ def prepare(setup: dict[str, Any], rank: int, world_size: int) -> tuple[dict[str
         folder = Path(setup["folder"], str(job))
         folder.mkdir(exist_ok=True)
         trainer = library.Trainer(member, world_size // jobs, {**setup, "folder": str(folder)})
-    hello = {"rank": rank, "about": trainer.about, "gradient_count": trainer.gradient_count}
-    return hello, partial(measure, trainer)
+    return {"rank": rank, "about": trainer.about}, partial(measure, trainer)
 
 
 def measure(trainer: Trainer, request: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from threadpoolctl import threadpool_info
 
-from benchmarks.models.cnn import CNN, compiled, resnet, sgd
+from benchmarks.models import CNN, compiled, resnet, sgd
 from distopt import compress, device, opt
 from distopt.tensor import Tensor
 
@@ -61,7 +61,6 @@ class Trainer(train.Trainer):
             net = resnet(name, setup["image_size"])
         batch = train.synthetic_batch(setup, self.rank)
         self._net, self._x, self._y = compiled(self._dist_opt, batch, use_graph=True, net=net)
-        self.gradient_count = sum(param.array.size for param in self._net.get_params().values())
         self.about = f"distopt, {where.name} communicator{_blas()}"
 
     def step(self) -> None:

@@ -51,7 +51,6 @@ class Trainer(train.Trainer):
             )
             _add_hook(self._net, hook)
             self.about += f", DistributedDataParallel over {group}"
-        self.gradient_count = sum(param.numel() for param in self._net.parameters())
         self._sgd = torch.optim.SGD(
             self._net.parameters(), lr=0.005, momentum=0.9, weight_decay=1e-5, fused=tuned or None
         )
@@ -83,7 +82,7 @@ def _add_hook(net: nn.parallel.DistributedDataParallel, name: str) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if name == "nothing":
-        net.register_comm_hook(None, _unchanged)
+        net.register_comm_hook(None, lambda _, bucket: _completed(bucket.buffer()))
     elif name == "fp16":
         net.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name == "power-sgd":
@@ -94,7 +93,7 @@ def _add_hook(net: nn.parallel.DistributedDataParallel, name: str) -> None:
         net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-def _unchanged(_: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
+    future.set_result(tensor)
     return future

@@ -7,8 +7,8 @@ from typing import Any
 
 from distopt import model, opt, tensor
 
-from ..output import ROOT
-from ..peers.ranks.train import synthetic_batch
+from .output import ROOT
+from .peers.ranks.train import synthetic_batch
 
 sys.path.insert(0, str(ROOT / "examples"))
 import train_cnn
