@@ -35,7 +35,7 @@ from .peers.ranks.transports import COLLECTIVES
 _BATCH_SECONDS = 1e-3
 _PEERS = ("openmpi", "mpich", "gloo", "torch")  # torch: distopt through torch.distributed
 _PAGE = 4096
-# Whose bytes a size counts, as in nccl-tests.
+# The array whose bytes a size counts, as in nccl-tests.
 _WHOLE = {"all_reduce": "array", "all_gather": "output", "reduce_scatter": "input", "broadcast": "array"}
 _BACKENDS = [name for name in BACKENDS if name != "single"]
 

@@ -1,4 +1,4 @@
-"""What checkpoints cost: 100 steps of the example with a checkpoint, and 100 without, in turn.
+"""The cost of checkpoints: 100 steps of the example with a checkpoint, and 100 without, in turn.
 
     python -m benchmarks checkpoint --np 2 --pairs 60 --dist-option fp32
     python -m benchmarks checkpoint --np 2 --pytorch
@@ -58,7 +58,7 @@ def measure(rank: int, world_size: int, args: argparse.Namespace) -> None:
 
 
 def job(rank: int, world_size: int, args: argparse.Namespace) -> tuple[Checkpoint, Callable, Callable]:
-    """What saves, a step, and a barrier."""
+    """A checkpoint, a function that takes a step, and a barrier."""
     optimizer = opt.DistOpt(sgd())
     data = train_cnn.mnist.load(args.data_dir, rank=rank, exchange=optimizer.communicator.all_gather_bytes)
     sampler = ShardedSampler(len(data.train_x), world_size, rank, BATCH)

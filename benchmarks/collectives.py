@@ -43,7 +43,7 @@ PEERS = {"mpich": "MPICH", "openmpi": "Open MPI", "gloo": "Gloo"}
 
 @dataclass(frozen=True)
 class Table:
-    """What one table shows."""
+    """One table: ranks on each host, rate of the link, collective."""
 
     ranks: str
     rate: str
@@ -111,7 +111,7 @@ def library(result: dict) -> str:
 
 
 def key(table: Table, result: dict) -> str:
-    """What a later result must have in common with this one to replace it; the library's version does not count."""
+    """The key under which a result is kept: a later one with the same key replaces it, whatever the library's version."""
     return " ".join([own_peer(result), *astuple(table)])
 
 

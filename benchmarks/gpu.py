@@ -1,4 +1,4 @@
-"""What the GPU kernels and a training step cost, against a copy, other libraries and the bare collective.
+"""The time of the GPU kernels and of a training step, against a copy, other libraries and the bare collective.
 
     python -m benchmarks gpu                        everything on one GPU
     python -m benchmarks gpu --only cnn resnet      training steps
@@ -170,7 +170,7 @@ def torch_step(torch, net, shape: tuple[int, ...], classes: int, mode: str):
     return step
 
 
-# How PyTorch runs: compiled in a mode, and with convolutions in TF32, as they are unless it is told otherwise.
+# How PyTorch runs: compiled in a mode, and with convolutions in TF32, which is its default.
 PEERS = (("eager", False), ("eager", True), ("default", False), ("reduce-overhead", False), ("reduce-overhead", True))
 
 

@@ -1,4 +1,4 @@
-"""What of an all-reduce between two emulated hosts moves while a rank computes, at 1 Gbit/s.
+"""How much of an all-reduce between two emulated hosts moves while a rank computes, at 1 Gbit/s.
 
 Times of an all-reduce alone, and of one that sets out before a computation: of our convolutions, which let bytes move,
 and of NumPy's products, which do not. Then what a rank costs that waits for another one. Needs root,

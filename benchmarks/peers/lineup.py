@@ -101,7 +101,7 @@ def distopt_crew(module: str, site: Site, backend: str) -> tuple[Crew, Setup]:
     """Ranks of distopt: children of this process, or started by mpiexec if the backend needs MPI.
 
     Raises:
-        MissingDependencyError: there is no mpiexec.
+        MissingDependencyError: mpiexec is missing.
     """
     launcher = _own_launcher(site) if backend in BETWEEN_HOSTS else []
     setup = {"library": "distopt", "backend": backend, "secret": secrets.token_hex(16)}

@@ -46,7 +46,7 @@ ON_GPUS = {"gpu"}
 
 
 def documented() -> list[str]:
-    """What follows `python -m benchmarks` in the pages' blocks of commands and in their text, each once."""
+    """The words after `python -m benchmarks` in the pages' blocks of commands and in their text, each once."""
     found = set()
     for page in PAGES:
         text = re.sub(r"<!--.*?-->", "", page.read_text())
@@ -60,7 +60,7 @@ def documented() -> list[str]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, Path]:
-    """What `SHORT` names."""
+    """The files that `SHORT` names."""
     folder = tmp_path_factory.mktemp("files")
     digits = folder / "digits"
     digits.mkdir()

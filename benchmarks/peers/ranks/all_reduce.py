@@ -24,7 +24,7 @@ def measure(transport: Transport, world_size: int, request: dict[str, Any]) -> d
 
     Timed are sums of zeros, which stay zeros in place. The calls of a batch follow one another at once. In a broadcast
     that would let a constant root run ahead, and time its sends alone. So the ranks take turns as root, as in the Intel
-    MPI Benchmarks (IMB-MPI1 Bcast): nobody is root before it has what the root before it sent.
+    MPI Benchmarks (IMB-MPI1 Bcast): each receives from the root before it, and is root only then.
 
     Returns:
         "seconds" per call, one entry for each timed batch; the number of "wrong" elements; and, if the request names an
