@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -170,7 +170,7 @@ def test_a_row_has_the_numbers_of_nccl_tests():
     ],
 )
 def test_the_bandwidth_of_the_bus_by_collective(collective, factor, word):
-    row = replace(ROW, collective=collective)
+    row = all_reduce.CollectiveRow(**asdict(ROW), collective=collective)
     assert row.bus_bandwidth == pytest.approx(row.algorithm_bandwidth * factor)
     assert row.as_json()["redop"] == row.line(row).split()[3] == word
 
