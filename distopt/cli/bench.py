@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Collective under a launcher; else start the ranks. Return 0; rank 0 prints.
 
     Raises:
-        UsageError: there is no size, or `--np` contradicts the launcher.
+        UsageError: no size is given, or `--np` contradicts the launcher.
         DistoptError: a rank failed, or a result was wrong.
     """
     from .. import launch

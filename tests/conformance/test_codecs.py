@@ -1,4 +1,4 @@
-"""What every codec promises, on every number of ranks."""
+"""The contract of every codec, on every number of ranks."""
 
 import logging
 import time
@@ -47,7 +47,7 @@ def parts_of(size):
 
 
 class Run:
-    """What a rank has after some steps."""
+    """The state of a rank after some steps."""
 
     def __init__(self, codec, comm, size=SIZE):
         self.comm = comm
@@ -133,7 +133,7 @@ def test_nothing_is_lost_between_wire_and_residual(codec, world_size, cls):
 def test_average_plus_residual_is_the_input_on_one_rank(codec):
     grads = gradients(1, steps=1)
     (rank,) = run(codec, grads)
-    # The product of PowerSGD's factors is no value of the gradient, so the difference is rounded.
+    # The product of PowerSGD's factors is not a value of the gradient, so the difference is rounded.
     bound = 1e-6 if codec.codec in LOW_RANK else 0
     np.testing.assert_allclose(rank.means[0] + rank.residual, grads[0, 0], rtol=0, atol=bound)
 

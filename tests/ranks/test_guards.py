@@ -242,7 +242,7 @@ def interrupted(optimizer) -> dict[str, np.ndarray]:
 
 
 def interrupted_late(optimizer) -> dict[str, np.ndarray]:
-    """An exception on rank 1 after its last bucket: that rank has not updated, and the next step says so."""
+    """An exception on rank 1 after its last bucket: that rank has not updated, and the next step reports it."""
     net = build(optimizer)
     train(optimizer, net, range(2), Fp32())
     backward = autograd.backward

@@ -131,7 +131,7 @@ def test_strategies_change_between_steps(tmp_path):
 
 
 def with_other_options(optimizer) -> dict[str, np.ndarray]:
-    """What varying shares have not sent is sent by the last step, whose share is everything."""
+    """The last step, whose share is everything, sends all that the varying shares have left."""
     comm = optimizer.communicator
     bucket = comm.empty(101)
     reducer = ErrorFeedback(TopK(0.01)).attach(bucket, comm)

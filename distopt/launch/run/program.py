@@ -125,7 +125,7 @@ class Program(Rank):
 
 
 def variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[str, str]:
-    """Local. The environment of the ranks: torchrun's variables, and some that distinguish the launcher from torchrun."""
+    """Local. The environment of the ranks: the variables of torchrun, and some that show which launcher it is."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_VARIABLES)}
     return {
         "PYTHONUNBUFFERED": "1",  # a killed rank would lose unwritten output
