@@ -15,7 +15,7 @@ from distopt.cli import Parser, run_command
 
 FOLDER = Path(__file__).parent
 # Every other module of this package, with `add_options` and `run`.
-BENCHMARKS = sorted(path.stem.replace("_", "-") for path in FOLDER.glob("[a-z]*.py") if path.stem != "output")
+BENCHMARKS = sorted({path.stem.replace("_", "-") for path in FOLDER.glob("[a-z]*.py")} - {"models", "output"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

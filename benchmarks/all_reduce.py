@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,28 @@ from .peers.ranks.transports import COLLECTIVES
 _BATCH_SECONDS = 1e-3
 _PEERS = ("openmpi", "mpich", "gloo", "torch")  # torch: distopt through torch.distributed
 _PAGE = 4096
-# Whose bytes a size counts, as in nccl-tests.
+# The array whose bytes a size counts, as in nccl-tests.
 _WHOLE = {"all_reduce": "array", "all_gather": "output", "reduce_scatter": "input", "broadcast": "array"}
 _BACKENDS = [name for name in BACKENDS if name != "single"]
+
+
+@dataclass(frozen=True)
+class CollectiveRow(Row):
+    """The measurement of any collective; sizes are those of the whole array, see `_WHOLE`."""
+
+    collective: str
+
+    @property
+    def reduction(self) -> str:
+        return "sum" if "reduce" in self.collective else "none"
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes per second that each rank must send or receive, by the factors of nccl-tests (doc/PERFORMANCE.md)."""
+        if self.collective == "broadcast":
+            return self.algorithm_bandwidth
+        rounds = 2 if self.collective == "all_reduce" else 1
+        return self.algorithm_bandwidth * rounds * (self.world_size - 1) / self.world_size
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         lineup = stack.enter_context(Lineup())
         _fill(lineup, args, site, sizes[-1])
         _print_head(args, lineup, site, facts)
-        rows: list[Row] = []
+        rows: list[CollectiveRow] = []
         for size in sizes:
             measured = _measure(args, lineup, size // item_bytes, sizes[-1] // item_bytes, size)
             for row in measured:
@@ -144,7 +164,7 @@ def _print_head(args: argparse.Namespace, lineup: Lineup, site: Site, facts: dic
     print(HEADER, flush=True)
 
 
-def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int, size: int) -> list[Row]:
+def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int, size: int) -> list[CollectiveRow]:
     """Measure all candidates at one size, in turns."""
     request = {
         "collective": args.collective,
@@ -170,7 +190,7 @@ def _measure(args: argparse.Namespace, lineup: Lineup, count: int, capacity: int
 
     lineup.take_turns(args.turns, measure)
     return [
-        Row(*key, size, count, args.dtype, args.np, values, calls[key], wrong[key], args.collective)
+        CollectiveRow(*key, size, count, args.dtype, args.np, values, calls[key], wrong[key], args.collective)
         for key, values in seconds.items()
     ]
 

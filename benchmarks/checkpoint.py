@@ -1,4 +1,4 @@
-"""What checkpoints cost: 100 steps of the example with a checkpoint, and 100 without, in turn.
+"""The cost of checkpoints: 100 steps of the example with a checkpoint, and 100 without, in turn.
 
     python -m benchmarks checkpoint --np 2 --pairs 60 --dist-option fp32
     python -m benchmarks checkpoint --np 2 --pytorch
@@ -23,7 +23,7 @@ from distopt.cli.values import at_least
 from distopt.data import ShardedSampler
 from distopt.nn.staging import Staging
 
-from .models.cnn import sgd, train_cnn
+from .models import sgd, train_cnn
 
 BATCH = 64
 
@@ -58,7 +58,7 @@ def measure(rank: int, world_size: int, args: argparse.Namespace) -> None:
 
 
 def job(rank: int, world_size: int, args: argparse.Namespace) -> tuple[Checkpoint, Callable, Callable]:
-    """What saves, a step, and a barrier."""
+    """A checkpoint, a function that takes a step, and a barrier."""
     optimizer = opt.DistOpt(sgd())
     data = train_cnn.mnist.load(args.data_dir, rank=rank, exchange=optimizer.communicator.all_gather_bytes)
     sampler = ShardedSampler(len(data.train_x), world_size, rank, BATCH)
@@ -88,12 +88,12 @@ def pytorch_job(rank: int, world_size: int, args: argparse.Namespace) -> tuple[C
 
     import distopt.torch
 
-    from .peers.ranks.train_torch import network
+    from .peers.ranks.networks_torch import build
 
     torch.set_num_threads(1)
     store = dist.FileStore(f"{args.folder}/store", world_size)
     dist.init_process_group("distopt", store=store, rank=rank, world_size=world_size)
-    model = torch.nn.parallel.DistributedDataParallel(network())
+    model = torch.nn.parallel.DistributedDataParallel(build("cnn"))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     x, y = torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
 

@@ -1,4 +1,4 @@
-"""What finding failures and drift costs a training step, as a share of it.
+"""The cost of finding failures and drift, as a share of a training step.
 
     python -m benchmarks checks --np 2             shared memory
     mpiexec -n 2 python -m benchmarks checks       MPI
@@ -9,7 +9,7 @@ would have to meet without them, too. What finds drift is measured by itself:
 
 - constants: every step gathers the constants of the optimizer, compares them with what the ranks have agreed on, and
   enters and leaves the context that explains errors;
-- labels: every collective of a step asks for its label, in which a change would be told;
+- labels: every collective of a step asks for its label, which would name a change;
 - order: the number of the `DistOpt` is a part of the labels of all but the first one, and compared with them; the time is
   that of making a label with a number anew;
 - digests: the comparison of all parameters, divided by the number of steps from one to the next.
@@ -30,7 +30,7 @@ import numpy as np
 from distopt import comm, launch, opt
 from distopt.cli.values import at_least
 
-from .models.cnn import compiled, sgd
+from .models import compiled, sgd
 
 STEPS, BARRIERS, CALLS, COMPARISONS = 5, 200, 2000, 5
 

@@ -26,7 +26,7 @@ from distopt.errors import DistoptError, UsageError
 from . import output
 from .__main__ import main
 from .all_reduce import byte_sizes
-from .models.cnn import PARAMETERS
+from .models import PARAMETERS
 from .output import ROOT, put, write_json
 from .peers.ranks.transports import COLLECTIVES
 
@@ -43,7 +43,7 @@ PEERS = {"mpich": "MPICH", "openmpi": "Open MPI", "gloo": "Gloo"}
 
 @dataclass(frozen=True)
 class Table:
-    """What one table shows."""
+    """One table: ranks on each host, rate of the link, collective."""
 
     ranks: str
     rate: str
@@ -111,7 +111,7 @@ def library(result: dict) -> str:
 
 
 def key(table: Table, result: dict) -> str:
-    """What a later result must have in common with this one to replace it; the library's version does not count."""
+    """The key under which a result is kept: a later one with the same key replaces it, whatever the library's version."""
     return " ".join([own_peer(result), *astuple(table)])
 
 

@@ -23,7 +23,7 @@ from distopt.cli.values import at_least
 from distopt.compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
 from distopt.data import ShardedSampler
 
-from .models.cnn import CNN, sgd, train_cnn
+from .models import CNN, sgd, train_cnn
 from .output import ROOT, put, table
 
 STEPS_PER_EPOCH = 468  # 60,000 images, 2 ranks, batch 64

@@ -1,4 +1,4 @@
-"""What the GPU kernels and a training step cost, against a copy, other libraries and the bare collective.
+"""The time of the GPU kernels and of a training step, against a copy, other libraries and the bare collective.
 
     python -m benchmarks gpu                        everything on one GPU
     python -m benchmarks gpu --only cnn resnet      training steps
@@ -28,7 +28,7 @@ from distopt.cli.values import at_least
 from distopt.errors import MissingDependencyError
 from distopt.nn import device
 
-from .models.cnn import compiled, sgd
+from .models import compiled, resnet, sgd
 from .output import put, table
 
 ELEMENTS = 100_000_000
@@ -170,7 +170,7 @@ def torch_step(torch, net, shape: tuple[int, ...], classes: int, mode: str):
     return step
 
 
-# How PyTorch runs: compiled in a mode, and with convolutions in TF32, as they are unless it is told otherwise.
+# How PyTorch runs: compiled in a mode, and with convolutions in TF32, which is its default.
 PEERS = (("eager", False), ("eager", True), ("default", False), ("reduce-overhead", False), ("reduce-overhead", True))
 
 
@@ -204,25 +204,28 @@ def cnn_rows(cupy, torch) -> Iterator[str]:
         return lambda: cnn(x, y)
 
     def theirs():
-        from .peers.ranks.train_torch import network
+        from .peers.ranks.networks_torch import build
 
-        return network()
+        return build("cnn")
 
     return step_rows(cupy, torch, "CNN", ours, theirs, (BATCH, 1, 28, 28), 10)
 
 
 def resnet_rows(cupy, torch, batch_size: int, size: int) -> Iterator[str]:
-    from .models.resnet import in_distopt, in_torch
-
     shape = (batch_size, 3, size, size)
     rng = np.random.default_rng(0)
     images, labels = rng.standard_normal(shape, dtype=np.float32), rng.integers(0, 1000, batch_size).astype(np.int32)
 
     def ours(use_graph: bool):
-        net, x, y = compiled(opt.DistOpt(sgd()), (images, labels), use_graph=use_graph, net=in_distopt(size=size))
+        net, x, y = compiled(opt.DistOpt(sgd()), (images, labels), use_graph=use_graph, net=resnet(size=size))
         return lambda: net(x, y)
 
-    return step_rows(cupy, torch, "ResNet-50", ours, in_torch, shape, 1000)
+    def theirs():
+        from .peers.ranks.networks_torch import build
+
+        return build("resnet50")
+
+    return step_rows(cupy, torch, "ResNet-50", ours, theirs, shape, 1000)
 
 
 SECTIONS = ("ceilings", "kernels", "select", "convolutions", "cnn", "resnet")

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from itertools import pairwise
 
 from distopt.cli.values import at_least
 
 from .networks.site import Site
-from .peers.lineup import Candidate, Lineup
+from .peers.lineup import Lineup
 from .train import crew_of
 
 FIRST_STEPS, SAMPLES = 10, 8
@@ -28,25 +29,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=PEERS, help="measure one of the two")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     args.backend = "shm"
+    ends = {FIRST_STEPS + (args.steps - FIRST_STEPS) * i // SAMPLES for i in range(SAMPLES + 1)}
     for name in [args.only] if args.only else PEERS:
         with Lineup() as lineup:
             lineup.add(name, partial(crew_of, name, Site(args.np), args))
-            lineup.take_turns(1, partial(measure, args))
-            lineup.report_missing()
-            if lineup.missing:
-                return 1
-    return 0
-
-
-def measure(args: argparse.Namespace, candidate: Candidate, _: int) -> None:
-    print(f"{candidate.name}: largest of {args.np} ranks, batch {args.batch_size}")
-    print(f"{'steps':>8} {'Rss MiB':>9} {'Pss MiB':>9}")
-    done = 0
-    for until in [FIRST_STEPS + (args.steps - FIRST_STEPS) * i // SAMPLES for i in range(SAMPLES + 1)]:
-        if until > done:
-            answers = candidate.crew.ask({"steps": until - done, "warm_up": 0})
-            done = until
-            rss, pss = (max(each) / 2**20 for each in zip(*(answer["now_bytes"] for answer in answers), strict=True))
-            print(f"{done:8} {rss:9.1f} {pss:9.1f}", flush=True)
+            print(f"{name}: largest of {args.np} ranks, batch {args.batch_size}")
+            print(f"{'steps':>8} {'Rss MiB':>9} {'Pss MiB':>9}")
+            for done, until in pairwise([0, *sorted(ends)]):
+                answers = lineup.ask(1, {"steps": until - done, "warm_up": 0})[name][0]
+                sizes = zip(*(answer["now_bytes"] for answer in answers), strict=True)
+                rss, pss = (max(each) / 2**20 for each in sizes)
+                print(f"{until:8} {rss:9.1f} {pss:9.1f}", flush=True)

@@ -17,13 +17,12 @@ from typing import Any
 
 from distopt.cli.bench import machine
 from distopt.cli.values import at_least, names_of
-from distopt.errors import DistoptError
 
 from . import output
 from .networks.emulation import LINK, TwoHosts, two_hosts
 from .networks.site import EmulatedSite
 from .output import ROOT, put
-from .peers.lineup import Candidate, Lineup, distopt_crew, torch_crew
+from .peers.lineup import Lineup, distopt_crew, torch_crew
 
 RATES = {"1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
 WARM_UP_STEPS = 5
@@ -89,26 +88,17 @@ def link_rate(net: TwoHosts, megabytes: int = 10) -> float:
 
 def measure(net: TwoHosts, row: str, options: dict[str, Any], steps: int) -> dict[str, float]:
     """Steps of one row, with ranks of its own. DistoptError if they fail."""
-    record: dict[str, float] = {}
 
     def start() -> tuple[Any, dict[str, Any]]:
         site = EmulatedSite(net, 1)
         crew, setup = torch_crew("train", site) if row in DDP else distopt_crew("train", site, "mpi")
         return crew, {**setup, **options, "batch_size": 64}
 
-    def ask(candidate: Candidate, _: int) -> None:
-        answer = candidate.crew.ask({"steps": steps, "warm_up": WARM_UP_STEPS, "interface": LINK})[0]
-        record["steps_per_second"] = steps / sum(answer["seconds"])
-        record["interface_bytes"] = answer["interface_bytes"] / steps
-        if row in SENT:
-            record["bytes"] = answer["sent_bytes"] / steps
-
     with Lineup() as lineup:
         lineup.add(row, start)
-        lineup.take_turns(1, ask)
-        if lineup.missing:
-            raise DistoptError(f"{row}: {lineup.missing[row]}")
-    return record
+        answer = lineup.ask(1, {"steps": steps, "warm_up": WARM_UP_STEPS, "interface": LINK})[row][0][0]
+    record = {"steps_per_second": steps / sum(answer["seconds"]), "interface_bytes": answer["interface_bytes"] / steps}
+    return record | ({"bytes": answer["sent_bytes"] / steps} if row in SENT else {})
 
 
 def table(records: dict[str, dict]) -> str:

@@ -1,4 +1,4 @@
-"""What benchmarks say and write."""
+"""Tables, JSON files and pages that benchmarks write."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
 
 
 def put(page: Path, name: str, text: str) -> None:
-    """Replace what stands between the marks of the benchmark `name` in `page`."""
+    """Replace the text between the marks of the benchmark `name` in `page`."""
     begin, end = (f"<!-- table of python -m benchmarks {name}: {word} -->" for word in ("begin", "end"))
     before, found, rest = page.read_text().partition(begin)
     _, closed, after = rest.partition(end)

@@ -1,4 +1,4 @@
-"""What of an all-reduce between two emulated hosts moves while a rank computes, at 1 Gbit/s.
+"""How much of an all-reduce between two emulated hosts moves while a rank computes, at 1 Gbit/s.
 
 Times of an all-reduce alone, and of one that sets out before a computation: of our convolutions, which let bytes move,
 and of NumPy's products, which do not. Then what a rank costs that waits for another one. Needs root,
@@ -20,7 +20,7 @@ import numpy as np
 from distopt import _core, comm, launch
 from distopt.cli.values import at_least, positive
 
-from .models.cnn import PARAMETERS
+from .models import PARAMETERS
 from .networks.emulation import RATES, two_hosts
 from .output import import_this_checkout
 

@@ -1,6 +1,6 @@
 """Process groups of PyTorch: all-reduce, and what communication adds to a DDP step, over Gloo and over distopt.
 
-Both groups are in the same processes and take turns in every round. A third candidate of the steps does not
+Both run the PyTorch of this environment, and take turns in every round. A third candidate of the steps does not
 communicate: its DDP has a hook that leaves gradients as they are. Bytes are those that one host sends, headers included.
 
     python -m benchmarks pytorch --np 2
@@ -10,30 +10,37 @@ communicate: its DDP has a hook that leaves gradients as they are. Bytes are tho
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 from distopt.cli.bench import heading, machine
 from distopt.cli.values import at_least, names_of
 
 from .all_reduce import byte_sizes
 from .networks.emulation import LINK
-from .networks.site import add_places, site_of
+from .networks.site import Site, add_places, site_of
 from .output import table, write_json
-from .peers.lineup import torch_crew
+from .peers.crew import Crew
+from .peers.lineup import Lineup, Setup, torch_crew
 
 SIZES = [1024 * 4**i for i in range(8)]
 MODELS = {
-    "cnn": "reference CNN, batch 64",
-    "resnet18": "ResNet-18 at 64 x 64, batch 8",
-    "mlp": "MLP of 25 M, batch 16",
+    "cnn": ("reference CNN, batch 64", {"batch_size": 64}),
+    "resnet18": ("ResNet-18 at 64 x 64, batch 8", {"batch_size": 8, "image_size": 64}),
+    "mlp": ("MLP of 25 M, batch 16", {"batch_size": 16}),
 }
 SUMS = "all-reduce"
 PARTS = (SUMS, *MODELS)
 NOTHING, GLOO, DISTOPT = "nothing", "gloo", "distopt"
+CANDIDATES = {NOTHING: {"group": DISTOPT, "hook": "nothing"}, GLOO: {"group": GLOO}, DISTOPT: {"group": DISTOPT}}
 SENDS = "Gloo sends", "distopt sends"
+
+# candidate -> the answers of its ranks in every round
+Answers: TypeAlias = dict[str, list[list[dict[str, Any]]]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -47,37 +54,42 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; return 0 if sums were right, and parameters equal on all ranks."""
-    answers: dict[str, list[dict[str, Any]]] = {}
+    answers: dict[str, Answers] = {}
     facts, wrong = machine(), []
+    request = {"warm_up": 1, "interface": LINK if args.emulate else "lo"}
     with ExitStack() as stack:
         site = site_of(args, [], stack)
-        crew, setup = torch_crew("pytorch", site, group=DISTOPT)
-        stack.enter_context(crew)
-        about = crew.ask({"folder": str(crew.folder), **setup})[0]["about"]
         print(f"# {site.world_size} ranks{site.described} on {heading(facts)}")
-        print(f"# {about}; {args.rate or 'no limit of rate'}; medians of {args.rounds} rounds of {args.steps}")
-        common = {"rounds": args.rounds, "times": args.steps, "interface": LINK if args.emulate else "lo"}
+        print(f"# {args.rate or 'no limit of rate'}; medians of {args.rounds} rounds of {args.steps}")
         if SUMS in args.only:
-            print_head("bytes", "Gloo (us)", "distopt (us)", "Gloo / distopt", *SENDS)
-        for size in args.sizes if SUMS in args.only else ():
-            answers[f"{SUMS} {size}"] = found = crew.ask({**common, "bytes": size})
-            gloo, ours = (median(of_rounds(found, name)) * 1e6 for name in (GLOO, DISTOPT))
-            print_row(f"{size:,}", f"{gloo:.0f}", f"{ours:.0f}", f"{gloo / ours:.2f}", *sent(found))
-            wrong += [f"{SUMS} of {size:,} bytes"] if any(sum(one["wrong"].values()) for one in found) else []
+            with Lineup() as lineup:
+                fill(lineup, [GLOO, DISTOPT], "all_reduce", site, {})
+                print_head("bytes", "Gloo (us)", "distopt (us)", "Gloo / distopt", *SENDS)
+                sums = {"collective": "all_reduce", "buffers": "in place", "dtype": "float32", "samples": args.steps}
+                for size in args.sizes:
+                    count = {"count": size // 4, "capacity": size // 4, "calls": 1}
+                    answers[f"{SUMS} {size}"] = found = lineup.ask(args.rounds, {**request, **sums, **count})
+                    gloo, ours = (median(of_rounds(found[name])) * 1e6 for name in (GLOO, DISTOPT))
+                    print_row(f"{size:,}", f"{gloo:.0f}", f"{ours:.0f}", f"{gloo / ours:.2f}", *sent(found, args.steps))
+                    if any(one["wrong"] for rounds in found.values() for ranks in rounds for one in ranks):
+                        wrong.append(f"{SUMS} of {size:,} bytes")
         models = [name for name in MODELS if name in args.only]
         if models:
             print_head("step", "none (ms)", "Gloo adds", "distopt adds", "distopt / Gloo", *SENDS, "same bits")
         for name in models:
-            answers[name] = found = crew.ask({**common, "model": name})
-            bare = of_rounds(found, NOTHING)
+            described, options = MODELS[name]
+            with Lineup() as lineup:
+                fill(lineup, CANDIDATES, "train", site, {"model": name, **options})
+                answers[name] = found = lineup.ask(args.rounds, {**request, "steps": args.steps})
+            bare = of_rounds(found[NOTHING])
             # Within a round, so that changes of the machine's speed affect both.
             gloo, ours = (
-                median(with_it - without for with_it, without in zip(of_rounds(found, one), bare, strict=True)) * 1e3
+                median(with_it - without for with_it, without in zip(of_rounds(found[one]), bare, strict=True)) * 1e3
                 for one in (GLOO, DISTOPT)
             )
             times = f"{median(bare) * 1e3:.2f}", f"{gloo:.2f}", f"{ours:.2f}", f"{ours / gloo:.2f}"
-            digests = {one: {answer["parameters"][one] for answer in found} for one in (GLOO, DISTOPT)}
-            print_row(MODELS[name], *times, *sent(found), "yes" if digests[GLOO] == digests[DISTOPT] else "no")
+            digests = {one: {rank["parameters"] for rank in found[one][-1]} for one in (GLOO, DISTOPT)}
+            print_row(described, *times, *sent(found, args.steps), "yes" if digests[GLOO] == digests[DISTOPT] else "no")
             wrong += [name] if len(digests[DISTOPT]) > 1 else []
     for name in wrong:
         print(f"# {name}: results are wrong, or differ between ranks")
@@ -86,15 +98,28 @@ def run(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def of_rounds(found: list[dict[str, Any]], name: str) -> list[float]:
+def fill(lineup: Lineup, names: Iterable[str], module: str, site: Site, options: Setup) -> None:
+    """Start the candidates of these names, with `options` added to their setup."""
+
+    def start(name: str) -> tuple[Crew, Setup]:
+        crew, setup = torch_crew(module, site, group=DISTOPT)
+        return crew, {**setup, **CANDIDATES[name], **options}
+
+    for name in names:
+        lineup.add(name, partial(start, name))
+
+
+def of_rounds(rounds: list[list[dict[str, Any]]]) -> list[float]:
     """Seconds of a call in every round: the median of the slowest rank's."""
-    rounds = zip(*(answer["seconds"][name] for answer in found), strict=True)
-    return [median(max(call) for call in zip(*ranks, strict=True)) for ranks in rounds]
+    return [median(max(call) for call in zip(*(rank["seconds"] for rank in ranks), strict=True)) for ranks in rounds]
 
 
-def sent(found: list[dict[str, Any]]) -> list[str]:
-    """Kilobytes that the first host sends in one call."""
-    return [f"{found[0]['interface_bytes'][name] / 1e3:,.1f} kB" for name in (GLOO, DISTOPT)]
+def sent(found: Answers, calls: int) -> list[str]:
+    """Kilobytes that the first host sends in one of the `calls` of an answer."""
+    return [
+        f"{median(ranks[0]['interface_bytes'] for ranks in found[name]) / calls / 1e3:,.1f} kB"
+        for name in (GLOO, DISTOPT)
+    ]
 
 
 def print_head(*cells: str) -> None:

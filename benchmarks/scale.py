@@ -34,7 +34,8 @@ from .peers.lineup import Candidate, Lineup, Setup, distopt_crew, torch_crew
 
 MODELS = ("resnet18", "resnet50")
 DDP, GLOO, CEILING, NN = "DDP over distopt", "DDP over Gloo", "DDP over an empty all-reduce", "nn"
-GROUPS = {DDP: "distopt", GLOO: "gloo", CEILING: "nothing"}
+# Added to the setup of `ranks.train_torch`, whose process group is that of distopt.
+CHANGED = {GLOO: {"group": "gloo"}, CEILING: {"hook": "nothing"}}
 APART, TWO_JOBS = "apart", "two jobs at once"
 ONLY = {"distopt": DDP, "gloo": GLOO, "nothing": CEILING, "nn": NN, "apart": APART, "two-jobs": TWO_JOBS}
 CODECS: dict[str, dict[str, Any]] = {
@@ -82,12 +83,12 @@ class Row:
         if self.who.startswith(NN):
             far = isinstance(self.site, (EmulatedSite, ListedSite))
             backend = "single" if self.ranks == 1 else "hierarchical" if far else "shm"
-            crew, setup = distopt_crew("scale", self.site, backend)
+            crew, setup = distopt_crew("train", self.site, backend)
             if codec := CODECS.get(self.who.removeprefix(f"{NN}, ")):
                 setup["codec"] = codec
         else:
-            crew, setup = torch_crew("scale", self.site, group="distopt")
-            setup["group"] = GROUPS.get(self.who, "distopt")
+            crew, setup = torch_crew("train", self.site, group="distopt")
+            setup |= CHANGED.get(self.who, {})
         setup |= {"model": args.model, "image_size": args.image_size, "batch_size": args.batch_size}
         return crew, {**setup, "jobs": self.jobs, "own_cores": type(self.site) is Site}
 

@@ -21,7 +21,7 @@ from distopt.cli.values import at_least
 from distopt.nn import autograd
 from distopt.nn.replay import replayed as replay
 
-from .models.cnn import compiled, sgd
+from .models import compiled, sgd
 
 WARM_UP_STEPS = 20
 KERNELS = ("conv2d", "linear", "cross_entropy")

@@ -137,7 +137,6 @@ def run(args: argparse.Namespace) -> int:
         _print_head(args, lineup, site, facts)
         lineup.take_turns(args.turns, lambda candidate, _: _take_turn(candidate, results[candidate.name], args))
         missing = lineup.missing
-        gradients = next((candidate.hello["gradient_count"] for candidate in lineup.candidates), None)
     done = {name: result for name, result in results.items() if result.seconds}
     for result in done.values():
         alone = done.get(f"{'distopt' if result.who == _APART else result.who} x1")
@@ -147,7 +146,6 @@ def run(args: argparse.Namespace) -> int:
     lineup.report_missing()
     if args.json:
         report = {"benchmark": "train", "model": "cnn", "machine": facts, "missing": missing}
-        report["gradient_count"] = gradients
         report["rows"] = [result.as_json() for result in done.values()]
         write_json(args.json, report)
     return 1 if missing or not all(result.equal for result in done.values()) else 0
@@ -157,12 +155,14 @@ def crew_of(who: str, site: Site, args: argparse.Namespace) -> tuple[Crew, Setup
     """The ranks of a candidate."""
     if who == _APART:
         crew, setup = distopt_crew("train", site, "single")
-        setup["apart"] = True
+        setup["jobs"] = site.world_size
     elif who == "distopt":
         crew, setup = distopt_crew("train", site, args.backend if site.world_size > 1 else "single")
     else:
         crew, setup = torch_crew("train", site, _KEEP_MEMORY if _PEERS[who]["tuned"] else None)
-        setup.update(_PEERS[who])
+        setup |= _PEERS[who]
+        if site.world_size == 1:  # the bare model
+            setup["group"] = ""
     return crew, {**setup, "batch_size": args.batch_size}
 
 

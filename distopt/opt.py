@@ -13,7 +13,7 @@ import numpy as np
 from . import dist_opt, launch
 from .comm import Communicator, Work
 from .compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
-from .dist_opt import DEFAULT_BUCKET_ELEMENTS, DEFAULT_CHECK_EVERY, NonFinite
+from .dist_opt import DEFAULT_CHECK_EVERY
 from .errors import UsageError, absent_name
 from .launch import Job, Ticket
 from .nn import optim
@@ -23,6 +23,7 @@ from .nn.optim_base import check_gradient
 from .nn.raw import RawTensor
 from .nn.tensor import Array, Tensor
 from .sync.by_hand import Fusion, memory_of
+from .sync.engine import DEFAULT_BUCKET_ELEMENTS, NonFinite
 
 __all__ = ["DIST_OPTIONS", "DistOpt"]
 __all__ += optim.__all__

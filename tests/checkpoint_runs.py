@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.models.cnn import sgd, train_cnn
+from benchmarks.models import sgd, train_cnn
 from distopt import launch, opt
 from distopt.checkpoint.folder import Manifest, list_checkpoints, read_manifest, read_rank, read_shared
 from distopt.cli.values import at_least

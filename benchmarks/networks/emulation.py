@@ -40,7 +40,7 @@ class HostsUnavailableError(DistoptError):
 
 @dataclass(frozen=True)
 class Host:
-    """One of the hosts."""
+    """An emulated host."""
 
     name: str
     address: str
@@ -53,7 +53,7 @@ class Host:
 
     def cut(self, peer: Host, *, silently: bool) -> None:
         """Let nothing reach `peer` any more: the interface goes down, or `silently` what it sends is lost."""
-        if silently:  # addressed to a card that nobody has
+        if silently:  # addressed to a card that no host has
             _ip("-n", self.namespace, "neighbor", "replace", peer.address, *_NOWHERE)
         else:
             _ip("-n", self.namespace, "link", "set", LINK, "down")
@@ -172,7 +172,7 @@ def _ip(*words: str) -> str:
 
 
 def _launcher_script(hosts: Sequence[Host]) -> str:
-    """What mpiexec calls in place of ssh: [options] address command.
+    """The script that mpiexec calls in place of ssh: [options] address command.
 
     As with ssh, the command does not end when its caller does, and gets no signal that the caller gets.
     """

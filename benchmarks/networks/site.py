@@ -57,7 +57,7 @@ class Site:
         return list(command)
 
     def meeting(self) -> dict[str, str]:
-        """What tells ranks that meet without MPI where they do, besides the folder that those of one machine share."""
+        """The address at which ranks meet without MPI; on one machine, they share a folder instead."""
         return {}
 
 

@@ -73,6 +73,18 @@ class Lineup(ExitStack):
                     self.candidates.remove(candidate)
                     self.missing[candidate.name] = str(error)
 
+    def ask(self, turns: int, request: dict[str, Any]) -> dict[str, list[list[dict[str, Any]]]]:
+        """Send `request` to every candidate in each of that many turns: the answers of its ranks in every turn, by name.
+
+        Raises:
+            DistoptError: a candidate could not be started, or its ranks failed.
+        """
+        found: dict[str, list[list[dict[str, Any]]]] = {candidate.name: [] for candidate in self.candidates}
+        self.take_turns(turns, lambda candidate, _: found[candidate.name].append(candidate.crew.ask(request)))
+        if self.missing:
+            raise DistoptError("; ".join(f"{name}: {reason}" for name, reason in self.missing.items()))
+        return found
+
     def describe(self) -> None:
         """Print what each candidate is."""
         width = max((len(candidate.name) for candidate in self.candidates), default=0)
@@ -89,7 +101,7 @@ def distopt_crew(module: str, site: Site, backend: str) -> tuple[Crew, Setup]:
     """Ranks of distopt: children of this process, or started by mpiexec if the backend needs MPI.
 
     Raises:
-        MissingDependencyError: there is no mpiexec.
+        MissingDependencyError: mpiexec is missing.
     """
     launcher = _own_launcher(site) if backend in BETWEEN_HOSTS else []
     setup = {"library": "distopt", "backend": backend, "secret": secrets.token_hex(16)}

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import DistoptError, UsageError
 from .values import at_least, byte_size, names_of
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Collective under a launcher; else start the ranks. Return 0; rank 0 prints.
 
     Raises:
-        UsageError: there is no size, or `--np` contradicts the launcher.
+        UsageError: no size is given, or `--np` contradicts the launcher.
         DistoptError: a rank failed, or a result was wrong.
     """
     from .. import launch
@@ -266,15 +266,14 @@ class Row:
     Attributes:
         who: the candidate.
         buffers: kind of memory.
-        size_bytes: size of the whole array, as nccl-tests count it: what every rank has in the end, in a
-            reduce_scatter what every rank had at first.
+        size_bytes: size of the array, as nccl-tests count it.
         count: its number of elements.
         dtype: its type.
         world_size: number of ranks.
         seconds: seconds per call of the slowest rank, one entry per timed batch.
         calls: consecutive calls in a batch.
         wrong: wrong elements over all batches and ranks.
-        collective: the collective that was measured.
+        reduction: what is done to the elements of the ranks.
     """
 
     who: str
@@ -286,12 +285,7 @@ class Row:
     seconds: list[float]
     calls: int
     wrong: int
-    collective: str = "all_reduce"
-
-    @property
-    def reduction(self) -> str:
-        """What is done to the elements of the ranks."""
-        return "sum" if "reduce" in self.collective else "none"
+    reduction: ClassVar[str] = "sum"
 
     @property
     def time(self) -> float:
@@ -305,14 +299,8 @@ class Row:
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes per second that each rank must send or receive, whatever the algorithm.
-
-        The factors are those of nccl-tests (doc/PERFORMANCE.md there).
-        """
-        if self.collective == "broadcast":
-            return self.algorithm_bandwidth
-        rounds = 2 if self.collective == "all_reduce" else 1
-        return self.algorithm_bandwidth * rounds * (self.world_size - 1) / self.world_size
+        """Bytes per second that each rank must send, whatever the algorithm (doc/PERFORMANCE.md of nccl-tests)."""
+        return self.algorithm_bandwidth * 2 * (self.world_size - 1) / self.world_size
 
     def line(self, reference: Row) -> str:
         """The row as text, with its time relative to `reference`."""

@@ -145,12 +145,7 @@ class Reduction:
         cost.select_seconds += perf_counter() - began - (cost.comm_seconds - before)
         cost.dense_bytes += state.dense_bytes
 
-    def done(self) -> bool:
-        """Local. Whether `resume` would return without waiting. Moves bytes, but never advances to the next step."""
-        pending = self.state.pending
-        return self.finished or pending is None or pending.done()
-
-    def resume(self, timeout: float | None = None) -> None:
+    def resume(self) -> None:
         """Collective. Wait for the `Work` that the codec waits for, and run up to its next wait or its end.
 
         An error of the communicator is raised by every further call.
@@ -159,19 +154,11 @@ class Reduction:
         if self.finished or pending is None:
             return
         cost, began = self.state.statistics, perf_counter()
-        pending.wait(timeout)
+        pending.wait()
         waited, before = perf_counter(), cost.comm_seconds
         self._run()
         cost.decode_seconds += perf_counter() - waited - (cost.comm_seconds - before)
         cost.comm_seconds += waited - began
-
-    def wait(self, timeout: float | None = None) -> BadGradient | None:
-        """Collective. Finish this reduction alone; the verdict. Other ones must not be waiting for a further step."""
-        while not self.finished:
-            self.resume(timeout)
-        if self.verdict is None:
-            self.state.accept()
-        return self.verdict
 
     def _run(self) -> None:
         try:

@@ -102,6 +102,16 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def end_of(pid: int) -> int | None:
+    """Local. A descriptor that becomes readable when a process ends; None on a kernel before 5.3, or in a sandbox."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:  # it has ended; /dev/null is always readable
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
 def shortened(text: str) -> str:
     """Local. A text of 65,536 characters at most: of a longer one, such as an exception that shows an array, both ends.
 

@@ -1,4 +1,4 @@
-"""What every codec promises, on every number of ranks."""
+"""The contract of every codec, on every number of ranks."""
 
 import logging
 import time
@@ -47,7 +47,7 @@ def parts_of(size):
 
 
 class Run:
-    """What a rank has after some steps."""
+    """The state of a rank after some steps."""
 
     def __init__(self, codec, comm, size=SIZE):
         self.comm = comm
@@ -60,10 +60,8 @@ class Run:
         self.bucket[:] = grads[self.comm.topology.rank]
         before = replace(self.reducer.statistics)
         reduction = self.codec.start(self.reducer)
-        reduction.done()
-        assert reduction.wait() is None
-        assert reduction.wait() is None
-        assert reduction.done()
+        assert finish_all([reduction]) == [None]
+        assert finish_all([reduction]) == [None]
         self.means.append(self.bucket.copy())
         self.last = self.reducer.statistics - before
         return self
@@ -135,7 +133,7 @@ def test_nothing_is_lost_between_wire_and_residual(codec, world_size, cls):
 def test_average_plus_residual_is_the_input_on_one_rank(codec):
     grads = gradients(1, steps=1)
     (rank,) = run(codec, grads)
-    # The product of PowerSGD's factors is no value of the gradient, so the difference is rounded.
+    # The product of PowerSGD's factors is not a value of the gradient, so the difference is rounded.
     bound = 1e-6 if codec.codec in LOW_RANK else 0
     np.testing.assert_allclose(rank.means[0] + rank.residual, grads[0, 0], rtol=0, atol=bound)
 
@@ -287,9 +285,9 @@ def test_an_unusable_gradient_is_an_error_on_every_rank_and_not_the_end(codec, b
         rank.step(grads[0])
         rank.bucket[:] = grads[1, comm.topology.rank]
         reduction = codec.start(rank.reducer)
-        verdict = reduction.wait()
+        (verdict,) = finish_all([reduction])
         assert (verdict.rank, verdict.element) == (world_size - 1, 1234)
-        assert reduction.wait() is reduction.verdict is verdict
+        assert finish_all([reduction])[0] is reduction.verdict is verdict
         with pytest.raises(GradientError, match=f"element 1234 of bucket 'b0' on rank {world_size - 1}") as error:
             raise verdict.error()
         assert (error.value.rank, error.value.index) == (world_size - 1, 1234)
@@ -405,8 +403,8 @@ def test_a_bucket_cannot_be_started_twice():
         reduction = codec.start(reducer)
         with pytest.raises(UsageError, match="b7"):
             codec.start(reducer)
-        reduction.wait()
-        codec.start(reducer).wait()
+        finish_all([reduction])
+        finish_all([codec.start(reducer)])
 
     on_ranks(2, body)
 
@@ -518,7 +516,7 @@ def test_power_sgd_projects_gradients_with_few_directions(rank, scale, world_siz
             means = []
             for _ in range(3):
                 bucket[:] = shares[comm.topology.rank].reshape(-1)
-                assert codec.start(reducer).wait() is None
+                assert finish_all([codec.start(reducer)]) == [None]
                 means.append(bucket.copy().reshape(parts[0].shape))
             return means
 
@@ -558,7 +556,7 @@ def test_an_error_inside_a_reduction_is_raised_again_and_never_taken_for_its_end
         reduction = codec.start(reducer)
         for _ in range(3):
             with pytest.raises(OSError, match="in the middle"):
-                reduction.wait()
+                reduction.resume()
             assert not reduction.finished
         with pytest.raises(UsageError, match="still being reduced"):
             codec.start(reducer)
@@ -583,7 +581,7 @@ def test_a_lost_peer_is_named_again_by_the_next_start():
         codec = Loses()
         reducer = codec.attach(comm.empty(4), comm)
         reduction = codec.start(reducer)
-        for again in (reduction.wait, reduction.wait, lambda: codec.start(reducer)):
+        for again in (reduction.resume, reduction.resume, lambda: codec.start(reducer)):
             with pytest.raises(PeerLostError, match="rank 1 ended"):
                 again()
 
@@ -601,7 +599,7 @@ def test_times_are_booked_where_they_are_spent(world_size, cls):
     def body(comm):
         codec = Slow()
         reducer = codec.attach(comm.empty(4), comm)
-        codec.start(reducer).wait()
+        finish_all([codec.start(reducer)])
         return reducer.statistics
 
     for cost in on_ranks(world_size, body, cls=cls):
@@ -619,7 +617,7 @@ def test_power_sgd_names_values_whose_products_overflow(codec, world_size, cls):
         rank = Run(codec, comm)
         rank.step(grads[0])
         rank.bucket[:] = grads[1, comm.topology.rank]
-        verdict = codec.start(rank.reducer).wait()
+        (verdict,) = finish_all([codec.start(rank.reducer)])
         assert (verdict.rank, verdict.element) == (world_size - 1, 1234)
         assert "too large" in verdict.text
         return rank.step(grads[2]).means[1]

@@ -29,7 +29,6 @@ SHORT = {
     "kernels": "--count 1000 -n 1 --peers=",
     "scale": "--model resnet18 --image-size 32 --batch-size 2 --steps 1 --warm-up 0 --repeats 1 --only distopt,apart "
     "--json {results} --plot {plot} --output {page}",
-    "scaling": "{table} --step-ms 10 --bytes 1M",
     "collectives": "--only 2x1,1gbit,all_reduce --sizes 1K --samples 1 --peers= --results {results} --output {page}",
     "network": "--steps 1 --rates 1gbit --output {page}",
     "overlap": "--cases 1 --repeats 1 --wait 0.2",
@@ -47,7 +46,7 @@ ON_GPUS = {"gpu"}
 
 
 def documented() -> list[str]:
-    """What follows `python -m benchmarks` in the pages' blocks of commands and in their text, each once."""
+    """The words after `python -m benchmarks` in the pages' blocks of commands and in their text, each once."""
     found = set()
     for page in PAGES:
         text = re.sub(r"<!--.*?-->", "", page.read_text())
@@ -61,7 +60,7 @@ def documented() -> list[str]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, Path]:
-    """What `SHORT` names."""
+    """The files that `SHORT` names."""
     folder = tmp_path_factory.mktemp("files")
     digits = folder / "digits"
     digits.mkdir()
@@ -72,7 +71,7 @@ def files(tmp_path_factory) -> dict[str, Path]:
     page = folder / "page.md"
     pages = ("network.md", "gpu.md", "convergence.md", "scaling-results.md")
     page.write_text("".join((ROOT / "docs" / name).read_text() for name in pages))
-    names = {"table": "table.json", "results": "results.json", "cache": "cache", "plot": "plot.png"}
+    names = {"results": "results.json", "cache": "cache", "plot": "plot.png"}
     return {"digits": digits, "page": page, **{name: folder / file for name, file in names.items()}}
 
 
@@ -93,11 +92,6 @@ def run_short(words: str, files: dict[str, Path]) -> Ended:
         pytest.importorskip("matplotlib")
     words = words.replace("2xN", "2x1")
     own = SHORT[name].format(**files)
-    if name == "scaling":
-        words = name  # a page's tables do not exist here
-        if not files["table"].exists():
-            table = f"all-reduce {SHORT['all-reduce']} --json {files['table']}"
-            assert Program([sys.executable, "-m", "benchmarks", *table.split()]).end().code == 0
     return Program([sys.executable, "-m", "benchmarks", *words.split(), *own.split()]).end(250)
 
 
@@ -117,7 +111,7 @@ def test_every_benchmark_is_here_and_in_its_readme():
     table = (ROOT / "benchmarks" / "README.md").read_text()
     assert all(re.search(rf"^\| [^|]*\b{name}\b[^|]* \|", table, re.M) for name in BENCHMARKS)
     modules = {path.stem.replace("_", "-") for path in (ROOT / "benchmarks").glob("*.py")}
-    assert modules - {"--init--", "--main--", "output"} == set(BENCHMARKS)
+    assert modules - {"--init--", "--main--", "models", "output"} == set(BENCHMARKS)
 
 
 def test_the_pages_name_commands_that_exist():

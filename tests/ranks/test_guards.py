@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from distopt import device, launch, opt, singa_wrap, tensor
-from distopt.compress import ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
+from distopt.compress import ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK, finish_all
 from distopt.errors import GradientError, RankFailedError, UsageError
 from distopt.nn import autograd
 from tests.ranks.small_net import (
@@ -174,9 +174,9 @@ def overflowing(optimizer) -> dict[str, np.ndarray]:
             with pytest.raises(
                 GradientError, match=r"beyond 8.5e\+37, too large .* element 17 of bucket 'b0' on rank 0"
             ):
-                raise Fp32().start(reducer).wait().error()
+                raise finish_all([Fp32().start(reducer)])[0].error()
         else:
-            assert Fp32().start(reducer).wait() is None
+            assert finish_all([Fp32().start(reducer)]) == [None]
             assert bucket[17] == np.float32(large)
     return {}
 
@@ -242,7 +242,7 @@ def interrupted(optimizer) -> dict[str, np.ndarray]:
 
 
 def interrupted_late(optimizer) -> dict[str, np.ndarray]:
-    """An exception on rank 1 after its last bucket: that rank has not updated, and the next step says so."""
+    """An exception on rank 1 after its last bucket: that rank has not updated, and the next step reports it."""
     net = build(optimizer)
     train(optimizer, net, range(2), Fp32())
     backward = autograd.backward

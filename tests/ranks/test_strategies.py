@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from distopt import opt
-from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK
+from distopt.compress import BFloat16, ErrorFeedback, Fp16, Fp32, PowerSGD, Threshold, TopK, finish_all
 from distopt.errors import StateError, UsageError
 from tests.processes import Program
 from tests.ranks.small_net import (
@@ -131,7 +131,7 @@ def test_strategies_change_between_steps(tmp_path):
 
 
 def with_other_options(optimizer) -> dict[str, np.ndarray]:
-    """What varying shares have not sent is sent by the last step, whose share is everything."""
+    """The last step, whose share is everything, sends all that the varying shares have left."""
     comm = optimizer.communicator
     bucket = comm.empty(101)
     reducer = ErrorFeedback(TopK(0.01)).attach(bucket, comm)
@@ -139,7 +139,7 @@ def with_other_options(optimizer) -> dict[str, np.ndarray]:
     for step, ratio in enumerate([0.01, 0.2, 0.05, 1.0]):
         bucket[:] = np.random.default_rng([step, comm.topology.rank]).standard_normal(101)
         sums[0] += bucket
-        ErrorFeedback(TopK(ratio)).start(reducer).wait()
+        finish_all([ErrorFeedback(TopK(ratio)).start(reducer)])
         sums[1] += bucket
     for other in (TopK(0.1), ErrorFeedback(Threshold(1.0)), Fp32()):
         with pytest.raises(UsageError, match="cannot continue as"):

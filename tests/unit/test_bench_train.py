@@ -126,6 +126,7 @@ def test_tuned_torch_trains_the_same_model():
         return np.frombuffer(trainer.parameters(), np.float32)
 
     default = trained(tuned=False)
+    assert default.size == 431_080
     np.testing.assert_allclose(trained(tuned=True), default, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(trained(tuned=True, bfloat16=True), default, atol=1e-2)
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from .pattern import Pattern
+from .train import interface_bytes
 from .transports import TRANSPORTS, Call, Transport
 
 
@@ -23,25 +24,30 @@ def measure(transport: Transport, world_size: int, request: dict[str, Any]) -> d
 
     Timed are sums of zeros, which stay zeros in place. The calls of a batch follow one another at once. In a broadcast
     that would let a constant root run ahead, and time its sends alone. So the ranks take turns as root, as in the Intel
-    MPI Benchmarks (IMB-MPI1 Bcast): nobody is root before it has what the root before it sent.
+    MPI Benchmarks (IMB-MPI1 Bcast): each receives from the root before it, and is root only then.
 
     Returns:
-        "seconds" per call, one entry for each timed batch, and the number of "wrong" elements.
+        "seconds" per call, one entry for each timed batch; the number of "wrong" elements; and, if the request names an
+        "interface", the "interface_bytes" that it has sent in the timed batches.
     """
     calls, collective = request["calls"], request["collective"]
     call = transport.call(collective, request["buffers"], request["count"], request["capacity"], request["dtype"])
     wrong = sum(check(transport, world_size, root, call, request) for root in range(world_size))
     call.input.fill(0)
+    interface, sent = request.get("interface"), 0
     seconds = []
     for batch in range(request["warm_up"] + request["samples"]):
         roots = [(batch + i) % world_size for i in range(calls)]
         transport.sync()
+        sent -= interface_bytes(interface) if interface and batch >= request["warm_up"] else 0
         start = time.perf_counter()
         for root in roots:
             call.run(root)
         seconds.append((time.perf_counter() - start) / calls)
+        sent += interface_bytes(interface) if interface and batch >= request["warm_up"] else 0
     transport.sync()  # a peer may still be reading this buffer
-    return {"seconds": seconds[request["warm_up"] :], "wrong": wrong}
+    timed = seconds[request["warm_up"] :]
+    return {"seconds": timed, "wrong": wrong, "interface_bytes": sent}
 
 
 def check(transport: Transport, world_size: int, root: int, call: Call, request: dict[str, Any]) -> int:

@@ -12,7 +12,7 @@ Kernels: TypeAlias = "dict[str, dict[str, Callable[[], object]]]"
 
 
 def prepare(setup: dict[str, Any], rank: int, world_size: int) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:  # noqa: ARG001 - one process, one rank
-    """What the process has, and what times a kernel."""
+    """A description of the kernels, and a function that times one."""
     about, kernels = import_module(f".kernels_{setup['library']}", __package__).prepare(setup)
 
     def measure(request: dict[str, Any]) -> dict[str, Any]:

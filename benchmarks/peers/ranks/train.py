@@ -1,8 +1,14 @@
-"""One rank of `python -m benchmarks train`: times steps and the phases within them."""
+"""One rank that trains a network, for the benchmarks of training steps: times steps and the phases within them.
+
+Of the setup, "model" names the network (the reference CNN), "image_size" the rows and columns of its images, "batch_size"
+those of one rank and step. "jobs" is the number of equal jobs that share the ranks, and do not know of each other (1). With
+"own_cores", every rank keeps to its share of the cores.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import resource
 import time
 from abc import ABC, abstractmethod
@@ -24,12 +30,10 @@ class Trainer(ABC):
     Attributes:
         rank: this rank.
         about: library and version.
-        gradient_count: number of gradient elements.
     """
 
     rank: int
     about: str
-    gradient_count: int
 
     @abstractmethod
     def step(self) -> None:
@@ -53,10 +57,21 @@ class Trainer(ABC):
 
 def prepare(setup: dict[str, Any], rank: int, world_size: int) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
     """A description of this rank, and a function that runs steps."""
+    if setup.get("own_cores"):
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(len(cores) // world_size, 1)
+        first = rank * share % len(cores)
+        os.sched_setaffinity(0, cores[first : first + share])
     library = import_module(f".train_{setup['library']}", __package__)
-    trainer: Trainer = library.Trainer(rank, world_size, setup)
-    hello = {"rank": trainer.rank, "about": trainer.about, "gradient_count": trainer.gradient_count}
-    return hello, partial(measure, trainer)
+    if (jobs := setup.get("jobs", 1)) == 1:
+        trainer: Trainer = library.Trainer(rank, world_size, setup)
+        rank = trainer.rank  # which mpiexec may have given
+    else:
+        job, member = divmod(rank, world_size // jobs)
+        folder = Path(setup["folder"], str(job))
+        folder.mkdir(exist_ok=True)
+        trainer = library.Trainer(member, world_size // jobs, {**setup, "folder": str(folder)})
+    return {"rank": rank, "about": trainer.about}, partial(measure, trainer)
 
 
 def measure(trainer: Trainer, request: dict[str, Any]) -> dict[str, Any]:
@@ -98,8 +113,10 @@ def resident_bytes() -> tuple[int, int]:
     return int(fields["Rss"].split()[0]) << 10, int(fields["Pss"].split()[0]) << 10
 
 
-def synthetic_batch(size: int, rank: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-    """Images (size, 1, 28, 28) and labels of one rank."""
-    rng = np.random.default_rng(rank)
-    images = rng.standard_normal((size, 1, 28, 28), dtype=np.float32)
-    return images, rng.integers(0, 10, size).astype(np.int32)
+def synthetic_batch(setup: dict[str, Any], rank: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    """Inputs (batch size, ...) and labels (batch size) of one rank, for the network that `setup` names."""
+    name, size, rng = setup.get("model", "cnn"), setup["batch_size"], np.random.default_rng(rank)
+    shapes = {"cnn": (1, 28, 28), "mlp": (2048,)}
+    shape = shapes.get(name) or (3, setup["image_size"], setup["image_size"])
+    inputs = rng.standard_normal((size, *shape), dtype=np.float32)
+    return inputs, rng.integers(0, 10 if name in shapes else 1000, size).astype(np.int32)

@@ -1,7 +1,7 @@
-"""The reference CNN in distopt.
+"""A network in distopt.
 
-In `setup`, "backend" names the communicator, "codec" has the arguments of `compress.create`; with "partial", updates
-are partial, and with "apart", every process is a job of its own.
+Of the setup, "backend" names the communicator, "codec" has the arguments of `compress.create`; with "partial", the updates
+of the reference CNN are partial.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from threadpoolctl import threadpool_info
 
-from benchmarks.models.cnn import CNN, compiled, sgd
+from benchmarks.models import CNN, compiled, resnet, sgd
 from distopt import compress, device, opt
 from distopt.tensor import Tensor
 
@@ -47,17 +47,20 @@ class Trainer(train.Trainer):
     """Ready for its first step."""
 
     def __init__(self, rank: int, world_size: int, setup: dict[str, Any]) -> None:
-        where = communicator(0, 1, setup) if setup.get("apart") else communicator(rank, world_size, setup)
+        where = communicator(rank, world_size, setup)
         self.rank = where.topology.rank
         device.get_default_device().SetRandSeed(0)
         self._started = self._communicated = 0.0
         optimizer, codec = sgd(), compress.create(**setup.get("codec", {"name": "fp32"}))
         self._dist_opt = _TimedDistOpt(optimizer, communicator=where, codec=codec, partition_elements=100_000)
         optimizer.update = partial(self._dist_opt.time, optimizer.update)
-        net = CNN()
-        net.partial = setup.get("partial", False)
-        self._net, self._x, self._y = compiled(self._dist_opt, setup["batch_size"], use_graph=True, net=net)
-        self.gradient_count = sum(param.array.size for param in self._net.get_params().values())
+        if (name := setup.get("model", "cnn")) == "cnn":
+            net = CNN()
+            net.partial = setup.get("partial", False)
+        else:
+            net = resnet(name, setup["image_size"])
+        batch = train.synthetic_batch(setup, self.rank)
+        self._net, self._x, self._y = compiled(self._dist_opt, batch, use_graph=True, net=net)
         self.about = f"distopt, {where.name} communicator{_blas()}"
 
     def step(self) -> None:

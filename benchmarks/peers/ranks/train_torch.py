@@ -1,7 +1,8 @@
-"""The reference CNN in PyTorch: DistributedDataParallel over Gloo for several ranks, the bare model for one.
+"""A network in PyTorch's DistributedDataParallel.
 
-`setup` selects the default settings, or with "tuned" the fastest known for a CPU; "bfloat16" adds autocast, "hook" a hook
-of DistributedDataParallel: "fp16" or "power-sgd".
+Of the setup, "group" names the process group, Gloo's or distopt's; without one, the bare model is trained. The settings are
+the default ones, or with "tuned" the fastest known for a CPU; "bfloat16" adds autocast, "hook" a hook of
+DistributedDataParallel: "fp16", "power-sgd", or "nothing", which leaves gradients as they are and moves no bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from . import train
+from .networks_torch import build
 from .transports import join_torch
 
 
@@ -26,17 +28,16 @@ class Trainer(train.Trainer):
     def __init__(self, rank: int, world_size: int, setup: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        tuned, bfloat16 = setup.get("tuned", False), setup.get("bfloat16", False)
-        self.rank = rank
-        images, labels = train.synthetic_batch(setup["batch_size"], rank)
+        tuned, bfloat16, group = setup.get("tuned", False), setup.get("bfloat16", False), setup.get("group", "")
+        self.rank = join_torch(setup, rank, world_size) if group else rank
+        images, labels = train.synthetic_batch(setup, self.rank)
         self._x, self._y = torch.from_numpy(images), torch.from_numpy(labels).long()
-        self._net = network(tuned)
+        self._net = build(setup.get("model", "cnn"), tuned=tuned)
         self.about = f"torch {torch.__version__}{', tuned' if tuned else ''}{', bfloat16 autocast' if bfloat16 else ''}"
         if tuned:
             self._x = self._x.contiguous(memory_format=torch.channels_last)
             nn.utils.convert_conv2d_weight_memory_format(self._net, torch.channels_last)
-        if world_size > 1:
-            join_torch(setup, rank, world_size)
+        if group:
             hook = setup.get("hook", "")
             # With several buckets Gloo aborts in the hook of PowerSGD (torch 2.13), probably because its second
             # all-reduces start in another order on each rank. A cap given by hand makes one bucket of all.
@@ -45,12 +46,11 @@ class Trainer(train.Trainer):
                 self._net,
                 static_graph=tuned,
                 gradient_as_bucket_view=tuned,
-                broadcast_buffers=not tuned,
+                broadcast_buffers=not tuned and hook != "nothing",
                 bucket_cap_mb=cap,
             )
             _add_hook(self._net, hook)
-            self.about += ", DistributedDataParallel over Gloo"
-        self.gradient_count = sum(param.numel() for param in self._net.parameters())
+            self.about += f", DistributedDataParallel over {group}"
         self._sgd = torch.optim.SGD(
             self._net.parameters(), lr=0.005, momentum=0.9, weight_decay=1e-5, fused=tuned or None
         )
@@ -78,25 +78,12 @@ class Trainer(train.Trainer):
         return b"".join(param.detach().numpy().tobytes() for param in self._net.parameters())
 
 
-def network(tuned: bool = False) -> nn.Module:
-    """The model. If tuned, ReLU follows pooling: the same function on a quarter of the elements."""
-    activation = [nn.MaxPool2d(2), nn.ReLU()] if tuned else [nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(
-        nn.Conv2d(1, 20, 5),
-        *activation,
-        nn.Conv2d(20, 50, 5),
-        *activation,
-        nn.Flatten(),
-        nn.Linear(800, 500),
-        nn.ReLU(),
-        nn.Linear(500, 10),
-    )
-
-
 def _add_hook(net: nn.parallel.DistributedDataParallel, name: str) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    if name == "fp16":
+    if name == "nothing":
+        net.register_comm_hook(None, lambda _, bucket: _completed(bucket.buffer()))
+    elif name == "fp16":
         net.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name == "power-sgd":
         # The hook must not begin before DDP has rebuilt its buckets, which is in the second step.
@@ -104,3 +91,9 @@ def _add_hook(net: nn.parallel.DistributedDataParallel, name: str) -> None:
             None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
         )
         net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def _completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future

@@ -156,13 +156,10 @@ class Torch(Transport):
     def __init__(self, rank: int, world_size: int, setup: dict[str, Any]) -> None:
         import torch
 
-        group = setup.get("group", "gloo")
-        if group == "distopt":
-            import distopt.torch  # noqa: F401 - registers it
-        self.rank = join_torch(setup, rank, world_size, group)
+        self.rank = join_torch(setup, rank, world_size)
         self._torch, self._distributed = torch, torch.distributed
         self._world_size = world_size
-        self.about = f"{group} through torch.distributed, torch {torch.__version__}"
+        self.about = f"{setup['group']} through torch.distributed, torch {torch.__version__}"
 
     def call(self, collective: str, buffers: str, count: int, capacity: int, dtype: str) -> Call:
         sent, received = _shares(collective, count, self._world_size)
@@ -237,15 +234,17 @@ def communicator(rank: int, world_size: int, setup: dict[str, Any]) -> Any:
     return comm.create(job, setup["backend"] if world_size > 1 else "single")
 
 
-def join_torch(setup: dict[str, Any], rank: int, world_size: int, group: str = "gloo") -> int:
-    """Collective. Initialize torch.distributed, with one thread per rank; the rank, which mpiexec knows of one of -1."""
+def join_torch(setup: dict[str, Any], rank: int, world_size: int) -> int:
+    """Collective. Initialize the group that `setup` names, with one thread per rank; the rank, which mpiexec knows of -1."""
     import torch
 
+    if setup["group"] == "distopt":
+        import distopt.torch  # noqa: F401 - registers it
     torch.set_num_threads(1)
     if rank < 0:
         rank = next(int(os.environ[name]) for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)
     store = setup.get("meeting") or f"file://{setup['folder']}/store"
-    torch.distributed.init_process_group(group, init_method=store, rank=rank, world_size=world_size)
+    torch.distributed.init_process_group(setup["group"], init_method=store, rank=rank, world_size=world_size)
     return rank
 
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import wait
 
+from ...launch.ending import end_of
+
 # Messages that a rank sent before it ended may still be on their way.
 _PATIENCE_SECONDS = 0.5
 
@@ -20,14 +22,8 @@ class LocalPeers:
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         self._ended: dict[int, float] = {}  # rank: when it was noticed
-        self._ranks: dict[int, int] = {}  # by descriptor
-        for rank, pid in pids.items():
-            try:
-                self._ranks[os.pidfd_open(pid)] = rank
-            except ProcessLookupError:  # noqa: PERF203
-                self._ended[rank] = time.monotonic()
-            except OSError:  # a kernel before 5.3, or a sandbox: mpiexec alone watches the ranks
-                return
+        ends = {rank: end_of(pid) for rank, pid in pids.items()}
+        self._ranks = {end: rank for rank, end in ends.items() if end is not None}  # else mpiexec alone watches it
 
     def lost(self) -> int | None:
         """Local. A rank whose process ended some time ago, if there is one."""

@@ -21,14 +21,12 @@ from typing import TYPE_CHECKING, Any
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
 from ..ending import ENDING_SIGNALS, caught_signals, waitable_children
-from ..gate import CONNECT_SECONDS, LONGEST_CALL_SECONDS, RefusedError, StrangerError, call, is_own, listen, proof, turn
-from ..heal.slots import VARIABLE as SLOTS
+from ..gate import CONNECT_SECONDS, LONGEST_CALL_SECONDS, RefusedError, StrangerError, call, is_own, listen, turn
 from ..heal.slots import Slots
 from ..stopwatch import Stopwatch
-from ..threads import thread_variables
 from .nodes import BEAT_SECONDS, NO_RANK, SILENT_SECONDS, Node, Owner
 from .output import Output
-from .program import Program
+from .program import Program, variables
 from .ranks import Failure, LocalRanks, starting
 
 if TYPE_CHECKING:
@@ -44,8 +42,6 @@ _HEALING_LOOK_SECONDS = 0.03
 _RECONNECT_SECONDS = 0.25  # that one attempt may take
 _STOPPED_SECONDS = 0.1  # for which a rank may be stopped before the others: with the job, as by scontrol suspend
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
-# Variables of a launcher that has started the agent would contradict the ranks' own.
-_FOREIGN_VARIABLES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_", SLOTS)
 
 
 def run(options: RunOptions) -> int:
@@ -243,7 +239,7 @@ class _Agent:
             ranks.failures.append(Failure(order["first"], 128 + ending[0], "", is_consequence=True))
             return
         options = self._options
-        self._common = _variables(order, options, self._key) | (self._slots.variable if self._slots is not None else {})
+        self._common = variables(order, options, self._key) | (self._slots.variable if self._slots is not None else {})
         try:
             for local_rank in range(options.ranks):
                 rank = order["first"] + local_rank
@@ -378,25 +374,3 @@ def _reap() -> None:
 def _free_port() -> int:
     with socket.create_server(("", 0)) as probe:
         return int(probe.getsockname()[1])
-
-
-def _variables(order: dict[str, Any], options: RunOptions, key: bytes) -> dict[str, str]:
-    """The environment of the ranks, as torchrun makes it, and variables that distinguish the launcher from torchrun."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN_VARIABLES)}
-    return {
-        "PYTHONUNBUFFERED": "1",  # a killed rank would lose unwritten output
-        **env,
-        **thread_variables(options.ranks, env),
-        "WORLD_SIZE": str(order["size"]),
-        "LOCAL_WORLD_SIZE": str(options.ranks),
-        "GROUP_RANK": str(order["node"]),
-        "GROUP_WORLD_SIZE": str(options.nodes),
-        "MASTER_ADDR": order["address"],
-        "MASTER_PORT": str(order["port"]),
-        "TORCHELASTIC_RUN_ID": order["job"],
-        "TORCHELASTIC_RESTART_COUNT": str(order["attempt"]),
-        "TORCHELASTIC_MAX_RESTARTS": str(options.restarts),
-        "DISTOPT_RUN_ID": order["job"],
-        # Never sent. As secret as the key that the nodes had in common before; on one node, known to no other process.
-        "DISTOPT_JOB_SECRET": proof(key, b"ranks", bytes.fromhex(order["salt"])).hex(),
-    }

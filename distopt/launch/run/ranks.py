@@ -25,6 +25,7 @@ from typing import Any
 
 from ... import _core
 from ...errors import UsageError
+from ..ending import end_of
 from ..gate import turn
 from ..stopwatch import Stopwatch
 from ..watch.report import VARIABLE
@@ -227,8 +228,7 @@ class LocalRanks:
         self.ranks.append(rank)
         self._orphans.add(rank.pid)
         self._selector.register(rank.source, selectors.EVENT_READ, partial(self._read, rank))
-        with contextlib.suppress(OSError):  # a kernel before 5.3, or a sandbox: its end is noticed a little later
-            end = os.pidfd_open(rank.pid)
+        if (end := end_of(rank.pid)) is not None:  # else its end is noticed a little later
             self._ends.append(end)
             self._selector.register(end, selectors.EVENT_READ, partial(self._forget, end))
 

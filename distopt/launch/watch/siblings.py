@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ...errors import LaunchError
+from ..ending import end_of
 from ..stopwatch import Stopwatch
 from .report import supervisor
 
@@ -88,13 +89,9 @@ def ends_of_siblings() -> Iterator[dict[int, int]]:
     with contextlib.ExitStack() as stack:
         fds = {}
         for pid in sorted(running | ended):
-            try:
-                fds[pid] = os.pidfd_open(pid)
-            except ProcessLookupError:  # has ended; /dev/null is always readable
-                fds[pid] = os.open(os.devnull, os.O_RDONLY)
-            except OSError:  # a kernel before 5.3, or a sandbox: only the launcher watches
-                continue
-            stack.callback(os.close, fds[pid])
+            if (fd := end_of(pid)) is not None:  # else only the launcher watches
+                fds[pid] = fd
+                stack.callback(os.close, fd)
         yield fds
 
 
@@ -156,16 +153,9 @@ def end_with_parent(*, launched: bool = False) -> None:
         launched: the parent is a launcher such as mpiexec. If False, only a parent that used multiprocessing counts.
     """
     parent = parent_process()
-    if parent is not None:
-        sentinel = parent.sentinel
-    elif launched:
-        try:
-            sentinel = os.pidfd_open(os.getppid())
-        except OSError:  # the parent has ended, or a kernel before 5.3, or a sandbox: only the launcher watches
-            return
-    else:
-        return
-    threading.Thread(target=_outlive, args=(sentinel,), name="distopt parent", daemon=True).start()
+    sentinel = parent.sentinel if parent is not None else end_of(os.getppid()) if launched else None
+    if sentinel is not None:
+        threading.Thread(target=_outlive, args=(sentinel,), name="distopt parent", daemon=True).start()
 
 
 def _outlive(sentinel: int) -> None:

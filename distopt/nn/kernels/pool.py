@@ -67,12 +67,6 @@ class Pool:
             array: NDArray[Any] = np.ndarray(shape, dtype, block.memory, block.offset)
             return array
 
-    @property
-    def held_bytes(self) -> int:
-        """Size of all blocks, idle or not."""
-        with self._lock:
-            return sum(size * len(blocks) for size, blocks in self._blocks.items())
-
     def _take(self, n_bytes: int) -> _Block:
         self._clock += 1
         block = _find_idle(self._blocks.get(n_bytes, []), _IDLE)

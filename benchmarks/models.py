@@ -1,4 +1,4 @@
-"""The reference CNN, that of the examples: 431,080 parameters."""
+"""The networks of the examples: the reference CNN, of 431,080 parameters, and ResNets."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 from distopt import model, opt, tensor
 
-from ..output import ROOT
-from ..peers.ranks.train import synthetic_batch
+from .output import ROOT
+from .peers.ranks.train import synthetic_batch
 
 sys.path.insert(0, str(ROOT / "examples"))
 import train_cnn
+from zoo import models
 
 PARAMETERS = 431_080
 
@@ -31,6 +32,11 @@ class CNN(train_cnn.CNN):
         return out, loss
 
 
+def resnet(name: str = "resnet50", size: int = 224) -> model.Model:
+    """The network of that name in examples/zoo, in the shape for images as large as ImageNet's."""
+    return models.build(name, 1000, max(size, 64))
+
+
 def sgd(momentum: float = 0.9) -> opt.SGD:
     """The optimizer of all measurements."""
     return opt.SGD(lr=0.005, momentum=momentum, weight_decay=1e-5)
@@ -38,7 +44,7 @@ def sgd(momentum: float = 0.9) -> opt.SGD:
 
 def compiled(optimizer: opt.DistOpt, batch: int | tuple, *, use_graph: bool, net: model.Model | None = None) -> Any:
     """Collective. A network with that optimizer, and images and labels, given or so many of this rank."""
-    arrays = synthetic_batch(batch, optimizer.global_rank) if isinstance(batch, int) else batch
+    arrays = synthetic_batch({"batch_size": batch}, optimizer.global_rank) if isinstance(batch, int) else batch
     x, y = (tensor.from_numpy(array, optimizer.device) for array in arrays)
     net = net or train_cnn.CNN()
     net.set_optimizer(optimizer)
