@@ -1,4 +1,4 @@
-"""Process groups of PyTorch: all-reduce, and what communication adds to a DDP step, over Gloo and over distopt.
+"""Process groups of PyTorch: all-reduce, what communication adds to a DDP step, and FSDP2, over Gloo and over distopt.
 
 Both run the PyTorch of this environment, and take turns in every round. A third candidate of the steps does not
 communicate: its DDP has a hook that leaves gradients as they are. Bytes are those that one host sends, headers included.
@@ -33,10 +33,15 @@ MODELS = {
     "resnet18": ("ResNet-18 at 64 x 64, batch 8", {"batch_size": 8, "image_size": 64}),
     "mlp": ("MLP of 25 M, batch 16", {"batch_size": 16}),
 }
-SUMS = "all-reduce"
-PARTS = (SUMS, *MODELS)
-NOTHING, GLOO, DISTOPT = "nothing", "gloo", "distopt"
-CANDIDATES = {NOTHING: {"group": DISTOPT, "hook": "nothing"}, GLOO: {"group": GLOO}, DISTOPT: {"group": DISTOPT}}
+SUMS, SHARDED = "all-reduce", "fsdp2"
+PARTS = (SUMS, *MODELS, SHARDED)
+NOTHING, GLOO, DISTOPT, BUCKET = "nothing", "gloo", "distopt", "bucket"
+CANDIDATES = {
+    NOTHING: {"group": DISTOPT, "hook": "nothing"},
+    GLOO: {"group": GLOO},
+    DISTOPT: {"group": DISTOPT},
+    BUCKET: {"group": DISTOPT, "memory": "bucket"},  # where groups of one host move the buckets of DDP
+}
 SENDS = "Gloo sends", "distopt sends"
 
 # candidate -> the answers of its ranks in every round
@@ -62,15 +67,18 @@ def run(args: argparse.Namespace) -> int:
         print(f"# {site.world_size} ranks{site.described} on {heading(facts)}")
         print(f"# {args.rate or 'no limit of rate'}; medians of {args.rounds} rounds of {args.steps}")
         if SUMS in args.only:
+            names = [GLOO, DISTOPT] if args.emulate or args.hosts else [GLOO, DISTOPT, BUCKET]
             with Lineup() as lineup:
-                fill(lineup, [GLOO, DISTOPT], "all_reduce", site, {})
-                print_head("bytes", "Gloo (us)", "distopt (us)", "Gloo / distopt", *SENDS)
+                fill(lineup, names, "all_reduce", site, {})
+                ratios = [f"Gloo / {name}" for name in names[1:]]
+                print_head("bytes", *(f"{name} (us)" for name in names), *ratios, *SENDS)
                 sums = {"collective": "all_reduce", "buffers": "in place", "dtype": "float32", "samples": args.steps}
                 for size in args.sizes:
                     count = {"count": size // 4, "capacity": size // 4, "calls": 1}
                     answers[f"{SUMS} {size}"] = found = lineup.ask(args.rounds, {**request, **sums, **count})
-                    gloo, ours = (median(of_rounds(found[name])) * 1e6 for name in (GLOO, DISTOPT))
-                    print_row(f"{size:,}", f"{gloo:.0f}", f"{ours:.0f}", f"{gloo / ours:.2f}", *sent(found, args.steps))
+                    gloo, *ours = (median(of_rounds(found[name])) * 1e6 for name in names)
+                    times = [f"{time:.0f}" for time in (gloo, *ours)]
+                    print_row(f"{size:,}", *times, *(f"{gloo / one:.2f}" for one in ours), *sent(found, args.steps))
                     if any(one["wrong"] for rounds in found.values() for ranks in rounds for one in ranks):
                         wrong.append(f"{SUMS} of {size:,} bytes")
         models = [name for name in MODELS if name in args.only]
@@ -78,9 +86,7 @@ def run(args: argparse.Namespace) -> int:
             print_head("step", "none (ms)", "Gloo adds", "distopt adds", "distopt / Gloo", *SENDS, "same bits")
         for name in models:
             described, options = MODELS[name]
-            with Lineup() as lineup:
-                fill(lineup, CANDIDATES, "train", site, {"model": name, **options})
-                answers[name] = found = lineup.ask(args.rounds, {**request, "steps": args.steps})
+            answers[name] = found = steps_of([NOTHING, GLOO, DISTOPT], site, {"model": name, **options}, args, request)
             bare = of_rounds(found[NOTHING])
             # Within a round, so that changes of the machine's speed affect both.
             gloo, ours = (
@@ -88,9 +94,17 @@ def run(args: argparse.Namespace) -> int:
                 for one in (GLOO, DISTOPT)
             )
             times = f"{median(bare) * 1e3:.2f}", f"{gloo:.2f}", f"{ours:.2f}", f"{ours / gloo:.2f}"
-            digests = {one: {rank["parameters"] for rank in found[one][-1]} for one in (GLOO, DISTOPT)}
-            print_row(described, *times, *sent(found, args.steps), "yes" if digests[GLOO] == digests[DISTOPT] else "no")
-            wrong += [name] if len(digests[DISTOPT]) > 1 else []
+            print_row(described, *times, *sent(found, args.steps), same_bits(found))
+            wrong += [name] if len({rank["parameters"] for rank in found[DISTOPT][-1]}) > 1 else []
+        if SHARDED in args.only:
+            described, options = MODELS["mlp"]
+            options = {"model": "mlp", "sharded": True, **options}
+            answers[SHARDED] = found = steps_of([GLOO, DISTOPT], site, options, args, request)
+            gloo, ours = (of_rounds(found[name]) for name in (GLOO, DISTOPT))
+            ratio = median(one / other for one, other in zip(ours, gloo, strict=True))
+            print_head("FSDP2", "Gloo (ms)", "distopt (ms)", "distopt / Gloo", *SENDS, "same bits")
+            times = f"{median(gloo) * 1e3:.2f}", f"{median(ours) * 1e3:.2f}", f"{ratio:.2f}"
+            print_row(described, *times, *sent(found, args.steps), same_bits(found))
     for name in wrong:
         print(f"# {name}: results are wrong, or differ between ranks")
     if args.json:
@@ -107,6 +121,21 @@ def fill(lineup: Lineup, names: Iterable[str], module: str, site: Site, options:
 
     for name in names:
         lineup.add(name, partial(start, name))
+
+
+def steps_of(
+    names: Iterable[str], site: Site, options: Setup, args: argparse.Namespace, request: dict[str, Any]
+) -> Answers:
+    """Training steps of the candidates of these names, in turns."""
+    with Lineup() as lineup:
+        fill(lineup, names, "train", site, options)
+        return lineup.ask(args.rounds, {**request, "steps": args.steps})
+
+
+def same_bits(found: Answers) -> str:
+    """Whether every rank has the same parameters over Gloo and over distopt."""
+    gloo, ours = ([rank["parameters"] for rank in found[name][-1]] for name in (GLOO, DISTOPT))
+    return "yes" if gloo == ours else "no"
 
 
 def of_rounds(rounds: list[list[dict[str, Any]]]) -> list[float]:

@@ -64,9 +64,13 @@ class Lineup(ExitStack):
             self.candidates.append(Candidate(name, crew, hello))
 
     def take_turns(self, count: int, measure: Callable[[Candidate, int], None]) -> None:
-        """Call `measure(candidate, turn)` for every candidate in each of `count` turns; drop one whose ranks fail."""
+        """Call `measure(candidate, turn)` for every candidate in each of `count` turns; drop one whose ranks fail.
+
+        Each turn begins with another candidate.
+        """
         for turn in range(count):
-            for candidate in list(self.candidates):
+            first = turn % max(len(self.candidates), 1)
+            for candidate in [*self.candidates[first:], *self.candidates[:first]]:
                 try:
                     measure(candidate, turn)
                 except CrewError as error:  # noqa: PERF203 - a turn takes milliseconds

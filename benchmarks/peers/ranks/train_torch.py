@@ -2,7 +2,8 @@
 
 Of the setup, "group" names the process group, Gloo's or distopt's; without one, the bare model is trained. The settings are
 the default ones, or with "tuned" the fastest known for a CPU; "bfloat16" adds autocast, "hook" a hook of
-DistributedDataParallel: "fp16", "power-sgd", or "nothing", which leaves gradients as they are and moves no bytes.
+DistributedDataParallel: "fp16", "power-sgd", or "nothing", which leaves gradients as they are and moves no bytes. With
+"sharded", FSDP2 takes the place of DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -37,7 +38,13 @@ class Trainer(train.Trainer):
         if tuned:
             self._x = self._x.contiguous(memory_format=torch.channels_last)
             nn.utils.convert_conv2d_weight_memory_format(self._net, torch.channels_last)
-        if group:
+        if setup.get("sharded"):
+            from torch.distributed.fsdp import fully_shard
+
+            for part in (*filter(_has_parameters, self._net), self._net):
+                fully_shard(part)
+            self.about += f", FSDP2 over {group}"
+        elif group:
             hook = setup.get("hook", "")
             # With several buckets Gloo aborts in the hook of PowerSGD (torch 2.13), probably because its second
             # all-reduces start in another order on each rank. A cap given by hand makes one bucket of all.
@@ -75,7 +82,13 @@ class Trainer(train.Trainer):
         return {"forward": forward, "backward": backward, "communication": math.nan, "update": update}
 
     def parameters(self) -> bytes:
-        return b"".join(param.detach().numpy().tobytes() for param in self._net.parameters())
+        params = (param.detach() for param in self._net.parameters())
+        own = (param.to_local() if hasattr(param, "to_local") else param for param in params)  # the shard of this rank
+        return b"".join(param.numpy().tobytes() for param in own)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _add_hook(net: nn.parallel.DistributedDataParallel, name: str) -> None:

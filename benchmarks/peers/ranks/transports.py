@@ -147,7 +147,10 @@ class Mpi(Transport):
 
 
 class Torch(Transport):
-    """A backend of torch.distributed: Gloo or distopt."""
+    """A backend of torch.distributed: Gloo or distopt.
+
+    With "memory" "bucket" in the setup, arrays of reductions in place are where distopt's groups move DDP's buckets.
+    """
 
     buffers: ClassVar[dict[str, tuple[str, ...]]] = {
         collective: ("in place" if collective in _IN_PLACE else "separate",) for collective in COLLECTIVES
@@ -159,11 +162,13 @@ class Torch(Transport):
         self.rank = join_torch(setup, rank, world_size)
         self._torch, self._distributed = torch, torch.distributed
         self._world_size = world_size
+        group = torch.distributed.group.WORLD
+        self._empty = group._communicator.empty if setup.get("memory") == "bucket" else np.empty
         self.about = f"{setup['group']} through torch.distributed, torch {torch.__version__}"
 
     def call(self, collective: str, buffers: str, count: int, capacity: int, dtype: str) -> Call:
         sent, received = _shares(collective, count, self._world_size)
-        array = np.empty(sent, _storage(dtype))
+        array = self._empty(sent, _storage(dtype).name)
         result = array if collective in _IN_PLACE else np.empty(received, _storage(dtype))
         given, taken = self._tensor(array, dtype), self._tensor(result, dtype)
         in_place = collective in _IN_PLACE
