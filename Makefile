@@ -171,6 +171,8 @@ BUILD ?= build/make
 WHEEL := $(BUILD)/wheel
 $(WHEEL)/built: export SKBUILD_BUILD_DIR = $(BUILD)
 $(WHEEL)/built: export SKBUILD_CMAKE_DEFINE = $(OPTIONS)
+# So that ninja is found, which compiles on all cores; elsewhere than in a bin of its own, its package does not find it.
+$(WHEEL)/built: export PATH := $(CURDIR)/$(TOOLS)/bin:$(PATH)
 $(WHEEL)/built: export PYTHONPATH = $(CURDIR)/$(TOOLS)
 $(WHEEL)/built: $(BUILD)/options $(SOURCES) | $(TOOLS) $(VENV)/bin/python
 	rm -rf $(WHEEL)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from .errors import absent_name
+from .errors import explain_absent
 from .nn import autograd as _autograd
 from .nn import functions
 from .nn.autograd import gradient_order
@@ -177,10 +177,7 @@ _REASONS = {
     "pooling_2d": f"{_HANDLE} layer.MaxPool2d or layer.AvgPool2d",
 }
 
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        raise absent_name(__name__, name, __all__, _REASONS)
+explain_absent(globals(), __all__, _REASONS)
 
 
 class _Module(ModuleType):

@@ -2,38 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from .errors import absent_name
-from .nn.device import (
-    Device,
-    create_cpu_device,
-    create_cuda_gpu,
-    create_cuda_gpu_on,
-    create_cuda_gpus,
-    create_cuda_gpus_on,
-    get_default_device,
-    get_gpu_ids,
-    get_num_gpus,
-)
-
-__all__ = [
-    "Device",
-    "create_cpu_device",
-    "create_cuda_gpu",
-    "create_cuda_gpu_on",
-    "create_cuda_gpus",
-    "create_cuda_gpus_on",
-    "enable_lazy_alloc",
-    "get_default_device",
-    "get_gpu_ids",
-    "get_num_gpus",
-]
-
-
-def enable_lazy_alloc(enable: bool) -> None:
-    """Accepted for SINGA's scripts, and ignored: a tensor's memory is taken when the tensor is made."""
-
+from .errors import explain_absent
+from .nn.device import *  # noqa: F403 - a face of that module
+from .nn.device import __all__
 
 _ABSENT = {
     **dict.fromkeys(
@@ -45,7 +16,4 @@ _ABSENT = {
     ),
 }
 
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        raise absent_name(__name__, name, __all__, _ABSENT)
+explain_absent(globals(), __all__, _ABSENT)

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 
 class DistoptError(Exception):
@@ -207,8 +207,6 @@ def absent_name(
 ) -> AttributeError:
     """The error that a module's `__getattr__` raises for a name that it does not have, with the cure in its one line.
 
-    A module defines `__getattr__` behind `if not TYPE_CHECKING`, for with it type checkers accept every name.
-
     Args:
         module: `__name__` of the module.
         name: the name that was looked up.
@@ -218,6 +216,18 @@ def absent_name(
     """
     # Without name and obj, Python appends a second suggestion.
     return AttributeError(_Absence(module, name, names, reasons or {}, otherwise), name=None, obj=None)
+
+
+def explain_absent(module: dict[str, Any], names: Iterable[str], reasons: Mapping[str, str] | None = None) -> None:
+    """Local. Give a module, by its `globals()`, a `__getattr__` that raises the error of `absent_name`.
+
+    Where type checkers see the definition of a `__getattr__`, they accept every name of the module.
+    """
+
+    def refuse(name: str) -> NoReturn:
+        raise absent_name(module["__name__"], name, names, reasons)
+
+    module["__getattr__"] = refuse
 
 
 @dataclass(frozen=True)

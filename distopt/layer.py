@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from .errors import absent_name
+from .errors import explain_absent
 from .nn.layer import *  # noqa: F403 - a face of that module
 from .nn.layer import __all__
 from .nn.layer_images import *  # noqa: F403 - through the module above, type checkers do not find them
@@ -15,7 +13,4 @@ _REASONS = dict.fromkeys(
     (*_RECURRENT, *_OF_LANGUAGE), "distopt keeps to convolutional networks; PyTorch is the way to others"
 )
 
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        raise absent_name(__name__, name, __all__, _REASONS)
+explain_absent(globals(), __all__, _REASONS)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from . import launch
-from .errors import absent_name
+from .errors import explain_absent
 from .nn import model
 from .nn.device import tell_once
 from .nn.optim import Optimizer
@@ -27,7 +25,4 @@ class Model(model.Model):  # noqa: D101 - its documentation is that of its base
                 )
 
 
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        raise absent_name(__name__, name, __all__)
+explain_absent(globals(), __all__)

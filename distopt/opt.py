@@ -6,7 +6,6 @@ Scripts written for SINGA run with `from singa import opt` changed to `from dist
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from . import dist_opt, launch
 from .comm import Communicator, Work
 from .compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, TopK
 from .dist_opt import DEFAULT_CHECK_EVERY
-from .errors import UsageError, absent_name
+from .errors import UsageError, explain_absent
 from .launch import Job, Ticket
 from .nn import optim
 from .nn.optim import *  # noqa: F403 - a face of that module
@@ -275,7 +274,4 @@ def _sparse_codec(spars: float, topK: bool, corr: bool) -> Codec:
     return ErrorFeedback(codec) if corr else codec
 
 
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        raise absent_name(__name__, name, __all__)
+explain_absent(globals(), __all__)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .errors import UsageError, absent_name
+from .errors import UsageError, explain_absent
 from .nn.device import Device, device_of
 from .nn.tensor import Tensor, float16, float32, float64, from_raw_tensor, int32, int64
 
@@ -37,7 +37,7 @@ PlaceHolder = Tensor
 # -- new tensors -------------------------------------------------------------------------------------------------------
 def from_numpy(array: np.ndarray[Any, Any], device: Device | None = None, dtype: DTypeLike | None = None) -> Tensor:
     """A tensor with a copy of `array`, in `dtype` (default: its own, with 64-bit types made 32-bit, as in SINGA)."""
-    return Tensor(data=array, device=device, dtype=dtype)
+    return Tensor(data=np.asarray(None) if array is None else array, device=device, dtype=dtype)
 
 
 def from_raw_tensors(raws: Iterable[Any]) -> list[Tensor]:
@@ -282,7 +282,4 @@ def sizeof(dtype: DTypeLike) -> int:
     return np.dtype(dtype).itemsize
 
 
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        raise absent_name(__name__, name, __all__)
+explain_absent(globals(), __all__)

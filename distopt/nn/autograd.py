@@ -66,6 +66,7 @@ def backward(
         UsageError: nothing was recorded behind `loss`, its graph has been used before, or an operation has no gradient
             for an input that needs one.
     """
+    _check(loss)
     if isinstance(dy, (int, float)):
         dy = Tensor.of(loss.device.xp.full_like(loss.array, dy), loss.device)
     if isinstance(loss.creator, Walk):
@@ -99,9 +100,15 @@ def gradient_order(loss: Tensor) -> list[Tensor]:
     Raises:
         UsageError: as `backward`.
     """
+    _check(loss)
     if isinstance(loss.creator, Walk):
         return loss.creator.parameters()
     return [param for visit in plan(loss) for param in visit.final]
+
+
+def _check(loss: object) -> None:
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"a training step starts from its loss, a tensor; got {loss!r}")
 
 
 def tape(loss: Tensor) -> list[Operation]:

@@ -19,6 +19,19 @@ import numpy as np
 from ..errors import MissingDependencyError, UsageError
 from ..settings import Settings
 
+__all__ = [
+    "Device",
+    "create_cpu_device",
+    "create_cuda_gpu",
+    "create_cuda_gpu_on",
+    "create_cuda_gpus",
+    "create_cuda_gpus_on",
+    "enable_lazy_alloc",
+    "get_default_device",
+    "get_gpu_ids",
+    "get_num_gpus",
+]
+
 T = TypeVar("T")
 
 _log = logging.getLogger("distopt")
@@ -241,6 +254,10 @@ def create_cuda_gpu_on(device_id: int) -> Device:
     if missing:
         tell_once(f"using the CPU: {missing} (DISTOPT_DEVICE=cpu stops this notice)")
     return _cpu
+
+
+def enable_lazy_alloc(enable: bool) -> None:
+    """Accepted for SINGA's scripts, and ignored: a tensor's memory is taken when the tensor is made."""
 
 
 def device_of(array: Any) -> Device:

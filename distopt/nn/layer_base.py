@@ -186,6 +186,8 @@ class Layer:
 
     def _parameter(self, key: str, shape: Sequence[int], x: Tensor) -> Tensor:
         """A new parameter of zeros, with the device and dtype of `x`."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{self._label} takes tensors, got {type(x).__name__}; make one with tensor.from_numpy")
         if x.dtype not in ("float16", "float32", "float64"):
             raise UsageError(f"{self._label} takes float16, float32 or float64, got {x.dtype}; convert the input")
         name = f"{self.name}.{key}" if self.name else key

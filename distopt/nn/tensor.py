@@ -230,10 +230,18 @@ class Operation:
         """Compute; record the call in training mode."""
         if not inputs:
             raise UsageError(f"{type(self).__name__} needs at least one tensor")
-        device, arrays = inputs[0].device, [t.array for t in inputs]
-        if arrays[0].dtype.char == "e":
-            self.half = True
-        data = device.timed(type(self).__name__, self._compute, arrays) if device.verbosity else self._compute(arrays)
+        kind = type(self).__name__
+        try:
+            device, arrays = inputs[0].device, [t.array for t in inputs]
+            if arrays[0].dtype.char == "e":
+                self.half = True
+            data = device.timed(kind, self._compute, arrays) if device.verbosity else self._compute(arrays)
+        except (AttributeError, TypeError):
+            if strange := [type(x).__name__ for x in inputs if not isinstance(x, Tensor)]:
+                raise TypeError(f"{kind} takes tensors, got {strange[0]}; make one with tensor.from_numpy") from None
+            if self.native and inputs[0].dtype.kind != "f":
+                raise UsageError(f"{kind} takes floats, got {inputs[0].dtype}; convert them by to_type") from None
+            raise
         out = Tensor.of(data, device)
         if mode.training:
             self.inputs, self.order, out.creator = inputs, next(changes.clock), self
@@ -387,7 +395,10 @@ class Reshape(Operation):
 
     def forward(self, x: Array) -> Array:
         self.saved = x.shape
-        return x.reshape(self.shape)
+        try:
+            return x.reshape(self.shape)
+        except (TypeError, ValueError):
+            raise ShapeError(f"a tensor of shape {x.shape} cannot take the shape {self.shape}") from None
 
     def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
         return (dy.reshape(self.saved),)

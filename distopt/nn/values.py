@@ -42,6 +42,8 @@ class Values:
     def __init__(
         self, shape: Sequence[int] = (), device: Device | None = None, dtype: DTypeLike | None = None, data: Any = None
     ) -> None:
+        if device is not None and not isinstance(device, Device):
+            raise UsageError(f"{device!r} is no device; device.get_default_device() is one")
         try:
             dtype = None if dtype is None else _type(dtype)
             if data is None:

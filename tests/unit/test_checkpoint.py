@@ -322,7 +322,7 @@ def test_the_script_of_the_docs(tmp_path, monkeypatch, capsys):
     for said in ("", "Going on from runs/a/step-0000000100-0001 (step 100, epoch 10)\n"):
         made = net()
         names = {"net": made, "sgd": made.optimizer, "sampler": ShardedSampler(20, 1, 0, 2)}
-        names |= {"rng": np.random.default_rng(1), "sums": np.zeros(1)}
+        names |= {"rng": np.random.default_rng(1), "np": np}
         exec(code, names)
         exec(preemptible, names)
         assert capsys.readouterr().out == said

@@ -74,6 +74,13 @@ def test_a_tensor_of_one_element_is_a_number():
         (lambda: opt.DistOpt(opt.SGD(), codec=TopK), "TopK'> is not a codec"),
         (lambda: Net().set_optimizer(0.1), "trains with an optimizer, such as .* got 0.1"),
         (lambda: Net().set_optimizer(opt.SGD), "trains with an optimizer, such as .* got <class"),
+        (lambda: opt.SGD()(None), "a training step starts from its loss, a tensor; got None"),
+        (lambda: opt.DistOpt(opt.SGD())(0.5), "a training step starts from its loss, a tensor; got 0.5"),
+        (lambda: Net()(*map(np.asarray, batch())), "Net takes tensors, got a NumPy array; make it one with"),
+        (lambda: autograd.sigmoid(batch()[1]), "Sigmoid takes floats, got int32; convert them by to_type"),
+        (lambda: batch()[0].reshape((7, 2)), r"a tensor of shape \(6, 5\) cannot take the shape \(7, 2\)"),
+        (lambda: tensor.from_numpy(np.ones(2), "cpu"), "'cpu' is no device"),
+        (lambda: tensor.from_numpy(None), "a tensor holds numbers, not object"),
         (lambda: TopK("0.1"), "ratio '0.1' of top-K"),
         (lambda: Threshold("0.1"), "threshold '0.1' is not a number"),
         (lambda: Settings.from_env({"DISTOPT_TIMEOT": "9"}), "no variable .* DISTOPT_TIMEOT; .* DISTOPT_TIMEOUT?"),
@@ -84,6 +91,13 @@ def test_a_wrong_argument_is_refused_at_once(mistake, text):
     with pytest.raises(UsageError, match=text) as raised:
         mistake()
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("values", [np.ones((2, 3), np.float32), [1.0], None])
+def test_layers_refuse_what_is_no_tensor(values):
+    for kind in (layer.ReLU, lambda: layer.Linear(2)):
+        with pytest.raises((TypeError, AttributeError), match=rf"{type(values).__name__}"):
+            kind()(values)
 
 
 def test_variables_of_the_users_own_are_none_of_ours():
