@@ -65,12 +65,6 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return kept
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 # -- what a command line becomes ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("command", "ranks"),
@@ -217,9 +211,9 @@ def test_one_new_file_each(tmp_path):
 
 
 @pytest.mark.slow
-def test_by_hand_as_on_this_machine(tmp_path):
+def test_by_hand_as_on_this_machine(tmp_path, port):
     whole = run(f"{OPTIONS} -cpus 2", tmp_path / "whole")
-    place = f"-cpus 1 -backend gloo -dist_url tcp://127.0.0.1:{free_port()} -nnodes 2 -node_rank"
+    place = f"-cpus 1 -backend gloo -dist_url tcp://127.0.0.1:{port} -nnodes 2 -node_rank"
     with started(f"{OPTIONS} {place} 1", tmp_path / "by hand") as other:
         ended = run(f"{OPTIONS} {place} 0", tmp_path / "by hand")
         assert other.end(patience(100)).stdout == ""
@@ -234,10 +228,10 @@ def test_by_hand_as_on_this_machine(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # four jobs
-def test_a_job_that_was_killed_and_preempted_ends_with_the_same_digits(tmp_path):
+def test_a_job_that_was_killed_and_preempted_ends_with_the_same_digits(tmp_path, port):
     """With bfloat16, batch normalization, AdamW's moments, a loader's worker and TensorBoard's numbers."""
     options = f"-cpus 2 {OPTIONS} -epochs 3 -fp16 -arch convnet -optimizer adamw -lr 0.01 -workers 1 -tb"
-    options += f" -tb_port {free_port()}"
+    options += f" -tb_port {port}"
     out, said = tmp_path / "runs", ""
     whole = run(options, out)
     assert whole.code == 0, whole.stderr
@@ -278,8 +272,7 @@ def read_until(program: Program, text: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_page_is_served_while_the_job_runs(tmp_path):
-    port = free_port()
+def test_the_page_is_served_while_the_job_runs(tmp_path, port):
     with started(f"-cpus 1 {OPTIONS} -epochs 10000 -tb -tb_port {port}", tmp_path) as program:
         read_until(program, "Test set: epoch 1")
         page = f"http://localhost:{port}/data/plugin/scalars/tags"
