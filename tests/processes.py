@@ -43,10 +43,10 @@ def patience(seconds: float) -> float:
 
 
 def free_port() -> int:
-    """A TCP port that the kernel gives to nobody else before this process ends; servers can listen there.
+    """A free TCP port, which the kernel assigns to no other process before this one ends; servers can listen there.
 
-    A socket that is bound to it and does not listen keeps it: only who names the port, and sets SO_REUSEADDR as servers
-    do, may share it.
+    A bound socket that does not listen reserves it: it can be shared only by a server that names the port and sets
+    SO_REUSEADDR.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -73,7 +73,7 @@ class _Agent:
         self._caught = caught  # signals that have not been acted on
         self._selector = selector
         self._outputs = [Output(fd, selector, self._print) for fd in (1, 2)]
-        self._held = _hold_port()  # for the store of PyTorch in rank 0, which listens seconds later
+        self._held = _hold_port()  # reserves the port of PyTorch's store, where rank 0 listens seconds later
         self._key = hashlib.sha256(
             f"distopt run {json.dumps(options.run_id)} {Settings.from_env().job_secret}".encode()
         ).digest()
@@ -380,7 +380,7 @@ def _reap() -> None:
 
 
 def _hold_port() -> socket.socket:
-    """A socket on a free port. The kernel gives it to nobody else; who names it, and sets SO_REUSEADDR, can listen."""
+    """A socket that reserves a free port: the kernel assigns it to no other; a server with SO_REUSEADDR can listen."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("", 0))
