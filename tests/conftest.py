@@ -12,7 +12,7 @@ from threadpoolctl import threadpool_limits
 
 from distopt import autograd
 from tests.parts import pytest_addoption, pytest_collection_modifyitems  # noqa: F401 - hooks
-from tests.processes import heed_signals
+from tests.processes import free_port, heed_signals
 
 if TYPE_CHECKING:
     from benchmarks.networks.emulation import TwoHosts
@@ -56,6 +56,11 @@ def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return results[name]
 
     return result
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
 
 
 @pytest.fixture(scope="module")

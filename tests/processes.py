@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 _MARK = "DISTOPT_TEST_RUN"
+_HELD: list[socket.socket] = []
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,19 @@ def heed_signals() -> None:
 def patience(seconds: float) -> float:
     """How long to wait for what takes `seconds` at most on a quiet machine: longer where processes queue for cores."""
     return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def free_port() -> int:
+    """A free TCP port, which the kernel assigns to no other process before this one ends; servers can listen there.
+
+    A bound socket that does not listen reserves it: it can be shared only by a server that names the port and sets
+    SO_REUSEADDR.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    _HELD.append(holder)
+    return holder.getsockname()[1]
 
 
 class Program:

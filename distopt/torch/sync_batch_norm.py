@@ -111,9 +111,11 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, var = ctx.saved_tensors
         count, eps, group = ctx.of_all
         scale = torch.ones_like(mean) if weight is None else weight
-        # As if mean and variance were constants.
-        statistics = mean, var, None, None, False, eps
-        dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(dy, x, scale, *statistics, [True] * 3)
+        dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(scale), torch.zeros_like(scale)
+        if x.numel():  # else PyTorch's kernel divides by zero
+            # As if mean and variance were constants.
+            statistics = mean, var, None, None, False, eps
+            dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(dy, x, scale, *statistics, [True] * 3)
         if ctx.needs_input_grad[0]:
             totals = torch.stack([dweight, dbias]).double() * scale
             dist.all_reduce(totals, group=group)

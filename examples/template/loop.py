@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -16,15 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
-from distopt.torch import Checkpoint, ResumableSampler  # registers the backend "distopt", too
+from distopt.torch import Checkpoint, ResumableSampler, SyncBatchNorm  # registers the backend "distopt", too
 
 
 def run(rank: int, world_size: int, device: torch.device, url: str, args) -> None:
     """Be one of the ranks, which meet at `url`."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(args.slurm_threads)  # outside of Slurm, `launch.main` has set it
     dist.init_process_group(args.backend, init_method=url, rank=rank, world_size=world_size)
     with output(args.out / "logs" / f"rank-{rank}.log", rank):
         print(f"Rank {rank} of {world_size} on {socket.gethostname()}, {device}, {args.backend}", flush=True)
@@ -41,9 +38,8 @@ class Trainer:
         torch.manual_seed(args.seed)  # the same parameters on all ranks
         data = build("dataset", args)
         network = build("arch", args, data).to(device)
-        if cuda:
-            network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
-        self.model = DistributedDataParallel(network)
+        norm = nn.SyncBatchNorm if cuda else SyncBatchNorm
+        self.model = DistributedDataParallel(norm.convert_sync_batchnorm(network))
         self.loss = build("loss", args).to(device)
         self.optimizer = build("optimizer", args, self.model.parameters())
         self.scheduler = build("scheduler", args, self.optimizer)

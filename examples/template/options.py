@@ -4,7 +4,6 @@ import argparse
 import re
 import shutil
 import socket
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,12 +32,18 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     for what, (folder, default) in parts.FOLDERS.items():
         parser.add_argument(f"-{what}", default=default, help=f"({default}) of {', '.join(parts.names(folder))}")
     for what, name in vars(parser.parse_known_args(argv)[0]).items():
-        getattr(parts.part(what, name), "add_options", id)(parser)
+        chosen = parts.part(what, name)
+        if hasattr(chosen, "add_options"):
+            chosen.add_options(parser)
     add_options(parser)
     args = parser.parse_args(argv)
     args.out = Path(args.out).resolve()
-    args.backend = args.backend or ("nccl" if (args.slurm_ngpus if args.slurm else args.gpus) else "distopt")
-    (check_slurm if args.slurm else check_here)(args)
+    on_gpus = args.slurm_ngpus if args.slurm else args.gpus
+    args.backend = args.backend or ("nccl" if on_gpus else "distopt")
+    if args.slurm:
+        check_slurm()
+    else:
+        check_here(args)
     if args.tb and args.node_rank == 0:
         if missing := [name for name in ("tensorboardX", "tensorboard") if find_spec(name) is None]:
             raise UsageError(f'-tb needs {" and ".join(missing)}; pip install "distopt[tensorboard]"')
@@ -52,7 +57,7 @@ def add_options(parser: Parser) -> None:
     add("-cpus", type=int, default=1, metavar="N", help="(1) ranks on CPUs of this machine")
     add("-gpus", type=numbers, default=[], metavar="0,1", help="GPUs of this machine, each of which gets a rank")
     add("-backend", choices=["distopt", "gloo", "nccl"], help="(distopt; nccl on GPUs)")
-    add("-dist_url", metavar="tcp://HOST:PORT", help="where the ranks meet: any free port of node 0")
+    add("-dist_url", default="", metavar="tcp://HOST:PORT", help="where the ranks meet: any free port of node 0")
     add("-nnodes", type=int, default=1, help="(1) nodes on which this command is typed, with as many ranks")
     add("-node_rank", type=int, default=0, help="(0) which of them this is")
     add("-slurm", action="store_true", help="submit a job that is queued again when it is preempted or out of time")
@@ -87,44 +92,31 @@ def check_here(args: argparse.Namespace) -> None:
     if missing := [str(gpu) for gpu in args.gpus if gpu >= count]:
         there = f"GPUs 0 to {count - 1}" if count else "no GPU that PyTorch can use; -cpus N trains without"
         raise UsageError(f"-gpus: there is no {', '.join(missing)}; this machine has {there}")
-    args.dist_url = args.dist_url or (f"tcp://127.0.0.1:{free_port(0)}" if args.nnodes == 1 else "")
-    if not re.fullmatch(r"tcp://.+:\d+", args.dist_url):
-        raise UsageError(f"-dist_url: {args.dist_url!r} is not tcp://HOST:PORT of node 0, the same on all nodes")
-    if args.node_rank == 0:
-        check_port("-dist_url", int(args.dist_url.rpartition(":")[2]))
+    if args.dist_url or args.nnodes > 1:
+        if not re.fullmatch(r"tcp://.+:\d+", args.dist_url):
+            raise UsageError(f"-dist_url: {args.dist_url!r} is not tcp://HOST:PORT of node 0, the same on all nodes")
+        if args.node_rank == 0:
+            check_port("-dist_url", int(args.dist_url.rpartition(":")[2]))
 
 
 def check_port(option: str, port: int) -> None:
-    try:
-        free_port(port)
-    except OSError as error:
-        free = f"port {free_port(0)} is free"
-        raise UsageError(f"{option}: port {port} of {socket.gethostname()}: {error.strerror}; {free}") from None
+    with socket.socket() as holder:
+        try:
+            hold_port(holder, port)
+        except OSError as error:
+            free = f"port {hold_port(holder, 0)} is free"
+            raise UsageError(f"{option}: port {port} of {socket.gethostname()}: {error.strerror}; {free}") from None
 
 
-def free_port(port: int) -> int:
-    """The port, or any if it is 0; OSError if another process listens there."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # that of a job that has just ended
-        listener.bind(("", port))
-        listener.listen()
-        return listener.getsockname()[1]
+def hold_port(holder: socket.socket, port: int) -> int:
+    """Keep this port, or any free one if it is 0, for servers that set SO_REUSEADDR, as PyTorch's store does."""
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", port))
+    return holder.getsockname()[1]
 
 
-def check_slurm(args: argparse.Namespace) -> None:
+def check_slurm() -> None:
     if shutil.which("sbatch") is None:
         raise UsageError("-slurm: there is no Slurm here (no sbatch); -cpus N or -gpus 0,1 train on this machine")
     if find_spec("submitit") is None:
         raise UsageError('-slurm needs submitit; pip install "distopt[submitit]"')
-    partitions, nodes = asked("sinfo", "-h", "-o", "%R"), asked("sinfo", "-h", "-N", "-o", "%N")
-    if args.slurm_partition and args.slurm_partition not in partitions:
-        raise UsageError(f"-slurm_partition: there is no {args.slurm_partition!r}; there are {', '.join(partitions)}")
-    if args.slurm_nodelist and (missing := {*asked("scontrol", "show", "hostnames", args.slurm_nodelist)} - {*nodes}):
-        raise UsageError(f"-slurm_nodelist: there is no {', '.join(sorted(missing))}; there are {', '.join(nodes)}")
-
-
-def asked(*command: str) -> list[str]:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UsageError(f"{' '.join(command)}: {' '.join(done.stderr.split()) or done.returncode}")
-    return sorted({*done.stdout.split()})

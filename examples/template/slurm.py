@@ -1,14 +1,18 @@
 """Jobs of Slurm, by submitit."""
 
-import os
+import contextlib
+import io
+import subprocess
 
 import loop
 import submitit
 import torch
 from parts import HERE
 
+from distopt.errors import UsageError
 
-def submit(args, *, wait: bool) -> None:
+
+def submit(args) -> submitit.Job:
     executor = submitit.AutoExecutor(args.out / "submitit", cluster="slurm", slurm_max_num_timeout=1000)
     executor.update_parameters(
         name=f"{args.arch}-{args.dataset}",
@@ -23,10 +27,15 @@ def submit(args, *, wait: bool) -> None:
         slurm_additional_parameters={"requeue": True},
         slurm_setup=[f"export PYTHONPATH={HERE}:$PYTHONPATH"],
     )
-    job = executor.submit(Rank(args))
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # where submitit repeats what sbatch says
+            job = executor.submit(Rank(args))
+    except submitit.core.utils.FailedJobError as error:
+        command = ["sinfo", "--noheader", "--format=%R (nodes %N, GPUs %G)"]
+        there = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+        raise UsageError(f"{error}; there are {', '.join(there)}".replace("\nsbatch: error:", ";")) from None
     print(f"job {job.job_id}; rank 0 writes to {args.out}/logs/rank-0.log", flush=True)
-    if wait:
-        job.results()  # raises if a rank has failed
+    return job
 
 
 class Rank(submitit.helpers.Checkpointable):
@@ -42,5 +51,6 @@ class Rank(submitit.helpers.Checkpointable):
     def __call__(self) -> None:
         job = submitit.JobEnvironment()
         device = torch.device("cuda", job.local_rank) if self.args.slurm_ngpus else torch.device("cpu")
-        port = 20000 + int(os.environ["SLURM_JOB_ID"]) % 20000
+        torch.set_num_threads(self.args.slurm_threads)  # elsewhere, `launch.main` has set it
+        port = 20000 + int(job.raw_job_id) % 12000  # below those of clients, from 32768
         loop.run(job.global_rank, job.num_tasks, device, f"tcp://{job.hostnames[0]}:{port}", self.args)

@@ -10,6 +10,7 @@ one, write the file; it may have options of its own. The folder of -out gets the
 from which the same command goes on, and numbers for TensorBoard (-tb).
 """
 
+import socket
 import sys
 
 import board
@@ -27,16 +28,20 @@ def main() -> None:
         args = options.parse(__doc__)
         if args.reset and args.node_rank == 0:
             reset(args.out)
+        if args.slurm:
+            import slurm
+
+            job = slurm.submit(args)
     except DistoptError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     with board.served(args.out / "board", args.tb_port if args.tb and args.node_rank == 0 else None):
-        if args.slurm:
-            import slurm
-
-            slurm.submit(args, wait=args.tb or args.slurm_wait)
-        else:
-            launch.main(run_here, len(args.gpus) or args.cpus, (args,))
+        if not args.slurm:
+            with socket.socket() as holder:  # of a port where the ranks meet if all are on this machine
+                args.dist_url = args.dist_url or f"tcp://127.0.0.1:{options.hold_port(holder, 0)}"
+                launch.main(run_here, len(args.gpus) or args.cpus, (args,))
+        elif args.tb or args.slurm_wait:
+            job.results()  # raises if a rank has failed
 
 
 def run_here(local_rank: int, ranks: int, args) -> None:

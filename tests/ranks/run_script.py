@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -47,6 +48,17 @@ def main(how: str) -> None:
         for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
             signal.signal(signum, saved)
         stay()
+    elif how == "port":
+        place = ("", int(os.environ["MASTER_PORT"]))
+        for reuse in (0, 1):
+            with socket.socket() as server:
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+                try:
+                    server.bind(place)
+                    server.listen()
+                    print(f"with SO_REUSEADDR {reuse}: listens")
+                except OSError as error:
+                    print(f"with SO_REUSEADDR {reuse}: {error.strerror}")
     elif how == "torch":
         import torch
         from torch import distributed

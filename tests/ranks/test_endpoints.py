@@ -72,12 +72,6 @@ def test_nodes_meet_at_an_ipv6_address_in_brackets(port):
 
 
 # -- slow ways ---------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def port():
-    with socket.create_server(("", 0)) as probe:
-        return probe.getsockname()[1]
-
-
 class SlowWay:
     """Passes on what is sent to a port of its own, in both directions, after some seconds: as a long line does."""
 

@@ -81,6 +81,15 @@ def test_scripts_of_pytorch_run_as_they_are():
     assert sorted(ended.stdout.splitlines()) == [f"{mark}sum 3 of 2, elastic True" for mark in ("[rank 1] ", "")]
 
 
+def test_the_port_of_the_store_is_kept_for_it():
+    """The kernel gives it to nobody else, but PyTorch's store, which sets SO_REUSEADDR, can listen there."""
+    ended = start(1, SCRIPT, "port").end()
+    assert ended.stdout.splitlines() == [
+        "with SO_REUSEADDR 0: Address already in use",
+        "with SO_REUSEADDR 1: listens",
+    ]
+
+
 def test_output_is_in_whole_marked_lines_and_in_files(tmp_path):
     ended = start(3, SCRIPT, "lines", options=("--log-dir", str(tmp_path), "--rdzv-id", "j")).end()
     assert ended.code == 0

@@ -135,12 +135,6 @@ def test_a_signal_to_one_host_ends_both(net):
 
 
 # -- where nodes meet, on one host ----------------------------------------------------------------------------------
-@pytest.fixture
-def port():
-    with socket.create_server(("", 0)) as probe:
-        return probe.getsockname()[1]
-
-
 def node(port: int, *words: str, nodes: int = 2, env: dict[str, str] | None = None) -> Program:
     endpoint = f"127.0.0.1:{port}"
     return Program([*RUN, "1", "--nnodes", str(nodes), "--rdzv-endpoint", endpoint, *words], env)

@@ -110,12 +110,6 @@ def test_a_scan_of_all_ports_does_not_disturb_a_job_at_work(net):
     assert [one.code for one in ended] == [143, 143], ended
 
 
-@pytest.fixture
-def port():
-    with socket.create_server(("", 0)) as probe:
-        return probe.getsockname()[1]
-
-
 @pytest.mark.slow
 def test_a_flood_of_silent_connections_does_not_keep_nodes_from_meeting(port):
     """More of them than a gate hears side by side."""

@@ -1169,6 +1169,20 @@ def check_sync_batch_norm_gradients(r: Ranks) -> None:
             dist.destroy_process_group(group)
 
 
+def check_sync_batch_norm_of_an_empty_batch(r: Ranks) -> None:
+    """Of all ranks but the last one, whose statistics and gradients are as without the others."""
+    whole = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    layer, local = (kind(3, dtype=torch.float64) for kind in (distopt.torch.SyncBatchNorm, torch.nn.BatchNorm1d))
+    x = (whole if r.rank == r.size - 1 else whole[:0]).clone().requires_grad_()
+    alone = whole.clone().requires_grad_()
+    for each, input_ in ((layer, x), (local, alone)):
+        each(input_).pow(3).sum().backward()
+    dist.all_reduce(layer.weight.grad)
+    torch.testing.assert_close(layer.weight.grad, local.weight.grad)
+    torch.testing.assert_close(layer.running_var, local.running_var)
+    torch.testing.assert_close(x.grad, alone.grad[: len(x)])
+
+
 def check_sync_batch_norm_of_16_bits(r: Ranks) -> None:
     x = (torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(r.rank)) + r.rank).bfloat16().requires_grad_()
     layer = distopt.torch.SyncBatchNorm(3)

@@ -69,18 +69,14 @@ def digits_of(output: str) -> list[str]:
     return re.findall(r"^(?:Train Epoch|Test set|Digest of the parameters): .*$", output, re.MULTILINE)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "backend"), [("by hand", "distopt"), ("torchrun on two nodes", "gloo"), ("mpiexec", "distopt")]
 )
-def test_every_start_gives_the_same_digits(way: str, backend: str, env: dict[str, str], undisturbed: list[str]) -> None:
-    port, options = free_port(), [*OPTIONS, "--backend", backend]
+def test_every_start_gives_the_same_digits(
+    way: str, backend: str, port: int, env: dict[str, str], undisturbed: list[str]
+) -> None:
+    options = [*OPTIONS, "--backend", backend]
     if way == "mpiexec":
         env = {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         commands = [[*mpiexec_command(2), sys.executable, SCRIPT, *options]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,18 +16,11 @@ BIN = Path(sys.executable).parent
 MPIEXEC = [str(BIN / "mpiexec"), "-n", "2", sys.executable, SCRIPT]
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.mark.slow(kept=1)
 @pytest.mark.sweep(rest=4)
 @pytest.mark.parametrize("method", ["env://", "tcp", "file"])
 @pytest.mark.parametrize("launcher", ["torchrun", "distopt run", "mpiexec", "spawn"])
-def test_ranks_meet(launcher: str, method: str, tmp_path: Path) -> None:
-    port = free_port()
+def test_ranks_meet(launcher: str, method: str, port: int, tmp_path: Path) -> None:
     place = {"env://": "env://", "tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/store"}[method]
     if launcher == "mpiexec" and not (BIN / "mpiexec").exists():
         pytest.skip("no mpiexec")

@@ -50,25 +50,19 @@ def project(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands for Slurm: `sbatch` keeps the script, in the file that is returned."""
+    """Stands for Slurm, which has no partition x: `sbatch` keeps the script, in the file that is returned."""
     folder, kept = tmp_path / "bin", tmp_path / "script"
     folder.mkdir()
     for name, script in {
         "srun": "",
-        "sbatch": f'cp "$1" {kept}; echo Submitted batch job 7',
-        "sinfo": "case $* in *%R*) echo main; echo urgent;; *) echo node1; echo node2; echo node1;; esac",
-        "scontrol": "echo $3 | tr , '\\n'",
+        "sbatch": f'cp "$1" {kept}; if grep -q partition=x "$1"; then echo no partition x >&2; exit 1; fi; '
+        "echo Submitted batch job 7",
+        "sinfo": "echo 'main (nodes node1)'; echo 'urgent (nodes node2)'",
     }.items():
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return kept
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 # -- what a command line becomes ---------------------------------------------------------------------------------------
@@ -91,14 +85,14 @@ def test_ranks_of_a_command(command, ranks, project, monkeypatch):
     assert {rank: str(device) for rank, (device, _) in started.items()} == ranks
     assert {size for _, size in started.values()} == {2 * args.nnodes}
     assert args.backend == ("nccl" if args.gpus else "distopt")
-    assert re.fullmatch(r"tcp://(127.0.0.1|a):\d+", args.dist_url)
+    assert args.dist_url == ("tcp://a:29500" if args.nnodes == 2 else "")
 
 
 @pytest.mark.parametrize("what", ["cpus", "gpus"])
 def test_the_submitted_job(what, project, cluster, tmp_path):
     command = f"-slurm -slurm_nnodes 2 -slurm_n{what} 8 -slurm_partition main -slurm_nodelist node1,node2 -lr 0.5"
     args = project.options.parse("", [*command.split(), "-arch", "convnet", "-out", str(tmp_path)])
-    project.slurm.submit(args, wait=False)
+    project.slurm.submit(args)
     setting = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", cluster.read_text(), re.MULTILINE))
     logs = f"{tmp_path}/submitit/%j_0_log"
     assert setting == {
@@ -134,19 +128,24 @@ def test_the_submitted_job(what, project, cluster, tmp_path):
         ("-nnodes 2", "-dist_url: '' is not tcp://HOST:PORT of node 0, the same on all nodes"),
         ("-dist_url tcp://a:PORT", r"-dist_url: port \d+ of .*: Address already in use; port \d+ is free"),
         ("-tb -tb_port PORT", r"-tb_port: port \d+ of .*: Address already in use; port \d+ is free"),
-        ("-slurm -slurm_partition x", "-slurm_partition: there is no 'x'; there are main, urgent"),
-        ("-slurm -slurm_nodelist node1,node9", "-slurm_nodelist: there is no node9; there are node1, node2"),
         ("-data /nowhere", r"unrecognized arguments: -data /nowhere \(see -help\)"),
         ("-epochs x", r"argument -epochs/--epochs: invalid int value: 'x' \(see -help\)"),
     ],
 )
-def test_errors_say_what_there_is(command, said, project, cluster, monkeypatch):
+def test_errors_say_what_there_is(command, said, project, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
         with pytest.raises(UsageError, match=f"^{said}$"):
             project.options.parse("", command.replace("PORT", str(other.getsockname()[1])).split())
+
+
+def test_slurm_may_refuse_a_job(project, cluster, tmp_path, capfd):
+    args = project.options.parse("", ["-slurm", "-slurm_partition", "x", "-out", str(tmp_path)])
+    with pytest.raises(UsageError, match=r"^no partition x; there are main \(nodes node1\), urgent \(nodes node2\)$"):
+        project.slurm.submit(args)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_slurm_may_be_absent(project, monkeypatch):
@@ -217,9 +216,9 @@ def test_one_new_file_each(tmp_path):
 
 
 @pytest.mark.slow
-def test_by_hand_as_on_this_machine(tmp_path):
+def test_by_hand_as_on_this_machine(tmp_path, port):
     whole = run(f"{OPTIONS} -cpus 2", tmp_path / "whole")
-    place = f"-cpus 1 -backend gloo -dist_url tcp://127.0.0.1:{free_port()} -nnodes 2 -node_rank"
+    place = f"-cpus 1 -backend gloo -dist_url tcp://127.0.0.1:{port} -nnodes 2 -node_rank"
     with started(f"{OPTIONS} {place} 1", tmp_path / "by hand") as other:
         ended = run(f"{OPTIONS} {place} 0", tmp_path / "by hand")
         assert other.end(patience(100)).stdout == ""
@@ -234,10 +233,10 @@ def test_by_hand_as_on_this_machine(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # four jobs
-def test_a_job_that_was_killed_and_preempted_ends_with_the_same_digits(tmp_path):
+def test_a_job_that_was_killed_and_preempted_ends_with_the_same_digits(tmp_path, port):
     """With bfloat16, batch normalization, AdamW's moments, a loader's worker and TensorBoard's numbers."""
     options = f"-cpus 2 {OPTIONS} -epochs 3 -fp16 -arch convnet -optimizer adamw -lr 0.01 -workers 1 -tb"
-    options += f" -tb_port {free_port()}"
+    options += f" -tb_port {port}"
     out, said = tmp_path / "runs", ""
     whole = run(options, out)
     assert whole.code == 0, whole.stderr
@@ -278,8 +277,7 @@ def read_until(program: Program, text: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_page_is_served_while_the_job_runs(tmp_path):
-    port = free_port()
+def test_the_page_is_served_while_the_job_runs(tmp_path, port):
     with started(f"-cpus 1 {OPTIONS} -epochs 10000 -tb -tb_port {port}", tmp_path) as program:
         read_until(program, "Test set: epoch 1")
         page = f"http://localhost:{port}/data/plugin/scalars/tags"

@@ -94,9 +94,7 @@ def test_server_of_a_job_that_is_suspended_while_ranks_join():
 
 
 @pytest.mark.slow
-def test_rank_that_is_suspended_while_it_looks_for_the_server():
-    with listen(0, 8) as listener:
-        port = listener.getsockname()[1]
+def test_rank_that_is_suspended_while_it_looks_for_the_server(port):
     program = Program([sys.executable, "-c", MEETS, str(port), "3"])
     program.read_lines(1)
     time.sleep(0.3)
@@ -112,9 +110,7 @@ def test_rank_that_is_suspended_while_it_looks_for_the_server():
 
 
 @pytest.mark.slow
-def test_nodes_that_are_suspended_while_they_meet(tmp_path):
-    with listen(0, 8) as listener:
-        port = listener.getsockname()[1]
+def test_nodes_that_are_suspended_while_they_meet(tmp_path, port):
     script = tmp_path / "script.py"
     script.write_text("import os; print('rank', os.environ['RANK'])")
     command = [sys.executable, "-m", "distopt", "run", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{port}"]

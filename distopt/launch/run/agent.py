@@ -69,6 +69,7 @@ class _Agent:
         self._caught = caught  # signals that have not been acted on
         self._selector = selector
         self._outputs = [Output(fd, selector, self._print) for fd in (1, 2)]
+        self._held = _hold_port()  # reserves the port of PyTorch's store, where rank 0 listens seconds later
         self._key = hashlib.sha256(
             f"distopt run {json.dumps(options.run_id)} {Settings.from_env().job_secret}".encode()
         ).digest()
@@ -127,6 +128,7 @@ class _Agent:
             turn(self._selector, _LOOK_SECONDS)
         for output in self._outputs:
             output.close()
+        self._held.close()
 
     def _print(self, text: str) -> None:
         self._outputs[1].write(f"distopt run: {text}\n".encode(errors="backslashreplace"))
@@ -205,9 +207,11 @@ class _Agent:
 
     # -- the owner's words -----------------------------------------------------------------------------------------
     def _say(self, say: str, **content: Any) -> None:
-        port = self._options.port if self._options.nodes == 1 else 0
+        before, self._held = self._held, _hold_port()  # another for every attempt
+        before.close()
+        port = (self._options.port if self._options.nodes == 1 else 0) or self._held.getsockname()[1]
         steps = self._slots.steps if self._slots is not None else []
-        message = {"say": say, "port": port or _free_port(), "steps": steps, **content}
+        message = {"say": say, "port": port, "steps": steps, **content}
         if self._owner is not None:
             self._owner.say(message)
 
@@ -371,6 +375,9 @@ def _reap() -> None:
             pass
 
 
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as probe:
-        return int(probe.getsockname()[1])
+def _hold_port() -> socket.socket:
+    """A socket that reserves a free port: the kernel assigns it to no other; a server with SO_REUSEADDR can listen."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    return holder

@@ -1,4 +1,4 @@
-"""Convolutions with batch normalization, whose statistics are those of all ranks' samples on GPUs."""
+"""Convolutions with batch normalization, whose statistics are those of all ranks' samples."""
 
 from torch import nn
 
