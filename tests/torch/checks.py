@@ -1006,8 +1006,8 @@ def check_data_loader_workers(r: Ranks) -> None:
     models = [DistributedDataParallel(reference_cnn(), process_group=group) for group in groups]
     optimizers = [torch.optim.SGD(model.parameters(), 0.02, momentum=0.9) for model in models]
     generator = torch.Generator().manual_seed(r.rank)
-    images, labels = torch.randn(24, 1, 28, 28, generator=generator), torch.randint(10, (24,), generator=generator)
-    for method in ("fork", "spawn", "fork"):
+    images, labels = torch.randn(40, 1, 28, 28, generator=generator), torch.randint(10, (40,), generator=generator)
+    for method in ("spawn", "fork"):
         for x, y in DataLoader(TensorDataset(images, labels), 2, num_workers=1, multiprocessing_context=method):
             for model, optimizer in zip(models, optimizers, strict=True):
                 optimizer.zero_grad()
