@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from datetime import timedelta
+from functools import partial
 from multiprocessing.queues import Queue
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +31,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.data import DataLoader, TensorDataset
 
 import distopt.torch
 from benchmarks.networks.emulation import LINK
@@ -919,13 +922,30 @@ def moved_storages(group: dist.ProcessGroup) -> int:
     return sum(seen.has_memory and seen.memory is None for seen in group._wire._seen.values()) if group._wire else 0
 
 
-def steps_of_ddp(rank: int, groups: list[dist.ProcessGroup], **options: object) -> list[torch.Tensor]:
+class Checkpointed(torch.nn.Module):
+    """The reference CNN, with activations computed anew in the backward pass, and a layer that not every rank uses."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self._layers, self._last, self._reentrant = reference_cnn(), torch.nn.Linear(10, 10), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint_sequential(self._layers, 3, x.requires_grad_(), use_reentrant=self._reentrant)
+        return self._last(y) if self._reentrant or x.sum() > 0 else y
+
+
+def steps_of_ddp(
+    rank: int,
+    groups: list[dist.ProcessGroup],
+    net: Callable[[], torch.nn.Module] = reference_cnn,
+    *,
+    clears: bool = True,
+    clips: bool = False,
+    **options: object,
+) -> list[torch.Tensor]:
     """What a rank has after training as users do: parameters, and the last gradients."""
-    clears, clips = options.pop("clears", True), options.pop("clips", False)
     kept, arrays = [], []
-    models = [
-        DistributedDataParallel(reference_cnn(), process_group=group, bucket_cap_mb=0.5, **options) for group in groups
-    ]
+    models = [DistributedDataParallel(net(), process_group=group, bucket_cap_mb=0.5, **options) for group in groups]
     optimizers = [torch.optim.SGD(model.parameters(), 0.02, momentum=0.9) for model in models]
     generator = torch.Generator().manual_seed(rank)
     for step in range(22):
@@ -942,7 +962,9 @@ def steps_of_ddp(rank: int, groups: list[dist.ProcessGroup], **options: object) 
             arrays.append(next(model.parameters()).grad.numpy())  # must stay readable when the bucket moves
     assert all(math.isfinite(array.sum()) for array in arrays)
     for model in models:
-        kept += [tensor.detach().clone() for one in model.parameters() for tensor in (one, one.grad)]
+        kept += [
+            tensor.detach().clone() for one in model.parameters() for tensor in (one, one.grad) if tensor is not None
+        ]
     return kept
 
 
@@ -952,7 +974,13 @@ def check_buckets_in_wire_memory(r: Ranks) -> None:
         {"clips": True},
         {"clears": False, "gradient_as_bucket_view": True},
         {"static_graph": True},
-        {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+        {
+            "net": partial(Checkpointed, reentrant=False),
+            "find_unused_parameters": True,
+            "gradient_as_bucket_view": True,
+        },
+        {"net": partial(Checkpointed, reentrant=True), "gradient_as_bucket_view": True},
+        {"net": partial(Checkpointed, reentrant=True), "static_graph": True},
     ):
         ours = steps_of_ddp(r.rank, [dist.group.WORLD, other], **options)
         theirs = steps_of_ddp(r.rank, [gloo], **options)
@@ -970,6 +998,29 @@ def check_buckets_in_wire_memory(r: Ranks) -> None:
         assert sum(map(len, other._wire._free.values())) > 0, "the memory of discarded models has not come back"
     dist.destroy_process_group(gloo)
     dist.destroy_process_group(other)
+
+
+def check_data_loader_workers(r: Ranks) -> None:
+    """Forked ones share the buckets' memory with their rank; spawned ones import this file."""
+    groups = dist.new_group(list(r.all)), group_with_gloo(r.all)
+    models = [DistributedDataParallel(reference_cnn(), process_group=group) for group in groups]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.02, momentum=0.9) for model in models]
+    generator = torch.Generator().manual_seed(r.rank)
+    images, labels = torch.randn(40, 1, 28, 28, generator=generator), torch.randint(10, (40,), generator=generator)
+    for method in ("spawn", "fork"):
+        for x, y in DataLoader(TensorDataset(images, labels), 2, num_workers=1, multiprocessing_context=method):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+    assert (moved_storages(groups[0]) > 0) == (min(r.counts) > 1)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        if r.size == 2:
+            same(one, other)
+        else:  # Gloo sums in another order
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 def check_memory_outlives_the_group(r: Ranks) -> None:
@@ -1198,18 +1249,29 @@ def check_sync_batch_norm_of_16_bits(r: Ranks) -> None:
 
 
 def check_compiled_ddp(r: Ranks) -> None:
-    def steps(wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> list[torch.Tensor]:
-        torch.manual_seed(3)
-        layers = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 2))
-        model, generator = wrap(DistributedDataParallel(layers)), torch.Generator().manual_seed(r.rank)
-        for _ in range(3):
-            model(torch.randn(4, 5, generator=generator)).square().mean().backward()
-        return [parameter.grad for parameter in layers.parameters()]
+    """By the default compiler, the model and DDP around it."""
 
-    for one, other in zip(
-        steps(lambda model: torch.compile(model, backend="eager")), steps(lambda model: model), strict=True
-    ):
-        same(one, other)
+    def trained_by(group: dist.ProcessGroup, *, around: bool) -> list[torch.Tensor]:
+        layers = reference_cnn()
+        inner = layers if around else torch.compile(layers)
+        model = DistributedDataParallel(inner, process_group=group, bucket_cap_mb=1)
+        model, optimizer = torch.compile(model) if around else model, torch.optim.SGD(layers.parameters(), 0.02)
+        generator = torch.Generator().manual_seed(r.rank)
+        for _ in range(20):
+            x, y = torch.randn(2, 1, 28, 28, generator=generator), torch.randint(10, (2,), generator=generator)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        return [parameter.detach() for parameter in layers.parameters()]
+
+    gloo = group_with_gloo(r.all)
+    for around in (False, True):
+        for one, other in zip(*(trained_by(group, around=around) for group in (dist.group.WORLD, gloo)), strict=True):
+            if r.size == 2:
+                same(one, other, around)
+            else:  # Gloo sums in another order
+                torch.testing.assert_close(one, other)
+    dist.destroy_process_group(gloo)
 
 
 def check_compiled_collectives(r: Ranks) -> None:
