@@ -73,7 +73,7 @@ fuzz: $(VENV)/.with-$(TEST_EXTRAS)
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # Real jobs on a real Slurm of two nodes, both on this machine; see docs/slurm.md. Needs root; installs Debian's packages.
-# The first writes docs/slurm-results.md, in 25 minutes; the second is for continuous integration, in one.
+# The first writes docs/results/slurm.md, in 25 minutes; the second is for continuous integration, in one.
 slurm: $(VENV)/.with-$(TEST_EXTRAS),oracle,submitit
 	$(BIN)/python tests/slurm/run
 slurm-quick: $(VENV)/.with-mpi

@@ -139,7 +139,8 @@ def run(args: argparse.Namespace) -> int:
     facts, found, missing = machine(), {}, {}
     head = f"{args.model}, {args.image_size} x {args.image_size} pixels, batch {args.batch_size} per rank"
     print(f"# {head}, {args.repeats} repeats of {args.steps} steps, on {heading(facts)}")
-    parts = [f"{head}; medians of {args.repeats} repeats of {args.steps} steps; {heading(facts)}."]
+    on = heading(facts).replace("\n# ", "; ")
+    parts = [f"{head}; medians of {args.repeats} repeats of {args.steps} steps; {on}."]
     for rate in args.rates or [""]:
         with ExitStack() as stack:
             only = {ONLY[name] for name in args.only}

@@ -42,18 +42,19 @@ class Search:
         return "\n".join([*lines, f"# seed {self.seed}", f"from {family.__name__} import *", f"run({program})"])
 
 
-def search(family, seed, seconds):
+def search(family, seed, seconds, least=0):
     """Run programs for that time, or until one fails, which is then shrunk; the seed grows by 1 every 200 programs.
 
     Args:
         family: a module whose `PROGRAMS` draws programs, dataclasses whose `repr` makes them again, and whose `run`
             raises an error if anything that a program computes is wrong.
+        least: number of programs that run on a machine of any speed.
     """
     found, began = Search(seed), time.monotonic()
 
     def check(program):
         if found.program is None:
-            if time.monotonic() - began > seconds:
+            if time.monotonic() - began > seconds and found.programs >= least:
                 return
             found.programs += 1
             found.seconds = time.monotonic() - began

@@ -28,7 +28,7 @@ def test_random_programs(family, monkeypatch, caplog):
         for backend, ranks in (("shm", 2), ("small", 3)):
             members = {"world": tuple(range(ranks))}
             communicators.run(communicators.Program(backend, "int32", False, members, 0, ()))
-    found = search(family, 35, 1.5)
+    found = search(family, 35, 1.5, least=4)
     communicators.close()
     assert found.program is None, found.script(family)
     assert found.programs > 3

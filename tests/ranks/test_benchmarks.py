@@ -18,7 +18,7 @@ from tests.processes import ROOT, Ended, Program, mpiexec
 
 pytestmark = pytest.mark.slow
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
 COMMAND = re.compile(r"python -m benchmarks ([a-z].*)")
 
 # Options that make a run short; {NAME}: see `files`.
@@ -69,7 +69,7 @@ def files(tmp_path_factory) -> dict[str, Path]:
         (digits / f"{name}-images-idx3-ubyte").write_bytes(idx.encode(images[:, 0]))
         (digits / f"{name}-labels-idx1-ubyte").write_bytes(idx.encode(labels.astype(np.uint8)))
     page = folder / "page.md"
-    pages = ("network.md", "gpu.md", "convergence.md", "scaling-results.md")
+    pages = ("network.md", "gpu.md", "convergence.md", "results/scaling.md")
     page.write_text("".join((ROOT / "docs" / name).read_text() for name in pages))
     names = {"results": "results.json", "cache": "cache", "plot": "plot.png"}
     return {"digits": digits, "page": page, **{name: folder / file for name, file in names.items()}}

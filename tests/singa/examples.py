@@ -177,8 +177,8 @@ def say(report: list[str], text: str) -> None:
 def heading() -> str:
     return f"""# SINGA's example scripts on distopt
 
-Written by `tests/singa/scripts CHECKOUT --output docs/singa-results.md`, on {platform.machine()} with {os.cpu_count()}
-cores, Python {platform.python_version()} and NumPy {NUMPY}. [singa.md](singa.md) says what is changed in the scripts.
+Written by `tests/singa/scripts CHECKOUT --output docs/results/singa.md`, on {platform.machine()} with {os.cpu_count()}
+cores, Python {platform.python_version()} and NumPy {NUMPY}. [singa.md](../singa.md) says what is changed in the scripts.
 
 - **Data.** MNIST: 2,560 real digits, and 640 for evaluation. CIFAR-10 and CIFAR-100 are replaced by such digits in ten
   colours, of 32 x 32 pixels. Networks that take 224 and more pixels get 10 images in batches of 2: their

@@ -1,4 +1,4 @@
-"""All that must hold on a real Slurm, and the tables of docs/slurm-results.md."""
+"""All that must hold on a real Slurm, and the tables of docs/results/slurm.md."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from .ways import (
 
 __all__ = ["main"]
 
-RESULTS = ROOT / "docs" / "slurm-results.md"
+RESULTS = ROOT / "docs" / "results" / "slurm.md"
 LEAST_CORRECT = 9897  # of 10,000, after 14 epochs
 MOST_OFF_WIRE_BYTES = 1 << 20  # of one node that trains alone: Slurm's own messages
 DOUBT = "**does not hold**"
@@ -52,7 +52,7 @@ _INTRODUCTION = """\
 
 Written by `make slurm` ({version}, {date}). One machine plays the front end and two nodes: network namespaces with host
 names of their own, joined by a bridge; MPICH with `UCX_TLS=tcp,self`, so that what the nodes exchange goes over it. See
-[Slurm](slurm.md).
+[Slurm](../slurm.md).
 """
 
 
