@@ -204,6 +204,6 @@ def test_from_two_ranks_to_three_and_back(tmp_path, strategy, capfd):
     said = [line for line in capfd.readouterr().err.splitlines() if "was saved by" in line]
     assert len(said) == 2
     assert "was saved by 2 ranks and resumes with 3" in said[0]
-    assert "becomes the mean over the 2, rank 2 and above draw" in said[0]
+    assert "become their mean over the 2, rank 2 and above draw" in said[0]
     assert "was saved by 3 ranks and resumes with 2" in said[1]
     assert "draw" not in said[1]

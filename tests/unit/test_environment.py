@@ -129,6 +129,7 @@ UNDER_FIRE = """
 import os, signal, time
 from distopt.launch.ending import ignore
 
+signal.signal(signal.SIGTERM, lambda *_: None)  # the first may come at once
 own, sender = os.getpid(), os.fork()
 while not sender:
     os.kill(own, signal.SIGTERM)
