@@ -190,8 +190,9 @@ class OperationQueue:
 
     def give_way(self) -> None:
         """Local. If this thread runs callbacks, let the next operation go on."""
-        with self._condition:
-            self._give_way()
+        if self._teller == threading.get_ident():  # which only this thread writes there
+            with self._condition:
+                self._give_way()
 
     def leave(self) -> None:
         """Local. Let the next operation go on."""
