@@ -125,7 +125,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--only", type=names_of(ONLY), default=list(ONLY), metavar="NAMES", help=f"candidates ({','.join(ONLY)})"
     )
     parser.add_argument("--steps", type=at_least(1), default=4, metavar="N", help="timed steps of a repeat (4)")
-    parser.add_argument("--warm-up", type=at_least(0), default=1, metavar="N", help="untimed ones before (1)")
+    parser.add_argument(
+        "--warm-up",
+        type=at_least(0),
+        default=4,
+        metavar="N",
+        help="untimed ones before, in which DDP lays out its buckets (4)",
+    )
     parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N", help="(3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the speed-up to FILE; needs matplotlib")
