@@ -37,6 +37,7 @@ PlaceHolder = Tensor
 # -- new tensors -------------------------------------------------------------------------------------------------------
 def from_numpy(array: np.ndarray[Any, Any], device: Device | None = None, dtype: DTypeLike | None = None) -> Tensor:
     """A tensor with a copy of `array`, in `dtype` (default: its own, with 64-bit types made 32-bit, as in SINGA)."""
+    # Without data, Tensor would make zeros; an array of None is refused by its type.
     return Tensor(data=np.asarray(None) if array is None else array, device=device, dtype=dtype)
 
 

@@ -111,11 +111,12 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, var = ctx.saved_tensors
         count, eps, group = ctx.of_all
         scale = torch.ones_like(mean) if weight is None else weight
-        dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(scale), torch.zeros_like(scale)
-        if x.numel():  # else PyTorch's kernel divides by zero
+        if x.numel():
             # As if mean and variance were constants.
             statistics = mean, var, None, None, False, eps
             dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(dy, x, scale, *statistics, [True] * 3)
+        else:  # PyTorch's kernel would divide by zero
+            dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(scale), torch.zeros_like(scale)
         if ctx.needs_input_grad[0]:
             totals = torch.stack([dweight, dbias]).double() * scale
             dist.all_reduce(totals, group=group)
