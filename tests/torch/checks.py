@@ -44,7 +44,7 @@ from .forked import CONTEXT, group_with_gloo, join, on_emulated_host, place_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-AT_LEAST_2_14 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 TIMEOUT_SECONDS = 60.0
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
@@ -680,7 +680,7 @@ def check_abilities(r: Ranks) -> None:
     """What PyTorch asks, of the group and, from 2.14 on, of the backend that C++ knows."""
     group = dist.group.WORLD
     asked = [group]
-    if AT_LEAST_2_14:
+    if VERSION >= (2, 14):
         asked.append(dist.ProcessGroup._get_backend(group, torch.device("cpu")))
     for each in asked:
         assert each.supports_splitting
@@ -701,12 +701,13 @@ def check_abilities(r: Ranks) -> None:
 
 def check_calls_of_cpp(r: Ranks) -> None:
     """Through the operators of C++, which look for a backend."""
-    if not AT_LEAST_2_14:
+    if VERSION < (2, 14):
         return
     group, mine = dist.group.WORLD.boxed(), values(r.rank, torch.float32)
     tensor, outs = mine.clone(), [torch.zeros_like(mine) for _ in r.all]
-    torch.ops.c10d.allreduce_([tensor], group, dist.ReduceOp(dist.ReduceOp.SUM).boxed(), None, False, 20_000)
-    same(tensor, reduced("SUM", [values(q, torch.float32) for q in r.all]))
+    if VERSION >= (2, 15):  # before, Python cannot name a reduction to C++
+        torch.ops.c10d.allreduce_([tensor], group, dist.ReduceOp(dist.ReduceOp.SUM).boxed(), None, False, 20_000)
+        same(tensor, reduced("SUM", [values(q, torch.float32) for q in r.all]))
     torch.ops.c10d.gather_([outs] if r.rank == 0 else [], [mine], group, 0, False, 20_000)
     if r.rank == 0:
         for q, out in enumerate(outs):
@@ -725,7 +726,7 @@ def check_split_group(r: Ranks) -> None:
         group.allreduce([tensor]).wait()
         same(tensor, reduced("SUM", [values(q, torch.float32) for q in kept]))
         group.shutdown()
-    if AT_LEAST_2_14:  # before, PyTorch splits groups of CUDA tensors only
+    if VERSION >= (2, 15):  # before, PyTorch splits groups of CUDA tensors only
         group = dist.split_group(None, [kept, [0]])
         tensor = values(r.rank, torch.float32)
         dist.all_reduce(tensor, group=group)
