@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._autograd import _enable_record_function, _profiler_enabled
 
 from .. import errors
 from ..comm.work import MessageWork
@@ -101,12 +102,12 @@ class Gloo:
         for other in range(len(processes)):
             if other != rank:
                 with suppress(RuntimeError):  # it has left already
-                    self._received.append(self._notices.recv([self._causes[other]], other, 0))
+                    self._received.append(_unrecorded(self._notices.recv, [self._causes[other]], other, 0))
 
     def send(self, data: torch.Tensor, to: int, tag: int, what: Callable[[], str]) -> Transfer:
         """Local. Begin to send to rank `to`, which must not await fewer bytes."""
         try:
-            return Transfer(self._open().send([data], to, tag), to, what)
+            return Transfer(_unrecorded(self._open().send, [data], to, tag), to, what)
         except RuntimeError as error:
             raise self._lost(to, what()) from error
 
@@ -114,7 +115,10 @@ class Gloo:
         """Local. Begin to receive from a rank, or from any; fewer bytes may come."""
         group = self._open()
         try:
-            work = group.recv_anysource([data], tag) if source is None else group.recv([data], source, tag)
+            if source is None:
+                work = _unrecorded(group.recv_anysource, [data], tag)
+            else:
+                work = _unrecorded(group.recv, [data], source, tag)
         except RuntimeError as error:
             raise self._lost(source, what()) from error
         return Transfer(work, source, what)
@@ -224,6 +228,18 @@ class Gloo:
     def _named(self, rank: int | None) -> tuple[str, list[Process]]:
         processes = [] if rank is None else [self.processes[rank]]
         return processes[0].name if processes else "any rank", processes
+
+
+def _unrecorded(start: Callable[..., Any], *args: Any) -> Any:
+    """Local. Start a transfer, without a record in a profile: PyTorch would write its end where an ended one was."""
+    is_profiled = _profiler_enabled()
+    if is_profiled:
+        _enable_record_function(False)
+    try:
+        return start(*args)
+    finally:
+        if is_profiled:
+            _enable_record_function(True)
 
 
 class GlooMessage(MessageWork):

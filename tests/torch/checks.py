@@ -753,8 +753,9 @@ def check_nan(r: Ranks) -> None:
 
 
 def check_profiler(r: Ranks) -> None:
-    """Records have the names of Gloo's, and last until asynchronous works end."""
+    """Records have the names of Gloo's, and last until asynchronous works end; Gloo itself leaves none."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.destroy_process_group(dist.new_group(list(r.all)))
         dist.all_reduce(torch.ones(3))
         work = dist.all_reduce(torch.ones(3), async_op=True)
         time.sleep(0.1 if r.rank == 1 else 0)
@@ -765,6 +766,7 @@ def check_profiler(r: Ranks) -> None:
         time.sleep(0.05)  # another thread writes the record
     counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("distopt:")}
     assert counts == {"distopt:all_reduce": 2, "distopt:all_gather": 1, "distopt:barrier": 1}, counts
+    assert not any("gloo" in event.key for event in profile.key_averages())
 
 
 def check_debug_detail(r: Ranks) -> None:
