@@ -359,14 +359,14 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
 
 
 def _recorded(action: Callable[..., object], start: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
-    """`start` with a record of `action` for the profiler, which lasts until the work ends."""
+    """`start` with a record of `action` for the profiler.
+
+    It ends with the call: PyTorch writes the end of a record where its profile was, even if that has ended.
+    """
 
     def recorded(*args: Any) -> dist.Work:
-        with torch.profiler.record_function(f"distopt:{action.__name__.removesuffix('_list')}") as record:
-            work = start(*args)
-            if not work.is_completed():
-                record._call_end_callbacks_on_future(work.get_future())
-            return work
+        with torch.profiler.record_function(f"distopt:{action.__name__.removesuffix('_list')}"):
+            return start(*args)
 
     return recorded
 
