@@ -58,9 +58,9 @@ class Transfer(NamedTuple):
 
 
 class Gloo:
-    """What one rank sends to others, and receives.
+    """The transfers of one rank to and from the others.
 
-    After a wait that ran into its time-out, or found that a peer has ended, Gloo cannot go on: call `fail`.
+    After a wait that timed out, or found that a peer has ended, the connections are unusable: call `fail`.
 
     Args:
         store: where the ranks leave their addresses.
@@ -81,7 +81,7 @@ class Gloo:
         self.me = processes[rank]
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=seconds)
-        options._threads = 1  # they carry out collectives, of which there are none
+        options._threads = 1  # for collectives, which this class does not use
         try:
             device = {"interface": interface} if interface else {"hostname": address}
             options._devices = [dist.ProcessGroupGloo.create_device(**device)]
@@ -185,7 +185,7 @@ class Gloo:
         self._received = []
 
     def _break(self) -> None:
-        """Close the connections even if works are left that hold them, so that nobody waits for this rank any more."""
+        """Close the connections even if works are left that hold them, so that no rank goes on waiting for this one."""
         group = self._group
         self.close()
         for other, process in enumerate(self.processes if group is not None else ()):
@@ -204,7 +204,7 @@ class Gloo:
                     notices.send([data], rank, 0).wait(timedelta(seconds=_CAUSE_SECONDS))
 
     def _heard(self, number: int) -> CommunicatorError | None:
-        """What the rank of that number in the job has said."""
+        """The error that the rank of that number in the job has reported, if any."""
         for process, said in zip(self.processes, self._causes, strict=True):
             if process.rank == number:
                 with suppress(ValueError):  # nothing, or too much

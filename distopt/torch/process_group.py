@@ -215,7 +215,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         """Local. "distopt"."""
         return "distopt"
 
-    # What the base class knows only together with a backend of C++.
+    # The base class answers these only with a backend of C++.
     def _set_group_name(self, name: str) -> None:
         self._names["name"] = name
 
@@ -284,10 +284,10 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         return group
 
     def shutdown(self) -> None:
-        """Local. Leave the group; idempotent. Ranks that still wait for this one get an error that says so."""
+        """Local. Leave the group; idempotent. Ranks that still wait for this one raise an error that names it."""
         self._queue.close()
         self._mail.close()
-        with contextlib.suppress(DistoptError):  # a thread waits in it, and will be told that this rank has gone
+        with contextlib.suppress(DistoptError):  # a thread waits in it, and raises the error itself
             self._communicator.close()
         self._queue.join(_LEAVE_SECONDS)
 

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from datetime import timedelta
 from functools import partial
 from multiprocessing.queues import Queue
@@ -764,13 +765,14 @@ def check_profiler(r: Ranks) -> None:
         dist.all_gather([torch.ones(3) for _ in r.all], torch.ones(3))
         dist.barrier()
         late = [dist.irecv(torch.ones(3), (r.rank - 1) % r.size), dist.all_reduce(torch.ones(3), async_op=True)]
-    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("distopt:")}
+    records = [event for event in profile.events() if event.name.startswith("distopt:")]
     dist.send(torch.ones(3), (r.rank + 1) % r.size)
     for work in late:
         work.wait()
     expected = {"distopt:all_reduce": 3, "distopt:all_gather": 1, "distopt:barrier": 1, "distopt:receive": 1}
-    assert counts == expected, counts
-    assert not any("gloo" in event.key for event in profile.key_averages())
+    assert Counter(event.name for event in records) == expected
+    assert not any(event.is_async for event in records), "a record has ended after its call"
+    assert not any("gloo" in event.name for event in profile.events())
 
 
 def check_debug_detail(r: Ranks) -> None:
