@@ -58,7 +58,7 @@ class Rank:
     """A job of one thread: its values tell at which step they are."""
 
     def __init__(self, comm, folder, size=5, **options) -> None:
-        self.rank = comm.topology.rank
+        self.rank, self.comm = comm.topology.rank, comm
         self.weights, self.array = Weights(self.rank, size), np.zeros((2, 3), np.int32)
         self.noise = np.random.default_rng(self.rank)
         self.checkpoint = Checkpoint(
@@ -67,6 +67,7 @@ class Rank:
 
     def step(self, count=1) -> None:
         for _ in range(count):
+            self.comm.barrier()  # as gradients do: no rank saves before all have begun to write the save before
             self.weights.shared += 1
             self.weights.own += 10
             self.weights.note = {"of": [self.checkpoint.steps + 1, None]}
