@@ -27,7 +27,6 @@ _HEAD_BYTES = _SIZE_BYTES + _CALL_BYTES
 # Data of this size travel with it, from each of several carriers to every host: beyond, the network would carry more
 # than need be.
 _INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 256 << 10, 64 << 10
-_DIVIDED_BYTES = 2 << 20  # from which on two ranks divide a sum, too
 _MOST_SCRATCH, _LARGEST_SCRATCH_BYTES = 32, 4 << 20  # arrays that are kept
 NOTHING = np.empty(0, np.uint8)
 
@@ -37,7 +36,7 @@ def bytes_of(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
 
 
-@dataclass
+@dataclass(slots=True)
 class Operation:
     """A collective as this rank has called it.
 
@@ -215,9 +214,9 @@ class Meeting:
 class Exchange:
     """A reduction over ranks of different hosts under way.
 
-    Two ranks send all that they have if it is little: one message time. Else each rank sends the others their pieces,
-    reduces its own, and then all gather the pieces (Rabenseifner, "Optimization of Collective Reduction Operations",
-    ICCS 2004): between two ranks as many bytes, but half of the additions.
+    Two ranks send each other all that they have: one message time, and as many bytes as by pieces. More send the others
+    their pieces, reduce their own, and gather the results (Rabenseifner, "Optimization of Collective Reduction
+    Operations", ICCS 2004).
     """
 
     def __init__(self, between: Between, step: Operation, part: Array, ranks: Sequence[int], rank: int) -> None:
@@ -233,7 +232,7 @@ class Exchange:
         self._between, self._step, self._ranks = between, step, ranks
         self._others = [q for q in ranks if q != rank]
         bounds = [part.size * i // len(ranks) for i in range(len(ranks) + 1)]
-        self._whole = len(ranks) == 2 and part.nbytes < _DIVIDED_BYTES
+        self._whole = len(ranks) == 2
         self._pieces = {q: part if self._whole else part[bounds[i] : bounds[i + 1]] for i, q in enumerate(ranks)}
         self._own = own = self._pieces[rank]
         self._rooms = {q: between.take(own.nbytes).view(own.dtype) for q in self._others}

@@ -232,14 +232,13 @@ class Gloo:
 
 def _unrecorded(start: Callable[..., Any], *args: Any) -> Any:
     """Local. Start a transfer, without a record in a profile: PyTorch would write its end where an ended one was."""
-    is_profiled = _profiler_enabled()
-    if is_profiled:
-        _enable_record_function(False)
+    if not _profiler_enabled():
+        return start(*args)
+    _enable_record_function(False)
     try:
         return start(*args)
     finally:
-        if is_profiled:
-            _enable_record_function(True)
+        _enable_record_function(True)
 
 
 class GlooMessage(MessageWork):

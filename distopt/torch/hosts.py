@@ -23,7 +23,7 @@ import torch
 
 from ..comm.base import Array, Communicator, MessageWork, RaggedWork, Request, Work
 from ..errors import CommunicatorClosedError, CommunicatorError, PeerLostError, UsageError
-from .between import NOTHING, Between, Exchange, Operation, bytes_of, fold
+from .between import NOTHING, Between, Exchange, Meeting, Operation, bytes_of, fold
 
 if TYPE_CHECKING:
     from ..launch.topology import Topology
@@ -78,6 +78,12 @@ class HostsCommunicator(Communicator):
         place = topology.local_rank
         self._carriers = [ranks[place] for ranks in hosts] if place < self._n_slices else []
         self._others = [rank for rank in self._carriers if rank != self._rank]
+        self._runs: dict[str, Callable[..., None]] = {
+            "all_reduce": HostsCommunicator._reduce,
+            "reduce_scatter": HostsCommunicator._scatter if self._even else HostsCommunicator._scatter_unevenly,
+            "all_gather": HostsCommunicator._gather if self._even else HostsCommunicator._gather_unevenly,
+            "broadcast": HostsCommunicator._spread,
+        }
         self._number = 0
         self._error: CommunicatorError | None = None
 
@@ -123,15 +129,10 @@ class HostsCommunicator(Communicator):
 
     def _start(self, request: Request, array: Array, out: Array) -> Work:
         kind, dtype, label, op, root, _ = request
-        runs: dict[str, Callable[..., None]] = {
-            "all_reduce": self._reduce,
-            "reduce_scatter": self._scatter if self._even else self._scatter_unevenly,
-            "all_gather": self._gather if self._even else self._gather_unevenly,
-            "broadcast": self._spread,
-        }
+        run = self._runs[kind]
         arrays = (array.reshape(-1),) if out is array else (array.reshape(-1), out.reshape(-1))
         count = min(array.size, out.size)
-        return _Deferred(self, Operation(kind, count, dtype, op, label, root), lambda step: runs[kind](step, *arrays))
+        return _Deferred(self, Operation(kind, count, dtype, op, label, root), lambda step: run(self, step, *arrays))
 
     def _start_ragged(self, request: Request, parts: Sequence[Array]) -> RaggedWork:
         received: list[Array] = []
@@ -145,11 +146,12 @@ class HostsCommunicator(Communicator):
         if step.op == "mean" and not self._even:
             self._reduce_mean(step, flat)
             return
-        cut = 0 if flat.nbytes <= self._between.inline_bytes else flat.size - flat.size % self._n_slices
+        if flat.nbytes <= self._between.inline_bytes:
+            self._finish_small(step, flat, self._begin_small(step, flat))
+            return
+        cut = flat.size - flat.size % self._n_slices
         head, rest = flat[:cut], flat[cut:]
-        if rest.size and len(self._mine) > 1:
-            self._local.all_reduce(rest, step.op, wire=step.dtype, label=step.within).wait(step.left())
-        meeting = self._between.meet(step, dict.fromkeys(self._others, bytes_of(rest)))
+        meeting = self._begin_small(step, rest)
         step.n_bytes = flat.nbytes
         chunk_bytes = head.nbytes // self._n_slices // _CHUNKS
         chunk_bytes = min(max(chunk_bytes, _SMALLEST_CHUNK_BYTES), _LARGEST_CHUNK_BYTES)
@@ -170,14 +172,24 @@ class HostsCommunicator(Communicator):
         for begin in range(0, head.size, length):
             reducing.append(self._begin_chunk(step, head[begin : begin + length]))
             move_on(_CHUNKS_REDUCED)
-        theirs = meeting.wait()
-        if rest.size and self._carriers:
-            fold(step, [theirs[q].view(rest.dtype) if q in theirs else rest for q in self._carriers], rest)
         move_on(0)
         for chunk in gathering:
             self._finish_chunk(step, chunk)
-        if rest.size and not self._even:
-            self._local.broadcast(rest, wire=step.dtype, label=step.within).wait(step.left())
+        self._finish_small(step, rest, meeting)
+
+    def _begin_small(self, step: Operation, array: Array) -> Meeting:
+        """Collective in this host. Reduce the array there; each carrier begins to send it with what it says."""
+        if array.size and len(self._mine) > 1:
+            self._local.all_reduce(array, step.op, wire=step.dtype, label=step.within).wait(step.left())
+        return self._between.meet(step, dict.fromkeys(self._others, bytes_of(array)))
+
+    def _finish_small(self, step: Operation, array: Array, meeting: Meeting) -> None:
+        """Collective in this host. Reduce what has come."""
+        theirs = meeting.wait()
+        if array.size and self._carriers:
+            fold(step, [theirs[q].view(array.dtype) if q in theirs else array for q in self._carriers], array)
+        if array.size and not self._even:
+            self._local.broadcast(array, wire=step.dtype, label=step.within).wait(step.left())
 
     def _reduce_mean(self, step: Operation, flat: Array) -> None:
         """Of hosts with different numbers of ranks: the sum, divided once."""

@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import distopt.torch
 from benchmarks.networks.emulation import LINK
-from distopt.torch import between, hosts
+from distopt.torch import hosts, meeting
 from distopt.torch.queue import PendingWork
 
 from .forked import CONTEXT, group_with_gloo, join, on_emulated_host, place_of
@@ -334,16 +334,41 @@ def check_large_sums_of_fractions(r: Ranks) -> None:
 
 
 def check_sums_in_many_chunks(r: Ranks) -> None:
-    """More of them than may be on the network at the same time, undivided between two ranks and divided."""
+    """More of them than may be on the network at the same time."""
     if len(r.counts) == 1:
         return
     every = [values(q, torch.float32, (300_007,)) for q in r.all]
     with mock.patch.multiple(hosts, _SMALLEST_CHUNK_BYTES=1 << 12, _LARGEST_CHUNK_BYTES=1 << 15):
-        for divided_bytes in (0, 1 << 20):
-            with mock.patch.object(between, "_DIVIDED_BYTES", divided_bytes):
+        out = every[r.rank].clone()
+        dist.all_reduce(out)
+    same(out, reduced("SUM", every))
+
+
+def check_three_hosts(r: Ranks) -> None:
+    """Three carriers divide a sum. The ranks of this host take themselves for ranks of three."""
+    if r.counts != [3]:
+        return
+    with (
+        mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"),
+        mock.patch.object(meeting, "host_identity", return_value=f"host {r.rank}"),
+    ):
+        group = dist.new_group()
+    with mock.patch.multiple(hosts, _SMALLEST_CHUNK_BYTES=1 << 12, _LARGEST_CHUNK_BYTES=1 << 15):
+        for count in (1, 2, 1_000, 20_011, 300_007):
+            every = [values(q, torch.float32, (count,)) for q in r.all]
+            for kind in ("SUM", "MAX"):
                 out = every[r.rank].clone()
-                dist.all_reduce(out)
-                same(out, reduced("SUM", every), divided_bytes)
+                dist.all_reduce(out, getattr(dist.ReduceOp, kind), group=group)
+                same(out, reduced(kind, every), count)
+            out = torch.empty(3 * count)
+            dist.all_gather_single(out, every[r.rank], group=group)
+            same(out, torch.cat(every), count)
+            part = torch.empty(count)
+            dist.reduce_scatter_single(part, torch.cat(every).mul_(r.rank + 1), group=group)
+            same(part, every[r.rank] * 6, count)
+            dist.broadcast(part, 1, group=group)
+            same(part, every[1] * 6, count)
+    dist.destroy_process_group(group)
 
 
 def check_bytes_between_hosts(r: Ranks) -> None:
@@ -352,13 +377,14 @@ def check_bytes_between_hosts(r: Ranks) -> None:
         return
     tensor = torch.ones(1 << 20)
     dist.all_reduce(tensor)
-    dist.barrier()
-    before = sent_bytes()
-    for _ in range(4):
+    sent = []
+    for _ in range(5):
+        dist.barrier()
+        before = sent_bytes()
         dist.all_reduce(tensor)
-    dist.barrier()
-    sent = (sent_bytes() - before) / (4 * tensor.nbytes)
-    assert 1.0 <= sent < 1.1, f"{sent:.3f} times the bytes of the tensor"
+        dist.barrier()
+        sent.append((sent_bytes() - before) / tensor.nbytes)
+    assert 1.0 <= min(sent) < 1.1, f"{sent} times the bytes of the tensor"  # TCP may send some again
 
 
 def sent_bytes() -> int:
