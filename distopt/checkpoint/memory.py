@@ -191,7 +191,9 @@ class Memory:
         if self._n_copies == 1:
             self._since, self._steps = time.perf_counter(), 0
             if self._place == 0:
-                supervisor.say("modules", names=list(sys.modules))
+                mpi4py: Any = sys.modules.get("mpi4py")
+                hidden = "mpi4py.MPI" if mpi4py is not None and mpi4py.rc.initialize else ""  # it may start MPI
+                supervisor.say("modules", names=[name for name in sys.modules if name != hidden])
         elif self._n_copies & (self._n_copies - 1) == 0:
             self._pace()
 

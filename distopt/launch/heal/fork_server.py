@@ -141,12 +141,17 @@ class ForkServer:
 
 # -- in that process --------------------------------------------------------------------------------------------------
 def _import(modules: Sequence[str]) -> None:
-    """MPI is left to the rank: importing it initializes it."""
-    sys.modules["mpi4py.MPI"] = None  # type: ignore[assignment] # whose import then fails
+    """MPI is initialized by the rank; where that is not left to distopt, importing it does it, and must fail here."""
+    with_mpi = "mpi4py.MPI" in modules
+    if with_mpi:
+        importlib.import_module("mpi4py").rc(initialize=False, finalize=False)
+    else:
+        sys.modules["mpi4py.MPI"] = None  # type: ignore[assignment]
     for name in modules:
         with contextlib.suppress(BaseException):
             importlib.import_module(name)
-    sys.modules.pop("mpi4py.MPI", None)
+    if not with_mpi:
+        del sys.modules["mpi4py.MPI"]
 
 
 def _serve(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
