@@ -1,7 +1,7 @@
-"""Operations of ranks on different hosts: what each says of them, and the data, through PyTorch's Gloo.
+"""Operations of ranks on different hosts, through PyTorch's Gloo: a description of each, and the data.
 
-What an operation is travels beside its data, so that ranks which call different collectives raise an error. Their data
-never meet, since the tag of a message tells its length: Gloo would end the process.
+The description travels beside the data, so that ranks which call different collectives raise an error. Their data never
+meet, since the tag of a message contains its length: Gloo would end the process.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # At the head of a rank's first message: bytes of its data, and what it calls.
 _SIZE_BYTES, _CALL_BYTES = 8, 248
 _HEAD_BYTES = _SIZE_BYTES + _CALL_BYTES
-# Data of this size travel with it, from each of several carriers to every host: beyond, the network would carry more
-# than need be.
+# Data up to this size travel with it, from each of several carriers to every host. Larger data would cross the network
+# more often than necessary.
 _INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 256 << 10, 64 << 10
 _MOST_SCRATCH, _LARGEST_SCRATCH_BYTES = 32, 4 << 20  # arrays that are kept
 NOTHING = np.empty(0, np.uint8)
@@ -98,10 +98,10 @@ class Operation:
 
 
 class Between:
-    """What one rank sends to ranks of other hosts, and receives, in its operations.
+    """The messages between one rank and ranks of other hosts, in its operations.
 
     Attributes:
-        inline_bytes: size of the data that travel with what a rank says of an operation.
+        inline_bytes: size of the data that travel with the description of an operation.
     """
 
     def __init__(self, gloo: Gloo, n_hosts: int, n_carriers: int) -> None:
@@ -132,7 +132,7 @@ class Between:
             self.gloo.wait(transfer, step.deadline)
 
     def take(self, n_bytes: int) -> Array:
-        """Local. Scratch memory of so many bytes, as a flat array of them; fresh memory would cost page faults."""
+        """Local. Scratch memory of `n_bytes`, as a flat array of bytes; fresh memory would cost page faults."""
         for i, memory in enumerate(self._scratch):
             if memory.size >= n_bytes:
                 return self._scratch.pop(i)[:n_bytes]
@@ -156,7 +156,7 @@ class _Box:
 
 
 class Meeting:
-    """What some ranks say of an operation, with small data.
+    """The descriptions of an operation that some ranks exchange, with small data.
 
     Attributes:
         sizes: bytes that each of them has for this one, once `wait` has returned.

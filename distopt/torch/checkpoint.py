@@ -35,7 +35,7 @@ class Checkpoint(checkpoint.Checkpoint):
 
     Args:
         folder: where checkpoints are, on a file system that all ranks see; with None, nothing is saved.
-        every: `step` saves after each multiple of so many steps; 0 leaves it to calls of `save`.
+        every: `step` saves after each multiple of this number of steps; 0 leaves it to calls of `save`.
         keep: how many whole checkpoints to keep.
         preemptible: whether signals save and end the job in time; see `distopt.checkpoint.Checkpoint`.
         group: the ranks (default: all).

@@ -1,4 +1,4 @@
-"""What each collective of `torch.distributed` does, out of the communicator's. Everything here waits for its end.
+"""The collectives of `torch.distributed`, made of the communicator's. All methods here wait for their end.
 
 A rank that calls another collective, or the same with other counts or types, is found by the communicator, which
 compares both and a label. So what PyTorch distinguishes and a communicator does not is part of the label.
@@ -107,7 +107,7 @@ class Collectives:
             out.detach().copy_(row.split(sizes)[self._rank].view_as(out))
 
     def _fold(self, row: Tensor, reduction: Reduction, seconds: float | None, label: str) -> None:
-        """A reduction that communicators do not know: everything comes to everyone, and is folded in rank order."""
+        """A reduction that communicators do not know: every rank gathers all tensors, and folds them in rank order."""
         whole = row.new_empty((self._size, *row.shape))
         self._gather(row, whole, seconds, f"{label} {reduction.op}")
         parts = whole.view(self._size, -1).numpy()
@@ -116,7 +116,7 @@ class Collectives:
         row.copy_(whole[0] / self._size if reduction.op == "mean" else whole[0])
 
     def _add_sparse(self, tensor: Tensor, reduction: Reduction, seconds: float | None) -> None:
-        """Every rank's entries come to everyone, and are added in rank order."""
+        """Every rank gathers the entries of all ranks, and adds them in rank order."""
         if reduction.op != "sum":
             raise UsageError("sparse tensors can only be summed; call to_dense() for another reduction")
         own = tensor.detach().coalesce()

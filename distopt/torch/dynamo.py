@@ -1,4 +1,4 @@
-"""What `torch.compile` is to leave as it is."""
+"""Functions and classes that `torch.compile` leaves as they are."""
 
 from __future__ import annotations
 

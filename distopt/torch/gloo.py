@@ -185,7 +185,7 @@ class Gloo:
         self._received = []
 
     def _break(self) -> None:
-        """Close the connections even if works are left that hold them, so that no rank goes on waiting for this one."""
+        """Close the connections even if works are left that hold them, so that no rank still waits for this one."""
         group = self._group
         self.close()
         for other, process in enumerate(self.processes if group is not None else ()):

@@ -1,7 +1,7 @@
 """Collectives over several hosts for PyTorch: shared memory inside a host, PyTorch's Gloo between hosts.
 
 An all_reduce runs in three stages: the ranks of a host reduce, each its slice, in shared memory; the ranks that carry
-the same slice on all hosts exchange it through Gloo and add what they get; then everyone reads the slices of its host.
+the same slice on all hosts exchange it through Gloo and add the results; then each rank reads the slices of its host.
 So what crosses the network is what one rank per host would send, and all ranks of a host send it together. Large arrays
 go in chunks, some on the network while the next is inside the host.
 

@@ -12,7 +12,7 @@ from torch._C import _distributed_c10d as native
 
 
 class Abilities:
-    """What PyTorch asks groups and backends whether they can do."""
+    """The abilities that PyTorch asks groups and backends for."""
 
     supports_splitting = True
     supports_coalescing = False

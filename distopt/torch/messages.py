@@ -141,7 +141,7 @@ class Mail:
             time.sleep(_NAP_SECONDS)
             try:
                 left = [work for work in works if not work.done()]
-            except DistoptError:  # whoever waits gets it, too
+            except DistoptError:  # raised by `wait`, too
                 left = []
             with self._condition:
                 self._under_way = left + self._under_way[len(works) :] if not self._closed else []

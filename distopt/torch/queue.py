@@ -1,8 +1,8 @@
 """Operations of a group, one at a time, in the order in which they were called, whatever threads call.
 
-An operation is carried out by the thread that waits for it, after all that were called before it. Those that start in a
-backward pass are carried out by a callback at its end, in the thread that computes. A thread of the queue's own looks
-after the rest: what nobody waits for, and what must go on while this process waits in another group.
+An operation is carried out by the thread that waits for it, after all that were called before it. Operations that start
+in a backward pass are carried out by a callback at its end, in the thread that computes. The queue has a thread for the
+rest: operations that no thread waits for, and operations that must progress while this process waits in another group.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class PendingWork(WaitedWork):
         except DistoptError as error:
             self._error = as_torch(error)
             self._error.__cause__ = error
-        except BaseException as error:  # whoever waits gets it
+        except BaseException as error:  # raised by `wait`
             self._error = error
         self._action = self._under_way = None  # and with it what they refer to
         with self._lock:
@@ -151,15 +151,15 @@ class PendingWork(WaitedWork):
 
 
 class OperationQueue:
-    """What a group has been asked for and has not carried out.
+    """The operations of a group that have been called and not carried out.
 
     Operations begin in the communicator as soon as all before them have begun, where they can. The callbacks of an
     operation's future run before the next operation ends, so that they come in order. A callback that starts an
-    operation, or waits for one, lets the next operation go on first.
+    operation, or waits for one, first lets the next operation proceed.
 
     Args:
         name: of the thread.
-        by_thread: the thread carries out every asynchronous operation: they move only while somebody waits, and
+        by_thread: the thread carries out every asynchronous operation: they move only while a thread waits, and
             should do so while this process computes.
     """
 
@@ -189,13 +189,13 @@ class OperationQueue:
             return True
 
     def give_way(self) -> None:
-        """Local. If this thread runs callbacks, let the next operation go on."""
+        """Local. If this thread runs callbacks, let the next operation proceed."""
         if self._teller == threading.get_ident():  # which only this thread writes there
             with self._condition:
                 self._give_way()
 
     def leave(self) -> None:
-        """Local. Let the next operation go on."""
+        """Local. Let the next operation proceed."""
         with self._condition:
             self._busy = False
             self._condition.notify_all()
@@ -250,7 +250,7 @@ class OperationQueue:
 
     # -- who carries them out ----------------------------------------------------------------------------------------
     def attend(self, *, at_once: bool = False) -> None:
-        """Local. Have the thread carry out what nobody has waited for within a moment, or `at_once`."""
+        """Local. Have the thread carry out what no other thread has waited for within a moment, or `at_once`."""
         at_once = at_once or self._by_thread
         self._at_once = self._at_once or at_once
         if self._thread in (None, threading.current_thread()):  # which runs a callback that may wait
@@ -332,7 +332,7 @@ class OperationQueue:
             if not self._at_once:
                 time.sleep(_GRACE_SECONDS)
             at_once = self._at_once
-            if at_once:  # else somebody may be setting it
+            if at_once:  # else another thread may be setting it
                 self._at_once = False
             while (work := self._first()) is not None and (at_once or not work.in_backward):
                 self.complete(work)
@@ -340,7 +340,7 @@ class OperationQueue:
 
 
 class _AtTheEnd:
-    """The callback of a backward pass. One that raises half-way drops it: the thread then takes its place."""
+    """The callback of a backward pass. A pass that raises half-way drops it: the thread then takes its place."""
 
     def __init__(self, queue: OperationQueue, backward_pass: int) -> None:
         self._queue = queue
@@ -362,7 +362,7 @@ class _AtTheEnd:
 def _asked_by_ddp(frame: FrameType | None) -> bool:
     """Whether a future was asked for by C++ in a backward pass, which waits for it only after its callbacks.
 
-    Whoever asks in Python may wait for it at once, in C++, where nobody carries the operation out: the innermost frame
+    A caller in Python may wait for it at once, in C++, where no thread carries the operation out: the innermost frame
     of Python is then that of a hook, and here the one in which torch.autograd runs its engine.
     """
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"

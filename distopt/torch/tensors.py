@@ -14,7 +14,7 @@ from ..comm.base import DTYPES, OPS, ReduceOp
 from ..errors import UsageError
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-# What communicators reduce themselves, apart from bfloat16 and, as pairs, sums of complex numbers. NumPy does the rest.
+# Types that communicators reduce, apart from bfloat16 and, as pairs, sums of complex numbers. NumPy reduces the rest.
 _NATIVE = {getattr(torch, name) for name in DTYPES if name != "bfloat16"}
 
 
@@ -70,7 +70,7 @@ def reduction_of(reduce_op: Any, dtype: torch.dtype) -> Reduction:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Local. The values of `tensor` in a row and out of the graph: its own memory where that is such, else a copy.
+    """Local. The values of `tensor` in a row and out of the graph: its own memory if it lies so, else a copy.
 
     Raises:
         UsageError: it is not on the CPU.
@@ -125,7 +125,7 @@ def as_message(row: torch.Tensor) -> tuple[np.ndarray[Any, Any], str | None]:
 
 
 def refuse_nan(results: Sequence[torch.Tensor], args: Sequence[Any], rank: int) -> None:
-    """Local. Look for NaN in what an operation reads: of its `args` what is no result, or all where it writes in place.
+    """Local. Look for NaN in what an operation reads: the `args` that are not results, or all where it writes in place.
 
     Raises:
         RuntimeError: there is one. With TORCH_DIST_NAN_CHECK=1, PyTorch's own groups say the same.

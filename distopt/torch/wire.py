@@ -31,7 +31,7 @@ _Kind: TypeAlias = tuple[str, int]  # type and count of a storage's elements
 
 _LEAST_BYTES = 64 << 10  # what is smaller is copied in less time than is saved
 _SHORTEST_PERIOD, _LONGEST_PERIOD = 8, 32  # between agreements, in operations
-_NO, _HAS_MEMORY, _NEEDS_MEMORY = range(3)  # whether the storage of an operation shall move
+_NO, _HAS_MEMORY, _NEEDS_MEMORY = range(3)  # whether to move the storage of an operation
 
 
 @dataclass
@@ -64,7 +64,7 @@ class WireMemory:
         self._size = communicator.topology.world_size
         self._period = _SHORTEST_PERIOD
         self._seen: dict[int, _Seen] = {}
-        self._wishes: list[int | None] = []  # of each operation since the last agreement, the storage that shall move
+        self._wishes: list[int | None] = []  # of each operation since the last agreement, the storage to move
         self._agreement: tuple[PendingWork, list[int | None], Array] | None = None
         self._free: dict[_Kind, list[Array]] = {}
         self._has_warned = False

@@ -13,7 +13,7 @@ from .dynamo import untraced
 
 @untraced
 class WaitedWork(dist.Work):
-    """What can be waited for, of whatever kind: `wait` and `is_completed` are its own.
+    """Base of all works: subclasses add `wait` and `is_completed`.
 
     Args:
         tensors: the result.
