@@ -119,6 +119,14 @@ def start_mpiexec(n: int, *args: str, env: dict[str, str] | None = None) -> Prog
     return Program([*mpiexec_command(n), sys.executable, *args], env)
 
 
+def mpiexec_codes(code: int) -> set[int]:
+    """The codes that mpiexec may end with after a rank that ends with `code`.
+
+    MPICH's joins the wait statuses of all ranks by "or": a rank that it had to kill makes that the signal.
+    """
+    return {code} if is_open_mpi() else {code, signal.SIGKILL}
+
+
 def mpiexec_command(n: int) -> list[str]:
     """The start of a command line for `n` ranks of this host."""
     if find_spec("mpi4py") is None:

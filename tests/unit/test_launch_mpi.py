@@ -12,7 +12,7 @@ import pytest
 
 from distopt import launch
 from distopt.errors import LaunchError, MissingDependencyError
-from tests.processes import ROOT, Program, mpiexec, mpiexec_command, patience, start_mpiexec
+from tests.processes import ROOT, Program, mpiexec, mpiexec_codes, mpiexec_command, patience, start_mpiexec
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "mpi_script.py")
 FEW = r"^[^-]*$|-float32(-sum)?$|-(int64|bfloat16|bool)-(max|product)$"
@@ -56,7 +56,7 @@ def test_success():
 
 def test_exception_in_one_rank_ends_the_job_and_is_shown_whole():
     ended = mpiexec(2, SCRIPT, "raise")
-    assert ended.code == 1
+    assert ended.code in mpiexec_codes(1)
     lines = ended.stderr.splitlines()
     start = lines.index("Traceback (most recent call last):")
     assert lines[start - 1].startswith("rank 1 on ")
@@ -68,7 +68,7 @@ def test_exception_in_one_rank_ends_the_job_and_is_shown_whole():
 
 def test_exit_code_of_sys_exit_is_that_of_the_job():
     ended = mpiexec(2, SCRIPT, "sys.exit")
-    assert ended.code == 3, ended.stderr
+    assert ended.code in mpiexec_codes(3), ended.stderr
     assert "Traceback" not in ended.stderr
 
 
@@ -144,7 +144,7 @@ def test_rank_that_gets_sighup_ends_with_its_job():
 def test_huge_exception_is_cut_and_ends_the_job():
     began = time.monotonic()
     ended = mpiexec(2, SCRIPT, "huge", timeout=30.0)
-    assert ended.code == 1
+    assert ended.code in mpiexec_codes(1)
     assert time.monotonic() - began < patience(15.0)
     assert re.search(r"rank 1 on \S+ \(pid \d+\) failed:\nTraceback", ended.stderr)
     assert "characters are left out" in ended.stderr

@@ -5,7 +5,8 @@ one rank:
 
 - an uncaught exception prints its traceback and calls MPI_Abort(1) (for an error of distopt, with its exit code; for
   Ctrl-C, with 130);
-- `sys.exit(n)` with n != 0 calls MPI_Abort(n) when the interpreter ends, unless the job was closed before.
+- `sys.exit(n)` with n != 0 calls MPI_Abort(n) when the interpreter ends, unless the job was closed before. MPICH's
+  mpiexec ends with 9 instead of n where it had to kill another rank.
 - `os._exit(0)` and C's `exit(0)` say so, and end this process with code 1: MPICH's mpiexec would kill the other ranks
   and end with 0. After the job was closed, `os._exit(0)` calls MPI_Finalize first.
 
