@@ -7,7 +7,9 @@ meet, since the tag of a message contains its length: Gloo would end the process
 from __future__ import annotations
 
 import time
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +18,13 @@ import torch
 
 from .. import _core
 from ..comm.base import DTYPES, OPS, Array
-from ..errors import Call, MismatchError
+from ..errors import Call, CommunicatorError, MismatchError
 
 if TYPE_CHECKING:
     from .gloo import Gloo, Transfer
 
-# At the head of a rank's first message: bytes of its data, and what it calls.
+# At the head of a rank's first message: bytes of its data, and what it calls. Gloo keeps messages of one tag in order.
+_HEAD_TAG = 0
 _SIZE_BYTES, _CALL_BYTES = 8, 248
 _HEAD_BYTES = _SIZE_BYTES + _CALL_BYTES
 # Data up to this size travel with it, from each of several carriers to every host. Larger data would cross the network
@@ -67,19 +70,19 @@ class Operation:
         return max(0.0, self.deadline - time.monotonic())
 
     def tag(self, phase: int = 0) -> int:
-        """Local. Of a message: one for what ranks say, others for data, in one of two phases."""
-        data = 2 * (1 + self.n_bytes % 0x7FFE) + phase if self.n_bytes else 0
-        return (self.number & 0x3FFF) << 16 | data
+        """Local. Of its data, in one of two phases."""
+        return (self.number & 0x3FFF) << 16 | 2 * (1 + self.n_bytes % 0x7FFE) + phase
 
     def packed(self) -> bytes:
         """Local. What ranks must agree on."""
-        text = f"{self.kind}|{self.count}|{self.dtype}|{self.op}|{self.root}|{self.label[:31]}"
+        text = f"{self.kind}|{self.count}|{self.dtype}|{self.op}|{self.root}|{self.number}|{self.label[:31]}"
         return text.encode().ljust(_CALL_BYTES)
 
-    def unpacked(self, packed: bytes) -> Operation:
-        """Local. What another rank says in this one's place."""
-        kind, count, dtype, op, root, label = packed.decode().rstrip().split("|", 5)
-        return Operation(kind, int(count), dtype, op, label, int(root), self.number)
+    @classmethod
+    def unpacked(cls, packed: bytes) -> Operation:
+        """Local. What another rank says."""
+        kind, count, dtype, op, root, number, label = packed.decode().rstrip().split("|", 6)
+        return cls(kind, int(count), dtype, op, label, int(root), int(number))
 
     def describe(self) -> str:
         """Local. In words, as those of csrc/host/describe.cpp."""
@@ -108,15 +111,51 @@ class Between:
         self.gloo = gloo
         two = n_hosts == 2 and n_carriers == 1
         self.inline_bytes = _INLINE_BYTES_OF_TWO if two else 2 * _INLINE_BYTES_OF_ALL // n_hosts
-        self._boxes: dict[int, tuple[_Box, _Box]] = {}
+        # By rank. Gloo sends data when it knows that they are awaited, so the receive of a rank's next message is begun
+        # when its last one has been read.
+        self._begun: dict[int, deque[tuple[_Box, Transfer]]] = defaultdict(deque)
+        self._meetings: deque[Meeting] = deque()
+        self._free: list[_Box] = []
         self._scratch: list[Array] = []
 
     def meet(self, step: Operation, data: Mapping[int, Array]) -> Meeting:
-        """Local. Say what this rank does, with `data`, to some ranks, which do the same; valid until the next time."""
+        """Local, once in every operation. Say what this rank does, with `data`, to some ranks, which do the same."""
+        meeting = Meeting(self, step)
+        self._meetings.append(meeting)
         for rank in data:
-            if rank not in self._boxes:
-                self._boxes[rank] = _Box(self.inline_bytes), _Box(self.inline_bytes)
-        return Meeting(self, step, data, self._boxes)
+            begun = self._begun[rank]
+            meeting.receives[rank] = begun.popleft() if begun else self._receive_next(rank)
+        said = meeting.said
+        for rank, each in data.items():
+            box, size = self._box(), each.size
+            box.head[:] = size.to_bytes(_SIZE_BYTES, "little") + said
+            end = _HEAD_BYTES
+            if 0 < size <= self.inline_bytes:
+                end += size
+                box.array[_HEAD_BYTES:end] = each
+            meeting.sends.append((box, self.gloo.send(box.tensor[:end], rank, _HEAD_TAG, step.describe)))
+        return meeting
+
+    def end(self) -> None:
+        """Local, at the end of every operation. What others have said in it is no longer needed."""
+        meeting = self._meetings.popleft()
+        self._free += [box for box, _ in (*meeting.sends, *meeting.receives.values())]
+        with suppress(CommunicatorError):  # the next operation meets the same
+            for rank in meeting.receives:
+                if not self._begun[rank]:
+                    self._begun[rank].append(self._receive_next(rank))
+
+    def _receive_next(self, rank: int) -> tuple[_Box, Transfer]:
+        box = self._box()
+        return box, self.gloo.receive(box.tensor, rank, _HEAD_TAG, lambda: "its next operation")
+
+    def _box(self) -> _Box:
+        return self._free.pop() if self._free else _Box(self.inline_bytes)
+
+    def close(self) -> None:
+        """Local. Forget the receives that were begun, which hold connections."""
+        self._begun.clear()
+        self._meetings.clear()
 
     def send(self, step: Operation, array: Array, to: int, phase: int = 0) -> Transfer:
         """Local. Begin to send to a rank that awaits as much."""
@@ -129,7 +168,7 @@ class Between:
     def wait(self, step: Operation, transfers: Sequence[Transfer]) -> None:
         """Wait for the end of all; see `Gloo.wait`."""
         for transfer in transfers:
-            self.gloo.wait(transfer, step.deadline)
+            self.gloo.wait(transfer, step.deadline, step.describe)
 
     def take(self, n_bytes: int) -> Array:
         """Local. Scratch memory of `n_bytes`, as a flat array of bytes; fresh memory would cost page faults."""
@@ -156,53 +195,44 @@ class _Box:
 
 
 class Meeting:
-    """The descriptions of an operation that some ranks exchange, with small data.
+    """The descriptions of an operation that some ranks exchange, with small data. `Between.meet` makes it.
 
     Attributes:
-        sizes: bytes that each of them has for this one, once `wait` has returned.
+        said: by this rank.
+        receives, sends: the messages, and where they lie.
+        sizes: bytes that each rank has for this one, once `wait` has returned.
     """
 
-    def __init__(
-        self, between: Between, step: Operation, data: Mapping[int, Array], boxes: Mapping[int, tuple[_Box, _Box]]
-    ) -> None:
+    def __init__(self, between: Between, step: Operation) -> None:
+        self.said = step.packed()
+        self.receives: dict[int, tuple[_Box, Transfer]] = {}
+        self.sends: list[tuple[_Box, Transfer]] = []
         self.sizes: dict[int, int] = {}
-        self._between, self._step, self._boxes = between, step, boxes
+        self._between, self._step = between, step
         self._theirs: dict[int, Array] | None = None
-        self._said = step.packed()
-        gloo, tag = between.gloo, step.tag()
-        self._receives = {rank: gloo.receive(boxes[rank][0].tensor, rank, tag, step.describe) for rank in data}
-        self._sends = []
-        for rank, each in data.items():
-            box, size = boxes[rank][1], each.size
-            box.head[:] = size.to_bytes(_SIZE_BYTES, "little") + self._said
-            end = _HEAD_BYTES
-            if 0 < size <= between.inline_bytes:
-                end += size
-                box.array[_HEAD_BYTES:end] = each
-            self._sends.append(gloo.send(box.tensor[:end], rank, tag, step.describe))
 
     def wait(self) -> dict[int, Array]:
-        """The data of each rank; empty where they are too long to travel with what it says.
+        """The data of each rank, until `Between.end`; empty where they are too long to travel with what it says.
 
         Raises:
             MismatchError: a rank does something else.
         """
         if self._theirs is None:
             self._theirs = {}
-            for rank, transfer in self._receives.items():
-                self._between.wait(self._step, [transfer])
-                box = self._boxes[rank][0]
+            between, step = self._between, self._step
+            for rank, (box, transfer) in self.receives.items():
+                between.wait(step, [transfer])
                 head = bytes(box.head)
-                if head[_SIZE_BYTES:] != self._said:
+                if head[_SIZE_BYTES:] != self.said:
                     raise self._mismatch(rank, head[_SIZE_BYTES:])
                 size = self.sizes[rank] = int.from_bytes(head[:_SIZE_BYTES], "little")
-                self._theirs[rank] = box.array[_HEAD_BYTES:][: size if size <= self._between.inline_bytes else 0]
-            self._between.wait(self._step, self._sends)
+                self._theirs[rank] = box.array[_HEAD_BYTES:][: size if size <= between.inline_bytes else 0]
+            between.wait(step, [transfer for _, transfer in self.sends])
         return self._theirs
 
     def _mismatch(self, rank: int, said: bytes) -> MismatchError:
         other, me = self._between.gloo.processes[rank], self._between.gloo.me
-        theirs = self._step.unpacked(said)
+        theirs = Operation.unpacked(said)
         return MismatchError(
             f"{other.name} is in {theirs.describe()}, {me.name} in {self._step.describe()}",
             cure="all ranks must call the same collectives in the same order with equal types and counts",

@@ -49,12 +49,10 @@ class Transfer(NamedTuple):
     Attributes:
         work: PyTorch's.
         peer: rank at the other end; None: any.
-        what: the wait for it, in words.
     """
 
     work: Any
     peer: int | None
-    what: Callable[[], str]
 
 
 class Gloo:
@@ -107,7 +105,7 @@ class Gloo:
     def send(self, data: torch.Tensor, to: int, tag: int, what: Callable[[], str]) -> Transfer:
         """Local. Begin to send to rank `to`, which must not await fewer bytes."""
         try:
-            return Transfer(_unrecorded(self._open().send, [data], to, tag), to, what)
+            return Transfer(_unrecorded(self._open().send, [data], to, tag), to)
         except RuntimeError as error:
             raise self._lost(to, what()) from error
 
@@ -121,14 +119,15 @@ class Gloo:
                 work = _unrecorded(group.recv, [data], source, tag)
         except RuntimeError as error:
             raise self._lost(source, what()) from error
-        return Transfer(work, source, what)
+        return Transfer(work, source)
 
-    def wait(self, transfer: Transfer, deadline: float) -> None:
+    def wait(self, transfer: Transfer, deadline: float, what: Callable[[], str]) -> None:
         """Wait for the end of a transfer.
 
         Args:
             transfer: what is awaited.
             deadline: on the clock of `time.monotonic`.
+            what: the operation, in words.
 
         Raises:
             PeerLostError: the connection has broken. Whoever is at its other end need not be the cause.
@@ -138,10 +137,10 @@ class Gloo:
             transfer.work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError as error:
             if time.monotonic() < deadline:
-                raise self._lost(transfer.peer, transfer.what()) from error
+                raise self._lost(transfer.peer, what()) from error
             peer, ranks = self._named(transfer.peer)
             cure = "find out what it is busy with, or raise DISTOPT_TIMEOUT"
-            fact = f"{self.me.name} waits in {transfer.what()} for {peer}, which did not come in time"
+            fact = f"{self.me.name} waits in {what()} for {peer}, which did not come in time"
             raise StalledError(fact, cure=cure, ranks=ranks) from error
 
     def message(self, sends: bool, data: Array, peer: int | None, tag: int, seconds: float) -> GlooMessage:
@@ -152,8 +151,8 @@ class Gloo:
         wide = _MESSAGE | tag << _LENGTH_BITS | data.size % (1 << _LENGTH_BITS)
         start: Any = self.send if sends else self.receive
         text = f"{'send' if sends else 'receive'} of a message of {data.size:,} bytes with tag {tag}"
-        transfer = start(torch.from_numpy(data), peer, wide, lambda: f"{text}; both sides must agree on tag and length")
-        return GlooMessage(self, transfer, seconds)
+        text += "; both sides must agree on tag and length"
+        return GlooMessage(self, start(torch.from_numpy(data), peer, wide, lambda: text), text, seconds)
 
     def fail(self, error: CommunicatorError, *, is_known: bool = False) -> CommunicatorError:
         """Local. Say to all others what has failed here, and close the connections; the cause, as far as they know.
@@ -244,9 +243,10 @@ def _unrecorded(start: Callable[..., Any], *args: Any) -> Any:
 class GlooMessage(MessageWork):
     """A message under way. Gloo moves it without help, and says that it has ended to those who wait only."""
 
-    def __init__(self, gloo: Gloo, transfer: Transfer, seconds: float) -> None:
+    def __init__(self, gloo: Gloo, transfer: Transfer, what: str, seconds: float) -> None:
         self._gloo = gloo
         self._transfer = transfer
+        self._what = what
         self._seconds = seconds
         self._ended = False
         self._lock = threading.Lock()  # Gloo wakes one waiter only
@@ -270,7 +270,7 @@ class GlooMessage(MessageWork):
             if self._ended:
                 return
             try:
-                self._gloo.wait(self._transfer, deadline)
+                self._gloo.wait(self._transfer, deadline, lambda: self._what)
             except CommunicatorError as error:
                 raise self._gloo.fail(error) from error
             self._ended = True

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,17 +30,22 @@ if TYPE_CHECKING:
     from ..launch.topology import Topology
     from .gloo import Gloo
 
+_T = TypeVar("_T")
+
 # Of a slice: large enough to hide the time of a message, small enough that one is on the network while the next is
 # inside the host.
 _SMALLEST_CHUNK_BYTES, _LARGEST_CHUNK_BYTES = 2 << 20, 4 << 20
 _CHUNKS = 4  # of a slice, between these sizes
-_CHUNKS_REDUCED, _CHUNKS_GATHERED = 4, 1  # at most, on the network
+_CHUNKS_REDUCED, _CHUNKS_GATHERED = 5, 1  # of a large array, at most, on the network
 
 
 class HostsCommunicator(Communicator):
     """Collectives over hosts with any numbers of ranks, however the ranks are dealt out to them.
 
     An operation is carried out while its `Work` is waited for, so works are waited for in the order of starting.
+
+    Attributes:
+        begins_at_once: sums begin when they are called, and need no help of this rank until their end.
     """
 
     name: ClassVar[str] = "gloo"
@@ -72,6 +78,7 @@ class HostsCommunicator(Communicator):
         self._seconds = seconds
         self.reduces_in_place = all(len(ranks) > 1 for ranks in hosts)
         self._even = len({len(ranks) for ranks in hosts}) == 1
+        self.begins_at_once = len(hosts) == len(topology.hosts) == 2
         # So many ranks of every host carry slices: this one, if it does, the same slice as these of all hosts.
         self._n_slices = min(len(ranks) for ranks in hosts)
         self._between = Between(gloo, len(hosts), self._n_slices)
@@ -85,6 +92,7 @@ class HostsCommunicator(Communicator):
             "broadcast": HostsCommunicator._spread,
         }
         self._number = 0
+        self._under_way: deque[_Deferred] = deque()
         self._error: CommunicatorError | None = None
 
     @classmethod
@@ -100,25 +108,33 @@ class HostsCommunicator(Communicator):
         if self._error is None:
             me = self._gloo.me.name
             self._error = CommunicatorClosedError(f"{me} has closed this communicator", cure="use it before close()")
+        self._between.close()
         self._gloo.close()
         self._local.close()
 
-    def carry_out(self, step: Operation, run: Callable[[Operation], None], timeout: float | None) -> None:
-        """Collective. Run an operation in its turn; see `Work.wait`."""
+    def carry_out(self, step: Operation, run: Callable[[Operation], _T], timeout: float | None) -> _T:
+        """Collective. Run an operation in its turn, or a part of it; see `Work.wait`."""
         if self._error is not None:
             raise self._error
-        self._number += 1
-        step.number = self._number
+        if not step.number:
+            self._number += 1
+            step.number = self._number
         step.deadline = time.monotonic() + (self._seconds if timeout is None else timeout)
         try:
-            run(step)
+            return run(step)
         except CommunicatorError as error:
             # The kernel says that a process of this host has ended.
             here = [self._gloo.processes[rank] for rank in self._mine]
             is_known = isinstance(error, PeerLostError) and error.ranks[0] in here
             self._error = self._gloo.fail(error, is_known=is_known)
+            self._between.close()
             self._local.close()
             raise self._error from error
+
+    def end(self) -> None:
+        """Local, when an operation has been carried out."""
+        self._under_way.popleft()
+        self._between.end()
 
     # -- for the base class ------------------------------------------------------------------------------------------
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
@@ -132,47 +148,57 @@ class HostsCommunicator(Communicator):
         run = self._runs[kind]
         arrays = (array.reshape(-1),) if out is array else (array.reshape(-1), out.reshape(-1))
         count = min(array.size, out.size)
-        return _Deferred(self, Operation(kind, count, dtype, op, label, root), lambda step: run(self, step, *arrays))
+        work = _Deferred(self, Operation(kind, count, dtype, op, label, root), lambda step: run(self, step, *arrays))
+        if self.begins_at_once and kind == "all_reduce" and all(one.leaves(array) for one in self._under_way):
+            work.begin(lambda step: self._begin_reduce(step, *arrays), array)
+        self._under_way.append(work)
+        return work
 
     def _start_ragged(self, request: Request, parts: Sequence[Array]) -> RaggedWork:
         received: list[Array] = []
         parts = list(parts) if len(parts) == self._size else [*parts] * self._size
         run = partial(self._exchange, parts=parts, received=received)
-        return RaggedWork(_Deferred(self, Operation(request.kind, 0, request.dtype, "", request.label), run), received)
+        work = _Deferred(self, Operation(request.kind, 0, request.dtype, "", request.label), run)
+        self._under_way.append(work)
+        return RaggedWork(work, received)
 
     # -- all_reduce --------------------------------------------------------------------------------------------------
     def _reduce(self, step: Operation, flat: Array) -> None:
-        """A small array travels with what ranks say; so does what is left of a large one when it is cut into slices."""
         if step.op == "mean" and not self._even:
             self._reduce_mean(step, flat)
-            return
+        else:
+            self._begin_reduce(step, flat)()
+
+    def _begin_reduce(self, step: Operation, flat: Array) -> Callable[[], None]:
+        """Collective in this host. Begin; a function that ends it.
+
+        A small array travels with what ranks say; so does what is left of a large one when it is cut into slices.
+        """
         if flat.nbytes <= self._between.inline_bytes:
-            self._finish_small(step, flat, self._begin_small(step, flat))
-            return
+            return partial(self._finish_small, step, flat, self._begin_small(step, flat))
         cut = flat.size - flat.size % self._n_slices
         head, rest = flat[:cut], flat[cut:]
-        meeting = self._begin_small(step, rest)
         step.n_bytes = flat.nbytes
         chunk_bytes = head.nbytes // self._n_slices // _CHUNKS
         chunk_bytes = min(max(chunk_bytes, _SMALLEST_CHUNK_BYTES), _LARGEST_CHUNK_BYTES)
         length = chunk_bytes // flat.itemsize * self._n_slices
-        reducing: deque[_Chunk] = deque()
+        begun = (self._begin_chunk(step, head[at : at + length]) for at in range(0, head.size, length))
+        reducing = deque(islice(begun, _CHUNKS_REDUCED))
+        return partial(self._finish_large, step, rest, self._begin_small(step, rest), reducing, begun)
+
+    def _finish_large(
+        self, step: Operation, rest: Array, meeting: Meeting, reducing: deque[_Chunk], begun: Iterator[_Chunk]
+    ) -> None:
+        """Collective in this host. Keep so many chunks on the network until all are done."""
         gathering: deque[_Chunk] = deque()
-
-        def move_on(left: int) -> None:
-            """Collective in this host. Until so many chunks are left to reduce."""
-            while len(reducing) > left:
-                gathering.append(reducing.popleft())
-                if (exchange := gathering[-1].exchange) is not None:
-                    meeting.wait()
-                    exchange.reduce()
-                if len(gathering) > _CHUNKS_GATHERED:
-                    self._finish_chunk(step, gathering.popleft())
-
-        for begin in range(0, head.size, length):
-            reducing.append(self._begin_chunk(step, head[begin : begin + length]))
-            move_on(_CHUNKS_REDUCED)
-        move_on(0)
+        while reducing:
+            gathering.append(reducing.popleft())
+            reducing.extend(islice(begun, 1))
+            if (exchange := gathering[-1].exchange) is not None:
+                meeting.wait()
+                exchange.reduce()
+            if len(gathering) > _CHUNKS_GATHERED:
+                self._finish_chunk(step, gathering.popleft())
         for chunk in gathering:
             self._finish_chunk(step, chunk)
         self._finish_small(step, rest, meeting)
@@ -331,12 +357,22 @@ class _Chunk(NamedTuple):
 
 
 class _Deferred(Work):
-    """An operation that its wait carries out."""
+    """An operation that its wait carries out, or ends if it has begun."""
 
     def __init__(self, owner: HostsCommunicator, step: Operation, run: Callable[[Operation], None]) -> None:
         self._owner = owner
         self._step = step
         self._run: Callable[[Operation], None] | None = run
+        self._array: Array | None = None
+
+    def begin(self, start: Callable[[Operation], Callable[[], None]], array: Array) -> None:
+        """Local. Begin it with `start`, which gives what ends it; `array` is in use until then."""
+        finish = self._owner.carry_out(self._step, start, None)
+        self._run, self._array = lambda _: finish(), array
+
+    def leaves(self, array: Array) -> bool:
+        """Local. Whether an operation on `array` may begin before this one ends: messages keep the order of calls."""
+        return self._array is not None and not np.may_share_memory(self._array, array)
 
     def done(self) -> bool:
         """Collective. Carry it out."""
@@ -347,4 +383,5 @@ class _Deferred(Work):
         """Collective. Carry it out, waiting at most `timeout` seconds for the other ranks; see `Work.wait`."""
         if self._run is not None:
             self._owner.carry_out(self._step, self._run, timeout)
+            self._owner.end()
             self._run = None

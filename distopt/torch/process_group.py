@@ -68,7 +68,8 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         self._communicator = communicator
         self._collectives = Collectives(communicator, who)
         self._mail = Mail(communicator)
-        self._queue = OperationQueue(f"distopt group of {size}", by_thread=isinstance(communicator, HostsCommunicator))
+        by_thread = isinstance(communicator, HostsCommunicator) and not communicator.begins_at_once
+        self._queue = OperationQueue(f"distopt group of {size}", by_thread=by_thread)
         seconds = timeout.total_seconds()
         self._wire = WireMemory(communicator, self._queue, seconds) if communicator.reduces_in_place else None
         self._lock = threading.RLock()  # of the order of calls

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any
 
 from .pattern import Pattern
@@ -28,26 +29,29 @@ def measure(transport: Transport, world_size: int, request: dict[str, Any]) -> d
 
     Returns:
         "seconds" per call, one entry for each timed batch; the number of "wrong" elements; and, if the request names an
-        "interface", the "interface_bytes" that it has sent in the timed batches.
+        "interface", the "interface_bytes" that it has sent for a call of the untimed batches: to read its counter takes
+        as long as a small sum, and not equally long on all ranks.
     """
     calls, collective = request["calls"], request["collective"]
     call = transport.call(collective, request["buffers"], request["count"], request["capacity"], request["dtype"])
     wrong = sum(check(transport, world_size, root, call, request) for root in range(world_size))
     call.input.fill(0)
-    interface, sent = request.get("interface"), 0
-    seconds = []
+    interface = request.get("interface")
+    seconds, sent = [], []
     for batch in range(request["warm_up"] + request["samples"]):
         roots = [(batch + i) % world_size for i in range(calls)]
+        counts = interface is not None and batch < request["warm_up"]
         transport.sync()
-        sent -= interface_bytes(interface) if interface and batch >= request["warm_up"] else 0
+        before = interface_bytes(interface) if counts else 0
         start = time.perf_counter()
         for root in roots:
             call.run(root)
         seconds.append((time.perf_counter() - start) / calls)
-        sent += interface_bytes(interface) if interface and batch >= request["warm_up"] else 0
+        if counts:
+            sent.append((interface_bytes(interface) - before) / calls)
     transport.sync()  # a peer may still be reading this buffer
     timed = seconds[request["warm_up"] :]
-    return {"seconds": timed, "wrong": wrong, "interface_bytes": sent}
+    return {"seconds": timed, "wrong": wrong, "interface_bytes": median(sent or [0])}
 
 
 def check(transport: Transport, world_size: int, root: int, call: Call, request: dict[str, Any]) -> int:
