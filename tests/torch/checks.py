@@ -539,6 +539,26 @@ def check_works_end_in_order(r: Ranks) -> None:
     same(works[0].get_future().wait()[0], expected)
 
 
+def check_ranks_differ_in_what_shares_memory(r: Ranks) -> None:
+    """The second sum of every other rank needs the result of its first; the third needs nothing."""
+    own = [[values(3 * q + i, torch.float32) for i in range(3)] for q in r.all]
+    first = reduced("SUM", [each[0] for each in own])
+    second = reduced("SUM", [first if q % 2 else own[q][1] for q in r.all])
+    tensors = own[r.rank]
+    tensors[1] = tensors[0] if r.rank % 2 else tensors[1]
+    out = torch.empty(r.size)
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    works.append(dist.all_gather_single(out, torch.full((1,), float(r.rank)), async_op=True))
+    last = values(r.rank, torch.float32, (99_999,))
+    works.append(dist.all_reduce(last, async_op=True))
+    for work in works:
+        work.wait()
+    same(tensors[1], second)
+    same(tensors[2], reduced("SUM", [values(3 * q + 2, torch.float32) for q in r.all]))
+    same(out, torch.arange(float(r.size)))
+    same(last, reduced("SUM", [values(q, torch.float32, (99_999,)) for q in r.all]))
+
+
 def check_operations_in_flight(r: Ranks) -> None:
     """As in a backward pass: buckets are reduced while others are computed, and waited for in any order."""
     sizes = [3, 262_144, 70_001, 1, 0, 524_289, 4096]
