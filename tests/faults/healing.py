@@ -3,10 +3,11 @@
     .venv/bin/python -m tests.faults.healing --minutes 10 --every 15
     sudo .venv/bin/python -m tests.faults.healing --hosts 2 --kinds SIGKILL,SIGSTOP,link,agent,owner -- SCRIPT
 
-Runs a job (default: `tests.ranks.healed`) twice at the same time, one undisturbed and without --heal, the other with a
-fault every so many seconds, and compares their times and the digests with which they end. Two hosts are network
-namespaces, with two ranks each, and need root. The
-kinds of faults are names of signals to a random rank, and
+Runs a job (default: `tests.ranks.healed`) twice, undisturbed and without --heal, and with a fault every so many
+seconds, and compares their times and the digests with which they end. By default both run at the same time, so that
+others' work slows both; but where they share cores, each has half of them, and meets twice as many faults for its work
+as it would `--apart`. Two hosts are network namespaces, with two ranks each, and need root. The kinds of faults are
+names of signals to a random rank, and
 
 - all: SIGKILL to all ranks of a host,
 - twice: SIGKILL to a rank, then to one of those that start again,
@@ -187,6 +188,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--every", type=float, default=15.0, help="seconds between two faults (15)")
     parser.add_argument("--rate", type=float, default=100.0, help="steps a second, about (100)")
+    parser.add_argument("--apart", action="store_true", help="run the undisturbed job first, alone")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("script", nargs="*", default=JOB, help="prints as the default does, and takes --steps")
     args = parser.parse_args()
@@ -194,10 +196,12 @@ def main() -> int:
     script = [*args.script, "--steps", str(int(60 * args.minutes * args.rate))]
     with contextlib.ExitStack() as stack:
         nets = [stack.enter_context(two_hosts(mark)) if args.hosts == 2 else None for mark in ("", "u")]
-        job = Job(*commands(nets[0], script))
-        stack.callback(job.kill)
         undisturbed = Job(*without_heal(commands(nets[1], script)))
         stack.callback(undisturbed.kill)
+        while args.apart and not undisturbed.finished(args.every):
+            pass
+        job = Job(*commands(nets[0], script))
+        stack.callback(job.kill)
         for agent in range(args.hosts):
             job.fork_server(agent)
         count, cut = 0, 0.0
