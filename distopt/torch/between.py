@@ -7,7 +7,7 @@ meet, since the tag of a message contains its length: Gloo would end the process
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -111,9 +111,8 @@ class Between:
         self.gloo = gloo
         two = n_hosts == 2 and n_carriers == 1
         self.inline_bytes = _INLINE_BYTES_OF_TWO if two else 2 * _INLINE_BYTES_OF_ALL // n_hosts
-        # By rank. Gloo sends data when it knows that they are awaited, so the receive of a rank's next message is begun
-        # when its last one has been read.
-        self._begun: dict[int, deque[tuple[_Box, Transfer]]] = defaultdict(deque)
+        # Of the next heads, by rank: begun early, since Gloo sends data when it knows that they are awaited.
+        self._begun: dict[int, tuple[_Box, Transfer]] = {}
         self._meetings: deque[Meeting] = deque()
         self._free: list[_Box] = []
         self._scratch: list[Array] = []
@@ -123,8 +122,7 @@ class Between:
         meeting = Meeting(self, step)
         self._meetings.append(meeting)
         for rank in data:
-            begun = self._begun[rank]
-            meeting.receives[rank] = begun.popleft() if begun else self._receive_next(rank)
+            meeting.receives[rank] = self._begun.pop(rank) if rank in self._begun else self._receive_next(rank)
         said = meeting.said
         for rank, each in data.items():
             box, size = self._box(), each.size
@@ -142,8 +140,8 @@ class Between:
         self._free += [box for box, _ in (*meeting.sends, *meeting.receives.values())]
         with suppress(CommunicatorError):  # the next operation meets the same
             for rank in meeting.receives:
-                if not self._begun[rank]:
-                    self._begun[rank].append(self._receive_next(rank))
+                if rank not in self._begun:
+                    self._begun[rank] = self._receive_next(rank)
 
     def _receive_next(self, rank: int) -> tuple[_Box, Transfer]:
         box = self._box()
