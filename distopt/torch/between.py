@@ -7,7 +7,6 @@ meet, since the tag of a message contains its length: Gloo would end the process
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -113,14 +112,12 @@ class Between:
         self.inline_bytes = _INLINE_BYTES_OF_TWO if two else 2 * _INLINE_BYTES_OF_ALL // n_hosts
         # Of the next heads, by rank: begun early, since Gloo sends data when it knows that they are awaited.
         self._begun: dict[int, tuple[_Box, Transfer]] = {}
-        self._meetings: deque[Meeting] = deque()
         self._free: list[_Box] = []
         self._scratch: list[Array] = []
 
     def meet(self, step: Operation, data: Mapping[int, Array]) -> Meeting:
-        """Local, once in every operation. Say what this rank does, with `data`, to some ranks, which do the same."""
+        """Local. Say what this rank does, with `data`, to some ranks, which do the same. To be ended by `end`."""
         meeting = Meeting(self, step)
-        self._meetings.append(meeting)
         for rank in data:
             meeting.receives[rank] = self._begun.pop(rank) if rank in self._begun else self._receive_next(rank)
         said = meeting.said
@@ -134,9 +131,8 @@ class Between:
             meeting.sends.append((box, self.gloo.send(box.tensor[:end], rank, _HEAD_TAG, step.describe)))
         return meeting
 
-    def end(self) -> None:
-        """Local, at the end of every operation. What others have said in it is no longer needed."""
-        meeting = self._meetings.popleft()
+    def end(self, meeting: Meeting) -> None:
+        """Local, after `Meeting.wait`. What others have said in it is no longer needed."""
         self._free += [box for box, _ in (*meeting.sends, *meeting.receives.values())]
         with suppress(CommunicatorError):  # the next operation meets the same
             for rank in meeting.receives:
@@ -153,7 +149,6 @@ class Between:
     def close(self) -> None:
         """Local. Forget the receives that were begun, which hold connections."""
         self._begun.clear()
-        self._meetings.clear()
 
     def send(self, step: Operation, array: Array, to: int, phase: int = 0) -> Transfer:
         """Local. Begin to send to a rank that awaits as much."""

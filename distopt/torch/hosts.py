@@ -134,7 +134,6 @@ class HostsCommunicator(Communicator):
     def end(self) -> None:
         """Local, when an operation has been carried out."""
         self._under_way.popleft()
-        self._between.end()
 
     # -- for the base class ------------------------------------------------------------------------------------------
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:
@@ -214,6 +213,7 @@ class HostsCommunicator(Communicator):
         theirs = meeting.wait()
         if array.size and self._carriers:
             fold(step, [theirs[q].view(array.dtype) if q in theirs else array for q in self._carriers], array)
+        self._between.end(meeting)
         if array.size and not self._even:
             self._local.broadcast(array, wire=step.dtype, label=step.within).wait(step.left())
 
@@ -271,6 +271,7 @@ class HostsCommunicator(Communicator):
             if carrier != self._rank:
                 moves.append(between.send(step, parts[carrier], carrier))
         meeting.wait()
+        between.end(meeting)
         between.wait(step, moves)
         fold(step, [rooms.get(q, parts[self._rank]) for q in self._carriers], out)
         for memory in (*rooms.values(), *(parts.values() if len(self._mine) > 1 else ())):
@@ -290,6 +291,7 @@ class HostsCommunicator(Communicator):
         moves = [between.receive(step, room, q) for q, room in rooms.items()]
         moves += [between.send(step, array, q) for q in self._others]
         meeting.wait()
+        between.end(meeting)
         between.wait(step, moves)
         if alone:
             places[self._rank][...] = array
@@ -323,6 +325,7 @@ class HostsCommunicator(Communicator):
         theirs = meeting.wait()
         if small and self._rank != root and theirs:
             bytes_of(array)[...] = theirs[root]
+        between.end(meeting)
         between.wait(step, moves)
         self._local.broadcast(array, self._mine.index(first), wire=step.dtype, label=step.within).wait(step.left())
 
@@ -344,6 +347,7 @@ class HostsCommunicator(Communicator):
             if step.n_bytes > between.inline_bytes:
                 results[q] = np.empty(step.n_bytes, np.uint8)
                 moves.append(between.receive(step, results[q], q))
+        between.end(meeting)
         between.wait(step, moves)
         received.extend(results[q].view(parts[0].dtype) for q in range(self._size))
 
