@@ -4,10 +4,11 @@
     sudo .venv/bin/python -m tests.faults.healing --hosts 2 --kinds SIGKILL,SIGSTOP,link,agent,owner -- SCRIPT
 
 Runs a job (default: `tests.ranks.healed`) twice, undisturbed and without --heal, and with a fault every so many
-seconds, and compares their times and the digests with which they end. By default both run at the same time, so that
+seconds, and compares their speeds and the digests with which they end. By default both run at the same time, so that
 others' work slows both; but where they share cores, each has half of them, and meets twice as many faults for its work
-as it would `--apart`. Two hosts are network namespaces, with two ranks each, and need root. The kinds of faults are
-names of signals to a random rank, and
+as it would alone. With `--apart`, an undisturbed job of so many minutes runs first, and an undisturbed one of as many
+steps and without their pauses (`--pause 0`) last. Two hosts are network namespaces, with two ranks each, and need
+root. The kinds of faults are names of signals to a random rank, and
 
 - all: SIGKILL to all ranks of a host,
 - twice: SIGKILL to a rank, then to one of those that start again,
@@ -40,6 +41,7 @@ from tests.processes import ROOT, patience
 RUN = [sys.executable, "-W", "ignore", "-m", "distopt", "run", "--nproc-per-node", "2"]
 JOB = ["-m", "tests.ranks.healed"]
 SECONDS = 120.0
+FIRST = 10  # the first step that a job prints
 PORT = 29_484
 
 
@@ -188,35 +190,55 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--every", type=float, default=15.0, help="seconds between two faults (15)")
     parser.add_argument("--rate", type=float, default=100.0, help="steps a second, about (100)")
-    parser.add_argument("--apart", action="store_true", help="run the undisturbed job first, alone")
+    parser.add_argument(
+        "--apart", type=float, metavar="MINUTES", help="for which the undisturbed job runs first, alone"
+    )
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("script", nargs="*", default=JOB, help="prints as the default does, and takes --steps")
+    parser.add_argument(
+        "script", nargs="*", default=JOB, help="prints as the default does, and takes --steps and --pause"
+    )
     args = parser.parse_args()
     numbers = random.Random(args.seed)
-    script = [*args.script, "--steps", str(int(60 * args.minutes * args.rate))]
+    script = [*args.script, "--steps", str(steps := int(60 * args.minutes * args.rate))]
     with contextlib.ExitStack() as stack:
         nets = [stack.enter_context(two_hosts(mark)) if args.hosts == 2 else None for mark in ("", "u")]
-        undisturbed = Job(*without_heal(commands(nets[1], script)))
-        stack.callback(undisturbed.kill)
-        while args.apart and not undisturbed.finished(args.every):
-            pass
-        job = Job(*commands(nets[0], script))
-        stack.callback(job.kill)
+
+        def start(net: TwoHosts | None, script: list[str], *, heals: bool) -> Job:
+            job = Job(*(commands(net, script) if heals else without_heal(commands(net, script))))
+            stack.callback(job.kill)
+            return job
+
+        def ends_of(job: Job) -> list[str]:
+            while not job.finished(args.every):
+                pass
+            return job.end()
+
+        if args.apart:
+            some = int(60 * args.apart * args.rate)
+            undisturbed = start(nets[1], [*args.script, "--steps", str(some)], heals=False)
+            ends_of(undisturbed)
+            speed = (some - FIRST) / undisturbed.seconds
+        else:
+            undisturbed = start(nets[1], script, heals=False)
+        job = start(nets[0], script, heals=True)
         for agent in range(args.hosts):
             job.fork_server(agent)
         count, cut = 0, 0.0
         while not job.finished(args.every):
             cut += disturb(job, nets[0], args.kinds[count % len(args.kinds)], numbers)
             count += 1
-        ends = undisturbed.end(), job.end()
+        if args.apart:
+            undisturbed = start(nets[1], [*script, "--pause", "0"], heals=False)
+        ends = ends_of(undisturbed), job.end()
+        if not args.apart:
+            speed = (steps - FIRST) / undisturbed.seconds
     times = [float(line[1]) for line in job.wait_for(r"was done after ([\d.]+) s", count)]
     seconds = job.seconds - cut
+    print(f"{count} faults in {seconds:.0f} s, {args.hosts} x 2 ranks: {(steps - FIRST) / seconds:.1f} steps a second")
+    print(f"undisturbed: {speed:.1f}")
     print(
-        f"{count} faults, {args.hosts} x 2 ranks: {undisturbed.seconds:.0f} s undisturbed, {seconds:.0f} s with faults"
-    )
-    print(
-        f"goodput {undisturbed.seconds / seconds:.1%}; to the first new step {statistics.median(times):.2f} s, at most "
-        f"{max(times):.2f} s"
+        f"goodput {(steps - FIRST) / seconds / speed:.1%}; to the first new step {statistics.median(times):.2f} s, at "
+        f"most {max(times):.2f} s"
     )
     print("the same digests" if ends[0] == ends[1] else f"DIFFERENT DIGESTS: {ends}")
     return int(ends[0] != ends[1])

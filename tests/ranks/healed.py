@@ -36,6 +36,7 @@ class Network(model.Model):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--pause", type=float, default=0.005, help="seconds after each step (0.005)")
     parser.add_argument("--folder")
     parser.add_argument("--raise-at", type=int, help="after so many steps, on rank 1")
     args = parser.parse_args()
@@ -53,7 +54,7 @@ def main() -> None:
         x.copy_from_numpy(numbers.standard_normal((8, 1, 8, 8), np.float32))
         y.copy_from_numpy(numbers.integers(0, 4, 8).astype(np.int32))
         network(x, y)
-        time.sleep(0.005)
+        time.sleep(args.pause)
         if world.rank == 1 and checkpoint.steps == args.raise_at:
             raise ZeroDivisionError("so it is")
         checkpoint.step()

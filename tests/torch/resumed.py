@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=7)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step (0)")
     parser.add_argument("--precision", choices=["scaled", "bfloat16"], default="scaled")
     parser.add_argument("--static-graph", action="store_true")
     parser.add_argument("--by", choices=["ddp", "fsdp", "zero"], default="ddp")
@@ -111,6 +112,7 @@ def main() -> None:
             scheduler.step()
             if args.end and rank == 1 % size and checkpoint.steps == int(args.end[1]):
                 os.kill(os.getpid(), signal.Signals[args.end[0]])
+            time.sleep(args.pause)
             checkpoint.step()
             if checkpoint.steps % 10 == 0 and rank == 0:
                 print(f"step {checkpoint.steps}", flush=True)
