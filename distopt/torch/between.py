@@ -27,8 +27,8 @@ _HEAD_TAG = 0
 _SIZE_BYTES, _CALL_BYTES = 8, 248
 _HEAD_BYTES = _SIZE_BYTES + _CALL_BYTES
 # Data up to this size travel with it, from each of several carriers to every host. Larger data would cross the network
-# more often than necessary.
-_INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 256 << 10, 64 << 10
+# more often than necessary; of two ranks, copies would take as long as the second message.
+_INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 4 << 20, 64 << 10
 _MOST_SCRATCH, _LARGEST_SCRATCH_BYTES = 32, 4 << 20  # arrays that are kept
 NOTHING = np.empty(0, np.uint8)
 
