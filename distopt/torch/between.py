@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 _HEAD_TAG = 0
 _SIZE_BYTES, _CALL_BYTES = 8, 248
 _HEAD_BYTES = _SIZE_BYTES + _CALL_BYTES
-# Data up to this size travel with it, from each of several carriers to every host. Larger data would cross the network
-# more often than necessary; of two ranks, copies would take as long as the second message.
-_INLINE_BYTES_OF_TWO, _INLINE_BYTES_OF_ALL = 4 << 20, 64 << 10
+# Data travel with it if their copy takes less time than a message: of two hosts, where nobody adds up pieces of them,
+# this over the number of carriers.
+_INLINE_BYTES_OF_TWO = 4 << 20
+# An array up to twice this over the number of hosts travels as a whole from each of several carriers to every host. A
+# larger one would cross the network more often than necessary.
+_WHOLE_BYTES = 64 << 10
 _MOST_SCRATCH, _LARGEST_SCRATCH_BYTES = 32, 4 << 20  # arrays that are kept
 NOTHING = np.empty(0, np.uint8)
 
@@ -104,12 +107,14 @@ class Between:
 
     Attributes:
         inline_bytes: size of the data that travel with the description of an operation.
+        whole_bytes: size of an array that each carrier sends as a whole.
     """
 
     def __init__(self, gloo: Gloo, n_hosts: int, n_carriers: int) -> None:
         self.gloo = gloo
-        two = n_hosts == 2 and n_carriers == 1
-        self.inline_bytes = _INLINE_BYTES_OF_TWO if two else 2 * _INLINE_BYTES_OF_ALL // n_hosts
+        whole = 2 * _WHOLE_BYTES // n_hosts
+        self.inline_bytes = max(whole, _INLINE_BYTES_OF_TWO // n_carriers) if n_hosts == 2 else whole
+        self.whole_bytes = self.inline_bytes if n_carriers == 1 else whole
         # Of the next heads, by rank: begun early, since Gloo sends data when it knows that they are awaited.
         self._begun: dict[int, tuple[_Box, Transfer]] = {}
         self._free: list[_Box] = []
@@ -202,7 +207,6 @@ class Meeting:
         self.sends: list[tuple[_Box, Transfer]] = []
         self.sizes: dict[int, int] = {}
         self._between, self._step = between, step
-        self._theirs: dict[int, Array] | None = None
 
     def wait(self) -> dict[int, Array]:
         """The data of each rank, until `Between.end`; empty where they are too long to travel with what it says.
@@ -210,18 +214,16 @@ class Meeting:
         Raises:
             MismatchError: a rank does something else.
         """
-        if self._theirs is None:
-            self._theirs = {}
-            between, step = self._between, self._step
-            for rank, (box, transfer) in self.receives.items():
-                between.wait(step, [transfer])
-                head = bytes(box.head)
-                if head[_SIZE_BYTES:] != self.said:
-                    raise self._mismatch(rank, head[_SIZE_BYTES:])
-                size = self.sizes[rank] = int.from_bytes(head[:_SIZE_BYTES], "little")
-                self._theirs[rank] = box.array[_HEAD_BYTES:][: size if size <= between.inline_bytes else 0]
-            between.wait(step, [transfer for _, transfer in self.sends])
-        return self._theirs
+        between, step, theirs = self._between, self._step, {}
+        for rank, (box, transfer) in self.receives.items():
+            between.wait(step, [transfer])
+            head = bytes(box.head)
+            if head[_SIZE_BYTES:] != self.said:
+                raise self._mismatch(rank, head[_SIZE_BYTES:])
+            size = self.sizes[rank] = int.from_bytes(head[:_SIZE_BYTES], "little")
+            theirs[rank] = box.array[_HEAD_BYTES:][: size if size <= between.inline_bytes else 0]
+        between.wait(step, [transfer for _, transfer in self.sends])
+        return theirs
 
     def _mismatch(self, rank: int, said: bytes) -> MismatchError:
         other, me = self._between.gloo.processes[rank], self._between.gloo.me

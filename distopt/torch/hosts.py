@@ -171,51 +171,59 @@ class HostsCommunicator(Communicator):
     def _begin_reduce(self, step: Operation, flat: Array) -> Callable[[], None]:
         """Collective in this host. Begin; a function that ends it.
 
-        A small array travels with what ranks say; so does what is left of a large one when it is cut into slices.
+        A small array travels with what ranks say. So does what is left of a large one when it is cut into slices, and
+        between two hosts the slice, unless it is large itself.
         """
-        if flat.nbytes <= self._between.inline_bytes:
-            return partial(self._finish_small, step, flat, self._begin_small(step, flat))
+        if flat.nbytes <= self._between.whole_bytes:
+            return partial(self._finish_small, step, [flat], self._begin_small(step, [flat]))
         cut = flat.size - flat.size % self._n_slices
         head, rest = flat[:cut], flat[cut:]
         step.n_bytes = flat.nbytes
-        chunk_bytes = head.nbytes // self._n_slices // _CHUNKS
-        chunk_bytes = min(max(chunk_bytes, _SMALLEST_CHUNK_BYTES), _LARGEST_CHUNK_BYTES)
+        slice_bytes = head.nbytes // self._n_slices
+        if len(self._hosts) == 2 and slice_bytes + rest.nbytes <= self._between.inline_bytes:
+            chunk = self._begin_chunk(step, head, sends=False)
+            arrays = [rest] if chunk.part is None else [chunk.part, rest]
+            return partial(self._finish_large, step, arrays, self._begin_small(step, arrays), deque([chunk]), iter(()))
+        chunk_bytes = min(max(slice_bytes // _CHUNKS, _SMALLEST_CHUNK_BYTES), _LARGEST_CHUNK_BYTES)
         length = chunk_bytes // flat.itemsize * self._n_slices
         begun = (self._begin_chunk(step, head[at : at + length]) for at in range(0, head.size, length))
         reducing = deque(islice(begun, _CHUNKS_REDUCED))
-        return partial(self._finish_large, step, rest, self._begin_small(step, rest), reducing, begun)
+        return partial(self._finish_large, step, [rest], self._begin_small(step, [rest]), reducing, begun)
 
     def _finish_large(
-        self, step: Operation, rest: Array, meeting: Meeting, reducing: deque[_Chunk], begun: Iterator[_Chunk]
+        self, step: Operation, arrays: list[Array], meeting: Meeting, reducing: deque[_Chunk], begun: Iterator[_Chunk]
     ) -> None:
         """Collective in this host. Keep so many chunks on the network until all are done."""
+        self._finish_small(step, arrays, meeting)
         gathering: deque[_Chunk] = deque()
         while reducing:
             gathering.append(reducing.popleft())
             reducing.extend(islice(begun, 1))
             if (exchange := gathering[-1].exchange) is not None:
-                meeting.wait()
                 exchange.reduce()
             if len(gathering) > _CHUNKS_GATHERED:
                 self._finish_chunk(step, gathering.popleft())
         for chunk in gathering:
             self._finish_chunk(step, chunk)
-        self._finish_small(step, rest, meeting)
 
-    def _begin_small(self, step: Operation, array: Array) -> Meeting:
-        """Collective in this host. Reduce the array there; each carrier begins to send it with what it says."""
-        if array.size and len(self._mine) > 1:
-            self._local.all_reduce(array, step.op, wire=step.dtype, label=step.within).wait(step.left())
-        return self._between.meet(step, dict.fromkeys(self._others, bytes_of(array)))
+    def _begin_small(self, step: Operation, arrays: list[Array]) -> Meeting:
+        """Collective in this host. Reduce the last array there; each carrier begins to send all with what it says."""
+        if arrays[-1].size and len(self._mine) > 1:
+            self._local.all_reduce(arrays[-1], step.op, wire=step.dtype, label=step.within).wait(step.left())
+        full = [array for array in arrays if array.size] or arrays
+        data = full[0] if len(full) == 1 else np.concatenate(full)
+        return self._between.meet(step, dict.fromkeys(self._others, bytes_of(data)))
 
-    def _finish_small(self, step: Operation, array: Array, meeting: Meeting) -> None:
+    def _finish_small(self, step: Operation, arrays: list[Array], meeting: Meeting) -> None:
         """Collective in this host. Reduce what has come."""
-        theirs = meeting.wait()
-        if array.size and self._carriers:
-            fold(step, [theirs[q].view(array.dtype) if q in theirs else array for q in self._carriers], array)
+        theirs, end = meeting.wait(), 0
+        for array in arrays if self._carriers else ():
+            begin, end = end, end + array.nbytes
+            pieces = {q: data[begin:end].view(array.dtype) for q, data in theirs.items()}
+            fold(step, [pieces.get(q, array) for q in self._carriers], array)
         self._between.end(meeting)
-        if array.size and not self._even:
-            self._local.broadcast(array, wire=step.dtype, label=step.within).wait(step.left())
+        if arrays[-1].size and not self._even:
+            self._local.broadcast(arrays[-1], wire=step.dtype, label=step.within).wait(step.left())
 
     def _reduce_mean(self, step: Operation, flat: Array) -> None:
         """Of hosts with different numbers of ranks: the sum, divided once."""
@@ -225,7 +233,7 @@ class HostsCommunicator(Communicator):
         self._reduce(replace(step, dtype=dtype, op="sum", label=f"mean {step.label}"), wide.numpy())
         numbers.copy_(wide.div_(self._size))
 
-    def _begin_chunk(self, step: Operation, array: Array) -> _Chunk:
+    def _begin_chunk(self, step: Operation, array: Array, *, sends: bool = True) -> _Chunk:
         """Collective in this host. Reduce the chunk there; each carrier begins to send its slice to other hosts."""
         part: Array | None = None
         if self._carriers:
@@ -237,8 +245,9 @@ class HostsCommunicator(Communicator):
             else:
                 work = self._local.all_reduce(array, step.op, wire=step.dtype, label=step.within)
             work.wait(step.left())
-        exchange = None if part is None else Exchange(self._between, step, part, self._carriers, self._rank)
-        return _Chunk(array, part, exchange)
+        if part is None or not sends:
+            return _Chunk(array, part, None)
+        return _Chunk(array, part, Exchange(self._between, step, part, self._carriers, self._rank))
 
     def _finish_chunk(self, step: Operation, chunk: _Chunk) -> None:
         """Collective in this host. Give the result to all its ranks."""
