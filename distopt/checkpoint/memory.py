@@ -78,16 +78,16 @@ class Kept(NamedTuple):
     @classmethod
     def read(cls, buffer: Any) -> Kept:
         """Local. Copies of the states in a buffer."""
-        told, begin = _described(buffer)
+        content, begin = _described(buffer)
         groups: list[Arrays] = []
-        for described in told["arrays"]:
+        for described in content["arrays"]:
             groups.append({})
             for key, dtype, shape in described:
                 array = np.frombuffer(buffer, dtype, math.prod(shape), begin).reshape(shape).copy()
                 groups[-1][key] = array
                 begin += _aligned(array.nbytes)
         own, shared, far = groups
-        return cls(own, shared, far, told["notes"])
+        return cls(own, shared, far, content["notes"])
 
 
 class Memory:
@@ -246,9 +246,9 @@ class _Slot:
         self.label: tuple[int, int] | None = None
         self.far: list[int] = []
         if self._map is not None and HEADER.unpack_from(self._map)[2]:
-            told, _ = _described(self._map)
-            self.label = tuple(told["label"])
-            self.far = [int(key) for key, _, _ in told["arrays"][2]]
+            content, _ = _described(self._map)
+            self.label = tuple(content["label"])
+            self.far = [int(key) for key, _, _ in content["arrays"][2]]
 
     def clear(self) -> None:
         self.label = None
@@ -279,5 +279,5 @@ def _aligned(n_bytes: int) -> int:
 def _described(buffer: Any) -> tuple[dict[str, Any], int]:
     """The JSON, and where the arrays begin."""
     _, length, _ = HEADER.unpack_from(buffer)
-    told: dict[str, Any] = json.loads(bytes(buffer[HEADER.size : HEADER.size + length]))
-    return told, _aligned(HEADER.size + length)
+    content: dict[str, Any] = json.loads(bytes(buffer[HEADER.size : HEADER.size + length]))
+    return content, _aligned(HEADER.size + length)

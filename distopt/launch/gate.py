@@ -344,6 +344,6 @@ class Gate:
         else:
             self._admitted(link)
 
-    def _tell(self, link: Link, line: str) -> None:
+    def _send(self, link: Link, line: str) -> None:
         with contextlib.suppress(OSError):  # its end is noticed when it is read
             link.socket.sendall(line.encode())

@@ -67,7 +67,7 @@ class HostsCommunicator(Communicator):
             hosts: the ranks of each host, in their order there.
             local: that of the ranks of this host.
             gloo: connects all ranks.
-            seconds: for which an operation waits for a rank, if not told otherwise.
+            seconds: for which an operation waits for a rank, unless its wait says another time.
         """
         self.topology = topology
         self._rank, self._size = topology.rank, topology.world_size

@@ -160,7 +160,7 @@ class HostGroup:
             yield
         except BaseException as error:
             for link in self._links.values():
-                _try_to_tell(link, f"{prefix}{error}")
+                _try_to_send(link, f"{prefix}{error}")
             raise
 
 
@@ -191,7 +191,7 @@ def _send(link: socket.socket, payload: bytes, deadline: Deadline, kind: int = _
         left = left[in_slices(link, deadline, partial(link.send, left)) :]
 
 
-def _try_to_tell(link: socket.socket, text: str) -> None:
+def _try_to_send(link: socket.socket, text: str) -> None:
     """Local. Send the reason why the other end must give up, if it is still there."""
     with contextlib.suppress(OSError):  # it may also have ended
         _send(link, text.encode(), Deadline(1.0), _ERROR)
@@ -209,11 +209,11 @@ def _receive(link: socket.socket, deadline: Deadline) -> bytes:
         raise LaunchError("a rank sent a message that cannot be read; use the same version of distopt everywhere")
     payload = receive_exactly(link, length, deadline)
     if kind == _ERROR:
-        told = LaunchError(payload.decode(errors="replace"))
-        told.is_consequence = True
+        received = LaunchError(payload.decode(errors="replace"))
+        received.is_consequence = True
         with contextlib.suppress(OSError):  # the sender fails for this reason, and should be the first to say so
             in_slices(link, Deadline(_SENDER_SECONDS), partial(link.recv, 1))
-        raise told
+        raise received
     return payload
 
 
@@ -321,7 +321,7 @@ class _Listener(Gate):
                 str(error) if isinstance(error, LaunchError) else "rank 0 was interrupted while the ranks were joining"
             )
             for link in self._peers.values():
-                _try_to_tell(link.socket, text)
+                _try_to_send(link.socket, text)
             raise
         finally:
             self.close()

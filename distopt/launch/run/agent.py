@@ -79,7 +79,7 @@ class _Agent:
         wanted = NO_RANK if options.node_rank is None else options.node_rank
         self._me = Node(socket.gethostname(), os.getpid(), wanted, self._inbox.append, options.host)
         self._ranks: LocalRanks | None = None
-        self._told = 0  # failures that the owner knows
+        self._reported = 0  # failures that the owner knows
         self._ended = False  # and it knows that all ranks have ended
         self._clock = Stopwatch()
         self._kill_at = float("inf")  # on that clock
@@ -238,7 +238,7 @@ class _Agent:
         if isinstance(self._owner, _Remote):
             self._owner.name = f"the node that owns {self._options.endpoint}, {order['owner']},"
         self._ranks = ranks = LocalRanks(self._selector)
-        self._told, self._ended, self._kill_at = 0, False, float("inf")
+        self._reported, self._ended, self._kill_at = 0, False, float("inf")
         if ending := [signum for signum in self._signals if signum in ENDING_SIGNALS]:  # while all ranks had ended
             ranks.failures.append(Failure(order["first"], 128 + ending[0], "", is_consequence=True))
             return
@@ -271,8 +271,8 @@ class _Agent:
             self._ended = True
             if ranks.failures:
                 ranks.kill()  # processes that they have started
-        if self._ended or len(ranks.failures) > self._told:
-            self._told = len(ranks.failures)
+        if self._ended or len(ranks.failures) > self._reported:
+            self._reported = len(ranks.failures)
             failures = [asdict(failure) for failure in ranks.failures]
             self._say("ended" if self._ended else "failed", failures=failures, signals=self._signals)
 

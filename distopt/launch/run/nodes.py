@@ -48,7 +48,7 @@ class Node:
         wanted: the number that its command line gives it, or `NO_RANK`.
         ranks: how many ranks it starts.
         port: a free TCP port of its host.
-        tell: sends it a message.
+        send: sends it a message.
         address: how the other nodes reach it.
         number: its number among the nodes.
         ended: whether all its ranks have ended, or the agent itself.
@@ -61,7 +61,7 @@ class Node:
     host: str
     pid: int
     wanted: int
-    tell: Callable[[dict[str, Any]], None]
+    send: Callable[[dict[str, Any]], None]
     address: str
     ranks: int = 0
     port: int = 0
@@ -164,7 +164,7 @@ class Owner(Gate):
     def _beat(self) -> None:
         """Give all other nodes a sign of life, and look for theirs."""
         for link, node in list(self._by_link.items()):
-            node.tell({"do": "beat"})
+            node.send({"do": "beat"})
             if self._attempt >= 0 and node.heard.seconds() > SILENT_SECONDS:
                 self._drop(link)
                 self._lost(link)
@@ -213,17 +213,17 @@ class Owner(Gate):
         return reason
 
     def _admitted(self, link: Link) -> None:
-        def tell(message: dict[str, Any]) -> None:
-            self._tell(link, json.dumps(message) + "\n")
+        def send(message: dict[str, Any]) -> None:
+            self._send(link, json.dumps(message) + "\n")
 
         # Names of hosts may be the same on two. This host's own addresses may be unknown to the other nodes.
         address = self._own.address if is_own(link.address) else link.address
         node = self._place_of(link)
         if node is None:
-            node = Node(link.host, link.pid, link.rank, tell, address)
+            node = Node(link.host, link.pid, link.rank, send, address)
             self._nodes.append(node)
         else:
-            node.host, node.pid, node.tell, node.address = link.host, link.pid, tell, address
+            node.host, node.pid, node.send, node.address = link.host, link.pid, send, address
         self._by_link[link] = node
 
     def _place_of(self, link: Link) -> Node | None:
@@ -290,7 +290,7 @@ class Owner(Gate):
         for node in self._nodes:
             node.ended = False
         for node in list(self._nodes):
-            node.tell({**common, "first": first, "node": node.number})
+            node.send({**common, "first": first, "node": node.number})
             first += node.ranks
 
     def _end(self) -> None:
@@ -306,7 +306,7 @@ class Owner(Gate):
         if by < self._end_by:
             self._end_by = by
             for node in self._nodes:
-                node.tell({"do": "end", "patience": patience})
+                node.send({"do": "end", "patience": patience})
 
     def _gone(self, node: Node) -> None:
         if self._finished:
@@ -318,7 +318,7 @@ class Owner(Gate):
         text = f"node {node.number} ({ranks}), {node.name}, has ended or cannot be reached; see its output"
         self._failures[rank] = Failure(rank, 1, text, is_final=True, is_of_node=True)
         if self._options.heal:
-            node.away, node.tell, node.heard = True, lambda _: None, Stopwatch()
+            node.away, node.send, node.heard = True, lambda _: None, Stopwatch()
             cure = "waiting for it, or for the same line typed on another in its place"
             self._warn(f"{text}; {cure}")
         self._end()
@@ -373,4 +373,4 @@ class Owner(Gate):
         if not self._finished:
             self._finished = True
             for node in list(self._nodes):
-                node.tell({"do": "finish", "code": code, "text": text})
+                node.send({"do": "finish", "code": code, "text": text})

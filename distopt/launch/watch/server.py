@@ -114,7 +114,7 @@ class Server(Gate):
         if links is self._watchers and len(self._watchers) == self._size:
             self._began = True
             for watcher in self._watchers.values():
-                self._tell(watcher, "go\n")
+                self._send(watcher, "go\n")
 
     def _lost(self, link: Link) -> None:
         # The last messages of the rank may still be unread on its other connection.
@@ -135,13 +135,13 @@ class Server(Gate):
         """
         if not self._ended:
             self._ended = True
-            told = [rank for rank in sorted(self._watchers) if rank != but]
+            others = [rank for rank in sorted(self._watchers) if rank != but]
             if text and self._began:
                 with contextlib.suppress(OSError):  # its reader has gone
                     os.write(2, f"{text}\n".encode())
-            speaker = -1 if self._began else min(told, default=-1)
-            for rank in told:
-                self._tell(self._watchers[rank], f"{kind} {code} {speaker} {text}\n")
+            speaker = -1 if self._began else min(others, default=-1)
+            for rank in others:
+                self._send(self._watchers[rank], f"{kind} {code} {speaker} {text}\n")
 
     # -- PMI-1 -----------------------------------------------------------------------------------------------------
     def _serve(self, link: Link, line: str) -> None:
@@ -166,7 +166,7 @@ class Server(Gate):
             if len(self._waiting) == self._size:
                 self._waiting.clear()
                 for other in self._mpi.values():
-                    self._tell(other, "cmd=barrier_out rc=0\n")
+                    self._send(other, "cmd=barrier_out rc=0\n")
             return
         elif command == "abort":
             self._end(_exit_code(words.get("exitcode", "")), "", but=link.rank)
@@ -175,7 +175,7 @@ class Server(Gate):
             answer = _ANSWERS.get(command, f"{command} rc=-1").format(size=self._size, job=self._job)
         if command == "finalize":
             self._finalized.add(link.rank)
-        self._tell(link, f"cmd={answer}\n")
+        self._send(link, f"cmd={answer}\n")
 
 
 def _exit_code(digits: str) -> int:
