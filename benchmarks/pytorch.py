@@ -1,7 +1,8 @@
 """Process groups of PyTorch: all-reduce, what communication adds to a DDP step, and FSDP2, over Gloo and over distopt.
 
-Both run the PyTorch of this environment, and take turns in every round. A third candidate of the steps does not
-communicate: its DDP has a hook that leaves gradients as they are. Bytes are those that one host sends, headers included.
+Both run the PyTorch of this environment, and take turns in every round. Two more candidates of the steps have hooks in
+their DDP: one leaves gradients as they are; one sums an element of each bucket over distopt, so its ranks wait for each
+other, as they must with any library. Bytes are those that one host sends, headers included.
 
     python -m benchmarks pytorch --np 2
     sudo .venv/bin/python -m benchmarks pytorch --emulate 2x2 --rate 1gbit --only resnet18,mlp
@@ -35,9 +36,10 @@ MODELS = {
 }
 SUMS, SHARDED = "all-reduce", "fsdp2"
 PARTS = (SUMS, *MODELS, SHARDED)
-NOTHING, GLOO, DISTOPT, BUCKET = "nothing", "gloo", "distopt", "bucket"
+NOTHING, WAITING, GLOO, DISTOPT, BUCKET = "nothing", "waiting", "gloo", "distopt", "bucket"
 CANDIDATES = {
-    NOTHING: {"group": DISTOPT, "hook": "nothing"},
+    NOTHING: {"group": DISTOPT, "hook": NOTHING},
+    WAITING: {"group": DISTOPT, "hook": WAITING},
     GLOO: {"group": GLOO},
     DISTOPT: {"group": DISTOPT},
     BUCKET: {"group": DISTOPT, "memory": "bucket"},  # where groups of one host move the buckets of DDP
@@ -83,17 +85,20 @@ def run(args: argparse.Namespace) -> int:
                         wrong.append(f"{SUMS} of {size:,} bytes")
         models = [name for name in MODELS if name in args.only]
         if models:
-            print_head("step", "none (ms)", "Gloo adds", "distopt adds", "distopt / Gloo", *SENDS, "same bits")
+            print_head(
+                "step", "none (ms)", "waiting adds", "Gloo adds", "distopt adds", "distopt / Gloo", *SENDS, "same bits"
+            )
         for name in models:
             described, options = MODELS[name]
-            answers[name] = found = steps_of([NOTHING, GLOO, DISTOPT], site, {"model": name, **options}, args, request)
+            candidates = [NOTHING, WAITING, GLOO, DISTOPT]
+            answers[name] = found = steps_of(candidates, site, {"model": name, **options}, args, request)
             bare = of_rounds(found[NOTHING])
             # Within a round, so that changes of the machine's speed affect both.
-            gloo, ours = (
+            waiting, gloo, ours = (
                 median(with_it - without for with_it, without in zip(of_rounds(found[one]), bare, strict=True)) * 1e3
-                for one in (GLOO, DISTOPT)
+                for one in (WAITING, GLOO, DISTOPT)
             )
-            times = f"{median(bare) * 1e3:.2f}", f"{gloo:.2f}", f"{ours:.2f}", f"{ours / gloo:.2f}"
+            times = (f"{time:.2f}" for time in (median(bare) * 1e3, waiting, gloo, ours, ours / gloo))
             print_row(described, *times, *sent(found, args.steps), same_bits(found))
             wrong += [name] if len({rank["parameters"] for rank in found[DISTOPT][-1]}) > 1 else []
         if SHARDED in args.only:

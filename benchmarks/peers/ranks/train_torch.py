@@ -2,8 +2,8 @@
 
 Of the setup, "group" names the process group, Gloo's or distopt's; without one, the bare model is trained. The settings are
 the default ones, or with "tuned" the fastest known for a CPU; "bfloat16" adds autocast, "hook" a hook of
-DistributedDataParallel: "fp16", "power-sgd", or "nothing", which leaves gradients as they are and moves no bytes. With
-"sharded", FSDP2 takes the place of DistributedDataParallel.
+DistributedDataParallel: "fp16", "power-sgd", or "nothing", which leaves gradients as they are and moves no bytes, or "waiting", which sums one
+element of each bucket. With "sharded", FSDP2 takes the place of DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from . import train
@@ -53,7 +54,7 @@ class Trainer(train.Trainer):
                 self._net,
                 static_graph=tuned,
                 gradient_as_bucket_view=tuned,
-                broadcast_buffers=not tuned and hook != "nothing",
+                broadcast_buffers=not tuned and hook not in ("nothing", "waiting"),
                 bucket_cap_mb=cap,
             )
             _add_hook(self._net, hook)
@@ -96,6 +97,8 @@ def _add_hook(net: nn.parallel.DistributedDataParallel, name: str) -> None:
 
     if name == "nothing":
         net.register_comm_hook(None, lambda _, bucket: _completed(bucket.buffer()))
+    elif name == "waiting":
+        net.register_comm_hook(None, lambda _, bucket: _with_one_summed(bucket.buffer()))
     elif name == "fp16":
         net.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name == "power-sgd":
@@ -104,6 +107,10 @@ def _add_hook(net: nn.parallel.DistributedDataParallel, name: str) -> None:
             None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
         )
         net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def _with_one_summed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    return dist.all_reduce(tensor[:1], async_op=True).get_future().then(lambda _: tensor)
 
 
 def _completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
