@@ -2,7 +2,8 @@
 
 Both run the PyTorch of this environment, and take turns in every round. Two more candidates of the steps have hooks in
 their DDP: one leaves gradients as they are; one sums an element of each bucket over distopt, so its ranks wait for each
-other, as they must with any library. Bytes are those that one host sends, headers included.
+other, as they must with any library. FSDP2 has a third candidate over PyTorch's "fake" group, which moves nothing between
+ranks. Bytes are those that one host sends, headers included.
 
     python -m benchmarks pytorch --np 2
     sudo .venv/bin/python -m benchmarks pytorch --emulate 2x2 --rate 1gbit --only resnet18,mlp
@@ -36,10 +37,11 @@ MODELS = {
 }
 SUMS, SHARDED = "all-reduce", "fsdp2"
 PARTS = (SUMS, *MODELS, SHARDED)
-NOTHING, WAITING, GLOO, DISTOPT, BUCKET = "nothing", "waiting", "gloo", "distopt", "bucket"
+NOTHING, WAITING, FAKE, GLOO, DISTOPT, BUCKET = "nothing", "waiting", "fake", "gloo", "distopt", "bucket"
 CANDIDATES = {
     NOTHING: {"group": DISTOPT, "hook": NOTHING},
     WAITING: {"group": DISTOPT, "hook": WAITING},
+    FAKE: {"group": FAKE},
     GLOO: {"group": GLOO},
     DISTOPT: {"group": DISTOPT},
     BUCKET: {"group": DISTOPT, "memory": "bucket"},  # where groups of one host move the buckets of DDP
@@ -104,11 +106,11 @@ def run(args: argparse.Namespace) -> int:
         if SHARDED in args.only:
             described, options = MODELS["mlp"]
             options = {"model": "mlp", "sharded": True, **options}
-            answers[SHARDED] = found = steps_of([GLOO, DISTOPT], site, options, args, request)
-            gloo, ours = (of_rounds(found[name]) for name in (GLOO, DISTOPT))
+            answers[SHARDED] = found = steps_of([FAKE, GLOO, DISTOPT], site, options, args, request)
+            bare, gloo, ours = (of_rounds(found[name]) for name in (FAKE, GLOO, DISTOPT))
             ratio = median(one / other for one, other in zip(ours, gloo, strict=True))
-            print_head("FSDP2", "Gloo (ms)", "distopt (ms)", "distopt / Gloo", *SENDS, "same bits")
-            times = f"{median(gloo) * 1e3:.2f}", f"{median(ours) * 1e3:.2f}", f"{ratio:.2f}"
+            print_head("FSDP2", "none (ms)", "Gloo (ms)", "distopt (ms)", "distopt / Gloo", *SENDS, "same bits")
+            times = (*(f"{median(each) * 1e3:.2f}" for each in (bare, gloo, ours)), f"{ratio:.2f}")
             print_row(described, *times, *sent(found, args.steps), same_bits(found))
     for name in wrong:
         print(f"# {name}: results are wrong, or differ between ranks")
