@@ -123,16 +123,13 @@ class Between:
     def meet(self, step: Operation, data: Mapping[int, Array]) -> Meeting:
         """Local. Say what this rank does, with `data`, to some ranks, which do the same. To be ended by `end`."""
         meeting = Meeting(self, step)
-        for rank in data:
-            meeting.receives[rank] = self._begun.pop(rank) if rank in self._begun else self._receive_next(rank)
-        said = meeting.said
+        begun = self._begun
+        meeting.receives = {q: begun.pop(q) if q in begun else self._receive_next(q) for q in data}
         for rank, each in data.items():
-            box, size = self._box(), each.size
-            box.head[:] = size.to_bytes(_SIZE_BYTES, "little") + said
-            end = _HEAD_BYTES
-            if 0 < size <= self.inline_bytes:
-                end += size
-                box.array[_HEAD_BYTES:end] = each
+            box, inline = self._box(), each if each.size <= self.inline_bytes else NOTHING
+            end = _HEAD_BYTES + inline.size
+            box.head[:] = each.size.to_bytes(_SIZE_BYTES, "little") + meeting.said
+            box.array[_HEAD_BYTES:end] = inline
             meeting.sends.append((box, self.gloo.send(box.tensor[:end], rank, _HEAD_TAG, step.describe)))
         with suppress(CommunicatorError):  # the next operation meets the same
             for rank in data:

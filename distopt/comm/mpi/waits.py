@@ -62,6 +62,11 @@ class Waits:
         """Local. This rank."""
         return self.processes[self._rank]
 
+    def polled(self) -> None:
+        """Local. Do for a rank that polls an unfinished operation all that a wait does, except to move it."""
+        self.help()
+        self.answer()
+
     def answer(self, *, asks: bool = False) -> None:
         """Local. If others have said that they wait, say that this rank waits or polls, too; in any case if it `asks`.
 
