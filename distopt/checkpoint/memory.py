@@ -101,9 +101,8 @@ class Memory:
     """
 
     def __init__(self, place: int, fds: list[int], ranks: Ranks, node: str) -> None:
-        slots = [_Slot(fd) for fd in fds]
-        self._slots = slots
-        self._own = slots[2 * place : 2 * place + 2]
+        self._slots = [_Slot(fd) for fd in fds]
+        self._own = self._slots[2 * place : 2 * place + 2]
         self._place = place
         self._ranks = ranks
         self._rank = ranks.topology.rank

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import subprocess
 import sys
 import time
 
@@ -14,7 +15,7 @@ from distopt.errors import CommunicatorClosedError, PeerLostError, TransportErro
 from distopt.launch.gate import turn
 from distopt.launch.run.output import Output
 from distopt.launch.run.program import Program
-from distopt.launch.run.ranks import Failure, LocalRanks, first_of
+from distopt.launch.run.ranks import Failure, LocalRanks, Rank, first_of
 
 RAISES = "import distopt.launch, distopt.errors as e; raise "
 FOREIGN = "raise ValueError('foreign')"
@@ -125,3 +126,17 @@ def test_crash_between_hosts_is_the_last_to_blame():
 
 def test_errors_that_follow_from_another_ranks_end():
     assert all(kind.is_consequence for kind in (CommunicatorClosedError, PeerLostError, TransportError))
+
+
+def test_a_rank_that_ends_while_it_is_looked_at_is_not_stopped():
+    class Ending(Rank):
+        def _poll(self) -> None:
+            """It ends right after this."""
+
+    rank = Ending(0)
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        rank.pid = process.pid
+        assert not rank.stopped
+    os.close(rank.sink)
+    rank.release()

@@ -126,7 +126,9 @@ class Rank:
     @property
     def stopped(self) -> bool:
         """Whether a signal has stopped the process."""
-        return self.running and os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        events = os.WSTOPPED | os.WEXITED  # without the latter, one that has just ended would be an error
+        state = os.waitid(os.P_PID, self.pid, events | os.WNOHANG | os.WNOWAIT) if self.running else None
+        return state is not None and state.si_code == os.CLD_STOPPED
 
     @property
     def frozen(self) -> bool:
@@ -258,9 +260,8 @@ class LocalRanks:
     def fail(self, rank: Rank, code: int, text: str) -> None:
         """Local. Take a rank that has not ended for one that has failed."""
         if rank.failure is None:
-            rank.failure = Failure(
-                rank.rank, code, f"rank {rank.rank} on {socket.gethostname()} (pid {rank.pid}) {text}"
-            )
+            who = f"rank {rank.rank} on {socket.gethostname()} (pid {rank.pid})"
+            rank.failure = Failure(rank.rank, code, f"{who} {text}")
             self.failures.append(rank.failure)
 
     def signal(self, signum: int) -> None:
