@@ -32,7 +32,7 @@ _INLINE_BYTES_OF_TWO = 4 << 20
 # An array up to twice this over the number of hosts travels as a whole from each of several carriers to every host. A
 # larger one would cross the network more often than necessary.
 _WHOLE_BYTES = 64 << 10
-_MOST_SCRATCH, _LARGEST_SCRATCH_BYTES = 32, 4 << 20  # arrays that are kept
+_MOST_SCRATCH, _LARGEST_SCRATCH_BYTES = 32, 4 << 20  # arrays, and first messages, that are kept
 NOTHING = np.empty(0, np.uint8)
 
 
@@ -139,6 +139,7 @@ class Between:
     def end(self, meeting: Meeting) -> None:
         """Local, after `Meeting.wait`. What others have said in it is no longer needed."""
         self._free += [box for box, _ in (*meeting.sends, *meeting.receives.values())]
+        del self._free[_MOST_SCRATCH:]
 
     def _receive_next(self, rank: int) -> tuple[_Box, Transfer]:
         box = self._box()

@@ -253,13 +253,11 @@ class HostsCommunicator(Communicator):
         """Collective in this host. Give the result to all its ranks."""
         if chunk.exchange is not None:
             chunk.exchange.finish()
-        if len(self._mine) == 1:
-            return
-        if self._even:
+        if not self._even:
+            for place, each in enumerate(np.split(chunk.array, self._n_slices)):
+                self._local.broadcast(each, place, wire=step.dtype, label=step.within).wait(step.left())
+        elif len(self._mine) > 1:
             self._local.all_gather(chunk.part, chunk.array, wire=step.dtype, label=step.within).wait(step.left())
-            return
-        for place, each in enumerate(np.split(chunk.array, self._n_slices)):
-            self._local.broadcast(each, place, wire=step.dtype, label=step.within).wait(step.left())
 
     # -- other collectives -------------------------------------------------------------------------------------------
     def _scatter(self, step: Operation, array: Array, out: Array) -> None:
