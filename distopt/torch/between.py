@@ -131,15 +131,16 @@ class Between:
             box.head[:] = each.size.to_bytes(_SIZE_BYTES, "little") + meeting.said
             box.array[_HEAD_BYTES:end] = inline
             meeting.sends.append((box, self.gloo.send(box.tensor[:end], rank, _HEAD_TAG, step.describe)))
-        with suppress(CommunicatorError):  # the next operation meets the same
-            for rank in data:
-                self._begun[rank] = self._receive_next(rank)
         return meeting
 
     def end(self, meeting: Meeting) -> None:
         """Local, after `Meeting.wait`. What others have said in it is no longer needed."""
         self._free += [box for box, _ in (*meeting.sends, *meeting.receives.values())]
         del self._free[_MOST_SCRATCH:]
+        with suppress(CommunicatorError):  # the next operation meets the same
+            for rank in meeting.receives:
+                if rank not in self._begun:
+                    self._begun[rank] = self._receive_next(rank)
 
     def _receive_next(self, rank: int) -> tuple[_Box, Transfer]:
         box = self._box()
