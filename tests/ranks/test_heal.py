@@ -60,6 +60,20 @@ def test_killed_and_stopped_ranks_and_a_killed_fork_server(start, tmp_path, fold
     assert starts[1] > 0
 
 
+def test_a_script_that_imports_mpi_itself(start, tmp_path):
+    pytest.importorskip("mpi4py")
+    script = tmp_path / "own_mpi.py"
+    script.write_text("from mpi4py import MPI\nfrom tests.ranks.healed import main\n\nmain()\n")
+    command = [*RUN, "--heal", str(script), "--steps", "200"]
+    want = undisturbed(command)
+    job = start(command)
+    job.fork_server()
+    job.more_steps()
+    os.kill(job.pid_of(1), signal.SIGKILL)
+    job.wait_for("; healed: ")
+    assert job.end() == want
+
+
 @pytest.fixture
 def frozen_group() -> Iterator[Callable[[int], None]]:
     """Freezes a process by a control group of its own."""
