@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .parts import Part, Ranks
 
 _ALIGNMENT = 64
-_COST = 0.008  # of the time of training, that copies may take at their fastest; on average they take a hundredth
+_COST = 0.008  # of the time of training, that copies may take
 _MOST_STEPS = 1000  # between two copies
 _MOST_FAR_BYTES = 1 << 20  # of a rank's own states, for a copy on another node
 
@@ -113,7 +113,7 @@ class Memory:
         self._sends = False  # whether there are such copies
         self._is_new = True  # no step has been done by this process
         self._n_copies = 0
-        self._seconds = math.inf  # that a copy takes, the best so far
+        self._seconds = 0.0  # that copies have taken since
         self._since, self._steps = time.perf_counter(), 0  # the last agreement on:
         self._every = self._left = 1  # steps to the next copy
 
@@ -186,9 +186,9 @@ class Memory:
         min(self._own, key=lambda slot: slot.label or (-1, -1)).write(label, kept)
         self._n_copies += 1
         self._left = self._every
-        self._seconds = min(self._seconds, time.perf_counter() - begin)
-        if self._n_copies == 1:
-            self._since, self._steps = time.perf_counter(), 0
+        self._seconds += time.perf_counter() - begin
+        if self._n_copies == 1:  # which has met fresh memory
+            self._since, self._steps, self._seconds = time.perf_counter(), 0, 0.0
             if self._place == 0:
                 mpi4py: Any = sys.modules.get("mpi4py")
                 hidden = "mpi4py.MPI" if mpi4py is not None and mpi4py.rc.initialize else ""  # it may start MPI
@@ -197,12 +197,12 @@ class Memory:
             self._pace()
 
     def _pace(self) -> None:
-        """Collective. Agree on how often copies cost little enough."""
+        """Collective. Agree on how often copies cost little enough; half of them were made since the last time."""
         step = (time.perf_counter() - self._since) / max(1, self._steps)
-        gathered = self._ranks.all_gather_bytes(json.dumps([self._seconds, step]).encode())
+        gathered = self._ranks.all_gather_bytes(json.dumps([self._seconds / (self._n_copies // 2), step]).encode())
         copies, steps = zip(*map(json.loads, gathered), strict=True)
         self._every = self._left = min(_MOST_STEPS, max(1, math.ceil(max(copies) / (_COST * min(steps)))))
-        self._since, self._steps = time.perf_counter(), 0
+        self._since, self._steps, self._seconds = time.perf_counter(), 0, 0.0
 
     # -- between nodes -------------------------------------------------------------------------------------------------
     def _neighbours(self) -> list[int]:
