@@ -193,7 +193,7 @@ class HostsCommunicator(Communicator):
     def _finish_large(
         self, step: Operation, arrays: list[Array], meeting: Meeting, reducing: deque[_Chunk], begun: Iterator[_Chunk]
     ) -> None:
-        """Collective in this host. Keep so many chunks on the network until all are done."""
+        """Collective in this host. Reduce what has come with the heads, then chunks, so many of them on the network."""
         self._finish_small(step, arrays, meeting)
         gathering: deque[_Chunk] = deque()
         while reducing:

@@ -2,8 +2,8 @@
 
 Of the setup, "group" names the process group, Gloo's or distopt's; without one, the bare model is trained. The settings are
 the default ones, or with "tuned" the fastest known for a CPU; "bfloat16" adds autocast, "hook" a hook of
-DistributedDataParallel: "fp16", "power-sgd", or "nothing", which leaves gradients as they are and moves no bytes, or "waiting", which sums one
-element of each bucket. With "sharded", FSDP2 takes the place of DistributedDataParallel.
+DistributedDataParallel: "fp16", "power-sgd", "nothing", which leaves gradients as they are and moves no bytes, or "waiting",
+which sums one element of each bucket. With "sharded", FSDP2 takes the place of DistributedDataParallel.
 """
 
 from __future__ import annotations
