@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _HEAD_TAG = 0
 _SIZE_BYTES, _CALL_BYTES = 8, 248
 _HEAD_BYTES = _SIZE_BYTES + _CALL_BYTES
-# Between two hosts, data of up to this size over the number of carriers travel with it: to copy them takes less time than
-# a message of their own.
+# Between two hosts, data of up to this size over the number of carriers travel with it: to copy them takes less time
+# than a message of their own.
 _INLINE_BYTES_OF_TWO = 4 << 20
 # An array up to twice this over the number of hosts travels as a whole from each of several carriers to every host. A
 # larger one would cross the network more often than necessary.
