@@ -187,14 +187,14 @@ class Memory:
         self._n_copies += 1
         self._left = self._every
         self._seconds += time.perf_counter() - begin
-        if self._n_copies == 1:  # which has met fresh memory
+        if self._n_copies == 1 and self._place == 0:
+            mpi4py: Any = sys.modules.get("mpi4py")
+            hidden = "mpi4py.MPI" if mpi4py is not None and mpi4py.rc.initialize else ""  # it may start MPI
+            supervisor.say("modules", names=[name for name in sys.modules if name != hidden])
+        if self._n_copies & (self._n_copies - 1) == 0:
+            if self._n_copies > len(self._own):  # the first into each slot have met fresh memory
+                self._pace()
             self._since, self._steps, self._seconds = time.perf_counter(), 0, 0.0
-            if self._place == 0:
-                mpi4py: Any = sys.modules.get("mpi4py")
-                hidden = "mpi4py.MPI" if mpi4py is not None and mpi4py.rc.initialize else ""  # it may start MPI
-                supervisor.say("modules", names=[name for name in sys.modules if name != hidden])
-        elif self._n_copies & (self._n_copies - 1) == 0:
-            self._pace()
 
     def _pace(self) -> None:
         """Collective. Agree on how often copies cost little enough; half of them were made since the last time."""
@@ -202,7 +202,6 @@ class Memory:
         gathered = self._ranks.all_gather_bytes(json.dumps([self._seconds / (self._n_copies // 2), step]).encode())
         copies, steps = zip(*map(json.loads, gathered), strict=True)
         self._every = self._left = min(_MOST_STEPS, max(1, math.ceil(max(copies) / (_COST * min(steps)))))
-        self._since, self._steps, self._seconds = time.perf_counter(), 0, 0.0
 
     # -- between nodes -------------------------------------------------------------------------------------------------
     def _neighbours(self) -> list[int]:

@@ -96,16 +96,17 @@ class Job:
         """Of its newest process."""
         return int(self.wait_for(rf"rank {rank} is (\d+)")[-1][1])
 
-    def children(self, agent: int, *, forks: bool, without: Sequence[int] = ()) -> list[int]:
-        """Wait for the ranks of an agent, or for the process that `forks` them; without those given."""
+    def children(self, agent: int, kind: str = "", *, without: Sequence[int] = ()) -> list[int]:
+        """Wait for the ranks of an agent, the process that "forks" them, or each "spare"; without those given."""
         pid, end = self.agents[agent].pid, time.monotonic() + patience(SECONDS)
         while time.monotonic() < end:
             found = []
             for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
                 with contextlib.suppress(OSError):  # it has ended
                     command = Path(f"/proc/{child}/cmdline").read_bytes()
-                    is_server = Path(f"/proc/{child}/comm").read_text().strip() == "distopt forks"
-                    if command and b"orphans" not in command and is_server == forks and child not in without:
+                    first, _, last = Path(f"/proc/{child}/comm").read_text().strip().partition(" ")
+                    fits = (last if first == "distopt" else "") == kind
+                    if command and b"orphans" not in command and fits and child not in without:
                         found.append(child)
             if found:
                 return found
@@ -114,7 +115,7 @@ class Job:
 
     def fork_server(self, agent: int = 0, before: int = 0) -> int:
         """Wait for that of an agent, which is not the one `before`."""
-        return self.children(agent, forks=True, without=[before])[0]
+        return self.children(agent, "forks", without=[before])[0]
 
     def finished(self, seconds: float) -> bool:
         """Whether a rank ends its training within so many seconds."""
@@ -168,14 +169,14 @@ def disturb(job: Job, net: TwoHosts | None, kind: str, numbers: random.Random) -
         job.start_agent(number)
     else:
         agent = numbers.randrange(len(job.agents))
-        ranks = job.children(agent, forks=False)
+        ranks = job.children(agent)
         if kind == "server":
             os.kill(job.fork_server(agent), signal.SIGKILL)
         signum = signal.Signals[kind] if kind.startswith("SIG") else signal.SIGKILL
         for rank in ranks if kind == "all" else [numbers.choice(ranks)]:
             os.kill(rank, signum)
         if kind == "twice":
-            again = job.children(numbers.randrange(len(job.agents)), forks=False, without=ranks)
+            again = job.children(numbers.randrange(len(job.agents)), without=ranks)
             time.sleep(numbers.uniform(0.0, 0.3))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(again[0], signal.SIGKILL)

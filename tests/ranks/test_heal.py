@@ -38,12 +38,13 @@ def undisturbed(*commands: list[str]) -> list[str]:
 
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("folder", [False, True])
-def test_killed_and_stopped_ranks_and_a_killed_fork_server(start, tmp_path, folder):
+def test_killed_and_stopped_ranks_and_those_that_replace_them(start, tmp_path, folder):
     command = [*RUN, "--heal", *JOB, "--steps", "600"]
     want = undisturbed(command)
     job = start([*command, *(["--folder", str(tmp_path)] if folder else [])])
     server = job.fork_server()
     for healed, (rank, signum) in enumerate([(1, signal.SIGKILL), (0, signal.SIGSTOP), (0, signal.SIGKILL)]):
+        os.kill(job.children(0, "spare")[0], signal.SIGKILL)
         job.more_steps()
         os.kill(job.pid_of(rank), signum)
         job.wait_for("; healed: ", healed + 1)

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -62,26 +61,21 @@ def run_bounded(command: Sequence[str], seconds: float, env: dict[str, str] | No
 
 
 @cache
-def ask(question: str, *arguments: str, seconds: float = 20.0, variable: str = "") -> dict[str, Any]:
+def ask(question: str, *arguments: str, seconds: float = 20.0) -> dict[str, Any]:
     """The answer of `QUESTIONS[question]`, called in a child process.
 
     Args:
         question: key of the function.
         arguments: its arguments.
         seconds: timeout.
-        variable: "NAME=value" to add to the child's environment.
 
     Raises:
         ModuleNotFoundError: the package that it imports is not installed.
         DistoptError: the child raised, crashed or hung; the message says which.
     """
     code = "import sys; sys.path[:] = {!r}; from {} import answer; answer({!r}, {!r})"
-    env = unlaunched_environment()
-    if variable:
-        name, _, value = variable.partition("=")
-        env[name] = value
     command = [sys.executable, "-c", code.format(sys.path, __name__, question, arguments)]
-    ended = run_bounded(command, seconds, env)
+    ended = run_bounded(command, seconds, unlaunched_environment())
     if ended.returncode != 0:
         raise DistoptError(describe_end(ended, seconds))
     answer: dict[str, Any] = json.loads(ended.stdout)
@@ -146,22 +140,6 @@ def _blas() -> dict[str, Any]:
     built = np.show_config(mode="dicts")
     named = built.get("Build Dependencies", {}).get("blas", {}).get("name") if isinstance(built, dict) else None
     return {"library": libraries[0] if libraries else None, "built_with": named}
-
-
-def _gemm() -> dict[str, Any]:
-    """Speed of a matrix product of the size found in a training step, on one thread."""
-    import numpy as np
-    from threadpoolctl import threadpool_limits
-
-    n = 768
-    a, b, out = (np.full((n, n), 0.5, np.float32) for _ in range(3))
-    seconds = []
-    with threadpool_limits(1):
-        for _ in range(12):
-            start = time.perf_counter()
-            np.matmul(a, b, out=out)
-            seconds.append(time.perf_counter() - start)
-    return {"gflops": 2 * n**3 / min(seconds) / 1e9}
 
 
 def _core() -> dict[str, Any]:
@@ -266,5 +244,5 @@ def _resolve(name: str) -> dict[str, Any]:
 
 QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__.removeprefix("_"): function
-    for function in (_numpy, _blas, _gemm, _core, _mpi, _driver, _devices, _cupy, _cudnn, _nccl, _resolve)
+    for function in (_numpy, _blas, _core, _mpi, _driver, _devices, _cupy, _cudnn, _nccl, _resolve)
 }

@@ -17,12 +17,6 @@ from .report import Finding, absent, failed, ok
 _REQUIRED = ("numpy", "safetensors", "threadpoolctl", "tqdm")
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-# The processor flags that OpenBLAS's SkylakeX kernels need.
-_AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
-# Kernel sets of OpenBLAS without 512-bit vectors.
-_AVX2_KERNELS = ("Haswell", "Zen")
-_WORTHWHILE = 1.1
-
 _PR_GET_CHILD_SUBREAPER = 37  # linux/prctl.h
 _SHM = Path("/dev/shm")
 _PROBE_BYTES = 1 << 20
@@ -74,7 +68,7 @@ def numpy() -> Finding:
 
 
 def blas() -> Finding:
-    """The library behind NumPy's matrix products, and whether it uses the processor's vector instructions."""
+    """The library behind NumPy's matrix products."""
     try:
         answer = ask("blas")
     except (ImportError, DistoptError) as error:
@@ -86,26 +80,7 @@ def blas() -> Finding:
     capped = [f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ]
     found = f"{library['internal_api']} {library['version']}" + (f", {kernels} kernels" if kernels else "")
     found += f", threads: {library['num_threads']}" + (f" ({' '.join(capped)})" if capped else "")
-    cure, speeds = "", {}
-    if library["internal_api"] == "openblas" and kernels in _AVX2_KERNELS and processor_flags() >= _AVX512:
-        try:
-            skylakex = ask("gemm", variable="OPENBLAS_CORETYPE=SkylakeX")["gflops"]
-        except DistoptError:  # this OpenBLAS build lacks the kernels, or the hypervisor blocks them
-            skylakex = 0.0
-        speeds = {kernels: ask("gemm")["gflops"], "SkylakeX": skylakex}
-        if speeds["SkylakeX"] > _WORTHWHILE * speeds[kernels]:
-            cure = (
-                "export OPENBLAS_CORETYPE=SkylakeX before Python starts: this processor has AVX-512, and a float32 "
-                f"matrix product on one thread ran at {speeds['SkylakeX']:.0f} GFLOP/s with it, at "
-                f"{speeds[kernels]:.0f} without"
-            )
-    return ok(found, cure, **library, gflops=speeds)
-
-
-def processor_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Feature flags of the first processor; empty if not reported."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
+    return ok(found, **library)
 
 
 def core() -> Finding:

@@ -1,9 +1,9 @@
 """Ranks that start warm: forked from a process that has imported their modules, and has computed nothing.
 
-`ForkServer` is the agent's side. This file is also the program of that process. An order is a JSON object in a memory
-file, sent together with the descriptors that the rank gets. A rank is forked twice, so that the agent, to which the
-kernel gives orphans of its descendants, becomes its parent. It then runs the script as the main module of an ordinary
-interpreter, with exit handlers.
+`ForkServer` is the agent's side. This file is also the program of that process. Spare processes, forked in advance,
+take the orders. An order is a JSON object in a memory file, sent together with the descriptors that the rank gets. A
+spare is forked twice, so that the agent, to which the kernel gives orphans of its descendants, becomes its parent. With
+an order, it runs the script as the main module of an ordinary interpreter, with exit handlers.
 
 A fork of a process with several threads may hang, since locks of the others stay taken. OpenMP and BLAS libraries
 therefore get one thread here, and their numbers in the rank.
@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
 import random
 import runpy
+import select
 import selectors
 import socket
 import subprocess
@@ -36,7 +38,8 @@ from .slots import slots_in
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 _FORK_SECONDS = 20.0
-_ORPHANED_SECONDS = 2.0  # for which a rank waits to become a child of the agent
+_REST_SECONDS = 0.5  # before a spare is replaced: ranks that start have more use for the cores
+_AHEAD_SECONDS = 0.1  # that rank 0 may be, at most
 _N_FDS = 5  # of the order, and those passed to the rank
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -46,6 +49,7 @@ class ForkServer:
 
     Args:
         modules: names of the modules to import, in this order; failing imports are left out.
+        n_spares: number of spare processes.
         env: the environment of the ranks.
         selector: waits for the answer of the process.
         warn: prints a line.
@@ -61,6 +65,7 @@ class ForkServer:
     def __init__(
         self,
         modules: Sequence[str],
+        n_spares: int,
         env: Mapping[str, str],
         selector: selectors.BaseSelector,
         warn: Callable[[str], None],
@@ -68,21 +73,23 @@ class ForkServer:
         self.ready = self.ended = False
         self._selector = selector
         self._warn = warn
-        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._link, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # its end is that of the process
+        self._orders, orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        with theirs:
+        fds = link.fileno(), orders.fileno()
+        with link, orders:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __spec__.name, str(theirs.fileno())],
+                [sys.executable, "-m", __spec__.name, *map(str, fds), str(n_spares)],
                 # By the mark, children that ranks have forked are known.
                 env={**env, **dict.fromkeys(THREAD_VARIABLES, "1"), VARIABLE: f"{os.getpid()} -1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), *slots_in(env)),
+                pass_fds=(*fds, *slots_in(env)),
                 start_new_session=True,
                 preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - this process has no other thread
             )
-        self._send({"modules": list(modules)}, ())
+        _send(self._link, list(modules), ())
         self._selector.register(self._link, selectors.EVENT_READ, self._hear)
 
     def fork(self, order: Mapping[str, Any], fds: Sequence[int]) -> int:
@@ -97,10 +104,10 @@ class ForkServer:
         """
         pid = 0
         if self.ready:
-            self._link.settimeout(_FORK_SECONDS)
+            self._orders.settimeout(_FORK_SECONDS)
             with contextlib.suppress(OSError):
-                self._send(order, fds)
-                pid = int(self._link.recv(64) or b"0")
+                _send(self._orders, order, fds)
+                pid = int(self._orders.recv(64) or b"0")
             if not pid:
                 self._end()
         return pid
@@ -111,14 +118,9 @@ class ForkServer:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(self._link)
         self._link.close()
+        self._orders.close()
         self._process.kill()
         self._process.wait()
-
-    def _send(self, order: Mapping[str, Any], fds: Sequence[int]) -> None:
-        with os.fdopen(os.memfd_create("distopt order"), "wb") as file:
-            file.write(json.dumps(order).encode())
-            file.flush()
-            socket.send_fds(self._link, [b"!"], [file.fileno(), *fds])
 
     def _hear(self) -> None:
         """It has imported all, or ended."""
@@ -139,7 +141,24 @@ class ForkServer:
         self.close()
 
 
+def _send(link: socket.socket, content: Any, fds: Sequence[int]) -> None:
+    with os.fdopen(os.memfd_create("distopt order"), "wb") as file:
+        file.write(json.dumps(content).encode())
+        file.flush()
+        socket.send_fds(link, [b"!"], [file.fileno(), *fds])
+
+
 # -- in that process --------------------------------------------------------------------------------------------------
+def _receive(link: socket.socket) -> tuple[Any, list[int]]:
+    """The content and the descriptors; the process ends if the agent has closed the link."""
+    _, fds, *_ = socket.recv_fds(link, 1, _N_FDS)
+    if not fds:
+        os._exit(0)
+    content = json.loads(Path(f"/proc/self/fd/{fds[0]}").read_bytes())
+    os.close(fds[0])
+    return content, fds[1:]
+
+
 def _import(modules: Sequence[str]) -> None:
     """MPI is initialized by the rank; where that is not left to distopt, importing it does it, and must fail here."""
     with_mpi = "mpi4py.MPI" in modules
@@ -154,35 +173,43 @@ def _import(modules: Sequence[str]) -> None:
         del sys.modules["mpi4py.MPI"]
 
 
-def _serve(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Fork a rank for each order; return in it, with the order and its descriptors, or end with the agent."""
+def _serve(link: socket.socket, orders: socket.socket, n_spares: int) -> tuple[dict[str, Any], list[int]]:
+    """Import the modules and fork spares; return in each that takes an order, with it and its descriptors."""
     agent = os.getppid()
+    _import(_receive(link)[0])
+    gc.freeze()  # a collection in a rank would write to every object, and so copy most pages
+    link.send(b"%d" % len(os.listdir("/proc/self/task")))  # noqa: PTH208 - their number
+    spares: list[int] = []  # of each, a pipe that it closes when it takes an order or ends
     while True:
-        _, fds, *_ = socket.recv_fds(link, 1, _N_FDS)
-        if not fds:
-            sys.exit()
-        order: dict[str, Any] = json.loads(Path(f"/proc/self/fd/{fds[0]}").read_bytes())
-        if "modules" in order:
-            _import(order["modules"])
-            link.send(b"%d" % len(os.listdir("/proc/self/task")))  # noqa: PTH208 - their number
-        elif (child := os.fork()) == 0:
-            if os.fork():
-                os._exit(0)
-            end = time.monotonic() + _ORPHANED_SECONDS
-            while os.getppid() != agent:
-                if time.monotonic() > end:  # in a sandbox without subreapers
-                    link.send(b"0")
-                    os._exit(1)
-                time.sleep(0.0002)
-            die_with(agent)
-            os.setsid()
-            link.send(b"%d" % os.getpid())
-            link.close()
-            return order, fds[1:]
-        else:
+        wait: list[Any] = [*spares] or [orders]
+        ready, _, _ = select.select(wait, [], [], _REST_SECONDS if len(spares) < n_spares else None)
+        if spares and ready:
+            for fd in ready:
+                spares.remove(fd)
+                os.close(fd)
+            continue
+        source, sink = os.pipe()
+        if child := os.fork():
             os.waitpid(child, 0)
-        for fd in fds:
+            os.close(sink)
+            spares.append(source)
+            continue
+        between = os.getpid()
+        if os.fork():
+            os._exit(0)
+        _libc.prctl(_PR_SET_NAME, b"distopt spare", 0, 0, 0)
+        while os.getppid() == between:
+            time.sleep(0.0002)
+        order, fds = _receive(orders)
+        if os.getppid() != agent:  # in a sandbox without subreapers
+            orders.send(b"0")
+            os._exit(1)
+        die_with(agent)
+        os.setsid()
+        orders.send(b"%d" % os.getpid())
+        for fd in (link.detach(), orders.detach(), source, sink, *spares):
             os.close(fd)
+        return order, fds
 
 
 def _become(order: Mapping[str, Any], fds: Sequence[int]) -> None:
@@ -201,7 +228,19 @@ def _become(order: Mapping[str, Any], fds: Sequence[int]) -> None:
         numpy.seed()
     if torch := sys.modules.get("torch"):
         torch.seed()
+        if order["env"]["RANK"] != "0":
+            _let_listen(order["env"])
     _use_threads(order["env"])
+
+
+def _let_listen(env: Mapping[str, str]) -> None:
+    """Let rank 0 be ahead: a client of PyTorch's store that is refused tries again only 250 to 750 ms later."""
+    end = time.monotonic() + _AHEAD_SECONDS
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            socket.create_connection((env["MASTER_ADDR"], int(env["MASTER_PORT"])), _AHEAD_SECONDS).close()
+            return
+        time.sleep(_AHEAD_SECONDS / 100)
 
 
 def _use_threads(env: Mapping[str, str]) -> None:
@@ -226,7 +265,8 @@ def _run(program: Sequence[str]) -> None:
 
 def _main() -> None:
     _libc.prctl(_PR_SET_NAME, b"distopt forks", 0, 0, 0)  # else ranks would take it for one of them
-    order, fds = _serve(socket.socket(fileno=int(sys.argv[1])))
+    link, orders, n_spares = map(int, sys.argv[1:])
+    order, fds = _serve(socket.socket(fileno=link), socket.socket(fileno=orders), n_spares)
     _become(order, fds)
     _run(order["program"])
 

@@ -232,12 +232,12 @@ class _Agent:
             self._code = int(message["code"])
 
     def _start(self, order: dict[str, Any]) -> None:
-        if self._ranks is not None:
-            self._ranks.close()
-            _reap()
+        self._ranks = ranks = self._ranks or LocalRanks(self._selector)
+        ranks.release()
+        ranks.failures.clear()
+        _reap()
         if isinstance(self._owner, _Remote):
             self._owner.name = f"the node that owns {self._options.endpoint}, {order['owner']},"
-        self._ranks = ranks = LocalRanks(self._selector)
         self._reported, self._ended, self._kill_at = 0, False, float("inf")
         if ending := [signum for signum in self._signals if signum in ENDING_SIGNALS]:  # while all ranks had ended
             ranks.failures.append(Failure(order["first"], 128 + ending[0], "", is_consequence=True))
@@ -285,7 +285,8 @@ class _Agent:
             from ..heal.fork_server import ForkServer
 
             with contextlib.suppress(OSError):  # a limit has been reached
-                self._server = ForkServer(modules["names"], self._common, self._selector, self._print)
+                n_spares = self._options.ranks
+                self._server = ForkServer(modules["names"], n_spares, self._common, self._selector, self._print)
         stopped = ranks.stopped
         if not stopped or (self._options.nodes == 1 and len(stopped) == len(ranks.running)):
             self._stopped_at = float("inf")

@@ -295,7 +295,12 @@ class LocalRanks:
             self.look()
 
     def close(self) -> None:
-        """Local. Release the ranks' resources; if any still run, kill them. Idempotent."""
+        """Local. Release the ranks' resources; idempotent."""
+        self.release()
+        self._orphans.close()
+
+    def release(self) -> None:
+        """Local. Forget all ranks; if any still run, kill them first."""
         if self.running:
             self.kill()
         for rank in self.ranks:
@@ -305,7 +310,6 @@ class LocalRanks:
             self._forget(end)
             os.close(end)
         self.ranks, self._ends = [], []
-        self._orphans.close()
 
     def _read(self, rank: Rank) -> None:
         if not rank.read():
