@@ -56,7 +56,7 @@ class Job:
         self.agents = [self._start(command) for command in commands]
 
     def _start(self, command: list[str]) -> subprocess.Popen[str]:
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LINK}
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         agent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self._readers.append(threading.Thread(target=self._read, args=(agent,)))
         self._readers[-1].start()
@@ -146,7 +146,8 @@ def commands(net: TwoHosts | None, script: list[str]) -> list[list[str]]:
     if net is None:
         return [[*RUN, "--heal", *script]]
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:{PORT}"]
-    return [host.inside([*RUN, "--heal", *meet, *script]) for host in net.hosts]
+    by_link = ["env", f"GLOO_SOCKET_IFNAME={LINK}"]
+    return [host.inside([*by_link, *RUN, "--heal", *meet, *script]) for host in net.hosts]
 
 
 def without_heal(commands: Sequence[list[str]]) -> list[list[str]]:
