@@ -48,8 +48,10 @@ def test_killed_and_stopped_ranks_and_those_that_replace_them(start, tmp_path, f
         job.more_steps()
         os.kill(job.pid_of(rank), signum)
         job.wait_for("; healed: ", healed + 1)
+    spares = job.children(0, "spare")
     os.kill(server, signal.SIGKILL)
     job.fork_server(before=server)
+    job.children(0, "spare", without=spares)
     job.more_steps()
     os.kill(job.pid_of(1), signal.SIGKILL)
     assert job.end() == want

@@ -73,7 +73,7 @@ class ForkServer:
         self.ready = self.ended = False
         self._selector = selector
         self._warn = warn
-        self._link, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # its end is that of the process
+        self._link, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._orders, orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         fds = link.fileno(), orders.fileno()
@@ -198,6 +198,7 @@ def _serve(link: socket.socket, orders: socket.socket, n_spares: int) -> tuple[d
         if os.fork():
             os._exit(0)
         _libc.prctl(_PR_SET_NAME, b"distopt spare", 0, 0, 0)
+        link.close()  # else the agent would not notice the end of the process
         while os.getppid() == between:
             time.sleep(0.0002)
         order, fds = _receive(orders)
@@ -207,7 +208,8 @@ def _serve(link: socket.socket, orders: socket.socket, n_spares: int) -> tuple[d
         die_with(agent)
         os.setsid()
         orders.send(b"%d" % os.getpid())
-        for fd in (link.detach(), orders.detach(), source, sink, *spares):
+        orders.close()
+        for fd in (source, sink, *spares):
             os.close(fd)
         return order, fds
 
