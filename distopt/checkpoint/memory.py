@@ -1,9 +1,9 @@
 """States in memory that outlives the ranks: that of the agents of `distopt run --heal`.
 
 A rank keeps there the states that it would write to the file of a checkpoint: its own, and of the shared arrays a share
-among the ranks of its agent. So every node has all shared arrays. Copies of a rank's own are also on the next node, for
-the case that its node is lost. See `distopt.launch.heal.slots`. A slot is read only after its writer has ended, so the
-order of writing needs no fence.
+among the ranks of its agent. So every node has all shared arrays. Now and then, copies of a rank's own go to the next
+node, too, in case that its node is lost; that slot stays until newer ones have gone there. See
+`distopt.launch.heal.slots`. A slot is read only after its writer has ended, so the order of writing needs no fence.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _ALIGNMENT = 64
 _COST = 0.008  # of the time of training, that copies may take
 _MOST_STEPS = 1000  # between two copies
+_FAR_EVERY = 8  # copies, of which one is also on another node: to send it takes longer than the rest
 _MOST_FAR_BYTES = 1 << 20  # of a rank's own states, for a copy on another node
 
 
@@ -111,6 +112,7 @@ class Memory:
         self._missing: set[int] = set()  # ranks whose agents have lost what they kept
         self._far: list[int] = []  # ranks for which this one keeps a copy of their states
         self._sends = False  # whether there are such copies
+        self._spread: _Slot | None = None  # which has the newest
         self._is_new = True  # no step has been done by this process
         self._n_copies = 0
         self._seconds = 0.0  # that copies have taken since
@@ -129,7 +131,7 @@ class Memory:
     def agree(self) -> tuple[int, int] | None:
         """Collective. Step and epoch of the newest states that exist for every rank; None if there are none.
 
-        This rank's states of other steps are dropped: those steps will be repeated.
+        This rank's states of later steps are dropped: those steps will be repeated.
         """
         valid = [slot for slot in self._own if slot.label]
         far = [(number, slot.label) for slot in valid for number in slot.far]
@@ -145,8 +147,9 @@ class Memory:
             if missing <= copies and {self._nodes[rank] for rank in missing} != set(self._nodes):
                 newest, self._missing = label, missing
         for slot in self._own:
-            if slot.label != newest:
+            if newest is None or slot.label > newest:
                 slot.clear()
+        self._spread = max((slot for slot in self._own if slot.far), key=lambda slot: slot.label, default=None)
         return newest
 
     def read(self, label: tuple[int, int]) -> tuple[Arrays, Arrays, dict[str, Any]]:
@@ -180,10 +183,13 @@ class Memory:
         begin = time.perf_counter()
         states = look_at(parts)
         share = share_of(self._place, len(self._slots) // 2, states.shared)
-        kept = Kept(states.own, share, {}, states.notes)
-        if self._sends:
-            kept = kept._replace(far=self._exchange(label, kept))
-        min(self._own, key=lambda slot: slot.label or (-1, -1)).write(label, kept)
+        kept = Kept(states.own, {}, {}, states.notes)
+        spreads = self._sends and self._n_copies % _FAR_EVERY == 0
+        far = self._exchange(kept.to_bytes(label)) if spreads else {}
+        slot = min((slot for slot in self._own if slot is not self._spread), key=lambda slot: slot.label)
+        slot.write(label, kept._replace(shared=share, far=far))
+        if spreads:
+            self._spread = slot if self._sends else None
         self._n_copies += 1
         self._left = self._every
         self._seconds += time.perf_counter() - begin
@@ -213,9 +219,8 @@ class Memory:
         )
         return [rank for i, rank in enumerate(there) if here[i % len(here)] == self._rank]
 
-    def _exchange(self, label: tuple[int, int], kept: Kept) -> Arrays:
+    def _exchange(self, mine: bytes) -> Arrays:
         """Collective. The copies for the node before; none from then on if a rank has much of its own."""
-        mine = kept._replace(shared={}, far={}).to_bytes(label)
         gathered = self._ranks.all_gather_bytes(mine if len(mine) <= _MOST_FAR_BYTES else b"")
         self._sends = all(gathered)
         return {str(rank): np.frombuffer(gathered[rank], np.uint8) for rank in self._far} if self._sends else {}
@@ -241,7 +246,7 @@ class _Slot:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._map = mmap.mmap(fd, 0) if os.fstat(fd).st_size else None
-        self.label: tuple[int, int] | None = None
+        self.label: tuple[int, ...] = ()  # of its states, if there are any
         self.far: list[int] = []
         if self._map is not None and HEADER.unpack_from(self._map)[2]:
             content, _ = _described(self._map)
@@ -249,7 +254,7 @@ class _Slot:
             self.far = [int(key) for key, _, _ in content["arrays"][2]]
 
     def clear(self) -> None:
-        self.label = None
+        self.label, self.far = (), []
         if self._map is not None:
             HEADER.pack_into(self._map, 0, 0, 0, 0)
 

@@ -57,6 +57,7 @@ class Job:
 
     def _start(self, command: list[str]) -> subprocess.Popen[str]:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env |= {"GLOO_SOCKET_IFNAME": LINK} if "netns" in command else {}
         agent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self._readers.append(threading.Thread(target=self._read, args=(agent,)))
         self._readers[-1].start()
@@ -146,8 +147,7 @@ def commands(net: TwoHosts | None, script: list[str]) -> list[list[str]]:
     if net is None:
         return [[*RUN, "--heal", *script]]
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:{PORT}"]
-    by_link = ["env", f"GLOO_SOCKET_IFNAME={LINK}"]
-    return [host.inside([*by_link, *RUN, "--heal", *meet, *script]) for host in net.hosts]
+    return [host.inside([*RUN, "--heal", *meet, *script]) for host in net.hosts]
 
 
 def without_heal(commands: Sequence[list[str]]) -> list[list[str]]:

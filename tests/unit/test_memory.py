@@ -8,16 +8,16 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from distopt.checkpoint import Checkpoint, load
 from distopt.checkpoint.folder import list_checkpoints
-from distopt.checkpoint.memory import Kept, Memory
+from distopt.checkpoint.memory import _FAR_EVERY, Kept, Memory
 from distopt.checkpoint.parts import InPlace
-from distopt.launch.heal.slots import VARIABLE, Slots
+from distopt.launch.heal.slots import HEADER, VARIABLE, Slots
 from distopt.launch.topology import Topology
 
 
@@ -202,42 +202,72 @@ def states_of(rank: int, step: int) -> dict[str, InPlace]:
     return {"all": Shared(shared), "own": InPlace({"x": np.full(3, 100 * rank + step)})}
 
 
-@pytest.mark.parametrize("lost", ["0", "1"])
-def test_a_node_that_is_lost_gets_all_from_the_others(lost):
-    """Two ranks on one node and one on another."""
-    nodes, places = ["0", "0", "1"], [0, 1, 0]
-    slots = {"0": Slots(2), "1": Slots(1)}
+NODES = ["0", "0", "1"]  # of three ranks
 
-    def on_ranks(body: Callable[[int, Memory], object]) -> None:
-        barrier, payloads, passed = threading.Barrier(3), [b""] * 3, []
 
-        def run(rank: int) -> None:
-            ranks = Exchange(rank, barrier, payloads)
-            body(rank, Memory(places[rank], slots[nodes[rank]].fds, ranks, nodes[rank]))
-            passed.append(rank)
-
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(passed) == [0, 1, 2]
-
-    def train(rank: int, memory: Memory) -> None:
-        assert memory.agree() is None
-        for step in range(1, 6):
-            memory.keep(step, 0, states_of(rank, step))
-
-    def go_on(rank: int, memory: Memory) -> None:
-        assert memory.agree() == (5, 0)
-        shared, own, _ = memory.read((5, 0))
-        for found, name in ((shared, "all"), (own, "own")):
-            for key, array in states_of(rank, 5)[name].look().arrays.items():
-                np.testing.assert_array_equal(found[f"{name}/{key}"], array)
-
-    on_ranks(train)
-    slots[lost].close()
-    slots[lost] = Slots(nodes.count(lost))
-    on_ranks(go_on)
+@pytest.fixture
+def nodes() -> Iterator[dict[str, Slots]]:
+    """The slots of two nodes."""
+    slots = {node: Slots(NODES.count(node)) for node in ("0", "1")}
+    yield slots
     for each in slots.values():
         each.close()
+
+
+def on_ranks(nodes: dict[str, Slots], body: Callable[[int, Memory], object]) -> None:
+    barrier, payloads, passed = threading.Barrier(3), [b""] * 3, []
+
+    def run(rank: int) -> None:
+        ranks, node = Exchange(rank, barrier, payloads), NODES[rank]
+        body(rank, Memory(NODES[:rank].count(node), nodes[node].fds, ranks, node))
+        passed.append(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(passed) == [0, 1, 2]
+
+
+def train(steps: int) -> Callable[[int, Memory], object]:
+    def body(rank: int, memory: Memory) -> None:
+        assert memory.agree() is None
+        for step in range(1, 1 + steps):
+            memory.keep(step, 0, states_of(rank, step))
+
+    return body
+
+
+@pytest.mark.parametrize("lost", ["0", "1"])
+def test_a_node_that_is_lost_gets_all_from_the_others(nodes, lost):
+    newest = 1 + _FAR_EVERY  # with copies on the other node
+
+    def go_on(rank: int, memory: Memory) -> None:
+        assert memory.agree() == (newest, 0)
+        shared, own, _ = memory.read((newest, 0))
+        for found, name in ((shared, "all"), (own, "own")):
+            for key, array in states_of(rank, newest)[name].look().arrays.items():
+                np.testing.assert_array_equal(found[f"{name}/{key}"], array)
+
+    on_ranks(nodes, train(newest + 5))
+    on_ranks(nodes, lambda _, memory: memory.agree())  # ranks start again before the node is lost
+    nodes[lost].close()
+    nodes[lost] = Slots(NODES.count(lost))
+    on_ranks(nodes, go_on)
+
+
+def test_states_that_another_rank_lacks_do_not_keep_their_slot(nodes):
+    """One of each node is killed while it keeps the states that also go to the other node."""
+    torn = 1 + _FAR_EVERY
+
+    def go_on(rank: int, memory: Memory) -> None:
+        assert memory.agree() == (1, 0)
+        memory.keep(torn, 0, states_of(rank, torn))
+        assert {slot.label for slot in memory._own} == {(1, 0), (torn, 0)}
+
+    on_ranks(nodes, train(torn))
+    for fd in nodes["0"].fds[2:] + nodes["1"].fds:
+        if HEADER.unpack(os.pread(fd, HEADER.size, 0))[2] == torn + 1:
+            os.pwrite(fd, bytes(HEADER.size), 0)
+    on_ranks(nodes, go_on)

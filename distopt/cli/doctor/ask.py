@@ -133,24 +133,16 @@ def _numpy() -> dict[str, Any]:
 
 
 def _blas() -> dict[str, Any]:
-    import numpy as np
+    import numpy  # noqa: F401 - loads it
     from threadpoolctl import threadpool_info
 
-    libraries = [entry for entry in threadpool_info() if entry["user_api"] == "blas"]
-    built = np.show_config(mode="dicts")
-    named = built.get("Build Dependencies", {}).get("blas", {}).get("name") if isinstance(built, dict) else None
-    return {"library": libraries[0] if libraries else None, "built_with": named}
+    return {"library": next((entry for entry in threadpool_info() if entry["user_api"] == "blas"), None)}
 
 
 def _core() -> dict[str, Any]:
     from distopt import _core
 
-    return {
-        "path": _core.__file__,
-        "isa": _core.isa(),
-        "isas": _core.supported_isas(),
-        **_core.build_info(),
-    }
+    return {"path": _core.__file__, "isa": _core.isa(), "isas": _core.supported_isas(), **_core.build_info()}
 
 
 def _mpi() -> dict[str, Any]:

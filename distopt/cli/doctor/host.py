@@ -75,7 +75,7 @@ def blas() -> Finding:
         return absent(f"unknown: {error}")
     library = answer["library"]
     if library is None:
-        return absent(f"built with {answer['built_with'] or 'an unknown library'}, which threadpoolctl does not know")
+        return absent("a library that threadpoolctl does not know")
     kernels = library.get("architecture", "")
     capped = [f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ]
     found = f"{library['internal_api']} {library['version']}" + (f", {kernels} kernels" if kernels else "")

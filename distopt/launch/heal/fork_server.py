@@ -181,8 +181,8 @@ def _serve(link: socket.socket, orders: socket.socket, n_spares: int) -> tuple[d
     link.send(b"%d" % len(os.listdir("/proc/self/task")))  # noqa: PTH208 - their number
     spares: list[int] = []  # of each, a pipe that it closes when it takes an order or ends
     while True:
-        wait: list[Any] = [*spares] or [orders]
-        ready, _, _ = select.select(wait, [], [], _REST_SECONDS if len(spares) < n_spares else None)
+        rest = _REST_SECONDS if len(spares) < n_spares else None
+        ready, _, _ = select.select(spares or [orders.fileno()], [], [], rest)
         if spares and ready:
             for fd in ready:
                 spares.remove(fd)

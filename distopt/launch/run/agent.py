@@ -285,8 +285,8 @@ class _Agent:
             from ..heal.fork_server import ForkServer
 
             with contextlib.suppress(OSError):  # a limit has been reached
-                n_spares = self._options.ranks
-                self._server = ForkServer(modules["names"], n_spares, self._common, self._selector, self._print)
+                names, n_spares = modules["names"], self._options.ranks
+                self._server = ForkServer(names, n_spares, self._common, self._selector, self._print)
         stopped = ranks.stopped
         if not stopped or (self._options.nodes == 1 and len(stopped) == len(ranks.running)):
             self._stopped_at = float("inf")
