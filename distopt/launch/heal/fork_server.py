@@ -93,7 +93,7 @@ class ForkServer:
         self._selector.register(self._link, selectors.EVENT_READ, self._hear)
 
     def fork(self, order: Mapping[str, Any], fds: Sequence[int]) -> int:
-        """Local. Fork a rank.
+        """Local. Have a spare become a rank.
 
         Args:
             order: `program`, the words that start it, and `env`.
