@@ -17,6 +17,10 @@ from ..settings import Settings
 from .gpu import dotted_version, gpu_stack
 
 _MAX_BYTES = 1 << 16
+try:
+    _DISTOPT = version("distopt")
+except PackageNotFoundError:  # used from a source tree
+    _DISTOPT = "not installed"
 
 
 def environment(backend: str) -> dict[str, str]:
@@ -28,14 +32,10 @@ def environment(backend: str) -> dict[str, str]:
     Raises:
         MissingDependencyError: the communicator needs something that is missing here.
     """
-    try:
-        own = version("distopt")
-    except PackageNotFoundError:  # used from a source tree
-        own = "not installed"
     found = {
         "communicator": backend,
         "DISTOPT_SUM_ORDER": Settings.from_env().sum_order,
-        "distopt": own,
+        "distopt": _DISTOPT,
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "NumPy": np.__version__,
         "byte order": sys.byteorder,

@@ -34,8 +34,7 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     def __init__(self, job: MpiJob) -> None:
         """Collective."""
-        firsts = [int(first) for first in job.all_gather(b"%d" % job.local_ranks[0])]
-        hosts = [[rank for rank, first in enumerate(firsts) if first == host] for host in sorted(set(firsts))]
+        hosts = job.ranks_of_hosts
         if len(set(map(len, hosts))) > 1:
             counts = ", ".join(f"{len(ranks)} on {job.topology.hosts[ranks[0]]}" for ranks in hosts)
             raise UsageError(
@@ -53,7 +52,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         self.core.use_hierarchy(
             local=place,
             between=[ranks[place] for ranks in hosts],
-            host=hosts.index(list(job.local_ranks)),
+            host=hosts.index(job.local_ranks),
             scatter=self._scatter.core,
             collect=self._collect.core,
         )

@@ -4,7 +4,7 @@ One side listens (`Gate`), the others connect (`introduce`). Each proves by HMAC
 nothing from which the key could be learned. On a Unix socket the kernel also gives the user and the process at the
 other end. After that, the two exchange any data; a `Gate` reads lines.
 
-This module needs the standard library only, so that a server can start at once.
+This module needs little of the standard library, so that a server can start at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import selectors
 import socket
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -191,20 +190,18 @@ def turn(selector: selectors.BaseSelector, seconds: float) -> None:
             key.data()
 
 
-@dataclass(eq=False)
 class Link:
     """One connection; a stranger's (rank -1) until it has proved that it knows the key."""
 
-    socket: socket.socket
-    address: str  # without the prefix of an IPv4 address as one of IPv6
-    nonce: bytes = field(default_factory=lambda: os.urandom(_NONCE_BYTES))
-    handshake: Deadline = field(default_factory=lambda: Deadline(_HANDSHAKE_SECONDS))
-    received: bytearray = field(default_factory=bytearray)
-    rank: int = -1
-    purpose: bytes = b""
-    host: str = ""
-    pid: int = 0
-    unreachable: bool = False  # lost without an end of the other side
+    def __init__(self, connection: socket.socket, address: str) -> None:
+        self.socket = connection
+        self.address = address  # without the prefix of an IPv4 address as one of IPv6
+        self.nonce = os.urandom(_NONCE_BYTES)
+        self.handshake = Deadline(_HANDSHAKE_SECONDS)
+        self.received = bytearray()
+        self.rank, self.purpose = -1, b""
+        self.host, self.pid = "", 0
+        self.unreachable = False  # lost without an end of the other side
 
 
 class Gate:

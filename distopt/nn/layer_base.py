@@ -243,26 +243,22 @@ def has_relu(activation: str | None) -> bool:
     return activation == "RELU"
 
 
-def _walk(path: str, value: object, seen: set[int]) -> Iterator[tuple[str, Layer]]:
+def _walk(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Layer]]:
     """The layers that an attribute refers to, and all below them; see `Layer._sublayers`."""
     items: Iterable[tuple[Any, object]]
-    if isinstance(value, Layer):
-        items = sorted(vars(value).items(), key=_rank)
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)
-    elif isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, FunctionType):
-        items = _variables(value)
-    else:
-        return
     if id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, Layer):
         yield path, value
+        items = sorted(vars(value).items(), key=_rank)
+    elif isinstance(value, FunctionType):
+        items = _variables(value)
+    else:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, item in items:
-        yield from _walk(f"{path}{key}.", item, seen)
+        if isinstance(item, (Layer, list, tuple, dict, FunctionType)):
+            yield from _walk(f"{path}{key}.", item, seen)
 
 
 def _rank(attribute: tuple[str, object]) -> int:

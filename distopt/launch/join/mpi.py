@@ -72,7 +72,8 @@ class MpiJob(Job):
 
     Attributes:
         comm: the duplicate, used for setup traffic.
-        local_ranks: the ranks of this host, this one included.
+        ranks_of_hosts: the ranks of each host, in the order of the first of them.
+        local_ranks: those of this host, this one included.
         numbers: numbers of the ranks in messages: those of the job that a subgroup is part of.
 
     Raises:
@@ -92,10 +93,9 @@ class MpiJob(Job):
         self.comm: Any = parent.Dup()
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
         rank, size = self.comm.rank, self.comm.size
-        local = [peer for peer in range(size) if identities[peer] == identities[rank]]
-        self.local_ranks = tuple(local)
-        self.topology = Topology(rank, size, local.index(rank), len(local), hosts)
+        self._take_places(rank, identities, hosts)
         self.numbers = tuple(range(size))
+        local = self.local_ranks
         self._ticket = Ticket(bytes.fromhex(secrets[local[0]]))
         cap_threads(len(local), [usable[peer] for peer in local])
         if size > 1:
@@ -104,6 +104,15 @@ class MpiJob(Job):
             guard.others = watch_ranks(self.topology, self.all_gather, self._settings.timeout)
             if guard.others is not None:
                 guard.others.end_with_others(guard.abort)
+
+    def _take_places(self, rank: int, identities: Sequence[str], hosts: Sequence[str]) -> None:
+        """Local. Set who is where, from the identities and names of the hosts of all ranks."""
+        ranks: dict[str, list[int]] = {}
+        for peer, identity in enumerate(identities):
+            ranks.setdefault(identity, []).append(peer)
+        local = ranks[identities[rank]]
+        self._identities, self.ranks_of_hosts, self.local_ranks = identities, list(ranks.values()), local
+        self.topology = Topology(rank, len(hosts), local.index(rank), len(local), tuple(hosts))
 
     def subgroup(self, ranks: Sequence[int], secret: bytes) -> MpiJob:
         """Collective among `ranks`, which have all come. A job of these ranks alone, in that order.
@@ -117,12 +126,9 @@ class MpiJob(Job):
         made.comm = self.comm.Create_group(self.comm.group.Incl(ranks))
         made.comm.Set_errhandler(import_mpi().ERRORS_RETURN)
         made.numbers = tuple(self.numbers[rank] for rank in ranks)
-        local = [place for place, rank in enumerate(ranks) if rank in self.local_ranks]
-        hosts = tuple(self.topology.hosts[rank] for rank in ranks)
-        place = made.comm.rank
-        made.local_ranks = tuple(local)
-        made.topology = Topology(place, len(ranks), local.index(place), len(local), hosts)
-        made._ticket = Ticket(hashlib.sha256(secret + b"%d" % local[0]).digest()[:16])
+        identities, hosts = ([values[rank] for rank in ranks] for values in (self._identities, self.topology.hosts))
+        made._take_places(made.comm.rank, identities, hosts)
+        made._ticket = Ticket(hashlib.sha256(secret + b"%d" % made.local_ranks[0]).digest()[:16])
         made._group = None
         return made
 

@@ -28,6 +28,7 @@ from .report import supervisor
 _log = logging.getLogger("distopt")
 
 _JOIN_SECONDS = 5.0  # in a job that can do without
+_RETRY_SECONDS = 0.01  # before calling a server again that has not been there
 # The end of the connection may be seen this much before MPI_Finalize returns.
 _FINALIZED_SECONDS = 0.3
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
@@ -181,7 +182,7 @@ class Watch:
                     f"{self._who} found no rank 0 at {addresses} ({self._source}), TCP ports {tried}; see "
                     "rank 0's output, and whether a firewall separates the hosts"
                 )
-            time.sleep(0.05)
+            time.sleep(_RETRY_SECONDS)
 
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError):
