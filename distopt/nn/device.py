@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module
+from numbers import Integral
 from time import perf_counter
 from types import ModuleType
 from typing import Any, TypeVar
@@ -91,7 +92,13 @@ class Device:
         return "kCpp" if self.kind == "cpu" else "kCuda"
 
     def SetRandSeed(self, seed: int) -> None:  # noqa: N802 - the methods in capitals are SINGA's
-        """Seed `rng` and `host_rng`, which makes parameters and dropout masks reproducible."""
+        """Seed `rng` and `host_rng`, which makes parameters and dropout masks reproducible.
+
+        Raises:
+            UsageError: the seed is not an integer of at least 0.
+        """
+        if not isinstance(seed, Integral) or seed < 0:
+            raise UsageError(f"the seed of random numbers is an integer of at least 0; got {seed!r}")
         self._rng = self.xp.random.default_rng(seed)
         self.host_rng = self._rng if self.kind == "cpu" else np.random.default_rng(seed)
 

@@ -9,6 +9,7 @@ from . import functions, initializer, layer_images, operations
 from .layer_base import Layer as Layer  # noqa: PLC0414 - one of the names above
 from .layer_base import TensorLayer, count_of, has_relu
 from .layer_images import *  # noqa: F403 - the other half of this module
+from .schedules import checked
 from .tensor import Tensor
 
 __all__ = [
@@ -173,9 +174,7 @@ class Dropout(TensorLayer):
     """In training, zeroes elements with probability `ratio` and scales the others by 1 / (1 - ratio)."""
 
     def __init__(self, ratio: float = 0.5) -> None:
-        if not 0 <= ratio < 1:
-            raise UsageError(f"dropout ratio {ratio} is not in [0, 1)")
-        self.ratio = ratio
+        self.ratio = checked("dropout ratio", ratio, below=1)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         return functions.dropout(x, self.ratio)

@@ -11,6 +11,7 @@ from . import operations_images as operations
 from .kernels.geometry import Padding, Pair, same_padding
 from .layer_base import TensorLayer, count_of, has_relu
 from .mode import mode
+from .schedules import checked
 from .tensor import Operation, Tensor
 
 __all__ = [
@@ -278,7 +279,7 @@ class BatchNorm2d(TensorLayer):
     running_var: Tensor
 
     def __init__(self, channels: int | None = None, momentum: float = 0.9, eps: float = 1e-5) -> None:
-        if not 0 <= momentum <= 1:
+        if checked("momentum", momentum) > 1:
             raise UsageError(f"momentum {momentum} is not in [0, 1]")
         self.channels, self.momentum, self.eps = channels, momentum, eps
 

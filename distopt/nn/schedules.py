@@ -100,6 +100,8 @@ class StepDecay(_Formula):
 
     def __init__(self, init_value: float, milestones: Iterable[int], decay_rate: float = 0.1) -> None:
         super().__init__(init_value)
+        if not isinstance(milestones, Iterable):
+            raise UsageError(f"milestones are steps, as [30, 60], not {milestones!r}; for intervals: ExponentialDecay")
         self.milestones = [_positive("a milestone", step) for step in milestones]
         self.decay_rate = checked("decay_rate", decay_rate)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 
 from ..comm.base import Array
 from ..compress import Codec, CodecState, CommunicationStatistics
@@ -28,10 +29,10 @@ def plan(params: Sequence[Parameter], bucket_elements: int, first_elements: int 
         first_elements: a smaller sum at which the first fused bucket is full.
 
     Raises:
-        UsageError: `bucket_elements` is negative.
+        UsageError: `bucket_elements` is not a number, or negative.
     """
-    if bucket_elements < 0:
-        raise UsageError(f"bucket_elements is a number of elements; {bucket_elements} is negative")
+    if not isinstance(bucket_elements, Integral) or bucket_elements < 0:
+        raise UsageError(f"bucket_elements is a number of elements, 0 or more; got {bucket_elements!r}")
     groups: list[list[Parameter]] = []
     fused: list[Parameter] = []
     elements = 0

@@ -317,7 +317,7 @@ def test_bad_arguments_are_named(alone):
         "threshold -0.1 is not": lambda loss: optimizer.backward_and_sparse_update(loss, spars=-0.1),
         "unknown dist_option 'fp8'; choose one of plain, fp32,": lambda loss: optimizer.step_by("fp8", loss),
         "clipping value of -1": lambda loss: optimizer.backward_and_update_half(loss, clipping=True, clip_Value=-1),
-        "-5 is negative": lambda loss: optimizer.backward_and_update(loss, threshold=-5),
+        "got -5": lambda loss: optimizer.backward_and_update(loss, threshold=-5),
     }
     for match, step in wrong.items():
         with pytest.raises(UsageError, match=match):
@@ -329,8 +329,9 @@ def test_bad_arguments_are_named(alone):
         optimizer.non_finite = "stop"
     with pytest.raises(UsageError, match="unknown codec 'fp8'; choose one of"):
         alone(codec="fp8")
-    with pytest.raises(UsageError, match="a fusion buffer of 0 elements"):
-        alone(buffSize=0)
+    for size in (0, "a"):
+        with pytest.raises(UsageError, match=f"a fusion buffer is a number of elements, 1 or more; got {size!r}"):
+            alone(buffSize=size)
 
 
 def failing(rank: int, world_size: int, ticket) -> None:

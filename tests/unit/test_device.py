@@ -71,6 +71,9 @@ def test_seed_starts_the_generator_anew():
     cpu.SetRandSeed(5)
     np.testing.assert_array_equal(first, cpu.rng.random(4))
     assert not np.array_equal(first, cpu.rng.random(4))
+    for seed in (-1, 2.5, "a", None):
+        with pytest.raises(UsageError, match=f"integer of at least 0; got {seed!r}"):
+            cpu.SetRandSeed(seed)
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,11 @@ def test_a_schedule_that_gives_no_number_is_an_error_and_the_step_is_not_counted
     assert (sgd.step_counter.item(), sgd.values["lr"], sgd.values["momentum"]) == (0, 0.1, 0.9)
 
 
+def test_a_step_decay_wants_its_steps():
+    with pytest.raises(UsageError, match=r"milestones are steps, as \[30, 60\], not 30; for intervals: Exponential"):
+        opt.StepDecay(0.1, 30)
+
+
 def test_a_schedule_without_a_rule_says_what_to_define():
     with pytest.raises(NotImplementedError, match=r"DecayScheduler has no value; define call\(self, step\)"):
         opt.SGD(lr=opt.DecayScheduler(0.1))
