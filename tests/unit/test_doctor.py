@@ -167,22 +167,6 @@ def test_children_do_not_take_themselves_for_ranks(monkeypatch):
 
 
 # -- software ----------------------------------------------------------------------------------------------------------
-OPENBLAS = {"internal_api": "openblas", "version": "0.3.31", "architecture": "Haswell", "num_threads": 2}
-
-
-def test_blas(answer):
-    answer.update(blas={"library": OPENBLAS})
-    finding = host.blas()
-    assert finding.state == "ok"
-    assert "openblas 0.3.31, Haswell kernels, threads: 2" in finding.found
-    assert finding.details["architecture"] == "Haswell"
-
-
-def test_an_unknown_blas_is_no_failure(answer):
-    answer.update(blas={"library": None})
-    assert host.blas().state == "absent"
-
-
 @pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'numpy'"), DistoptError("crashed with SIGILL")])
 @pytest.mark.parametrize("probe", [host.numpy, host.core])
 def test_unusable_modules_are_rows_with_a_cure(answer, probe, error):

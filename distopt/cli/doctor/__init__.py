@@ -23,7 +23,6 @@ PROBES = (
     Probe("settings", host.settings, needed=True),
     Probe("packages", host.packages, needed=True),
     Probe("NumPy", host.numpy, needed=True),
-    Probe("BLAS", host.blas),
     Probe("_core", host.core, needed=True),
     Probe("cores", host.cores),
     Probe("shared memory", host.shared_memory, needed=True),

@@ -132,13 +132,6 @@ def _numpy() -> dict[str, Any]:
     return {"version": np.__version__, "path": str(Path(np.__file__).parent)}
 
 
-def _blas() -> dict[str, Any]:
-    import numpy  # noqa: F401 - loads it
-    from threadpoolctl import threadpool_info
-
-    return {"library": next((entry for entry in threadpool_info() if entry["user_api"] == "blas"), None)}
-
-
 def _core() -> dict[str, Any]:
     from distopt import _core
 
@@ -236,5 +229,5 @@ def _resolve(name: str) -> dict[str, Any]:
 
 QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     function.__name__.removeprefix("_"): function
-    for function in (_numpy, _blas, _core, _mpi, _driver, _devices, _cupy, _cudnn, _nccl, _resolve)
+    for function in (_numpy, _core, _mpi, _driver, _devices, _cupy, _cudnn, _nccl, _resolve)
 }

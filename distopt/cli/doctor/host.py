@@ -1,4 +1,4 @@
-"""Probes of Python, NumPy, its BLAS, the native module, and the machine: cores, shared memory, name, launcher."""
+"""Probes of Python, NumPy, the native module, and the machine: cores, shared memory, name, launcher."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from .ask import ask, version_of
 from .report import Finding, absent, failed, ok
 
 _REQUIRED = ("numpy", "safetensors", "threadpoolctl", "tqdm")
-
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _PR_GET_CHILD_SUBREAPER = 37  # linux/prctl.h
 _SHM = Path("/dev/shm")
 _PROBE_BYTES = 1 << 20
@@ -65,22 +63,6 @@ def numpy() -> Finding:
     except (ImportError, DistoptError) as error:
         return failed(str(error), "pip install --force-reinstall numpy")
     return ok(f"{answer['version']}, {answer['path']}", version=answer["version"], path=answer["path"])
-
-
-def blas() -> Finding:
-    """The library behind NumPy's matrix products."""
-    try:
-        answer = ask("blas")
-    except (ImportError, DistoptError) as error:
-        return absent(f"unknown: {error}")
-    library = answer["library"]
-    if library is None:
-        return absent("a library that threadpoolctl does not know")
-    kernels = library.get("architecture", "")
-    capped = [f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ]
-    found = f"{library['internal_api']} {library['version']}" + (f", {kernels} kernels" if kernels else "")
-    found += f", threads: {library['num_threads']}" + (f" ({' '.join(capped)})" if capped else "")
-    return ok(found, **library)
 
 
 def core() -> Finding:
