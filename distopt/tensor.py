@@ -74,7 +74,7 @@ def zeros_like(t: Tensor) -> Tensor:
 
 
 def ones_like(t: Tensor) -> Tensor:
-    """Ones of the shape, dtype and device of `t`."""
+    """A tensor of ones, with the shape, dtype and device of `t`."""
     return zeros_like(t).set_value(1)
 
 

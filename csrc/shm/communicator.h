@@ -2,7 +2,7 @@
 //
 // Operations run strictly in the order in which they were started. Starting one only posts it; later calls
 // (another start, progress, a wait) move all outstanding ones forward, so that the skew between ranks hides behind
-// other work. There is no thread of its own.
+// other work. It has no thread.
 #pragma once
 
 #include <deque>

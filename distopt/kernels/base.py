@@ -116,7 +116,7 @@ class Kernels(Protocol):
     def mark_beyond(self, x: Array, limit: float, from_bad: Array) -> None:
         """Set from_bad[0] (int64) as in findings, of elements that are NaN or beyond +-limit; float64 too.
 
-        Where there is such an element, x[0] becomes NaN.
+        If there is one, x[0] becomes NaN.
         """
 
     def first_nonfinite(self, x: Array) -> int | None:

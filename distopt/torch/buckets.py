@@ -2,7 +2,7 @@
 
 DDP lays out its buckets by the order of the model's parameters, and anew at its second forward pass, by the order in
 which gradients became ready in the first backward pass. Rings, such as those of Gloo and NCCL, begin the sum of an
-element at a rank that depends on its place in the bucket. So a job that goes on must sum its first step in the layout
+element at a rank that depends on its place in the bucket. So a job that resumes must sum its first step in the layout
 that it had.
 """
 
@@ -41,9 +41,9 @@ def lay_out(ddp: DistributedDataParallel, order: Sequence[str]) -> None:
         return
     kept = {name: parameters[name].grad for name in order}
     ddp._modules["module"] = _Idle([parameters[name] for name in order])
-    sends_buffers, ddp.forward_sync_buffers = ddp.forward_sync_buffers, False  # of which the idle module has none
+    sends_buffers, ddp.forward_sync_buffers = ddp.forward_sync_buffers, False  # the idle module has none
     try:
-        for _ in range(2 if ddp.static_graph else 1):  # of which DDP watches the last
+        for _ in range(2 if ddp.static_graph else 1):  # DDP watches the last of them
             ddp(parameters[order[0]].detach()).backward()
     finally:
         ddp._modules["module"], ddp.forward_sync_buffers = model, sends_buffers

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(checkpoint.Checkpoint):
-    """Saves a training job of PyTorch every few steps, and lets it go on from there, to the bit.
+    """Saves a training job of PyTorch every few steps, from where it resumes with equal bits.
 
     The ranks are those of a process group over any backend; a script without one is a job of one rank. Objects are
     saved and restored by the names of their arguments. They can be
@@ -27,11 +27,11 @@ class Checkpoint(checkpoint.Checkpoint):
     - models, perhaps inside DDP or `torch.compile`, which are saved under the names of the model itself;
     - optimizers, schedules, `GradScaler`, and all else with `state_dict` and `load_state_dict`: its dictionaries,
       lists and tuples hold tensors, arrays and values of JSON. Nothing is pickled;
-    - `ResumableSampler`, which goes on after the last sample that was trained;
+    - `ResumableSampler`, which resumes after the last sample that was trained;
     - random generators of PyTorch and NumPy. The global ones, of Python too, are always saved.
 
-    Parameters of DDP's models and the states of their optimizers are the same on all ranks, of which each writes a
-    share; all else, such as buffers, is each rank's own. So are the shards of FSDP2, which go on with as many ranks.
+    Parameters of DDP's models and the states of their optimizers are the same on all ranks, and each rank writes a
+    share; all else, such as buffers, is each rank's own. So are the shards of FSDP2: resume with as many ranks.
 
     Args:
         folder: where checkpoints are, on a file system that all ranks see; with None, nothing is saved.

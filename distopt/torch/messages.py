@@ -73,7 +73,7 @@ class PendingMessage(WaitedWork):
         return self._future
 
     def _ends(self, step: Any) -> bool:
-        """Whether it has ended after `step`, which says so, or None when it has."""
+        """Whether it has ended after `step`, which returns that, or None for True."""
         try:
             if self._error is None and step() is False:
                 return False

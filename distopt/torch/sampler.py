@@ -11,7 +11,7 @@ from ..data import ShardedSampler
 
 
 class ResumableSampler(ShardedSampler):
-    """A batch sampler for `DataLoader(data, batch_sampler=...)` that can go on in the middle of an epoch.
+    """A batch sampler for `DataLoader(data, batch_sampler=...)` that can resume in the middle of an epoch.
 
     Samples are dealt out as `distopt.data.ShardedSampler` does. A loader's workers fetch batches before they are
     needed, so what they were given does not count: `Checkpoint.step` counts what was trained.

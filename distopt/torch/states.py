@@ -1,9 +1,9 @@
 """The state dictionaries of PyTorch's objects as arrays and JSON, which checkpoints save.
 
 Nothing is pickled. A tensor becomes an array, named by its path; of types that NumPy lacks, such as bfloat16, the bits.
-The rest becomes JSON, in which each dictionary, tuple and tensor is an object with one key that says so. A DTensor, as
-FSDP2 makes of parameters, is its rank's own shard: it goes on with as many ranks, and `torch.distributed.checkpoint`,
-which deals shards out anew, is there for other numbers.
+The rest becomes JSON, in which each dictionary, tuple and tensor is an object with one key for its kind. A DTensor, as
+FSDP2 makes of parameters, is its rank's own shard: the job resumes with as many ranks. For other numbers,
+`torch.distributed.checkpoint` deals the shards out anew.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BITS = {torch.bfloat16: torch.int16, **{getattr(torch, name): torch.uint8 for n
 
 
 def parts_of(objects: Mapping[str, Any], *, replicated: bool) -> dict[str, Any]:
-    """Local. The parts that `objects` are, in the order in which they go on; NumPy's generators are left as they are.
+    """Local. The parts that `objects` are, in the order in which they resume; NumPy's generators are left as they are.
 
     Args:
         objects: see `Checkpoint`.
@@ -124,7 +124,7 @@ def encode(value: Any, path: str, arrays: dict[str, Any]) -> Any:
 
 
 def decode(node: Any, arrays: Arrays, whole: Callable[[str], Any]) -> Any:
-    """Local. The value of which `encode` made `node`.
+    """Local. The value that `encode` turned into `node`.
 
     Args:
         node: JSON.
@@ -148,7 +148,7 @@ def decode(node: Any, arrays: Arrays, whole: Callable[[str], Any]) -> Any:
 
 
 def _part_of_whole(shard: torch.Tensor, whole: Any) -> torch.Tensor:
-    """The DTensor of which this rank has `shard`, laid out as `whole`."""
+    """The DTensor with this rank's `shard`, laid out as `whole`."""
     from torch.distributed.tensor import DTensor
 
     shard = shard.to(whole.to_local().device)

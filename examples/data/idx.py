@@ -38,7 +38,7 @@ def read(path: str | os.PathLike[str]) -> NDArray[Any]:
 
     Raises:
         DataError: the file is missing, unreadable, truncated, corrupt, too long, or of another format; or it is gzipped
-            and unpacks to more than 1 GiB, of which nothing is unpacked.
+            and would unpack to more than 1 GiB.
     """
     try:
         with Path(path).open("rb") as file:

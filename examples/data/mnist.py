@@ -78,7 +78,7 @@ class Digits:
 
     @property
     def caveat(self) -> str:
-        """What must stand next to an accuracy: " (generated digits, not MNIST)", or nothing if files were given."""
+        """The qualification of an accuracy: " (generated digits, not MNIST)"; empty if files were given."""
         return " (generated digits, not MNIST)" if self.kind == "generated" else ""
 
 

@@ -10,7 +10,7 @@ On each of two nodes, by torchrun or by hand:
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400 examples/pytorch/mnist_ddp.py
     python examples/pytorch/mnist_ddp.py --init-method tcp://HOST:29500 --world-size 2 --rank 0         (or 1)
 
-With `--checkpoint DIR` it goes on where it was interrupted, and leaves in time when it is preempted.
+With `--checkpoint DIR` it resumes where it was interrupted, and leaves in time when it is preempted.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def train(args, epoch, model, optimizer, batches, checkpoint, device, board, pac
 
 @torch.no_grad()
 def evaluate(args, model, test, device, caveat) -> float:
-    """Print loss and accuracy on all test images, of which each rank takes a share; return the accuracy."""
+    """Print loss and accuracy on all test images, a share on each rank; return the accuracy."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for start in range(args.rank * 500, len(test), args.world_size * 500):

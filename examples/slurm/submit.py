@@ -1,6 +1,6 @@
 """Submit the training by submitit: python examples/slurm/submit.py --nodes 2 --tasks-per-node 8 -- --checkpoint DIR
 
-What follows -- are options of examples/mnist_slurm.py. pip install "distopt[submitit]"
+Options of examples/mnist_slurm.py follow the --. pip install "distopt[submitit]"
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Training:
         launch.main(mnist_slurm.train_mnist, args=(mnist_slurm.parse_args(self.argv),))
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
-        """What to run when the job starts again: the same, for it goes on from its checkpoint by itself."""
+        """The job to queue again: the same, since it resumes from its checkpoint by itself."""
         return submitit.helpers.DelayedSubmission(self)
 
 

@@ -118,7 +118,7 @@ class Trainer:
 
     @torch.no_grad()
     def test(self, epoch: int) -> None:
-        """Measure on all test samples, of which each rank takes a share."""
+        """Measure on all test samples, a share on each rank."""
         self.model.eval()
         for batch in self.tests:
             with self.autocast:
@@ -140,7 +140,7 @@ class Trainer:
 
 
 class Means:
-    """Sums of measures over samples. In the checkpoint, so that those of an epoch go on, too."""
+    """Sums of measures over samples. The checkpoint holds them, so that an epoch resumes with its own."""
 
     def __init__(self) -> None:
         self.sums = {}

@@ -1,4 +1,4 @@
-"""Architectures, data sets, trainers and so on: each is a file in its folder, and goes by the file's name."""
+"""Architectures, data sets, trainers and so on: each is a file in its folder, named after the file."""
 
 import sys
 from importlib.util import module_from_spec, spec_from_file_location

@@ -42,7 +42,7 @@ class Rank(submitit.helpers.Checkpointable):
     """submitit pickles this, and calls it in every task of the job.
 
     The checkpoint catches Slurm's signals. When all ranks have saved, it hands submitit's own on: submitit then has
-    Slurm queue the job again, which goes on from the checkpoint.
+    Slurm queue the job again, which resumes from the checkpoint.
     """
 
     def __init__(self, args) -> None:

@@ -7,7 +7,7 @@
 
 -arch, -dataset, -trainer, -loss, -optimizer and -scheduler are names of files in the folders beside this one. To add
 one, write the file; it may have options of its own. The folder of -out gets the output of every rank, the checkpoints,
-from which the same command goes on, and numbers for TensorBoard (-tb).
+from which the same command resumes, and numbers for TensorBoard (-tb).
 """
 
 import socket
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def run_here(local_rank: int, ranks: int, args) -> None:
-    """One of the ranks of this machine."""
+    """Run a rank of this machine."""
     device = torch.device("cuda", args.gpus[local_rank]) if args.gpus else torch.device("cpu")
     loop.run(args.node_rank * ranks + local_rank, args.nnodes * ranks, device, args.dist_url, args)
 

@@ -108,7 +108,7 @@ def alexnet(classes, size):
 
 
 def cnn(classes, size):
-    """That of `train_cnn`."""
+    """The network of `train_cnn`."""
     del size
     convolutions = (layer.Conv2d(n, 5, activation="RELU", pool=layer.MaxPool2d(2, 2)) for n in (20, 50))
     return Network(*convolutions, layer.Flatten(), layer.Linear(500, activation="RELU"), layer.Linear(classes))
@@ -151,7 +151,7 @@ MODELS = ("cnn", "mlp", "alexnet", *RESNETS, "xceptionnet")
 
 
 def build(name, classes=10, image_size=28, norm=layer.BatchNorm2d):
-    """Local. The network of that name from `MODELS`, not compiled, for images of so many rows.
+    """Local. The network of that name from `MODELS`, not compiled, for images of `size` rows.
 
     Args:
         name: as in `MODELS`.

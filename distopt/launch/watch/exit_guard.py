@@ -48,7 +48,7 @@ class ExitGuard:
     Attributes:
         communicators: to be closed at the end. Kept even if the script has dropped them, so that peers are notified.
         farewells: to be called afterwards.
-        others: reports the ends of other ranks, if there is such a watch.
+        others: reports the ends of other ranks; None without a watch.
     """
 
     def __init__(self) -> None:

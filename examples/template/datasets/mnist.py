@@ -20,7 +20,7 @@ def read(folder, name):
         if path.exists():
             with opened(path, "rb") as file:
                 content = bytearray(file.read())
-            return torch.frombuffer(content, dtype=torch.uint8, offset=4 + 4 * content[3])  # of so many dimensions
+            return torch.frombuffer(content, dtype=torch.uint8, offset=4 + 4 * content[3])  # content[3] dimensions
     raise UsageError(f"{folder} has no {name}; -data_dir names the folder that has, and -dataset synthetic needs none")
 
 
