@@ -1,4 +1,4 @@
-"""Architectures, data sets, trainers and so on: each is a file in its folder, named after the file."""
+"""Architectures, data sets, trainers and so on: each is a file in its folder, and its name is the file's."""
 
 import sys
 from importlib.util import module_from_spec, spec_from_file_location

@@ -151,7 +151,7 @@ MODELS = ("cnn", "mlp", "alexnet", *RESNETS, "xceptionnet")
 
 
 def build(name, classes=10, image_size=28, norm=layer.BatchNorm2d):
-    """Local. The network of that name from `MODELS`, not compiled, for images of `size` rows.
+    """Local. The network of that name from `MODELS`, not compiled, for images of `image_size` rows.
 
     Args:
         name: as in `MODELS`.
