@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """By name and step. Where a run goes on from a step, what runs before it wrote of later ones is not shown."""
+    """By name and step. If a run resumes from a step, later steps of earlier runs are not shown."""
     from tensorboardX.proto.event_pb2 import Event, SessionLog
 
     shown: dict[str, dict[int, float]] = defaultdict(dict)

@@ -1,4 +1,4 @@
-"""What every communicator must do. Each check is collective, runs on any number of ranks and is called twice."""
+"""Checks of every communicator. Each is collective, runs on any number of ranks and is called twice."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def all_values(comm: Communicator, count: int, dtype: str, salt: int = 0) -> lis
 
 
 def result(comm: Communicator, count: int, dtype: str, op: ReduceOp = "sum", salt: int = 0) -> Array:
-    """What reducing `values` of all ranks must give. Computed once for all counts: the oracle is slow."""
+    """The expected reduction of all ranks' `values`. Computed once for all counts: the oracle is slow."""
     results = _long_results(comm.topology.hosts, dtype, op)
     return documented(comm, *(whole[_window(count, salt)] for whole in results))
 
 
 def documented(comm: Communicator, flat: Array, by_host: Array) -> Array:
-    """That of two results which `comm.all_reduce` must give: large arrays may be reduced host by host, less a rest."""
+    """Combine both results as `comm.all_reduce` must: it may reduce large arrays host by host, except a remainder."""
     if comm.by_host_above_bytes is None or flat.nbytes <= comm.by_host_above_bytes:
         return flat
     even = flat.size // comm.topology.local_size * comm.topology.local_size
@@ -317,7 +317,7 @@ def check_ragged_outstanding(comm: Communicator) -> None:
     for i, (gather, exchange, reduce, array) in enumerate(kept):
         works: tuple[Work, ...] = (gather, exchange, reduce)
         for work in works:
-            while i % 2 and not work.done():  # ends, though nobody has waited yet
+            while i % 2 and not work.done():  # ends without a wait
                 pass
         for work in works:
             work.wait()
@@ -416,7 +416,7 @@ def check_messages(comm: Communicator) -> None:
         work.wait()
     collective.wait()
     assert (reduced == n * (n - 1) // 2).all()
-    # From whom it comes: rank 0 does not know, but the order of each rank's is kept. Of every type.
+    # Rank 0 receives from any source; messages of each rank stay in order. Of every type.
     for salt, dtype in enumerate(comm.dtypes):
         if rank == 0:
             seen = dict.fromkeys(others, 0)
@@ -430,7 +430,7 @@ def check_messages(comm: Communicator) -> None:
             assert set(seen.values()) <= {3}
         else:
             for i in range(3):
-                comm.send(values(rank, 1_001, dtype, salt=salt + i), 0, tag=salt, wire=dtype)  # nobody keeps the work
+                comm.send(values(rank, 1_001, dtype, salt=salt + i), 0, tag=salt, wire=dtype)  # the work is not kept
     comm.barrier()
     # A ring, each waiting in turn.
     if n > 1:
@@ -570,7 +570,7 @@ def check_find_nonfinite(comm: Communicator) -> None:
                 np.testing.assert_array_equal(host(array), expected, err_msg=f"{count}, {i}, {place}")
         work = comm.all_reduce(places.array("wire", np.full(5, np.nan, dtype)))
         work.wait()
-        assert work.nonfinite is None  # nobody has asked
+        assert work.nonfinite is None  # not requested
 
 
 def check_mixed_places(comm: Communicator) -> None:

@@ -1,4 +1,4 @@
-"""What a rank does with codecs, for ranks that are processes: importable by name."""
+"""A rank's steps with codecs, for ranks that are processes: importable by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every communicator must compute, in plain NumPy: one loop over the ranks, in rank order."""
+"""The reference for every communicator, in plain NumPy: one loop over the ranks, in rank order."""
 
 from __future__ import annotations
 

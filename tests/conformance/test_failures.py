@@ -1,4 +1,4 @@
-"""What ranks are told when something goes wrong, and that nothing is left behind."""
+"""The errors that ranks get when something fails; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_different_collectives_are_named_on_all_ranks(world_size: int, which: st
         assert outcome.text == "{fact}; {cure}".format(**outcome.fields)
         ours, theirs = sorted(outcome.fields["calls"], key=lambda call: call.rank)
         assert ours.rank < theirs.rank
-        assert theirs.rank == world_size - 1 or which == "wire memory"  # of which every rank wants another size
+        assert theirs.rank == world_size - 1 or which == "wire memory"  # every rank requests a different size
         assert [(one.rank, one.pid) for one in sorted(outcome.fields["ranks"])] == [
             (call.rank, outcomes[call.rank].pid) for call in (ours, theirs)
         ]

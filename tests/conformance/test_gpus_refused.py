@@ -16,7 +16,7 @@ from tests.emulation import activate, build
 from .ranks import LocalJob, run_ranks_ok
 
 SHARED = r"ranks 0 and 1 on .* would both use GPU .*, of 1 that rank 1 sees; start no more ranks than GPUs"
-# How the machine is, and the line that says so.
+# Machine states, and the log line for each.
 LACKS = {
     "one GPU": SHARED,
     "no memory": r"rank 1 \(.*\) cannot use GPU .* \(out of memory\); end the processes that nvidia-smi lists",

@@ -1,4 +1,4 @@
-"""Messages in shared memory: what goes wrong, and what goes on beside them."""
+"""Messages in shared memory: failures, and concurrent operations."""
 
 from __future__ import annotations
 

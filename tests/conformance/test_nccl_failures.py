@@ -1,4 +1,4 @@
-"""What ranks on GPUs are told when something goes wrong; over emulated CUDA and a stand-in for NCCL."""
+"""Errors that ranks on GPUs get when something fails; over emulated CUDA and a stand-in for NCCL."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def stall(job: LocalJob) -> list[str]:
     if job.topology.rank != 0:
         job.all_gather(b"")
         return []
-    comm.all_reduce(comm.xp.zeros(3)).wait()  # the host goes on; the device waits
+    comm.all_reduce(comm.xp.zeros(3)).wait()  # blocks the device, not the host
     time.sleep(HASTY.timeout + 1.0)
     with pytest.raises(TimeoutError, match=r"no result within 3 s") as info:
         comm.barrier()

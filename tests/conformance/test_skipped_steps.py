@@ -126,7 +126,7 @@ def check(world_size, codec_of, plan, cls=OracleCommunicator, **options):
 @codecs
 @pytest.mark.parametrize("seed", range(3))
 def test_training_goes_on_as_if_there_had_been_no_bad_step(codec, world_size, seed):
-    if isinstance(codec, Fp16 | BFloat16):  # infinity becomes the largest value, and is no bad gradient
+    if isinstance(codec, Fp16 | BFloat16):  # infinity becomes the largest value: not a bad gradient
         plan = [bad and (*bad[:2], np.nan) for bad in plan_of(seed, world_size)]
     else:
         plan = plan_of(seed, world_size)

@@ -22,7 +22,7 @@ TIMEOUT = 30.0
 
 @dataclass
 class Board:
-    """What the ranks have deposited for the collectives under way, by sequence number."""
+    """The ranks' posts for the collectives in progress, by sequence number."""
 
     world_size: int
     changed: threading.Condition = field(default_factory=threading.Condition)

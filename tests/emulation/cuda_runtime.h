@@ -5,7 +5,7 @@
 // gives a wrong result instead of a race that is lost once a year. Queries make progress, so that polling loops end.
 // New device memory is filled with NaN. Any thread may drive any stream; one task of a stream runs at a time.
 //
-// There are $DISTOPT_EMULATED_GPUS devices (default 8; 0: none; -1: no driver), of which CUDA_VISIBLE_DEVICES chooses.
+// There are $DISTOPT_EMULATED_GPUS devices (default 8; 0: none; -1: no driver); CUDA_VISIBLE_DEVICES restricts them.
 #pragma once
 
 #include <cstddef>

@@ -90,7 +90,7 @@ void record(Comm* comm, const char* format, ...) {
   std::fflush(comm->record);
 }
 
-// What the environment wants of this function; success if nothing.
+// Sleeps and returns as the environment asks; success by default.
 Result told(const char* function) {
   if (const std::string seconds = setting_of("FAKE_NCCL_SLEEP", function); !seconds.empty())
     std::this_thread::sleep_for(std::chrono::duration<double>(std::atof(seconds.c_str())));

@@ -21,7 +21,7 @@ constexpr std::size_t mailbox_bytes = 1 << 18;
 
 enum class Kind { all_reduce, reduce_scatter, all_gather, broadcast };
 
-// What all ranks must give alike.
+// Must be equal on all ranks.
 struct Call {
   Kind kind;
   std::size_t count;

@@ -137,7 +137,7 @@ BACKENDS = {
 
 
 def possible_backends(*, hosts: bool) -> dict[str, Backend]:
-    """Those of this machine's MPI: Open MPI connects ranks on several hosts by its mpiexec only."""
+    """Usable with this machine's MPI: Open MPI connects ranks on several hosts only by mpiexec."""
     return {
         name: backend
         for name, backend in BACKENDS.items()

@@ -134,7 +134,7 @@ class Job:
             reader.join()
 
     def end(self) -> list[str]:
-        """What the ranks have ended with."""
+        """The ranks' final digests."""
         codes = [agent.wait(patience(SECONDS)) for agent in self.agents]
         for reader in self._readers:
             reader.join()

@@ -4,8 +4,8 @@ python -m tests.faults.job START KIND PLACE WORLD_SIZE RANK DELAY FOLDER
 
 START: main (`distopt.launch.main`), raw (`multiprocessing.Process`, as in SINGA's documentation), rank (a launcher has
 started this process as a rank). RANK goes wrong, at PLACE: launch (before MPI_Init), start (before the ranks have met),
-inside (a collective) or between (two steps). DELAY: seconds into the collective. FOLDER: for what ranks tell of
-themselves.
+inside (a collective) or between (two steps). DELAY: seconds into the collective. FOLDER: for the ranks' own
+reports.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Rank:
         net(self.x, self.y)
 
     def may_go_on(self) -> bool:
-        """Whether `tests.faults.trials` ends the stall of a rank that nobody supervises."""
+        """Whether `tests.faults.trials` ends the stall of an unsupervised rank."""
         return Path(self.plan.folder, "go on").exists()
 
     def arrive(self, place: str) -> None:

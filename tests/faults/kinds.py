@@ -28,7 +28,7 @@ COUNT = 50_000  # elements of arrays in which ranks differ
 CODE = 3
 # Where a fault comes: before MPI_Init; before the ranks have met; between two steps; in a collective.
 LAUNCH, START, BETWEEN, INSIDE = PLACES = ("launch", "start", "between", "inside")
-# What must come of it: the job fails and names the rank; it fails; it goes on; it may do either, but not fail silently.
+# Required outcome: the job fails and names the rank; it fails; it continues; it may do either, but not fail silently.
 NAMED, ENDED, GOES_ON, MAY_GO_ON = "fails, names the rank", "fails", "goes on", "goes on, or fails and names the rank"
 
 
@@ -216,7 +216,7 @@ def other_order_of_optimizers(rank: Rank, faulty: bool) -> None:
 
 
 def call_from_two_threads(rank: Rank, faulty: bool) -> None:
-    """One of the threads is refused, or both calls are taken and the rank is one collective ahead."""
+    """A thread is refused, or both calls are accepted and the rank is one collective ahead."""
     barrier = rank.communicator.barrier
     if faulty:
         with ThreadPoolExecutor(1) as pool:
@@ -284,7 +284,7 @@ def wait_for_harm(rank: Rank) -> None:
     """The harm comes from outside: `tests.faults.trials` has read of it. Returns a second after the parent's end.
 
     A rank at "start" has not called distopt yet, which ends with its parent only from then on. Others are ended then,
-    but might finish first if they went on at once.
+    but might finish first if they resumed at once.
     """
     parent, deadline = os.getppid(), time.monotonic() + 60.0
     if threading.current_thread() is threading.main_thread():
@@ -300,7 +300,7 @@ def write_without_end(rank: Rank) -> None:
 
 ONE_HOST = "^(main|raw|mpiexec|run)"
 LAUNCHERS = {
-    # Nobody is left to be told.
+    # No recipient is left.
     "parent killed": Kind(wait_for_harm, ENDED, backends=f"{ONE_HOST}|hosts (mpi|hier)"),
     "interrupt": Kind(wait_for_harm, ENDED, says="KeyboardInterrupt|SIGINT|Ctrl-C", backends=ONE_HOST),
     "terminated": Kind(wait_for_harm, ENDED, backends=f"{ONE_HOST}|hosts (mpi|hier|run)"),

@@ -38,7 +38,7 @@ KEPT_KIB = {"mpi": 128}
 
 
 class Sample(NamedTuple):
-    """What this process holds, and the files in shared memory."""
+    """Resources of this process, and files in shared memory."""
 
     resident_kib: int
     descriptors: int
@@ -77,7 +77,7 @@ def soak(what: str, repeat: Callable[[int], int], count: int) -> None:
 
 
 def growth(samples: Sequence[Sample], kept_kib: int = 0) -> str:
-    """What grows from the second fifth of the samples to the last one; empty if nothing does."""
+    """The values that grow from the second fifth of the samples to the last; empty if none."""
     early, last = samples[len(samples) // 5], samples[-1]
     grown = [
         f"{name} from {before} to {now}"
@@ -111,7 +111,7 @@ def start_job(number: int) -> int:
 
 # -- collectives -------------------------------------------------------------------------------------------------------
 class Rank:
-    """A rank that goes on after errors."""
+    """A rank that survives errors."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend

@@ -1,4 +1,4 @@
-"""Whatever goes wrong on one rank, wherever: the others end within seconds, say why, and leave nothing behind.
+"""Any fault of one rank, at any place: the others end within seconds, say why, and leave nothing behind.
 
 `tests.faults.kinds` states what must come of each kind of fault. `python -m tests.faults` does many more trials.
 """
@@ -25,7 +25,7 @@ DRAWN = list(islice(draw(random.Random(SEED), KINDS, BACKENDS), 60))  # each kin
 
 
 def matrix() -> list[Trial]:
-    """What must not depend on the draw: ends with and without words, at each place on each transport of one host."""
+    """Fixed trials, not drawn: ends with and without a message, at each place on each transport of one host."""
     one_host = [name for name, backend in BACKENDS.items() if backend.hosts == 1]
     trials = [Trial(*case) for case in product(("SIGKILL", "exception"), one_host, (START, BETWEEN, INSIDE))]
     # More ranks: those that are neither the first nor the lost one, and a first rank that is lost.

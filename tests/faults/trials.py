@@ -30,7 +30,7 @@ TIMEOUT = 4.0  # DISTOPT_TIMEOUT of jobs with a stalled rank
 LONG = 100.0  # of all others, however busy the machine: none of them may get there
 SURVIVAL = 5.0  # that the survivors of a fault may live on
 LINK_SURVIVAL = 10.0  # of the loss of a link
-FINISH = 60.0  # for a job to begin, or to go on until its end
+FINISH = 60.0  # for a job to start, or to continue to its end
 LAUNCH_BACKENDS = [name for name, backend in BACKENDS.items() if backend.by_mpiexec and backend.hosts == 1]
 
 
@@ -58,7 +58,7 @@ class Trial(NamedTuple):
         """A trial of this kind with what is left to chance."""
         places = [place for place in KINDS[kind].places if place != LAUNCH or backend in LAUNCH_BACKENDS]
         size = rng.choice(BACKENDS[backend].sizes)
-        # What others see of a mistake of rank 0 is that they all differ from it.
+        # The others see a mistake of rank 0 only as their difference from it.
         rank = size - 1 if KINDS[kind].last else rng.randrange(1 if kind in MISTAKES else 0, size)
         return cls(kind, backend, rng.choice(places), size, rank, round(rng.uniform(0.0, 0.4), 2))
 
@@ -66,7 +66,7 @@ class Trial(NamedTuple):
     def waits(self) -> bool:
         """Whether nothing but the time-out ends the job."""
         kind, backend = KINDS[self.kind], BACKENDS[self.backend]
-        # MPI does not tell of such an end before the ranks have met; of a death between hosts, not always.
+        # MPI does not report such an end before the ranks have met, nor always a death between hosts.
         missed = (kind.leaves and backend.by_mpi) or (kind.silent and backend.hosts == 2)
         return kind.waits or self.place == LAUNCH or (missed and self.place == START)
 
@@ -85,11 +85,11 @@ def is_possible(kind: str, backend: str) -> bool:
 
 @dataclass
 class Outcome:
-    """What became of a trial.
+    """The outcome of a trial.
 
     Attributes:
-        seconds: from the fault, or from the time-out that must end the job, to the end of the last process; None if
-            the job goes on.
+        seconds: from the fault, or the time-out that must end the job, to the end of the last process; None if
+            the job continues.
         hangs: processes were still there when all had to be gone.
         unnamed: the output does not name the rank, which it had to but for what `explanation` says.
         left: files that remain in shared memory and in the folder for temporary files.
@@ -109,7 +109,7 @@ class Outcome:
 
     @property
     def faults(self) -> str:
-        """What did not hold."""
+        """The violations."""
         found = ["hangs"] * self.hangs + ["exit code 0"] * self.ends_well
         if self.unnamed and not explanation(self.trial):
             found.append("the rank is not named")
@@ -180,7 +180,7 @@ class Job:
         return float(at), int(pid)
 
     def missed(self) -> list[Gone]:
-        """The ranks of which one must be named."""
+        """The job must name one of these ranks."""
         ranks = []
         for path in self.told.glob("rank[0-9]"):
             pid, host = path.read_text().split()
@@ -272,7 +272,7 @@ def watch(job: Job, outcome: Outcome) -> None:
     limit = LINK_SURVIVAL if job.trial.kind in LINKS else SURVIVAL
     wait_for(lambda: not survivors(job, pid), limit + (job.timeout if job.trial.waits else 0.0), job, since=at)
     outcome.seconds = max(0.0, time.monotonic() - at - (job.timeout if job.trial.waits else 0.0))
-    if job.kind.waits:  # nobody may supervise it; once it can run it must end, too
+    if job.kind.waits:  # it may be unsupervised; once it can run it must end, too
         (job.told / "go on").touch()
     job.signal(signal.SIGCONT)
     wait_for(lambda: not job.pids(), SURVIVAL, job)
@@ -283,7 +283,7 @@ def running(job: Job) -> bool:
 
 
 def survivors(job: Job, pid: int) -> list[int]:
-    """Processes of the job, but for a stalled one that nobody supervises, and what waits for it."""
+    """Processes of the job, except an unsupervised stalled one and those that wait for it."""
     found = job.pids()
     if job.trial.kind == "unseen by mpiexec":  # the ranks alone; the launcher is stopped
         return [other for other, name in found.items() if name.startswith(sys.executable)]

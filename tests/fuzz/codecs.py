@@ -80,7 +80,7 @@ _few = st.lists(st.sampled_from(_CODECS), min_size=1, max_size=2)
 
 @st.composite
 def _with_codecs(draw):
-    """A program in which few codecs take turns, of which some differ only in their options."""
+    """A program in which few codecs take turns; some differ only in their options."""
     codecs = [*(draw(st.sampled_from(alike)) for alike in draw(_few) * 2), None]
     program = draw(_programs)
     return replace(program, steps=tuple(s._replace(codec=codecs[s.codec % len(codecs)]) for s in program.steps))
@@ -114,7 +114,7 @@ class OwnRank(Rank):
 
 
 class Record(NamedTuple):
-    """What a rank has after a step; arrays by parameter, states by the engine's names."""
+    """A rank's data after a step; arrays by parameter, states by the engine's names."""
 
     refused: bool
     buckets: list[list[str]]  # names of parameters

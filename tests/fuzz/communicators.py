@@ -206,7 +206,7 @@ def _wait(work, how):
 
 # -- the oracle --------------------------------------------------------------------------------------------------------
 def _expected(program):
-    """What every rank must have in the end: one step after the other."""
+    """Every rank's expected end state: one step after the other."""
     states = [_at_first(program, rank) for rank in program.members["world"]]
     for number, step in enumerate(program.steps):
         if isinstance(step, Message):

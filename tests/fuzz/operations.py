@@ -119,7 +119,7 @@ def _other_buckets(net, param):
         net.optimizer.bucket_elements = 5 if net.optimizer.bucket_elements > 5 else 1000
 
 
-# What a script does to a network, or to a parameter.
+# A script's edits of a network, or of a parameter.
 EDITS = {
     "gradient times 3": lambda net, param: param.grad is None or operator.imul(param.grad, 3.0),
     "gradient to NaN": lambda net, param: param.grad is None or param.grad.set_value(np.nan),

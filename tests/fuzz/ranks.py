@@ -23,7 +23,7 @@ START = 120.0  # seconds until all ranks are there, which import everything anew
 
 
 class Ranks:
-    """The ranks of one backend and world size, each of which runs `body(communicator, program)`."""
+    """The ranks of one backend and world size; each runs `body(communicator, program)`."""
 
     def __init__(self, backend, world_size, body):
         self._folder, ticket = tempfile.TemporaryDirectory(), secrets.token_hex(16)
@@ -44,7 +44,7 @@ class Ranks:
         self._ends = [end for _, end in sorted((end.recv(), end) for end in ends)]
 
     def run(self, program):
-        """What every rank's body has returned.
+        """The results of every rank's body.
 
         Raises:
             StalledError: a rank gives no answer.

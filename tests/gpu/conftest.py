@@ -8,7 +8,7 @@ from distopt.errors import MissingDependencyError
 
 @pytest.fixture(scope="session")
 def stack() -> GpuStack:
-    """What NCCL needs; creates no CUDA context, so that ranks may still be started."""
+    """The GPU stack; creates no CUDA context, so that ranks may still be started."""
     try:
         return gpu_stack()
     except MissingDependencyError as error:

@@ -1,4 +1,4 @@
-"""Parts of `first_gpu.py` that are no tests: python -m tests.gpu.first_parts NAME. Each is as small as it can be."""
+"""Parts of `first_gpu.py` other than tests: python -m tests.gpu.first_parts NAME. Each is as small as it can be."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _compiled(source: Path, folder: Path) -> tuple[list[int], list[str]]:
 
 
 def usage(report: str) -> tuple[list[int], list[str]]:
-    """What `ptxas -v` says: registers of each kernel, and a line for each that spills."""
+    """Parsed `ptxas -v`: registers of each kernel, and a line for each that spills."""
     registers, spilling = [], []
     for kernel in report.split("Compiling entry function ")[1:]:
         name = kernel.split("\n", 1)[0]

@@ -164,7 +164,7 @@ def test_nan_is_passed_on():
 
 
 def test_work_stays_on_the_current_stream():
-    """What another stream has not computed yet is not read, and results are there for what comes behind."""
+    """No data is read before another stream has computed it, and later work finds the results."""
     for stream in (cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream.null):
         given = [to_device(a) for a in parts((2, 3, 8, 9, 4, (3, 3), (1, 1), (1, 0)))]
         cupy.cuda.Device().synchronize()

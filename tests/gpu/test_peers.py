@@ -1,4 +1,4 @@
-"""Peers that are killed or stall while a GPU has more than 1,000 kernels to do: two ranks, on one GPU where need be.
+"""Peers that are killed or stall while a GPU has more than 1,000 kernels to do: two ranks, on one GPU if necessary.
 
 Two ranks on one GPU need NCCL 2.30 and the variables of `first_gpu.SHARING`.
 """
@@ -48,7 +48,7 @@ def lose(job: LocalJob, how: str, emulated: bool) -> float:
     for _ in range(LAUNCHES):
         array += 1
     work = comm.all_reduce(array)
-    work.wait()  # the host goes on; the device waits
+    work.wait()  # blocks the device, not the host
     for _ in range(LAUNCHES):
         array += 1
     with pytest.raises((CommunicatorError, TimeoutError), match="rank 1"):

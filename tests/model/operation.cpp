@@ -109,7 +109,7 @@ void Protocol::run(State& s, int r, int number) const {
 
 // -- staged -----------------------------------------------------------------------------------------------------------
 
-// What this rank had counted when the operation began.
+// This rank's count when the operation began.
 int Protocol::first(Signal signal, int number) const {
   int count = 0;
   for (int i = 0; i + 1 < number; ++i) {

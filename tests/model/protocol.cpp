@@ -1,11 +1,11 @@
-// The model: where it begins, how a rank goes on, what may happen to it, and what must hold.
+// The model: initial state, steps of a rank, what may happen to a rank, and what must hold.
 #include "protocol.h"
 
 #include <cstddef>
 
 namespace {
 
-// What a rank that is no more knew, so that equal ends are one state.
+// Clears what an ended rank knew, so that equal ends are one state.
 void forget(Rank& rank, At end) {
   const Byte left = rank.left;
   std::memset(&rank.call, 0, sizeof(Rank) - offsetof(Rank, call));
@@ -152,8 +152,8 @@ bool Protocol::eventful(const State& s) const {
 
 // -- what must hold ---------------------------------------------------------------------------------------------------
 
-// In every state: nobody sleeps on a word that has come, unless its owner is about to wake it. (An owner that was
-// killed in between wakes nobody; the limit of the sleep does.)
+// In every state: no rank sleeps on a word that arrived, unless its owner is about to wake it. (An owner that was
+// killed in between wakes none; the limit of the sleep does.)
 void Protocol::check(const State& s) const {
   for (int r = 0; r < n_; ++r) {
     if (s.rank[r].at != At::asleep || !reached(s, r)) continue;

@@ -116,7 +116,7 @@ enum class At : Byte {
 enum class Caller : Byte { start, wait, wait_after_slice };
 
 struct Rank {
-  // What the peers see.
+  // Visible to peers.
   Byte counters[4];
   Byte sequence[ring_size];
   Byte entry[ring_size];      // the operation whose arguments lie there
@@ -128,7 +128,7 @@ struct Rank {
   Byte staged_input[staging_buffers];   // tag of what was copied in
   Byte staged_result[staging_buffers];  // tag of what was reduced
   Byte array[arrays][max_ranks];        // tags of an array's parts, one for each rank
-  // What it knows itself.
+  // Private to the rank.
   Byte call;
   At at;
   Caller caller;
@@ -171,7 +171,7 @@ class Protocol {
  public:
   using State = ::State;
 
-  // `faults`: how often a rank is killed or gets an exception, at any step. A slice of sleep that ends although nobody
+  // `faults`: how often a rank is killed or gets an exception, at any step. A slice of sleep that ends though no rank
   // has gone leads back to where it began; with three ranks it makes several times as many states, so only two have it.
   Protocol(int ranks, Program program, int faults, Mutation mutation);
 
@@ -204,7 +204,7 @@ class Protocol {
   }
 
  private:
-  // What the arguments and the result of an operation look like, as tags.
+  // The arguments and the result of an operation, as tags.
   struct Contents {
     Byte in, out;
   };

@@ -1,4 +1,4 @@
-"""A script whose last rank forks a child, which ends as the second argument says; the ranks go on and end well.
+"""A script whose last rank forks a child that ends as the second argument says; the ranks continue and succeed.
 
 The first argument: number of ranks to start; 0: mpiexec has, and their transport is MPI.
 """

@@ -16,7 +16,7 @@ from tests.ranks.small_net import SMALL, parameters
 from tests.ranks.test_strategies import STRATEGIES
 
 CLASSES, BATCH = 5, 6
-BEFORE = 3  # steps that are no replays: two run as ever and one is captured, or on the CPU one and two
+BEFORE = 3  # steps without a replay: two run eagerly and one is captured, or on the CPU one and two
 
 
 class Net(model.Model):
@@ -97,7 +97,7 @@ def states(net: Net) -> np.ndarray:
 
 
 def equal_with_and_without(optimizer, train, key: str, **options) -> tuple[dict[str, np.ndarray], Net]:
-    """What `train(optimizer, net)` gives with graphs, after a check that it gives the same bits without."""
+    """Run `train(optimizer, net)` with graphs, after a check that it gives the same bits without."""
     results = []
     for use_graph in (False, True):
         own, net = build(optimizer, use_graph, **options)
@@ -215,7 +215,7 @@ def memory_goes(optimizer) -> dict[str, np.ndarray]:
 
 
 def wrong_label(optimizer) -> dict[str, np.ndarray]:
-    """A label that is no class is found in a replay as in any step; training goes on behind it."""
+    """A label outside the classes is found in a replay as in any step; training then continues."""
 
     def train(own, net):
         values = []

@@ -22,7 +22,7 @@ def work(rank: int, world_size: int, how: str) -> None:
 
 
 def hide_the_cause(rank: int) -> None:
-    """The parent sleeps while rank 1 ends without a word and rank 0 tells of the loss: it hears of both at once."""
+    """The parent sleeps while rank 1 ends silently and rank 0 reports the loss: it learns of both at once."""
     if rank == 1:
         os.kill(os.getppid(), signal.SIGSTOP)
         os._exit(3)

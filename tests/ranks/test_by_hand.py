@@ -14,7 +14,7 @@ from distopt.errors import GradientError, UsageError
 from tests.processes import Program
 from tests.ranks.small_net import on_ranks
 
-# What may be given to the methods in place of a tensor; all of them share its memory.
+# Arguments that the methods take in place of a tensor; all of them share its memory.
 FORMS = {
     "tensor": lambda t: t,
     "raw": lambda t: t.data,
@@ -120,7 +120,7 @@ def updates(optimizer) -> dict[str, np.ndarray]:
 
 
 def refused(optimizer) -> dict[str, np.ndarray]:
-    """What cannot be reduced is named in one line, before anything is staged, sent or changed."""
+    """A bad argument is named in one line, before anything is staged, sent or changed."""
     good, wide, strided = np.ones(4, np.float32), np.ones(4), np.ones(8, np.float32)[::2]
     fixed = np.ones(4, np.float32)
     fixed.flags.writeable = False

@@ -1,4 +1,4 @@
-"""What `distopt run` names as the cause when several ranks end: the first that ended otherwise than by its agent."""
+"""The cause that `distopt run` names when several ranks end: the first end that its agent did not cause."""
 
 from __future__ import annotations
 

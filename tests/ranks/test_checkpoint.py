@@ -1,4 +1,4 @@
-"""Jobs that are stopped or killed, and go on from their checkpoints: with as many ranks to the bit."""
+"""Stopped and killed jobs resume from their checkpoints: with as many ranks, bit for bit."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_killed_jobs_end_like_undisturbed_ones(tmp_path, strategy):
 
 # -- other numbers of ranks -------------------------------------------------------------------------------------------
 def a_part(optimizer, folder: str, strategy: str, stop: int) -> dict[str, np.ndarray]:
-    """The states that this rank goes on from, those after step `stop`, and the samples that it used in between."""
+    """The states that this rank resumes from, those after step `stop`, and the samples that it used in between."""
     job = Job(optimizer.communicator, strategy, folder, every=1)
     seeded = job.results()["notes"]
     job.checkpoint.resume()
@@ -190,7 +190,7 @@ def test_from_two_ranks_to_three_and_back(tmp_path, strategy, capfd):
                     np.testing.assert_array_equal(old[0], new)
             differed += any((array != old[0]).any() for array in old)
         assert differed > 2, "nothing was to be averaged"
-    # Augmentation: ranks 0 and 1 go on in their own streams; rank 2 draws from its own. Dropout's stream is common.
+    # Augmentation: ranks 0 and 1 continue their own streams; rank 2 draws from its own. Dropout's stream is common.
     for rank in (0, 1):
         for before, after in pairwise(parts):
             assert generator(before[rank], "ended notes", "noise") == generator(after[rank], "notes", "noise")

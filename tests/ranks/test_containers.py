@@ -62,7 +62,7 @@ def memories(tmp_path) -> list[list[str]]:
 
 @pytest.fixture
 def memory(memories) -> list[str]:
-    """That of one host."""
+    """For one host."""
     return memories[0]
 
 

@@ -79,7 +79,7 @@ def enter(rank, world_size, tickets, folder, body) -> None:
 
 
 def run(factory, world_size, body, cases) -> dict[str, list[str]]:
-    """What each rank said at its end, by case."""
+    """Each rank's outcome, by case."""
     folder = factory.mktemp("ends")
     launch.spawn(enter, world_size, ({case: singa_wrap.NcclIdHolder() for case in cases}, str(folder), body))
     ends = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
@@ -104,7 +104,7 @@ def ends(request, once, tmp_path_factory):
 
 
 def assert_named(ends: list[str], *parts: str) -> None:
-    """Whether every rank has an error that names the last rank, and says so."""
+    """Every rank's error must name the last rank and contain `parts`."""
     for end in ends:
         for part in (f"rank {len(ends) - 1} (", *parts):
             assert part in end, ends
@@ -118,7 +118,7 @@ def sgd(**changes):
     return opt.SGD(**{"lr": 0.05, "momentum": 0.5, **changes})
 
 
-# What the last rank has instead of `sgd()`, and what the message says.
+# The last rank's rule instead of `sgd()`, and a part of the message.
 OTHER_RULES = {
     "lr": (lambda: sgd(lr=0.05000001), "lr is 0.05000001 there, 0.05 on rank 0;"),
     "momentum": (lambda: sgd(momentum=0.25), "momentum is 0.25 there, 0.5 on rank 0;"),
@@ -148,7 +148,7 @@ def assign(name, value):
     return lambda optimizer: setattr(optimizer, name, value)
 
 
-# What the last rank does before step `LATER`, and what the message says.
+# The last rank's change before step `LATER`, and a part of the message.
 CHANGES = {
     "lr": (assign("lr", 0.01), "now lr = 0.01; "),
     "lr of one step": (assign("lr_value", 0.03), "now lr = 0.03; "),
@@ -192,7 +192,7 @@ def flip(array, bit):
     array.reshape(-1)[-1:].view(np.uint32)[...] ^= np.uint32(1 << bit)
 
 
-# What happens to linear1.W of the last rank.
+# Changes to linear1.W of the last rank.
 SPOILED = {
     "a low bit": lambda param: flip(param.array, 8),
     "sign": lambda param: flip(param.array, 31),
@@ -228,7 +228,7 @@ def test_parameters_that_differ_on_one_rank_are_named_within_so_many_steps(ends,
 
 
 def loaded_alone(create, odd, way):
-    """What a script does that loads states on one rank only, after `compile`."""
+    """As in a script that loads states on one rank only, after `compile`."""
     trainer = Trainer(create(sgd()), way)
     if odd:
         flip(trainer.net.linear2.b.array, 3)
@@ -261,7 +261,7 @@ def test_another_tensor_than_was_attached_is_named(ends, way, world_size):
 
 
 def allowed(create, odd, what):
-    """What is no drift: nothing raises."""
+    """Allowed changes: nothing raises."""
     every, way = {"unchecked": 0}.get(what, 1), "partial" if "partial" in what else "fp32"
     trainer = Trainer(create(sgd(lr=opt.CosineDecay(0.05, 9)), check_every=every), way)
     for number in range(STEPS):

@@ -94,7 +94,7 @@ class SlowWay:
                 near, _ = self._listener.accept()
                 try:
                     far = socket.create_connection(("127.0.0.1", self._to))
-                except OSError:  # nobody listens yet
+                except OSError:  # no listener yet
                     near.close()
                     continue
                 self._sockets += [near, far]
@@ -174,7 +174,7 @@ def test_nodes_meet_though_a_fifth_of_the_packets_is_lost(net):
 # -- words -------------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_rank_0_does_not_lose_itself():
-    """What it has started, to hear of the other ranks, is killed."""
+    """Its helpers, which watch the other ranks, are killed."""
     programs = [Program([sys.executable, SCRIPT, "stay"], slurm(rank, 2, "here", 1)) for rank in range(2)]
     for program in programs:
         program.read_lines(1)

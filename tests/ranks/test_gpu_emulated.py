@@ -19,7 +19,7 @@ from tests.ranks.test_strategies import STRATEGIES
 from tests.users_rules import ByApply
 
 STEPS = 6
-# NCCL adds 16-bit numbers as such, where our own transports widen them.
+# NCCL adds 16-bit numbers in 16 bits; our own transports widen them.
 TOLERANCE = {"all_reduce_half": 5e-3, "fp16": 3e-4, "fp16 scaled": 3e-4, "bf16": 3e-3}
 
 
@@ -87,7 +87,7 @@ def by_hand(optimizer) -> dict[str, np.ndarray]:
 
 
 def wrong_label(optimizer) -> dict[str, np.ndarray]:
-    """The rank that has it says so, and the other that its gradients are no numbers; nothing is learnt."""
+    """The rank that has it names it, the other names that rank's bad gradients; nothing is learnt."""
     net = small_net.build(optimizer)
     before = parameters(net)
     x, y = small_net.batch(0, optimizer.global_rank, optimizer.device)

@@ -21,7 +21,7 @@ TORCH = ["-m", "tests.torch.resumed", "--every", "1000"]
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Job]]:
-    """What starts a job, which ends with the test."""
+    """Starts a job, which ends with the test."""
     with contextlib.ExitStack() as stack:
 
         def started(*commands: list[str]) -> Job:

@@ -1,4 +1,4 @@
-"""Ranks that torchrun or srun numbered and nobody connected: on one host, and on two that are network namespaces."""
+"""Ranks that torchrun or srun numbered but did not connect: on one host, and on two that are network namespaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job leaves behind that ends badly: no files of MPICH, no processes that ranks have started."""
+"""A job that fails leaves nothing behind: no files of MPICH, no processes that ranks have started."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def filter_gone(net) -> None:
 
 
 def assert_goes_on_or_says_why(programs: list[Program], seconds: float) -> None:
-    """What has not ended after so many seconds goes on, and is ended."""
+    """A job still running after `seconds` continues, and is ended."""
     try:
         programs[0].process.wait(seconds)
     except subprocess.TimeoutExpired:

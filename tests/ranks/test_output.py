@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow(kept=1)  # seconds a case
 
 RUN = [sys.executable, "-m", "distopt", "run", "--nproc-per-node", "2"]
 
-# Writes without end; on SIGUSR1, says so in a file, as one that saves its state.
+# Writes without end; on SIGUSR1, creates a file, as if to save its state.
 CHATTER = """
 import os, signal, sys
 from pathlib import Path
@@ -50,7 +50,7 @@ for _ in range(2000):
 Path(sys.argv[1], os.environ["RANK"]).touch()
 """
 
-# 60 lines to each stream, of which nobody may see one, and a file that says that the rank has come to its end.
+# Writes 60 lines to each stream, none of which may be shown, and creates a file at its end.
 QUIET = """
 import os, sys
 from pathlib import Path
@@ -74,7 +74,7 @@ def folder(tmp_path):
 
 
 def chatter(tmp_path, folder, how: str = "", text: str = CHATTER) -> Program:
-    """A job of two ranks that write, whose output nobody reads, once there is no more room for it."""
+    """A job of two ranks that write, with unread output, once there is no more room for it."""
     script = tmp_path / "chatter.py"
     script.write_text(text)
     program = Program(redirected(how, [*RUN, str(script), str(folder)]))

@@ -1,4 +1,4 @@
-"""Jobs that a signal ends: all ranks leave after the same step, whichever of them it reached, and the job goes on."""
+"""Jobs that a signal ends: all ranks leave after the same step, whichever rank it reached, and the job resumes."""
 
 from __future__ import annotations
 

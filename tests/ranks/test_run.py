@@ -82,7 +82,7 @@ def test_scripts_of_pytorch_run_as_they_are():
 
 
 def test_the_port_of_the_store_is_kept_for_it():
-    """The kernel gives it to nobody else, but PyTorch's store, which sets SO_REUSEADDR, can listen there."""
+    """The kernel does not reassign it, but PyTorch's store, which sets SO_REUSEADDR, can listen there."""
     ended = start(1, SCRIPT, "port").end()
     assert ended.stdout.splitlines() == [
         "with SO_REUSEADDR 0: Address already in use",

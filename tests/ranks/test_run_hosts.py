@@ -109,7 +109,7 @@ def test_a_lost_agent_takes_all_with_it(net, lost):
 
 @pytest.mark.slow
 def test_a_cut_link_ends_both_hosts_within_10_seconds(net):
-    del net  # it shall stay whole; if there is one, there can be two
+    del net  # it must stay intact; if there is one, there can be two
     with two_hosts("cut") as other:
         programs = on_two_hosts(other, LAUNCHED, "stay")
         for program in programs:
@@ -141,7 +141,7 @@ def node(port: int, *words: str, nodes: int = 2, env: dict[str, str] | None = No
 
 
 def wait_for(port: int) -> None:
-    """Until somebody listens there."""
+    """Wait until it has a listener."""
     deadline = time.monotonic() + patience(10.0)
     with socket.socket() as probe:
         while probe.connect_ex(("127.0.0.1", port)) != 0:

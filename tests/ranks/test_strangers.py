@@ -85,7 +85,7 @@ def test_names_that_another_user_has_taken_are_told_and_others_are_used(names):
 
 @pytest.mark.slow
 def test_a_scan_of_all_ports_does_not_disturb_a_job_at_work(net):
-    """Every port of the host of rank 0 is connected to, and gets words that are no distopt's."""
+    """A scan connects to every port of rank 0's host, and sends bytes that are not distopt's."""
     meet = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].address}:29451"]
     run = [sys.executable, "-m", "distopt", "run", *meet, SCRIPT, "stay"]
     env = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "wire"}

@@ -52,7 +52,7 @@ def every_rule(optimizer, makes) -> dict[str, np.ndarray]:
     for make in makes:
         for options in [*((option,) for option in OPTIONS), OPTIONS]:
             if make is ByApply and options is OPTIONS:
-                continue  # what it keeps to itself, nobody can average after partial updates
+                continue  # its private state cannot be averaged after partial updates
             results[f"{make.__name__} {options}"] = trained(optimizer.communicator, make(schedule()), options)
         results[f"{make.__name__} by hand"] = by_hand(optimizer.communicator, make(schedule()))
     return results

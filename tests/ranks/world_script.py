@@ -119,7 +119,7 @@ def every_layout(world) -> None:
                     assert result.flags.writeable
                     np.testing.assert_array_equal(result, results[key], err_msg=f"{name} {key}")
                     if result.size:
-                        result[...] = np.zeros(1, result.dtype)[0]  # a result's memory is nobody else's
+                        result[...] = np.zeros(1, result.dtype)[0]  # a result's memory is not shared
                 assert array.tobytes() == before, name
 
 

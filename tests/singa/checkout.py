@@ -93,6 +93,6 @@ def find_mpiexec() -> str:
 
 
 def last_line(text: str) -> str:
-    """What a program said last: the error, for one that failed."""
+    """A program's last line: the error, for one that failed."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no output"

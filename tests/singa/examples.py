@@ -33,7 +33,7 @@ ACCURACY = re.compile(r"Evaluation accuracy = ([-+.\w]+)")
 
 @dataclass
 class Result:
-    """What came of a run."""
+    """A run's outcome."""
 
     run: Run
     trouble: str  # empty if all is well

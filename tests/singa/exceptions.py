@@ -15,7 +15,7 @@ EXCEPTIONS = {
     },
 }
 
-# Those that fail with NumPy 2.4 and later only.
+# Failures with NumPy 2.4 and later only.
 EXCEPTIONS_OF_NUMPY_2_4 = {
     "test_operation.py": {
         "passes an array of one element to numpy.arange, which NumPy 2.4 refuses": "test_onehot_cpu",

@@ -1,4 +1,4 @@
-"""What tests/singa/scripts runs: SINGA's example scripts with their options, and all that is changed in their files."""
+"""The runs of tests/singa/scripts: SINGA's example scripts with their options, and all changes to their files."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Run:
         data: which data sets; see data.py.
         equal: whether the ranks must end with the same parameters.
         trains: whether the script calls the optimizer.
-        resumes: whether the run goes on from the checkpoint of the one before.
+        resumes: whether the run resumes from the checkpoint of the one before.
         breaks: the end of the error with which the run ends, because of a fault of the script.
     """
 
@@ -151,7 +151,7 @@ def mlp() -> Iterator[Run]:
     for precision in ("", " -p float16"):
         yield Run("mlp", "native.py" + precision, losses=11)
         for graph in ("", " -g"):
-            # It passes 'fp32', which is no option of its own model: the optimizer is never called.
+            # It passes 'fp32', an option that its own model lacks: the optimizer is never called.
             yield Run("mlp", "model.py" + graph + precision, losses=11, trains=False)
 
 
@@ -159,7 +159,7 @@ def others() -> Iterator[Run]:
     """GANs, which use a graph twice, a machine without `autograd`, copies of the MLP, and images of cells."""
     for name in ("vanilla.py", "lsgan.py"):
         yield Run("gan", f"{name} mnist.pkl.gz")
-    # It computes its gradients itself, and hands them to `Optimizer.apply`, which nobody watches.
+    # It computes its gradients itself, and hands them to `Optimizer.apply`, which is not watched.
     yield Run("rbm", "train.py {data}/mnist/mnist.pkl.gz", ranks=0, trains=False)
     for folder in ("msmlp", "ms_model_mlp", "msmodel_mlp"):
         yield Run(folder, "native.py", losses=11)

@@ -41,7 +41,7 @@ ALLOWED_SHARE = {"test_tensor.py": 0.25, "test_operation.py": 0.25}  # of the ca
 
 @dataclass
 class Report:
-    """What became of the cases of one file."""
+    """Outcomes of the cases of one file."""
 
     file: str
     ranks: int | None
@@ -68,7 +68,7 @@ def method_of(case: str) -> str:
 
 
 def run_file(folder: Path, file: str, ranks: int | None, variables: dict[str, str]) -> Report:
-    """Run all cases of a file; go on behind a case that ends the process."""
+    """Run all cases of a file; resume after a case that ends the process."""
     report = Report(file, ranks, find_cases(folder / file))
     remaining = report.cases
     while remaining:
@@ -89,7 +89,7 @@ def run_once(
 ) -> tuple[dict[str, tuple[str, str]], str]:
     """Run cases in one job; the outcomes by case, and what to say of those that have none.
 
-    A case passes if it passes on every rank. One that was started and not finished has failed.
+    A case passes if it passes on every rank, and fails if it was started and not finished.
     """
     with tempfile.TemporaryDirectory() as records:
         worker = [sys.executable, str(HERE / "cases.py"), Path(file).stem, records, str(CASE_SECONDS), *cases]
@@ -127,7 +127,7 @@ def listed_cases(numpy: str) -> dict[str, dict[str, str]]:
 
 
 def faults_of(reports: list[Report], listed: dict[str, dict[str, str]]) -> list[str]:
-    """Everything because of which the exit code is not 0."""
+    """All reasons for an exit code other than 0."""
     faults = []
     for report in reports:
         own = listed.get(report.file, {})

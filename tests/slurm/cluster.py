@@ -70,7 +70,7 @@ PartitionName=main Nodes=node[1-2] Default=YES PriorityTier=1 GraceTime=20
 PartitionName=urgent Nodes=node[1-2] PriorityTier=2 PreemptMode=OFF
 """
 
-# What a process needs to see the machine as the host does. /sys must be mounted anew to show the interfaces of the
+# Lets a process see the machine as the host does. /sys must be mounted anew to show the interfaces of the
 # network namespace, but the control groups of the machine are needed in it. Names in /dev/shm must not meet.
 _ENTER = """\
 #!/bin/sh -e
@@ -127,7 +127,7 @@ class Cluster:
         )
 
     def bytes_sent(self) -> dict[str, int]:
-        """What each node has sent through its interface since the cluster was started."""
+        """Bytes sent by each node through its interface since the cluster was started."""
         command = ["ip", "-json", "-stats", "link", "show", LINK]
         return {node: json.loads(self.run(command, host=node).stdout)[0]["stats64"]["tx"]["bytes"] for node in NODES}
 

@@ -113,7 +113,7 @@ TEMPLATE_CASES = (
 
 @dataclass(frozen=True)
 class Ending:
-    """What became of a job.
+    """The outcome of a job.
 
     Attributes:
         output: of all its runs.
@@ -129,7 +129,7 @@ class Ending:
 
     @property
     def resumed_at(self) -> list[str]:
-        """The steps from which it went on."""
+        """The steps from which it resumed."""
         return re.findall(r"^Going on from \S+ \(step (\d+),", self.output, re.MULTILINE)
 
 

@@ -151,7 +151,7 @@ TEMPLATE_WAYS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a way came to.
+    """A way's outcome.
 
     Attributes:
         output: of the job.
@@ -212,7 +212,7 @@ def digits_of(output: str) -> list[str]:
 
 
 def least_wire_bytes(ranks: int) -> int:
-    """What a node must send to another: of every step, as much as one gradient."""
+    """The least that a node must send to another: one gradient in every step."""
     return EPOCHS * (TRAIN // (BATCH * ranks)) * GRADIENT_BYTES
 
 

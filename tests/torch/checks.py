@@ -1,4 +1,4 @@
-"""What the ranks of a group check, against what one process computes. Run by test_collectives.py.
+"""Checks of a group on its ranks, against the results of one process. Run by test_collectives.py.
 
     python -m tests.torch.checks RANKS
 
@@ -388,7 +388,7 @@ def check_bytes_between_hosts(r: Ranks) -> None:
 
 
 def sent_bytes() -> int:
-    """What this host has sent to the other, headers included."""
+    """Bytes that this host sent to the other, with headers."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith(f"{LINK}:"))
 
@@ -583,7 +583,7 @@ def check_operations_in_flight(r: Ranks) -> None:
 
 
 def check_an_operation_goes_on_without_a_wait(r: Ranks) -> None:
-    """Whoever starts one and then computes finds that it has ended."""
+    """It ends while the rank that started it computes."""
     for _ in range(3):
         works = [dist.all_reduce(torch.ones(200_000), async_op=True) for _ in range(3)]
         deadline = time.monotonic() + 30
@@ -724,7 +724,7 @@ def check_names(r: Ranks) -> None:
 
 
 def check_abilities(r: Ranks) -> None:
-    """What PyTorch asks, of the group and, from 2.14 on, of the backend that C++ knows."""
+    """PyTorch's queries of the group and, from 2.14 on, of the backend that C++ knows."""
     group = dist.group.WORLD
     asked = [group]
     if VERSION >= (2, 14):
@@ -937,7 +937,7 @@ def check_ddp(r: Ranks) -> None:
 
 
 def reference_cnn() -> torch.nn.Module:
-    """That of the examples: 431,080 parameters."""
+    """The examples' CNN: 431,080 parameters."""
     torch.manual_seed(3)
     return torch.nn.Sequential(
         *(torch.nn.Conv2d(1, 20, 5), torch.nn.ReLU(), torch.nn.MaxPool2d(2)),
@@ -998,7 +998,7 @@ def steps_of_ddp(
     clips: bool = False,
     **options: object,
 ) -> list[torch.Tensor]:
-    """What a rank has after training as users do: parameters, and the last gradients."""
+    """A rank's result after training as users do: parameters, and the last gradients."""
     kept, arrays = [], []
     models = [DistributedDataParallel(net(), process_group=group, bucket_cap_mb=0.5, **options) for group in groups]
     optimizers = [torch.optim.SGD(model.parameters(), 0.02, momentum=0.9) for model in models]
@@ -1117,7 +1117,7 @@ def check_discarded_models(r: Ranks) -> None:
 
 
 def check_abandoned_backward_pass(r: Ranks) -> None:
-    """What it has started does not reach the gradients of the next."""
+    """The work it started does not reach the gradients of the next."""
 
     class Break(torch.autograd.Function):
         @staticmethod
@@ -1162,7 +1162,7 @@ class Breaking(torch.nn.Module):
 
 
 def check_backward_without_a_thread(r: Ranks) -> None:
-    """On one host, whoever computes a backward pass also carries out what it has started."""
+    """On one host, the thread of a backward pass also carries out its operations."""
     if len(r.counts) > 1:  # a thread keeps the network busy
         return
     carry_out, threads = PendingWork.carry_out, []
@@ -1343,7 +1343,7 @@ def check_compiled_collectives(r: Ranks) -> None:
 
 
 def check_builtin_hooks(r: Ranks) -> None:
-    """Those of C++, which ask for futures that hold a list of C++."""
+    """Hooks in C++, which ask for futures that hold a C++ list."""
 
     def gradients(group: dist.ProcessGroup, kind: dist.BuiltinCommHookType) -> list[torch.Tensor]:
         # The model goes before its group is destroyed: if it holds the last reference to a group of Gloo, PyTorch 2.13

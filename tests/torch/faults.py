@@ -125,7 +125,7 @@ def trial(seed: int, net: TwoHosts | None, folder: str) -> list[str]:
 
 
 def gathered(out: Queue[tuple], count: int, seconds: float) -> list[tuple]:
-    """What `count` ranks say, or as many as do within the time."""
+    """Reports of `count` ranks, or of as many as come in time."""
     deadline = time.monotonic() + patience(seconds)
     said: list[tuple] = []
     with suppress(queue.Empty):

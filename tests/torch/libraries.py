@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def run(name: str, backend: str) -> list[str]:
-    """What the ranks print last; "failed" in place of one that has."""
+    """The last word of each rank; "failed" for one that failed."""
     with tempfile.TemporaryDirectory() as folder:
         variables = {"WORLD_SIZE": str(SIZE), "OMP_NUM_THREADS": "1"}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # accelerate looks whether they are there

@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch's objects: disturbed jobs go on to the bit, and states that do not fit are refused."""
+"""Checkpoints of PyTorch's objects: disturbed jobs resume bit for bit, and mismatched states are refused."""
 
 from __future__ import annotations
 

@@ -103,5 +103,5 @@ def test_ranks_of_mpiexec(net: TwoHosts) -> None:
 
 
 def lines_of(ended: list[Ended]) -> list[str]:
-    """What ranks have said, without the marks of `distopt run` and mpiexec."""
+    """The ranks' lines, without the marks of `distopt run` and mpiexec."""
     return [line[line.index("rank", line.find("] ") + 1) :] for one in ended for line in one.stdout.splitlines()]

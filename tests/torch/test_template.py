@@ -1,4 +1,4 @@
-"""examples/template: its command lines, files that are added to it, jobs that go on, and errors of one line."""
+"""examples/template: its command lines, files added to it, jobs that resume, and errors of one line."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_a_neighbour_in_the_same_memory_is_another_value():
 
 
 class Strided(Operation):
-    """Adds up some elements, times a factor, of which its gradient needs them."""
+    """Adds up some elements, times a factor whose gradient needs them."""
 
     def __init__(self, part):
         self.part = part

@@ -87,7 +87,7 @@ class Rank:
 
 
 def run(folder, steps, world_size=RANKS, **options) -> None:
-    """A job that goes on from `folder`, or starts anew, and ends well."""
+    """A job that resumes from `folder`, or starts anew, and ends well."""
 
     def body(comm):
         own = Rank(comm, folder, **options)
@@ -99,7 +99,7 @@ def run(folder, steps, world_size=RANKS, **options) -> None:
 
 
 def assert_goes_on(folder, step, world_size=RANKS) -> None:
-    """A job goes on from that step; 0: it starts anew."""
+    """A job resumes from that step; 0: it starts anew."""
 
     def body(comm):
         own = Rank(comm, folder)
@@ -298,7 +298,7 @@ def test_the_copy_is_made_before_training_goes_on(tmp_path, monkeypatch):
         own = Rank(comm, tmp_path)
         own.checkpoint.resume()
         own.step()
-        own.weights.shared += 100  # training goes on
+        own.weights.shared += 100  # more training
         own.array += 100
         own.noise.random(50)
         second = threading.Thread(target=own.checkpoint.step)
@@ -386,7 +386,7 @@ def test_without_a_folder_nothing_happens(tmp_path, monkeypatch):
 
 # -- what is refused --------------------------------------------------------------------------------------------------
 def assert_refused(folder, *reasons: str, caplog) -> None:
-    """A job of two ranks refuses checkpoint 3, says why in one line, and goes on from checkpoint 2."""
+    """A job of two ranks refuses checkpoint 3, says why in one line, and resumes from checkpoint 2."""
     caplog.clear()
     assert_goes_on(folder, 2)
     said = [record.getMessage() for record in caplog.records]
@@ -650,7 +650,7 @@ def test_refused_checkpoints_are_replaced(copy):
 
 
 def test_files_of_a_killed_run_do_not_complete_a_later_one(tmp_path):
-    """Killed between two ranks, twice, at the same step: what is there of both runs is no checkpoint."""
+    """Killed between two ranks, twice, at the same step: the files of both runs are not a checkpoint."""
     run(tmp_path, 2)
     first = (tmp_path / step_name(2) / FILES[2]).read_bytes()
     (tmp_path / step_name(2) / FILES[2]).unlink()

@@ -1,4 +1,4 @@
-"""What codecs refuse, and how they are named."""
+"""Codecs: refused arguments, and names."""
 
 import pickle
 

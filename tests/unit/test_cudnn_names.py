@@ -23,7 +23,7 @@ from tests import emulation
 from distopt.nn.kernels import gpu_cudnn
 """
 
-# Up to its validation, a graph needs no driver if it is told what the device would be, and given a handle that is none.
+# Up to its validation, a graph needs no driver if it gets the architecture of a device and a dummy handle.
 GRAPHS = (
     BEGIN
     + """

@@ -44,7 +44,7 @@ def test_a_missing_barrier_in_a_sum_gives_a_wrong_one(library, barriers, launche
     numbers, sums = np.arange(1024, dtype=np.int32), np.zeros(4, np.int32)
     for _ in range(launches):
         library.run_tree(barriers, pointer(numbers), pointer(sums), 4, 0)
-    assert not sums.any()  # nothing runs before somebody waits
+    assert not sums.any()  # nothing runs before a wait
     library.synchronize(0)
     right = sums == numbers.reshape(4, 256).sum(axis=1)
     assert right.all() if barriers else not right.any()

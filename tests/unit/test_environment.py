@@ -1,4 +1,4 @@
-"""What a process inherits: closed streams, ignored signals, a /proc without what others have there."""
+"""Inherited conditions: closed streams, ignored signals, an incomplete /proc."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people get wrong when they first start ranks: a real script each, ended at once, with one line that helps."""
+"""Users' first mistakes in starting ranks: a real script each, ended at once, with one line that helps."""
 
 from __future__ import annotations
 

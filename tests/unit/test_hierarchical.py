@@ -37,7 +37,7 @@ def test_conformance(backend, order, hosts, checks):
 
 
 def told(stdout: str) -> list[tuple[str, str]]:
-    """What every rank said: the backend, and the rest."""
+    """Every rank's line: the backend, and the rest."""
     return re.findall(r"^rank \d on \S+ over (\w+): (.*)$", stdout, re.MULTILINE)
 
 

@@ -258,7 +258,7 @@ def test_a_node_that_is_lost_gets_all_from_the_others(nodes, lost):
 
 
 def test_states_that_another_rank_lacks_do_not_keep_their_slot(nodes):
-    """One of each node is killed while it keeps the states that also go to the other node."""
+    """A rank per node is killed while it keeps the states that also go to the other node."""
     torn = 1 + _FAR_EVERY
 
     def go_on(rank: int, memory: Memory) -> None:

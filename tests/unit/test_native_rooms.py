@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).parents[2] / "csrc"
-# What each room may include besides itself; an entry with a slash is one file.
+# Other rooms that a room may include; an entry with a slash is one file.
 ALLOWED = {
     "base": set(),
     "host": {"base"},
@@ -32,7 +32,7 @@ def includes_of(folder: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 def violations(sources: dict[str, list[tuple[str, str]]]) -> list[str]:
-    """What breaks the rules, one line each."""
+    """Violations of the rules, a line each."""
     found = []
     for source, includes in sources.items():
         room = source.split("/")[0]

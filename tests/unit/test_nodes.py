@@ -1,4 +1,4 @@
-"""What the owner of the endpoint of `distopt run` decides from what agents say."""
+"""Decisions of the owner of `distopt run`'s endpoint on agents' messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GONE = Failure(3, 1, "node 1 has ended", is_final=True)
 
 
 class OneNode:
-    """An owner whose only node is a list of what it is told."""
+    """An owner whose only node is a list of sent messages."""
 
     def __init__(self, restarts=0, *, heal=False):
         self.told = []

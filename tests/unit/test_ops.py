@@ -108,7 +108,7 @@ def test_conv2d(isa, dtype, case, with_bias, relu):
 
 @pytest.mark.parametrize("case", WINOGRAD[:-1])
 def test_error_of_winograd(isa, case):
-    """What csrc/cpu/conv/winograd.h says of its precision."""
+    """The precision that csrc/cpu/conv/winograd.h states."""
     n, c, h, w, m, kernel, stride, padding = case
     x, weight = array((n, c, h, w), "float32"), array((m, c, *kernel), "float32", 1)
 

@@ -19,7 +19,7 @@ SETTINGS = {
     "rmsprop": [{"lr": 0.01, "rho": 0.9}, {"lr": 0.01, "rho": 0.7, "eps": 1e-4, "weight_decay": 0.1}],
     "adagrad": [{"lr": 0.1}, {"lr": 0.1, "eps": 1e-4, "weight_decay": 0.1}],
 }
-# What a rule takes, in order, with the values of settings that do not say.
+# Each rule's arguments, in order, with their default values.
 VALUES = {
     "sgd": {"lr": 0.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
     "adam": {"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},

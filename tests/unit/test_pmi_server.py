@@ -1,4 +1,4 @@
-"""The key-value server of MPICH's ranks: what it answers, whom it refuses, and that it tells of lost ranks."""
+"""The key-value server of MPICH's ranks: its answers, its refusals, and its reports of lost ranks."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from distopt.launch.join.pmi import Member, ports
 from distopt.launch.watch.server import Server
 from distopt.launch.watch.watch import Watch
 
-KEY = os.getpid().to_bytes(32, "big")  # of which the ports follow: other workers have others
+KEY = os.getpid().to_bytes(32, "big")  # determines the ports: other workers have others
 
 
 class Rank(Member):
@@ -127,7 +127,7 @@ def test_rank_that_has_left_is_not_missed():
         time.sleep(0.1)
         assert ranks[0].ask("cmd=get_universe_size") == "cmd=universe_size size=2 rc=0"
         Watch.leave(ranks[0])
-        with pytest.raises(ConnectionError):  # nobody is left to serve
+        with pytest.raises(ConnectionError):  # no ranks left to serve
             ranks[0].told()
         ranks[0].hang_up()
 

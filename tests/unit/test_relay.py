@@ -1,4 +1,4 @@
-"""What becomes of the output of a rank under `distopt run`."""
+"""The path of the output of a rank under `distopt run`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank concludes from the processes that its parent started beside it."""
+"""A rank's conclusions from the processes that its parent started beside it."""
 
 import logging
 import multiprocessing

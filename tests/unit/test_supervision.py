@@ -1,4 +1,4 @@
-"""What a supervisor makes of the ends of its ranks: of their reports, of exit codes, and of its own signals."""
+"""How a supervisor interprets the ends of its ranks: their reports, exit codes, and its own signals."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def node():
         (RAISES + "e.PeerLostError('peer')", 1, "distopt.errors.PeerLostError: peer", True),
         (RAISES + "RuntimeError('of it') from e.TransportError('MPI failed: x')", 1, "RuntimeError: of it", True),
         (FOREIGN, 1, "ValueError: foreign", False),
-        # Words on stderr are no report.
+        # Stderr is not a report.
         ("class PeerLostError(Exception): __module__ = 'distopt.errors'\nraise PeerLostError('x')", 1, "x", False),
         ("raise SystemExit(7)", 7, "", False),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", 143, "was ended by SIGTERM", False),

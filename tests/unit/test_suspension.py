@@ -1,4 +1,4 @@
-"""A job that is suspended as a whole, as by Ctrl-Z, goes on, however short its time-out is."""
+"""A job suspended as a whole, as by Ctrl-Z, continues, however short its time-out is."""
 
 from __future__ import annotations
 

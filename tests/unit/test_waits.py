@@ -1,4 +1,4 @@
-"""Over MPI, whom a rank that waits accuses: who does not say that it waits itself, in whichever operation."""
+"""Over MPI, the ranks that a waiting rank accuses: those that do not report a wait, in any operation."""
 
 from __future__ import annotations
 

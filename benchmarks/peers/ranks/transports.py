@@ -242,7 +242,7 @@ def communicator(rank: int, world_size: int, setup: dict[str, Any]) -> Any:
 def join_torch(setup: dict[str, Any], rank: int, world_size: int) -> int:
     """Collective. Initialize the group that `setup` names, with one thread per rank; the rank, which mpiexec knows of -1.
 
-    That of PyTorch named "fake" moves no bytes between ranks.
+    PyTorch's group "fake" moves no bytes between ranks.
     """
     import torch
 

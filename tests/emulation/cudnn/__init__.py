@@ -1,7 +1,7 @@
 """A stand-in for the Python package of cudnn-frontend, on the emulated CUDA runtime: convolutions only.
 
 It has no more than distopt uses, and refuses what the real one refuses: a step before the one it builds on, a missing
-array, a handle that is no handle. It is stricter where the real one would compute nonsense or crash on a GPU. Its first
+array, an invalid handle. It is stricter where the real one would compute nonsense or crash on a GPU. Its first
 engines are those that distopt must not take, see `ENGINES`, and some geometries have no engine, see `has_engine`.
 `tests/unit/test_cudnn_names.py` compares it with the real package where that is installed.
 """
@@ -226,7 +226,7 @@ class pygraph:  # noqa: N801
         """On the stream. Reads addresses, as a kernel does, not arrays that it would keep alive."""
         name, _, size = self._engine
         if scratch is not None:
-            scratch[:] = b"\xff" * size  # whoever reads it finds a NaN
+            scratch[:] = b"\xff" * size  # a read of it finds NaN
         if name in ("half", "tf32"):
             first, second = (down_converted(array, name) for array in (first, second))
         result[...] = self._operator(first, second)

@@ -19,7 +19,7 @@ from ._array import ndarray
 
 __version__ = "14.0.0"
 
-# What CuPy takes from NumPy as it is.
+# NumPy names that CuPy re-exports.
 TYPES = (
     *("bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32"),
     *("float64", "dtype", "newaxis", "nan", "inf", "pi", "result_type", "promote_types"),

@@ -25,7 +25,7 @@ cudaEvent_t event_of(Address handle) { return reinterpret_cast<cudaEvent_t>(hand
 void* pointer_of(Address address) { return reinterpret_cast<void*>(address); }
 
 // Memory as CuPy's pool hands it out: what is given back on a stream is given out again on that stream at once, without
-// waiting for any other. It turns into NaN in the order of that stream, as if somebody had used it, so that another
+// waiting for any other. It turns into NaN in the order of that stream, as if others had used it, so that another
 // stream which still reads it reads something wrong.
 class Pool {
  public:

@@ -1,4 +1,4 @@
-// What kernels are written with: qualifiers, built-in variables, vector types, synchronisation, atomics.
+// CUDA's language for kernels: qualifiers, built-in variables, vector types, synchronisation, atomics.
 //
 // The threads of a block are fibers of one OS thread. They run in turn, each until it has to wait for others, so an
 // access that no barrier orders meets a value that is too old or too new. Blocks run one after another, in ascending

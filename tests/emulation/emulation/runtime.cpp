@@ -86,7 +86,7 @@ cudaError_t add(cudaStream_t stream, Task task, Node node) {
   return cudaSuccess;
 }
 
-// What a synchronisation with the stream waits for. A legacy stream waits for the blocking ones too.
+// The ends that synchronising the stream waits for. A legacy stream waits for the blocking ones too.
 cudaError_t ends_of(cudaStream_t stream, std::vector<Position>& ends) {
   const std::lock_guard<std::mutex> lock(runtime().mutex);
   const std::shared_ptr<Queue> queue = find(stream);

@@ -1,4 +1,4 @@
-// What the parts of the emulated runtime share: devices.cpp, memory.cpp, runtime.cpp (streams and events), graphs.cpp.
+// Shared by the parts of the emulated runtime: devices.cpp, memory.cpp, runtime.cpp (streams and events), graphs.cpp.
 #pragma once
 
 #include <cuda_runtime.h>

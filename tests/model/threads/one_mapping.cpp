@@ -49,7 +49,7 @@ int __wrap_munmap(void* address, std::size_t bytes) {
   return __real_munmap(address, bytes);
 }
 
-// A lock belongs to the description of the open file, of which each rank has its own.
+// A lock belongs to the open file description; each rank has its own.
 int __wrap_fcntl(int fd, int command, ...) {
   va_list arguments;
   va_start(arguments, command);

@@ -241,7 +241,7 @@ class _BaseStream:
 
 
 class Stream(_BaseStream):
-    """A queue of work, which runs when somebody waits for it."""
+    """A queue of work, which runs only when waited for."""
 
     null: Stream
 
@@ -262,7 +262,7 @@ Stream.null = Stream(null=True)
 
 
 class ExternalStream(_BaseStream):
-    """A stream of somebody else."""
+    """A stream of another owner."""
 
     def __init__(self, ptr: int, device_id: int = -1) -> None:
         super().__init__(ptr, device_id)
