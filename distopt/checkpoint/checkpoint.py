@@ -10,6 +10,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -99,7 +100,6 @@ class Checkpoint:
         self._objects = objects
         parts_of(objects)
         self._run = ""  # names this run, on all ranks
-        self._versions: dict[str, str] = {}
         self._names: list[str] = []  # of the last two checkpoints: saved, tried, or the one that the job resumed from
         self._saved: tuple[int, int] | None = None  # step and epoch of the last of them
         self._first = True  # whether no complete checkpoint precedes the next
@@ -139,7 +139,6 @@ class Checkpoint:
         except BaseException:
             self._abandon()
             raise
-        self._versions = {name: version(name) for name in ("distopt", "numpy")}
         self._failure = ""
         if resumed is not None:
             self.steps, self.epoch = resumed.step, resumed.epoch
@@ -237,7 +236,7 @@ class Checkpoint:
             epoch=self.epoch,
             world_size=self._communicator.topology.world_size,
             objects=sorted(parts),
-            versions=self._versions,
+            versions=_versions(),
         )
         shared, own, notes = self._copy(parts)
         try:
@@ -334,6 +333,11 @@ class Checkpoint:
         else:  # other ranks may have left
             self._wait()
             self._abandon()
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("distopt", "numpy")}
 
 
 def _described(error: Exception, path: Path) -> str:
