@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 
 import numpy as np
 import train_cnn
@@ -46,7 +45,7 @@ def train_mnist(args) -> None:
         noise=noise,
     )
     if resumed := checkpoint.resume():
-        train_cnn.report(rank, f"Going on from {resumed}")
+        train_cnn.report(rank, f"Resuming from {resumed}")
     board = Board(args.tensorboard if rank == 0 else None, checkpoint.steps)
     for epoch in range(checkpoint.epoch, args.epochs):
         train_epoch(args, epoch, cnn, data, sampler, noise, checkpoint, board, rank)
@@ -59,7 +58,7 @@ def train_mnist(args) -> None:
 def train_epoch(args, epoch, cnn, data, sampler, noise, checkpoint, board, rank) -> None:
     cnn.train()
     sampler.set_epoch(epoch)
-    before, since, noted = sampler.consumed, time.perf_counter(), cnn.optimizer.stats()
+    pace = train_cnn.Pace(cnn.optimizer, sampler)
     images = np.empty((args.batch_size, *data.train_x.shape[1:]), np.float32)
     for chosen in sampler:
         random_shift(data.train_x[chosen], images, noise, 2)
@@ -69,10 +68,7 @@ def train_epoch(args, epoch, cnn, data, sampler, noise, checkpoint, board, rank)
             done, total = sampler.consumed, len(data.train_x)
             progress = f"Train Epoch: {epoch + 1} [{done}/{total} ({done / total:.0%})]"
             print(f"{progress}\tLoss: {loss.item():.6f}", flush=True)
-            now, earlier, noted = time.perf_counter(), noted, cnn.optimizer.stats()
-            speed = (done - before) / (now - since)
-            board.add(checkpoint.steps + 1, train_cnn.figures(loss, cnn.optimizer, speed, noted - earlier))
-            before, since = done, now
+            board.add(checkpoint.steps + 1, pace.figures(loss))
         checkpoint.step(epoch)  # where the job may end
 
 

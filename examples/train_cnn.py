@@ -13,7 +13,6 @@ from template.board import Board, progress_bar
 
 from distopt import launch, layer, model, opt, tensor
 from distopt.checkpoint import Checkpoint
-from distopt.compress import CommunicationStatistics
 from distopt.data import ShardedSampler
 from distopt.nn.staging import Staging
 from distopt.tensor import Tensor
@@ -74,18 +73,18 @@ def run(
         sums=sums,
     )
     if resumed := checkpoint.resume(reset=args.reset):
-        report(rank, f"Going on from {resumed}")
+        report(rank, f"Resuming from {resumed}")
         sums *= resumed.world_size / world_size  # the ranks got their mean, and are added up below
 
     board = Board(args.tensorboard if rank == 0 else None, checkpoint.steps)
-    stats = noted = sgd.stats()
+    pace, stats = Pace(sgd, sampler), sgd.stats()
     for epoch in range(checkpoint.epoch, args.max_epoch):
         report(rank, f"Starting Epoch {epoch}:")
         start = time.perf_counter()
         cnn.train()
         sampler.set_epoch(epoch)
-        before = done = sampler.consumed
-        since = start
+        before = sampler.consumed
+        pace.start()
         with progress_bar(sampler.size, before, shown=rank == 0) as bar:
             for chosen in sampler:
                 images, labels = staging.fill()
@@ -98,10 +97,7 @@ def run(
                 bar.update(args.batch_size * world_size)
                 if (checkpoint.steps + 1) % 10 == 0 and (board.writer or not bar.disable):
                     bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
-                    now, earlier, noted = time.perf_counter(), noted, sgd.stats()
-                    speed = (sampler.consumed - done) / (now - since)
-                    board.add(checkpoint.steps + 1, figures(loss, sgd, speed, noted - earlier))
-                    done, since = sampler.consumed, now
+                    board.add(checkpoint.steps + 1, pace.figures(loss))
                 checkpoint.step(epoch)
         totals = device.host(sums)
         communicator.all_reduce(totals).wait()
@@ -142,18 +138,28 @@ def evaluate(cnn: model.Model, data: mnist.Digits, sgd: opt.DistOpt, batch_size:
     return float(correct[0]) / len(data.test_x)
 
 
-def figures(
-    loss: Tensor, sgd: opt.DistOpt, images_per_second: float, stats: CommunicationStatistics
-) -> dict[str, float]:
-    """Of some steps, for TensorBoard."""
-    steps, total = max(stats.steps, 1), stats.total
-    return {
-        "train/loss": loss.item(),
-        "train/learning rate": sgd.opt.lr_value.item(),
-        "speed/images per s": images_per_second,
-        "speed/bytes per step": total.wire_bytes / steps,
-        "speed/ms of waiting per step": total.comm_seconds / steps * 1000,
-    }
+class Pace:
+    """Speed and communication of an epoch's steps, for TensorBoard."""
+
+    def __init__(self, sgd: opt.DistOpt, sampler: ShardedSampler) -> None:
+        self._sgd, self._sampler = sgd, sampler
+        self.start()
+
+    def start(self) -> None:
+        self._done, self._since, self._stats = self._sampler.consumed, time.perf_counter(), self._sgd.stats()
+
+    def figures(self, loss: Tensor) -> dict[str, float]:
+        """Of the steps since the last call, and the last of their losses."""
+        done, since, stats = self._done, self._since, self._stats
+        self.start()
+        steps, total = max((self._stats - stats).steps, 1), (self._stats - stats).total
+        return {
+            "train/loss": loss.item(),
+            "train/learning rate": self._sgd.opt.lr_value.item(),
+            "speed/images per s": (self._done - done) / (self._since - since),
+            "speed/bytes per step": total.wire_bytes / steps,
+            "speed/ms of waiting per step": total.comm_seconds / steps * 1000,
+        }
 
 
 def report(rank: int, line: str) -> None:

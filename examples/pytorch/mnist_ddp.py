@@ -169,7 +169,7 @@ def main() -> None:
         sampler=sampler,
     )
     if (resumed := checkpoint.resume()) and args.rank == 0:
-        print(f"Going on from {resumed}", flush=True)
+        print(f"Resuming from {resumed}", flush=True)
     board, pace = Board(args.tensorboard if args.rank == 0 else None, checkpoint.steps), Pace(model, args.batch_size)
     for epoch in range(checkpoint.epoch, args.epochs):
         train(args, epoch, model, optimizer, batches, checkpoint, device, board, pace)

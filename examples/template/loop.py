@@ -83,7 +83,7 @@ class Trainer:
     def fit(self) -> None:
         """Train all epochs, or those that are left."""
         if resumed := self.checkpoint.resume():
-            print(f"Going on from {resumed}", flush=True)
+            print(f"Resuming from {resumed}", flush=True)
         folder = self.args.out / "board" if self.args.tb and self.rank == 0 else None
         self.board = board.Board(folder, self.checkpoint.steps)
         for epoch in range(self.checkpoint.epoch, self.args.epochs):

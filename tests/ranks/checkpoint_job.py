@@ -129,7 +129,7 @@ def main(rank: int, world_size: int, ticket, folder: str, strategy: str, epochs:
     communicator = opt.DistOpt(opt.SGD(), ticket, rank, world_size).communicator
     job = Job(communicator, strategy, folder, preemptible=True)
     if resumed := job.checkpoint.resume():
-        print(f"going on from step {resumed.step}", flush=True)
+        print(f"resuming from step {resumed.step}", flush=True)
     for epoch in range(job.checkpoint.epoch, epochs):
         losses = job.train(epoch + 1)
         job.checkpoint.epoch = epoch + 1

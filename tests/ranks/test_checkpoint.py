@@ -140,7 +140,7 @@ def test_killed_jobs_end_like_undisturbed_ones(tmp_path, strategy):
         ended = start(folder, strategy, epochs).end()
         assert ended.code == 0, ended.stderr
         lines += ended.stdout.splitlines()
-        assert sum(line.startswith("going on from step") for line in lines) >= len(kills) - 1
+        assert sum(line.startswith("resuming from step") for line in lines) >= len(kills) - 1
         results.append([dict(np.load(folder / f"{rank}.npz")) for rank in (0, 1)])
         printed.append({line for line in lines if line.startswith("epoch")})
         assert len(list(folder.glob("checkpoints/*/*.tmp"))) == 0, "orphans"

@@ -205,11 +205,11 @@ def test_an_example_goes_on_in_the_middle_of_an_epoch(run, digits, tmp_path):
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-0000000004", "step-0000000006"]
     shutil.rmtree(folder / "step-0000000006")
     second = run(*saving, "-m", "2")
-    assert second.stdout.startswith(f"Going on from {folder / 'step-0000000004'} (step 4, epoch 0)\nStarting Epoch 0:")
+    assert second.stdout.startswith(f"Resuming from {folder / 'step-0000000004'} (step 4, epoch 0)\nStarting Epoch 0:")
     assert FIGURES.findall(second.stdout) == FIGURES.findall(whole.stdout)
     assert len(FIGURES.findall(whole.stdout)) == 2
     third = run(*saving, "-m", "2")
-    assert "Going on from" in third.stdout
+    assert "Resuming from" in third.stdout
     assert third.stdout.endswith("(step 12, epoch 2)\n")
     anew = run(*saving, "-m", "1", "--reset")
     assert anew.stdout.startswith("Starting Epoch 0:")

@@ -59,7 +59,7 @@ def test_spawned_ranks_leave_together_and_end_like_an_undisturbed_job(tmp_path):
         assert "Traceback" not in ended.stderr
     ended = start(again, []).end()
     assert ended.code == 0, ended
-    assert f"going on from step {step}\n" in ended.stdout
+    assert f"resuming from step {step}\n" in ended.stdout
     for one, other in zip(results(whole), results(again), strict=True):
         assert_same_bits(one, other, "preempted twice")
 
@@ -71,7 +71,7 @@ def test_mpiexec_passes_the_signal_on_and_gives_its_code(tmp_path):
     assert ended.code == 128 + signal.SIGUSR1, ended
     step = step_of(ended, signal.SIGUSR1)
     program = start(tmp_path, launcher)
-    said = f"going on from step {step}"
+    said = f"resuming from step {step}"
     assert program.read_lines(2)[0] in (said, 2 * said)  # both ranks write to one pipe
     program.kill()
     program.end()

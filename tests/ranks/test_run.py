@@ -211,7 +211,7 @@ def test_restarted_ranks_go_on_from_their_checkpoint(tmp_path):
         ended = program.end(100.0)
         assert ended.code == 0, ended
         assert ("starting all ranks again (1 of 1)" in ended.stderr) == (name == "killed")
-    assert "going on from step" in ended.stdout
+    assert "resuming from step" in ended.stdout
     for rank in range(2):
         one, other = (np.load(folder / f"{rank}.npz") for folder in results.values())
         assert one.files == other.files

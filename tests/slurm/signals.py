@@ -130,7 +130,7 @@ class Ending:
     @property
     def resumed_at(self) -> list[str]:
         """The steps from which it resumed."""
-        return re.findall(r"^Going on from \S+ \(step (\d+),", self.output, re.MULTILINE)
+        return re.findall(r"^Resuming from \S+ \(step (\d+),", self.output, re.MULTILINE)
 
 
 def undisturbed(cluster: Cluster, data: Path, options: str = OPTIONS) -> list[str]:

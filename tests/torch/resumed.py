@@ -99,7 +99,7 @@ def main() -> None:
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
     checkpoint = Checkpoint(args.folder, every=args.every, preemptible=True, **parts)
     if resumed := checkpoint.resume():
-        print(f"going on from step {resumed.step}", flush=True)
+        print(f"resuming from step {resumed.step}", flush=True)
     while checkpoint.steps < args.steps:
         sampler.set_epoch(checkpoint.epoch)
         for batch, truth in loader:

@@ -77,7 +77,7 @@ def test_a_job_that_is_killed_and_preempted_ends_with_the_undisturbed_bits(tmp_p
     assert "the job leaves after step" in left.stderr
     ended = run(ranks, folder, *options)
     assert ended.code == 0, ended
-    assert "going on from step" in ended.stdout
+    assert "resuming from step" in ended.stdout
     assert ends_of(ended) == want
 
 

@@ -119,7 +119,7 @@ def test_a_job_that_was_killed_or_preempted_ends_with_the_same_digits(
         left = preempted.end(patience(100))
     assert left.code == 128 + signal.SIGTERM, said + left.stdout + left.stderr
     last = run([command], env)
-    assert "Going on from" in last
+    assert "Resuming from" in last
     said = f"killed in step {step}\n{said}{left.stdout}{last}"
     assert set(digits_of(said)) == set(undisturbed), said
 

@@ -250,7 +250,7 @@ def test_a_job_that_was_killed_and_preempted_ends_with_the_same_digits(tmp_path,
         left = preempted.end(patience(100))
     assert left.code == 128 + signal.SIGTERM, said + left.stdout + left.stderr
     last = run(options, out)
-    assert "Going on from" in last.stdout
+    assert "Resuming from" in last.stdout
     assert set(digits_of(said + left.stdout + last.stdout)) == set(digits_of(whole.stdout))
     log = (out / "logs" / "rank-0.log").read_text()
     assert set(digits_of(log)) == set(digits_of(whole.stdout))

@@ -320,7 +320,7 @@ def test_the_script_of_the_docs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[2] / "docs/checkpoint.md").read_text()
     code, preemptible = re.findall(r"```python\n(.*?)```", text, re.S)
-    for said in ("", "Going on from runs/a/step-0000000100-0001 (step 100, epoch 10)\n"):
+    for said in ("", "Resuming from runs/a/step-0000000100-0001 (step 100, epoch 10)\n"):
         made = net()
         names = {"net": made, "sgd": made.optimizer, "sampler": ShardedSampler(20, 1, 0, 2)}
         names |= {"rng": np.random.default_rng(1), "np": np}

@@ -45,7 +45,7 @@ def test_a_file_of_another_rank_is_refused_by_name(tmp_path, damage):
     damage(newest)
     ended = start(tmp_path, 3)
     assert ended.code == 0, ended
-    assert f"going on from step {int(before.name.removeprefix('step-'))}\n" in ended.stdout, ended
+    assert f"resuming from step {int(before.name.removeprefix('step-'))}\n" in ended.stdout, ended
     refusal = next(line for line in ended.stderr.splitlines() if newest.name in line)
     assert "rank-0000" in refusal
     assert "of rank " in refusal
