@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
                     answers[f"{SUMS} {size}"] = found = lineup.ask(args.rounds, {**request, **sums, **count})
                     gloo, *ours = (median(of_rounds(found[name])) * 1e6 for name in names)
                     times = [f"{time:.0f}" for time in (gloo, *ours)]
-                    print_row(f"{size:,}", *times, *(f"{gloo / one:.2f}" for one in ours), *sent(found, args.steps))
+                    print_row(f"{size:,}", *times, *(f"{gloo / one:.2f}" for one in ours), *sent(found, 1))
                     if any(one["wrong"] for rounds in found.values() for ranks in rounds for one in ranks):
                         wrong.append(f"{SUMS} of {size:,} bytes")
         models = [name for name in MODELS if name in args.only]
