@@ -33,6 +33,7 @@ _ALIGNMENT = 64
 _COST = 0.008  # of the time of training, that copies may take
 _MOST_STEPS = 1000  # between two copies
 _FAR_EVERY = 32  # copies: one of this number also goes to another node, which takes ten times as long
+_FIRST_PACE = 8  # copies before the interval is first set by their cost; the first into each slot meet fresh memory
 _MOST_FAR_BYTES = 1 << 20  # of a rank's own states, for a copy on another node
 
 
@@ -96,15 +97,17 @@ class Memory:
 
     Args:
         place: number of this rank among those of the agent.
-        fds: of the slots, two for each rank.
+        n_ranks: number of these.
+        fds: of their slots.
         ranks: all ranks of the job.
         node: names the node of the agent.
     """
 
-    def __init__(self, place: int, fds: list[int], ranks: Ranks, node: str) -> None:
+    def __init__(self, place: int, n_ranks: int, fds: list[int], ranks: Ranks, node: str) -> None:
         self._slots = [_Slot(fd) for fd in fds]
-        self._own = self._slots[2 * place : 2 * place + 2]
-        self._place = place
+        self._n_slots = len(fds) // n_ranks  # of each rank
+        self._own = self._slots[self._n_slots * place :][: self._n_slots]
+        self._place, self._n_ranks = place, n_ranks
         self._ranks = ranks
         self._rank = ranks.topology.rank
         self._node = node
@@ -126,7 +129,8 @@ class Memory:
         os.environ.pop(VARIABLE, None)
         if not fds or os.environ.get("WORLD_SIZE") != str(ranks.topology.world_size):
             return None
-        return cls(int(os.environ["LOCAL_RANK"]), fds, ranks, os.environ["GROUP_RANK"])
+        place, n_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        return cls(place, n_ranks, fds, ranks, os.environ["GROUP_RANK"])
 
     def agree(self) -> tuple[int, int] | None:
         """Collective. Step and epoch of the newest states that exist for every rank; None if there are none.
@@ -154,7 +158,7 @@ class Memory:
 
     def read(self, label: tuple[int, int]) -> tuple[Arrays, Arrays, dict[str, Any]]:
         """Collective. Of that step and epoch: the shared arrays, this rank's own, and its notes."""
-        found = {number // 2: slot.read() for number, slot in enumerate(self._slots) if slot.label == label}
+        found = {number // self._n_slots: slot.read() for number, slot in enumerate(self._slots) if slot.label == label}
         mine = found.get(self._place)
         shared: Arrays = {}
         if self._missing:
@@ -182,7 +186,7 @@ class Memory:
             return
         begin = time.perf_counter()
         states = look_at(parts)
-        share = share_of(self._place, len(self._slots) // 2, states.shared)
+        share = share_of(self._place, self._n_ranks, states.shared)
         kept = Kept(states.own, {}, {}, states.notes)
         spreads = self._sends and self._n_copies % _FAR_EVERY == 0
         far = self._exchange(kept.to_bytes(label)) if spreads else {}
@@ -198,7 +202,7 @@ class Memory:
             hidden = "mpi4py.MPI" if mpi4py is not None and mpi4py.rc.initialize else ""  # it may start MPI
             supervisor.say("modules", names=[name for name in sys.modules if name != hidden])
         if self._n_copies & (self._n_copies - 1) == 0:
-            if self._n_copies > len(self._own):  # the first into each slot have met fresh memory
+            if self._n_copies >= _FIRST_PACE:
                 self._pace()
             self._since, self._steps, self._seconds = time.perf_counter(), 0, 0.0
 

@@ -41,6 +41,7 @@ class Shared(InPlace):
 def slots(monkeypatch):
     monkeypatch.setenv("GROUP_RANK", "0")
     monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("WORLD_SIZE", "1")
     slots = Slots(1)
     yield slots
@@ -208,7 +209,7 @@ NODES = ["0", "0", "1"]  # of three ranks
 @pytest.fixture
 def nodes() -> Iterator[dict[str, Slots]]:
     """The slots of two nodes."""
-    slots = {node: Slots(NODES.count(node)) for node in ("0", "1")}
+    slots = {node: Slots(NODES.count(node), 3) for node in ("0", "1")}
     yield slots
     for each in slots.values():
         each.close()
@@ -219,7 +220,7 @@ def on_ranks(nodes: dict[str, Slots], body: Callable[[int, Memory], object]) -> 
 
     def run(rank: int) -> None:
         ranks, node = Exchange(rank, barrier, payloads), NODES[rank]
-        body(rank, Memory(NODES[:rank].count(node), nodes[node].fds, ranks, node))
+        body(rank, Memory(NODES[:rank].count(node), NODES.count(node), nodes[node].fds, ranks, node))
         passed.append(rank)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
@@ -253,7 +254,7 @@ def test_a_node_that_is_lost_gets_all_from_the_others(nodes, lost):
     on_ranks(nodes, train(newest + 5))
     on_ranks(nodes, lambda _, memory: memory.agree())  # ranks start again before the node is lost
     nodes[lost].close()
-    nodes[lost] = Slots(NODES.count(lost))
+    nodes[lost] = Slots(NODES.count(lost), 3)
     on_ranks(nodes, go_on)
 
 
@@ -262,12 +263,21 @@ def test_states_that_another_rank_lacks_do_not_keep_their_slot(nodes):
     torn = 1 + _FAR_EVERY
 
     def go_on(rank: int, memory: Memory) -> None:
-        assert memory.agree() == (1, 0)
+        assert memory.agree() == (torn - 1, 0)
         memory.keep(torn, 0, states_of(rank, torn))
-        assert {slot.label for slot in memory._own} == {(1, 0), (torn, 0)}
+        assert {slot.label for slot in memory._own} == {(1, 0), (torn - 1, 0), (torn, 0)}
 
     on_ranks(nodes, train(torn))
-    for fd in nodes["0"].fds[2:] + nodes["1"].fds:
+    for fd in nodes["0"].fds[3:] + nodes["1"].fds:
         if HEADER.unpack(os.pread(fd, HEADER.size, 0))[2] == torn + 1:
             os.pwrite(fd, bytes(HEADER.size), 0)
     on_ranks(nodes, go_on)
+
+
+@pytest.mark.parametrize("last", [3, 10, 2 * _FAR_EVERY - 2])  # copies that need no other rank
+def test_ranks_that_are_a_copy_apart_resume_from_the_copy_before(nodes, last):
+    def resume(rank: int, memory: Memory) -> None:
+        assert memory.agree() == (last - 1, 0)
+
+    on_ranks(nodes, lambda rank, memory: train(last - (rank == 2))(rank, memory))
+    on_ranks(nodes, resume)

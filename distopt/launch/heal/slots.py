@@ -1,5 +1,6 @@
 """Memory of an agent in which its ranks keep their states: two slots for each, which it writes in turns.
 
+On several nodes there is a third: one of them stays until the next states have also gone to another node.
 A slot is a memory file, whose header says to which step the states belong, and counts once the rest has been written.
 A rank may be killed in between. Then the other slot counts. `distopt.checkpoint.memory` writes and reads them.
 """
@@ -26,13 +27,15 @@ class Slots:
 
     Args:
         n_ranks: number of ranks.
+        n_slots: of each.
 
     Attributes:
-        fds: of the files, two for each rank.
+        fds: of the files, those of a rank together.
     """
 
-    def __init__(self, n_ranks: int) -> None:
-        self.fds = [os.memfd_create("distopt states") for _ in range(2 * n_ranks)]
+    def __init__(self, n_ranks: int, n_slots: int = 2) -> None:
+        self._n_slots = n_slots
+        self.fds = [os.memfd_create("distopt states") for _ in range(n_slots * n_ranks)]
 
     @property
     def variable(self) -> dict[str, str]:
@@ -44,7 +47,7 @@ class Slots:
         """Local. The newest step that each rank has done, its states kept or not; 0: none."""
         headers = (os.pread(fd, HEADER.size, 0).ljust(HEADER.size, b"\0") for fd in self.fds)
         done = [step for step, _, _ in map(HEADER.unpack, headers)]
-        return list(map(max, done[::2], done[1::2]))
+        return [max(done[at : at + self._n_slots]) for at in range(0, len(done), self._n_slots)]
 
     def close(self) -> None:
         """Local. Give the memory back when the last rank has ended."""
