@@ -10,7 +10,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module
-from numbers import Integral
 from time import perf_counter
 from types import ModuleType
 from typing import Any, TypeVar
@@ -97,7 +96,7 @@ class Device:
         Raises:
             UsageError: the seed is not an integer of at least 0.
         """
-        if not isinstance(seed, Integral) or seed < 0:
+        if not isinstance(seed, (int, np.integer)) or seed < 0:
             raise UsageError(f"the seed of random numbers is an integer of at least 0; got {seed!r}")
         self._rng = self.xp.random.default_rng(seed)
         self.host_rng = self._rng if self.kind == "cpu" else np.random.default_rng(seed)

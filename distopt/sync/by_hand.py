@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from numbers import Integral
 
 import numpy as np
 
@@ -38,7 +37,7 @@ class Fusion:
             capacity: elements of a message, from which on it is sent. A larger array is a message of its own.
             label: makes the label of each message, see `Agreement.label`.
         """
-        if not isinstance(capacity, Integral) or capacity < 1:
+        if not isinstance(capacity, (int, np.integer)) or capacity < 1:
             raise UsageError(f"the size of a fusion buffer is a number of elements, 1 or more; got {capacity!r}")
         self._communicator = communicator
         self._capacity = capacity

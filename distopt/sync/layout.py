@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from numbers import Integral
+
+import numpy as np
 
 from ..comm.base import Array
 from ..compress import Codec, CodecState, CommunicationStatistics
@@ -31,7 +32,7 @@ def plan(params: Sequence[Parameter], bucket_elements: int, first_elements: int 
     Raises:
         UsageError: `bucket_elements` is not a number, or negative.
     """
-    if not isinstance(bucket_elements, Integral) or bucket_elements < 0:
+    if not isinstance(bucket_elements, (int, np.integer)) or bucket_elements < 0:
         raise UsageError(f"bucket_elements is a number of elements, 0 or more; got {bucket_elements!r}")
     groups: list[list[Parameter]] = []
     fused: list[Parameter] = []
