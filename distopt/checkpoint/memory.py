@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _ALIGNMENT = 64
 _COST = 0.008  # of the time of training, that copies may take
 _MOST_STEPS = 1000  # between two copies
-_FAR_EVERY = 32  # copies: one of this number also goes to another node, which takes ten times as long
+_FAR_EVERY = 32  # copies: one of this number also goes to another node, which takes far longer
 _FIRST_PACE = 8  # copies before the interval is first set by their cost; the first into each slot meet fresh memory
 _MOST_FAR_BYTES = 1 << 20  # of a rank's own states, for a copy on another node
 

@@ -17,7 +17,7 @@ from ..settings import Settings
 from .gpu import dotted_version, gpu_stack
 
 _MAX_BYTES = 1 << 16
-try:
+try:  # at import, which ranks that are forked from a warm process do not repeat
     _DISTOPT = version("distopt")
 except PackageNotFoundError:  # used from a source tree
     _DISTOPT = "not installed"

@@ -84,7 +84,7 @@ class _Agent:
         self._clock = Stopwatch()
         self._kill_at = float("inf")  # on that clock
         self._code: int | None = None
-        self._slots = Slots(options.ranks, 2 + (options.nodes > 1)) if options.heal else None
+        self._slots = Slots(options.ranks, 3 if options.nodes > 1 else 2) if options.heal else None
         self._server: ForkServer | None = None
         self._common: dict[str, str] = {}  # environment of the ranks
         self._stopped_at = float("inf")  # on that clock: when ranks were seen to be, first
