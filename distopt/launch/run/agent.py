@@ -37,8 +37,8 @@ _LOOK_SECONDS = 0.2
 _RETRY_SECONDS = 0.03
 _FOREIGN_SECONDS = 3.0  # for which another program may still hold the endpoint
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_NOTICED = (*_PASSED_ON, signal.SIGCHLD)  # which says that a rank has been stopped
 _STILL_SECONDS = 1.0  # for which the reader of the last lines of a job that has failed, or must end, may take none
-_HEALING_LOOK_SECONDS = 0.03
 _RECONNECT_SECONDS = 0.25  # that one attempt may take
 _STOPPED_SECONDS = 0.1  # for which a rank may be stopped before the others: with the job, as by scontrol suspend
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
@@ -55,7 +55,7 @@ def run(options: RunOptions) -> int:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(waitable_children())
-        caught, wake = stack.enter_context(caught_signals(_PASSED_ON, last=True))
+        caught, wake = stack.enter_context(caught_signals(_NOTICED if options.heal else _PASSED_ON, last=True))
         selector = stack.enter_context(selectors.DefaultSelector())
         agent = _Agent(options, caught, selector)
         stack.callback(agent.close)
@@ -92,8 +92,8 @@ class _Agent:
 
     def run(self) -> int:
         self._meet()
-        seconds = _HEALING_LOOK_SECONDS if self._options.heal else _LOOK_SECONDS
         while self._code is None:
+            seconds = BEAT_SECONDS if self._stopped_at == float("inf") else _STOPPED_SECONDS / 4
             turn(self._selector, 0.0 if self._inbox else seconds)
             self._handle_signals()
             if isinstance(self._owner, Owner):
@@ -299,6 +299,8 @@ class _Agent:
     def _handle_signals(self) -> None:
         while self._caught:
             signum = self._caught.pop(0)
+            if signum == signal.SIGCHLD:
+                continue
             if self._ranks is None:
                 if signum in ENDING_SIGNALS:
                     self._print(f"{signal.Signals(signum).name}: no rank has been started")
