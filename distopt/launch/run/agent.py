@@ -16,6 +16,7 @@ import socket
 import time
 from collections import deque
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import LaunchError, UsageError
@@ -37,10 +38,9 @@ _LOOK_SECONDS = 0.2
 _RETRY_SECONDS = 0.03
 _FOREIGN_SECONDS = 3.0  # for which another program may still hold the endpoint
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_NOTICED = (*_PASSED_ON, signal.SIGCHLD)  # which says that a rank has been stopped
 _STILL_SECONDS = 1.0  # for which the reader of the last lines of a job that has failed, or must end, may take none
 _RECONNECT_SECONDS = 0.25  # that one attempt may take
-_STOPPED_SECONDS = 0.1  # for which a rank may be stopped before the others: with the job, as by scontrol suspend
+_STOPPED_SECONDS = 0.05  # for which a rank may be stopped before the others: with the job, as by scontrol suspend
 _KILLING = 2  # the Ctrl-C that kills; the next one does not even wait for the other nodes
 
 
@@ -55,11 +55,14 @@ def run(options: RunOptions) -> int:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(waitable_children())
-        caught, wake = stack.enter_context(caught_signals(_NOTICED if options.heal else _PASSED_ON, last=True))
+        caught, wake = stack.enter_context(caught_signals(_PASSED_ON, last=True))
+        # Which comes when a rank is stopped.
+        _, child = stack.enter_context(caught_signals([signal.SIGCHLD] if options.heal else [], last=True))
         selector = stack.enter_context(selectors.DefaultSelector())
         agent = _Agent(options, caught, selector)
         stack.callback(agent.close)
-        selector.register(wake, selectors.EVENT_READ, lambda: os.read(wake, 4096))
+        for fd in (wake, child):
+            selector.register(fd, selectors.EVENT_READ, partial(os.read, fd, 4096))
         return agent.run()
 
 
@@ -299,8 +302,6 @@ class _Agent:
     def _handle_signals(self) -> None:
         while self._caught:
             signum = self._caught.pop(0)
-            if signum == signal.SIGCHLD:
-                continue
             if self._ranks is None:
                 if signum in ENDING_SIGNALS:
                     self._print(f"{signal.Signals(signum).name}: no rank has been started")
