@@ -56,7 +56,7 @@ def run(options: RunOptions) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(waitable_children())
         caught, wake = stack.enter_context(caught_signals(_PASSED_ON, last=True))
-        # Which comes when a rank is stopped.
+        # The kernel sends SIGCHLD when a rank is stopped.
         _, child = stack.enter_context(caught_signals([signal.SIGCHLD] if options.heal else [], last=True))
         selector = stack.enter_context(selectors.DefaultSelector())
         agent = _Agent(options, caught, selector)
