@@ -35,12 +35,6 @@ class Collectives:
         self._who = who
         self._rank = communicator.topology.rank
         self._size = communicator.topology.world_size
-        # The parts of these collectives that can be under way with others: a work, or None where they need more.
-        self.starts: dict[Callable[..., object], Callable[..., Work | None]] = {
-            self.all_reduce: self._start_all_reduce,
-            self.reduce_scatter: self._start_reduce_scatter,
-            self.all_gather: self._start_all_gather,
-        }
 
     # -- reductions --------------------------------------------------------------------------------------------------
     def all_reduce(self, tensor: Tensor, reduction: Reduction, seconds: float | None, label: str = "") -> None:
@@ -240,13 +234,21 @@ class Collectives:
             )
 
 
+# The parts of these collectives that can be under way with others: a work, or None where they need more.
+STARTS: dict[Callable[..., object], Callable[..., Work | None]] = {
+    Collectives.all_reduce: Collectives._start_all_reduce,
+    Collectives.reduce_scatter: Collectives._start_reduce_scatter,
+    Collectives.all_gather: Collectives._start_all_gather,
+}
+
+
 def of_each(collective: Callable[..., None]) -> Callable[..., None]:
     """Local. A collective of lists that have its tensors: one after the other, with its name."""
 
     @wraps(collective)
-    def run(lists: Sequence[Sequence[Any]], *args: Any) -> None:
+    def run(collectives: Collectives, lists: Sequence[Sequence[Any]], *args: Any) -> None:
         for tensors in zip(*lists, strict=True):
-            collective(*tensors, *args)
+            collective(collectives, *tensors, *args)
 
     return run
 

@@ -97,6 +97,7 @@ class Gloo:
         self._keeps = self._notices  # as long as what others say may come
         self._causes = [torch.zeros(_CAUSE_BYTES, dtype=torch.uint8) for _ in processes]
         self._received: list[Any] = []
+        self._waiting = 0  # threads
         for other in range(len(processes)):
             if other != rank:
                 with suppress(RuntimeError):  # it has left already
@@ -133,6 +134,7 @@ class Gloo:
             PeerLostError: the connection has broken. Whoever is at its other end need not be the cause.
             StalledError: the other rank did not come in time.
         """
+        self._waiting += 1
         try:
             transfer.work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError as error:
@@ -142,6 +144,8 @@ class Gloo:
             cure = "find out what it is busy with, or raise DISTOPT_TIMEOUT"
             fact = f"{self.me.name} waits in {what()} for {peer}, which did not come in time"
             raise StalledError(fact, cure=cure, ranks=ranks) from error
+        finally:
+            self._waiting -= 1
 
     def message(self, sends: bool, data: Array, peer: int | None, tag: int, seconds: float) -> GlooMessage:
         """Local. Begin a message beside the collectives; see `Communicator.send`."""
@@ -179,14 +183,21 @@ class Gloo:
         return cause
 
     def close(self) -> None:
-        """Local. Close the connections when nothing waits any more; idempotent."""
+        """Local. Close the connections; idempotent. A thread that waits in them gets an error."""
+        if self._waiting:
+            self._break()
+        else:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Close the connections when no work holds them any more."""
         self._group = self._notices = self._keeps = None
         self._received = []
 
     def _break(self) -> None:
         """Close the connections even if works are left that hold them, so that no rank still waits for this one."""
         group = self._group
-        self.close()
+        self._forget()
         for other, process in enumerate(self.processes if group is not None else ()):
             if process is not self.me:
                 with suppress(RuntimeError):  # a wait that runs into its time-out closes all that are open

@@ -41,23 +41,47 @@ def meet(options: Any, backend_options: object = None) -> DistoptProcessGroup:  
     Raises:
         DistBackendError: the ranks did not find each other.
     """
-    rank, size = options.group_rank, options.group_size
-    timeout = options.timeout.total_seconds()
+    rank, size, name, timeout = options.group_rank, options.group_size, options.group_id, options.timeout
+    ranks = options.global_ranks_in_group or range(size)
+
+    def connect(store: dist.Store) -> tuple[Communicator, list[Process]]:
+        return _communicator(store, rank, ranks, timeout.total_seconds())
+
+    def connect_again(name: str) -> Communicator:
+        # Other threads may use the store meanwhile, which serves one at a time.
+        return connect(dist.PrefixStore(name, options.store.clone()))[0]
+
     try:
-        communicator, processes = _communicator(options, rank, size, timeout)
+        communicator, processes = connect(options.store)
     except DistoptError as error:
         raise DistBackendError(f"rank {rank} of {size}: {error}") from error
     who = [process.name for process in processes]
-    return DistoptProcessGroup(options.store, rank, size, communicator, options.timeout, who)
+    return DistoptProcessGroup(options.store, rank, size, name, communicator, connect_again, timeout, who)
 
 
-def _communicator(options: Any, rank: int, size: int, timeout: float) -> tuple[Communicator, list[Process]]:
-    """The communicator, and the ranks as messages call them."""
-    host, pid = socket.gethostname(), os.getpid()
-    ranks = options.global_ranks_in_group or range(size)
+def _communicator(
+    store: dist.Store, rank: int, ranks: Sequence[int], timeout: float
+) -> tuple[Communicator, list[Process]]:
+    """Collective. The communicator of rank `rank` among `ranks`, and the ranks as messages call them.
+
+    When it returns, no rank uses the store any more, so that the one that keeps it may leave.
+    """
+    size = len(ranks)
+    communicator, processes = _connect(store, rank, ranks, timeout)
+    if size > 1:
+        try:
+            store.delete_key(str(rank))  # all have read it; a later group may use the same store and name
+            communicator.barrier()
+        except BaseException:
+            communicator.close()
+            raise
+    return communicator, processes
+
+
+def _connect(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float) -> tuple[Communicator, list[Process]]:
+    size, host, pid = len(ranks), socket.gethostname(), os.getpid()
     if size == 1:
         return SingleCommunicator(Topology.of_one_host(rank, size, host)), [Process(ranks[0], host, pid)]
-    store = options.store
     master = _host_of(store)
     identity, address = host_identity(), route_to(master)
     offered = address or next(iter(own_addresses()), "")
@@ -71,7 +95,6 @@ def _communicator(options: Any, rank: int, size: int, timeout: float) -> tuple[C
     mine = hosts[identity]
     local = _of_host(mine, rank, processes, bytes.fromhex(notes[mine[0]][3]), timeout)
     if len(hosts) == 1:
-        store.delete_key(str(rank))  # all have read it; a later group may use the same store and name
         return local, processes
     try:
         names = tuple(process.host for process in processes)
@@ -85,8 +108,6 @@ def _communicator(options: Any, rank: int, size: int, timeout: float) -> tuple[C
                 "in GLOO_SOCKET_IFNAME, or make MASTER_ADDR an address that all hosts reach"
             )
         gloo = Gloo(dist.PrefixStore("gloo", store), rank, processes, address, interface, timeout)
-        # All have read it once they are connected.
-        store.delete_key(str(rank))
         return HostsCommunicator(topology, list(hosts.values()), local, gloo, timeout), processes
     except BaseException:
         local.close()

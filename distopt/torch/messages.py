@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from ..errors import DistoptError
 from .dynamo import untraced
 from .errors import as_torch
+from .futures import CallbackFuture, Origin
 from .tensors import as_message, dense, give_back
 from .work import WaitedWork
 
@@ -31,16 +35,20 @@ class PendingMessage(WaitedWork):
         row: the dense tensor whose memory is sent or written.
         into: the tensor that gets what was received; None for one that is sent.
         seconds: for which `wait` waits.
+        mail: has the threads that wait for futures.
     """
 
-    def __init__(self, work: MessageWork, row: torch.Tensor, into: torch.Tensor | None, seconds: float) -> None:
+    def __init__(
+        self, work: MessageWork, row: torch.Tensor, into: torch.Tensor | None, seconds: float, mail: Mail
+    ) -> None:
         super().__init__([] if into is None else [into])
+        self._mail = mail
         self._work = work
         self._row = row
         self._into = into
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._future: torch.futures.Future[Any] | None = None
+        self._future: CallbackFuture | None = None
 
     def is_completed(self) -> bool:
         """Local. Move messages forward; whether this one has ended."""
@@ -66,11 +74,16 @@ class PendingMessage(WaitedWork):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Local. A future that gets the tensor, or the error, from a thread that waits for the message."""
-        if self._future is None:
-            first: torch.futures.Future[Any] = torch.futures.Future()
-            self._future = first.then(lambda _: self.result())
-            threading.Thread(target=first.set_result, args=(None,), name="distopt message", daemon=True).start()
+        with self._lock:
+            if self._future is None:
+                self._future = CallbackFuture(Origin("messages", 0), lambda: None)
+                self._mail.run(self._complete)
         return self._future
+
+    def _complete(self) -> None:
+        with contextlib.suppress(dist.DistBackendError):  # the future has it
+            self.wait()
+        self._future.complete(self._tensors, self._error)  # type: ignore[union-attr] # whoever makes it calls this
 
     def _ends(self, step: Any) -> bool:
         """Whether it has ended after `step`, which returns that, or None for True."""
@@ -97,27 +110,54 @@ class Mail:
         self._communicator = communicator
         self._condition = threading.Condition()
         self._under_way: list[MessageWork] = []
+        self._sent: list[PendingMessage] = []
         self._thread: threading.Thread | None = None
+        self._threads: set[threading.Thread] = set()
         self._closed = False
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, seconds: float) -> PendingMessage:
         """Local. Send the values of `tensor` to rank `to` of the group."""
         row = dense(tensor)
         array, wire = as_message(row)
-        return self._started(PendingMessage(self._communicator.send(array, to, tag=tag, wire=wire), row, None, seconds))
+        work = self._communicator.send(array, to, tag=tag, wire=wire)
+        message = self._started(PendingMessage(work, row, None, seconds, self))
+        self._sent = [one for one in self._sent if not one.is_completed()]
+        self._sent.append(message)
+        return message
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int, seconds: float) -> PendingMessage:
         """Local. Receive into `tensor` from rank `source` of the group, or from any."""
         row = dense(tensor)
         array, wire = as_message(row)
         work = self._communicator.receive(array, source, tag=tag, wire=wire)
-        return self._started(PendingMessage(work, row, tensor, seconds))
+        return self._started(PendingMessage(work, row, tensor, seconds, self))
 
-    def close(self) -> None:
-        """Local. End the thread."""
+    def run(self, target: Callable[[], None]) -> None:
+        """Local. Run it in a thread, which `join` waits for."""
+
+        def run() -> None:
+            target()
+            self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name="distopt message", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def drain(self, deadline: float) -> int:
+        """Local. Wait for what this rank has sent; how many messages have not ended at the deadline."""
+        for message in self._sent:
+            with contextlib.suppress(dist.DistBackendError):
+                message.wait(timedelta(seconds=max(1e-3, deadline - time.monotonic())))
+        return sum(not message.is_completed() for message in self._sent)
+
+    def join(self, deadline: float) -> None:
+        """Local, when the communicator has been closed. Wait for the end of the threads, until the deadline."""
         with self._condition:
             self._closed = True
             self._condition.notify()
+        for thread in (self._thread, *tuple(self._threads)):
+            if thread not in (None, threading.current_thread()):
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _started(self, message: PendingMessage) -> PendingMessage:
         work = message._work

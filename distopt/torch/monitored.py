@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-_GRACE_SECONDS = 5.0  # for which ranks wait longer than rank 0, which can tell why
+_GRACE_SECONDS = 5.0  # for which ranks wait longer than rank 0, which can tell why, and rank 0 until all know
 _FIRST_NAP, _LONGEST_NAP = 0.0005, 0.02
 
 
@@ -34,7 +34,9 @@ def monitored_barrier(
         store.set(str(rank), "")
         if not _comes(lambda: store.check(["verdict"]), seconds + _GRACE_SECONDS):
             raise dist.DistBackendError(f"rank 0 has not come to monitoredBarrier within {seconds:g} s: {who[0]}")
-        if verdict := store.get("verdict").decode():
+        verdict = store.get("verdict").decode()
+        store.set(f"{rank} knows", "")  # then rank 0, which may keep the store, may end
+        if verdict:
             raise dist.DistBackendError(
                 f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
                 f"from rank 0: {verdict}"
@@ -56,6 +58,8 @@ def monitored_barrier(
         if seconds <= 0:
             verdict = f"Rank 0 timed out in monitoredBarrier after {seconds * 1e3:g} ms: {verdict}"
     store.set("verdict", verdict)
+    present = [f"{q} knows" for q in range(1, len(who)) if q not in absent]
+    _comes(lambda: store.check(present), _GRACE_SECONDS)
     if verdict:
         raise dist.DistBackendError(verdict)
 

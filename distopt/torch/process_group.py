@@ -6,9 +6,13 @@ Python subclass. A group is used by many threads: operations run one at a time, 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import logging
 import os
-import threading
+import sys
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -20,16 +24,15 @@ from torch._C._autograd import _profiler_enabled
 from torch.distributed import distributed_c10d as c10d
 
 from ..errors import DistoptError
-from .collectives import Collectives, of_each
+from .collectives import STARTS, Collectives, of_each
 from .dynamo import untraced
 from .errors import as_torch
-from .hosts import HostsCommunicator
 from .inner import Abilities, give_backend
+from .lanes import Lane, Lanes
 from .messages import Mail
 from .monitored import monitored_barrier
-from .queue import OperationQueue, PendingWork
+from .queue import PendingWork
 from .tensors import reduction_of, refuse_nan
-from .wire import WireMemory
 from .work import DoneWork
 
 if TYPE_CHECKING:
@@ -37,7 +40,10 @@ if TYPE_CHECKING:
 
     from ..comm.base import Communicator
 
-_LEAVE_SECONDS = 2.0  # in which threads see that their group has been closed
+_log = logging.getLogger("distopt")
+
+_LEAVE_SECONDS = 2.0  # for what nobody has waited for, and in which threads see that their group has been closed
+_groups: weakref.WeakSet[DistoptProcessGroup] = weakref.WeakSet()  # of this process
 
 
 @untraced
@@ -48,7 +54,9 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         store: where PyTorch lets the group's ranks leave notes.
         rank: of this process in the group.
         size: number of ranks.
-        communicator: what moves the bytes.
+        name: equal on all ranks, and of no other group.
+        communicator: of what the script calls.
+        connect: makes a communicator of a name, which is equal on all ranks; collective among them.
         timeout: for which an operation waits for a rank.
         who: what messages call the ranks.
     """
@@ -58,117 +66,116 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         store: dist.Store,
         rank: int,
         size: int,
+        name: str,
         communicator: Communicator,
+        connect: Callable[[str], Communicator],
         timeout: timedelta,
         who: Sequence[str],
     ) -> None:
         super().__init__(rank, size)  # the constructor with a store makes no object that C++ can call
         self._store = store
         self._names = {"name": "", "desc": ""}
-        self._communicator = communicator
-        self._collectives = Collectives(communicator, who)
+        self._seconds = timeout.total_seconds()
+        self._lanes = Lanes(Lane(name, communicator, who, self._seconds), connect)
         self._mail = Mail(communicator)
-        by_thread = isinstance(communicator, HostsCommunicator) and not communicator.begins_at_once
-        self._queue = OperationQueue(f"distopt group of {size}", by_thread=by_thread)
-        seconds = timeout.total_seconds()
-        self._wire = WireMemory(communicator, self._queue, seconds) if communicator.reduces_in_place else None
-        self._lock = threading.RLock()  # of the order of calls
-        self._seconds = seconds
         self._who = who
         self._barriers = 0
-        self._operations = 0
+        self._has_left = False
         self._check_nan = os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
         self._backend = give_backend(self)
+        if not _groups:
+            atexit.register(_leave_at_exit)
+        _groups.add(self)
 
     # -- reductions --------------------------------------------------------------------------------------------------
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
         opts = _or_default(opts, c10d.AllreduceOptions)
         (tensor,) = tensors = _list(tensors)
-        action = self._collectives.all_reduce
+        action = Collectives.all_reduce
         return self._run(opts, tensors, action, tensor, reduction_of(opts.reduceOp, tensor.dtype))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
         reduction = reduction_of(opts.reduceOp, tensors[0].dtype)
-        return self._run(opts, tensors, of_each(self._collectives.all_reduce), [tensors], reduction)
+        return self._run(opts, tensors, of_each(Collectives.all_reduce), [tensors], reduction)
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
         (tensor,) = tensors = _list(tensors)
         reduction = reduction_of(opts.reduceOp, tensor.dtype)
-        return self._run(opts, tensors, self._collectives.reduce, tensor, reduction, opts.rootRank)
+        return self._run(opts, tensors, Collectives.reduce, tensor, reduction, opts.rootRank)
 
     def reduce_scatter(self, outs: Any, parts: Any, opts: Any) -> dist.Work:  # noqa: D102
         (out,), (lists,) = _list(outs), parts
         self._check_list("reduce_scatter", lists, "input")
-        action = self._collectives.reduce_scatter_list
+        action = Collectives.reduce_scatter_list
         return self._run(opts, [out], action, out, lists, reduction_of(opts.reduceOp, out.dtype))
 
     def reduce_scatter_single(self, out: Tensor, tensor: Tensor, opts: Any) -> dist.Work:  # noqa: D102
         self._check_whole("reduce_scatter_single", out, tensor)
         reduction = reduction_of(opts.reduceOp, out.dtype)
-        return self._run(opts, [out], self._collectives.reduce_scatter, out, tensor, reduction)
+        return self._run(opts, [out], Collectives.reduce_scatter, out, tensor, reduction)
 
     def reduce_scatter_single_coalesced(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
         for out, tensor in zip(outs, tensors, strict=True):
             self._check_whole("reduce_scatter_single", out, tensor)
         reduction = reduction_of(opts.reduceOp, outs[0].dtype)
-        return self._run(opts, outs, of_each(self._collectives.reduce_scatter), [outs, tensors], reduction)
+        return self._run(opts, outs, of_each(Collectives.reduce_scatter), [outs, tensors], reduction)
 
     # -- moves -------------------------------------------------------------------------------------------------------
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
         (tensor,) = tensors = _list(tensors)
-        return self._run(opts, tensors, self._collectives.broadcast, tensor, opts.rootRank)
+        return self._run(opts, tensors, Collectives.broadcast, tensor, opts.rootRank)
 
     def allgather(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
         opts = _or_default(opts, c10d.AllgatherOptions)
         (tensor,), (each,) = _list(tensors), outs
         self._check_list("all_gather", each, "output", tensor)
-        return self._run(opts, each, self._collectives.all_gather_list, each, tensor)
+        return self._run(opts, each, Collectives.all_gather_list, each, tensor)
 
     def allgather_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
         # PyTorch gives one list for each rank here, of what that rank gives.
         opts = _or_default(opts, c10d.AllgatherOptions)
         lists = [list(each) for each in zip(*outs, strict=True)]
         flat = [out for each in outs for out in each]
-        return self._run(opts, flat, of_each(self._collectives.all_gather_list), [lists, tensors])
+        return self._run(opts, flat, of_each(Collectives.all_gather_list), [lists, tensors])
 
     def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:  # noqa: D102
         opts = _or_default(opts, c10d.AllgatherOptions)
         self._check_whole("all_gather_single", tensor, out)
-        return self._run(opts, [out], self._collectives.all_gather, out, tensor)
+        return self._run(opts, [out], Collectives.all_gather, out, tensor)
 
     def all_gather_single_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
         opts = _or_default(opts, c10d.AllgatherOptions)
         for out, tensor in zip(outs, tensors, strict=True):
             self._check_whole("all_gather_single", tensor, out)
-        return self._run(opts, outs, of_each(self._collectives.all_gather), [outs, tensors])
+        return self._run(opts, outs, of_each(Collectives.all_gather), [outs, tensors])
 
     def gather(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
         (tensor,), each = _list(tensors), outs[0] if outs else []
         if self.rank() == opts.rootRank:
             self._check_list("gather", each, "output", tensor)
-        return self._run(opts, each, self._collectives.gather, each, tensor, opts.rootRank)
+        return self._run(opts, each, Collectives.gather, each, tensor, opts.rootRank)
 
     def scatter(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
         (out,), each = _list(outs), tensors[0] if tensors else []
         if self.rank() == opts.rootRank:
             self._check_list("scatter", each, "input", out)
-        return self._run(opts, [out], self._collectives.scatter, out, each, opts.rootRank)
+        return self._run(opts, [out], Collectives.scatter, out, each, opts.rootRank)
 
     def alltoall(self, outs: Any, parts: Any, opts: Any = None) -> dist.Work:  # noqa: D102
         opts = _or_default(opts, c10d.AllToAllOptions)
         for each, role in ((outs, "output"), (parts, "input")):
             self._check_list("all_to_all", each, role)
-        return self._run(opts, outs, self._collectives.all_to_all, outs, parts)
+        return self._run(opts, outs, Collectives.all_to_all, outs, parts)
 
     def all_to_all_single(  # noqa: D102
         self, out: Tensor, tensor: Tensor, out_splits: Sequence[int], splits: Sequence[int], opts: Any = None
     ) -> dist.Work:
         opts = _or_default(opts, c10d.AllToAllOptions)
         outs, parts = self._split(out, out_splits, "output"), self._split(tensor, splits, "input")
-        return self._run(opts, [out], self._collectives.all_to_all, outs, parts)
+        return self._run(opts, [out], Collectives.all_to_all, outs, parts)
 
     def barrier(self, opts: Any = None) -> dist.Work:  # noqa: D102
-        return self._run(_or_default(opts, c10d.BarrierOptions), [], self._collectives.barrier)
+        return self._run(_or_default(opts, c10d.BarrierOptions), [], Collectives.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Collective. A barrier through the store, for which rank 0 waits for `timeout` (default: the group's).
@@ -252,7 +259,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         self._seconds = timeout.total_seconds()
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._operations
+        return self._lanes.first.count
 
     def _set_sequence_number_for_group(self) -> None:
         """Ranks count alike from the start."""
@@ -285,19 +292,39 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         return group
 
     def shutdown(self) -> None:
-        """Local. Leave the group; idempotent. Ranks that still wait for this one raise an error that names it."""
-        self._queue.close()
-        self._mail.close()
-        with contextlib.suppress(DistoptError):  # a thread waits in it, and raises the error itself
-            self._communicator.close()
-        self._queue.join(_LEAVE_SECONDS)
+        """Local. Leave the group; idempotent. Ranks that still wait for this one raise an error that names it.
 
-    abort = shutdown
+        What nobody has waited for is carried out before, if that takes no longer than two seconds.
+        """
+        self._leave(0.0 if sys.exc_info()[0] else _LEAVE_SECONDS)
+
+    def abort(self) -> None:
+        """Local. As `shutdown`, at once."""
+        self._leave(0.0)
+
+    def _leave(self, seconds: float) -> None:
+        if self._has_left:
+            return
+        self._has_left = True
+        deadline = time.monotonic() + seconds
+        lanes = self._lanes.all()
+        left = [*(lane.queue.drain(deadline) for lane in lanes), self._mail.drain(deadline)]
+        for lane in lanes:
+            lane.queue.close()
+            with contextlib.suppress(DistoptError):  # a thread waits in it, and raises the error itself
+                lane.communicator.close()
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        self._mail.join(deadline)
+        for lane in lanes:
+            lane.queue.join(deadline)
+        if any(left):
+            _log.warning(
+                "%s leaves %d operations and messages that nobody has waited for", self._who[self.rank()], sum(left)
+            )
 
     # -- carrying out ------------------------------------------------------------------------------------------------
     def _run(self, opts: Any, tensors: list[Tensor], action: Callable[..., object], *args: Any) -> dist.Work:
         """Carry out `action(*args, seconds)`, whose result will be in `tensors`, now or in its turn."""
-        self._operations += 1
         if self._check_nan:
             refuse_nan(tensors, args, self.rank())
         if _profiler_enabled():
@@ -308,33 +335,35 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         seconds = opts.timeout.total_seconds()
         if seconds <= 0:
             seconds = self._seconds
+        lane, collectives = self._lanes.of_caller()
+        queue = lane.queue
         # Not in the callbacks of a backward pass: what DDP starts there, it waits for there.
         in_backward = opts.asyncOp and torch._C._current_autograd_node() is not None
-        self._queue.give_way()
-        with self._lock:
-            if self._wire is not None and action == self._collectives.all_reduce:
-                self._wire.look(args[0], in_backward=in_backward)
+        with lane.lock:
+            lane.count += 1
+            if lane.wire is not None and action is Collectives.all_reduce:
+                lane.wire.look(args[0], in_backward=in_backward)
             work = None
-            if opts.asyncOp or not self._queue.enter():
-                start = self._collectives.starts.get(action)
-                whole = partial(action, *args, seconds)
-                start = start and partial(start, *args)
-                work = PendingWork(self._queue, start, whole, tensors, seconds, in_backward=in_backward)
-                self._queue.post(work)
+            if opts.asyncOp or not queue.enter():
+                start = STARTS.get(action)
+                whole = partial(action, collectives, *args, seconds)
+                start = start and partial(start, collectives, *args)
+                work = PendingWork(queue, start, whole, tensors, seconds, number=lane.count, in_backward=in_backward)
+                queue.post(work)
         if work is None:
             try:
-                action(*args, seconds)
+                action(collectives, *args, seconds)
             except DistoptError as error:
                 raise as_torch(error) from error
             finally:
-                self._queue.leave()
+                queue.leave()
             return DoneWork(tensors)
         if not opts.asyncOp:
             work.wait()
         elif in_backward:
-            self._queue.attend_after_backward(work)
+            queue.attend_after_backward(work)
         else:
-            self._queue.attend()
+            queue.attend()
         return work
 
     def _check_list(self, name: str, tensors: Sequence[Tensor], role: str, like: Tensor | None = None) -> None:
@@ -378,3 +407,10 @@ def _list(tensors: Any) -> list[Tensor]:
 
 def _or_default(opts: Any, kind: Any) -> Any:
     return kind() if opts is None else opts
+
+
+def _leave_at_exit() -> None:
+    """Before the interpreter finalizes, when a thread in C++ that wants it back would end the process by SIGABRT."""
+    has_failed = hasattr(sys, "last_type")  # an uncaught exception
+    for group in list(_groups):
+        group._leave(0.0 if has_failed else _LEAVE_SECONDS)

@@ -1,8 +1,10 @@
-"""Operations of a group, one at a time, in the order in which they were called, whatever threads call.
+"""Operations of a lane, one at a time, in the order in which they were called, whatever threads call.
 
 An operation is carried out by the thread that waits for it, after all that were called before it. Operations that start
 in a backward pass are carried out by a callback at its end, in the thread that computes. The queue has a thread for the
 rest: operations that no thread waits for, and operations that must progress while this process waits in another group.
+
+The callbacks of futures run one after the other, in the order of their operations, in a thread that has ended one.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from ..errors import DistoptError
 from .dynamo import untraced
 from .errors import as_torch
+from .futures import CallbackFuture, Origin
 from .work import WaitedWork, of_a_hook, typed
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ class PendingWork(WaitedWork):
         action: carries it out as a whole.
         tensors: the result.
         seconds: for which what has started waits for other ranks.
+        number: its place in the lane, equal on all ranks.
         in_backward: it was called in a backward pass, whose callback carries it out.
     """
 
@@ -56,6 +60,7 @@ class PendingWork(WaitedWork):
         tensors: list[torch.Tensor],
         seconds: float,
         *,
+        number: int = 0,
         in_backward: bool = False,
     ) -> None:
         super().__init__(tensors)
@@ -65,10 +70,11 @@ class PendingWork(WaitedWork):
         self._seconds = seconds
         self._under_way: Work | None = None
         self._lock = threading.Lock()
-        self._futures: tuple[torch.futures.Future[Any], torch.futures.Future[Any]] | None = None
-        self._told: torch.futures.Future[Any] | None = None
+        self._future: CallbackFuture | None = None
+        self._number = number
         self.in_backward = in_backward
         self.ended = False
+        self.told = False  # the callbacks of its future have run
 
     # -- for the queue -----------------------------------------------------------------------------------------------
     def begin(self) -> bool:
@@ -99,14 +105,28 @@ class PendingWork(WaitedWork):
         except BaseException as error:  # raised by `wait`
             self._error = error
         self._action = self._under_way = None  # and with it what they refer to
-        with self._lock:
-            self.ended = True
-            self._told = self._futures and self._futures[0]
 
     def tell(self) -> None:
         """Run the callbacks of the future in this thread."""
-        if self._told is not None:
-            self._told.set_result(None)
+        with self._lock:
+            self.told = True
+        if self._future is not None:
+            self._future.complete(self._tensors, self._error)
+
+    def _complete(self) -> None:
+        """Before a wait for the future."""
+        self._queue.complete(self)
+        self._queue.tell_within_callback(self)
+
+    @property
+    def has_callbacks(self) -> bool:
+        """Local. Whether its future has callbacks."""
+        return self._future is not None and self._future.has_callbacks
+
+    def raise_unseen(self) -> None:
+        """Local. Raise the error of a callback, unless somebody has asked for it."""
+        if self._future is not None:
+            self._future.raise_unseen()
 
     # -- for PyTorch -------------------------------------------------------------------------------------------------
     def is_completed(self) -> bool:
@@ -131,46 +151,46 @@ class PendingWork(WaitedWork):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Local. A future that gets the tensors, or the error, when the operation ends.
 
-        Its callbacks run in the thread that ends the operation, and may start and wait for other operations.
+        Its callbacks may call collectives and wait for them; see `futures`.
         """
-        if of_a_hook(self._tensors):
+        by_ddp = _asked_by_ddp(sys._getframe(1))
+        if by_ddp and of_a_hook(self._tensors):
             self.wait()
             return typed(self._tensors)
         with self._lock:
-            if self._futures is not None:
-                return self._futures[1]
-            # Only a callback that raises gives a future an error that C++, where DDP waits, takes for one.
-            first: torch.futures.Future[Any] = torch.futures.Future()
-            self._futures = first, first.then(lambda _: self.result())
-            ended = self.ended
-        if ended:
-            first.set_result(None)
-        elif not (self.in_backward and _asked_by_ddp(sys._getframe(1))):
+            future = self._future
+            if future is None:
+                future = self._future = CallbackFuture(Origin(self._queue.name, self._number), self._complete)
+                if self.told:
+                    future.complete(self._tensors, self._error)
+        if not (self.told or (by_ddp and self.in_backward)):
             self._queue.attend(at_once=True)
-        return self._futures[1]
+        if by_ddp:
+            # Only a callback that raises gives a future an error that C++, where DDP waits, takes for one.
+            return torch.futures.Future.then(future, lambda _: self.result())
+        return future
 
 
 class OperationQueue:
-    """The operations of a group that have been called and not carried out.
+    """The operations of a lane that have been called and not carried out.
 
-    Operations begin in the communicator as soon as all before them have begun, where they can. The callbacks of an
-    operation's future run before the next operation ends, so that they come in order. A callback that starts an
-    operation, or waits for one, first lets the next operation proceed.
+    Operations begin in the communicator as soon as all before them have begun, where they can.
 
     Args:
-        name: of the thread.
+        name: of the lane.
         by_thread: the thread carries out every asynchronous operation: they move only while a thread waits, and
             should do so while this process computes.
     """
 
     def __init__(self, name: str, *, by_thread: bool) -> None:
-        self._name = name
+        self.name = name
         self._by_thread = by_thread
         self._condition = threading.Condition()
         self._queue: deque[PendingWork] = deque()
         self._begun = 0  # at the front of the queue
-        self._busy = False  # a thread is in the communicator, or runs callbacks
-        self._teller = 0  # that thread, if it only runs callbacks
+        self._busy = False  # a thread is in the communicator
+        self._untold: deque[PendingWork] = deque()  # ended, with callbacks to run
+        self._teller = 0  # the thread that runs them
         self._at_the_end: Callable[[], _AtTheEnd | None] = lambda: None  # of the last backward pass
         self._thread: threading.Thread | None = None
         self._look = threading.Event()
@@ -182,17 +202,10 @@ class OperationQueue:
         """Local. Take the communicator if nothing is under way. Whoever has got it calls `leave`."""
         self._let_others_go_on()
         with self._condition:
-            self._give_way()
             if self._busy or self._queue:
                 return False
             self._busy = True
             return True
-
-    def give_way(self) -> None:
-        """Local. If this thread runs callbacks, let the next operation proceed."""
-        if self._teller == threading.get_ident():  # which only this thread writes there
-            with self._condition:
-                self._give_way()
 
     def leave(self) -> None:
         """Local. Let the next operation proceed."""
@@ -203,7 +216,6 @@ class OperationQueue:
     def post(self, work: PendingWork) -> None:
         """Local. Add an operation, which begins now if it can."""
         with self._condition:
-            self._give_way()
             self._queue.append(work)
             _with_operations.add(self)
             if self._busy:
@@ -217,7 +229,6 @@ class OperationQueue:
         while True:
             self._let_others_go_on()
             with self._condition:
-                self._give_way()
                 while self._busy and not work.ended:
                     self._condition.wait()
                 if work.ended:
@@ -225,18 +236,36 @@ class OperationQueue:
                 self._busy = True
             self._carry_out_first()
 
+    def until_told(self, work: PendingWork) -> None:
+        """Wait until the callbacks of an operation that has ended have run."""
+        with self._condition:
+            self._condition.wait_for(lambda: work.told)
+
+    def tell_within_callback(self, work: PendingWork) -> None:
+        """Local. If this thread runs a callback that waits for those of `work`, run them, and all before them."""
+        if self._teller == threading.get_ident():  # which only this thread writes there
+            while not work.told:
+                self._untold.popleft().tell()
+
+    def drain(self, deadline: float) -> int:
+        """Local. Have the thread carry out what is left; how many operations are left at the deadline."""
+        if self._queue or self._teller:
+            self.attend(at_once=True)
+            with self._condition:
+                is_idle = lambda: not (self._queue or self._untold or self._teller)  # noqa: E731
+                self._condition.wait_for(is_idle, max(0.0, deadline - time.monotonic()))
+        return len(self._queue)
+
     def complete_within(self, work: PendingWork, seconds: float) -> bool:
         """Local. Have the thread carry out what is left; whether `work` has ended within that time."""
         self.attend(at_once=True)
         with self._condition:
-            self._give_way()
             return self._condition.wait_for(lambda: work.ended, seconds)
 
     def poll(self, work: PendingWork) -> bool:
         """Local. Move the operations forward; whether `work` has ended."""
         while not work.ended:
             with self._condition:
-                self._give_way()
                 if self._busy or work.ended:
                     break
                 self._busy = True
@@ -257,7 +286,7 @@ class OperationQueue:
             with self._condition:
                 if self._thread in (None, threading.current_thread()) and not self._closed:
                     # A daemon: a script may end without destroy_process_group, in the middle of an operation.
-                    self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                    self._thread = threading.Thread(target=self._serve, name=f"distopt {self.name}", daemon=True)
                     self._thread.start()
         if at_once or not self._look.is_set():
             self._look.set()
@@ -278,14 +307,14 @@ class OperationQueue:
         callback.works.append(work)
 
     def close(self) -> None:
-        """Local. End the thread when it has nothing left to do."""
+        """Local. End the thread after the operation that it is in."""
         self._closed = True
         self._look.set()
 
-    def join(self, seconds: float) -> None:
-        """Local, after `close`. Wait for the end of the thread, at most so long: at exit, Python kills it."""
+    def join(self, deadline: float) -> None:
+        """Local, after `close`. Wait for the end of the thread, until the deadline."""
         if self._thread not in (None, threading.current_thread()):
-            self._thread.join(seconds)
+            self._thread.join(max(0.0, deadline - time.monotonic()))
 
     # -- within ------------------------------------------------------------------------------------------------------
     def _first(self) -> PendingWork | None:
@@ -298,25 +327,34 @@ class OperationQueue:
             self._begun += 1
 
     def _carry_out_first(self) -> None:
-        """Holding the communicator. Carry out an operation, leave, and run its callbacks."""
+        """Holding the communicator. Carry out an operation, leave, and run callbacks, unless another thread does."""
         self._begin()
-        work = self._queue[0]
-        work.carry_out()
+        self._queue[0].carry_out()
         with self._condition:
-            self._queue.popleft()
+            work = self._queue.popleft()
+            work.ended = True
+            self._untold.append(work)
             self._begun = max(self._begun - 1, 0)
             if not self._queue:
                 _with_operations.discard(self)
-            self._teller = threading.get_ident()
+            self._busy = False
             self._condition.notify_all()
-        work.tell()
-        with self._condition:
-            self._give_way()
+        self._tell()
 
-    def _give_way(self) -> None:
-        if self._teller == threading.get_ident():
-            self._teller, self._busy = 0, False
-            self._condition.notify_all()
+    def _tell(self) -> None:
+        """Run the callbacks of what has ended, in order, unless another thread does."""
+        while True:
+            with self._condition:
+                if self._teller or not self._untold:
+                    return
+                self._teller = threading.get_ident()
+                work = self._untold.popleft()
+            try:
+                work.tell()
+            finally:
+                with self._condition:
+                    self._teller = 0
+                    self._condition.notify_all()
 
     def _let_others_go_on(self) -> None:
         """Before this thread waits. Ranks may wait for the operations of several groups in different orders."""
@@ -353,6 +391,10 @@ class _AtTheEnd:
             self._queue.complete(work)
         for work in works:
             work.wait()
+        for work in works:
+            if work.has_callbacks:
+                self._queue.until_told(work)
+                work.raise_unseen()  # DDP would make another error of it
 
     def __del__(self) -> None:
         if self.works:

@@ -31,6 +31,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook as zero_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as ddp_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as quantization
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint_sequential
 from torch.utils.data import DataLoader, TensorDataset
@@ -604,6 +609,168 @@ def check_callbacks_may_wait_for_collectives(r: Ranks) -> None:
     same(out, reduced("SUM", [values(q, torch.float64) for q in r.all]) * r.size)
 
 
+def check_callbacks_start_collectives(r: Ranks) -> None:
+    """What callbacks call has an order of its own: equal sizes of the script's calls must not meet it."""
+    groups = [dist.group.WORLD, dist.new_group(list(r.all))]
+    for turn in range(4):
+        firsts, seconds, thirds = ([torch.full((7,), float(r.rank + i)) for i in range(8)] for _ in range(3))
+        futures = []
+        for i, (first, second, third) in enumerate(zip(firsts, seconds, thirds, strict=True)):
+
+            def go_on(_: object, i: int = i, second: torch.Tensor = second) -> object:
+                time.sleep(1e-3 * ((i + r.rank) % 3))
+                if i % 3 == 0:
+                    dist.all_reduce(second, group=groups[i % 2])
+                    return None
+                return dist.all_reduce(second, group=groups[i % 2], async_op=True).get_future().wait()
+
+            work = dist.all_reduce(first, group=groups[turn % 2], async_op=True)
+            if (r.rank + turn) % 2:
+                time.sleep(2e-3)  # so that it has ended here when its callback is added
+            futures.append(work.get_future().then(go_on))
+            dist.all_reduce(third, group=groups[i % 2], async_op=i % 2 == 0)
+        for future in futures[:: 1 if r.rank else -1]:
+            future.wait()
+        dist.barrier(groups[0])
+        dist.barrier(groups[1])
+        for i in range(8):
+            expected = torch.full((7,), sum(float(q + i) for q in r.all))
+            for tensors in (firsts, seconds, thirds):
+                same(tensors[i], expected, (turn, i))
+    dist.destroy_process_group(groups[1])
+
+
+def check_callbacks_of_callbacks(r: Ranks) -> None:
+    """Each level has an order of its own, up to a limit that is said in words."""
+
+    def descend(level: int) -> torch.futures.Future[int]:
+        tensor = torch.full((3,), float(r.rank + level))
+
+        def go_on(_: object) -> int:
+            same(tensor, torch.full((3,), sum(float(q + level) for q in r.all)))
+            return descend(level - 1).wait() + 1 if level else 0
+
+        return dist.all_reduce(tensor, async_op=True).get_future().then(go_on)
+
+    assert [descend(3).wait() for _ in range(3)] == [3] * 3
+    with pytest.raises(Exception, match="a callback of an operation that a callback has called"):
+        descend(20).wait()
+
+
+def check_callbacks_wait_for_each_other(r: Ranks) -> None:
+    """A callback may wait for the callbacks of a later operation."""
+    tensors = [torch.full((5,), float(r.rank + i)) for i in range(2)]
+    first, second = (dist.all_reduce(tensor, async_op=True).get_future() for tensor in tensors)
+    later = second.then(lambda future: future.value()[0] * 2)
+    same(first.then(lambda _: later.wait()).wait(), torch.full((5,), 2.0 * sum(q + 1 for q in r.all)))
+
+
+def layers(count: int, width: int = 16) -> torch.nn.Module:
+    torch.manual_seed(7)
+    return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(count)))
+
+
+def trained_by_hook(r: Ranks, make: Callable[[], tuple[object, object]], width: int, steps: int = 6) -> torch.Tensor:
+    """The parameters after some steps of a model of ten layers, each with buckets of its own."""
+    model = DistributedDataParallel(layers(10, width), bucket_cap_mb=1e-3)
+    model.register_comm_hook(*make())
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        torch.manual_seed(100 * r.rank + step)
+        model(torch.randn(4, width)).square().sum().backward()
+        if (step + r.rank) % 2:
+            time.sleep(2e-3)
+        optimizer.step()
+    flat = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+    gathered = [torch.empty_like(flat) for _ in r.all]
+    dist.all_gather(gathered, flat)
+    for q in r.all:
+        same(gathered[q], flat, f"rank {q} has other parameters")
+    return flat
+
+
+def hook_whose_callbacks_add(wrong: list[int], r: Ranks) -> tuple[object, object]:
+    def hook(state, bucket):  # DDP compares annotations with types
+        index = bucket.index()
+
+        def go_on(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            number = torch.full((16,), float(100 * index + r.rank))
+            dist.all_reduce(number)
+            wrong.append(int((number != sum(100 * index + q for q in r.all)).sum()))
+            return future.value()[0].div_(r.size)
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(go_on)
+
+    return None, hook
+
+
+def check_hooks_whose_callbacks_start_collectives(r: Ranks) -> None:
+    """Of several buckets of equal size: the same bits on all ranks and in every run."""
+    wrong: list[int] = []
+    flat = trained_by_hook(r, lambda: hook_whose_callbacks_add(wrong, r), 16)
+    assert len(wrong) > 50
+    assert not any(wrong), wrong
+    same(flat, trained_by_hook(r, lambda: hook_whose_callbacks_add(wrong, r), 16))
+    kinds: list[Callable[[], tuple[object, object]]] = [
+        lambda: (power_sgd.PowerSGDState(None, 1, start_powerSGD_iter=2), power_sgd.powerSGD_hook),
+        lambda: (power_sgd.PowerSGDState(None, 1, start_powerSGD_iter=2), power_sgd.batched_powerSGD_hook),
+        lambda: (dist.group.WORLD, quantization.quantization_pertensor_hook),
+        lambda: (dist.group.WORLD, quantization.quantization_perchannel_hook),
+    ]
+    for kind in kinds:
+        same(trained_by_hook(r, kind, 12), trained_by_hook(r, kind, 12))
+
+
+def check_an_error_in_a_callback_of_a_hook(r: Ranks) -> None:
+    """It ends the backward pass as what it is, on the rank that has it."""
+
+    def hook(state, bucket):  # DDP compares annotations with types
+        def fail(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            if r.rank == 0:
+                raise LookupError("a bug of the hook")
+            return future.value()[0]
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(fail)
+
+    model = DistributedDataParallel(layers(2))
+    model.register_comm_hook(None, hook)
+    loss = model(torch.ones(1, 16)).sum()
+    if r.rank == 0:
+        with pytest.raises(LookupError, match="a bug of the hook"):
+            loss.backward()
+    else:
+        loss.backward()
+    dist.barrier()
+
+
+def check_zero_step_in_hooks(r: Ranks) -> None:
+    """ZeRO's hooks, the interleaved one with broadcasts in callbacks: DDP's bits with an optimizer of all parameters."""
+
+    def train(make: Callable[..., object] | None) -> torch.Tensor:
+        model = DistributedDataParallel(layers(6), bucket_cap_mb=1e-3)
+        if make is None:
+            model.register_comm_hook(None, ddp_hooks.allreduce_hook)
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        else:
+            optimizer = ZeroRedundancyOptimizer(
+                model.parameters(), torch.optim.SGD, overlap_with_ddp=True, parameters_as_bucket_view=False, lr=0.01
+            )
+            model.register_comm_hook(None, make(ddp_hooks.allreduce_hook, model, optimizer))
+        for step in range(8):
+            torch.manual_seed(100 * r.rank + step)
+            model.zero_grad(set_to_none=True)
+            model(torch.randn(4, 16)).square().sum().backward()
+            # An overlapping optimizer begins when DDP has laid out its buckets; it skips the steps before.
+            if make is None and step >= 2:
+                optimizer.step()
+        return torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+
+    expected = train(None)
+    for make in (zero_hooks.hook_with_zero_step, zero_hooks.hook_with_zero_step_interleaved):
+        same(train(make), expected, make.__name__)
+
+
 def check_orders_of_waiting(r: Ranks) -> None:
     """Ranks may wait for the operations of several groups in different orders, or for none while another rank does."""
     groups = [dist.group.WORLD, dist.new_group(list(r.all))]
@@ -974,7 +1141,8 @@ def check_reference_cnn(r: Ranks) -> None:
 
 def moved_storages(group: dist.ProcessGroup) -> int:
     """How many storages have moved into the wire memory of `group`."""
-    return sum(seen.has_memory and seen.memory is None for seen in group._wire._seen.values()) if group._wire else 0
+    wire = group._lanes.first.wire
+    return sum(seen.has_memory and seen.memory is None for seen in wire._seen.values()) if wire else 0
 
 
 class Checkpointed(torch.nn.Module):
@@ -1048,9 +1216,9 @@ def check_buckets_in_wire_memory(r: Ranks) -> None:
             else:  # Gloo sums in another order
                 torch.testing.assert_close(one, its, rtol=1e-3, atol=1e-4)
     if min(r.counts) > 1:
-        assert other._wire is not None
+        assert (wire := other._lanes.first.wire) is not None
         assert moved_storages(dist.group.WORLD) >= before
-        assert sum(map(len, other._wire._free.values())) > 0, "the memory of discarded models has not come back"
+        assert sum(map(len, wire._free.values())) > 0, "the memory of discarded models has not come back"
     dist.destroy_process_group(gloo)
     dist.destroy_process_group(other)
 
