@@ -11,7 +11,7 @@ DISTOPT_SANITIZE ?=
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml CMakeLists.txt $(NATIVE)
 
-.PHONY: mnist mpi test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack model litmus faults fuzz torch torch-quick torch-newest torch-libraries slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
+.PHONY: mnist mpi test test-rest test-sweeps test-all test-gpu first-gpu first-gpu-pack model litmus faults fuzz torch torch-quick torch-newest torch-libraries ends slurm slurm-quick singa sanitize sanitize-threads lint examples format clean
 
 mnist: $(VENV)/.base
 	$(BIN)/python examples/mnist_multiprocess.py $(WORLD_SIZE)
@@ -97,6 +97,10 @@ torch-newest:
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade torch
 	$(NEWEST)/bin/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(TORCH_PART) tests/torch
 	$(MAKE) VENV=$(NEWEST) TEST_EXTRAS=mpi,test,torch RANKS=2 torch-quick
+# Scripts that just end, beside processes that keep all cores busy: 40 minutes.
+RUNS ?= 500
+ends: $(VENV)/.with-$(TEST_EXTRAS)
+	$(BIN)/python -m tests.torch.ends --runs $(RUNS)
 # Libraries over PyTorch, of the versions that the index has, in that environment: over Gloo and over distopt.
 torch-libraries:
 	$(MAKE) VENV=$(NEWEST) $(NEWEST)/.with-mpi,test,torch

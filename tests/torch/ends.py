@@ -1,0 +1,255 @@
+"""Scripts that just end: with operations that nobody has waited for, while threads are in C++, and right after they met.
+
+    python -m tests.torch.ends --runs 500
+
+starts the programs below in turn, with and without `destroy_process_group`, by several launchers, with two and three
+ranks, beside processes that keep all cores busy, and prints the output of each that has not ended with code 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHERS = ("distopt run", "torchrun", "spawn")
+LIMIT_SECONDS = 120.0  # for one start under load
+
+
+def command(launcher: str, ranks: int, program: str, *, destroys: bool) -> list[str]:
+    """The command line of one run."""
+    args = [program, *(["--destroy"] if destroys else [])]
+    python = [sys.executable, "-W", "ignore"]
+    if launcher == "spawn":
+        return [*python, "-m", "tests.torch.ends", "--spawn", str(ranks), *args]
+    modules = {"distopt run": "distopt run", "torchrun": "torch.distributed.run"}
+    launch = [*modules[launcher].split(), "--nproc-per-node", str(ranks)]
+    if launcher == "torchrun":
+        launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    return [*python, "-m", *launch, __file__, *args]
+
+
+def run(launcher: str, ranks: int, program: str, *, destroys: bool) -> tuple[int, str]:
+    """The exit code of one run, and what it has written."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    line = command(launcher, ranks, program, destroys=destroys)
+    try:
+        ended = subprocess.run(
+            line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        return -1, f"no end within {LIMIT_SECONDS:g} s\n{error.stdout!r}"
+    return ended.returncode, ended.stdout
+
+
+# -- the ranks' side ---------------------------------------------------------------------------------------------------
+def main_of_rank(program: str, *, destroys: bool, **place: Any) -> list[object]:
+    """Run one; what it leaves behind, which lives until the process ends."""
+    import torch
+    import torch.distributed as dist
+
+    import distopt.torch  # noqa: F401 - registers the backend
+
+    torch.set_num_threads(1)
+    dist.init_process_group("distopt", **place)
+    left = PROGRAMS[program](dist.get_rank(), dist.get_world_size())
+    if destroys:
+        dist.destroy_process_group()
+    return left
+
+
+def messages_waited_for(rank: int, size: int) -> list[object]:
+    import torch
+    import torch.distributed as dist
+
+    out = torch.empty(200_000)
+    to, source = (rank + 1) % size, (rank - 1) % size
+    ops = [dist.P2POp(dist.isend, torch.full((200_000,), float(rank)), to), dist.P2POp(dist.irecv, out, source)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert bool((out == source).all())
+    return []
+
+
+def messages_left(rank: int, size: int) -> list[object]:
+    import torch
+    import torch.distributed as dist
+
+    sent = dist.isend(torch.full((200_000,), float(rank)), (rank + 1) % size)
+    return [sent, dist.irecv(torch.empty(200_000), (rank - 1) % size)]
+
+
+def sums_left(rank: int, size: int) -> list[object]:
+    import torch
+    import torch.distributed as dist
+
+    return [dist.all_reduce(torch.full((50_000,), float(rank)), async_op=True) for _ in range(20)]
+
+
+def futures_left(rank: int, size: int) -> list[object]:
+    import torch
+    import torch.distributed as dist
+
+    works = [dist.all_reduce(torch.full((50_000,), float(rank)), async_op=True) for _ in range(5)]
+    return [work.get_future().then(lambda future: future.value()[0].sum()) for work in works]
+
+
+def callbacks_left(rank: int, size: int) -> list[object]:
+    """Callbacks that call collectives."""
+    import torch
+    import torch.distributed as dist
+
+    def again(future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        dist.all_reduce(future.value()[0])
+
+    works = [dist.all_reduce(torch.full((5_000,), float(rank)), async_op=True) for _ in range(5)]
+    return [work.get_future().then(again) for work in works]
+
+
+def groups(rank: int, size: int) -> list[object]:
+    import torch
+    import torch.distributed as dist
+
+    made = [dist.new_group(list(range(size))) for _ in range(4)]
+    works = [dist.all_reduce(torch.ones(50_000), group=group, async_op=True) for group in made]
+    works[2].wait()
+    return works
+
+
+def nothing(rank: int, size: int) -> list[object]:
+    return []
+
+
+def a_new_group(rank: int, size: int) -> list[object]:
+    import torch.distributed as dist
+
+    return [dist.new_group(list(range(size))), dist.group.WORLD.monitored_barrier()]
+
+
+def a_split_group(rank: int, size: int) -> list[object]:
+    import torch.distributed as dist
+
+    return [dist.group.WORLD.split_group(list(range(size)), group_name="split")]
+
+
+def trained(model: Any, parameters: Any) -> None:
+    import torch
+
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 50)).sum().backward()
+        optimizer.step()
+
+
+def ddp(rank: int, size: int) -> list[object]:
+    import torch
+
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(50, 300), bucket_cap_mb=0.01)
+    trained(model, model.parameters())
+    return []
+
+
+def ddp_by_power_sgd(rank: int, size: int) -> list[object]:
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(50, 300), bucket_cap_mb=0.01)
+    model.register_comm_hook(power_sgd.PowerSGDState(None, start_powerSGD_iter=2), power_sgd.powerSGD_hook)
+    trained(model, model.parameters())
+    return []
+
+
+def fsdp2(rank: int, size: int) -> list[object]:
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    layers = torch.nn.Sequential(torch.nn.Linear(50, 300), torch.nn.ReLU(), torch.nn.Linear(300, 10))
+    fully_shard(layers[0])
+    fully_shard(layers)
+    trained(layers, layers.parameters())
+    return []
+
+
+def a_save_under_way(rank: int, size: int) -> list[object]:
+    import torch
+
+    import distopt.torch
+
+    folder = os.environ.get("ENDS_FOLDER", "")
+    model = torch.nn.Linear(2_000, 500)
+    checkpoint = distopt.torch.Checkpoint(folder or None, model=model)
+    checkpoint.resume()
+    checkpoint.save()
+    return [checkpoint]
+
+
+PROGRAMS: dict[str, Callable[[int, int], list[object]]] = {
+    function.__name__: function
+    for function in (
+        *(messages_waited_for, messages_left, sums_left, futures_left, callbacks_left, groups, nothing, a_new_group),
+        *(a_split_group, ddp, ddp_by_power_sgd, fsdp2, a_save_under_way),
+    )
+}
+
+
+def spawned(rank: int, size: int, store: str, program: str, destroys: bool) -> None:
+    main_of_rank(program, destroys=destroys, init_method=f"file://{store}", rank=rank, world_size=size)
+
+
+# -- many runs ---------------------------------------------------------------------------------------------------------
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("program", nargs="?", choices=PROGRAMS)
+    parser.add_argument("--destroy", action="store_true")
+    parser.add_argument("--spawn", type=int, help="ranks to start by torch.multiprocessing")
+    parser.add_argument("--runs", type=int)
+    parser.add_argument("--only", default=",".join(PROGRAMS))
+    args = parser.parse_args()
+    if args.spawn:
+        import torch.multiprocessing
+
+        with TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(
+                spawned, (args.spawn, f"{folder}/store", args.program, args.destroy), args.spawn
+            )
+        return 0
+    if args.program:
+        globals()["left"] = main_of_rank(args.program, destroys=args.destroy)
+        return 0
+    cases = list(itertools.product(args.only.split(","), (False, True), LAUNCHERS, (2, 3)))
+    random.Random(1).shuffle(cases)
+    cores = os.cpu_count() or 1
+    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
+    failures: Counter[str] = Counter()
+    began = time.monotonic()
+    try:
+        for number, (program, destroys, launcher, ranks) in enumerate(
+            itertools.islice(itertools.cycle(cases), args.runs)
+        ):
+            with TemporaryDirectory() as folder:
+                os.environ["ENDS_FOLDER"] = folder
+                code, text = run(launcher, ranks, program, destroys=destroys)
+            if code != 0 or "Traceback" in text or "terminate called" in text:
+                failures[program] += 1
+                print(f"run {number}: {program}, destroys: {destroys}, {launcher}, {ranks} ranks: code {code}\n{text}")
+    finally:
+        for process in load:
+            process.kill()
+    seconds = time.monotonic() - began
+    print(f"{args.runs} runs in {seconds:.0f} s, {failures.total()} failed {dict(failures) or ''}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
