@@ -109,9 +109,10 @@ class PendingWork(WaitedWork):
     def tell(self) -> None:
         """Run the callbacks of the future in this thread."""
         with self._lock:
-            self.told = True
+            self.told = self._future is None
         if self._future is not None:
             self._future.complete(self._tensors, self._error)
+            self.told = True
 
     def _complete(self) -> None:
         """Before a wait for the future."""

@@ -31,11 +31,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook as zero_hooks
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as ddp_hooks
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
-from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as quantization
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint_sequential
 from torch.utils.data import DataLoader, TensorDataset
@@ -45,6 +40,7 @@ from benchmarks.networks.emulation import LINK
 from distopt.torch import hosts, meeting
 from distopt.torch.queue import PendingWork
 
+from . import hooks as ddp_hooks
 from .forked import CONTEXT, group_with_gloo, join, on_emulated_host, place_of
 
 if TYPE_CHECKING:
@@ -665,61 +661,16 @@ def check_callbacks_wait_for_each_other(r: Ranks) -> None:
     same(first.then(lambda _: later.wait()).wait(), torch.full((5,), 2.0 * sum(q + 1 for q in r.all)))
 
 
-def layers(count: int, width: int = 16) -> torch.nn.Module:
-    torch.manual_seed(7)
-    return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(count)))
-
-
-def trained_by_hook(r: Ranks, make: Callable[[], tuple[object, object]], width: int, steps: int = 6) -> torch.Tensor:
-    """The parameters after some steps of a model of ten layers, each with buckets of its own."""
-    model = DistributedDataParallel(layers(10, width), bucket_cap_mb=1e-3)
-    model.register_comm_hook(*make())
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    for step in range(steps):
-        optimizer.zero_grad()
-        torch.manual_seed(100 * r.rank + step)
-        model(torch.randn(4, width)).square().sum().backward()
-        if (step + r.rank) % 2:
-            time.sleep(2e-3)
-        optimizer.step()
-    flat = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
-    gathered = [torch.empty_like(flat) for _ in r.all]
-    dist.all_gather(gathered, flat)
-    for q in r.all:
-        same(gathered[q], flat, f"rank {q} has other parameters")
-    return flat
-
-
-def hook_whose_callbacks_add(wrong: list[int], r: Ranks) -> tuple[object, object]:
-    def hook(state, bucket):  # DDP compares annotations with types
-        index = bucket.index()
-
-        def go_on(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            number = torch.full((16,), float(100 * index + r.rank))
-            dist.all_reduce(number)
-            wrong.append(int((number != sum(100 * index + q for q in r.all)).sum()))
-            return future.value()[0].div_(r.size)
-
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(go_on)
-
-    return None, hook
-
-
-def check_hooks_whose_callbacks_start_collectives(r: Ranks) -> None:
-    """Of several buckets of equal size: the same bits on all ranks and in every run."""
-    wrong: list[int] = []
-    flat = trained_by_hook(r, lambda: hook_whose_callbacks_add(wrong, r), 16)
-    assert len(wrong) > 50
-    assert not any(wrong), wrong
-    same(flat, trained_by_hook(r, lambda: hook_whose_callbacks_add(wrong, r), 16))
-    kinds: list[Callable[[], tuple[object, object]]] = [
-        lambda: (power_sgd.PowerSGDState(None, 1, start_powerSGD_iter=2), power_sgd.powerSGD_hook),
-        lambda: (power_sgd.PowerSGDState(None, 1, start_powerSGD_iter=2), power_sgd.batched_powerSGD_hook),
-        lambda: (dist.group.WORLD, quantization.quantization_pertensor_hook),
-        lambda: (dist.group.WORLD, quantization.quantization_perchannel_hook),
-    ]
-    for kind in kinds:
-        same(trained_by_hook(r, kind, 12), trained_by_hook(r, kind, 12))
+def check_hooks(r: Ranks) -> None:
+    """Those of PyTorch, and one whose callbacks start collectives: the same bits on all ranks and in every run."""
+    for name in ddp_hooks.HOOKS:
+        for sizes in ddp_hooks.SIZES.values():
+            first = ddp_hooks.trained(name, r.rank, r.size, sizes)
+            gathered = [torch.empty_like(first) for _ in r.all]
+            dist.all_gather(gathered, first)
+            for q in r.all:
+                same(gathered[q], first, f"{name}: rank {q} has other parameters")
+            same(ddp_hooks.trained(name, r.rank, r.size, sizes), first, f"{name}: the second run has other parameters")
 
 
 def check_an_error_in_a_callback_of_a_hook(r: Ranks) -> None:
@@ -733,7 +684,7 @@ def check_an_error_in_a_callback_of_a_hook(r: Ranks) -> None:
 
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(fail)
 
-    model = DistributedDataParallel(layers(2))
+    model = DistributedDataParallel(torch.nn.Linear(16, 16))
     model.register_comm_hook(None, hook)
     loss = model(torch.ones(1, 16)).sum()
     if r.rank == 0:
@@ -742,33 +693,6 @@ def check_an_error_in_a_callback_of_a_hook(r: Ranks) -> None:
     else:
         loss.backward()
     dist.barrier()
-
-
-def check_zero_step_in_hooks(r: Ranks) -> None:
-    """ZeRO's hooks, the interleaved one with broadcasts in callbacks: DDP's bits with an optimizer of all parameters."""
-
-    def train(make: Callable[..., object] | None) -> torch.Tensor:
-        model = DistributedDataParallel(layers(6), bucket_cap_mb=1e-3)
-        if make is None:
-            model.register_comm_hook(None, ddp_hooks.allreduce_hook)
-            optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        else:
-            optimizer = ZeroRedundancyOptimizer(
-                model.parameters(), torch.optim.SGD, overlap_with_ddp=True, parameters_as_bucket_view=False, lr=0.01
-            )
-            model.register_comm_hook(None, make(ddp_hooks.allreduce_hook, model, optimizer))
-        for step in range(8):
-            torch.manual_seed(100 * r.rank + step)
-            model.zero_grad(set_to_none=True)
-            model(torch.randn(4, 16)).square().sum().backward()
-            # An overlapping optimizer begins when DDP has laid out its buckets; it skips the steps before.
-            if make is None and step >= 2:
-                optimizer.step()
-        return torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
-
-    expected = train(None)
-    for make in (zero_hooks.hook_with_zero_step, zero_hooks.hook_with_zero_step_interleaved):
-        same(train(make), expected, make.__name__)
 
 
 def check_orders_of_waiting(r: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""Scripts that just end: with operations that nobody has waited for, while threads are in C++, and right after they met.
+"""Scripts that just end: with operations that nobody has waited for, with threads in C++, and right after ranks met.
 
     python -m tests.torch.ends --runs 500
 

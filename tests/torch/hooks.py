@@ -1,0 +1,145 @@
+"""Communication hooks of DDP: the same bits on all ranks and in every run, whenever their callbacks run.
+
+    python -m tests.torch.hooks 3 --runs 20
+    python -m tests.torch.hooks 2+1
+
+trains by every hook so often, with buckets of equal and of different sizes, on three ranks or on two emulated hosts.
+Where the ranks are two, and no callback calls a collective, the bits are also Gloo's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.queues import Queue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook as zero
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as default
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import distopt.torch  # noqa: F401 - registers the backend
+
+from .forked import CONTEXT, group_with_gloo, join, place_of
+
+SIZES = {"equal": (12,) * 8, "different": (12, 5, 40, 3, 64, 12, 7, 30)}  # of layers, each with a bucket of its own
+STEPS = 6
+
+
+def adding(state, bucket):
+    """A hook whose callbacks call collectives, and look at what comes back."""
+    index, group = bucket.index(), state
+
+    def go_on(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        number = torch.full((12,), float(100 * index + dist.get_rank(group)))
+        dist.all_reduce(number, group=group)
+        expected = sum(100 * index + q for q in range(group.size()))
+        assert bool((number == expected).all()), f"{number.tolist()} instead of {expected}"
+        return future.value()[0].div_(group.size())
+
+    return dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future().then(go_on)
+
+
+def _power_sgd(group: Any, hook: Any) -> tuple[object, Any]:
+    return power_sgd.PowerSGDState(
+        group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1
+    ), hook
+
+
+# Of each: state and function by the group; whether callbacks call collectives. The quantization hooks want the results
+# of all_gather as NCCL gives them, in one tensor; over Gloo they fail with the same IndexError as here.
+HOOKS: dict[str, tuple[Callable[[Any], tuple[object, Any]], bool]] = {
+    "allreduce": (lambda group: (group, default.allreduce_hook), False),
+    "fp16": (lambda group: (group, default.fp16_compress_hook), False),
+    "power_sgd": (lambda group: _power_sgd(group, power_sgd.powerSGD_hook), True),
+    "batched_power_sgd": (lambda group: _power_sgd(group, power_sgd.batched_powerSGD_hook), True),
+    "fp16_power_sgd": (lambda group: _power_sgd(group, default.fp16_compress_wrapper(power_sgd.powerSGD_hook)), True),
+    "post_local_sgd": (
+        lambda group: (local_sgd.PostLocalSGDState(group, group, 3), local_sgd.post_localSGD_hook),
+        False,
+    ),
+    "zero_step": (lambda group: (group, zero.hook_with_zero_step), True),  # PyTorch refuses it over Gloo, too
+    "zero_step_interleaved": (lambda group: (group, zero.hook_with_zero_step_interleaved), True),
+    "adding": (lambda group: (group, adding), True),
+}
+
+
+def trained(name: str, rank: int, world_size: int, sizes: Sequence[int], group: Any = None) -> torch.Tensor:
+    """Collective. The parameters after some steps by a hook."""
+    group = group or dist.group.WORLD
+    torch.manual_seed(7)
+    widths = (*sizes, sizes[0])
+    layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group, bucket_cap_mb=1e-4)
+    state, hook = HOOKS[name][0](group)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if name.startswith("zero"):
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.SGD, process_group=group, overlap_with_ddp=True, lr=0.01
+        )
+        state, hook = group, hook(default.allreduce_hook, model, optimizer)
+    model.register_comm_hook(state, hook)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        torch.manual_seed(100 * rank + step)
+        model(torch.randn(4, sizes[0])).square().sum().backward()
+        if (step + rank) % 2:
+            time.sleep(1e-3)  # ranks come to the next step at different times
+        if not name.startswith("zero"):  # whose hooks update
+            optimizer.step()
+    return torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+
+
+def rank_main(rank: int, size: int, method: str, names: list[str], runs: int, out: Queue[tuple[str, str]]) -> None:
+    join(rank, size, method, 60.0)
+    gloo = group_with_gloo(range(size)) if size == 2 else None
+    for name in names:
+        for kind, sizes in SIZES.items():
+            train = partial(trained, name, rank, size, sizes)
+            for _ in range(runs):
+                out.put((f"{name} {kind}", hashlib.sha256(train().numpy().tobytes()).hexdigest()[:12]))
+            if gloo is not None and not HOOKS[name][1]:
+                out.put((f"{name} {kind}", hashlib.sha256(train(gloo).numpy().tobytes()).hexdigest()[:12]))
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("ranks")
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--only", default=",".join(HOOKS))
+    args = parser.parse_args()
+    out: Queue[tuple[str, str]] = CONTEXT.Queue()
+    found: dict[str, list[str]] = {}
+    with place_of(args.ranks) as place:
+        method = place.method()
+        place.keep_store(method)
+        ranks = place.start(rank_main, place.size, method, args.only.split(","), args.runs, out)
+        while any(process.is_alive() for process in ranks) or not out.empty():
+            try:
+                name, digest = out.get(timeout=0.5)
+            except Exception:  # queue.Empty: look again whether the ranks live
+                continue
+            found.setdefault(name, []).append(digest)
+    for name, digests in found.items():
+        print(f"{name:36} {len(digests)} trainings by {args.ranks} ranks: {', '.join(sorted(set(digests)))}")
+    wrong = [name for name, digests in found.items() if len(set(digests)) > 1]
+    failed = [process.exitcode for process in ranks if process.exitcode]
+    if wrong or failed or len(found) < len(args.only.split(",")) * len(SIZES):
+        print(f"different bits: {wrong}; exit codes: {failed}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
