@@ -18,6 +18,7 @@ import numpy as np
 from .. import _core
 from ..errors import Process, UsageError, WireMemoryError
 from ..launch.join.job import Job
+from ..launch.watch.exit_guard import close_at_exit
 from ..settings import Settings
 from .base import DTYPES, OPS, Array, Communicator, DoneWork, RaggedWork, Request, Work, storage_of
 from .gpu import GpuStack, Place, choose_devices, exchange_places, gpu_stack
@@ -147,7 +148,9 @@ class NcclCommunicator(Communicator):
             LaunchError: two ranks would use the same GPU.
         """
         stack = gpu_stack()
-        return cls(job, stack, exchange_places(job, stack))
+        communicator = cls(job, stack, exchange_places(job, stack))
+        close_at_exit(communicator)
+        return communicator
 
     # -- memory ------------------------------------------------------------------------------------------------------
     def _empty(self, count: int, dtype: str, xp: Any) -> Array:

@@ -15,6 +15,7 @@ from ..errors import Process, UsageError
 from ..launch.join.job import Job
 from ..launch.join.rendezvous import HostGroup
 from ..launch.topology import Topology
+from ..launch.watch.exit_guard import close_at_exit
 from ..launch.watch.siblings import speak_last
 from ..settings import Settings
 from .base import DTYPES, Array, MessageWork, RaggedWork, Work
@@ -88,6 +89,7 @@ class ShmCommunicator(NativeCommunicator):
             raise UsageError("ranks on several hosts share no memory; choose the mpi communicator")
         communicator = cls(job.host_group(), job.topology)
         speak_last(communicator)
+        close_at_exit(communicator)
         return communicator
 
     def barrier(self) -> None:  # noqa: D102
@@ -107,11 +109,13 @@ class ShmCommunicator(NativeCommunicator):
         group = HostGroup(secret, place, size, self._settings.timeout)
         try:
             names = [self._numbers[rank] for rank in ranks]
-            return ShmCommunicator(
+            made = ShmCommunicator(
                 group, Topology.of_one_host(place, size, self.topology.host), self._settings, ranks=names
             )
         finally:
             group.close()
+        close_at_exit(made)
+        return made
 
     def _start_message(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MessageWork:
         return self.core.start_message(sends, array, peer, tag, DTYPES[dtype])

@@ -38,6 +38,13 @@ def describe_exit(exit_code: int) -> tuple[int, str]:
     return 128 - exit_code, f"was ended by {name}{hint}"
 
 
+def exit_status(code: object) -> int:
+    """Local. The exit status of a process that calls `sys.exit(code)`: 256, of a status of `os.system`, is 0."""
+    if isinstance(code, int):
+        return code & 0xFF if abs(code) <= sys.maxsize else 0xFF
+    return int(code is not None)
+
+
 @contextlib.contextmanager
 def caught_signals(signals: Iterable[int], *, last: bool = False) -> Iterator[tuple[list[int], int]]:
     """Local. Catch signals: yield a list that receives them, and a descriptor that then becomes readable.

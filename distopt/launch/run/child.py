@@ -18,7 +18,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from ...errors import DistoptError, Preempted, UsageError
-from ..ending import ENDING_SIGNALS, describe_exit, die_with, ignore
+from ..ending import ENDING_SIGNALS, describe_exit, die_with, exit_status, ignore
 from ..join.env import origin
 from ..join.multiprocess import UNGUARDED, Ticket, is_importing
 from ..watch.report import supervisor
@@ -203,9 +203,8 @@ def _run_rank(before: Any, fn: Callable[..., object], args: tuple[Any, ...], tic
         supervisor.say("left")
         raise SystemExit(error.code) from None
     except SystemExit as error:
-        if error.code is None or error.code == 0:
+        if not (code := exit_status(error.code)):
             return
-        code = error.code if isinstance(error.code, int) else 1
         text = f"left with exit code {code}" if isinstance(error.code, int) else f"left: {error.code}"
         _fail(code, text)
     except BaseException as error:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Protocol
 
 from ... import _core
 from ...errors import DistoptError, UsageError
-from ..ending import shortened
+from ..ending import exit_status, shortened
 from .report import supervisor
 from .siblings import end_with_parent
 from .watch import Watch
@@ -87,6 +87,11 @@ class ExitGuard:
             self._left = not self._jobs
 
     @property
+    def armed(self) -> bool:
+        """Local. Whether leaving early ends the job."""
+        return self._mpi is not None
+
+    @property
     def _is_rank(self) -> bool:
         return os.getpid() == self._pid
 
@@ -110,7 +115,7 @@ class ExitGuard:
 
     def _exit(self, before: Any, status: object = None, /) -> NoReturn:
         if self._is_rank:
-            self._exit_code = status & 0xFF if isinstance(status, int) else int(status is not None)
+            self._exit_code = exit_status(status)
         before(status)
         raise AssertionError("sys.exit returned")
 
@@ -188,8 +193,9 @@ def _finalize(mpi: Any, pid: int) -> None:
 
 
 def close_at_exit(communicator: _Closeable) -> None:
-    """Local. Close `communicator` when the interpreter ends, so that peers still waiting for it get an error."""
-    guard.communicators = [*(other for other in guard.communicators if not other.closed), communicator]
+    """Local. Close `communicator` before MPI_Finalize, which waits for the peers that wait for this rank in it."""
+    if guard.armed:
+        guard.communicators = [*(other for other in guard.communicators if not other.closed), communicator]
 
 
 def after_closing(farewell: Callable[[], object]) -> None:
