@@ -227,7 +227,8 @@ class _Agent:
         elif do == "end" and self._ranks is not None:
             self._make_room()
             if message["patience"]:
-                self._ranks.terminate()
+                if not any(signum in ENDING_SIGNALS for signum in self._signals):  # which ranks have got
+                    self._ranks.terminate()
                 self._kill_at = min(self._kill_at, self._clock.seconds() + message["patience"])
             else:
                 self._ranks.kill()

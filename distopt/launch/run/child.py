@@ -192,8 +192,7 @@ def _run_rank(before: Any, fn: Callable[..., object], args: tuple[Any, ...], tic
     supervisor.say("begun")
     die_with(parent)
     origin.invitation = (ticket, *args[:2])
-    # The parent handles Ctrl-C. A handler instead of SIG_IGN, which processes started here would inherit.
-    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _leave)
     mark_output(args[0])
     try:
@@ -202,20 +201,29 @@ def _run_rank(before: Any, fn: Callable[..., object], args: tuple[Any, ...], tic
     except Preempted as error:
         supervisor.say("left")
         raise SystemExit(error.code) from None
+    except KeyboardInterrupt as error:
+        if signal.getsignal(signal.SIGINT) is not _nothing:  # the script has raised it
+            _fail_by(error)
+        raise SystemExit(128 + signal.SIGINT) from None  # the parent reports it, once for all ranks
     except SystemExit as error:
         if not (code := exit_status(error.code)):
             return
         text = f"left with exit code {code}" if isinstance(error.code, int) else f"left: {error.code}"
         _fail(code, text)
     except BaseException as error:
-        frames = error.__traceback__.tb_next if error.__traceback__ else None  # without this function's own frame
-        code = error.exit_code if isinstance(error, DistoptError) else 1
-        if code == UsageError.exit_code:
-            _fail(code, f"failed: {error}")
-        _fail(code, "failed:\n" + "".join(traceback.format_exception(type(error), error, frames)), error)
+        _fail_by(error)
     finally:
-        # Already exiting; a second SystemExit would interrupt the cleanup.
-        ignore(signal.SIGTERM)
+        # Already exiting; another exception would interrupt the cleanup.
+        for signum in ENDING_SIGNALS:
+            ignore(signum)
+
+
+def _fail_by(error: BaseException) -> NoReturn:
+    frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of `_run_rank`
+    code = error.exit_code if isinstance(error, DistoptError) else 1
+    if code == UsageError.exit_code:
+        _fail(code, f"failed: {error}")
+    _fail(code, "failed:\n" + "".join(traceback.format_exception(type(error), error, frames)), error)
 
 
 def _fail(code: int, text: str, error: BaseException | None = None) -> NoReturn:
@@ -227,6 +235,16 @@ def _fail(code: int, text: str, error: BaseException | None = None) -> NoReturn:
     sys.stderr.flush()
     supervisor.failed(code, text, error)
     raise SystemExit(code & 0xFF or 1)
+
+
+def _interrupt(_signum: int, _: FrameType | None) -> None:
+    """Once: a terminal and the parent send the same signal, and at the second Ctrl-C the parent kills."""
+    signal.signal(signal.SIGINT, _nothing)
+    raise KeyboardInterrupt
+
+
+def _nothing(_signum: int, _: FrameType | None) -> None:
+    """A handler in the place of SIG_IGN, which processes started here would inherit."""
 
 
 def _leave(signum: int, _: FrameType | None) -> None:

@@ -16,18 +16,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...errors import DistoptError, Preempted, RankFailedError, UsageError
-from ..ending import ENDED_BY_SIGTERM, ENDING_SIGNALS, PREEMPTION_SIGNALS, caught_signals, waitable_children
+from ..ending import ENDING_SIGNALS, PREEMPTION_SIGNALS, caught_signals, waitable_children
 from ..gate import turn
 from ..join.env import RUN, LauncherInfo, environment, launcher, origin
 from ..join.meeting import meeting
 from ..join.mpi import start_mpi
 from ..join.multiprocess import Ticket
+from ..stopwatch import Stopwatch
 from ..threads import cores, thread_variables
 from ..watch.report import VARIABLE
 from .child import Child, check_call, check_script
 from .ranks import LocalRanks, first_of, starting
 
 _GRACE_SECONDS = 2.0
+_INTERRUPT_SECONDS = 30.0  # after Ctrl-C, on which ranks may save what they have
 _LOOK_SECONDS = 0.2
 _RANKS_PER_CORE = 32  # more are taken for a mistake
 _USER_ERROR = UsageError.exit_code
@@ -40,9 +42,11 @@ def spawn(fn: Callable[..., object], world_size: int, args: Sequence[Any] = ()) 
     call this function under `if __name__ == "__main__":`. `fn` must be a function of a module's or the script's top
     level, and `args` picklable. The children write to this process's stdout and stderr, end with this process however
     it ends, and share the cores: their BLAS threads are capped unless the user has set a number. Output lines of ranks
-    above 0 begin with "[rank 1] " and so on. On SIGINT or SIGTERM, all ranks are ended, and then the signal takes its
-    previous effect (KeyboardInterrupt, end of the process). So it is with SIGUSR1 and SIGUSR2, if the script has no
-    handler for them. Ranks that leave by themselves, see `Checkpoint(preemptible=True)`, are waited for.
+    above 0 begin with "[rank 1] " and so on. On SIGINT, `fn` gets a KeyboardInterrupt on every rank, and has 30 s to
+    end; a second SIGINT kills the ranks. On SIGTERM, all ranks are ended; so they are on SIGUSR1 and SIGUSR2, if the
+    script has no handler for them. Then the signal takes its previous effect (KeyboardInterrupt, end of the process),
+    unless `fn` has returned on all ranks. Ranks that leave by themselves, see `Checkpoint(preemptible=True)`, are
+    waited for.
 
     Raises:
         UsageError: `world_size` is not a positive int, or is more than 32 times the number of cores; `fn` cannot be
@@ -170,6 +174,7 @@ def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int
         finally:
             local.look()
             failed = bool(local.failures)  # before any are ended here
+            returned = not (failed or local.running)
             local.end(_GRACE_SECONDS)
             left = [rank.exit_code or 0 for rank in local.ranks if rank.left]
             local.close()
@@ -178,9 +183,10 @@ def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int
         return signum if any(left) else None  # without an exit code, the job will be started again
     if failed:
         first = first_of(local.failures)
-        if not (caught and first.code == ENDED_BY_SIGTERM):
+        by_signal = first.is_consequence or first.code - 128 in (*caught, signal.SIGTERM)
+        if not (caught and by_signal):
             raise RankFailedError(first.rank, first.code, first.text)
-    return caught[0] if caught else None
+    return caught[0] if caught and not returned else None
 
 
 def _start(local: LocalRanks, fn: Callable[..., object], world_size: int, args: tuple[Any, ...]) -> None:
@@ -205,7 +211,22 @@ def _supervise(local: LocalRanks, caught: list[int], selector: selectors.BaseSel
         local.look()
         while passed_on < len(caught):
             signum = caught[passed_on]
+            if signum == signal.SIGINT:
+                _interrupt(local, caught, selector)
+                return
             if signum not in PREEMPTION_SIGNALS or not all(rank.leaves for rank in local.running):
                 return
             local.signal(signum)
             passed_on += 1
+
+
+def _interrupt(local: LocalRanks, caught: list[int], selector: selectors.BaseSelector) -> None:
+    """Have the ranks end by Ctrl-C; return when they have, when their time is over or, all killed, at the second."""
+    local.signal(signal.SIGINT)
+    clock = Stopwatch()
+    while local.running and clock.seconds() < _INTERRUPT_SECONDS:
+        turn(selector, _LOOK_SECONDS)
+        local.look()
+        if caught.count(signal.SIGINT) > 1:
+            local.kill()
+            return
