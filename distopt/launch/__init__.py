@@ -13,7 +13,7 @@ from .join.env import LauncherInfo, launcher, origin, unstarted_tasks
 from .join.job import Job
 from .join.meeting import LaunchedJob, meeting
 from .join.mpi import MpiJob
-from .join.multiprocess import MultiprocessJob, Ticket
+from .join.multiprocess import MultiprocessJob, Ticket, refuse_worker
 from .run.output import open_standard_streams
 from .run.spawn import main, spawn
 from .watch.report import supervisor
@@ -49,9 +49,12 @@ def join(ticket: Ticket | None = None, local_rank: int | None = None, world_size
         world_size: number of processes in the ticket's job.
 
     Raises:
-        LaunchError: the arguments or the launcher's variables contradict each other.
+        LaunchError: the arguments or the launcher's variables contradict each other, or a rank has started this
+            process by multiprocessing.
         MissingDependencyError: an MPI launcher started this process, but mpi4py or an MPI library is missing.
     """
+    if ticket is None:
+        refuse_worker()
     if ticket is not None and origin.place != (local_rank, world_size):
         if local_rank is None or world_size is None:
             raise LaunchError(

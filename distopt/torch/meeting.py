@@ -18,6 +18,7 @@ from torch.distributed import DistBackendError
 from ..comm.shm import ShmCommunicator
 from ..comm.single import SingleCommunicator
 from ..errors import DistoptError, LaunchError, Process
+from ..launch.join.multiprocess import refuse_worker
 from ..launch.join.rendezvous import HostGroup
 from ..launch.topology import Topology, host_identity
 from ..launch.watch.siblings import Absence
@@ -41,6 +42,7 @@ def meet(options: Any, backend_options: object = None) -> DistoptProcessGroup:  
     Raises:
         DistBackendError: the ranks did not find each other.
     """
+    refuse_worker()
     rank, size, name, timeout = options.group_rank, options.group_size, options.group_id, options.timeout
     ranks = options.global_ranks_in_group or range(size)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import signal
 import socket
 import sys
 import time
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import current_process, parent_process
 from multiprocessing.context import get_spawning_popen
+from pathlib import Path
 from secrets import token_bytes
 from typing import Any
 
@@ -22,7 +24,7 @@ from ..gate import listener_of
 from ..threads import cap_threads
 from ..topology import Topology
 from ..watch.siblings import Absence, children, end_with_parent, is_first
-from .env import origin
+from .env import launcher, origin
 from .job import Job
 from .rendezvous import HostGroup
 
@@ -35,6 +37,56 @@ _SEEN_SECONDS = 2.0  # for which a process stays, to be seen by siblings that ar
 def is_importing() -> bool:
     """Local. Whether this is a child of multiprocessing that has yet to import its target."""
     return getattr(current_process(), "_inheriting", False)  # which multiprocessing itself uses
+
+
+def refuse_worker() -> None:
+    """Local. Raise if this is a process that a rank has started by multiprocessing, which has inherited its variables.
+
+    Raises:
+        LaunchError: it is one.
+    """
+    if parent_process() is None and not is_importing():
+        return
+    rank = _rank_of(_parent())
+    if rank is None and not is_importing():
+        return
+    where = f"process {_parent()}" if rank is None else f"rank {rank}"
+    fact = f"{current_process().name} (pid {os.getpid()}) was started by multiprocessing in {where}, and is not a rank"
+    cure = 'put the call under `if __name__ == "__main__":`' if is_importing() else "let the rank itself join the job"
+    if is_importing():
+        sys.excepthook = partial(_tell_once, f"{fact}; {cure}")
+    raise LaunchError(f"{fact}; {cure}")
+
+
+def _parent() -> int:
+    """The process that started this one by multiprocessing."""
+    parent, pid = parent_process(), os.getppid()
+    if parent is not None and parent.pid:
+        return parent.pid
+    if current_process().name.startswith("ForkServer"):  # while it imports; its parent is the server
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
+
+
+def _rank_of(pid: int) -> int | None:
+    """The rank that a process is by the variables with which it was started, if this process has the same."""
+    with contextlib.suppress(OSError, LaunchError):  # it has ended; its variables contradict each other
+        pairs = (os.fsdecode(pair).partition("=") for pair in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+        theirs = launcher({name: value for name, _, value in pairs})
+        if theirs is not None and theirs.size > 1 and theirs == launcher():
+            return theirs.rank
+    return None
+
+
+def _tell_once(text: str, *_: object) -> None:
+    """An excepthook, for one line instead of a traceback of multiprocessing in every child."""
+    if is_first():
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+        time.sleep(_SEEN_SECONDS)
+        if "PoolWorker" in current_process().name:  # `multiprocessing.Pool` would start others for ever
+            with contextlib.suppress(OSError):  # the rank has ended
+                os.kill(_parent(), signal.SIGTERM)
 
 
 def _new_secret() -> bytes:
