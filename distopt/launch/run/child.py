@@ -8,13 +8,14 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import DupFd, ForkingPickler
-from types import FrameType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from ...errors import DistoptError, Preempted, UsageError
@@ -163,15 +164,34 @@ class _Announced:
         self._sink = sink
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        return _announce, (DupFd(self._sink),)
+        return _announce, (DupFd(self._sink), getattr(sys.modules["__main__"].__spec__, "name", ""))
 
 
-def _announce(sink: Any) -> Any:
-    """The excepthook that `_run_rank` must restore."""
+def _announce(sink: Any, main: str) -> Any:
+    """The excepthook that `_run_rank` must restore.
+
+    Args:
+        sink: the channel.
+        main: name of the parent's main module in its package, empty for a script.
+    """
     supervisor.open(sink.detach())
     before = sys.excepthook
     sys.excepthook = _report_unloadable
+    _import_main(main)
     return before
+
+
+def _import_main(main: str) -> None:
+    """Import the main module for the function, as multiprocessing does unless it is a `__main__.py`."""
+    if main == "__main__":  # of a folder or zip
+        content = runpy.run_path(sys.path[0], run_name="__mp_main__")
+    elif main.endswith(".__main__"):
+        content = runpy.run_module(main, run_name="__mp_main__", alter_sys=True)
+    else:
+        return
+    module = ModuleType("__mp_main__")
+    vars(module).update(content)
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
 
 
 def _report_unloadable(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,0 +1,212 @@
+"""First and last lines of scripts, under every launcher of one host: early ends, Ctrl-C, pools, exit codes, packages."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.processes import Program, is_open_mpi, mpiexec_command
+
+LAUNCHERS = ("mpiexec", "run", "main")
+PYTHON = [sys.executable, "-W", "ignore"]
+
+
+def start(launcher: str, script: Path, *args: str, ranks: int = 2) -> Program:
+    start = {
+        "mpiexec": lambda: [*mpiexec_command(ranks), *PYTHON],
+        "run": lambda: [*PYTHON, "-m", "distopt", "run", "--nproc-per-node", str(ranks)],
+        "main": lambda: PYTHON,
+    }[launcher]()
+    return Program([*start, str(script), *args], {"DISTOPT_TIMEOUT": "40"})
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "job.py"
+    path.write_text(text)
+    return path
+
+
+# -- early ends --------------------------------------------------------------------------------------------------------
+WORLD = """
+import sys, distopt
+world = distopt.init()
+for step in range(5):
+    if world.rank == 1 and step == 4:
+        if "exit" in sys.argv: sys.exit(0)
+        break
+    world.all_reduce(step)
+"""
+TRAINING = """
+import numpy as np
+from distopt import opt, tensor
+from tests.ranks.small_net import Net
+sgd = opt.DistOpt(opt.SGD(lr=0.1))
+x = tensor.from_numpy(np.ones((4, 30), np.float32), sgd.device)
+y = tensor.from_numpy(np.array([0, 1, 2, 0], np.int32), sgd.device)
+net = Net()
+net.set_optimizer(sgd)
+net.compile([x], is_train=True)
+for step in range(5 - (sgd.global_rank == 1)):
+    net(x, y, sgd)
+"""
+
+
+@pytest.mark.slow(kept=2)
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ends", [(WORLD,), (WORLD, "exit"), (TRAINING,)])
+@pytest.mark.parametrize("launcher", ["mpiexec", "run"])
+def test_a_rank_that_ends_early_is_named_at_once(launcher: str, ends, ranks: int, tmp_path: Path) -> None:
+    text, *args = ends
+    ended = start(launcher, script(tmp_path, text), *args, ranks=ranks).end(30)  # before DISTOPT_TIMEOUT
+    assert ended.code != 0
+    assert "rank 1 (host" in ended.stderr, ended.stderr
+    assert "closed its communicator" in ended.stderr or "ended" in ended.stderr
+    assert "no answer within" not in ended.stderr
+
+
+# -- Ctrl-C ------------------------------------------------------------------------------------------------------------
+INTERRUPTED = """
+import sys, time
+from distopt import launch
+def train(rank, size):
+    try:
+        print("ready", flush=True)
+        while True: time.sleep(0.02)
+    except KeyboardInterrupt:
+        if rank == 0:
+            time.sleep(1.5 if "hang" not in sys.argv else 1000)
+            print("saved", flush=True)
+        elif "raise" in sys.argv: raise
+if __name__ == "__main__": launch.main(train, 2)
+"""
+
+
+@pytest.mark.slow(kept=2)
+@pytest.mark.parametrize("whom", ["group", "launcher"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_handler_of_ctrl_c_saves(launcher: str, whom: str, tmp_path: Path) -> None:
+    program = start(launcher, script(tmp_path, INTERRUPTED))
+    program.read_lines(2)
+    (os.killpg if whom == "group" else os.kill)(program.process.pid, signal.SIGINT)
+    ended = program.end()
+    assert "saved" in ended.stdout, ended
+    assert ended.code == 0 or (launcher == "mpiexec" and is_open_mpi()), ended
+
+
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize("launcher", ["run", "main"])
+def test_a_rank_that_ends_by_ctrl_c_lets_others_save(launcher: str, tmp_path: Path) -> None:
+    program = start(launcher, script(tmp_path, INTERRUPTED), "raise")
+    program.read_lines(2)
+    os.killpg(program.process.pid, signal.SIGINT)
+    ended = program.end()
+    assert "saved" in ended.stdout, ended
+    assert ended.code == 130
+    assert "Traceback" not in ended.stderr, ended.stderr
+
+
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize("launcher", ["run", "main"])
+def test_a_second_ctrl_c_ends_a_handler_that_hangs(launcher: str, tmp_path: Path) -> None:
+    program = start(launcher, script(tmp_path, INTERRUPTED), "hang")
+    program.read_lines(2)
+    for _ in range(2):
+        os.killpg(program.process.pid, signal.SIGINT)
+        with pytest.raises(Exception, match="timed out"):
+            program.process.wait(1) if _ == 0 else program.process.wait(0)
+    assert program.end(25).code == 130
+
+
+# -- children of ranks -------------------------------------------------------------------------------------------------
+AT_THE_TOP = """
+import multiprocessing, sys, distopt
+world = distopt.init()
+def double(i): return 2 * i
+if __name__ == "__main__":
+    world.all_reduce(1)
+    with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool: print(pool.map(double, range(4)), flush=True)
+    world.all_reduce(1)
+"""
+IN_A_WORKER = """
+import multiprocessing, sys, distopt
+def join(_):
+    try: return repr(distopt.init())
+    except Exception as error: return f"{type(error).__name__}: {error}"
+if __name__ == "__main__":
+    world = distopt.init()
+    with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool: print(pool.map(join, [0])[0], flush=True)
+    world.all_reduce(1)
+"""
+
+
+@pytest.mark.slow(kept=2)
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("launcher", ["mpiexec", "run"])
+def test_a_script_that_joins_at_its_top_and_starts_a_pool_gets_one_line(launcher, method, tmp_path: Path) -> None:
+    ended = start(launcher, script(tmp_path, AT_THE_TOP), method).end(60)
+    assert ended.code != 0
+    assert "was started by multiprocessing in rank" in ended.stderr, ended.stderr
+    assert 'put the call under `if __name__ == "__main__":`' in ended.stderr
+    assert "PMIU" not in ended.stderr
+    assert "SpawnPoolWorker-4" not in ended.stderr
+
+
+@pytest.mark.slow(kept=2)
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("launcher", ["mpiexec", "run"])
+def test_a_worker_of_a_rank_does_not_join_in_its_place(launcher: str, method: str, tmp_path: Path) -> None:
+    ended = start(launcher, script(tmp_path, IN_A_WORKER), method).end(60)
+    assert ended.code == 0, ended
+    for rank in range(2):
+        assert f"was started by multiprocessing in rank {rank}, and is not a rank" in ended.stdout, ended.stdout
+
+
+# -- codes, packages ---------------------------------------------------------------------------------------------------
+EXITS = """
+import sys
+from distopt import launch
+def train(rank, size):
+    if rank == 0: sys.exit(eval(sys.argv[1]))
+if __name__ == "__main__": launch.main(train, 2)
+"""
+
+
+@pytest.mark.slow(kept=3)
+@pytest.mark.parametrize(
+    ("value", "code"), [("256", 0), ("257", 1), ("-1", 255), ("True", 1), ("'text'", 1), ("2**80", 255), ("None", 0)]
+)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_exit_codes_are_those_of_one_process(launcher: str, value: str, code: int, tmp_path: Path) -> None:
+    ended = start(launcher, script(tmp_path, EXITS), value).end()
+    assert ended.code == code or (launcher == "mpiexec" and code and ended.code in {code, signal.SIGKILL}), ended
+    assert bool(ended.stderr) == bool(code), ended.stderr
+
+
+JOB = """
+from distopt import launch
+def train(rank, size):
+    print(f"rank {rank} of {size}", flush=True)
+if __name__ == "__main__": launch.main(train, 2)
+"""
+
+
+@pytest.mark.slow(kept=2)
+@pytest.mark.parametrize("kind", ["package", "folder", "zip"])
+@pytest.mark.parametrize("launcher", ["main", "run"])
+def test_a_main_module_can_start_ranks(launcher: str, kind: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "__init__.py").touch()
+    (tmp_path / "job" / "__main__.py").write_text(JOB)
+    with zipfile.ZipFile("app.pyz", "w") as archive:
+        archive.writestr("__main__.py", JOB)
+    args = {"package": ["-m", "job"], "folder": ["job"], "zip": ["app.pyz"]}[kind]
+    command = PYTHON if launcher == "main" else [*PYTHON, "-m", "distopt", "run", "--nproc-per-node", "2"]
+    ended = Program([*command, *args]).end()
+    assert ended.code == 0, ended
+    assert {line.removeprefix("[rank 1] ") for line in ended.stdout.split("\n")} >= {"rank 0 of 2", "rank 1 of 2"}
