@@ -1,4 +1,4 @@
-"""First and last lines of scripts, under every launcher of one host: early ends, Ctrl-C, pools, exit codes, packages."""
+"""First and last lines of scripts, under each launcher of one host: early ends, Ctrl-C, pools, exit codes, packages."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.queues import Queue
@@ -21,16 +22,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook as zero
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as default
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import distopt.torch  # noqa: F401 - registers the backend
 
 from .forked import CONTEXT, group_with_gloo, join, place_of
+
+with warnings.catch_warnings():  # PyTorch's own: it imports what it deprecates
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook as zero
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 SIZES = {"equal": (12,) * 8, "different": (12, 5, 40, 3, 64, 12, 7, 30)}  # of layers, each with a bucket of its own
 STEPS = 6

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+import zipapp
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -393,3 +394,49 @@ def test_what_works_with_processes_that_a_script_starts_itself(tmp_path, text):
     ended = run(tmp_path, text)
     assert (ended.code, ended.stderr) == (0, "")
     assert sorted(ended.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+
+
+IN_MAIN = """
+import sys, helper
+from distopt import launch
+class Words: text = helper.TEXT
+def work(rank, world_size, words): print("rank", rank, words.text, *sys.argv[1:])
+"""
+
+
+@pytest.mark.slow(kept=1)
+@pytest.mark.parametrize("launcher", ["main", "run"])
+@pytest.mark.parametrize("form", ["package", "folder", "archive"])
+def test_main_of_a_package_a_folder_or_an_archive(tmp_path, form, launcher):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "__main__.py").write_text(IN_MAIN + guarded("launch.main(work, 2, (Words(),))"))
+    (tmp_path if form == "package" else folder).joinpath("helper.py").write_text("TEXT = 'of a helper'")
+    if form == "archive":
+        zipapp.create_archive(folder, tmp_path / "job.pyz")
+    words = {"package": ["-m", "job"], "folder": ["job"], "archive": ["job.pyz"]}[form]
+    command = [PYTHON] if launcher == "main" else [PYTHON, "-m", "distopt", "run", "--nproc-per-node", "2"]
+    ended = Program(["env", "-C", str(tmp_path), *command, *words, "a word"]).end()
+    assert (ended.code, ended.stderr) == (0, "")
+    printed = ["[rank 1] rank 1 of a helper a word", "rank 0 of a helper a word"]
+    assert sorted(ended.stdout.splitlines()) == printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (UNGUARDED, NO_GUARD),
+        (guarded("from distopt import launch", "def work(*ranks): pass", "launch.main(work, 2)"), NOT_LOADED),
+        ("from distopt import launch\nimport other\nlaunch.main(other.work, 2)", None),
+    ],
+    ids=["no guard", "under the guard", "no guard, but a function of a module"],
+)
+def test_mistakes_in_the_main_of_a_package(tmp_path, text, expected):
+    package = tmp_path / "job"
+    package.mkdir()
+    (package / "__main__.py").write_text(text)
+    (tmp_path / "other.py").write_text(OTHER)
+    ended = Program(["env", "-C", str(tmp_path), PYTHON, "-m", "job"]).end()
+    assert ended.code == (2 if expected else 0), ended
+    assert fnmatchcase(ended.stderr, f"{expected}*\n" if expected else "")

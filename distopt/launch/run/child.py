@@ -177,21 +177,32 @@ def _announce(sink: Any, main: str) -> Any:
     supervisor.open(sink.detach())
     before = sys.excepthook
     sys.excepthook = _report_unloadable
-    _import_main(main)
+    if main.rpartition(".")[2] == "__main__":
+        _import_on_demand(main)
     return before
 
 
-def _import_main(main: str) -> None:
-    """Import the main module for the function, as multiprocessing does unless it is a `__main__.py`."""
-    if main == "__main__":  # of a folder or zip
-        content = runpy.run_path(sys.path[0], run_name="__mp_main__")
-    elif main.endswith(".__main__"):
-        content = runpy.run_module(main, run_name="__mp_main__", alter_sys=True)
-    else:
-        return
-    module = ModuleType("__mp_main__")
-    vars(module).update(content)
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+def _import_on_demand(main: str) -> None:
+    """Import a `__main__.py` when a function or class of it is looked up: without a guard, it starts ranks itself.
+
+    multiprocessing never imports one.
+    """
+    module = sys.modules["__main__"]
+
+    def find(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        del module.__getattr__
+        imported = ModuleType("__mp_main__")  # as multiprocessing names it
+        if main == "__main__":  # of a folder or zip
+            content = runpy.run_path(sys.path[0], run_name=imported.__name__)
+        else:
+            content = runpy.run_module(main, run_name=imported.__name__, alter_sys=True)
+        vars(imported).update(content)
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = imported
+        return getattr(imported, name)
+
+    module.__getattr__ = find  # type: ignore[method-assign]
 
 
 def _report_unloadable(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
