@@ -526,6 +526,65 @@ def check_messages_of_several_threads(r: Ranks) -> None:
 
 
 # -- works, futures, threads -------------------------------------------------------------------------------------------
+def check_tensors_can_be_resized(r: Ranks) -> None:
+    """After every collective and message, as FSDP and hooks of DDP do with storages that they free and fill again."""
+    after, before = (r.rank + 1) % r.size, (r.rank - 1) % r.size
+    root = r.rank == 0
+
+    def exchange(tensor: torch.Tensor, other: torch.Tensor, source: int | None) -> None:
+        sent = dist.isend(tensor, after)
+        dist.irecv(other, source).wait()
+        sent.wait()
+
+    def coalesced(tensor: torch.Tensor, other: torch.Tensor) -> None:
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, after), dist.P2POp(dist.irecv, other, before)])
+        for work in works:
+            work.wait()
+
+    def product(tensor: torch.Tensor) -> None:
+        opts = dist.distributed_c10d.AllreduceOptions()
+        opts.reduceOp = dist.ReduceOp.PRODUCT
+        dist.group.WORLD.allreduce([tensor], opts).wait()
+
+    calls: dict[str, Callable[..., object]] = {
+        "all_reduce": lambda x, *_: dist.all_reduce(x),
+        "all_reduce, async": lambda x, *_: dist.all_reduce(x, async_op=True).wait(),
+        "product": lambda x, *_: product(x),
+        "reduce": lambda x, *_: dist.reduce(x, 0),
+        "broadcast": lambda x, *_: dist.broadcast(x, 0),
+        "all_gather": lambda x, _, parts, __: dist.all_gather(parts, x),
+        "all_gather_single": lambda x, _, __, whole: dist.all_gather_single(whole, x),
+        "all_gather_single, async": lambda x, _, __, whole: dist.all_gather_single(whole, x, async_op=True).wait(),
+        "gather": lambda x, _, parts, __: dist.gather(x, parts if root else None, 0),
+        "scatter": lambda x, _, parts, __: dist.scatter(x, parts if root else None, 0),
+        "reduce_scatter": lambda x, _, parts, __: dist.reduce_scatter(x, parts),
+        "reduce_scatter_single": lambda x, _, __, whole: dist.reduce_scatter_single(x, whole),
+        "all_to_all": lambda _, __, parts, ___: dist.all_to_all([torch.empty_like(x) for x in parts], parts),
+        "all_to_all_single": lambda _, __, ___, whole: dist.all_to_all_single(torch.empty_like(whole), whole),
+        "message": lambda x, other, *_: exchange(x, other, before),
+        "batch_isend_irecv": lambda x, other, *_: coalesced(x, other),
+    }
+    if r.size == 2 and len(r.counts) == 1:
+        calls["message from anyone"] = lambda x, other, *_: exchange(x, other, None)
+    dtypes = (torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int64)
+    for dtype, (name, call) in itertools.product(dtypes, calls.items()):
+        x, other = values(r.rank, dtype), values(r.rank, dtype)
+        parts, whole = [values(q, dtype) for q in r.all], values(r.rank, dtype, (r.size * 2, 5, 3))
+        call(x, other, parts, whole)
+        for tensor in (x, other, *parts, whole):
+            kept = tensor.clone()
+            tensor.resize_(1000)
+            same(tensor[: kept.numel()], kept.view(-1), (dtype, name))
+            tensor.untyped_storage().resize_(0)
+            tensor.untyped_storage().resize_(4000)
+    sparse = values(r.rank, torch.float32).to_sparse()
+    dist.all_reduce(sparse)
+    sparse.coalesce().values().resize_(1000)
+    empty = torch.ones(30)
+    empty.untyped_storage().resize_(0)
+    with_error(ValueError, "is empty", dist.all_reduce, empty)
+
+
 def check_works_end_in_order(r: Ranks) -> None:
     tensor, ends = values(r.rank, torch.float32), []
     works = [dist.all_reduce(tensor, async_op=True) for _ in range(5)]
@@ -1492,6 +1551,40 @@ def check_fsdp(r: Ranks) -> None:
         results.append([parameter.full_tensor().detach() for parameter in model.parameters()])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def check_fsdp_of_16_bits(r: Ranks) -> None:
+    """FSDP of PyTorch 1 frees and fills the storages of parameters in each pass; with Gloo's results."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+
+    bits16 = MixedPrecision(param_dtype=torch.bfloat16)
+    gloo = group_with_gloo(r.all)
+    for options in (
+        {"mixed_precision": bits16},
+        {"mixed_precision": bits16, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+        {"mixed_precision": MixedPrecision(torch.bfloat16, torch.bfloat16), "use_orig_params": True},
+    ):
+        results = []
+        for group in (dist.group.WORLD, gloo):
+            torch.manual_seed(3)
+            layers = torch.nn.Linear(30, 200), torch.nn.ReLU(), torch.nn.Linear(200, 10)
+            layers = [FullyShardedDataParallel(layer, group, device_id=torch.device("cpu"), **options)
+                      if isinstance(layer, torch.nn.Linear) else layer for layer in layers]  # fmt: skip
+            model = FullyShardedDataParallel(
+                torch.nn.Sequential(*layers), group, device_id=torch.device("cpu"), **options
+            )
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            generator = torch.Generator().manual_seed(r.rank)
+            for _ in range(4):
+                x, y = torch.randn(4, 30, generator=generator), torch.randint(10, (4,), generator=generator)
+                torch.nn.functional.cross_entropy(model(x).float(), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with FullyShardedDataParallel.summon_full_params(model):
+                results.append([parameter.detach().clone() for parameter in model.parameters()])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+    dist.destroy_process_group(gloo)
 
 
 def check_dtensor(r: Ranks) -> None:

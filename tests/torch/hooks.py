@@ -50,6 +50,14 @@ def adding(state, bucket):
     return dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future().then(go_on)
 
 
+def _orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
+    _orthogonalize_batch(matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon)
+
+
+# PyTorch 2.13's batched hook gives it a matrix, where it asserts a batch of them, over Gloo, too.
+_orthogonalize_batch, power_sgd._orthogonalize = power_sgd._orthogonalize, _orthogonalize
+
+
 def _power_sgd(group: Any, hook: Any) -> tuple[object, Any]:
     return power_sgd.PowerSGDState(
         group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1
