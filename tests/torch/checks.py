@@ -27,6 +27,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ import distopt.torch
 from benchmarks.networks.emulation import LINK
 from distopt.torch import hosts, meeting
 from distopt.torch.queue import PendingWork
+from distopt.torch.wire import WireMemory
 
 from . import hooks as ddp_hooks
 from .forked import CONTEXT, group_with_gloo, join, on_emulated_host, place_of
@@ -723,7 +725,7 @@ def check_callbacks_wait_for_each_other(r: Ranks) -> None:
 def check_hooks(r: Ranks) -> None:
     """Those of PyTorch, and one whose callbacks start collectives: the same bits on all ranks and in every run."""
     for name in ddp_hooks.HOOKS:
-        for sizes in ddp_hooks.SIZES.values():
+        for sizes in ddp_hooks.sizes_for(name).values():
             first = ddp_hooks.trained(name, r.rank, r.size, sizes)
             gathered = [torch.empty_like(first) for _ in r.all]
             dist.all_gather(gathered, first)
@@ -1165,7 +1167,8 @@ def steps_of_ddp(
             if clips:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
-            arrays.append(next(model.parameters()).grad.numpy())  # must stay readable when the bucket moves
+            # PyTorch does not know these views, which must stay readable when the bucket moves.
+            arrays.append(np.from_dlpack(next(model.parameters()).grad))
     assert all(math.isfinite(array.sum()) for array in arrays)
     for model in models:
         kept += [
@@ -1204,6 +1207,82 @@ def check_buckets_in_wire_memory(r: Ranks) -> None:
         assert sum(map(len, wire._free.values())) > 0, "the memory of discarded models has not come back"
     dist.destroy_process_group(gloo)
     dist.destroy_process_group(other)
+
+
+def sum_in_backward(buffer: torch.Tensor) -> None:
+    """Collective. Reduce as a hook does."""
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: dist.all_reduce(buffer, async_op=True) and None)
+    x.sum().backward()
+
+
+def agree_anew() -> None:
+    """Collective. Have ranks agree on moves as often as in a new group."""
+    lane = dist.group.WORLD._lanes.first
+    if lane.wire is not None:
+        lane.wire = WireMemory(lane.communicator, lane.queue, TIMEOUT_SECONDS)
+
+
+def check_memory_seen_elsewhere_stays(r: Ranks) -> None:
+    """By an array, another process or a file: what they read is what is reduced, by rank 0 alone or by all."""
+    count, folder = 20_000, TemporaryDirectory()
+
+    def mapped() -> tuple[torch.Tensor, torch.Tensor]:
+        array = np.memmap(Path(folder.name, "buffer"), np.float32, "w+", shape=count)
+        return torch.from_numpy(array), torch.from_numpy(array)
+
+    def shared() -> tuple[torch.Tensor, torch.Tensor]:
+        buffer = torch.zeros(count).share_memory_()
+        other = torch.UntypedStorage._new_shared_fd_cpu(*buffer.untyped_storage()._share_fd_cpu_())
+        return buffer, torch.tensor([]).set_(other)
+
+    def of_array() -> tuple[torch.Tensor, torch.Tensor]:
+        array = np.zeros(count, np.float32)
+        return torch.from_numpy(array), torch.from_numpy(array)
+
+    def of_file() -> tuple[torch.Tensor, torch.Tensor]:
+        path = str(Path(folder.name, "file"))
+        buffer = torch.from_file(path, shared=True, size=count)
+        return buffer, torch.from_file(path, shared=True, size=count)
+
+    for (kind, make), alone in itertools.product(
+        {"memmap": mapped, "share_memory_": shared, "array": of_array, "file": of_file}.items(), (True, False)
+    ):
+        agree_anew()
+        exports = r.rank == 0 or not alone
+        buffer, seen = make() if exports else (torch.zeros(count),) * 2
+        for step in range(26):
+            buffer.fill_(r.rank + step)
+            sum_in_backward(buffer)
+            expected = torch.full((count,), float(sum(q + step for q in r.all)))
+            same(buffer, expected, (kind, alone, step))
+            same(seen, expected, (kind, alone, step))
+    # At any step: also between the ranks' agreement and the move. Another array keeps what it reads, too.
+    for at, alone in itertools.product((0, 5, 7, 8, 9, 12, 15, 16, 17, 20), (True, False)):
+        agree_anew()
+        buffer, array = torch.zeros(count), None
+        for step in range(28):
+            if step == at and (r.rank == 0 or not alone):
+                array = buffer.numpy()
+            buffer.fill_(r.rank + step)
+            sum_in_backward(buffer)
+            expected = torch.full((count,), float(sum(q + step for q in r.all)))
+            same(buffer, expected, (at, alone, step))
+            assert array is None or (array == expected.numpy()).all(), (at, alone, step)
+        if at == 20 and min(r.counts) > 1:
+            assert moved_storages(dist.group.WORLD) == 1
+
+
+def check_arrays_of_gradients_stay_valid(r: Ranks) -> None:
+    model = DistributedDataParallel(torch.nn.Linear(300, 200), gradient_as_bucket_view=True)
+    for step in range(40):
+        model.zero_grad(set_to_none=False)
+        model(torch.full((2, 300), 1.0 + step)).sum().backward()
+        if step == 3:
+            array = model.module.weight.grad.numpy()
+        if step > 3:
+            assert (array == 2.0 * (1 + step)).all(), (step, array[0, 0])
+            same(model.module.weight.grad, torch.full((200, 300), 2.0 * (1 + step)))
 
 
 def check_data_loader_workers(r: Ranks) -> None:
@@ -1259,12 +1338,13 @@ def check_discarded_models(r: Ranks) -> None:
         maps = Path("/proc/self/maps").read_text().splitlines()
         return sum("memfd" in line for line in maps), len(list(Path("/proc/self/fd").iterdir()))
 
+    agree_anew()
     for _ in range(3):
         cycle()
     before = used()
     for _ in range(int(os.environ.get("MODELS", "20"))):
         cycle()
-    assert used() == before
+    assert used() == before, (used(), before)
 
 
 def check_abandoned_backward_pass(r: Ranks) -> None:

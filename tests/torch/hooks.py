@@ -33,7 +33,8 @@ import distopt.torch  # noqa: F401 - registers the backend
 from .forked import CONTEXT, group_with_gloo, join, place_of
 
 SIZES = {"equal": (12,) * 8, "different": (12, 5, 40, 3, 64, 12, 7, 30)}  # of layers, each with a bucket of its own
-STEPS = 6
+LARGE = (150, 140, 170)  # of layers whose buckets move into wire memory before the `late` hooks begin
+STEPS, LATE, LATE_STEPS = 6, 40, 46
 
 
 def adding(state, bucket):
@@ -58,9 +59,9 @@ def _orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
 _orthogonalize_batch, power_sgd._orthogonalize = power_sgd._orthogonalize, _orthogonalize
 
 
-def _power_sgd(group: Any, hook: Any) -> tuple[object, Any]:
+def _power_sgd(group: Any, hook: Any, start: int = 2) -> tuple[object, Any]:
     return power_sgd.PowerSGDState(
-        group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1
+        group, matrix_approximation_rank=1, start_powerSGD_iter=start, min_compression_rate=1
     ), hook
 
 
@@ -71,6 +72,7 @@ HOOKS: dict[str, tuple[Callable[[Any], tuple[object, Any]], bool]] = {
     "fp16": (lambda group: (group, default.fp16_compress_hook), False),
     "power_sgd": (lambda group: _power_sgd(group, power_sgd.powerSGD_hook), True),
     "batched_power_sgd": (lambda group: _power_sgd(group, power_sgd.batched_powerSGD_hook), True),
+    "late_batched_power_sgd": (lambda group: _power_sgd(group, power_sgd.batched_powerSGD_hook, LATE), True),
     "fp16_power_sgd": (lambda group: _power_sgd(group, default.fp16_compress_wrapper(power_sgd.powerSGD_hook)), True),
     "post_local_sgd": (
         lambda group: (local_sgd.PostLocalSGDState(group, group, 3), local_sgd.post_localSGD_hook),
@@ -80,6 +82,11 @@ HOOKS: dict[str, tuple[Callable[[Any], tuple[object, Any]], bool]] = {
     "zero_step_interleaved": (lambda group: (group, zero.hook_with_zero_step_interleaved), True),
     "adding": (lambda group: (group, adding), True),
 }
+
+
+def sizes_for(name: str) -> dict[str, Sequence[int]]:
+    """Sizes of the layers to train with a hook, by name."""
+    return {"large": LARGE} if name.startswith("late") else SIZES
 
 
 def trained(name: str, rank: int, world_size: int, sizes: Sequence[int], group: Any = None) -> torch.Tensor:
@@ -97,7 +104,7 @@ def trained(name: str, rank: int, world_size: int, sizes: Sequence[int], group: 
         )
         state, hook = group, hook(default.allreduce_hook, model, optimizer)
     model.register_comm_hook(state, hook)
-    for step in range(STEPS):
+    for step in range(LATE_STEPS if name.startswith("late") else STEPS):
         optimizer.zero_grad()
         torch.manual_seed(100 * rank + step)
         model(torch.randn(4, sizes[0])).square().sum().backward()
@@ -112,7 +119,7 @@ def rank_main(rank: int, size: int, method: str, names: list[str], runs: int, ou
     join(rank, size, method, 60.0)
     gloo = group_with_gloo(range(size)) if size == 2 else None
     for name in names:
-        for kind, sizes in SIZES.items():
+        for kind, sizes in sizes_for(name).items():
             train = partial(trained, name, rank, size, sizes)
             for _ in range(runs):
                 out.put((f"{name} {kind}", hashlib.sha256(train().numpy().tobytes()).hexdigest()[:12]))
@@ -143,7 +150,7 @@ def main() -> int:
         print(f"{name:36} {len(digests)} trainings by {args.ranks} ranks: {', '.join(sorted(set(digests)))}")
     wrong = [name for name, digests in found.items() if len(set(digests)) > 1]
     failed = [process.exitcode for process in ranks if process.exitcode]
-    if wrong or failed or len(found) < len(args.only.split(",")) * len(SIZES):
+    if wrong or failed or len(found) < sum(len(sizes_for(name)) for name in args.only.split(",")):
         print(f"different bits: {wrong}; exit codes: {failed}")
         return 1
     return 0
