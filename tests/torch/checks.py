@@ -1344,7 +1344,8 @@ def check_discarded_models(r: Ranks) -> None:
     before = used()
     for _ in range(int(os.environ.get("MODELS", "20"))):
         cycle()
-    assert used() == before, (used(), before)
+    # How many models have memory at a time depends on where they end between two agreements.
+    assert all(now <= then + 2 for now, then in zip(used(), before, strict=True)), (used(), before)
 
 
 def check_abandoned_backward_pass(r: Ranks) -> None:
