@@ -18,7 +18,9 @@ from ..errors import UsageError
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 # Types that communicators reduce, apart from bfloat16 and, as pairs, sums of complex numbers. NumPy reduces the rest.
 _NATIVE = {getattr(torch, name): np.dtype(name) for name in DTYPES if name != "bfloat16"}
-_NUMPY = _NATIVE | {torch.complex64: np.dtype("complex64"), torch.complex128: np.dtype("complex128")}
+_NUMPY = _NATIVE | {
+    getattr(torch, name): np.dtype(name) for name in ("uint16", "uint32", "uint64", "complex64", "complex128")
+}
 _BYTES, _UINT16 = np.dtype("uint8"), np.dtype("uint16")
 # All memory from an address on, of which an array takes its part: a ctypes type for each size would cost 40 us.
 _memory_at = (ctypes.c_char * sys.maxsize).from_address
