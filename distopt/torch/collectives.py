@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..errors import MismatchError, UsageError
-from .tensors import as_items, as_numbers, dense, give_back, lies_in_a_row
+from .tensors import array_of, as_items, as_numbers, dense, give_back, lies_in_a_row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,7 +104,7 @@ class Collectives:
         """A reduction that communicators do not know: every rank gathers all tensors, and folds them in rank order."""
         whole = row.new_empty((self._size, *row.shape))
         self._gather(row, whole, seconds, f"{label} {reduction.op}")
-        parts = whole.view(self._size, -1).numpy()
+        parts = array_of(whole).reshape(self._size, -1)
         for part in parts[1:]:
             reduction.fold(parts[0], part, out=parts[0])
         row.copy_(whole[0] / self._size if reduction.op == "mean" else whole[0])

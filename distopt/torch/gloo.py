@@ -29,6 +29,7 @@ from ..errors import (
     StalledError,
     UsageError,
 )
+from .tensors import array_of
 
 if TYPE_CHECKING:
     from ..comm.base import Array
@@ -218,7 +219,7 @@ class Gloo:
         for process, said in zip(self.processes, self._causes, strict=True):
             if process.rank == number:
                 with suppress(ValueError):  # nothing, or too much
-                    kind, fact, cure, ranks = json.loads(said.numpy().tobytes().rstrip(b"\0"))
+                    kind, fact, cure, ranks = json.loads(array_of(said).tobytes().rstrip(b"\0"))
                     error: CommunicatorError = getattr(errors, kind)(
                         fact, cure=cure, ranks=[Process(*one) for one in ranks]
                     )

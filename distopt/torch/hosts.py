@@ -25,6 +25,7 @@ import torch
 from ..comm.base import Array, Communicator, MessageWork, RaggedWork, Request, Work
 from ..errors import CommunicatorClosedError, CommunicatorError, PeerLostError, UsageError
 from .between import NOTHING, Between, Exchange, Meeting, Operation, bytes_of, fold
+from .tensors import array_of
 
 if TYPE_CHECKING:
     from ..launch.topology import Topology
@@ -230,7 +231,7 @@ class HostsCommunicator(Communicator):
         numbers = torch.from_numpy(flat).view(getattr(torch, step.dtype))
         wide = numbers.float() if numbers.itemsize == 2 else numbers
         dtype = str(wide.dtype).removeprefix("torch.")
-        self._reduce(replace(step, dtype=dtype, op="sum", label=f"mean {step.label}"), wide.numpy())
+        self._reduce(replace(step, dtype=dtype, op="sum", label=f"mean {step.label}"), array_of(wide))
         numbers.copy_(wide.div_(self._size))
 
     def _begin_chunk(self, step: Operation, array: Array, *, sends: bool = True) -> _Chunk:

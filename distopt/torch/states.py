@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..checkpoint.parts import Part, State
 from ..errors import StateError, UsageError
 from .buckets import bucket_order, lay_out
+from .tensors import array_of, dense
 
 if TYPE_CHECKING:
     from ..files import Arrays
@@ -157,13 +158,13 @@ def _part_of_whole(shard: torch.Tensor, whole: Any) -> torch.Tensor:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The tensor's own memory where it is on the CPU; of a type that files or NumPy have not, numbers or bits in it."""
-    tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
+    """The tensor's own memory if it lies in a row; of a type that files or NumPy have not, numbers or bits in it."""
+    tensor = dense(tensor.cpu())
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     elif tensor.dtype in _BITS:
         tensor = tensor.view(_BITS[tensor.dtype])
-    array: np.ndarray[Any, Any] = tensor.numpy()
+    array: np.ndarray[Any, Any] = array_of(tensor).reshape(tensor.shape)
     return array
 
 
@@ -347,7 +348,7 @@ class TorchGenerator(Part):
         self._generator = generator
 
     def look(self) -> State:
-        return State({"": self._generator.get_state().numpy()}, {"device": self._generator.device.type})
+        return State({"": array_of(self._generator.get_state())}, {"device": self._generator.device.type})
 
     def check(self, state: State) -> None:
         own = self.look()

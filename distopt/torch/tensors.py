@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,13 @@ from ..errors import UsageError
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 # Types that communicators reduce, apart from bfloat16 and, as pairs, sums of complex numbers. NumPy reduces the rest.
-_NATIVE = {getattr(torch, name) for name in DTYPES if name != "bfloat16"}
+_NATIVE = {getattr(torch, name): np.dtype(name) for name in DTYPES if name != "bfloat16"}
+_NUMPY = _NATIVE | {
+    getattr(torch, name): np.dtype(name) for name in ("uint16", "uint32", "uint64", "complex64", "complex128")
+}
+_BYTES, _UINT16 = np.dtype("uint8"), np.dtype("uint16")
+# All memory from an address on, of which an array takes its part: a ctypes type for each size would cost 40 us.
+_memory_at = (ctypes.c_char * sys.maxsize).from_address
 
 
 @dataclass(frozen=True)
@@ -98,29 +106,53 @@ def give_back(row: torch.Tensor, tensor: torch.Tensor) -> None:
         tensor.detach().copy_(row.view_as(tensor))
 
 
+def array_of(row: torch.Tensor, dtype: np.dtype[Any] | None = None) -> np.ndarray[Any, Any]:
+    """Local. The memory of a dense tensor as a flat array, which keeps it.
+
+    `Tensor.numpy` would mark the storage, for good, as one that cannot be resized; FSDP and hooks of DDP resize theirs.
+
+    Args:
+        row: a dense tensor on the CPU.
+        dtype: what its bytes are taken for (default: its own type, one that NumPy has).
+
+    Raises:
+        UsageError: its storage has been emptied.
+    """
+    dtype = dtype or _NUMPY[row.dtype]
+    address, count = row.data_ptr(), row.nbytes // dtype.itemsize
+    if count and not address:
+        raise UsageError(
+            f"the storage of a tensor of {list(row.shape)} {row.dtype} is empty; resize it before the tensor is used"
+        )
+    memory = _memory_at(address)
+    memory.tensor = row  # type: ignore[attr-defined] # lives as long as the array
+    array: np.ndarray[Any, Any] = np.frombuffer(memory, dtype, count)  # type: ignore[call-overload] # any buffer
+    return array
+
+
 def as_numbers(row: torch.Tensor, op: ReduceOp) -> tuple[np.ndarray[Any, Any], str | None] | None:
     """Local. A dense tensor as an array that communicators reduce by `op`, and its `wire` type; None if they cannot."""
     dtype = row.dtype
     if dtype in _NATIVE:
-        return row.numpy(), None
+        return array_of(row, _NATIVE[dtype]), None
     if dtype == torch.bfloat16:
-        return row.view(torch.uint16).numpy(), "bfloat16"
+        return array_of(row, _UINT16), "bfloat16"
     if dtype in _REAL and op in ("sum", "mean"):
-        return torch.view_as_real(row).numpy(), None
+        return array_of(row, _NATIVE[_REAL[dtype]]), None
     return None
 
 
 def as_items(row: torch.Tensor) -> tuple[np.ndarray[Any, Any], str]:
     """Local. A dense tensor as an array that communicators move, and a label with its type where the array lacks it."""
     if row.dtype in _NATIVE:
-        return row.numpy(), ""
-    return row.view(-1).view(torch.uint8).numpy(), str(row.dtype).removeprefix("torch.")
+        return array_of(row, _NATIVE[row.dtype]), ""
+    return array_of(row, _BYTES), str(row.dtype).removeprefix("torch.")
 
 
 def as_message(row: torch.Tensor) -> tuple[np.ndarray[Any, Any], str | None]:
     """Local. A dense tensor as an array that is sent to one rank, and its `wire` type."""
     if row.dtype == torch.bfloat16:
-        return row.view(torch.uint16).numpy(), "bfloat16"
+        return array_of(row, _UINT16), "bfloat16"
     return as_items(row)[0], None
 
 

@@ -1,12 +1,15 @@
 """Buckets of DDP, and whatever else is reduced again and again in backward passes, moved into wire memory.
 
 There the communicator reduces them where they lie, without a copy. A storage moves with all tensors that are views of
-it: PyTorch exchanges what the storage points to.
+it: PyTorch exchanges what the storage points to. Storages that others may know by their addresses stay where they are:
+those that are shared, and those that PyTorch marks as not resizable, since they are made of an array or of a file, or
+since an array has been made of them (`Tensor.numpy`). Those that have moved are not resizable either.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import resource
 import weakref
@@ -49,7 +52,8 @@ class WireMemory:
 
     To make wire memory is collective, but only its own rank knows whether it has seen a storage before. So every few
     operations ranks start to tell each other what they would move, and at the next time, when all of them know it, make
-    what memory they lack. Until then, and where one rank's storage is new, the communicator copies.
+    what memory they lack. Until then, and where one rank's storage is new or stays, the communicator copies. A rank
+    whose storage must stay when memory has been made for it need not say so: the communicator looks where arrays lie.
 
     Args:
         communicator: of the group.
@@ -83,26 +87,37 @@ class WireMemory:
         dtype, storage = str(tensor.dtype).removeprefix("torch."), tensor.untyped_storage()
         if dtype not in DTYPES or storage.nbytes() != tensor.nbytes or not tensor.is_contiguous():
             return None
+        if _is_known(storage):
+            return None
         key: int = storage._cdata
+        kind = dtype, tensor.numel()
         seen = self._seen.get(key)
         if seen is None:
-            self._seen[key] = _Seen(StorageWeakRef(storage), (dtype, tensor.numel()))
+            self._seen[key] = _Seen(StorageWeakRef(storage), kind)
+        elif seen.kind != kind:
+            return None
         elif seen.memory is not None:
             self._move(tensor, seen)
-        elif not seen.has_memory and key not in self._wishes and self._fits(tensor.nbytes):
+        elif not (seen.has_memory or key in self._wishes or self._asks_for(key)) and self._fits(tensor.nbytes):
             return key
         return None
 
+    def _asks_for(self, key: int) -> bool:
+        return self._agreement is not None and key in self._agreement[1]
+
     def _move(self, tensor: torch.Tensor, seen: _Seen) -> None:
-        memory, seen.memory = seen.memory, None
+        memory, own = seen.memory, tensor.untyped_storage()
         view = memory.view()  # type: ignore[union-attr] # lives as long as the storage points to it
         wire = torch.from_numpy(view)
-        wire.view(tensor.dtype).copy_(tensor.detach().view(-1))
-        storage = wire.untyped_storage()
-        tensor.untyped_storage()._swap_data_ptr_(storage)
-        # The old memory stays as long: NumPy arrays may have been made of it.
+        wire.view(tensor.dtype)[: tensor.numel()].copy_(tensor.detach().view(-1))
+        if _is_known(own):  # now, to another thread
+            return
+        seen.memory, old = None, torch.UntypedStorage(0)
+        own._swap_data_ptr_(old)  # in two steps, since those of different sizes are only exchanged with empty ones
+        own._swap_data_ptr_(wire.untyped_storage())
+        # The old memory stays as long: other libraries, whose views PyTorch does not know, may read it.
         free = self._free.setdefault(seen.kind, [])
-        weakref.finalize(view, _give_back, free, memory, storage).atexit = False
+        weakref.finalize(view, _give_back, free, memory, old).atexit = False
 
     def _agree(self) -> None:
         """Collective. Start to tell the others what this rank would move."""
@@ -129,14 +144,14 @@ class WireMemory:
             return
         (work, wishes, table), self._agreement = self._agreement, None
         work.wait()
-        self._period = _SHORTEST_PERIOD if table.any() else min(2 * self._period, _LONGEST_PERIOD)
+        self._period = _SHORTEST_PERIOD if table.all(axis=0).any() else min(2 * self._period, _LONGEST_PERIOD)
         for key, said in zip(wishes, table.T, strict=True):
             if said.min() == _NO or key is None:
                 continue
             seen = self._seen[key]
             free = self._free.setdefault(seen.kind, [])
             if said.max() == _NEEDS_MEMORY:
-                dtype, count = seen.kind
+                dtype, count = seen.kind[0], _with_room(seen.kind[1])
                 self._post(lambda: free.append(self._communicator.empty(count, dtype))).wait()  # noqa: B023
             seen.has_memory, seen.memory = True, free.pop()
 
@@ -162,6 +177,16 @@ class WireMemory:
                 *(self._communicator.topology.rank, n_bytes >> 20),
             )
         return fits
+
+
+def _is_known(storage: torch.UntypedStorage) -> bool:
+    """Whether others may know the storage by its address."""
+    return storage.is_shared() or not storage.resizable()
+
+
+def _with_room(count: int) -> int:
+    """So many elements, and what PyTorch's batched PowerSGD adds for a square: what has moved cannot be resized."""
+    return (math.isqrt(count - 1) + 1) ** 2
 
 
 def _give_back(free: list[Array], memory: Array, old: torch.UntypedStorage) -> None:  # noqa: ARG001

@@ -27,6 +27,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ import distopt.torch
 from benchmarks.networks.emulation import LINK
 from distopt.torch import hosts, meeting
 from distopt.torch.queue import PendingWork
+from distopt.torch.wire import WireMemory
 
 from . import hooks as ddp_hooks
 from .forked import CONTEXT, group_with_gloo, join, on_emulated_host, place_of
@@ -526,6 +528,65 @@ def check_messages_of_several_threads(r: Ranks) -> None:
 
 
 # -- works, futures, threads -------------------------------------------------------------------------------------------
+def check_tensors_can_be_resized(r: Ranks) -> None:
+    """After every collective and message, as FSDP and hooks of DDP do with storages that they free and fill again."""
+    after, before = (r.rank + 1) % r.size, (r.rank - 1) % r.size
+    root = r.rank == 0
+
+    def exchange(tensor: torch.Tensor, other: torch.Tensor, source: int | None) -> None:
+        sent = dist.isend(tensor, after)
+        dist.irecv(other, source).wait()
+        sent.wait()
+
+    def coalesced(tensor: torch.Tensor, other: torch.Tensor) -> None:
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, after), dist.P2POp(dist.irecv, other, before)])
+        for work in works:
+            work.wait()
+
+    def product(tensor: torch.Tensor) -> None:
+        opts = dist.distributed_c10d.AllreduceOptions()
+        opts.reduceOp = dist.ReduceOp.PRODUCT
+        dist.group.WORLD.allreduce([tensor], opts).wait()
+
+    calls: dict[str, Callable[..., object]] = {
+        "all_reduce": lambda x, *_: dist.all_reduce(x),
+        "all_reduce, async": lambda x, *_: dist.all_reduce(x, async_op=True).wait(),
+        "product": lambda x, *_: product(x),
+        "reduce": lambda x, *_: dist.reduce(x, 0),
+        "broadcast": lambda x, *_: dist.broadcast(x, 0),
+        "all_gather": lambda x, _, parts, __: dist.all_gather(parts, x),
+        "all_gather_single": lambda x, _, __, whole: dist.all_gather_single(whole, x),
+        "all_gather_single, async": lambda x, _, __, whole: dist.all_gather_single(whole, x, async_op=True).wait(),
+        "gather": lambda x, _, parts, __: dist.gather(x, parts if root else None, 0),
+        "scatter": lambda x, _, parts, __: dist.scatter(x, parts if root else None, 0),
+        "reduce_scatter": lambda x, _, parts, __: dist.reduce_scatter(x, parts),
+        "reduce_scatter_single": lambda x, _, __, whole: dist.reduce_scatter_single(x, whole),
+        "all_to_all": lambda _, __, parts, ___: dist.all_to_all([torch.empty_like(x) for x in parts], parts),
+        "all_to_all_single": lambda _, __, ___, whole: dist.all_to_all_single(torch.empty_like(whole), whole),
+        "message": lambda x, other, *_: exchange(x, other, before),
+        "batch_isend_irecv": lambda x, other, *_: coalesced(x, other),
+    }
+    if r.size == 2 and len(r.counts) == 1:
+        calls["message from anyone"] = lambda x, other, *_: exchange(x, other, None)
+    dtypes = (torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int64)
+    for dtype, (name, call) in itertools.product(dtypes, calls.items()):
+        x, other = values(r.rank, dtype), values(r.rank, dtype)
+        parts, whole = [values(q, dtype) for q in r.all], values(r.rank, dtype, (r.size * 2, 5, 3))
+        call(x, other, parts, whole)
+        for tensor in (x, other, *parts, whole):
+            kept = tensor.clone()
+            tensor.resize_(1000)
+            same(tensor[: kept.numel()], kept.view(-1), (dtype, name))
+            tensor.untyped_storage().resize_(0)
+            tensor.untyped_storage().resize_(4000)
+    sparse = values(r.rank, torch.float32).to_sparse()
+    dist.all_reduce(sparse)
+    sparse.coalesce().values().resize_(1000)
+    empty = torch.ones(30)
+    empty.untyped_storage().resize_(0)
+    with_error(ValueError, "is empty", dist.all_reduce, empty)
+
+
 def check_works_end_in_order(r: Ranks) -> None:
     tensor, ends = values(r.rank, torch.float32), []
     works = [dist.all_reduce(tensor, async_op=True) for _ in range(5)]
@@ -664,7 +725,7 @@ def check_callbacks_wait_for_each_other(r: Ranks) -> None:
 def check_hooks(r: Ranks) -> None:
     """Those of PyTorch, and one whose callbacks start collectives: the same bits on all ranks and in every run."""
     for name in ddp_hooks.HOOKS:
-        for sizes in ddp_hooks.SIZES.values():
+        for sizes in ddp_hooks.sizes_for(name).values():
             first = ddp_hooks.trained(name, r.rank, r.size, sizes)
             gathered = [torch.empty_like(first) for _ in r.all]
             dist.all_gather(gathered, first)
@@ -1106,7 +1167,8 @@ def steps_of_ddp(
             if clips:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
-            arrays.append(next(model.parameters()).grad.numpy())  # must stay readable when the bucket moves
+            # PyTorch does not know these views, which must stay readable when the bucket moves.
+            arrays.append(np.from_dlpack(next(model.parameters()).grad))
     assert all(math.isfinite(array.sum()) for array in arrays)
     for model in models:
         kept += [
@@ -1145,6 +1207,82 @@ def check_buckets_in_wire_memory(r: Ranks) -> None:
         assert sum(map(len, wire._free.values())) > 0, "the memory of discarded models has not come back"
     dist.destroy_process_group(gloo)
     dist.destroy_process_group(other)
+
+
+def sum_in_backward(buffer: torch.Tensor) -> None:
+    """Collective. Reduce as a hook does."""
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: dist.all_reduce(buffer, async_op=True) and None)
+    x.sum().backward()
+
+
+def agree_anew() -> None:
+    """Collective. Have ranks agree on moves as often as in a new group."""
+    lane = dist.group.WORLD._lanes.first
+    if lane.wire is not None:
+        lane.wire = WireMemory(lane.communicator, lane.queue, TIMEOUT_SECONDS)
+
+
+def check_memory_seen_elsewhere_stays(r: Ranks) -> None:
+    """By an array, another process or a file: what they read is what is reduced, by rank 0 alone or by all."""
+    count, folder = 20_000, TemporaryDirectory()
+
+    def mapped() -> tuple[torch.Tensor, torch.Tensor]:
+        array = np.memmap(Path(folder.name, "buffer"), np.float32, "w+", shape=count)
+        return torch.from_numpy(array), torch.from_numpy(array)
+
+    def shared() -> tuple[torch.Tensor, torch.Tensor]:
+        buffer = torch.zeros(count).share_memory_()
+        other = torch.UntypedStorage._new_shared_fd_cpu(*buffer.untyped_storage()._share_fd_cpu_())
+        return buffer, torch.tensor([]).set_(other)
+
+    def of_array() -> tuple[torch.Tensor, torch.Tensor]:
+        array = np.zeros(count, np.float32)
+        return torch.from_numpy(array), torch.from_numpy(array)
+
+    def of_file() -> tuple[torch.Tensor, torch.Tensor]:
+        path = str(Path(folder.name, "file"))
+        buffer = torch.from_file(path, shared=True, size=count)
+        return buffer, torch.from_file(path, shared=True, size=count)
+
+    for (kind, make), alone in itertools.product(
+        {"memmap": mapped, "share_memory_": shared, "array": of_array, "file": of_file}.items(), (True, False)
+    ):
+        agree_anew()
+        exports = r.rank == 0 or not alone
+        buffer, seen = make() if exports else (torch.zeros(count),) * 2
+        for step in range(26):
+            buffer.fill_(r.rank + step)
+            sum_in_backward(buffer)
+            expected = torch.full((count,), float(sum(q + step for q in r.all)))
+            same(buffer, expected, (kind, alone, step))
+            same(seen, expected, (kind, alone, step))
+    # At any step: also between the ranks' agreement and the move. Another array keeps what it reads, too.
+    for at, alone in itertools.product((0, 5, 7, 8, 9, 12, 15, 16, 17, 20), (True, False)):
+        agree_anew()
+        buffer, array = torch.zeros(count), None
+        for step in range(28):
+            if step == at and (r.rank == 0 or not alone):
+                array = buffer.numpy()
+            buffer.fill_(r.rank + step)
+            sum_in_backward(buffer)
+            expected = torch.full((count,), float(sum(q + step for q in r.all)))
+            same(buffer, expected, (at, alone, step))
+            assert array is None or (array == expected.numpy()).all(), (at, alone, step)
+        if at == 20 and min(r.counts) > 1:
+            assert moved_storages(dist.group.WORLD) == 1
+
+
+def check_arrays_of_gradients_stay_valid(r: Ranks) -> None:
+    model = DistributedDataParallel(torch.nn.Linear(300, 200), gradient_as_bucket_view=True)
+    for step in range(40):
+        model.zero_grad(set_to_none=False)
+        model(torch.full((2, 300), 1.0 + step)).sum().backward()
+        if step == 3:
+            array = model.module.weight.grad.numpy()
+        if step > 3:
+            assert (array == 2.0 * (1 + step)).all(), (step, array[0, 0])
+            same(model.module.weight.grad, torch.full((200, 300), 2.0 * (1 + step)))
 
 
 def check_data_loader_workers(r: Ranks) -> None:
@@ -1200,12 +1338,14 @@ def check_discarded_models(r: Ranks) -> None:
         maps = Path("/proc/self/maps").read_text().splitlines()
         return sum("memfd" in line for line in maps), len(list(Path("/proc/self/fd").iterdir()))
 
+    agree_anew()
     for _ in range(3):
         cycle()
     before = used()
     for _ in range(int(os.environ.get("MODELS", "20"))):
         cycle()
-    assert used() == before
+    # How many models have memory at a time depends on where they end between two agreements.
+    assert all(now <= then + 2 for now, then in zip(used(), before, strict=True)), (used(), before)
 
 
 def check_abandoned_backward_pass(r: Ranks) -> None:
@@ -1492,6 +1632,40 @@ def check_fsdp(r: Ranks) -> None:
         results.append([parameter.full_tensor().detach() for parameter in model.parameters()])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def check_fsdp_of_16_bits(r: Ranks) -> None:
+    """FSDP of PyTorch 1 frees and fills the storages of parameters in each pass; with Gloo's results."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+
+    bits16 = MixedPrecision(param_dtype=torch.bfloat16)
+    gloo = group_with_gloo(r.all)
+    for options in (
+        {"mixed_precision": bits16},
+        {"mixed_precision": bits16, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+        {"mixed_precision": MixedPrecision(torch.bfloat16, torch.bfloat16), "use_orig_params": True},
+    ):
+        results = []
+        for group in (dist.group.WORLD, gloo):
+            torch.manual_seed(3)
+            layers = torch.nn.Linear(30, 200), torch.nn.ReLU(), torch.nn.Linear(200, 10)
+            layers = [FullyShardedDataParallel(layer, group, device_id=torch.device("cpu"), **options)
+                      if isinstance(layer, torch.nn.Linear) else layer for layer in layers]  # fmt: skip
+            model = FullyShardedDataParallel(
+                torch.nn.Sequential(*layers), group, device_id=torch.device("cpu"), **options
+            )
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            generator = torch.Generator().manual_seed(r.rank)
+            for _ in range(4):
+                x, y = torch.randn(4, 30, generator=generator), torch.randint(10, (4,), generator=generator)
+                torch.nn.functional.cross_entropy(model(x).float(), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with FullyShardedDataParallel.summon_full_params(model):
+                results.append([parameter.detach().clone() for parameter in model.parameters()])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+    dist.destroy_process_group(gloo)
 
 
 def check_dtensor(r: Ranks) -> None:

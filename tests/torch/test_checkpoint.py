@@ -220,6 +220,24 @@ def test_a_model_goes_by_its_own_names_inside_ddp_and_compile_and_is_loaded_alon
         assert torch.equal(tensor, fresh.state_dict()[name]), name
 
 
+def test_tensors_can_be_resized_after_a_save(tmp_path):
+    model = Small().bfloat16()
+    model.register_buffer("places", torch.ones(3, 4).t())  # lies in columns
+    model.register_buffer("waves", torch.ones(4, dtype=torch.complex64))
+    model.register_buffer("counts", torch.ones(4, dtype=torch.uint16))
+    with Checkpoint(tmp_path, model=model) as saved:
+        saved.resume()
+        saved.save()
+    fresh = Small().bfloat16()
+    fresh.register_buffer("places", torch.zeros(4, 3))
+    fresh.register_buffer("waves", torch.zeros(4, dtype=torch.complex64))
+    fresh.register_buffer("counts", torch.zeros(4, dtype=torch.uint16))
+    load(tmp_path, model=fresh)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, fresh.state_dict()[name]), name
+        tensor.untyped_storage().resize_(0)
+
+
 def test_buckets_are_laid_out_anew_where_ddp_sends_buffers():
     """Which it does before every forward pass, as is its default."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
