@@ -90,12 +90,15 @@ Turn::Held Messages::take_turn() {
 
 void Messages::start(std::shared_ptr<Message> message) {
   const auto turn = take_turn();
-  if (peers_.failed()) throw peers_.failure();
-  if (message->sends())
-    outgoing_[message->peer()].queue.push_back(std::move(message));
-  else
-    await(message);
-  advance();
+  if (peers_.failed()) return;
+  try {
+    if (message->sends())
+      outgoing_[message->peer()].queue.push_back(std::move(message));
+    else
+      await(message);
+    advance();
+  } catch (const CommunicatorError&) {  // recorded
+  }
 }
 
 bool Messages::help() {
@@ -107,10 +110,10 @@ bool Messages::help() {
 bool Messages::test(const Message& message) {
   if (message.finished()) return true;
   const auto turn = take_turn();
+  if (message.finished()) return true;  // before another thread has met a failure
   advance();
   help_collectives_();
   peers_.show_life();
-  if (!message.finished() && peers_.failed()) throw peers_.failure();
   return message.finished();
 }
 
@@ -121,11 +124,11 @@ void Messages::wait(const Message& message, double timeout_seconds) {
   std::optional<Stopwatch> watch;
   Patience patience({timeout_seconds, limits_.warning_seconds});
   for (;;) {
+    if (message.finished()) return;
     // Read before looking: a rank that changes something after the look rings after this count.
     const std::uint64_t heard = segment_.bell(peers_.rank()).rings.load(std::memory_order_acquire);
     advance();
     if (message.finished()) return;
-    if (peers_.failed()) throw peers_.failure();
     help_collectives_();
     if (!watch) watch.emplace();
     peers_.show_life();
@@ -140,10 +143,19 @@ void Messages::wait(const Message& message, double timeout_seconds) {
 
 // -- moving bytes -----------------------------------------------------------------------------------------------------
 
+// After a failure, of whichever rank and thread, nothing moves any more: all later calls raise it.
 void Messages::advance() {
-  for (int q = 0; q < peers_.size(); ++q) {
-    while (push(q)) continue;
-    while (pull(q)) continue;
+  if (peers_.failed()) throw peers_.failure();
+  try {
+    for (int q = 0; q < peers_.size(); ++q) {
+      while (push(q)) continue;
+      while (pull(q)) continue;
+    }
+  } catch (const std::bad_alloc&) {
+    throw peers_.fail({ErrorKind::memory,
+                       peers_.me().name() + " cannot allocate memory for a message that has come before its receive",
+                       "receive it earlier, or send smaller parts",
+                       {peers_.me()}});
   }
   const bool sends =
       std::any_of(outgoing_.begin(), outgoing_.end(), [](const Outgoing& o) { return !o.queue.empty(); });
@@ -184,6 +196,24 @@ bool Messages::push(int to) {
   return true;
 }
 
+// Where a message goes that begins to arrive. Throws before it has changed anything.
+Messages::Incoming Messages::begin(int from, const Header& header) {
+  Incoming stream;
+  stream.begun = true;
+  stream.header = header;
+  const auto found = std::find_if(awaiting_.begin(), awaiting_.end(), [&](const auto& message) {
+    return message->tag() == header.tag && (message->peer() == from || message->peer() == Message::anyone);
+  });
+  if (found == awaiting_.end()) {
+    stream.aside.reset(new char[stream.bytes() + 1]);
+    return stream;
+  }
+  check(header, from, **found);
+  stream.into = *found;
+  awaiting_.erase(found);
+  return stream;
+}
+
 // Takes all available data; whether to try again, as a message has ended.
 bool Messages::pull(int from) {
   Channel& channel = segment_.channel(from, peers_.rank());
@@ -194,21 +224,11 @@ bool Messages::pull(int from) {
   const char* const ring_from = segment_.ring(from, peers_.rank());
   if (!stream.begun) {
     if (there < sizeof(Header)) return false;
-    read_ring(ring_from, size, taken, reinterpret_cast<char*>(&stream.header), sizeof(Header));
+    Header header;
+    read_ring(ring_from, size, taken, reinterpret_cast<char*>(&header), sizeof(Header));
+    stream = begin(from, header);
     taken += sizeof(Header);
     there -= sizeof(Header);
-    stream.begun = true;
-    stream.done = 0;
-    const auto found = std::find_if(awaiting_.begin(), awaiting_.end(), [&](const auto& message) {
-      return message->tag() == stream.header.tag && (message->peer() == from || message->peer() == Message::anyone);
-    });
-    if (found != awaiting_.end()) {
-      check(stream.header, from, **found);
-      stream.into = *found;
-      awaiting_.erase(found);
-    } else {
-      stream.aside.reset(new char[stream.bytes() + 1]);
-    }
   } else if (there == 0) {
     return false;
   }
