@@ -49,14 +49,15 @@ def meet_a_mismatch(job: LocalJob, first: str) -> None:
     if job.topology.rank == 0:
         if not sent_before:
             job.all_gather(b"rank 1 has called receive")
-        works = [comm.send(np.ones(4), 1), comm.send(np.ones(3), 1, tag=1)]
+        work = comm.send(np.ones(4), 1)
+        comm.send(np.ones(3), 1, tag=1)
         job.all_gather(b"sent")
+        job.all_gather(b"rank 1 has met it")
         with pytest.raises(MismatchError):
             comm.barrier()
         with pytest.raises(MismatchError):
             comm.send(np.ones(3), 1).wait()
-        for work in works:
-            work.wait()  # had ended before
+        work.wait()  # it had ended before
         return
     if sent_before:
         job.all_gather(b"sent")
@@ -94,6 +95,7 @@ def meet_a_mismatch(job: LocalJob, first: str) -> None:
         comm.send(np.ones(3), 0)
     else:
         call(first)
+    job.all_gather(b"rank 1 has met it")
     del calls["progress"]  # of a communicator that has nothing to move
     for name in (*calls, *calls):
         call(name)

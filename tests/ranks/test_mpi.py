@@ -365,6 +365,32 @@ def test_a_message_of_another_kind_is_refused(peers, kind, sent):
             peers.receive(np.zeros(5, np.float32), 0, tag=7).wait()
 
 
+@pytest.mark.parametrize("sent_before", [False, True])
+def test_after_a_refused_message_every_call_raises_its_error(peers, job, sent_before):
+    rank, to = peers.topology.rank, peers.topology.world_size - 1
+    if rank == to and not sent_before:
+        arrays = [np.zeros(2), np.zeros(3), np.zeros(4)]
+        works = [peers.receive(array, 0, tag=tag) for tag, array in enumerate(arrays)]
+    job.all_gather(b"")
+    if rank == 0:
+        for tag, count in enumerate((4, 3, 4)):
+            peers.send(np.full(count, tag + 1.0), to, tag=tag)
+    job.all_gather(b"")
+    if rank == to:
+        if sent_before:
+            arrays = [np.zeros(2), np.zeros(3), np.zeros(4)]
+            works = [peers.receive(array, 0, tag=tag) for tag, array in enumerate(arrays)]
+        texts = set()
+        calls = [call for work in works for call in (work.wait, work.done, work.wait)]
+        for call in [*calls, peers.barrier, lambda: peers.send(np.ones(1), 0).wait()]:
+            with pytest.raises(MismatchError) as caught:
+                call()
+            texts.add(str(caught.value))
+        assert len(texts) == 1
+        assert not any(array.any() for array in arrays)
+    job.all_gather(b"")
+
+
 def test_a_silent_sender_is_named(peers, job):
     if job.topology.rank == 0:
         with pytest.raises(StalledError, match=r"receive 3 int8 with tag -1 from rank 1 \(host .* DISTOPT_TIMEOUT"):
