@@ -110,10 +110,10 @@ bool Messages::help() {
 bool Messages::test(const Message& message) {
   if (message.finished()) return true;
   const auto turn = take_turn();
-  if (message.finished()) return true;  // before another thread has met a failure
   advance();
   help_collectives_();
   peers_.show_life();
+  if (!message.finished() && peers_.failed()) throw peers_.failure();
   return message.finished();
 }
 
@@ -124,11 +124,11 @@ void Messages::wait(const Message& message, double timeout_seconds) {
   std::optional<Stopwatch> watch;
   Patience patience({timeout_seconds, limits_.warning_seconds});
   for (;;) {
-    if (message.finished()) return;
     // Read before looking: a rank that changes something after the look rings after this count.
     const std::uint64_t heard = segment_.bell(peers_.rank()).rings.load(std::memory_order_acquire);
     advance();
     if (message.finished()) return;
+    if (peers_.failed()) throw peers_.failure();
     help_collectives_();
     if (!watch) watch.emplace();
     peers_.show_life();
@@ -143,19 +143,21 @@ void Messages::wait(const Message& message, double timeout_seconds) {
 
 // -- moving bytes -----------------------------------------------------------------------------------------------------
 
-// After a failure, of whichever rank and thread, nothing moves any more: all later calls raise it.
+// Records a failure that it meets. After one, of whichever rank and thread, nothing moves any more.
 void Messages::advance() {
-  if (peers_.failed()) throw peers_.failure();
+  if (peers_.failed()) return;
   try {
     for (int q = 0; q < peers_.size(); ++q) {
       while (push(q)) continue;
       while (pull(q)) continue;
     }
+  } catch (const CommunicatorError&) {  // recorded
   } catch (const std::bad_alloc&) {
-    throw peers_.fail({ErrorKind::memory,
-                       peers_.me().name() + " cannot allocate memory for a message that has come before its receive",
-                       "receive it earlier, or send smaller parts",
-                       {peers_.me()}});
+    static_cast<void>(
+        peers_.fail({ErrorKind::memory,
+                     peers_.me().name() + " cannot allocate memory for a message that has come before its receive",
+                     "receive it earlier, or send smaller parts",
+                     {peers_.me()}}));
   }
   const bool sends =
       std::any_of(outgoing_.begin(), outgoing_.end(), [](const Outgoing& o) { return !o.queue.empty(); });

@@ -1,8 +1,10 @@
 """MpiJob and MpiCommunicator on the ranks that there are: one inside pytest, more under mpiexec."""
 
 import os
+import resource
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,14 @@ pytest.importorskip("mpi4py", reason="mpi4py is absent: pip install 'distopt[mpi
 from distopt import _core, launch
 from distopt.comm import create
 from distopt.comm.mpi.communicator import MpiCommunicator
-from distopt.errors import CommunicatorClosedError, LaunchError, MismatchError, StalledError, UsageError
+from distopt.errors import (
+    CommunicatorClosedError,
+    LaunchError,
+    MismatchError,
+    StalledError,
+    UsageError,
+    WireMemoryError,
+)
 
 DTYPES = ["float32", "float64", "float16", "int32", "int64"]
 COUNTS = [0, 1, 3, 17, 2048, 2049, 100_003]
@@ -349,6 +358,27 @@ def test_rank_that_closed_is_named(peers, job):
     else:
         with pytest.raises(CommunicatorClosedError, match=rf"rank {last} \(host .* has closed"):
             peers.barrier()
+
+
+def test_a_collective_without_memory_has_failed_for_good(peers, job):
+    array, limits = np.ones(4 << 20), resource.getrlimit(resource.RLIMIT_AS)
+    work = peers.all_gather_ragged(array)
+    if job.topology.rank == 0:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + array.nbytes // 2, limits[1]))
+        try:
+            with pytest.raises(
+                WireMemoryError, match=r"rank 0 \(host .* cannot allocate the result of all_gather_ragged"
+            ):
+                work.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        for call in (work.wait, work.done, peers.barrier):
+            with pytest.raises(WireMemoryError, match="cannot allocate the result of all_gather_ragged"):
+                call()
+    else:
+        work.done()  # takes part in the announcement
+    job.all_gather(b"")
 
 
 # -- messages --------------------------------------------------------------------------------------------------------
