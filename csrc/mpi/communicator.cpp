@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <new>
 #include <numeric>
 #include <utility>
 
@@ -155,11 +156,19 @@ void Communicator::move() {
 
 void Communicator::advance(Operation& operation) {
   if (operation.finished()) return;
-  if (!operation.has_begun()) {
-    if (!may_begin(operation)) return;
-    operation.begin();
+  try {
+    if (!operation.has_begun()) {
+      if (!may_begin(operation)) return;
+      operation.begin();
+    }
+    if (operation.advance()) last_finished_ = {operation.request(), operation.sequence()};
+  } catch (const std::bad_alloc&) {
+    const Process& me = processes_[world_.rank];
+    throw CommunicatorError({ErrorKind::memory,
+                             me.name() + " cannot allocate the result of " + operation.description(),
+                             "send smaller parts",
+                             {me}});
   }
-  if (operation.advance()) last_finished_ = {operation.request(), operation.sequence()};
 }
 
 bool Communicator::may_begin(const Operation& operation) const {

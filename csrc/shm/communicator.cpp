@@ -49,7 +49,10 @@ void ShmCommunicator::raise_recorded_failure() const {
   if (peers_.failed()) throw peers_.failure();
 }
 
-void ShmCommunicator::fail(const Failure& failure) { throw peers_.fail(failure); }
+void ShmCommunicator::fail(const Failure& failure) {
+  has_failed_ = true;
+  throw peers_.fail(failure);
+}
 
 // -- waiting ----------------------------------------------------------------------------------------------------------
 
@@ -147,6 +150,7 @@ void ShmCommunicator::post_ready() {
 
 void ShmCommunicator::advance(bool helps) {
   if (!helps) ended_.clear();
+  if (has_failed_) raise_recorded_failure();
   post_ready();
   while (!queue_.empty()) {
     Operation& front = *queue_.front();

@@ -90,12 +90,15 @@ Turn::Held Messages::take_turn() {
 
 void Messages::start(std::shared_ptr<Message> message) {
   const auto turn = take_turn();
-  if (peers_.failed()) throw peers_.failure();
-  if (message->sends())
-    outgoing_[message->peer()].queue.push_back(std::move(message));
-  else
-    await(message);
-  advance();
+  if (peers_.failed()) return;
+  try {
+    if (message->sends())
+      outgoing_[message->peer()].queue.push_back(std::move(message));
+    else
+      await(message);
+    advance();
+  } catch (const CommunicatorError&) {  // recorded
+  }
 }
 
 bool Messages::help() {
@@ -140,10 +143,21 @@ void Messages::wait(const Message& message, double timeout_seconds) {
 
 // -- moving bytes -----------------------------------------------------------------------------------------------------
 
+// Records a failure that it meets. After one, of whichever rank and thread, nothing moves any more.
 void Messages::advance() {
-  for (int q = 0; q < peers_.size(); ++q) {
-    while (push(q)) continue;
-    while (pull(q)) continue;
+  if (peers_.failed()) return;
+  try {
+    for (int q = 0; q < peers_.size(); ++q) {
+      while (push(q)) continue;
+      while (pull(q)) continue;
+    }
+  } catch (const CommunicatorError&) {  // recorded
+  } catch (const std::bad_alloc&) {
+    static_cast<void>(
+        peers_.fail({ErrorKind::memory,
+                     peers_.me().name() + " cannot allocate memory for a message that has come before its receive",
+                     "receive it earlier, or send smaller parts",
+                     {peers_.me()}}));
   }
   const bool sends =
       std::any_of(outgoing_.begin(), outgoing_.end(), [](const Outgoing& o) { return !o.queue.empty(); });
@@ -184,6 +198,24 @@ bool Messages::push(int to) {
   return true;
 }
 
+// Where a message goes that begins to arrive. Throws before it has changed anything.
+Messages::Incoming Messages::begin(int from, const Header& header) {
+  Incoming stream;
+  stream.begun = true;
+  stream.header = header;
+  const auto found = std::find_if(awaiting_.begin(), awaiting_.end(), [&](const auto& message) {
+    return message->tag() == header.tag && (message->peer() == from || message->peer() == Message::anyone);
+  });
+  if (found == awaiting_.end()) {
+    stream.aside.reset(new char[stream.bytes() + 1]);
+    return stream;
+  }
+  check(header, from, **found);
+  stream.into = *found;
+  awaiting_.erase(found);
+  return stream;
+}
+
 // Takes all available data; whether to try again, as a message has ended.
 bool Messages::pull(int from) {
   Channel& channel = segment_.channel(from, peers_.rank());
@@ -194,21 +226,11 @@ bool Messages::pull(int from) {
   const char* const ring_from = segment_.ring(from, peers_.rank());
   if (!stream.begun) {
     if (there < sizeof(Header)) return false;
-    read_ring(ring_from, size, taken, reinterpret_cast<char*>(&stream.header), sizeof(Header));
+    Header header;
+    read_ring(ring_from, size, taken, reinterpret_cast<char*>(&header), sizeof(Header));
+    stream = begin(from, header);
     taken += sizeof(Header);
     there -= sizeof(Header);
-    stream.begun = true;
-    stream.done = 0;
-    const auto found = std::find_if(awaiting_.begin(), awaiting_.end(), [&](const auto& message) {
-      return message->tag() == stream.header.tag && (message->peer() == from || message->peer() == Message::anyone);
-    });
-    if (found != awaiting_.end()) {
-      check(stream.header, from, **found);
-      stream.into = *found;
-      awaiting_.erase(found);
-    } else {
-      stream.aside.reset(new char[stream.bytes() + 1]);
-    }
   } else if (there == 0) {
     return false;
   }

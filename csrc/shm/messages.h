@@ -61,7 +61,8 @@ class Messages {
   Messages(Segment& segment, Peers& peers, const Limits& limits, const Hooks& hooks, std::function<void()> require_open,
            std::function<void()> help_collectives);
 
-  // All of these throw CommunicatorError, and may be called while another thread is in a collective.
+  // All of these throw CommunicatorError, and may be called while another thread is in a collective. A failure of any
+  // rank is thrown by test() and wait(), not by start(), whichever call meets it first.
   void start(std::shared_ptr<Message> message);
   bool test(const Message& message);
   void wait(const Message& message, double timeout_seconds);
@@ -106,6 +107,7 @@ class Messages {
   void advance();
   bool push(int to);
   bool pull(int from);
+  Incoming begin(int from, const Header& header);
   void await(const std::shared_ptr<Message>& message);
   void check(const Header& header, int from, const Message& message);
   void ring(int rank) const;

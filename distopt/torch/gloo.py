@@ -9,6 +9,7 @@ import json
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -29,15 +30,17 @@ from ..errors import (
     StalledError,
     UsageError,
 )
+from .between import bytes_of
 from .tensors import array_of
 
 if TYPE_CHECKING:
     from ..comm.base import Array
 
-# Gloo's tags have 31 bits. A message has the caller's tag and, since Gloo ends the process where a message is longer
-# than its receive, some bits of its length: two that differ never meet.
+# Gloo's tags have 31 bits. A message has the caller's tag and a hash of its type and length, so that two that differ do
+# not meet, but for one pair in 1,024: Gloo compares no types, takes a shorter message for a longer one, and ends the
+# process where a message is longer than its receive.
 _MESSAGE = 1 << 30
-_TAG_BITS, _LENGTH_BITS = 20, 10
+_TAG_BITS, _HASH_BITS = 20, 10
 _NEVER_TAG = (1 << 30) - 1  # of data that no operation has
 _CAUSE_BYTES = 4096
 _CAUSE_SECONDS = 1.0  # in which a rank that knows the cause has said so
@@ -148,16 +151,19 @@ class Gloo:
         finally:
             self._waiting -= 1
 
-    def message(self, sends: bool, data: Array, peer: int | None, tag: int, seconds: float) -> GlooMessage:
+    def message(self, sends: bool, array: Array, dtype: str, peer: int | None, tag: int, seconds: float) -> GlooMessage:
         """Local. Begin a message beside the collectives; see `Communicator.send`."""
         most = (1 << _TAG_BITS) - 1
         if not 0 <= tag <= most:
             raise UsageError(f"tag {tag} is out of range between hosts; choose one from 0 to {most:,}")
-        wide = _MESSAGE | tag << _LENGTH_BITS | data.size % (1 << _LENGTH_BITS)
+        content = zlib.crc32(f"{array.size} {dtype}".encode()) % (1 << _HASH_BITS)
+        wide = _MESSAGE | tag << _HASH_BITS | content
         start: Any = self.send if sends else self.receive
-        text = f"{'send' if sends else 'receive'} of a message of {data.size:,} bytes with tag {tag}"
-        text += "; both sides must agree on tag and length"
-        return GlooMessage(self, start(torch.from_numpy(data), peer, wide, lambda: text), text, seconds)
+        text = (
+            f"{'send' if sends else 'receive'} of a message of {array.size:,} {dtype} with tag {tag} (both sides must "
+        )
+        text += "agree on tag, type and count)"
+        return GlooMessage(self, start(torch.from_numpy(bytes_of(array)), peer, wide, lambda: text), text, seconds)
 
     def fail(self, error: CommunicatorError, *, is_known: bool = False) -> CommunicatorError:
         """Local. Say to all others what has failed here, and close the connections; the cause, as far as they know.

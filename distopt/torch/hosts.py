@@ -141,7 +141,7 @@ class HostsCommunicator(Communicator):
         return self._local.empty(count, dtype)
 
     def _start_message(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MessageWork:
-        return self._gloo.message(sends, bytes_of(array), None if peer < 0 else peer, tag, self._seconds)
+        return self._gloo.message(sends, array, dtype, None if peer < 0 else peer, tag, self._seconds)
 
     def _start(self, request: Request, array: Array, out: Array) -> Work:
         kind, dtype, label, op, root, _ = request

@@ -160,10 +160,9 @@ class Mail:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _started(self, message: PendingMessage) -> PendingMessage:
-        work = message._work
-        if not self._communicator.moves_messages and not work.done():
+        if not self._communicator.moves_messages and not message.is_completed():
             with self._condition:
-                self._under_way.append(work)
+                self._under_way.append(message._work)
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._move, name="distopt messages", daemon=True)
                     self._thread.start()

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from distopt.errors import StalledError, UsageError
+from distopt.errors import MismatchError, StalledError, UsageError
 from distopt.settings import Settings
 
 from .ranks import PATIENT, LocalJob, connect, run_ranks, run_ranks_ok
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from distopt.comm.base import Communicator, Work
 
 LARGE = 3_000_001
@@ -38,6 +40,77 @@ def test_a_receiver_that_expects_something_else(which: str, sent: str) -> None:
     host = os.uname().nodename
     assert f"rank 1 (host {host}, pid {outcomes[1].pid}) sent {sent} with tag 3" in outcomes[2].text
     assert f"rank 0 (host {host}, pid {outcomes[0].pid}) receives 5 float32;" in outcomes[2].text
+
+
+def meet_a_mismatch(job: LocalJob, first: str) -> None:
+    """Rank 0 sends 4 numbers, then 3; rank 1 awaits 2 and 3 of them, and `first` is the call that finds it out."""
+    comm = connect(job)
+    sent_before = first == "receive"
+    if job.topology.rank == 0:
+        if not sent_before:
+            job.all_gather(b"rank 1 has called receive")
+        work = comm.send(np.ones(4), 1)
+        comm.send(np.ones(3), 1, tag=1)
+        job.all_gather(b"sent")
+        job.all_gather(b"rank 1 has met it")
+        with pytest.raises(MismatchError):
+            comm.barrier()
+        with pytest.raises(MismatchError):
+            comm.send(np.ones(3), 1).wait()
+        work.wait()  # it had ended before
+        return
+    if sent_before:
+        job.all_gather(b"sent")
+    arrays = np.zeros(2), np.zeros(3)
+    works = [comm.receive(array, 0, tag=tag) for tag, array in enumerate(arrays)]
+    calls: dict[str, Callable[[], object]] = {
+        "receive": works[0].wait,
+        "its wait": works[0].wait,
+        "its done": works[0].done,
+        "other wait": works[1].wait,
+        "other done": works[1].done,
+        "send": lambda: comm.send(np.ones(3), 0).wait(),
+        "collective": comm.barrier,
+        "poll of a collective": lambda: poll(comm.all_reduce(np.ones(3))),
+        "large collective": lambda: comm.all_reduce(np.ones(LARGE)).wait(),
+    }
+    texts: list[str] = []
+
+    def call(name: str) -> None:
+        with pytest.raises(MismatchError) as info:
+            calls[name]()
+        texts.append(str(info.value))
+
+    threads = [threading.Thread(target=call, args=(name,)) for name in ("its wait", "other wait")]
+    for thread in threads if first == "thread" else ():
+        thread.start()
+    if not sent_before:
+        job.all_gather(b"rank 1 has called receive")
+        job.all_gather(b"sent")
+    if first == "thread":
+        for thread in threads:
+            thread.join()
+    elif first == "send":
+        comm.send(np.ones(3), 0)
+    elif first == "progress":
+        comm.progress()
+    else:
+        call(first)
+    job.all_gather(b"rank 1 has met it")
+    for name in (*calls, *calls):
+        call(name)
+    assert len(texts) >= 2 * len(calls)
+    assert len(set(texts)) == 1
+    assert "sent 4 float64 with tag 0, where rank 1" in texts[0]
+    assert not any(array.any() for array in arrays)
+
+
+FIRST = ("receive", "its wait", "its done", "other wait", "other done", "send", "collective")
+
+
+@pytest.mark.parametrize("first", [*FIRST, "poll of a collective", "large collective", "progress", "thread"])
+def test_after_a_mismatch_every_call_raises_it(first: str) -> None:
+    run_ranks_ok(meet_a_mismatch, 2, first)
 
 
 def lose_rank_1(job: LocalJob, how: str, waiting: str) -> None:

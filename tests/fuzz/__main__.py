@@ -9,7 +9,7 @@ import sys
 
 from .search import search
 
-FAMILIES = ("communicators", "codecs", "operations")
+FAMILIES = ("communicators", "messages", "codecs", "operations")
 
 
 def main():

@@ -11,7 +11,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / "build" / "model"
 # Ranks and faults of what `make model` goes through. Three ranks have fifty times the states of two.
-LARGE = {"mixed": [(2, 2), (3, 0)], "pairs": [(2, 2)]}
+LARGE = {"messages": [(2, 0)], "mixed": [(2, 2), (3, 0)], "pairs": [(2, 2)]}
 USUAL = [(2, 2), (3, 1)]
 
 

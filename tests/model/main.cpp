@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <iterator>
 
+#include "messages.h"
 #include "protocol.h"
 
 namespace {
@@ -50,7 +51,9 @@ const char* const mutations[] = {"none",
                                  "record_given_up",
                                  "record_not_read_again",
                                  "record_valid_early",
-                                 "two_buffers"};
+                                 "two_buffers",
+                                 "begun_before_check",
+                                 "moves_after_failure"};
 
 // Every operation with every other one after it, on the same arrays in each way: two in place, one that reads what the
 // other writes, writes what it reads ...
@@ -117,7 +120,7 @@ int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "";
   if (what == "programs") {
     for (const Program& program : chosen_programs()) std::printf("%s\n", program.name.c_str());
-    std::printf("pairs\n");
+    std::printf("messages\npairs\n");
     return 0;
   }
   if (what == "mutations") {
@@ -128,13 +131,20 @@ int main(int argc, char** argv) {
   const auto* const mutation = std::find(std::begin(mutations), std::end(mutations), mutated);
   std::size_t states = 0;
   std::size_t steps = 0;
-  for (const Program& program : programs()) {
-    if (argc < 4 || program.name != argv[3] || mutation == std::end(mutations)) continue;
-    const Protocol model(std::atoi(argv[1]), program, std::atoi(argv[2]), static_cast<Mutation>(mutation - mutations));
-    Explorer<Protocol> explorer(model);
-    if (!explorer.run()) return 1;
+  const auto explore = [&](const auto& model) {
+    Explorer explorer(model);
+    if (!explorer.run()) return false;
     states += explorer.states();
     steps += explorer.steps();
+    return true;
+  };
+  const bool messages = argc > 3 && std::string(argv[3]) == "messages" && mutation != std::end(mutations);
+  for (int mismatched = -1; messages && mismatched < MessageProtocol::messages; ++mismatched)
+    if (!explore(MessageProtocol(mismatched, static_cast<Mutation>(mutation - mutations)))) return 1;
+  for (const Program& program : programs()) {
+    if (argc < 4 || program.name != argv[3] || mutation == std::end(mutations)) continue;
+    const auto mutated_as = static_cast<Mutation>(mutation - mutations);
+    if (!explore(Protocol(std::atoi(argv[1]), program, std::atoi(argv[2]), mutated_as))) return 1;
   }
   std::printf("%zu states, %zu steps\n", states, steps);
   return states == 0 ? 2 : 0;

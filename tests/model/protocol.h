@@ -75,6 +75,8 @@ enum class Mutation {
   record_not_read_again,
   record_valid_early,
   two_buffers,
+  begun_before_check,
+  moves_after_failure,
 };
 
 // Where a rank is, named after the function in csrc.

@@ -31,6 +31,8 @@ MISTAKES = {
     "record_not_read_again": (3, 1, "gather_then_reduce", "an error blames a rank that was not killed"),
     "record_valid_early": (3, 1, "gather_then_reduce", "a rank ends too early"),
     "two_buffers": (2, 0, "staged", "no way on to an end"),
+    "begun_before_check": (2, 0, "messages", "a message has begun to arrive and has no place"),
+    "moves_after_failure": (2, 0, "messages", "bytes move after a failure"),
 }
 
 

@@ -1,8 +1,10 @@
 """MpiJob and MpiCommunicator on the ranks that there are: one inside pytest, more under mpiexec."""
 
 import os
+import resource
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,14 @@ pytest.importorskip("mpi4py", reason="mpi4py is absent: pip install 'distopt[mpi
 from distopt import _core, launch
 from distopt.comm import create
 from distopt.comm.mpi.communicator import MpiCommunicator
-from distopt.errors import CommunicatorClosedError, LaunchError, MismatchError, StalledError, UsageError
+from distopt.errors import (
+    CommunicatorClosedError,
+    LaunchError,
+    MismatchError,
+    StalledError,
+    UsageError,
+    WireMemoryError,
+)
 
 DTYPES = ["float32", "float64", "float16", "int32", "int64"]
 COUNTS = [0, 1, 3, 17, 2048, 2049, 100_003]
@@ -351,6 +360,28 @@ def test_rank_that_closed_is_named(peers, job):
             peers.barrier()
 
 
+def test_a_collective_without_memory_has_failed_for_good(peers, job):
+    array, limits = np.ones(4 << 20), resource.getrlimit(resource.RLIMIT_AS)
+    work = peers.all_gather_ragged(array)
+    if job.topology.rank == 0:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + array.nbytes // 2, limits[1]))
+        try:
+            with pytest.raises(
+                WireMemoryError, match=r"rank 0 \(host .* cannot allocate the result of all_gather_ragged"
+            ):
+                work.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        for call in (work.wait, work.done, peers.barrier):
+            with pytest.raises(WireMemoryError, match="cannot allocate the result of all_gather_ragged"):
+                call()
+    else:
+        while not peers.core.last_agreed:
+            work.done()
+    job.all_gather(b"")
+
+
 # -- messages --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("kind", "sent"), [("count", "6 float32"), ("dtype", "5 int64")])
 def test_a_message_of_another_kind_is_refused(peers, kind, sent):
@@ -363,6 +394,32 @@ def test_a_message_of_another_kind_is_refused(peers, kind, sent):
             MismatchError, match=rf"rank 0 \(host .* sent {sent} with tag 7, where rank {to} \(host .* receives 5 f"
         ):
             peers.receive(np.zeros(5, np.float32), 0, tag=7).wait()
+
+
+@pytest.mark.parametrize("sent_before", [False, True])
+def test_after_a_refused_message_every_call_raises_its_error(peers, job, sent_before):
+    rank, to = peers.topology.rank, peers.topology.world_size - 1
+    if rank == to and not sent_before:
+        arrays = [np.zeros(2), np.zeros(3), np.zeros(4)]
+        works = [peers.receive(array, 0, tag=tag) for tag, array in enumerate(arrays)]
+    job.all_gather(b"")
+    if rank == 0:
+        for tag, count in enumerate((4, 3, 4)):
+            peers.send(np.full(count, tag + 1.0), to, tag=tag)
+    job.all_gather(b"")
+    if rank == to:
+        if sent_before:
+            arrays = [np.zeros(2), np.zeros(3), np.zeros(4)]
+            works = [peers.receive(array, 0, tag=tag) for tag, array in enumerate(arrays)]
+        texts = set()
+        calls = [call for work in works for call in (work.wait, work.done, work.wait)]
+        for call in [*calls, peers.barrier, lambda: peers.send(np.ones(1), 0).wait()]:
+            with pytest.raises(MismatchError) as caught:
+                call()
+            texts.add(str(caught.value))
+        assert len(texts) == 1
+        assert not any(array.any() for array in arrays)
+    job.all_gather(b"")
 
 
 def test_a_silent_sender_is_named(peers, job):

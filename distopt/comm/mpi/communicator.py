@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ... import _core
-from ...errors import UsageError, WireMemoryError
+from ...errors import CommunicatorError, UsageError, WireMemoryError
 from ...launch.join.job import Job
 from ...launch.join.mpi import MpiJob, import_mpi
 from ...launch.watch.exit_guard import close_at_exit
@@ -127,5 +127,11 @@ class MpiCommunicator(NativeCommunicator):
         return made
 
     def _start_message(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MessageWork:
-        self.core.progress()  # refuses a communicator that is closed or has failed
-        return self._messages.start(sends, array, dtype, peer, tag)
+        message = self._messages.make(sends, array, dtype, peer, tag)
+        try:
+            self.core.progress()  # refuses a communicator that is closed or has failed
+            self._messages.start(message)
+        except CommunicatorError:  # recorded: `done` and `wait` raise it, whichever call meets it first
+            if self.closed:
+                raise
+        return message

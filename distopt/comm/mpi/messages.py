@@ -72,7 +72,8 @@ class MpiMessage(MessageWork):
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the end, at most `timeout` seconds; see `Work.wait`."""
-        self._messages.waits.wait_for_message(self, timeout)
+        if not self.ended():
+            self._messages.waits.wait_for_message(self, timeout)
 
     def waiting(self) -> str:
         """Local. A wait for it, in words."""
@@ -98,23 +99,32 @@ class MpiMessages:
         self._awaiting: list[MpiMessage] = []
         self._aside: list[MpiMessage] = []  # has come, or comes, before its receive
         self._moving: list[MpiMessage] = []  # kept, with their arrays, if the caller does not
+        self._has_refused = False
 
-    def start(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MpiMessage:
-        """Local. Begin to send or to receive; see `Communicator.send`."""
+    def make(self, sends: bool, array: Array, dtype: str, peer: int, tag: int) -> MpiMessage:
+        """Local. A message to `start`; see `Communicator.send`."""
         header = np.array([tag, DTYPES[dtype], array.size], np.int64)
-        message = MpiMessage(self, sends, peer, header, array.reshape(-1).view(np.uint8))
-        if sends:
-            requests = [self._comm.Isend([header, self._mpi.INT64_T], peer, _HEADER)]
-            requests += [self._comm.Isend([part, self._mpi.BYTE], peer, _DATA) for part in _parts(message.data)]
+        return MpiMessage(self, sends, peer, header, array.reshape(-1).view(np.uint8))
+
+    def start(self, message: MpiMessage) -> None:
+        """Local. Begin to send or to receive it."""
+        if message.sends:
+            peer, data = message.peer, _parts(message.data)
+            requests = [self._comm.Isend([message.header, self._mpi.INT64_T], peer, _HEADER)]
+            requests += [self._comm.Isend([part, self._mpi.BYTE], peer, _DATA) for part in data]
             message.requests = requests
             self._moving.append(message)
         else:
             self._await(message)
         self.advance()
-        return message
 
     def advance(self) -> None:
-        """Local. Move messages forward without waiting."""
+        """Local. Move messages forward without waiting.
+
+        None after one was refused: the next receive from its sender would get its data.
+        """
+        if self._has_refused:
+            return
         status = self._mpi.Status()
         while self._comm.Iprobe(self._mpi.ANY_SOURCE, _HEADER, status):
             header = np.empty(3, np.int64)
@@ -126,9 +136,9 @@ class MpiMessages:
 
     def progress(self) -> None:
         """Local. Move messages and collectives forward without waiting."""
+        self.waits.core.progress()
         if self.under_way:
             self.advance()
-        self.waits.core.progress()
 
     @property
     def under_way(self) -> bool:
@@ -167,6 +177,7 @@ class MpiMessages:
         if message.header[0] != header[0] or message.peer not in (source, _ANYONE):
             return False
         if not np.array_equal(message.header, header):
+            self._has_refused = True
             sender, me = self.waits.processes[source], self.waits.me
             self.waits.core.fail(
                 "MismatchError",
