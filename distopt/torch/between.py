@@ -89,7 +89,7 @@ class Operation:
     def describe(self) -> str:
         """Local. In words, as those of csrc/host/describe.cpp."""
         text = f"{self.kind} #{self.number:,}"
-        if self.count:
+        if not self.kind.endswith("ragged"):
             text += f" of {self.count:,} {self.dtype}"
         if self.op:
             text += f", {self.op}"
