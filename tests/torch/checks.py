@@ -985,6 +985,15 @@ def check_split_group(r: Ranks) -> None:
         dist.destroy_process_group(group)
 
 
+def check_a_rank_that_does_not_join(r: Ranks) -> None:
+    """The others name it when the time-out of the new group is over, not that of the store."""
+    last = r.size - 1
+    if r.rank != last:
+        text = rf"rank {last} \(host .*, pid \d+\) did not join the group of ranks .* within 0.5 s"
+        split = partial(dist.group.WORLD.split_group, group_name="not all")
+        with_error(dist.DistBackendError, text, split, list(r.all), timedelta(seconds=0.5))
+
+
 def check_nan(r: Ranks) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_DIST_NAN_CHECK", "1")
