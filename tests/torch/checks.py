@@ -592,6 +592,15 @@ def check_messages(r: Ranks) -> None:
     same(large[1], torch.full((5,), 5.0 + before))
 
 
+def check_empty_messages(r: Ranks) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+        ours = [dist.isend(torch.ones(0, dtype=dtype), (r.rank + 1) % r.size)]
+        ours += [dist.irecv(torch.ones(0, 3, dtype=dtype), (r.rank - 1) % r.size)]
+        for work in ours:
+            work.wait()
+    dist.barrier()
+
+
 def check_messages_from_anyone(r: Ranks) -> None:
     if r.rank == 0:
         sources = set()
