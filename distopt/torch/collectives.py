@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -35,6 +35,10 @@ class Collectives:
         self._who = who
         self._rank = communicator.topology.rank
         self._size = communicator.topology.world_size
+
+    def noted(self, note: str) -> Collectives:
+        """Local. The same, whose operations begin their labels with `note`."""
+        return Collectives(cast("Communicator", _Noted(self._communicator, note)), self._who)
 
     # -- reductions --------------------------------------------------------------------------------------------------
     def all_reduce(self, tensor: Tensor, reduction: Reduction, seconds: float | None, label: str = "") -> None:
@@ -248,6 +252,19 @@ class Collectives:
             )
 
 
+class _Noted:
+    """A communicator that puts a note before the labels of its operations."""
+
+    def __init__(self, communicator: Communicator, note: str) -> None:
+        self.topology = communicator.topology
+        self._communicator = communicator
+        self._note = note
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._communicator, name)
+        return lambda *args, label="", **given: method(*args, label=f"{self._note} {label}".rstrip(), **given)
+
+
 # The parts of these collectives that can be under way with others: a work, or None where they need more.
 STARTS: dict[Callable[..., object], Callable[..., Work | None]] = {
     Collectives.all_reduce: Collectives._start_all_reduce,
@@ -257,12 +274,15 @@ STARTS: dict[Callable[..., object], Callable[..., Work | None]] = {
 
 
 def of_each(collective: Callable[..., None]) -> Callable[..., None]:
-    """Local. A collective of lists that have its tensors: one after the other, with its name."""
+    """Local. A collective of lists that have its tensors: one after the other, with its name.
+
+    Labels say how many there are, so that ranks whose lists differ in length raise an error.
+    """
 
     @wraps(collective)
     def run(collectives: Collectives, lists: Sequence[Sequence[Any]], *args: Any) -> None:
-        for tensors in zip(*lists, strict=True):
-            collective(collectives, *tensors, *args)
+        for i, tensors in enumerate(zip(*lists, strict=True), 1):
+            collective(collectives.noted(f"{i} of {len(lists[0])}"), *tensors, *args)
 
     return run
 

@@ -95,6 +95,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         return self._run(opts, tensors, action, tensor, reduction_of(opts.reduceOp, tensor))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
+        _check_any("all_reduce_coalesced", tensors)
         reduction = reduction_of(opts.reduceOp, tensors[0])
         return self._run(opts, tensors, of_each(Collectives.all_reduce), [tensors], reduction)
 
@@ -116,6 +117,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         return self._run(opts, [out], Collectives.reduce_scatter, out, tensor, reduction)
 
     def reduce_scatter_single_coalesced(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
+        _check_any("reduce_scatter_single_coalesced", tensors)
         for out, tensor in zip(outs, tensors, strict=True):
             self._check_whole("reduce_scatter_single", out, tensor)
         reduction = reduction_of(opts.reduceOp, outs[0])
@@ -136,6 +138,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
     def allgather_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
         # PyTorch gives one list for each rank here, of what that rank gives.
         opts = _or_default(opts, c10d.AllgatherOptions)
+        _check_any("all_gather_coalesced", tensors)
         lists = [list(each) for each in zip(*outs, strict=True)]
         flat = [out for each in outs for out in each]
         return self._run(opts, flat, of_each(Collectives.all_gather_list), [lists, tensors])
@@ -147,6 +150,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
         opts = _or_default(opts, c10d.AllgatherOptions)
+        _check_any("all_gather_single_coalesced", tensors)
         for out, tensor in zip(outs, tensors, strict=True):
             self._check_whole("all_gather_single", tensor, out)
         return self._run(opts, outs, of_each(Collectives.all_gather), [outs, tensors])
@@ -390,6 +394,11 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         if not sizes and rows % self.size():
             raise ValueError(f"all_to_all_single: {rows} rows of the {role} do not divide by {self.size()} ranks")
         return list(tensor.split(list(sizes) or [rows // self.size()] * self.size()))
+
+
+def _check_any(name: str, tensors: Sequence[Tensor]) -> None:
+    if not tensors:
+        raise ValueError(f"{name}: the list is empty; give one tensor or more, as many on all ranks")
 
 
 def _check_count(name: str, own: Tensor, *listed: Tensor) -> None:

@@ -530,6 +530,22 @@ def check_coalesced(r: Ranks) -> None:
         same(out, expected.view(r.size, 3)[r.rank])
 
 
+def check_coalesced_lists_that_differ(r: Ranks) -> None:
+    """In length: all ranks raise, though the next call has a tensor of the same size."""
+    with_error(ValueError, "the list is empty", dist.group.WORLD.allreduce_coalesced, [], coalesced_options())
+    group = dist.new_group(list(r.all))
+    ours = [torch.ones(4) for _ in range(1 + (r.rank == 0))]
+    with pytest.raises(dist.DistBackendError, match=r"\(1 of 1\)"):
+        group.allreduce_coalesced(ours, coalesced_options()).wait()
+    dist.destroy_process_group(group)
+
+
+def coalesced_options() -> object:
+    opts = dist.distributed_c10d.AllreduceCoalescedOptions()
+    opts.reduceOp = dist.ReduceOp.SUM
+    return opts
+
+
 def check_objects(r: Ranks) -> None:
     def data(q: int) -> dict[str, object]:
         return {"rank": q, "text": "x" * (10 * q), "tensor": [q] * q}
