@@ -311,6 +311,14 @@ def check_reduce_scatter_of_different_sizes(r: Ranks) -> None:
     same(out, reduced("SUM", [values(q, torch.float32, (r.rank + 1,)) for q in r.all]))
 
 
+def check_sizes_in_a_list_that_differ(r: Ranks) -> None:
+    """Of lists as long together, where the difference is behind what messages show."""
+    group, sizes = dist.new_group(list(r.all)), [100_000, 200_000, 300_000, 2 + (r.rank == 0), 3 - (r.rank == 0)]
+    parts = [torch.ones(size) for size in [*sizes[: r.size - 2], *sizes[-2:]]]
+    with_error(dist.DistBackendError, "all ranks must", dist.reduce_scatter, parts[r.rank].clone(), parts, group=group)
+    dist.destroy_process_group(group)
+
+
 def check_gather(r: Ranks) -> None:
     for dtype, lay, root in itertools.product(MOVED, r.layouts.values(), r.all):
         outs = [lay(values(9, dtype)) for _ in r.all] if r.rank == root else None
@@ -1134,9 +1142,9 @@ def scatter_from(root: int) -> object:
     return opts
 
 
-def with_error(kind: type[BaseException], text: str, function: object, *args: object) -> None:
+def with_error(kind: type[BaseException], text: str, function: object, *args: object, **named: object) -> None:
     with pytest.raises(kind, match=text) as caught:
-        function(*args)
+        function(*args, **named)
     assert not isinstance(caught.value, DistoptError), "users of PyTorch catch PyTorch's kinds of error"
 
 
