@@ -71,7 +71,11 @@ NcclCommunicator::~NcclCommunicator() { close(); }
 NcclCommunicator::Work NcclCommunicator::start(const Request& request, cudaStream_t caller) {
   const nccl::DataType type = nccl_type(request.dtype);
   return enqueue(request, caller, [&](nccl::Comm* comm, cudaStream_t stream) {
-    switch (request.count == 0 ? OpKind::empty : request.kind) {
+    // NCCL leaves out what is empty, and a rank that has an empty array alone would pair the next with this one.
+    if (request.count == 0)
+      return api_.all_reduce(request.input, request.output, 1, nccl::DataType::int32, nccl_op(RedOp::sum), comm,
+                             stream);
+    switch (request.kind) {
       case OpKind::barrier:
       case OpKind::all_reduce:
         return api_.all_reduce(request.input, request.output, request.count, type, nccl_op(request.op), comm, stream);

@@ -177,7 +177,10 @@ class NcclCommunicator(Communicator):
         # A part stays a part of its whole only in the values, which is enough for those.
         x = self.xp.asarray(array)
         y = x if out is array else self.xp.asarray(out)
-        given = x.data.ptr, y.data.ptr, min(x.size, y.size), DTYPES[dtype], OPS.get(op, 0), root, label
+        count = min(x.size, y.size)
+        # Without an element, a rank takes part by one that is of no account.
+        pointers = [each.data.ptr for each in ((x, y) if count else (self._scratch, self._scratch))]
+        given = *pointers, count, DTYPES[dtype], OPS.get(op, 0), root, label
         work = self._enqueue(lambda stream: self._core.start(kind, *given, stream), x, y)
         if not isinstance(out, np.ndarray):
             return work

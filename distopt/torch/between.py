@@ -7,6 +7,7 @@ meet, since the tag of a message contains its length: Gloo would end the process
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -77,19 +78,20 @@ class Operation:
 
     def packed(self) -> bytes:
         """Local. What ranks must agree on."""
-        text = f"{self.kind}|{self.count}|{self.dtype}|{self.op}|{self.root}|{self.number}|{self.label[:31]}"
+        label = f"{zlib.crc32(self.label.encode())}|{self.label[:31]}"  # cut, but compared as a whole
+        text = f"{self.kind}|{self.count}|{self.dtype}|{self.op}|{self.root}|{self.number}|{label}"
         return text.encode().ljust(_CALL_BYTES)
 
     @classmethod
     def unpacked(cls, packed: bytes) -> Operation:
         """Local. What another rank says."""
-        kind, count, dtype, op, root, number, label = packed.decode().rstrip().split("|", 6)
+        kind, count, dtype, op, root, number, _, label = packed.decode().rstrip().split("|", 7)
         return cls(kind, int(count), dtype, op, label, int(root), int(number))
 
     def describe(self) -> str:
         """Local. In words, as those of csrc/host/describe.cpp."""
         text = f"{self.kind} #{self.number:,}"
-        if self.count:
+        if not self.kind.endswith("ragged"):
             text += f" of {self.count:,} {self.dtype}"
         if self.op:
             text += f", {self.op}"

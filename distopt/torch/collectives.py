@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from .tensors import array_of, as_items, as_numbers, dense, give_back, lies_in_a
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..comm.base import Communicator, Work
+    from ..comm.base import Array, Communicator, Work
     from .tensors import Reduction
 
 
@@ -36,11 +36,15 @@ class Collectives:
         self._rank = communicator.topology.rank
         self._size = communicator.topology.world_size
 
+    def noted(self, note: str) -> Collectives:
+        """Local. The same, whose operations begin their labels with `note`."""
+        return Collectives(cast("Communicator", _Noted(self._communicator, note)), self._who)
+
     # -- reductions --------------------------------------------------------------------------------------------------
     def all_reduce(self, tensor: Tensor, reduction: Reduction, seconds: float | None, label: str = "") -> None:
         """Collective. Replace `tensor` by the reduction over all ranks."""
         if tensor.is_sparse:
-            self._add_sparse(tensor, reduction, seconds)
+            self._add_sparse(tensor, reduction, seconds, label)
             return
         row = dense(tensor)
         if reduction.factor is not None:
@@ -48,7 +52,7 @@ class Collectives:
         numbers = as_numbers(row, reduction.op)
         if numbers is None:
             self._fold(row, reduction, seconds, label)
-        elif row.numel():
+        else:
             array, wire = numbers
             self._communicator.all_reduce(array, reduction.op, wire=wire, label=label).wait(seconds)
         give_back(row, tensor)
@@ -69,13 +73,13 @@ class Collectives:
         """Collective. `out` = this rank's part of the reduction of `tensor`, which has one part for every rank."""
         row, part = dense(tensor), dense(out)
         if reduction.factor is not None:
-            row = row * reduction.factor
+            row = row.clone().mul_(reduction.factor)  # of the same type, whatever type the factor has
         numbers, result = as_numbers(row, reduction.op), as_numbers(part, reduction.op)
         if numbers is None or result is None:
             whole = row.clone()
             self._fold(whole, reduction, seconds, "reduce_scatter")
             part.view(-1).copy_(whole.view(self._size, -1)[self._rank])
-        elif row.numel():
+        else:
             (array, wire), (result_array, _) = numbers, result
             self._communicator.reduce_scatter(array, result_array, reduction.op, wire=wire).wait(seconds)
         give_back(part, out)
@@ -109,33 +113,50 @@ class Collectives:
             reduction.fold(parts[0], part, out=parts[0])
         row.copy_(whole[0] / self._size if reduction.op == "mean" else whole[0])
 
-    def _add_sparse(self, tensor: Tensor, reduction: Reduction, seconds: float | None) -> None:
+    def _add_sparse(self, tensor: Tensor, reduction: Reduction, seconds: float | None, label: str) -> None:
         """Every rank gathers the entries of all ranks, and adds them in rank order."""
-        if reduction.op != "sum":
-            raise UsageError("sparse tensors can only be summed; call to_dense() for another reduction")
         own = tensor.detach().coalesce()
-        label = f"sparse {list(own.shape)} {own.sparse_dim()}"
-        gathered = []
-        for part in (own.indices().t(), own.values()):
-            array, dtype = as_items(dense(part).view(-1))
-            work = self._communicator.all_gather_ragged(array, label=f"{label} {dtype}")
-            work.wait(seconds)
-            gathered.append(
-                [torch.from_numpy(piece).view(part.dtype).view(-1, *part.shape[1:]) for piece in work.parts]
-            )
+        if reduction.factor is not None:
+            own = own * reduction.factor
+        kind = [own.sparse_dim(), *own.shape]
+        label = f"{label} sparse".lstrip()
+        head = torch.tensor([len(kind), *kind, own._nnz()])
+        heads = self._gather_ragged(torch.cat([head, own.indices().reshape(-1)]), seconds, label)
+        values = self._gather_ragged(own.values(), seconds, label)
         total = torch.zeros_like(own)
-        for indices, values in zip(*gathered, strict=True):
-            total = total + torch.sparse_coo_tensor(indices.t(), values, own.shape)
+        self._agree_on_kinds([each[1 : 1 + int(each[0])].tolist() for each in heads])
+        for each, part in zip(heads, values, strict=True):
+            nnz = int(each[len(head) - 1])
+            indices = each[len(head) :].view(own.sparse_dim(), nnz)
+            total = total + torch.sparse_coo_tensor(indices, part.view(nnz, *own.values().shape[1:]), own.shape)
         with torch.no_grad():  # of a sparse tensor, detach() would be another one
             tensor.copy_(total.coalesce())
+            # PyTorch gives a complex one as a view, which now has entries of its own.
+            if tensor._base is not None and tensor._base.is_complex():
+                tensor._base.copy_(torch.view_as_complex(tensor))
+
+    def _gather_ragged(self, tensor: Tensor, seconds: float | None, label: str) -> list[Tensor]:
+        """The elements of every rank's tensor; counts may differ."""
+        array, dtype = as_items(dense(tensor).view(-1))
+        work = self._communicator.all_gather_ragged(array, label=f"{label} {dtype}".rstrip())
+        work.wait(seconds)
+        return [_elements(part, tensor) for part in work.parts]
+
+    def _agree_on_kinds(self, kinds: Sequence[list[int]]) -> None:
+        """All ranks find, or none, that their sparse tensors do not add up."""
+        for who, kind in zip(self._who, kinds, strict=True):
+            if kind != kinds[0]:
+                raise MismatchError(
+                    f"{self._who[0]} sums a sparse tensor of shape {kinds[0][1:]} with sparse_dim {kinds[0][0]}, {who} "
+                    f"one of shape {kind[1:]} with sparse_dim {kind[0]}; give all ranks the same shape and sparse_dim"
+                )
 
     # -- moves -------------------------------------------------------------------------------------------------------
     def broadcast(self, tensor: Tensor, root: int, seconds: float | None) -> None:
         """Collective. Overwrite `tensor` by that of rank `root`."""
         row = dense(tensor)
-        if row.numel():
-            array, label = as_items(row)
-            self._communicator.broadcast(array, root, label=label).wait(seconds)
+        array, label = as_items(row)
+        self._communicator.broadcast(array, root, label=label).wait(seconds)
         if self._rank != root:
             give_back(row, tensor)
 
@@ -198,9 +219,8 @@ class Collectives:
         self._communicator.all_reduce(np.zeros(1, np.int32), label="barrier").wait(seconds)
 
     def _gather(self, row: Tensor, whole: Tensor, seconds: float | None, label: str = "") -> None:
-        if row.numel():
-            (array, dtype), (whole_array, _) = as_items(row), as_items(whole)
-            self._communicator.all_gather(array, whole_array, label=f"{dtype}{label}").wait(seconds)
+        (array, dtype), (whole_array, _) = as_items(row), as_items(whole)
+        self._communicator.all_gather(array, whole_array, label=f"{dtype}{label}").wait(seconds)
 
     def _exchange(
         self, parts: Sequence[Tensor], counts: Sequence[int], seconds: float | None, label: str
@@ -209,9 +229,7 @@ class Collectives:
         arrays, dtypes = zip(*map(as_items, parts), strict=True)
         work = self._communicator.all_to_all_ragged(arrays, label=f"{label} {dtypes[0]}")
         work.wait(seconds)
-        like = parts[0]
-        # An empty array has strides that `view` refuses.
-        received = [torch.from_numpy(part).view(like.dtype) if part.size else like.new_empty(0) for part in work.parts]
+        received = [_elements(part, parts[0]) for part in work.parts]
         for q, (part, count) in enumerate(zip(received, counts, strict=True)):
             if part.numel() != count:
                 raise UsageError(
@@ -234,6 +252,19 @@ class Collectives:
             )
 
 
+class _Noted:
+    """A communicator that puts a note before the labels of its operations."""
+
+    def __init__(self, communicator: Communicator, note: str) -> None:
+        self.topology = communicator.topology
+        self._communicator = communicator
+        self._note = note
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._communicator, name)
+        return lambda *args, label="", **given: method(*args, label=f"{self._note} {label}".rstrip(), **given)
+
+
 # The parts of these collectives that can be under way with others: a work, or None where they need more.
 STARTS: dict[Callable[..., object], Callable[..., Work | None]] = {
     Collectives.all_reduce: Collectives._start_all_reduce,
@@ -243,14 +274,23 @@ STARTS: dict[Callable[..., object], Callable[..., Work | None]] = {
 
 
 def of_each(collective: Callable[..., None]) -> Callable[..., None]:
-    """Local. A collective of lists that have its tensors: one after the other, with its name."""
+    """Local. A collective of lists that have its tensors: one after the other, with its name.
+
+    Labels say how many there are, so that ranks whose lists differ in length raise an error.
+    """
 
     @wraps(collective)
     def run(collectives: Collectives, lists: Sequence[Sequence[Any]], *args: Any) -> None:
-        for tensors in zip(*lists, strict=True):
-            collective(collectives, *tensors, *args)
+        for i, tensors in enumerate(zip(*lists, strict=True), 1):
+            collective(collectives.noted(f"{i} of {len(lists[0])}"), *tensors, *args)
 
     return run
+
+
+def _elements(part: Array, like: Tensor) -> Tensor:
+    """What has come of an array of `as_items`, as a flat tensor of the type of `like`."""
+    # An empty array has strides that `view` refuses.
+    return torch.from_numpy(part).view(like.dtype) if part.size else like.new_empty(0)
 
 
 def _name(tensor: Tensor) -> str:

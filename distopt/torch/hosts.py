@@ -209,7 +209,7 @@ class HostsCommunicator(Communicator):
 
     def _begin_small(self, step: Operation, arrays: list[Array]) -> Meeting:
         """Collective in this host. Reduce the last array there; each carrier begins to send all with what it says."""
-        if arrays[-1].size and len(self._mine) > 1:
+        if len(self._mine) > 1 and _takes_part(step, arrays[-1]):
             self._local.all_reduce(arrays[-1], step.op, wire=step.dtype, label=step.within).wait(step.left())
         full = [array for array in arrays if array.size] or arrays
         data = full[0] if len(full) == 1 else np.concatenate(full)
@@ -223,7 +223,7 @@ class HostsCommunicator(Communicator):
             pieces = {q: data[begin:end].view(array.dtype) for q, data in theirs.items()}
             fold(step, [pieces.get(q, array) for q in self._carriers], array)
         self._between.end(meeting)
-        if arrays[-1].size and not self._even:
+        if not self._even and _takes_part(step, arrays[-1]):
             self._local.broadcast(arrays[-1], wire=step.dtype, label=step.within).wait(step.left())
 
     def _reduce_mean(self, step: Operation, flat: Array) -> None:
@@ -358,6 +358,14 @@ class HostsCommunicator(Communicator):
         between.end(meeting)
         between.wait(step, moves)
         received.extend(results[q].view(parts[0].dtype) for q in range(self._size))
+
+
+def _takes_part(step: Operation, rest: Array) -> bool:
+    """Whether the ranks of a host reduce the rest of an array: not if nothing is left, but if there was nothing.
+
+    Ranks find there that one has an empty array, and another one that is not.
+    """
+    return rest.size > 0 or step.count == 0
 
 
 class _Chunk(NamedTuple):

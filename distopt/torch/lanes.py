@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from .collectives import Collectives
-from .futures import Origin, origin
+from .futures import origin
 from .hosts import HostsCommunicator
 from .queue import OperationQueue
 from .wire import WireMemory
@@ -72,7 +72,7 @@ class Lanes:
         if lane is None:
             lane = self._others[whose.lane] = self._new(whose.lane)
         # Callbacks that run in another order on another rank call other operations, which ranks find by their labels.
-        return lane, Collectives(cast("Communicator", _Labelled(lane.communicator, whose)), lane.who)
+        return lane, lane.collectives.noted(f"callback of #{whose.number}")
 
     def all(self) -> list[Lane]:
         """Local. All lanes."""
@@ -86,16 +86,3 @@ class Lanes:
                 "operation; wait for each in the callback that has called it"
             )
         return Lane(name, self._connect(name), self.first.who, self.first.seconds)
-
-
-class _Labelled:
-    """A communicator whose operations say which operation's callback has called them."""
-
-    def __init__(self, communicator: Communicator, whose: Origin) -> None:
-        self.topology = communicator.topology
-        self._communicator = communicator
-        self._note = f"callback of #{whose.number}"
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._communicator, name)
-        return lambda *args, label="", **given: method(*args, label=f"{self._note} {label}".rstrip(), **given)

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 from collections.abc import Sequence
+from datetime import timedelta
 from secrets import token_bytes
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from ..comm.base import Communicator
 
 
+_known: dict[int, Process] = {}  # ranks that have met, by their numbers in the job
+
+
 def meet(options: Any, backend_options: object = None) -> DistoptProcessGroup:  # noqa: ARG001
     """Collective. Make the group of the ranks that `options` describes; what `Backend.register_backend` wants.
 
@@ -45,6 +49,8 @@ def meet(options: Any, backend_options: object = None) -> DistoptProcessGroup:  
     refuse_worker()
     rank, size, name, timeout = options.group_rank, options.group_size, options.group_id, options.timeout
     ranks = options.global_ranks_in_group or range(size)
+    if not options.global_ranks_in_group:  # those of an earlier default group may have ended
+        _known.clear()
 
     def connect(store: dist.Store) -> tuple[Communicator, list[Process]]:
         return _communicator(store, rank, ranks, timeout.total_seconds())
@@ -89,8 +95,10 @@ def _connect(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float)
     offered = address or next(iter(own_addresses()), "")
     note = [identity, host, pid, token_bytes(16).hex(), offered]
     store.set(str(rank), json.dumps(note))
+    _await_all(store, ranks, timeout)
     notes = [json.loads(each) for each in store.multi_get([str(q) for q in range(size)])]
     processes = [Process(q, name, pid) for q, (_, name, pid, *_) in zip(ranks, notes, strict=True)]
+    _known.update((process.rank, process) for process in processes)
     hosts: dict[str, list[int]] = {}
     for q, (whose, *_) in enumerate(notes):
         hosts.setdefault(whose, []).append(q)
@@ -114,6 +122,20 @@ def _connect(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float)
     except BaseException:
         local.close()
         raise
+
+
+def _await_all(store: dist.Store, ranks: Sequence[int], timeout: float) -> None:
+    """Collective. Return when all have left their notes."""
+    try:
+        store.wait([str(q) for q in range(len(ranks))], timedelta(seconds=timeout))
+    except RuntimeError as error:
+        absent = [rank for q, rank in enumerate(ranks) if not store.check([str(q)])]
+        if absent:
+            names = ", ".join(_known[rank].name if rank in _known else f"rank {rank}" for rank in absent)
+            raise LaunchError(
+                f"{names} did not join the group of ranks {list(ranks)} within {timeout:g} s; every rank must make the "
+                "same groups in the same order"
+            ) from error
 
 
 def _of_host(

@@ -95,7 +95,8 @@ class PendingMessage(WaitedWork):
         with self._lock:
             into, self._into = self._into, None
             if into is not None and self._error is None:
-                give_back(self._row, into)
+                with self._as_called():
+                    give_back(self._row, into)
         return True
 
 

@@ -92,32 +92,35 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         opts = _or_default(opts, c10d.AllreduceOptions)
         (tensor,) = tensors = _list(tensors)
         action = Collectives.all_reduce
-        return self._run(opts, tensors, action, tensor, reduction_of(opts.reduceOp, tensor.dtype))
+        return self._run(opts, tensors, action, tensor, reduction_of(opts.reduceOp, tensor))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
-        reduction = reduction_of(opts.reduceOp, tensors[0].dtype)
+        _check_any("all_reduce_coalesced", tensors)
+        reduction = reduction_of(opts.reduceOp, tensors[0])
         return self._run(opts, tensors, of_each(Collectives.all_reduce), [tensors], reduction)
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
         (tensor,) = tensors = _list(tensors)
-        reduction = reduction_of(opts.reduceOp, tensor.dtype)
+        reduction = reduction_of(opts.reduceOp, tensor)
         return self._run(opts, tensors, Collectives.reduce, tensor, reduction, opts.rootRank)
 
     def reduce_scatter(self, outs: Any, parts: Any, opts: Any) -> dist.Work:  # noqa: D102
         (out,), (lists,) = _list(outs), parts
         self._check_list("reduce_scatter", lists, "input")
+        _check_count("reduce_scatter", out, lists[self.rank()])
         action = Collectives.reduce_scatter_list
-        return self._run(opts, [out], action, out, lists, reduction_of(opts.reduceOp, out.dtype))
+        return self._run(opts, [out], action, out, lists, reduction_of(opts.reduceOp, out))
 
     def reduce_scatter_single(self, out: Tensor, tensor: Tensor, opts: Any) -> dist.Work:  # noqa: D102
         self._check_whole("reduce_scatter_single", out, tensor)
-        reduction = reduction_of(opts.reduceOp, out.dtype)
+        reduction = reduction_of(opts.reduceOp, out)
         return self._run(opts, [out], Collectives.reduce_scatter, out, tensor, reduction)
 
     def reduce_scatter_single_coalesced(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
+        _check_any("reduce_scatter_single_coalesced", tensors)
         for out, tensor in zip(outs, tensors, strict=True):
             self._check_whole("reduce_scatter_single", out, tensor)
-        reduction = reduction_of(opts.reduceOp, outs[0].dtype)
+        reduction = reduction_of(opts.reduceOp, outs[0])
         return self._run(opts, outs, of_each(Collectives.reduce_scatter), [outs, tensors], reduction)
 
     # -- moves -------------------------------------------------------------------------------------------------------
@@ -129,11 +132,13 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         opts = _or_default(opts, c10d.AllgatherOptions)
         (tensor,), (each,) = _list(tensors), outs
         self._check_list("all_gather", each, "output", tensor)
+        _check_count("all_gather", tensor, each[self.rank()])
         return self._run(opts, each, Collectives.all_gather_list, each, tensor)
 
     def allgather_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
         # PyTorch gives one list for each rank here, of what that rank gives.
         opts = _or_default(opts, c10d.AllgatherOptions)
+        _check_any("all_gather_coalesced", tensors)
         lists = [list(each) for each in zip(*outs, strict=True)]
         flat = [out for each in outs for out in each]
         return self._run(opts, flat, of_each(Collectives.all_gather_list), [lists, tensors])
@@ -145,6 +150,7 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outs: Any, tensors: Any, opts: Any = None) -> dist.Work:  # noqa: D102
         opts = _or_default(opts, c10d.AllgatherOptions)
+        _check_any("all_gather_single_coalesced", tensors)
         for out, tensor in zip(outs, tensors, strict=True):
             self._check_whole("all_gather_single", tensor, out)
         return self._run(opts, outs, of_each(Collectives.all_gather), [outs, tensors])
@@ -153,12 +159,14 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         (tensor,), each = _list(tensors), outs[0] if outs else []
         if self.rank() == opts.rootRank:
             self._check_list("gather", each, "output", tensor)
+            _check_count("gather", tensor, *each)
         return self._run(opts, each, Collectives.gather, each, tensor, opts.rootRank)
 
     def scatter(self, outs: Any, tensors: Any, opts: Any) -> dist.Work:  # noqa: D102
         (out,), each = _list(outs), tensors[0] if tensors else []
         if self.rank() == opts.rootRank:
             self._check_list("scatter", each, "input", out)
+            _check_count("scatter", out, *each)
         return self._run(opts, [out], Collectives.scatter, out, each, opts.rootRank)
 
     def alltoall(self, outs: Any, parts: Any, opts: Any = None) -> dist.Work:  # noqa: D102
@@ -327,9 +335,11 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         """Carry out `action(*args, seconds)`, whose result will be in `tensors`, now or in its turn."""
         if self._check_nan:
             refuse_nan(tensors, args, self.rank())
-        if _profiler_enabled():
-            return _recorded(action, self._start)(opts, tensors, action, *args)
-        return self._start(opts, tensors, action, *args)
+        start = _recorded(action, self._start) if _profiler_enabled() else self._start
+        try:
+            return start(opts, tensors, action, *args)
+        except DistoptError as error:
+            raise as_torch(error) from error
 
     def _start(self, opts: Any, tensors: list[Tensor], action: Callable[..., object], *args: Any) -> dist.Work:
         seconds = opts.timeout.total_seconds()
@@ -353,8 +363,6 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         if work is None:
             try:
                 action(collectives, *args, seconds)
-            except DistoptError as error:
-                raise as_torch(error) from error
             finally:
                 queue.leave()
             return DoneWork(tensors)
@@ -386,6 +394,19 @@ class DistoptProcessGroup(Abilities, dist.ProcessGroup):
         if not sizes and rows % self.size():
             raise ValueError(f"all_to_all_single: {rows} rows of the {role} do not divide by {self.size()} ranks")
         return list(tensor.split(list(sizes) or [rows // self.size()] * self.size()))
+
+
+def _check_any(name: str, tensors: Sequence[Tensor]) -> None:
+    if not tensors:
+        raise ValueError(f"{name}: the list is empty; give one tensor or more, as many on all ranks")
+
+
+def _check_count(name: str, own: Tensor, *listed: Tensor) -> None:
+    for tensor in listed:
+        if tensor.numel() != own.numel():
+            raise ValueError(
+                f"{name}: {own.numel()} elements are given, and {tensor.numel()} in the list; give as many"
+            )
 
 
 def _recorded(action: Callable[..., object], start: Callable[..., dist.Work]) -> Callable[..., dist.Work]:

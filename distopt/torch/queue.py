@@ -98,7 +98,8 @@ class PendingWork(WaitedWork):
             if self._under_way is not None:
                 self._under_way.wait(self._seconds)
             elif self._action is not None:
-                self._action()
+                with self._as_called():
+                    self._action()
         except DistoptError as error:
             self._error = as_torch(error)
             self._error.__cause__ = error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from ..comm.base import DTYPES, OPS, ReduceOp
-from ..errors import UsageError
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 # Types that communicators reduce, apart from bfloat16 and, as pairs, sums of complex numbers. NumPy reduces the rest.
@@ -38,7 +37,7 @@ class Reduction:
 
     op: ReduceOp
     fold: np.ufunc
-    factor: float | torch.Tensor | None = None
+    factor: float | None = None
 
 
 _RED_OPS = dist.ReduceOp.RedOpType
@@ -62,30 +61,41 @@ _OPS_OF = {
 }
 
 
-def reduction_of(reduce_op: Any, dtype: torch.dtype) -> Reduction:
+def reduction_of(reduce_op: Any, tensor: torch.Tensor) -> Reduction:
     """Local. The reduction that `reduce_op` of an options object stands for.
 
     Raises:
-        UsageError: tensors of that type cannot be reduced so.
+        ValueError: tensors of that type or layout cannot be reduced so.
     """
-    kind = getattr(reduce_op, "op", reduce_op)
+    kind, factor = getattr(reduce_op, "op", reduce_op), None
     if kind == _RED_OPS.PREMUL_SUM:
-        return Reduction("sum", np.add, factor=reduce_op.factor)
+        kind, factor = _RED_OPS.SUM, reduce_op.factor
+        if isinstance(factor, torch.Tensor):
+            factor = factor.item()  # PyTorch has refused several
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(f"ReduceOp.PREMUL_SUM has no meaning for {tensor.dtype}; convert it to a floating type")
     reduction = _REDUCTIONS[kind]
-    if reduction.op not in _OPS_OF.get(dtype, ()):
-        raise UsageError(f"ReduceOp.{kind.name} has no meaning for {dtype}; convert the tensor to another type")
-    return reduction
+    if reduction.op not in _OPS_OF.get(tensor.dtype, ()):
+        raise ValueError(f"ReduceOp.{kind.name} has no meaning for {tensor.dtype}; convert the tensor to another type")
+    if tensor.is_sparse and kind != _RED_OPS.SUM:
+        raise ValueError("sparse tensors can only be summed; call to_dense() for another reduction")
+    return reduction if factor is None else replace(reduction, factor=factor)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Local. The values of `tensor` in a row and out of the graph: its own memory if it lies so, else a copy.
 
     Raises:
-        UsageError: it is not on the CPU.
+        ValueError: it is not on the CPU, or not strided.
     """
     if not tensor.is_cpu:
-        raise UsageError(
+        raise ValueError(
             f"the backend distopt serves CPU tensors, not those on {tensor.device}; make a group for these"
+        )
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"a tensor of layout {tensor.layout} cannot be sent; call to_dense(); all_reduce alone takes sparse ones, "
+            "of to_sparse_coo()"
         )
     if tensor.requires_grad:
         tensor = tensor.detach()
@@ -95,9 +105,8 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lies_in_a_row(tensor: torch.Tensor) -> bool:
-    """Local. Whether a tensor has elements, which lie in memory as communicators move them; see `dense`."""
-    plain = tensor.layout == torch.strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    return plain and tensor.numel() > 0
+    """Local. Whether a tensor's elements lie in memory as communicators move them; see `dense`."""
+    return tensor.layout == torch.strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def give_back(row: torch.Tensor, tensor: torch.Tensor) -> None:

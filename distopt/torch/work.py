@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,14 @@ class WaitedWork(dist.Work):
         super().__init__()
         self._tensors = tensors
         self._error: BaseException | None = None
+        self._in_inference_mode = torch.is_inference_mode_enabled()
+
+    def _as_called(self) -> AbstractContextManager[Any]:
+        """Local. The inference mode of the call, which a thread that ends the work need not have."""
+        if torch.is_inference_mode_enabled() == self._in_inference_mode:
+            return nullcontext()
+        mode: AbstractContextManager[Any] = torch.inference_mode(self._in_inference_mode)
+        return mode
 
     def is_success(self) -> bool:
         """Local. Whether it has ended, and without an error."""

@@ -36,6 +36,8 @@ def disagree(job: LocalJob, which: str) -> None:
         work = comm.broadcast(small) if odd else comm.all_reduce(large, label="bucket 3")
     elif which == "count":
         work = comm.all_reduce(small if odd else large)
+    elif which == "empty":
+        work = comm.all_reduce(small[:0] if odd else large)
     elif which == "dtype":
         work = comm.all_reduce(small.astype(np.float32) if odd else small)
     elif which == "reduction":
@@ -55,7 +57,9 @@ def disagree(job: LocalJob, which: str) -> None:
 
 @pytest.mark.slow(kept=4)
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("which", ["operation", "count", "dtype", "reduction", "label", "look", "root", "wire memory"])
+@pytest.mark.parametrize(
+    "which", ["operation", "count", "empty", "dtype", "reduction", "label", "look", "root", "wire memory"]
+)
 def test_different_collectives_are_named_on_all_ranks(world_size: int, which: str) -> None:
     outcomes = run_ranks(disagree, world_size, which)
     assert [o.error for o in outcomes] == ["MismatchError"] * world_size

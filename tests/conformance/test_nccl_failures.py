@@ -36,6 +36,8 @@ def disagree(job: LocalJob, which: str) -> None:
         work = comm.broadcast(small) if odd else comm.all_reduce(large, label="bucket 3")
     elif which == "count":
         work = comm.all_reduce(small if odd else large)
+    elif which == "empty":
+        work = comm.all_reduce(small[:0] if odd else large)
     elif which == "dtype":
         work = comm.all_reduce(small.astype(np.float32) if odd else small)
     elif which == "reduction":
@@ -49,7 +51,7 @@ def disagree(job: LocalJob, which: str) -> None:
 
 
 @pytest.mark.slow(kept=3)
-@pytest.mark.parametrize("which", ["operation", "count", "dtype", "reduction", "label", "root"])
+@pytest.mark.parametrize("which", ["operation", "count", "empty", "dtype", "reduction", "label", "root"])
 def test_different_collectives_are_named_on_all_ranks(which: str) -> None:
     outcomes = run_ranks(disagree, 3, which)
     assert [o.error for o in outcomes] == ["MismatchError"] * 3, outcomes

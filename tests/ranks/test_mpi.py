@@ -292,11 +292,12 @@ def peers(job):
     communicator.close()
 
 
-@pytest.mark.parametrize("kind", ["count", "dtype", "op", "label", "collective", "root"])
+@pytest.mark.parametrize("kind", ["count", "empty", "dtype", "op", "label", "collective", "root"])
 def test_mismatch_names_both_sides(peers, kind):
     last = peers.topology.rank == peers.topology.world_size - 1
     calls = {
         "count": lambda: peers.all_reduce(np.zeros(4 if last else 3, np.float32)),
+        "empty": lambda: peers.all_reduce(np.zeros(0 if last else 300_000, np.float32)),
         "dtype": lambda: peers.all_reduce(np.zeros(4, np.int32 if last else np.float32)),
         "op": lambda: peers.all_reduce(np.zeros(4), "max" if last else "sum"),
         "label": lambda: peers.all_reduce(np.zeros(4), label="bias" if last else "weight"),

@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import distopt.torch
 from benchmarks.networks.emulation import LINK
+from distopt.errors import DistoptError
 from distopt.torch import hosts, meeting
 from distopt.torch.queue import PendingWork
 from distopt.torch.wire import WireMemory
@@ -162,6 +163,38 @@ def check_premul_sum(r: Ranks) -> None:
     opts.reduceOp = dist._make_nccl_premul_sum(0.5)
     dist.group.WORLD.allreduce([tensor], opts).wait()
     same(tensor, reduced("SUM", [values(q, torch.float32) * 0.5 for q in r.all]))
+    half = dist._make_nccl_premul_sum(torch.tensor([0.5]))
+    for dtype in (*FLOATS, torch.complex64):
+        whole, out = torch.ones(2 * r.size, dtype=dtype), torch.zeros(2, dtype=dtype)
+        dist.reduce_scatter_single(out, whole, half)
+        same(out, torch.full((2,), r.size / 2, dtype=dtype), dtype)
+        same(whole, torch.ones_like(whole), dtype)
+    sparse = torch.eye(3).to_sparse()
+    dist.all_reduce(sparse, half)
+    same(sparse.to_dense(), torch.eye(3) * r.size / 2)
+    with_error(ValueError, "has no meaning", dist.all_reduce, torch.ones(2, dtype=torch.int32), half)
+
+
+def check_inference_mode(r: Ranks) -> None:
+    """Works that another thread ends, which is not in that mode."""
+    half = dist._make_nccl_premul_sum(0.5)
+    with torch.inference_mode():
+        sparse, dense, received = torch.eye(3).to_sparse(), torch.ones(3), torch.zeros(6)[::2]
+        outs = [torch.zeros(6)[::2] for _ in r.all]
+        works = [
+            dist.all_reduce(sparse, async_op=True),
+            dist.all_reduce(dense, half, async_op=True),
+            dist.all_gather(outs, torch.ones(3), async_op=True),
+            dist.irecv(received, (r.rank - 1) % r.size),
+            dist.isend(torch.ones(3), (r.rank + 1) % r.size),
+        ]
+        futures = [work.get_future() for work in works]  # they have threads end the works
+    for future in futures:
+        future.wait()
+    same(sparse.to_dense(), torch.eye(3) * r.size)
+    same(dense, torch.full((3,), r.size / 2))
+    for tensor in (*outs, received):
+        same(tensor, torch.ones(3))
 
 
 def check_all_reduce_of_a_parameter(r: Ranks) -> None:
@@ -187,6 +220,34 @@ def check_sparse_all_reduce(r: Ranks) -> None:
     dist.all_reduce(tensor)
     same(tensor.to_dense(), sum((entries(q).to_dense() for q in r.all), torch.zeros(5, 6, 4)))
     with_error(ValueError, "can only be summed", dist.all_reduce, entries(r.rank), dist.ReduceOp.MAX)
+    for n_sparse, n_entries, shape in (
+        (1, 1, (3, 0)),  # of width 0
+        (1, min(r.rank, 1), (3, 4)),  # without an entry on rank 0
+        (0, 1, (4,)),  # without a sparse dimension
+        (1, 0, (0, 4)),
+    ):
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+            rows = torch.ones(n_entries, *shape[n_sparse:], dtype=dtype)
+            indices = torch.zeros(n_sparse, n_entries, dtype=torch.int64)
+            tensor = torch.sparse_coo_tensor(indices, rows, shape)
+            parts = [None] * r.size
+            dist.all_gather_object(parts, tensor.to_dense())
+            dist.all_reduce(tensor)
+            same(tensor.to_dense(), sum(parts, torch.zeros(shape, dtype=dtype)), (shape, dtype))
+
+
+def check_sparse_tensors_that_differ(r: Ranks) -> None:
+    """All ranks say how, and the group goes on."""
+    last = r.rank == r.size - 1
+    who = rf"rank 0 \(.*pid \d+\).*rank {r.size - 1} \(.*pid \d+\)"
+    wider, flatter = torch.ones(3, 4 if last else 3).to_sparse(), torch.ones(3, 3).to_sparse(1 if last else 2)
+    with_error(dist.DistBackendError, rf"{who}.*shape \[3, 4\]", dist.all_reduce, wider)
+    with_error(dist.DistBackendError, rf"{who}.*sparse_dim 1; give all ranks the same", dist.all_reduce, flatter)
+    for layout in (torch.sparse_csr, torch.sparse_csc):
+        with_error(ValueError, str(layout), dist.all_reduce, torch.eye(3).to_sparse(layout=layout))
+    for function, *args in ((dist.broadcast, 0), (dist.isend, (r.rank + 1) % r.size)):
+        with_error(ValueError, "torch.sparse_coo cannot be sent", function, torch.eye(3).to_sparse(), *args)
+    dist.barrier()
 
 
 def check_reduce(r: Ranks) -> None:
@@ -250,6 +311,15 @@ def check_reduce_scatter_of_different_sizes(r: Ranks) -> None:
     out = torch.zeros(r.rank + 1)
     dist.reduce_scatter(out, [values(r.rank, torch.float32, (p + 1,)) for p in r.all])
     same(out, reduced("SUM", [values(q, torch.float32, (r.rank + 1,)) for q in r.all]))
+
+
+def check_sizes_in_a_list_that_differ(r: Ranks) -> None:
+    """Of lists as long together, where the difference is behind what messages show."""
+    last = r.rank == r.size - 1
+    group, sizes = dist.new_group(list(r.all)), [1_000_000, 1_000_002 + last, 1_000_003 - last, *[9] * (r.size - 3)]
+    parts = [torch.ones(size) for size in sizes[-r.size :]]
+    with_error(dist.DistBackendError, "all ranks must", dist.reduce_scatter, parts[r.rank].clone(), parts, group=group)
+    dist.destroy_process_group(group)
 
 
 def check_gather(r: Ranks) -> None:
@@ -317,6 +387,58 @@ def check_sizes(r: Ranks) -> None:
         turned = torch.empty_like(out)
         dist.all_to_all_single(turned, out)
         same(turned, mine.repeat(r.size), ("all_to_all_single", count, dtype))
+
+
+def collectives_of(count: int, r: Ranks, group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
+    """Every collective, on a rank that believes that all ranks have `count` elements."""
+
+    def parts() -> list[torch.Tensor]:
+        return [torch.ones(count) for _ in r.all]
+
+    one, whole = torch.ones(count), torch.ones(count * r.size)
+    at_root = parts() if r.rank == 0 else None
+    numbers, sparse = torch.ones(count, dtype=torch.uint16), torch.ones(count).to_sparse()
+    return {
+        "all_reduce": lambda: dist.all_reduce(one, group=group),
+        "all_reduce, fold": lambda: dist.all_reduce(numbers, group=group),
+        "all_reduce, sparse": lambda: dist.all_reduce(sparse, group=group),
+        "all_reduce, async": lambda: dist.all_reduce(one, group=group, async_op=True).wait(),
+        "reduce": lambda: dist.reduce(one, 0, group=group),
+        "broadcast": lambda: dist.broadcast(one, 0, group=group),
+        "broadcast from the last": lambda: dist.broadcast(one, r.size - 1, group=group),
+        "all_gather": lambda: dist.all_gather(parts(), one, group=group),
+        "all_gather_single": lambda: dist.all_gather_single(whole, one, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter(one, parts(), group=group),
+        "reduce_scatter_single": lambda: dist.reduce_scatter_single(one, whole, group=group),
+        "gather": lambda: dist.gather(one, at_root, 0, group=group),
+        "scatter": lambda: dist.scatter(one, at_root, 0, group=group),
+        "all_to_all_single": lambda: dist.all_to_all_single(whole, whole.clone(), group=group),
+    }
+
+
+def check_empty_on_one_rank(r: Ranks) -> None:
+    """All ranks raise the error of a wrong count, at once: no later operation is paired with this one."""
+    for at, name in enumerate(collectives_of(0, r, dist.group.WORLD)):
+        group = dist.new_group(list(r.all))
+        count = (4, 40_000, 3_000_000)[at % 3]
+        mine = collectives_of(0 if r.rank == at % r.size else count, r, group)[name]
+        with pytest.raises(dist.DistBackendError, match=r"all ranks must call|same size|same shape"):
+            pytest.fail(f"{name} ended with {mine()}")
+        dist.destroy_process_group(group)
+
+
+def check_empty_on_all_ranks(r: Ranks) -> None:
+    """Nothing to do, and an operation all the same: a rank that leaves it out is found."""
+    group = dist.new_group(list(r.all))
+    for name, collective in collectives_of(0, r, group).items():
+        collective()
+        tensor = values(r.rank, torch.float32)
+        dist.all_reduce(tensor, group=group)
+        same(tensor, reduced("SUM", [values(q, torch.float32) for q in r.all]), name)
+    if r.rank != r.size - 1:
+        dist.all_reduce(torch.ones(0), async_op=True, group=group)
+    with_error(dist.DistBackendError, "all ranks must call", dist.all_reduce, torch.ones(4), dist.ReduceOp.SUM, group)
+    dist.destroy_process_group(group)
 
 
 def check_large_sums_of_fractions(r: Ranks) -> None:
@@ -419,6 +541,22 @@ def check_coalesced(r: Ranks) -> None:
         same(out, expected.view(r.size, 3)[r.rank])
 
 
+def check_coalesced_lists_that_differ(r: Ranks) -> None:
+    """In length: all ranks raise, though the next call has a tensor of the same size."""
+    with_error(ValueError, "the list is empty", dist.group.WORLD.allreduce_coalesced, [], coalesced_options())
+    group = dist.new_group(list(r.all))
+    ours = [torch.ones(4) for _ in range(1 + (r.rank == 0))]
+    with pytest.raises(dist.DistBackendError, match=r"1 of 1\)"):
+        group.allreduce_coalesced(ours, coalesced_options()).wait()
+    dist.destroy_process_group(group)
+
+
+def coalesced_options() -> object:
+    opts = dist.distributed_c10d.AllreduceCoalescedOptions()
+    opts.reduceOp = dist.ReduceOp.SUM
+    return opts
+
+
 def check_objects(r: Ranks) -> None:
     def data(q: int) -> dict[str, object]:
         return {"rank": q, "text": "x" * (10 * q), "tensor": [q] * q}
@@ -479,6 +617,15 @@ def check_messages(r: Ranks) -> None:
         work.wait()
     same(large[0], torch.full((3_000_001,), 1.5 + before))
     same(large[1], torch.full((5,), 5.0 + before))
+
+
+def check_empty_messages(r: Ranks) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+        ours = [dist.isend(torch.ones(0, dtype=dtype), (r.rank + 1) % r.size)]
+        ours += [dist.irecv(torch.ones(0, 3, dtype=dtype), (r.rank - 1) % r.size)]
+        for work in ours:
+            work.wait()
+    dist.barrier()
 
 
 def check_messages_from_anyone(r: Ranks) -> None:
@@ -933,6 +1080,15 @@ def check_split_group(r: Ranks) -> None:
         dist.destroy_process_group(group)
 
 
+def check_a_rank_that_does_not_join(r: Ranks) -> None:
+    """The others name it when the time-out of the new group is over, not that of the store."""
+    last = r.size - 1
+    if r.rank != last:
+        text = rf"rank {last} \(host .*, pid \d+\) did not join the group of ranks .* within 0.5 s"
+        split = partial(dist.group.WORLD.split_group, group_name="not all")
+        with_error(dist.DistBackendError, text, split, list(r.all), timedelta(seconds=0.5))
+
+
 def check_nan(r: Ranks) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_DIST_NAN_CHECK", "1")
@@ -1034,6 +1190,11 @@ def check_wrong_arguments(r: Ranks) -> None:
     with_error(ValueError, "rows", dist.all_to_all_single, torch.ones(r.size + 1), torch.ones(r.size + 1))
     with_error(ValueError, "splits", dist.all_to_all_single, torch.ones(4), torch.ones(4), [1] * r.size, [9] * r.size)
     with_error(ValueError, "tensors for", world.scatter, [torch.ones(1)], [[]], scatter_from(r.rank))
+    apart = [torch.ones(2) for _ in r.all], [torch.ones(2 + q) for q in r.all]
+    with_error(ValueError, "3 elements", dist.all_gather, apart[0], torch.ones(3))
+    with_error(ValueError, "1 elements", dist.reduce_scatter, torch.ones(1), apart[1])
+    with_error(ValueError, "3 elements", world.gather, [apart[0]], [torch.ones(3)], scatter_from(r.rank))
+    with_error(ValueError, "1 elements", world.scatter, [torch.ones(1)], [apart[1]], scatter_from(r.rank))
     check_all_reduce_by_its_function(r)  # and nothing has changed
 
 
@@ -1043,9 +1204,10 @@ def scatter_from(root: int) -> object:
     return opts
 
 
-def with_error(kind: type[BaseException], text: str, function: object, *args: object) -> None:
-    with pytest.raises(kind, match=text):
-        function(*args)
+def with_error(kind: type[BaseException], text: str, function: object, *args: object, **named: object) -> None:
+    with pytest.raises(kind, match=text) as caught:
+        function(*args, **named)
+    assert not isinstance(caught.value, DistoptError), "users of PyTorch catch PyTorch's kinds of error"
 
 
 # -- what uses groups --------------------------------------------------------------------------------------------------
