@@ -8,9 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from numbers import Real
 from typing import Any, NamedTuple, NoReturn
 
 
@@ -248,6 +251,27 @@ class _Absence:
         else:
             cure = f"; {self.otherwise or f'dir({self.module}) lists what there is'}"
         return f"{self.module} has no {self.name}{cure}"
+
+
+def check_integer(name: str, value: Any, least: int | None = None) -> int:
+    """Local. The argument `name` as an int. Values with `__index__`, such as NumPy's integers, are integers; bools not.
+
+    Raises:
+        UsageError: it is no integer, or less than `least`.
+    """
+    number = None
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            number = operator.index(value)
+    if number is None or (least is not None and number < least):
+        limit = "" if least is None else f" of at least {least}"
+        raise UsageError(f"{name} is {value!r}; it must be an integer{limit}")
+    return number
+
+
+def number_or_nan(value: Any) -> float:
+    """Local. The argument `value` as a float; NaN, which fails every comparison, if it is no number. Bools are none."""
+    return float(value) if type(value) is not bool and isinstance(value, Real) else math.nan
 
 
 def check_count(name: str, value: Any) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, UsageError, check_integer
 from ..files import file_lock
 from .folder import Manifest, list_checkpoints, name_of, prune, remove, share_of, write_rank
 from .load import communicator_of, first_reason, load_newest
@@ -89,11 +89,10 @@ class Checkpoint:
         **objects: Any,
     ) -> None:
         """Local."""
-        if every < 0 or keep < 1:
-            raise UsageError(f"every={every} and keep={keep} are numbers of at least 0 and 1")
         self.steps = self.epoch = 0
         self._root = None if folder is None else Path(folder)
-        self._every, self._keep, self._preemptible = every, keep, preemptible
+        self._every, self._keep = check_integer("every", every, 0), check_integer("keep", keep, 1)
+        self._preemptible = preemptible
         self._preemption: Preemption | None = None  # while signals are put off
         self._communicator = communicator_of(objects) if communicator is None else communicator
         self._rank = self._communicator.topology.rank
@@ -197,7 +196,7 @@ class Checkpoint:
             Preempted: to end this process, as all others.
         """
         self.steps += 1
-        self.epoch = self.epoch if epoch is None else epoch
+        self.epoch = self.epoch if epoch is None else check_integer("epoch", epoch)
         if self._preemption is not None and (signum := self._preemption.due()):
             self._leave(self._preemption, signum)
         if self._memory is not None and self._memory.due(self.steps):
@@ -217,7 +216,7 @@ class Checkpoint:
         Raises:
             UsageError: before `resume`, after `close`, or an object cannot be saved.
         """
-        self.epoch = self.epoch if epoch is None else epoch
+        self.epoch = self.epoch if epoch is None else check_integer("epoch", epoch)
         if self._memory is not None:
             self._memory.keep(self.steps, self.epoch, parts_of(self._objects))
         if self._root is None:

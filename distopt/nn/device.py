@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import MissingDependencyError, UsageError
+from ..errors import MissingDependencyError, UsageError, check_integer
 from ..settings import Settings
 
 __all__ = [
@@ -96,8 +96,7 @@ class Device:
         Raises:
             UsageError: the seed is not an integer of at least 0.
         """
-        if not isinstance(seed, (int, np.integer)) or seed < 0:
-            raise UsageError(f"the seed of random numbers is an integer of at least 0; got {seed!r}")
+        seed = check_integer("the seed of random numbers", seed, 0)
         self._rng = self.xp.random.default_rng(seed)
         self.host_rng = self._rng if self.kind == "cpu" else np.random.default_rng(seed)
 
@@ -138,7 +137,7 @@ class Device:
 
     def SetSkipIteration(self, iterations: int) -> None:  # noqa: N802
         """Exclude the first `iterations` calls of each operation from the profile, as warm-up."""
-        self._skip = iterations
+        self._skip = check_integer("iterations", iterations, 0)
 
     def timed(self, name: str, call: Callable[..., T], *args: Any) -> T:
         """The result of `call(*args)`, with its time added to the profile as one call of operation `name`."""
@@ -241,7 +240,7 @@ def create_cuda_gpus_on(device_ids: Iterable[int]) -> list[Device]:
 
 def create_cuda_gpus(count: int) -> list[Device]:
     """The first `count` GPUs that are visible; see `create_cuda_gpus_on`."""
-    return create_cuda_gpus_on(range(count))
+    return create_cuda_gpus_on(range(check_integer("the number of GPUs", count, 0)))
 
 
 def create_cuda_gpu_on(device_id: int) -> Device:
@@ -312,7 +311,7 @@ def find_gpu(device_id: int) -> tuple[Device | None, str]:
         return None, ""
     cupy, missing = find_cupy()
     if cupy is not None:
-        seen = cupy.cuda.runtime.getDeviceCount()
+        seen, device_id = cupy.cuda.runtime.getDeviceCount(), check_integer("device_id", device_id)
         if not 0 <= device_id < seen:
             raise UsageError(f"there is no GPU {device_id}: {seen} visible (numbered from 0), see CUDA_VISIBLE_DEVICES")
         try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import UsageError
+from ..errors import UsageError, check_integer
 from .values import Array, Values, float32
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class OutsideGraph(Values):
         for key, size in zip(keys, self.shape, strict=False):
             if not isinstance(key, slice):
                 try:
-                    index = range(size)[key]
-                except (IndexError, TypeError):
+                    index = range(size)[check_integer("an index", key)]
+                except (IndexError, UsageError):
                     raise UsageError(f"{key!r} does not index the shape {self.shape}; ints and slices do") from None
                 key = slice(index, index + 1)
             parts.append(key)

@@ -403,7 +403,7 @@ def test_samples_that_workers_have_fetched_are_not_counted(workers):
 
 
 def test_accumulated_batches_count_together():
-    sampler = ResumableSampler(10, 1, batches_per_step=4)
+    sampler = ResumableSampler(np.int64(10), np.uint8(1), batches_per_step=np.int64(4))
     next(iter(sampler))
     counts = []
     for _ in range(3):

@@ -829,8 +829,8 @@ def test_an_error_in_the_body_waits_for_this_rank_only(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": -1, "a": np.zeros(1)}, "every=-1"),
-        ({"keep": 0, "a": np.zeros(1)}, "keep=0"),
+        ({"every": -1, "a": np.zeros(1)}, "every is -1"),
+        ({"keep": 0, "a": np.zeros(1)}, "keep is 0"),
         ({"a": 3}, "a is a int, which cannot be saved; pass an object with get_states"),
         ({"a": {}}, "a is a dict"),
         ({"a": {"x": "text"}}, "a is a dict"),
