@@ -205,6 +205,21 @@ class GradientError(DistoptError, ArithmeticError):
         self.index = index
 
 
+# Of the extras of pyproject.toml, those that messages name. Not as "distopt[mpi]": on the package index, distopt is a
+# project of somebody else's.
+_PACKAGES = {
+    "mpi": "mpi4py mpich",
+    "torch": "torch",
+    "cuda12": "--upgrade cupy-cuda12x nvidia-nccl-cu12 nvidia-cudnn-cu12 nvidia-cudnn-frontend",
+    "cuda13": "--upgrade cupy-cuda13x nvidia-nccl-cu13 nvidia-cudnn-cu13 nvidia-cudnn-frontend",
+}
+
+
+def pip_install(extra: str) -> str:
+    """Local. The command that installs the packages of an extra, for messages."""
+    return f"pip install {_PACKAGES[extra]}"
+
+
 def absent_name(
     module: str, name: str, names: Iterable[str], reasons: Mapping[str, str] | None = None, otherwise: str = ""
 ) -> AttributeError:

@@ -130,7 +130,7 @@ def mpiexec_codes(code: int) -> set[int]:
 def mpiexec_command(n: int) -> list[str]:
     """The start of a command line for `n` ranks of this host."""
     if find_spec("mpi4py") is None:
-        pytest.skip("mpi4py is absent: pip install 'distopt[mpi]'")
+        pytest.skip("mpi4py is absent: pip install mpi4py mpich")
     command = [_mpiexec_path()]
     if is_open_mpi():
         variables = [

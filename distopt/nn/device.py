@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import MissingDependencyError, UsageError, check_integer
+from ..errors import MissingDependencyError, UsageError, check_integer, pip_install
 from ..settings import Settings
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_INSTALL = f"{pip_install('cuda13')} (with a driver for CUDA 12: cupy-cuda12x and so on)"
 
 _log = logging.getLogger("distopt")
 
@@ -343,7 +344,7 @@ def find_cupy() -> tuple[Any, str]:
     try:
         import cupy
     except ImportError as error:
-        return None, f"CuPy cannot be imported ({error}); pip install 'distopt[cuda12]' or 'distopt[cuda13]'"
+        return None, f"CuPy cannot be imported ({error}); {_INSTALL}"
     try:
         cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -356,13 +357,12 @@ def find_cudnn() -> tuple[Any, str]:
 
     The package looks for libcudnn.so.9 in the folders of LD_LIBRARY_PATH, then in the wheel nvidia-cudnn-cu12 or -cu13.
     """
-    cure = "pip install 'distopt[cuda12]' or 'distopt[cuda13]'"
     try:
         import cudnn
     except (ImportError, OSError, AssertionError) as error:  # AssertionError: two cuDNNs, or one that cannot be loaded
-        return None, f"cudnn-frontend cannot be imported ({error}); {cure}"
+        return None, f"cudnn-frontend cannot be imported ({error}); {_INSTALL}"
     try:
         cudnn.backend_version()
     except RuntimeError as error:
-        return None, f"cudnn-frontend {cudnn.__version__} finds no libcudnn.so.9 ({error}); {cure}"
+        return None, f"cudnn-frontend {cudnn.__version__} finds no libcudnn.so.9 ({error}); {_INSTALL}"
     return cudnn, ""

@@ -115,7 +115,7 @@ class Conv2d(_Windowed):
                     "Conv2d takes (nb_kernels, kernel_size) or (in_channels, nb_kernels, kernel_size, ...)"
                 )
             self.in_channels = check_integer("in_channels", nb_kernels, 1)
-            nb_kernels, kernel_size = kernel_size, args[0]
+            nb_kernels, kernel_size = check_integer("nb_kernels", kernel_size, 1), args[0]
             stride = args[1] if len(args) > 1 else stride
             padding = args[2] if len(args) > 2 else padding
         super().__init__(kernel_size, stride, padding, pad_mode)

@@ -1,6 +1,6 @@
 """Submit the training by submitit: python examples/slurm/submit.py --nodes 2 --tasks-per-node 8 -- --checkpoint DIR
 
-Options of examples/mnist_slurm.py follow the --. pip install "distopt[submitit]"
+Options of examples/mnist_slurm.py follow the --. pip install submitit
 """
 
 from __future__ import annotations

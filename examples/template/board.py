@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 
 class Board:
-    """Writes numbers for TensorBoard; nothing without a folder. pip install "distopt[tensorboard]"
+    """Writes numbers for TensorBoard; nothing without a folder. It needs tensorboardX.
 
     TensorBoard drops the numbers that an earlier run wrote after `step`, from which this run continues.
     """

@@ -82,7 +82,7 @@ def memory(tmp_path):
     if not can_mount():
         pytest.skip("mounting a /dev/shm takes privileges")
     if is_open_mpi():
-        pytest.skip("MPICH is absent: pip install 'distopt[mpi]'")
+        pytest.skip("MPICH is absent: pip install mpi4py mpich")
     folder = tmp_path / "shm"
     folder.mkdir()
     return folder

@@ -80,7 +80,7 @@ def test_seed_starts_the_generator_anew():
     ("count", "missing"),
     [
         (None, "install NVIDIA's driver"),
-        ("no cupy", r"pip install 'distopt\["),
+        ("no cupy", "pip install --upgrade cupy-cuda13x nvidia-nccl-cu13 "),
         ("no _cuda", "install the CUDA toolkit"),
     ],
 )

@@ -317,7 +317,7 @@ def test_mpi_library_row(answer, monkeypatch):
 def test_without_mpi(answer, error, state):
     answer["mpi"] = error
     assert mpi.library().state == state
-    assert "distopt[mpi]" in mpi.library().cure
+    assert "pip install mpi4py mpich" in mpi.library().cure
 
 
 @pytest.mark.parametrize(
