@@ -53,7 +53,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
 
 def add_options(parser: Parser) -> None:
     add = parser.add_argument
-    add("-help", action="help", help="show this, and end")
+    add("-h", "-help", action="help", help="show this, and end")
     add("-cpus", type=int, default=1, metavar="N", help="(1) ranks on CPUs of this machine")
     add("-gpus", type=numbers, default=[], metavar="0,1", help="GPUs of this machine, each of which gets a rank")
     add("-backend", choices=["distopt", "gloo", "nccl"], help="(distopt; nccl on GPUs)")

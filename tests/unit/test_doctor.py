@@ -184,9 +184,9 @@ def test_settings_name_the_variable(monkeypatch):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(host, "version_of", lambda name: None if name == "tqdm" else "1.0")
-    assert host.packages().found == "not installed: tqdm"
-    assert host.packages().cure == "pip install tqdm"
+    monkeypatch.setattr(host, "version_of", lambda name: None if name == "safetensors" else "1.0")
+    assert host.packages().found == "not installed: safetensors"
+    assert host.packages().cure == "pip install safetensors"
 
 
 # -- machine -----------------------------------------------------------------------------------------------------------

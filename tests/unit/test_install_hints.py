@@ -39,6 +39,13 @@ def test_no_file_has_pip_install_distopt_by_its_name():
     assert not found
 
 
+def test_the_package_requires_what_it_imports_and_nothing_else():
+    project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = {re.match(r"[\w-]+", requirement)[0] for requirement in project["dependencies"]}
+    code = "".join(path.read_text() for path in (ROOT / "distopt").rglob("*.py"))
+    assert required == {name for name in (*required, "tqdm") if re.search(rf"^\s*(import|from) {name}\b", code, re.M)}
+
+
 def test_hints_name_the_packages_of_the_extras():
     project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
     for extra in _PACKAGES:
