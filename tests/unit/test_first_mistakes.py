@@ -154,6 +154,13 @@ MISTAKES = {
         main_of("launch.main(work, -2)"),
         "error: world_size is -2; it must be an integer of at least 1",
     ),
+    "a working directory that has been deleted": (
+        main_of(
+            "launch.main(work, 2)",
+            "import os, tempfile\nfolder = tempfile.mkdtemp(); os.chdir(folder); os.rmdir(folder)",
+        ),
+        "error: rank 0 cannot be started: the working directory has been deleted; change to another",
+    ),
     "a huge world size": (
         main_of("launch.main(work, 50_000)"),
         "error: world size 50000 is too large for * cores; pass * at most",
