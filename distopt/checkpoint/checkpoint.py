@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import threading
 from collections.abc import Mapping
 from functools import cache
@@ -155,11 +156,12 @@ class Checkpoint:
             try:
                 root.mkdir(parents=True, exist_ok=True)
                 self._lock(lock)
+                run = f"{run} {socket.gethostname()} {os.getpid()}"
                 lock.write_text(run)
                 for folder in list_checkpoints(root) if reset else ():
                     remove(folder)
             except BlockingIOError:
-                reason = f"another job writes checkpoints to {root}; wait for its end, or choose another folder"
+                reason = _occupied(lock)
             except OSError as error:
                 reason = _described(error, root)
         _raise(first_reason(self._communicator, reason))
@@ -172,7 +174,7 @@ class Checkpoint:
         except OSError as error:
             reason = f"{_described(error, root)}, on a file system that all hosts share"
         _raise(first_reason(self._communicator, reason))
-        self._run = run
+        self._run = run.partition(" ")[0]
 
     def _lock(self, path: Path) -> None:
         try:
@@ -345,6 +347,17 @@ def _described(error: Exception, path: Path) -> str:
         return f"{path}: {error!r}"
     cure = _CURES.get(error.errno or 0, "check the disk")
     return f"{error.filename or path}: {error.strerror or error}; {cure}, or choose another folder"
+
+
+def _occupied(lock: Path) -> str:
+    """Who holds the lock of a folder, which says so."""
+    said: list[str] = []
+    with contextlib.suppress(OSError):
+        said = lock.read_text().split()[1:]
+    if said == [socket.gethostname(), str(os.getpid())]:
+        return f"another Checkpoint of this process writes to {lock.parent}; close that first, or choose another folder"
+    who = f": its rank 0 is process {said[1]} on host {said[0]}" if said else ""
+    return f"another job writes checkpoints to {lock.parent}{who}; wait for its end, or choose another folder"
 
 
 def _raise(reason: str) -> None:

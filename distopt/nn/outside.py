@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import UsageError, check_integer
+from ..kernels import check_unmasked
 from .values import Array, Values, float32
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class OutsideGraph(Values):
         """
         if isinstance(value, Values):
             return value  # type: ignore[return-value]  # all are of one class
+        check_unmasked(value)
         given = value if hasattr(value, "dtype") else np.asarray(value)
         if given.dtype.kind == "O" and isinstance(value, int):
             with suppress(OverflowError):

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..errors import UsageError, check_integer
+from ..kernels import check_unmasked
 from . import changes
 from .device import Device, device_of, get_default_device, tell_once
 from .mode import mode
@@ -61,6 +62,7 @@ class Values:
 
     def _take(self, data: Any, device: Device | None, dtype: np.dtype[Any] | None) -> None:
         if type(data) is not np.ndarray:
+            check_unmasked(data)
             tensor = isinstance(data, Values)
             home, values = (data.device, data.array) if tensor else (device_of(data), data)
             if tensor or isinstance(data, RawTensor) or home.kind != "cpu":
@@ -223,6 +225,7 @@ class Values:
         Raises:
             UsageError: the sizes do not fit.
         """
+        check_unmasked(array)
         array = np.asarray(array)
         offset = check_integer("offset", offset)
         if offset < 0 or array.size != self.size() - offset:

@@ -135,7 +135,10 @@ print(os.waitpid(pid, 0)[1], world.all_reduce(4))
         (np.str_("a"), "a str_ is neither"),
         (np.complex64(1), "a complex64 is neither"),
         (np.timedelta64(1, "s"), "a timedelta64 is neither"),
-        (np.ma.masked_array([1, 2], [True, False]), "a MaskedArray is neither"),
+        (
+            np.ma.masked_array([1, 2], [True, False]),
+            "a masked array would lose its mask; pass array.filled(0), say, and",
+        ),
         (2**63, "an int of 64 bits does not fit in int64; pass it as a float"),
         (np.array([None]), "an array of type object holds no plain data; convert it with array.astype"),
         (np.zeros(3, "V0"), "holds no plain data"),
@@ -152,6 +155,32 @@ def test_what_cannot_be_sent_is_refused_in_one_line(world, collective, value, me
 def test_types_that_have_no_sum_are_refused(world, dtype):
     with pytest.raises(UsageError, match=r"cannot be reduced; convert it to float16, float32, float64, bool or an int"):
         world.all_reduce(np.zeros(3, dtype))
+
+
+def test_numbers_longer_than_a_float_keep_their_bits_or_are_refused(world):
+    big = np.longdouble("1e4000")
+    if not np.isfinite(big):
+        pytest.skip("long doubles are doubles here")
+    with pytest.raises(UsageError, match="float128 cannot be reduced; convert it to float16, float32, float64"):
+        world.all_reduce(big)
+    for found in (world.broadcast(big), world.all_gather(big)[0], world.broadcast_object(big)):
+        assert (type(found), found) == (np.longdouble, big)
+
+
+def test_masked_arrays_are_refused_with_advice_that_is_sound(world):
+    masked = np.ma.masked_array([1.0, 2.0], [True, False])
+    for call in (
+        world.broadcast_object,
+        world.communicator.all_reduce,
+        tensor.from_numpy,
+        lambda array: tensor.Tensor(data=array),
+        tensor.Tensor((2,)).copy_from_numpy,
+        lambda array: tensor.Tensor((2,)) + array,
+    ):
+        with pytest.raises(UsageError, match=r"a masked array would lose its mask; pass array.filled\(0\), say, and"):
+            call(masked)
+    assert world.all_reduce(masked.filled(0)).tolist() == [0.0, 2.0]
+    assert world.all_reduce(np.ma.getmaskarray(masked)).tolist() == [1, 0]
 
 
 def test_arguments_are_checked(world):
