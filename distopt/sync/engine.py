@@ -114,7 +114,8 @@ class Engine:
         """
         if clip is not None and not clip > 0:
             raise UsageError(f"a clipping value of {clip} leaves nothing of a gradient; pass a positive one")
-        bucket_elements = check_integer("bucket_elements", bucket_elements, 0)
+        if type(bucket_elements) is not int:
+            bucket_elements = check_integer("bucket_elements", bucket_elements)
         recipe = Recipe(codec, bucket_elements, clip)
         weight = 1.0 if self._roll_call is None else self._roll_call.call(recipe)
         if self.partial.slots_pending:
@@ -173,8 +174,9 @@ class Engine:
                 "partial updates need all ranks at every step; send gradients by a codec inside DistOpt.join"
             )
         agreement, statistics = self.agreement, self.statistics
-        elements = check_integer("partition_elements", partition_elements, 0)
-        layout = self.partial.layout_for(elements, order, slots, version)
+        if type(partition_elements) is not int:
+            partition_elements = check_integer("partition_elements", partition_elements)
+        layout = self.partial.layout_for(partition_elements, order, slots, version)
         agreement.look(slots.constants(), statistics.steps - statistics.skipped)
         return PartialStep(self.partial, layout, agreement, statistics, self.non_finite != "ignore")
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from ..comm.base import Array
 from ..compress import Codec, CodecState, CommunicationStatistics
 from ..compress.state import States
-from ..errors import StateError
+from ..errors import StateError, check_integer
 from .bucket import Bucket, Parameter, WireMemory
 
 # The last layers' gradients are final first. A small bucket of them sets out early, where bytes move while the rest of
@@ -26,7 +26,11 @@ def plan(params: Sequence[Parameter], bucket_elements: int, first_elements: int 
         params: the parameters in that order.
         bucket_elements: see above.
         first_elements: a smaller sum at which the first fused bucket is full.
+
+    Raises:
+        UsageError: `bucket_elements` is negative.
     """
+    check_integer("the size of buckets or partitions in elements", bucket_elements, 0)
     groups: list[list[Parameter]] = []
     fused: list[Parameter] = []
     elements = 0

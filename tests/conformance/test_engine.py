@@ -607,6 +607,8 @@ def test_plan():
     assert sizes(1000, 54) == [[5, 50], [3, 400, 3, 3]], "a small first bucket"
     assert sizes(54, 10**6) == sizes(54), "never larger than the others"
     assert sizes(0) == [[5], [50], [3], [400], [3], [3]]
+    with pytest.raises(UsageError, match="in elements is -1; it must be an integer of at least 0"):
+        sizes(-1)
 
 
 def test_the_first_bucket_is_small_where_bytes_move_during_backward(monkeypatch):
