@@ -59,8 +59,8 @@ def axes_of(x: Tensor, *axes: int, more: int = 0) -> list[int]:
     return [axis for axis in found if axis is not None]
 
 
-def _several(numbers: int | Sequence[int]) -> Sequence[int]:
-    """Of an argument that is one number or several: those."""
+def several(numbers: int | Sequence[int]) -> Sequence[int]:
+    """Local. The numbers of an argument that is one or several."""
     return numbers if np.ndim(numbers) else [numbers]  # type: ignore[list-item, return-value]
 
 
@@ -134,14 +134,14 @@ def depth_to_space(x: Tensor, blocksize: int, mode: str = "DCR") -> Tensor:
     return Permute(deep, np.argsort(order).tolist(), (n, c, h * b, w * b))(x)
 
 
-def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
+def reshape(x: Tensor, shape: int | Sequence[int]) -> Tensor:
     """The elements of x with other dimensions. One may be -1, for the remaining elements; 0 keeps that of x."""
-    sizes = [check_integer("a size of the shape", n) for n in shape]
+    sizes = [check_integer("a size of the shape", n) for n in several(shape)]
     wanted = [x.shape[i] if n == 0 and i < x.ndim() else n for i, n in enumerate(sizes)]
     try:
         return Reshape(wanted)(x)
     except ValueError:
-        raise ShapeError(f"the {x.size()} elements of shape {x.shape} cannot take the shape {tuple(shape)}") from None
+        raise ShapeError(f"the {x.size()} elements of shape {x.shape} cannot take the shape {tuple(sizes)}") from None
 
 
 def flatten(x: Tensor, axis: int = 1) -> Tensor:
@@ -154,7 +154,7 @@ def flatten(x: Tensor, axis: int = 1) -> Tensor:
 
 def squeeze(x: Tensor, axis: int | Sequence[int] = ()) -> Tensor:
     """The tensor x without the dimensions `axis`, whose length is 1; by default without all of length 1."""
-    axes = axes_of(x, *_several(axis)) or [i for i, n in enumerate(x.shape) if n == 1]
+    axes = axes_of(x, *several(axis)) or [i for i, n in enumerate(x.shape) if n == 1]
     if any(x.shape[i] != 1 for i in axes):
         raise ShapeError(f"dimensions {axes} of shape {x.shape} cannot go: only those of length 1 can")
     return Reshape([n for i, n in enumerate(x.shape) if i not in axes])(x)
@@ -162,7 +162,7 @@ def squeeze(x: Tensor, axis: int | Sequence[int] = ()) -> Tensor:
 
 def unsqueeze(x: Tensor, axis: int | Sequence[int] = -1) -> Tensor:
     """The tensor x with more dimensions, of length 1, which are the dimensions `axis` of the result."""
-    given = _several(axis)
+    given = several(axis)
     axes = axes_of(x, *given, more=len(given))
     rest = iter(x.shape)
     return Reshape([1 if i in axes else next(rest) for i in range(x.ndim() + len(axes))])(x)
@@ -283,7 +283,7 @@ class Repeat(Operation):
 
 def tile(x: Tensor, repeats: int | Sequence[int]) -> Tensor:
     """The tensor x repeated along each dimension; a number, or the first of too few, is for the first dimension."""
-    times = [check_integer("a number of repeats", n, 0) for n in _several(repeats)]
+    times = [check_integer("a number of repeats", n, 0) for n in several(repeats)]
     return Repeat(times + [1] * (x.ndim() - len(times)), each=False)(x)
 
 
