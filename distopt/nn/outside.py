@@ -32,7 +32,7 @@ class OutsideGraph(Values):
 
     def repeat(self, repeats: int | Sequence[int], axis: int | None = None) -> Self:
         """A new tensor that repeats each element, or slice along `axis`, as `numpy.repeat` does; outside the graph."""
-        times = [check_integer("a number of repeats", n, 0) for n in np.ravel(repeats)]
+        times = [check_integer("a number of repeats", n, 0) for n in np.ravel(repeats).tolist()]
         return self.compute("repeat", self, times, axis=axis)
 
     def __getitem__(self, keys: int | slice | tuple[int | slice, ...]) -> Self:
