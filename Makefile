@@ -190,12 +190,13 @@ $(BUILD)/options: always
 
 $(VENV)/.base: $(WHEEL)/built | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --force-reinstall --no-deps $(WHEEL)/*.whl
-	$(BIN)/python -m pip install distopt
+	$(BIN)/python -m pip install $(WHEEL)/*.whl
 	touch $@
 
-# What an extra requires. pip finds distopt installed, and leaves it as it is.
+# What an extra requires. pip finds the wheel installed, and leaves it as it is. By its name alone, pip would look for
+# distopt on the package index, where it is another project.
 $(VENV)/.with-%: pyproject.toml | $(VENV)/.base
-	$(BIN)/python -m pip install "distopt[$*]"
+	$(BIN)/python -m pip install "$$(echo $(WHEEL)/*.whl)[$*]"
 	touch $@
 
 clean:

@@ -20,8 +20,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tqdm import tqdm
-
 from distopt.cli.bench import heading, machine
 from distopt.cli.values import at_least, names_of
 from distopt.errors import UsageError
@@ -203,19 +201,14 @@ def rows_of(args: argparse.Namespace, rate: str, stack: ExitStack) -> list[Row]:
 def measure_all(rows: list[Row], args: argparse.Namespace) -> dict[str, str]:
     """Repeat all rows in turns; what could not be measured, and why."""
     by_name = {row.name: row for row in rows}
-    with (
-        Lineup() as lineup,
-        tqdm(total=len(rows) * (1 + args.repeats), leave=False, disable=not sys.stderr.isatty()) as bar,
-    ):
+    with Lineup() as lineup:
         for row in rows:
-            bar.set_description(f"start {row.name}")
+            print(f"# starting {row.name}", file=sys.stderr, flush=True)
             lineup.add(row.name, partial(row.start, args))
-            bar.update()
 
         def measure(candidate: Candidate, turn: int) -> None:
-            bar.set_description(f"repeat {turn + 1}, {candidate.name}")
+            print(f"# repeat {turn + 1} of {args.repeats}, {candidate.name}", file=sys.stderr, flush=True)
             by_name[candidate.name].measure(candidate, args)
-            bar.update()
 
         lineup.take_turns(args.repeats, measure)
         return lineup.missing

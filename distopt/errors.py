@@ -8,9 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from numbers import Real
 from typing import Any, NamedTuple, NoReturn
 
 
@@ -202,6 +205,21 @@ class GradientError(DistoptError, ArithmeticError):
         self.index = index
 
 
+# Of the extras of pyproject.toml, those that messages name. Not as "distopt[mpi]": on the package index, distopt is a
+# project of somebody else's.
+_PACKAGES = {
+    "mpi": "mpi4py mpich",
+    "torch": "torch",
+    "cuda12": "--upgrade cupy-cuda12x nvidia-nccl-cu12 nvidia-cudnn-cu12 nvidia-cudnn-frontend",
+    "cuda13": "--upgrade cupy-cuda13x nvidia-nccl-cu13 nvidia-cudnn-cu13 nvidia-cudnn-frontend",
+}
+
+
+def pip_install(extra: str) -> str:
+    """Local. The command that installs the packages of an extra, for messages."""
+    return f"pip install {_PACKAGES[extra]}"
+
+
 def absent_name(
     module: str, name: str, names: Iterable[str], reasons: Mapping[str, str] | None = None, otherwise: str = ""
 ) -> AttributeError:
@@ -248,6 +266,27 @@ class _Absence:
         else:
             cure = f"; {self.otherwise or f'dir({self.module}) lists what there is'}"
         return f"{self.module} has no {self.name}{cure}"
+
+
+def check_integer(name: str, value: Any, least: int | None = None) -> int:
+    """Local. The argument `name` as an int. Values with `__index__`, such as NumPy's integers, are integers; bools not.
+
+    Raises:
+        UsageError: it is no integer, or less than `least`.
+    """
+    number = None
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            number = operator.index(value)
+    if number is None or (least is not None and number < least):
+        limit = "" if least is None else f" of at least {least}"
+        raise UsageError(f"{name} is {value!r}; it must be an integer{limit}")
+    return number
+
+
+def number_or_nan(value: Any) -> float:
+    """Local. The argument `value` as a float; NaN, which fails every comparison, if it is no number. Bools are none."""
+    return float(value) if type(value) is not bool and isinstance(value, Real) else math.nan
 
 
 def check_count(name: str, value: Any) -> int:

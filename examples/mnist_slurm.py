@@ -107,7 +107,7 @@ def parse_args(argv=None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", metavar="DIR", help="save here, and go on from what was saved here last")
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="(default: 100)")
-    parser.add_argument("--tensorboard", metavar="DIR", help="write for TensorBoard (extra: tensorboard)")
+    parser.add_argument("--tensorboard", type=train_cnn.board_folder, metavar="DIR", help="write for TensorBoard")
     return parser.parse_args(argv)
 
 

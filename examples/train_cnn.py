@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import NoReturn
 
 import numpy as np
 from data import mnist, normalize, random_shift
-from template.board import Board, progress_bar
+from template.board import Board, show
 
 from distopt import launch, layer, model, opt, tensor
 from distopt.checkpoint import Checkpoint
@@ -77,7 +79,7 @@ def run(
         sums *= resumed.world_size / world_size  # the ranks got their mean, and are added up below
 
     board = Board(args.tensorboard if rank == 0 else None, checkpoint.steps)
-    pace, stats = Pace(sgd, sampler), sgd.stats()
+    pace, stats, on_terminal = Pace(sgd, sampler), sgd.stats(), rank == 0 and sys.stderr.isatty()
     for epoch in range(checkpoint.epoch, args.max_epoch):
         report(rank, f"Starting Epoch {epoch}:")
         start = time.perf_counter()
@@ -85,20 +87,22 @@ def run(
         sampler.set_epoch(epoch)
         before = sampler.consumed
         pace.start()
-        with progress_bar(sampler.size, before, shown=rank == 0) as bar:
-            for chosen in sampler:
-                images, labels = staging.fill()
-                random_shift(data.train_x[chosen], images, noise, 0 if args.no_augment else 2)
-                labels[:] = data.train_y[chosen]
-                x, y = staging.send()
-                out, loss = cnn(x, y, args.dist_option, args.spars)
-                sums[0] += loss.array[0]
-                sums[1] += (out.array.argmax(axis=1) == y.array).sum()
-                bar.update(args.batch_size * world_size)
-                if (checkpoint.steps + 1) % 10 == 0 and (board.writer or not bar.disable):
-                    bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
-                    board.add(checkpoint.steps + 1, pace.figures(loss))
-                checkpoint.step(epoch)
+        for chosen in sampler:
+            images, labels = staging.fill()
+            random_shift(data.train_x[chosen], images, noise, 0 if args.no_augment else 2)
+            labels[:] = data.train_y[chosen]
+            x, y = staging.send()
+            out, loss = cnn(x, y, args.dist_option, args.spars)
+            sums[0] += loss.array[0]
+            sums[1] += (out.array.argmax(axis=1) == y.array).sum()
+            if (checkpoint.steps + 1) % 10 == 0 and (board.writer or on_terminal):
+                figures = pace.figures(loss)
+                done, speed = f"{sampler.consumed}/{sampler.size}", figures["speed/images per s"]
+                show(f"Epoch {epoch} [{done}], {speed:.0f} images/s, loss={loss.item():.4f}")
+                board.add(checkpoint.steps + 1, figures)
+            checkpoint.step(epoch)
+        if on_terminal:
+            show("")
         totals = device.host(sums)
         communicator.all_reduce(totals).wait()
         seconds = time.perf_counter() - start
@@ -176,6 +180,13 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, None if quiet else f"{self.prog}: error: {message} (see --help)\n")
 
 
+def board_folder(text: str) -> str:
+    """The type of an option that names a folder for TensorBoard."""
+    if find_spec("tensorboardX") is None:
+        raise argparse.ArgumentTypeError("tensorboardX is not installed; pip install tensorboardX tensorboard")
+    return text
+
+
 def at_least(low: int) -> Callable[[str], int]:
     """The type of an option that is a whole number of at least `low`."""
 
@@ -212,7 +223,7 @@ def parse_args(
     parser.add_argument("--no-augment", action="store_true", help="do not shift the training images")
     parser.add_argument("--checkpoint", metavar="DIR", help="save here, and go on from what was saved here last")
     parser.add_argument("--checkpoint-every", type=at_least(1), default=100, metavar="STEPS", help="(default: 100)")
-    parser.add_argument("--tensorboard", metavar="DIR", help="write for TensorBoard (extra: tensorboard)")
+    parser.add_argument("--tensorboard", type=board_folder, metavar="DIR", help="write for TensorBoard")
     parser.add_argument("--reset", action="store_true", help="remove what is in the folder of --checkpoint; start anew")
     parser.set_defaults(evaluation_batch_size=500)
     if add_options:

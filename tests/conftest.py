@@ -66,7 +66,7 @@ def port() -> int:
 @pytest.fixture(scope="module")
 def net() -> Iterator[TwoHosts]:
     """Two hosts, which are network namespaces of this machine, with the MPI of mpi4py between them. Needs root."""
-    pytest.importorskip("mpi4py", reason="mpi4py is absent: pip install 'distopt[mpi]'", exc_type=ImportError)
+    pytest.importorskip("mpi4py", reason="mpi4py is absent: pip install mpi4py mpich", exc_type=ImportError)
     from benchmarks.networks.emulation import HostsUnavailableError, two_hosts
 
     try:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
+import pty
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -110,6 +115,21 @@ class Program:
         return [self.process.stdout.readline().rstrip("\n") for _ in range(count)]
 
 
+def on_a_terminal(arguments: Sequence[str | Path], env: dict[str, str] | None = None) -> tuple[int, str]:
+    """Run `python *arguments` with a terminal of 120 columns as stderr: the exit code, and what the terminal got."""
+    own, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
+    command = [sys.executable, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=terminal, env={**os.environ, **(env or {})}) as it:
+        os.close(terminal)
+        shown = ""
+        with contextlib.suppress(OSError):  # at the end
+            while text := os.read(own, 1 << 16):
+                shown += text.decode()
+        os.close(own)
+    return it.returncode, shown
+
+
 def mpiexec(n: int, *args: str, env: dict[str, str] | None = None, timeout: float = 100.0) -> Ended:
     """Run `python *args` on `n` ranks of this host under the mpiexec that belongs to mpi4py's library."""
     return start_mpiexec(n, *args, env=env).end(timeout)
@@ -130,7 +150,7 @@ def mpiexec_codes(code: int) -> set[int]:
 def mpiexec_command(n: int) -> list[str]:
     """The start of a command line for `n` ranks of this host."""
     if find_spec("mpi4py") is None:
-        pytest.skip("mpi4py is absent: pip install 'distopt[mpi]'")
+        pytest.skip("mpi4py is absent: pip install mpi4py mpich")
     command = [_mpiexec_path()]
     if is_open_mpi():
         variables = [

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from distopt.errors import DistoptError, MissingDependencyError
+from distopt.errors import DistoptError, MissingDependencyError, pip_install
 
 LINK = "wire"  # name of the interface in both namespaces
 # Rates of `Host.shape`, as tc writes them, and how much its token bucket lets pass unshaped after a pause: no more than
@@ -197,5 +197,5 @@ def find_mpiexec() -> tuple[str, str]:
     beside = Path(sys.executable).with_name("mpiexec")
     path = str(beside) if beside.exists() else shutil.which("mpiexec")
     if path is None:
-        raise MissingDependencyError('no mpiexec on the PATH; pip install "distopt[mpi]"')
+        raise MissingDependencyError(f"no mpiexec on the PATH; {pip_install('mpi')}")
     return path, subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, TypeAlias
 
-from distopt.errors import DistoptError, MissingDependencyError
+from distopt.errors import DistoptError, MissingDependencyError, pip_install
 
 from ..networks.emulation import find_mpiexec
 from ..networks.site import BETWEEN_HOSTS, Site
@@ -137,7 +137,7 @@ def torch_crew(
     """
     if group == "distopt":
         if find_spec("torch") is None:
-            raise MissingDependencyError('no PyTorch; pip install "distopt[torch]"')
+            raise MissingDependencyError(f"no PyTorch; {pip_install('torch')}")
         rank = rank_command()
     else:
         environment = ENVIRONMENTS["torch"]

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import threading
 from collections.abc import Mapping
 from functools import cache
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, UsageError, check_integer
 from ..files import file_lock
 from .folder import Manifest, list_checkpoints, name_of, prune, remove, share_of, write_rank
 from .load import communicator_of, first_reason, load_newest
@@ -89,11 +90,10 @@ class Checkpoint:
         **objects: Any,
     ) -> None:
         """Local."""
-        if every < 0 or keep < 1:
-            raise UsageError(f"every={every} and keep={keep} are numbers of at least 0 and 1")
         self.steps = self.epoch = 0
         self._root = None if folder is None else Path(folder)
-        self._every, self._keep, self._preemptible = every, keep, preemptible
+        self._every, self._keep = check_integer("every", every, 0), check_integer("keep", keep, 1)
+        self._preemptible = preemptible
         self._preemption: Preemption | None = None  # while signals are put off
         self._communicator = communicator_of(objects) if communicator is None else communicator
         self._rank = self._communicator.topology.rank
@@ -156,11 +156,12 @@ class Checkpoint:
             try:
                 root.mkdir(parents=True, exist_ok=True)
                 self._lock(lock)
+                run = f"{run} {socket.gethostname()} {os.getpid()}"
                 lock.write_text(run)
                 for folder in list_checkpoints(root) if reset else ():
                     remove(folder)
             except BlockingIOError:
-                reason = f"another job writes checkpoints to {root}; wait for its end, or choose another folder"
+                reason = _occupied(lock)
             except OSError as error:
                 reason = _described(error, root)
         _raise(first_reason(self._communicator, reason))
@@ -173,7 +174,7 @@ class Checkpoint:
         except OSError as error:
             reason = f"{_described(error, root)}, on a file system that all hosts share"
         _raise(first_reason(self._communicator, reason))
-        self._run = run
+        self._run = run.partition(" ")[0]
 
     def _lock(self, path: Path) -> None:
         try:
@@ -197,7 +198,7 @@ class Checkpoint:
             Preempted: to end this process, as all others.
         """
         self.steps += 1
-        self.epoch = self.epoch if epoch is None else epoch
+        self.epoch = self.epoch if epoch is None else check_integer("epoch", epoch)
         if self._preemption is not None and (signum := self._preemption.due()):
             self._leave(self._preemption, signum)
         if self._memory is not None and self._memory.due(self.steps):
@@ -217,7 +218,7 @@ class Checkpoint:
         Raises:
             UsageError: before `resume`, after `close`, or an object cannot be saved.
         """
-        self.epoch = self.epoch if epoch is None else epoch
+        self.epoch = self.epoch if epoch is None else check_integer("epoch", epoch)
         if self._memory is not None:
             self._memory.keep(self.steps, self.epoch, parts_of(self._objects))
         if self._root is None:
@@ -346,6 +347,17 @@ def _described(error: Exception, path: Path) -> str:
         return f"{path}: {error!r}"
     cure = _CURES.get(error.errno or 0, "check the disk")
     return f"{error.filename or path}: {error.strerror or error}; {cure}, or choose another folder"
+
+
+def _occupied(lock: Path) -> str:
+    """Who holds the lock of a folder, which says so."""
+    said: list[str] = []
+    with contextlib.suppress(OSError):
+        said = lock.read_text().split()[1:]
+    if said == [socket.gethostname(), str(os.getpid())]:
+        return f"another Checkpoint of this process writes to {lock.parent}; close that first, or choose another folder"
+    who = f": its rank 0 is process {said[1]} on host {said[0]}" if said else ""
+    return f"another job writes checkpoints to {lock.parent}{who}; wait for its end, or choose another folder"
 
 
 def _raise(reason: str) -> None:

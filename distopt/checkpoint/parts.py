@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from ..errors import StateError, UsageError
-from ..kernels import kernels_of
+from ..kernels import check_unmasked, kernels_of
 
 if TYPE_CHECKING:
     from ..files import Arrays
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "Ranks", "State", "States", "copy_of", "look_at", "of_device", "parts_of"]
 
-_GROUPS = ""  # the note that names dictionaries of arrays and their keys
+# Notes on the arrays: the names of dictionaries of arrays, with their keys, and those of NumPy's scalars.
+_GROUPS, _SCALARS = "", "()"
 
 
 class Ranks(Protocol):
@@ -81,23 +82,27 @@ class Stateful(Part):
     def look(self) -> State:
         state = State({}, {})
         groups: dict[str, list[str]] = {}
+        scalars: list[str] = []
         for key, value in self._states().items():
-            array = _array_of(value)
-            if array is not None:
-                state.arrays[key] = array
-            elif isinstance(value, Mapping) and value and all(_array_of(item) is not None for item in value.values()):
+            arrays = {key: value}
+            if isinstance(value, Mapping) and value and all(_array_of(item) is not None for item in value.values()):
                 groups[key] = list(value)
-                state.arrays.update({f"{key}/{name}": _array_of(item) for name, item in value.items()})
-            else:
+                arrays = {f"{key}/{name}": item for name, item in value.items()}
+            elif _array_of(value) is None:
+                _check_note(f"{type(self._thing).__name__}.get_states()[{key!r}]", value)
                 state.notes[key] = value
-        if groups:
-            state.notes[_GROUPS] = groups
+                continue
+            state.arrays.update({name: _array_of(item) for name, item in arrays.items()})
+            scalars += [name for name, item in arrays.items() if isinstance(item, np.generic)]
+        state.notes.update({key: names for key, names in ((_GROUPS, groups), (_SCALARS, scalars)) if names})
         return state
 
     @staticmethod
     def _values(state: State) -> dict[str, Any]:
         """The result of `get_states`."""
         values = {**state.arrays, **state.notes}
+        for name in values.pop(_SCALARS, ()):
+            values[name] = values[name][()]
         for key, names in values.pop(_GROUPS, {}).items():
             values[key] = {name: values.pop(f"{key}/{name}") for name in names}
         return values
@@ -261,6 +266,24 @@ def _part_of(name: str, thing: Any) -> Part:
     return InPlace(arrays)
 
 
+def _check_note(name: str, value: Any) -> None:
+    """Local. Raises a UsageError if JSON would give `value` back as another type, or not at all."""
+    kind = type(value)
+    if kind is list:
+        for i, each in enumerate(value):
+            _check_note(f"{name}[{i}]", each)
+    elif kind is dict:
+        for key, each in value.items():
+            if type(key) is not str:
+                raise UsageError(f"{name} has the key {key!r}, which would come back as text; make it a str")
+            _check_note(f"{name}[{key!r}]", each)
+    elif value is not None and kind not in (bool, int, float, str):
+        raise UsageError(
+            f"{name} is a {kind.__name__}, which a checkpoint cannot give back; make it a number, a str, an array, or "
+            "a list or dict of such"
+        )
+
+
 def _values_of(thing: Any) -> Iterable[Any]:
     """The tensors that an object consists of, and perhaps other things."""
     if hasattr(thing, "get_params"):
@@ -271,6 +294,7 @@ def _values_of(thing: Any) -> Iterable[Any]:
 def _array_of(value: Any) -> Any:
     """The array of NumPy or CuPy that `value` is or, as a tensor, has; None if it is something else."""
     array = getattr(value, "array", value)
+    check_unmasked(array)
     if isinstance(array, np.generic):
         array = np.asarray(array)
     cupy = sys.modules.get("cupy")

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..errors import DistoptError, UsageError
+from ..errors import DistoptError, UsageError, pip_install
 from .values import at_least, byte_size, names_of
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _no_mpi(job: Job, dtype: str) -> str:
 
     if not isinstance(job, MpiJob):
         if find_spec("mpi4py") is None:
-            return 'it is not installed: pip install "distopt[mpi]"'
+            return f"it is not installed: {pip_install('mpi')}"
         return f"MPI does not connect these ranks: mpiexec -n {job.topology.world_size} distopt bench all-reduce"
     return f"MPI has no {dtype}" if "16" in dtype else ""
 

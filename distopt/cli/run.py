@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import socket
 import sys
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -68,6 +69,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="DIR",
         help="write output to DIR/JOB/attempt_0/RANK/stdout.log too",
     )
+    parser.add_argument("-n", "-np", "--np", type=_renamed, help=argparse.SUPPRESS)  # mpiexec's and Horovod's
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as of python -m")
     parser.add_argument("script", metavar="SCRIPT", help="what each rank runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
@@ -85,6 +87,10 @@ def _ranks(text: str) -> int:
     if text in {"auto", "gpu"}:
         raise argparse.ArgumentTypeError(f"{text!r} is not counted here; give the number")
     return len(os.sched_getaffinity(0)) if text == "cpu" else at_least(1)(text)
+
+
+def _renamed(text: str) -> None:
+    raise argparse.ArgumentTypeError(f"the number of ranks is --nproc-per-node {text}")
 
 
 def _port(text: str) -> int:
@@ -117,6 +123,7 @@ def options_of(args: argparse.Namespace) -> RunOptions:
         if args.rdzv_endpoint:
             host, port = _endpoint(args.rdzv_endpoint, _MASTER_PORT if static else _ENDPOINT_PORT)
         elif args.master_addr:
+            _check_host(f"--master-addr {args.master_addr}", args.master_addr, "give a host, its port by --master-port")
             host, port = args.master_addr, args.master_port or _MASTER_PORT
         else:
             raise UsageError(f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT: an address of one of the nodes")
@@ -138,21 +145,49 @@ def options_of(args: argparse.Namespace) -> RunOptions:
 
 
 def _endpoint(text: str, default: int) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not colon or text.endswith("]"):  # an IPv6 address without a port
-        host, port = text, str(default)
-    if ":" in host and not host.startswith("["):
-        raise UsageError(f"--rdzv-endpoint {text}: an IPv6 address needs brackets; give [{text}] or [{text}]:PORT")
+    option, host, port = f"--rdzv-endpoint {text}", text, str(default)
+    if "://" in text:
+        raise UsageError(f"{option}: leave out {text.partition('://')[0]}://; give HOST:PORT")
+    if ":" in text and not text.endswith("]"):  # that of an IPv6 address without a port
+        host, _, port = text.rpartition(":")
+    if _is_ipv6(text) or _is_ipv6(host):
+        given = [f"[{host}]:{port}"] * _is_ipv6(host) + [f"[{text}] or [{text}]:PORT"] * _is_ipv6(text)
+        raise UsageError(f"{option}: an IPv6 address needs brackets; give {' or '.join(given)}")
+    if host[:1] + host[-1:] == "[]":
+        host = host[1:-1]
+    _check_host(option, host, "give HOST:PORT")
     try:
-        return host.removeprefix("[").removesuffix("]"), _port(port)
+        return host, _port(port)
     except argparse.ArgumentTypeError as error:
-        raise UsageError(f"--rdzv-endpoint {text}: {error}; give HOST:PORT") from None
+        raise UsageError(f"{option}: {error}; give HOST:PORT") from None
+
+
+def _check_host(option: str, host: str, cure: str) -> None:
+    if not re.fullmatch(r"[\w.-]+", host) and not _is_ipv6(host):
+        raise UsageError(f"{option}: {host!r} is neither the name of a host nor an address; {cure}")
+
+
+def _is_ipv6(text: str) -> bool:
+    """Whether it is an address of that kind, which may end in %, and the name of an interface."""
+    try:
+        socket.inet_pton(socket.AF_INET6, text.partition("%")[0])
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _check_script(script: str, *, module: bool) -> None:
     """All ranks would say the same, and those of other nodes would wait for them."""
-    if not module and not Path(script).exists():
-        raise UsageError(f"there is no script {script}")
+    path = Path(script)
+    if not module and re.fullmatch(r"python[\d.]*", path.name) and not path.is_dir():
+        raise UsageError(f"the ranks are Python processes already; leave out `{script}`")
+    if not module and not path.exists():
+        near = f"; did you mean {script}.py?" if Path(f"{script}.py").exists() else ""
+        raise UsageError(f"there is no script {script}{near}")
+    if not module and path.is_dir() and not (path / "__main__.py").exists():
+        raise UsageError(f"{script} is a folder without a __main__.py; give a script")
+    if module and path.suffix == ".py" and path.exists():
+        raise UsageError(f"-m takes the name of a module, and {script} is a file; leave out -m")
     package = script.partition(".")[0]  # finding what is inside would import it
     if module and find_spec(package) is None and PathFinder.find_spec(package, [str(Path.cwd())]) is None:
         raise UsageError(f"there is no module {script}")
@@ -163,8 +198,14 @@ def _run(args: argparse.Namespace) -> int:
         options = options_of(args)
         _check_tasks(options)
         from ..launch.run.agent import run
+        from ..launch.run.ranks import LIMITS
 
-        return run(options)
+        try:
+            return run(options)
+        except OSError as error:
+            if error.errno in LIMITS:
+                raise UsageError(f"{error.strerror}{LIMITS[error.errno]}") from None
+            raise
     except (LaunchError, UsageError) as error:
         sys.stderr.write(f"distopt run: {error}\n")
         return UsageError.exit_code

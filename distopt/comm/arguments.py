@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import UsageError
+from ..kernels import check_unmasked
 from ..launch.topology import Topology
 from .work import Array
 
@@ -61,6 +62,8 @@ class Arguments:
             UsageError: module, type, byte order, layout, alignment or writability do not fit.
         """
         on_host = isinstance(array, np.ndarray)
+        if type(array) is not np.ndarray:
+            check_unmasked(array)
         if not on_host:
             cupy = sys.modules.get("cupy")
             if cupy is None or not isinstance(array, cupy.ndarray):

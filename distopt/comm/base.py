@@ -33,7 +33,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..errors import UsageError
+from ..errors import UsageError, check_integer
 from ..launch.join.job import Job
 from .arguments import DTYPES, OPS, Arguments, check_kinds, storage_of
 from .subgroups import meet
@@ -128,8 +128,7 @@ class Communicator(Arguments, ABC):
             raise UsageError(
                 f"the {self.name} communicator has no wire type {dtype!r}; choose one of {', '.join(self.dtypes)}"
             )
-        if count < 0:
-            raise UsageError(f"an array cannot have {count} elements; pass a count of 0 or more")
+        count = check_integer("the count of elements", count, 0)
         xp = self.xp if xp is None else xp
         if not self._moves(xp):
             raise self._cannot_move(xp)
@@ -217,6 +216,7 @@ class Communicator(Arguments, ABC):
     def broadcast(self, array: Array, root: int = 0, *, wire: str | None = None, label: str = "") -> Work:
         """Collective. Overwrite `array` on every rank with that of rank `root`."""
         dtype = self.check_array(array, wire, written=True)
+        root = check_integer("root", root)
         if not 0 <= root < self.topology.world_size:
             raise UsageError(f"broadcast root {root} is not a rank of a world of {self.topology.world_size}")
         return self._start(Request("broadcast", dtype, label, root=root), array, array)
@@ -238,7 +238,9 @@ class Communicator(Arguments, ABC):
         Raises:
             UsageError: the array cannot be sent, or there is no such other rank.
         """
-        return self._start_message(True, array, self.check_array(array, wire), self._other(to), tag)
+        return self._start_message(
+            True, array, self.check_array(array, wire), self._other(to), check_integer("tag", tag)
+        )
 
     def receive(self, array: Array, source: int | None = None, *, tag: int = 0, wire: str | None = None) -> MessageWork:
         """Local. Receive a message into `array`, from rank `source` or from any; see `send`.
@@ -246,9 +248,12 @@ class Communicator(Arguments, ABC):
         `Work.wait` raises a MismatchError if type or count are not those of the message.
         """
         peer = _ANYONE if source is None else self._other(source)
-        return self._start_message(False, array, self.check_array(array, wire, written=True), peer, tag)
+        return self._start_message(
+            False, array, self.check_array(array, wire, written=True), peer, check_integer("tag", tag)
+        )
 
     def _other(self, rank: int) -> int:
+        rank = check_integer("the rank of a message", rank)
         if not 0 <= rank < self.topology.world_size or rank == self.topology.rank:
             raise UsageError(
                 f"rank {rank} is not another rank of a world of {self.topology.world_size}; messages go to another rank"
@@ -275,7 +280,7 @@ class Communicator(Arguments, ABC):
             UsageError: this rank is not among them, or they are not ranks.
             StalledError: one of them did not come; PeerLostError if it has ended.
         """
-        ranks = list(ranks)
+        ranks = [check_integer("a rank of a subgroup", q) for q in ranks]
         rank, world_size = self.topology.rank, self.topology.world_size
         if rank not in ranks or len(set(ranks)) < len(ranks) or not all(0 <= q < world_size for q in ranks):
             raise UsageError(

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from ..errors import LaunchError, MissingDependencyError
+from ..errors import LaunchError, MissingDependencyError, pip_install
 from ..launch.join.job import Job
 from ..settings import Settings
 
@@ -62,7 +62,7 @@ def gpu_stack() -> GpuStack:
         cupy = import_module("cupy")
         cupy.cuda.runtime.getDeviceCount()  # its CUDA may be newer than the driver
     except (ImportError, RuntimeError) as error:
-        raise MissingDependencyError(f"CuPy cannot be used ({error}); pip install 'distopt[cuda{major}]'") from error
+        raise MissingDependencyError(f"CuPy cannot be used ({error}); {pip_install(f'cuda{major}')}") from error
     path = find_nccl(cupy.cuda.runtime.runtimeGetVersion() // 1000)
     try:
         version = cuda.nccl_version(path)
@@ -105,7 +105,7 @@ def dotted_version(version: int) -> str:
 
 
 def _nccl_cure(cuda_major: int) -> str:
-    return f"pip install 'distopt[cuda{cuda_major}]', or set {_LIBRARY} to the path of a libnccl.so.2"
+    return f"{pip_install(f'cuda{cuda_major}')}, or set {_LIBRARY} to the path of a libnccl.so.2"
 
 
 # -- choice of GPUs ----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UsageError
+from ..kernels import check_unmasked
 
 _CARRIED = "None, bool, int, float, str, bytes, list, tuple, dict and NumPy arrays and scalars"
 _LENGTH_BYTES = 8
@@ -60,6 +61,7 @@ def _noted(value: Any, path: str, contents: list[bytes]) -> Any:
         np.lib.format.write_array(stream, np.asanyarray(value), allow_pickle=False)
         contents.append(stream.getvalue())
         return ["array" if kind is np.ndarray else "scalar", len(contents[-1])]
+    check_unmasked(value)
     raise UsageError(f"{path} is a {kind.__name__}, which is not sent; convert it to {_CARRIED}")
 
 

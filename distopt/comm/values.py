@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UsageError
-from ..kernels import array_module
+from ..kernels import array_module, check_unmasked
 from .base import Array
 
 # Of a number, by the kind of its NumPy type: the type that it becomes, how that travels, and its name in messages.
@@ -62,10 +62,11 @@ def take(value: Any) -> Value:
         return Value(array, label, _give_number)
     give: Callable[[Array], Any]
     cupy = sys.modules.get("cupy")
-    if isinstance(value, np.ma.MaskedArray):
-        raise _refused(value)
+    check_unmasked(value)
     if isinstance(value, np.ndarray):
         array, give = value.view(np.ndarray), _as_it_is
+    elif isinstance(value, np.longdouble):
+        array, give = np.asarray(value), _scalar_of
     elif cupy is not None and isinstance(value, cupy.ndarray):
         array, give = value, _as_it_is
     elif hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
@@ -80,12 +81,16 @@ def take(value: Any) -> Value:
 
 def _kind_of_number(value: Any) -> str:
     if isinstance(value, np.generic):
-        return value.dtype.kind
+        return value.dtype.kind if value.dtype.itemsize <= np.dtype(np.float64).itemsize else ""
     return next((kind for kind, number in _NUMBERS.items() if isinstance(value, number[0])), "")
 
 
 def _give_number(result: Array) -> Any:
     return result if result.ndim else result.item()
+
+
+def _scalar_of(result: Array) -> Any:
+    return result[()]
 
 
 def _as_it_is(result: Array) -> Array:

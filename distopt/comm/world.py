@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import weakref
 from types import TracebackType
@@ -12,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import launch
-from ..errors import CommunicatorClosedError, UsageError
+from ..errors import CommunicatorClosedError, UsageError, check_integer
 from ..kernels import array_module
 from ..launch import Job, Ticket
 from . import create
@@ -211,10 +210,7 @@ class World:
         return self.communicator
 
     def _root(self, root: Any) -> int:
-        try:
-            number = operator.index(root)
-        except TypeError:
-            number = -1
+        number = check_integer("root", root)
         if not 0 <= number < self.world_size:
             raise UsageError(f"root {root!r} is not a rank; choose one of 0 ... {self.world_size - 1}")
         return number

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import _core
 from ..comm.base import Array
-from ..errors import UsageError
+from ..errors import UsageError, number_or_nan
 from ..kernels import array_module
 from .base import Codec, Steps
 from .state import CodecState
@@ -34,7 +34,7 @@ class _Half(Codec):
     scale: float | Literal["dynamic"]
 
     def __post_init__(self) -> None:
-        if self.scale != "dynamic" and not (isinstance(self.scale, int | float) and 0 < self.scale < math.inf):
+        if self.scale != "dynamic" and not 0 < number_or_nan(self.scale) < math.inf:
             raise UsageError(f"scale {self.scale!r} is neither a positive number nor 'dynamic'")
 
     def prepare(self, state: CodecState) -> None:

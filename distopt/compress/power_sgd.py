@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..comm.base import Array
-from ..errors import UsageError
+from ..errors import check_integer
 from ..kernels import FROM_BAD, array_module
 from .base import Codec, Steps
 from .state import CodecState, Part
@@ -52,8 +52,7 @@ class PowerSGD(Codec):
     rank: int = 2
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise UsageError(f"rank={self.rank!r} of PowerSGD is not a positive whole number")
+        object.__setattr__(self, "rank", check_integer("rank of PowerSGD", self.rank, 1))
 
     @cached_property
     def kind(self) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..comm.base import Array, Work
 from ..comm.sparse import choose_route
-from ..errors import UsageError
+from ..errors import UsageError, number_or_nan
 from ..kernels import Accumulation
 from .base import Codec, Steps
 from .state import CodecState
@@ -44,9 +44,9 @@ class SparseCodec(Codec):
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
+        if not 0 <= number_or_nan(self.momentum) < 1:
             raise UsageError(f"momentum {self.momentum!r} is outside [0, 1)")
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+        if self.clip_norm is not None and not 0 < number_or_nan(self.clip_norm) < math.inf:
             raise UsageError(f"clip_norm {self.clip_norm!r} is not a positive number")
 
     # -- for the codec -----------------------------------------------------------------------------------------------

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 
 from ..comm.base import Array
-from ..errors import UsageError
+from ..errors import UsageError, number_or_nan
 from ..kernels import FINDINGS, Accumulation
 from .sparse import SparseCodec
 from .state import CodecState
@@ -31,9 +30,8 @@ class Threshold(SparseCodec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bound: object = self.bound
-        if not 0 <= (float(bound) if isinstance(bound, Real) else math.nan) < math.inf:
-            raise UsageError(f"the threshold {bound!r} is not a number from 0 up")
+        if not 0 <= number_or_nan(self.bound) < math.inf:
+            raise UsageError(f"the threshold {self.bound!r} is not a number from 0 up")
 
     def _known_count(self, state: CodecState) -> int | None:
         return state.size if self.bound == 0 else None

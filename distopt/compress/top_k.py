@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from numbers import Real
 
 import numpy as np
 
-from ..errors import UsageError
+from ..errors import UsageError, check_integer, number_or_nan
 from ..kernels import Accumulation
 from .sparse import SparseCodec
 from .state import CodecState
@@ -41,13 +40,13 @@ class TopK(SparseCodec):
         super().__post_init__()
         if (self.ratio is None) == (self.k is None):
             raise UsageError("top-K takes either a ratio, TopK(0.01), or a number of elements, TopK(k=1000)")
-        ratio: object = self.ratio
-        if ratio is not None and not 0 < (float(ratio) if isinstance(ratio, Real) else math.nan) <= 1:
-            raise UsageError(f"the ratio {ratio!r} of top-K is outside (0, 1]; 0.01 sends 1 % of the elements")
-        if self.k is not None and (not isinstance(self.k, int) or self.k < 1):
-            raise UsageError(f"k={self.k!r} of top-K is not a positive whole number")
-        if self.warm_up_steps < 0 or (self.warm_up_steps and self.ratio is None):
-            raise UsageError(f"warm_up_steps={self.warm_up_steps!r} needs a ratio and cannot be negative")
+        if self.ratio is not None and not 0 < number_or_nan(self.ratio) <= 1:
+            raise UsageError(f"the ratio {self.ratio!r} of top-K is outside (0, 1]; 0.01 sends 1 % of the elements")
+        if self.k is not None:
+            object.__setattr__(self, "k", check_integer("k of top-K", self.k, 1))
+        object.__setattr__(self, "warm_up_steps", check_integer("warm_up_steps of top-K", self.warm_up_steps, 0))
+        if self.warm_up_steps and self.ratio is None:
+            raise UsageError(f"warm_up_steps={self.warm_up_steps} of top-K needs a ratio, as in TopK(0.01)")
 
     def count(self, size: int, step: int) -> int:
         """Elements of a bucket of `size` that each rank sends in its reduction number `step`."""

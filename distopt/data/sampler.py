@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import StateError, UsageError, check_count
+from ..errors import StateError, UsageError, check_count, check_integer
 
 TAILS = ("drop", "wrap")
 ArrayT = TypeVar("ArrayT", bound="NDArray[Any]")
@@ -66,10 +65,10 @@ class ShardedSampler:
         tail: str = "drop",
         partial_batch: bool = False,
     ) -> None:
-        self.size = _at_least("the data set's size", size, 1)
+        self.size = check_integer("the data set's size", size, 1)
         self.world_size, self.rank = _check_rank(rank, world_size)
-        self.batch_size = _at_least("batch_size", batch_size, 1)
-        self.seed = _at_least("seed", seed, 0)
+        self.batch_size = check_integer("batch_size", batch_size, 1)
+        self.seed = check_integer("seed", seed, 0)
         self.shuffle = shuffle
         self.partial_batch = partial_batch
         self.epoch = self.consumed = 0
@@ -97,7 +96,7 @@ class ShardedSampler:
         Raises:
             UsageError: `epoch` is negative.
         """
-        epoch = _at_least("epoch", epoch, 0)
+        epoch = check_integer("epoch", epoch, 0)
         if epoch != self.epoch:
             self.epoch, self.consumed, self._first = epoch, 0, 0
 
@@ -207,18 +206,8 @@ def data_partition(x: ArrayT, y: ArrayT, rank: int, world_size: int) -> tuple[Ar
 
 
 def _check_rank(rank: int, world_size: int) -> tuple[int, int]:
-    world_size = _at_least("world_size", world_size, 1)
-    rank = _at_least("rank", rank, 0)
+    world_size = check_integer("world_size", world_size, 1)
+    rank = check_integer("rank", rank, 0)
     if rank >= world_size:
         raise UsageError(f"rank {rank} is outside 0 ... {world_size - 1}; check the arguments' order")
     return world_size, rank
-
-
-def _at_least(name: str, value: int, minimum: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = minimum - 1
-    if number < minimum:
-        raise UsageError(f"{name} is {value!r}; it must be an integer of at least {minimum}")
-    return number

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import UsageError
 from . import host
 from .base import FINDINGS, FROM_BAD, Accumulation, Kernels
 
-__all__ = ["FINDINGS", "FROM_BAD", "Accumulation", "Kernels", "array_module", "kernels_of"]
+__all__ = ["FINDINGS", "FROM_BAD", "Accumulation", "Kernels", "array_module", "check_unmasked", "kernels_of"]
 
 
 def kernels_of(array: Any) -> Kernels:
@@ -20,6 +21,14 @@ def kernels_of(array: Any) -> Kernels:
     from . import gpu  # needs CuPy
 
     return gpu
+
+
+def check_unmasked(array: object) -> None:
+    """Local. Raises a UsageError for a masked array, whose mask would be ignored."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise UsageError(
+            "a masked array would lose its mask; pass array.filled(0), say, and numpy.ma.getmaskarray(array) if needed"
+        )
 
 
 def array_module(array: object) -> Any:

@@ -50,6 +50,10 @@ class StrangerError(ConnectionError):
     """The other end of a connection does not prove that it belongs to the job, or does not believe this one."""
 
 
+class SilentError(TimeoutError):
+    """Something listens at an address, and does not answer in time."""
+
+
 def in_slices(link: socket.socket, deadline: Deadline, operation: Callable[[], T]) -> T:
     """Local. The result of an operation on `link`, which is tried again and again until the deadline.
 
@@ -126,7 +130,8 @@ def call(
     Raises:
         RefusedError: the gate does not let this process in.
         StrangerError: the listener there is not of this job, or not a gate.
-        OSError: nothing listens there, or it does not answer in time.
+        SilentError: the listener there does not answer in time.
+        OSError: nothing listens there.
     """
     clock.seconds()
     link = socket.create_connection(place, timeout=seconds)
@@ -135,7 +140,9 @@ def call(
         introduce(link, key, purpose, rank, size, Deadline(_HANDSHAKE_SECONDS, clock))
     except BaseException as error:
         link.close()
-        if isinstance(error, OSError) and not isinstance(error, (StrangerError, TimeoutError)):
+        if isinstance(error, TimeoutError):
+            raise SilentError("something listens there, but does not answer") from None
+        if isinstance(error, OSError) and not isinstance(error, StrangerError):
             raise StrangerError(f"no answer ({error})") from None
         raise
     link.settimeout(CONNECT_SECONDS)

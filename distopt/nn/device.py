@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import MissingDependencyError, UsageError
+from ..errors import MissingDependencyError, UsageError, check_integer, pip_install
 from ..settings import Settings
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_INSTALL = f"{pip_install('cuda13')} (with a driver for CUDA 12: cupy-cuda12x and so on)"
 
 _log = logging.getLogger("distopt")
 
@@ -96,8 +97,7 @@ class Device:
         Raises:
             UsageError: the seed is not an integer of at least 0.
         """
-        if not isinstance(seed, (int, np.integer)) or seed < 0:
-            raise UsageError(f"the seed of random numbers is an integer of at least 0; got {seed!r}")
+        seed = check_integer("the seed of random numbers", seed, 0)
         self._rng = self.xp.random.default_rng(seed)
         self.host_rng = self._rng if self.kind == "cpu" else np.random.default_rng(seed)
 
@@ -138,7 +138,7 @@ class Device:
 
     def SetSkipIteration(self, iterations: int) -> None:  # noqa: N802
         """Exclude the first `iterations` calls of each operation from the profile, as warm-up."""
-        self._skip = iterations
+        self._skip = check_integer("iterations", iterations, 0)
 
     def timed(self, name: str, call: Callable[..., T], *args: Any) -> T:
         """The result of `call(*args)`, with its time added to the profile as one call of operation `name`."""
@@ -241,7 +241,7 @@ def create_cuda_gpus_on(device_ids: Iterable[int]) -> list[Device]:
 
 def create_cuda_gpus(count: int) -> list[Device]:
     """The first `count` GPUs that are visible; see `create_cuda_gpus_on`."""
-    return create_cuda_gpus_on(range(count))
+    return create_cuda_gpus_on(range(check_integer("the number of GPUs", count, 0)))
 
 
 def create_cuda_gpu_on(device_id: int) -> Device:
@@ -312,7 +312,7 @@ def find_gpu(device_id: int) -> tuple[Device | None, str]:
         return None, ""
     cupy, missing = find_cupy()
     if cupy is not None:
-        seen = cupy.cuda.runtime.getDeviceCount()
+        seen, device_id = cupy.cuda.runtime.getDeviceCount(), check_integer("device_id", device_id)
         if not 0 <= device_id < seen:
             raise UsageError(f"there is no GPU {device_id}: {seen} visible (numbered from 0), see CUDA_VISIBLE_DEVICES")
         try:
@@ -344,7 +344,7 @@ def find_cupy() -> tuple[Any, str]:
     try:
         import cupy
     except ImportError as error:
-        return None, f"CuPy cannot be imported ({error}); pip install 'distopt[cuda12]' or 'distopt[cuda13]'"
+        return None, f"CuPy cannot be imported ({error}); {_INSTALL}"
     try:
         cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -357,13 +357,12 @@ def find_cudnn() -> tuple[Any, str]:
 
     The package looks for libcudnn.so.9 in the folders of LD_LIBRARY_PATH, then in the wheel nvidia-cudnn-cu12 or -cu13.
     """
-    cure = "pip install 'distopt[cuda12]' or 'distopt[cuda13]'"
     try:
         import cudnn
     except (ImportError, OSError, AssertionError) as error:  # AssertionError: two cuDNNs, or one that cannot be loaded
-        return None, f"cudnn-frontend cannot be imported ({error}); {cure}"
+        return None, f"cudnn-frontend cannot be imported ({error}); {_INSTALL}"
     try:
         cudnn.backend_version()
     except RuntimeError as error:
-        return None, f"cudnn-frontend {cudnn.__version__} finds no libcudnn.so.9 ({error}); {cure}"
+        return None, f"cudnn-frontend {cudnn.__version__} finds no libcudnn.so.9 ({error}); {_INSTALL}"
     return cudnn, ""

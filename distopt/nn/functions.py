@@ -15,7 +15,7 @@ from . import combine, elementwise, indices, operations, rearrange, rows
 from .elementwise import *  # noqa: F403 - part of this module's names
 from .indices import *  # noqa: F403
 from .rearrange import *  # noqa: F403
-from .rearrange import axes_of
+from .rearrange import axes_of, several
 from .tensor import Add, Div, MatMul, Mul, Sub, Tensor
 
 __all__ = [
@@ -233,14 +233,14 @@ def globalaveragepool(x: Tensor, data_format: str = "channels_first") -> Tensor:
     return operations.ReduceMean(range(first, first + x.ndim() - 2), keepdims=True)(x)
 
 
-def reduce_sum(x: Tensor, axes: Sequence[int] | None = None, keepdims: bool = True) -> Tensor:
+def reduce_sum(x: Tensor, axes: int | Sequence[int] | None = None, keepdims: bool = True) -> Tensor:
     """The sum over the dimensions `axes` (None: over all), which are kept with length 1 unless `keepdims` is false."""
-    return operations.ReduceSum(None if axes is None else axes_of(x, *axes), bool(keepdims))(x)
+    return operations.ReduceSum(None if axes is None else axes_of(x, *several(axes)), bool(keepdims))(x)
 
 
-def reduce_mean(x: Tensor, axes: Sequence[int] | None = None, keepdims: bool = True) -> Tensor:
+def reduce_mean(x: Tensor, axes: int | Sequence[int] | None = None, keepdims: bool = True) -> Tensor:
     """The mean over the dimensions `axes` (None: over all); see `reduce_sum`."""
-    return operations.ReduceMean(None if axes is None else axes_of(x, *axes), bool(keepdims))(x)
+    return operations.ReduceMean(None if axes is None else axes_of(x, *several(axes)), bool(keepdims))(x)
 
 
 def cossim(a: Tensor, b: Tensor) -> Tensor:

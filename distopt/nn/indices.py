@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from ..errors import ShapeError, UsageError
+from ..errors import ShapeError, UsageError, check_integer
 from ..kernels import array_module
 from .operations import wants_gradient
 from .rearrange import axes_of
@@ -176,15 +176,15 @@ def pad(x: Tensor, mode: str, pads: Sequence[int], constant: float = 0.0) -> Ten
         pads: how many elements to add before each dimension, then how many after each.
         constant: the value for the first mode.
     """
-    n = x.ndim()
+    n, pads = x.ndim(), [check_integer("a width of pad", width) for width in pads]
     if mode not in ("constant", "reflect", "edge") or len(pads) != 2 * n or any(width < 0 for width in pads):
         raise UsageError(
             f"pad takes the mode 'constant', 'reflect' or 'edge' and {2 * n} widths for a tensor of shape {x.shape}, "
-            f"all before, then all after the dimensions; got {mode!r} and {list(pads)}"
+            f"all before, then all after the dimensions; got {mode!r} and {pads}"
         )
     if mode != "constant" and any(length == 0 < max(pads[i], pads[n + i]) for i, length in enumerate(x.shape)):
         raise ShapeError(f"shape {x.shape} has a dimension without elements, which {mode!r} cannot enlarge")
-    return Pad([(int(pads[i]), int(pads[n + i])) for i in range(n)], mode, constant)(x)
+    return Pad([(pads[i], pads[n + i]) for i in range(n)], mode, constant)(x)
 
 
 # -- types and numbers ---------------------------------------------------------------------------------------------
@@ -251,7 +251,8 @@ def onehot(axis: int, indices: Tensor, depth: int | ArrayLike, values: Sequence[
         values: the values for "off" and "on".
     """
     (axis,) = axes_of(indices, axis, more=1)
-    n = int(np.asarray(depth).item())
+    length = np.asarray(depth).item()  # which may be a float in ONNX
+    n = check_integer("depth", int(length) if isinstance(length, float) and length.is_integer() else length, 0)
     off, on = np.asarray(values).tolist()
 
     def forward(index: Array) -> Array:

@@ -8,12 +8,10 @@ of other dimensions, both are the root of the number of elements.
 from __future__ import annotations
 
 from math import prod, sqrt
-from numbers import Integral
-from typing import Any
 
 import numpy as np
 
-from ..errors import UsageError
+from ..errors import UsageError, check_integer
 from .tensor import Tensor
 
 __all__ = [
@@ -137,12 +135,13 @@ def gaussian(t: Tensor, fan_in: int = 0, fan_out: int = 0) -> None:
     Raises:
         UsageError: no fan is given, or one is not a count.
     """
-    given: list[Any] = [fan for fan in (fan_in, fan_out) if fan != 0]
-    if not given or any(not isinstance(fan, Integral) or fan < 0 for fan in given):
-        raise UsageError(
-            f"initializer.gaussian takes fan_in and fan_out, counts; one may be 0; got {fan_in} and {fan_out}. "
-            "t.gaussian(mean, std) takes mean and standard deviation"
-        )
+    try:
+        fans = check_integer("fan_in", fan_in, 0), check_integer("fan_out", fan_out, 0)
+    except UsageError as error:
+        raise UsageError(f"{error}; t.gaussian(mean, std) takes mean and standard deviation") from None
+    given = [fan for fan in fans if fan]
+    if not given:
+        raise UsageError("initializer.gaussian takes fan_in and fan_out; one of them may be 0, not both")
     t.gaussian(0.0, sqrt(2 * len(given) / sum(given)))
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import ShapeError, UsageError
+from ..errors import ShapeError, UsageError, check_integer
 from . import functions, initializer, layer_images, operations
 from .layer_base import Layer as Layer  # noqa: PLC0414 - one of the names above
-from .layer_base import TensorLayer, count_of, has_relu
+from .layer_base import TensorLayer, has_relu
 from .layer_images import *  # noqa: F403 - the other half of this module
 from .schedules import checked
 from .tensor import Tensor
@@ -51,8 +51,8 @@ class Linear(TensorLayer):
             bias = args[1]
         elif len(args) > 1:
             raise UsageError("Linear takes (out_features) or (in_features, out_features), and then bias")
-        self.in_features = out_features if args else None
-        self.out_features = count_of("out_features", args[0] if args else out_features)
+        self.in_features = check_integer("in_features", out_features, 1) if args else None
+        self.out_features = check_integer("out_features", args[0] if args else out_features, 1)
         self.bias, self.relu = bias, has_relu(activation)
 
     def initialize(self, x: Tensor) -> None:  # noqa: D102
@@ -107,7 +107,7 @@ class Gemm(TensorLayer):
         bias: bool = True,
         bias_shape: Sequence[int] | None = None,
     ) -> None:
-        self.nb_kernels = count_of("nb_kernels", nb_kernels)
+        self.nb_kernels = check_integer("nb_kernels", nb_kernels, 1)
         self.alpha, self.beta, self.transA, self.transB = alpha, beta, transA, transB
         self.bias, self.bias_shape = bias, (1, nb_kernels) if bias_shape is None else tuple(bias_shape)
 

@@ -229,13 +229,6 @@ def _is_parameter(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.stores_grad
 
 
-def count_of(what: str, value: int) -> int:
-    """`value`, an argument named `what`, which must be an integer of at least 1."""
-    if not isinstance(value, int) or value < 1:
-        raise UsageError(f"{what} is an integer of at least 1; got {value!r}")
-    return value
-
-
 def has_relu(activation: str | None) -> bool:
     """Whether an argument `activation` asks for a ReLU."""
     if activation not in (None, "NOTSET", "RELU"):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from math import prod, sqrt
 from typing import TypeAlias
 
-from ..errors import ShapeError, UsageError
+from ..errors import ShapeError, UsageError, check_integer
 from . import operations_images as operations
 from .kernels.geometry import Padding, Pair, same_padding
-from .layer_base import TensorLayer, count_of, has_relu
+from .layer_base import TensorLayer, has_relu
 from .mode import mode
 from .schedules import checked
 from .tensor import Operation, Tensor
@@ -33,17 +33,16 @@ _PAD_MODES = ("NOTSET", "SAME_UPPER", "SAME_LOWER")
 
 def _pair(what: str, value: Size | None) -> Pair:
     pair = tuple(value) if isinstance(value, (list, tuple)) else (value, value)
-    if len(pair) != 2 or any(not isinstance(n, int) or n < 1 for n in pair):
-        raise UsageError(f"{what} is one integer or two, each at least 1; got {value!r}")
-    return pair[0], pair[1]
+    if len(pair) != 2:
+        raise UsageError(f"{what} is one integer or two; got {value!r}")
+    return check_integer(what, pair[0], 1), check_integer(what, pair[1], 1)
 
 
 def _padding(value: Size | None) -> Padding:
-    padding = tuple(value) if isinstance(value, (list, tuple)) else (value, value)
-    if len(padding) not in (2, 4) or any(not isinstance(n, int) or n < 0 for n in padding):
-        raise UsageError(
-            f"padding is one integer, two, or four (top, bottom, left, right), each at least 0; got {value!r}"
-        )
+    given = value if isinstance(value, (list, tuple)) else (value, value)
+    if len(given) not in (2, 4):
+        raise UsageError(f"padding is one integer, two, or four (top, bottom, left, right); got {value!r}")
+    padding = tuple(check_integer("padding", n, 0) for n in given)
     return padding[::2] if len(padding) == 4 and padding[::2] == padding[1::2] else padding
 
 
@@ -111,16 +110,17 @@ class Conv2d(_Windowed):
     ) -> None:
         self.in_channels: int | None = None
         if args:
-            if not isinstance(kernel_size, int) or len(args) > 3:
+            if isinstance(kernel_size, (list, tuple)) or len(args) > 3:
                 raise UsageError(
                     "Conv2d takes (nb_kernels, kernel_size) or (in_channels, nb_kernels, kernel_size, ...)"
                 )
-            self.in_channels, nb_kernels, kernel_size = nb_kernels, kernel_size, args[0]
+            self.in_channels = check_integer("in_channels", nb_kernels, 1)
+            nb_kernels, kernel_size = check_integer("nb_kernels", kernel_size, 1), args[0]
             stride = args[1] if len(args) > 1 else stride
             padding = args[2] if len(args) > 2 else padding
         super().__init__(kernel_size, stride, padding, pad_mode)
-        self.nb_kernels, self.group = count_of("nb_kernels", nb_kernels), count_of("group", group)
-        if nb_kernels % group:
+        self.nb_kernels, self.group = check_integer("nb_kernels", nb_kernels, 1), check_integer("group", group, 1)
+        if self.nb_kernels % self.group:
             raise UsageError(f"{nb_kernels} kernels cannot be divided into {group} groups")
         if _pair("dilation", dilation) != (1, 1):
             raise UsageError("Conv2d has no dilation, as in SINGA; leave it at 1, and take a larger kernel_size")
@@ -281,7 +281,8 @@ class BatchNorm2d(TensorLayer):
     def __init__(self, channels: int | None = None, momentum: float = 0.9, eps: float = 1e-5) -> None:
         if checked("momentum", momentum) > 1:
             raise UsageError(f"momentum {momentum} is not in [0, 1]")
-        self.channels, self.momentum, self.eps = channels, momentum, eps
+        self.channels = None if channels is None else check_integer("channels", channels, 1)
+        self.momentum, self.eps = momentum, eps
 
     def initialize(self, x: Tensor) -> None:  # noqa: D102
         self.channels = self._channels(x, self.channels)

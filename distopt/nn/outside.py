@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import UsageError
+from ..errors import UsageError, check_integer
+from ..kernels import check_unmasked
 from .values import Array, Values, float32
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ class OutsideGraph(Values):
 
     def repeat(self, repeats: int | Sequence[int], axis: int | None = None) -> Self:
         """A new tensor that repeats each element, or slice along `axis`, as `numpy.repeat` does; outside the graph."""
-        return self.compute("repeat", self, repeats, axis=axis)
+        times = [check_integer("a number of repeats", n, 0) for n in np.ravel(repeats).tolist()]
+        return self.compute("repeat", self, times, axis=axis)
 
     def __getitem__(self, keys: int | slice | tuple[int | slice, ...]) -> Self:
         """A copy of a part, outside the graph. An index keeps its dimension, with size 1, as in SINGA.
@@ -46,8 +48,8 @@ class OutsideGraph(Values):
         for key, size in zip(keys, self.shape, strict=False):
             if not isinstance(key, slice):
                 try:
-                    index = range(size)[key]
-                except (IndexError, TypeError):
+                    index = range(size)[check_integer("an index", key)]
+                except (IndexError, UsageError):
                     raise UsageError(f"{key!r} does not index the shape {self.shape}; ints and slices do") from None
                 key = slice(index, index + 1)
             parts.append(key)
@@ -67,6 +69,7 @@ class OutsideGraph(Values):
         """
         if isinstance(value, Values):
             return value  # type: ignore[return-value]  # all are of one class
+        check_unmasked(value)
         given = value if hasattr(value, "dtype") else np.asarray(value)
         if given.dtype.kind == "O" and isinstance(value, int):
             with suppress(OverflowError):

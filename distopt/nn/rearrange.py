@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ShapeError, UsageError
+from ..errors import ShapeError, UsageError, check_integer
 from ..kernels import array_module
 from .operations import Cat
 from .raw import raw
@@ -47,14 +47,21 @@ def axes_of(x: Tensor, *axes: int, more: int = 0) -> list[int]:
 
     Raises:
         ShapeError: an axis is not of these, or is named twice.
+        UsageError: an axis is no integer.
     """
     n = x.ndim() + more
-    found = [int(axis) % n if -n <= axis < n else None for axis in axes]
+    axes = tuple(check_integer("an axis", axis) for axis in axes)
+    found = [axis % n if -n <= axis < n else None for axis in axes]
     if None in found or len(set(found)) < len(found):
         raise ShapeError(
             f"axes {list(axes)} of a tensor of {n} dimensions: each lies in [{-n}, {n}), and is named once"
         )
     return [axis for axis in found if axis is not None]
+
+
+def several(numbers: int | Sequence[int]) -> Sequence[int]:
+    """Local. The numbers of an argument that is one or several."""
+    return numbers if np.ndim(numbers) else [numbers]  # type: ignore[list-item, return-value]
 
 
 def _dense(array: Array) -> Array:
@@ -92,7 +99,7 @@ _BLOCKS = {"DCR": (0, 3, 5, 1, 2, 4), "CRD": (0, 1, 3, 5, 2, 4)}
 
 
 def _blocks(x: Tensor, blocksize: int, mode: str) -> tuple[int, ...]:
-    if x.ndim() != 4 or blocksize < 1 or mode.upper() not in _BLOCKS:
+    if x.ndim() != 4 or check_integer("blocksize", blocksize) < 1 or mode.upper() not in _BLOCKS:
         raise UsageError(
             f"blocks are of images [N, C, H, W], have a size of at least 1, and the mode DCR or CRD; got {x.shape}, "
             f"{blocksize} and {mode!r}"
@@ -127,18 +134,19 @@ def depth_to_space(x: Tensor, blocksize: int, mode: str = "DCR") -> Tensor:
     return Permute(deep, np.argsort(order).tolist(), (n, c, h * b, w * b))(x)
 
 
-def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
+def reshape(x: Tensor, shape: int | Sequence[int]) -> Tensor:
     """The elements of x with other dimensions. One may be -1, for the remaining elements; 0 keeps that of x."""
-    wanted = [x.shape[i] if n == 0 and i < x.ndim() else int(n) for i, n in enumerate(shape)]
+    sizes = [check_integer("a size of the shape", n) for n in several(shape)]
+    wanted = [x.shape[i] if n == 0 and i < x.ndim() else n for i, n in enumerate(sizes)]
     try:
         return Reshape(wanted)(x)
     except ValueError:
-        raise ShapeError(f"the {x.size()} elements of shape {x.shape} cannot take the shape {tuple(shape)}") from None
+        raise ShapeError(f"the {x.size()} elements of shape {x.shape} cannot take the shape {tuple(sizes)}") from None
 
 
 def flatten(x: Tensor, axis: int = 1) -> Tensor:
     """`x` as a matrix: dimensions before `axis` become rows, the others columns."""
-    if not -x.ndim() <= axis <= x.ndim():
+    if not -x.ndim() <= check_integer("axis", axis) <= x.ndim():
         raise ShapeError(f"axis {axis} is not in [{-x.ndim()}, {x.ndim()}], the range for a tensor of shape {x.shape}")
     rows = prod(x.shape[:axis])
     return Reshape((rows, x.size() // rows if rows else 0))(x)
@@ -146,7 +154,7 @@ def flatten(x: Tensor, axis: int = 1) -> Tensor:
 
 def squeeze(x: Tensor, axis: int | Sequence[int] = ()) -> Tensor:
     """The tensor x without the dimensions `axis`, whose length is 1; by default without all of length 1."""
-    axes = axes_of(x, *([axis] if isinstance(axis, int) else axis)) or [i for i, n in enumerate(x.shape) if n == 1]
+    axes = axes_of(x, *several(axis)) or [i for i, n in enumerate(x.shape) if n == 1]
     if any(x.shape[i] != 1 for i in axes):
         raise ShapeError(f"dimensions {axes} of shape {x.shape} cannot go: only those of length 1 can")
     return Reshape([n for i, n in enumerate(x.shape) if i not in axes])(x)
@@ -154,7 +162,7 @@ def squeeze(x: Tensor, axis: int | Sequence[int] = ()) -> Tensor:
 
 def unsqueeze(x: Tensor, axis: int | Sequence[int] = -1) -> Tensor:
     """The tensor x with more dimensions, of length 1, which are the dimensions `axis` of the result."""
-    given = [axis] if isinstance(axis, int) else axis
+    given = several(axis)
     axes = axes_of(x, *given, more=len(given))
     rest = iter(x.shape)
     return Reshape([1 if i in axes else next(rest) for i in range(x.ndim() + len(axes))])(x)
@@ -211,7 +219,7 @@ def slice(
         raise UsageError("a slice takes a start, an end and a step for each axis, and no step is 0")
     key = [_slice(None)] * x.ndim()
     for axis, start, end, step in zip(chosen, starts, ends, by, strict=True):
-        key[axis] = _slice(int(start), int(end), int(step))
+        key[axis] = _slice(*(check_integer("an index of a slice", n) for n in (start, end, step)))
     return Slice(key)(x)
 
 
@@ -221,10 +229,11 @@ def split(
     """The tensor x divided along `axis` into parts of the lengths `parts`, or into `num_output` equal ones."""
     (axis,) = axes_of(x, axis)
     n = x.shape[axis]
-    if parts is None:
-        parts = [n // num_output] * num_output if num_output else []
+    if parts is None and num_output is not None:
+        parts = [n // check_integer("num_output", num_output, 1)] * num_output
+    parts = [check_integer("a length of split", part, 0) for part in parts or ()]
     if sum(parts) != n:
-        raise ShapeError(f"parts {list(parts)} do not make up dimension {axis} of shape {x.shape}")
+        raise ShapeError(f"parts {parts} do not make up dimension {axis} of shape {x.shape}")
     tensors = []
     for start, end in pairwise([0, *accumulate(parts)]):
         part = Part([*[_slice(None)] * axis, _slice(start, end)])
@@ -274,9 +283,7 @@ class Repeat(Operation):
 
 def tile(x: Tensor, repeats: int | Sequence[int]) -> Tensor:
     """The tensor x repeated along each dimension; a number, or the first of too few, is for the first dimension."""
-    times = [repeats] if isinstance(repeats, int) else [int(n) for n in repeats]
-    if min(times, default=0) < 0:
-        raise UsageError(f"a tensor is repeated 0 times or more along each dimension, not {times} times")
+    times = [check_integer("a number of repeats", n, 0) for n in several(repeats)]
     return Repeat(times + [1] * (x.ndim() - len(times)), each=False)(x)
 
 
@@ -311,6 +318,6 @@ class Expand(Broadcast):
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
     """The tensor x, broadcast with a tensor of the dimensions `shape`."""
     try:
-        return Expand(np.broadcast_shapes(x.shape, tuple(int(n) for n in shape)))(x)
+        return Expand(np.broadcast_shapes(x.shape, tuple(check_integer("a size of the shape", n) for n in shape)))(x)
     except ValueError:
         raise ShapeError(f"shape {x.shape} does not expand to {tuple(shape)}: only dimensions of length 1 do") from None

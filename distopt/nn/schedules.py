@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from ..errors import UsageError
+from ..errors import UsageError, number_or_nan
 from .tensor import Tensor, float32
 
 
@@ -162,7 +161,7 @@ class LinearWarmUp(_Formula):
 
 
 def _positive(what: str, value: Any) -> float:
-    number = float(value) if isinstance(value, Real) else math.nan
+    number = number_or_nan(value)
     if not 0 < number < math.inf:
         raise UsageError(f"{what} is a number of steps, 1 or more; got {value!r}")
     return number
@@ -174,7 +173,7 @@ def checked(what: str, value: Any, below: float = math.inf) -> float:
     Raises:
         UsageError: it is not a number, negative, or not less than `below`.
     """
-    number = float(value) if isinstance(value, Real) else math.nan
+    number = number_or_nan(value)
     if not 0 <= number < below:
         limits = "a finite number of at least 0" if below == math.inf else f"a number in [0, {below})"
         raise UsageError(f"{what} {value!r} is not {limits}")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..errors import UsageError
+from ..errors import UsageError, check_integer
+from ..kernels import check_unmasked
 from . import changes
 from .device import Device, device_of, get_default_device, tell_once
 from .mode import mode
@@ -48,7 +49,9 @@ class Values:
             dtype = None if dtype is None else _type(dtype)
             if data is None:
                 self.device = get_default_device() if device is None else device
-                self.array = self.device.xp.zeros(tuple(shape), float32 if dtype is None else dtype)
+                self.array = self.device.xp.zeros(
+                    [check_integer("a size of the shape", n) for n in shape], float32 if dtype is None else dtype
+                )
             else:
                 self._take(data, device, dtype)
         except UsageError:
@@ -59,6 +62,7 @@ class Values:
 
     def _take(self, data: Any, device: Device | None, dtype: np.dtype[Any] | None) -> None:
         if type(data) is not np.ndarray:
+            check_unmasked(data)
             tensor = isinstance(data, Values)
             home, values = (data.device, data.array) if tensor else (device_of(data), data)
             if tensor or isinstance(data, RawTensor) or home.kind != "cpu":
@@ -221,7 +225,9 @@ class Values:
         Raises:
             UsageError: the sizes do not fit.
         """
+        check_unmasked(array)
         array = np.asarray(array)
+        offset = check_integer("offset", offset)
         if offset < 0 or array.size != self.size() - offset:
             raise UsageError(
                 f"an array of shape {array.shape} does not fill a tensor of shape {self.shape} from element {offset}"

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..comm.base import Array, Communicator
 from ..compress import Codec, CodecState, Reduction, finish_all
-from ..errors import UsageError
+from ..errors import UsageError, check_integer
 from ..kernels import array_module
 
 
@@ -37,10 +37,8 @@ class Fusion:
             capacity: elements of a message, from which on it is sent. A larger array is a message of its own.
             label: makes the label of each message, see `Agreement.label`.
         """
-        if not isinstance(capacity, (int, np.integer)) or capacity < 1:
-            raise UsageError(f"the size of a fusion buffer is a number of elements, 1 or more; got {capacity!r}")
         self._communicator = communicator
-        self._capacity = capacity
+        self._capacity = check_integer("the size of a fusion buffer in elements", capacity, 1)
         self._label = label
         self._staged: dict[tuple[str, str], tuple[Codec, list[Array]]] = {}
         self._sent: list[_Message] = []

@@ -19,7 +19,7 @@ import numpy as np
 from ..comm import Communicator
 from ..compress import BadGradient, Codec, CommunicationStatistics
 from ..compress.state import States
-from ..errors import StateError, UsageError
+from ..errors import StateError, UsageError, check_integer
 from .agreement import Agreement
 from .bucket import Parameter, WireMemory
 from .layout import Layout, check_names, unique_names
@@ -58,7 +58,7 @@ class Engine:
         self.check_options(non_finite, check_every)
         self.communicator = communicator
         self.non_finite = non_finite
-        self.agreement = Agreement(communicator, check_every)
+        self.agreement = Agreement(communicator, int(check_every))
         self.statistics = CommunicationStatistics()
         self.partial = PartialUpdates(self.agreement, self.statistics)
         self.layout: Layout | None = None
@@ -75,8 +75,7 @@ class Engine:
         """
         if non_finite not in get_args(NonFinite):
             raise UsageError(f"non_finite={non_finite!r} is not one of {', '.join(get_args(NonFinite))}")
-        if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
-            raise UsageError(f"check_every={check_every!r} is not a number of steps; pass 1 or more, or 0 for no check")
+        check_integer("check_every", check_every, 0)
 
     @contextlib.contextmanager
     def by_hand(self, slots: Slots) -> Iterator[None]:
@@ -110,11 +109,13 @@ class Engine:
             clip: limit every element of a gradient to [-clip, clip] before it is sent.
 
         Raises:
-            UsageError: `clip` is not positive.
+            UsageError: `clip` is not positive, or `bucket_elements` is no integer, or negative.
             MismatchError: the ranks have different models or rules, or parameters have drifted apart.
         """
         if clip is not None and not clip > 0:
             raise UsageError(f"a clipping value of {clip} leaves nothing of a gradient; pass a positive one")
+        if type(bucket_elements) is not int:
+            bucket_elements = check_integer("bucket_elements", bucket_elements)
         recipe = Recipe(codec, bucket_elements, clip)
         weight = 1.0 if self._roll_call is None else self._roll_call.call(recipe)
         if self.partial.slots_pending:
@@ -165,7 +166,7 @@ class Engine:
             version: see `begin`.
 
         Raises:
-            UsageError: inside `join`.
+            UsageError: inside `join`, or `partition_elements` is no integer, or negative.
             MismatchError: the ranks have different models or rules.
         """
         if self.is_joining:
@@ -173,6 +174,8 @@ class Engine:
                 "partial updates need all ranks at every step; send gradients by a codec inside DistOpt.join"
             )
         agreement, statistics = self.agreement, self.statistics
+        if type(partition_elements) is not int:
+            partition_elements = check_integer("partition_elements", partition_elements)
         layout = self.partial.layout_for(partition_elements, order, slots, version)
         agreement.look(slots.constants(), statistics.steps - statistics.skipped)
         return PartialStep(self.partial, layout, agreement, statistics, self.non_finite != "ignore")

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from ..comm.base import Array
 from ..compress import Codec, CodecState, CommunicationStatistics
 from ..compress.state import States
-from ..errors import StateError, UsageError
+from ..errors import StateError, check_integer
 from .bucket import Bucket, Parameter, WireMemory
 
 # The last layers' gradients are final first. A small bucket of them sets out early, where bytes move while the rest of
@@ -30,10 +28,9 @@ def plan(params: Sequence[Parameter], bucket_elements: int, first_elements: int 
         first_elements: a smaller sum at which the first fused bucket is full.
 
     Raises:
-        UsageError: `bucket_elements` is not a number, or negative.
+        UsageError: `bucket_elements` is negative.
     """
-    if not isinstance(bucket_elements, (int, np.integer)) or bucket_elements < 0:
-        raise UsageError(f"bucket_elements is a number of elements, 0 or more; got {bucket_elements!r}")
+    check_integer("the size of buckets or partitions in elements", bucket_elements, 0)
     groups: list[list[Parameter]] = []
     fused: list[Parameter] = []
     elements = 0

@@ -7,12 +7,12 @@ script for Gloo has to change. `docs/pytorch.md` says what it does and does not.
 from __future__ import annotations
 
 from .._core import set_leak_warnings
-from ..errors import MissingDependencyError
+from ..errors import MissingDependencyError, pip_install
 
 try:
     import torch.distributed as dist
 except ModuleNotFoundError as error:
-    raise MissingDependencyError(f'PyTorch cannot be imported ({error}); pip install "distopt[torch]"') from error
+    raise MissingDependencyError(f"PyTorch cannot be imported ({error}); {pip_install('torch')}") from error
 
 from .checkpoint import Checkpoint, load
 from .meeting import meet

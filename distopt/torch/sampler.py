@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..data import ShardedSampler
+from ..errors import check_integer
 
 
 class ResumableSampler(ShardedSampler):
@@ -46,12 +47,12 @@ class ResumableSampler(ShardedSampler):
         batches_per_step: int = 1,
     ) -> None:
         """Local."""
-        size = data if isinstance(data, int) else len(data)
+        size = len(data) if isinstance(data, Sized) else data
         rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
         super().__init__(
             size, world_size, rank, batch_size, seed, shuffle=shuffle, tail=tail, partial_batch=partial_batch
         )
-        self.batches_per_step = batches_per_step
+        self.batches_per_step = check_integer("batches_per_step", batches_per_step, 1)
         self._at_start: Callable[[], None] | None = None
 
     def __iter__(self) -> Iterator[Any]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +30,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Generators", "parts_of"]
 
-_MAPPINGS: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_KINDS: dict[tuple[type, type | None], str] = {  # of mappings, by type and `default_factory`
+    **{(kind, None): kind.__name__ for kind in (dict, OrderedDict, Counter, defaultdict)},
+    **{(defaultdict, kind): f"defaultdict({kind.__name__})" for kind in (int, float, str, list, dict)},
+}
+_MAPPINGS: dict[str, Callable[[Any], Any]] = {
+    name: partial(kind, made) if kind is defaultdict else kind for (kind, made), name in _KINDS.items()
+}
+_TUPLES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "Size": torch.Size}
+_SCALARS = {np.dtype(code) for code in "?bhilqBHILQefd"}
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 _BITS = {torch.bfloat16: torch.int16, **{getattr(torch, name): torch.uint8 for name in _FLOAT8}}
 
@@ -97,19 +106,23 @@ def encode(value: Any, path: str, arrays: dict[str, Any]) -> Any:
     def under(key: object, inner: Any) -> Any:
         return encode(inner, f"{path}/{key}" if path else str(key), arrays)
 
-    if value is None or isinstance(value, (bool, int, float, str)):
+    kind: type = type(value)  # a class that derives from one of these would come back as that one
+    if value is None or kind in (bool, int, float, str):
         return value
-    if isinstance(value, list):
+    if kind is list:
         return [under(i, each) for i, each in enumerate(value)]
-    if isinstance(value, tuple):
-        return {"tuple": [under(i, each) for i, each in enumerate(value)]}
-    if isinstance(value, dict):
-        kind = type(value).__name__ if type(value).__name__ in _MAPPINGS else "dict"
-        return {kind: [[encode(key, path, arrays), under(key, each)] for key, each in value.items()]}
+    if kind is _TUPLES.get(kind.__name__):
+        return {kind.__name__: [under(i, each) for i, each in enumerate(value)]}
+    if (mapping := _KINDS.get((kind, getattr(value, "default_factory", None)))) is not None:
+        return {mapping: [[encode(key, path, arrays), under(key, each)] for key, each in value.items()]}
+    if isinstance(value, np.str_) or (isinstance(value, np.generic) and value.dtype in _SCALARS):
+        return {"scalar": ["str" if isinstance(value, np.str_) else value.dtype.name, value.item()]}
     name = path if path not in arrays else f"{path}#{len(arrays)}"
-    if isinstance(value, (np.ndarray, np.generic)):
-        arrays[name] = np.asarray(value)
+    if kind is np.ndarray:
+        arrays[name] = value
         return {"array": name}
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        raise UsageError(f"{path} is a tensor on the device meta, which has no values; give it some before it is saved")
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
         node = {"tensor": name, "dtype": str(value.dtype).removeprefix("torch.")}
         if _is(value, "torch.distributed.tensor", "DTensor"):
@@ -119,8 +132,8 @@ def encode(value: Any, path: str, arrays: dict[str, Any]) -> Any:
         arrays[name] = _array(value)
         return node
     raise UsageError(
-        f"{path} is a {type(value).__name__}, which can be saved neither as an array nor as JSON; leave it out of the "
-        "state dictionary, or give its object a state_dict without it"
+        f"{path} is a {type(value).__name__}, which can be saved neither as an array nor as JSON; make it a tensor, "
+        "array, number, str, list, tuple or dict in the object's state_dict, or leave it out"
     )
 
 
@@ -143,8 +156,10 @@ def decode(node: Any, arrays: Arrays, whole: Callable[[str], Any]) -> Any:
     ((kind, inner),) = node.items()
     if kind == "array":
         return arrays[inner]
-    if kind == "tuple":
-        return tuple(decode(inner, arrays, whole))
+    if kind == "scalar":
+        return np.dtype(inner[0]).type(inner[1])
+    if kind in _TUPLES:
+        return _TUPLES[kind](decode(inner, arrays, whole))
     return _MAPPINGS[kind]({decode(key, arrays, whole): decode(each, arrays, whole) for key, each in inner})
 
 

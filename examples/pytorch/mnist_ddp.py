@@ -20,6 +20,7 @@ import hashlib
 import os
 import socket
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ from distopt.torch import Checkpoint, ResumableSampler  # registers the backend 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data import mnist
-from template.board import Board, Pace, progress_bar
+from template.board import Board, Pace, show
 
 # Where torchrun and `distopt run`, Open MPI, MPICH and srun say which rank this is, and of how many.
 LAUNCHERS = (
@@ -66,26 +67,28 @@ def normalized(images: torch.Tensor) -> torch.Tensor:
 
 def train(args, epoch, model, optimizer, batches, checkpoint, device, board, pace) -> None:
     model.train()
-    sampler = batches.batch_sampler
+    sampler, shown = batches.batch_sampler, ""
     sampler.set_epoch(epoch)
     pace.start()
-    with progress_bar(sampler.size, sampler.consumed, shown=args.rank == 0) as bar:
-        for images, labels in batches:
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(model(normalized(shifted(images)).to(device)), labels.to(device))
-            loss.backward()
-            pace.end_backward()
-            optimizer.step()
-            bar.update(pace.images)
-            if args.rank == 0 and (checkpoint.steps + 1) % args.log_interval == 0:
-                done = sampler.consumed + pace.images
-                progress = f"Train Epoch: {epoch + 1} [{done}/{sampler.size} ({done / sampler.size:.0%})]"
-                bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
-                bar.clear()
-                print(f"{progress}\tLoss: {loss.item():.6f}", flush=True)
+    for images, labels in batches:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(normalized(shifted(images)).to(device)), labels.to(device))
+        loss.backward()
+        pace.end_backward()
+        optimizer.step()
+        if args.rank == 0:
+            done = sampler.consumed + pace.images
+            progress = f"Epoch: {epoch + 1} [{done}/{sampler.size} ({done / sampler.size:.0%})]"
+            show(f"{progress}, {pace.speed():.0f} images/s{shown}")
+            if (checkpoint.steps + 1) % args.log_interval == 0:
+                shown = f", loss={loss.item():.4f}"
+                show("")
+                print(f"Train {progress}\tLoss: {loss.item():.6f}", flush=True)
                 figures = {"train/loss": loss.item(), "train/learning rate": optimizer.param_groups[0]["lr"]}
                 board.add(checkpoint.steps + 1, {**figures, **pace.figures()})
-            checkpoint.step(epoch)  # saves every few steps; this is where a preempted job leaves
+        checkpoint.step(epoch)  # saves every few steps; this is where a preempted job leaves
+    if args.rank == 0:
+        show("")
 
 
 @torch.no_grad()
@@ -122,13 +125,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", metavar="DIR", help="where MNIST is (default: as examples/data/mnist.py says)")
     parser.add_argument("--checkpoint", metavar="DIR", help="save here, and go on from what was saved here last")
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="(100)")
-    parser.add_argument("--tensorboard", metavar="DIR", help="write for TensorBoard (extra: tensorboard)")
+    parser.add_argument("--tensorboard", metavar="DIR", help="write for TensorBoard")
     parser.add_argument("--digest", action="store_true", help="print a digest of the parameters at the end")
     rank, world_size = next(((os.environ[r], os.environ[n]) for r, n in LAUNCHERS if r in os.environ), ("0", "1"))
     parser.add_argument("--rank", type=int, default=rank, help="(default: as the launcher says)")
     parser.add_argument("--world-size", type=int, default=world_size, help="(default: as the launcher says)")
     parser.add_argument("--init-method", help="tcp://HOST:PORT of rank 0 (default: MASTER_ADDR and MASTER_PORT)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.tensorboard and find_spec("tensorboardX") is None:
+        parser.error("--tensorboard: tensorboardX is not installed; pip install tensorboardX tensorboard")
+    return args
 
 
 def main() -> None:

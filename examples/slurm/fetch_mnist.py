@@ -5,12 +5,14 @@ It goes to ~/.cache/distopt/mnist, where jobs look for it: the home folder must 
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data import mnist
 
+argparse.ArgumentParser(description=__doc__).parse_args()
 digits = mnist.load()
 if digits.kind == "generated":
     sys.exit(1)  # a warning has said why

@@ -1,15 +1,19 @@
 """Submit the training by submitit: python examples/slurm/submit.py --nodes 2 --tasks-per-node 8 -- --checkpoint DIR
 
-Options of examples/mnist_slurm.py follow the --. pip install "distopt[submitit]"
+Options of examples/mnist_slurm.py follow the --. pip install submitit
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
-import submitit
+try:
+    import submitit
+except ModuleNotFoundError as error:
+    sys.exit(f"submit.py: error: {error}; pip install submitit")
 
 from distopt import launch
 
@@ -47,6 +51,12 @@ def main() -> None:
     parser.add_argument("--folder", default="submitit", help="for logs, on a file system that all nodes see")
     parser.add_argument("options", nargs="*", help="options of examples/mnist_slurm.py, after --")
     args = parser.parse_args()
+    sys.path.insert(0, EXAMPLES)
+    import mnist_slurm
+
+    mnist_slurm.parse_args(args.options)  # a mistake is reported now, not by the job
+    if shutil.which("sbatch") is None:
+        parser.error("there is no Slurm here (no sbatch)")
 
     executor = submitit.AutoExecutor(args.folder, cluster="slurm")
     executor.update_parameters(

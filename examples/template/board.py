@@ -1,18 +1,15 @@
-"""TensorBoard, a progress bar, and the pace of training."""
+"""TensorBoard, a line about progress, and the pace of training."""
 
 import contextlib
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tqdm import tqdm
-
 
 class Board:
-    """Writes numbers for TensorBoard; nothing without a folder. pip install "distopt[tensorboard]"
+    """Writes numbers for TensorBoard; nothing without a folder. It needs tensorboardX.
 
     TensorBoard drops the numbers that an earlier run wrote after `step`, from which this run continues.
     """
@@ -54,11 +51,10 @@ def served(folder: Path, port: int | None) -> Iterator[None]:
         server.wait()
 
 
-def progress_bar(samples: int, done: int, *, shown: bool) -> tqdm:
-    """Of an epoch, on terminals only."""
-    tqdm.set_lock(threading.RLock())  # instead of a named semaphore, which would outlive a killed process
-    disable = not (shown and sys.stderr.isatty())
-    return tqdm(total=samples, initial=done, unit=" images", unit_scale=True, leave=False, disable=disable)
+def show(text: str) -> None:
+    """Have a terminal show this until the next text."""
+    if sys.stderr.isatty():
+        print(f"\r{text:79.79}\r", end="", file=sys.stderr, flush=True)
 
 
 class Pace:
@@ -86,12 +82,15 @@ class Pace:
         """To be called after each backward pass."""
         self.steps, self.waited = self.steps + 1, self.waited + time.perf_counter() - self.last
 
+    def speed(self) -> float:
+        return self.steps * self.images / (time.perf_counter() - self.began)
+
     def figures(self) -> dict[str, float]:
         """Of the steps since the last call."""
-        steps, waited, seconds = self.steps, self.waited, time.perf_counter() - self.began
+        steps, waited, speed = self.steps, self.waited, self.speed()
         self.start()
         return {
-            "speed/images per s": steps * self.images / seconds,
+            "speed/images per s": speed,
             "speed/bytes per step": self.bytes,
             "speed/ms of waiting per step": waited / steps * 1000,
         }

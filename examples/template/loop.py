@@ -100,20 +100,21 @@ class Trainer:
         self.model.train()
         self.sampler.set_epoch(epoch)
         self.pace.start()
-        sampler, images = self.sampler, self.pace.images  # of all ranks in a step
-        with board.progress_bar(sampler.size, sampler.consumed, shown=self.rank == 0) as bar:
-            for batch in self.batches:
-                measures = self.update([tensor.to(self.device, non_blocking=True) for tensor in batch])
-                self.means.add(measures, len(batch[0]))
-                bar.update(images)
-                if (step := self.checkpoint.steps + 1) % self.args.log_every == 0:
-                    loss, done = measures["loss"].item(), f"[{sampler.consumed + images}/{sampler.size}]"
-                    bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-                    bar.clear()
-                    print(f"Train Epoch: {epoch + 1} {done}\tLoss: {loss:.6f}", flush=True)
-                    numbers = {"train/loss": loss, "train/learning rate": self.optimizer.param_groups[0]["lr"]}
-                    self.board.add(step, {**numbers, **self.pace.figures()})
-                self.checkpoint.step(epoch)  # saves every few steps; this is where a preempted job leaves
+        sampler, images, shown = self.sampler, self.pace.images, ""  # images of all ranks in a step
+        for batch in self.batches:
+            measures = self.update([tensor.to(self.device, non_blocking=True) for tensor in batch])
+            self.means.add(measures, len(batch[0]))
+            done = f"{epoch + 1} [{sampler.consumed + images}/{sampler.size}]"
+            board.show(f"Epoch {done}, {self.pace.speed():.0f} images/s{shown}" if self.rank == 0 else "")
+            if (step := self.checkpoint.steps + 1) % self.args.log_every == 0:
+                loss = measures["loss"].item()
+                shown = f", loss={loss:.4f}"
+                board.show("")
+                print(f"Train Epoch: {done}\tLoss: {loss:.6f}", flush=True)
+                numbers = {"train/loss": loss, "train/learning rate": self.optimizer.param_groups[0]["lr"]}
+                self.board.add(step, {**numbers, **self.pace.figures()})
+            self.checkpoint.step(epoch)  # saves every few steps; this is where a preempted job leaves
+        board.show("")
         self.report("Train", epoch)
 
     @torch.no_grad()

@@ -46,14 +46,14 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         check_here(args)
     if args.tb and args.node_rank == 0:
         if missing := [name for name in ("tensorboardX", "tensorboard") if find_spec(name) is None]:
-            raise UsageError(f'-tb needs {" and ".join(missing)}; pip install "distopt[tensorboard]"')
+            raise UsageError(f"-tb needs {' and '.join(missing)}; pip install {' '.join(missing)}")
         check_port("-tb_port", args.tb_port)
     return args
 
 
 def add_options(parser: Parser) -> None:
     add = parser.add_argument
-    add("-help", action="help", help="show this, and end")
+    add("-h", "-help", action="help", help="show this, and end")
     add("-cpus", type=int, default=1, metavar="N", help="(1) ranks on CPUs of this machine")
     add("-gpus", type=numbers, default=[], metavar="0,1", help="GPUs of this machine, each of which gets a rank")
     add("-backend", choices=["distopt", "gloo", "nccl"], help="(distopt; nccl on GPUs)")
@@ -119,4 +119,4 @@ def check_slurm() -> None:
     if shutil.which("sbatch") is None:
         raise UsageError("-slurm: there is no Slurm here (no sbatch); -cpus N or -gpus 0,1 train on this machine")
     if find_spec("submitit") is None:
-        raise UsageError('-slurm needs submitit; pip install "distopt[submitit]"')
+        raise UsageError("-slurm needs submitit; pip install submitit")

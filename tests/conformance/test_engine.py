@@ -607,7 +607,7 @@ def test_plan():
     assert sizes(1000, 54) == [[5, 50], [3, 400, 3, 3]], "a small first bucket"
     assert sizes(54, 10**6) == sizes(54), "never larger than the others"
     assert sizes(0) == [[5], [50], [3], [400], [3], [3]]
-    with pytest.raises(UsageError, match="got -1"):
+    with pytest.raises(UsageError, match="in elements is -1; it must be an integer of at least 0"):
         sizes(-1)
 
 

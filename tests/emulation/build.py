@@ -65,7 +65,7 @@ def _tool(*names: str) -> str:
     for name in names:
         if found := shutil.which(name, path=beside) or shutil.which(name):
             return found
-    raise FileNotFoundError(f"the emulator needs {' or '.join(names)}; pip install 'distopt[test]'")
+    raise FileNotFoundError(f"the emulator needs {' or '.join(names)}; pip install {names[0]}")
 
 
 def _run(*command: str) -> None:

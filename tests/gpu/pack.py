@@ -27,7 +27,7 @@ TESTS = ("pytest", "pytest-timeout", "pluggy", "iniconfig", "packaging", "pygmen
 PACKAGES = (
     "nvidia-nccl-cu13",
     *TESTS,
-    *("threadpoolctl", "tqdm", "safetensors", "cuda-pathfinder", "nvidia-cudnn-frontend", "numpy", "cupy-cuda13x"),
+    *("threadpoolctl", "safetensors", "cuda-pathfinder", "nvidia-cudnn-frontend", "numpy", "cupy-cuda13x"),
 )
 LIMIT_MIB = 55.0
 

@@ -45,7 +45,7 @@ def available(request):
     if (container := request.getfixturevalue("container")) and not can_contain(container):
         pytest.skip(f"this kernel, or this user, cannot make {container}")
     if is_open_mpi():
-        pytest.skip("MPICH is absent: pip install 'distopt[mpi]'")
+        pytest.skip("MPICH is absent: pip install mpi4py mpich")
 
 
 @pytest.fixture

@@ -307,7 +307,7 @@ def test_another_interval_on_one_rank_is_named(ends, way, world_size):
 
 @pytest.mark.parametrize("value", [-1, 2.5, True, None, "100"])
 def test_an_interval_that_is_no_number_of_steps_is_refused(value):
-    with pytest.raises(UsageError, match=r"check_every=.* is not a number of steps; pass 1 or more, or 0"):
+    with pytest.raises(UsageError, match=r"check_every is .*; it must be an integer of at least 0"):
         opt.DistOpt(sgd(), check_every=value)
 
 

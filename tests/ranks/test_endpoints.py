@@ -65,6 +65,14 @@ def test_an_ipv6_address_without_brackets_is_understood_or_the_brackets_are_told
     assert f"[{endpoint}]" in ended.stderr
 
 
+def test_a_program_that_listens_and_says_nothing_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        meet = ["--nnodes", "2", "--rdzv-timeout", "1", "--rdzv-endpoint", f"localhost:{other.getsockname()[1]}"]
+        ended = Program([*RUN, *meet, VARIABLES, "variables"]).end()
+    assert ended.code == 2
+    assert "has not answered as distopt run does within 1 s; if it is another program, give" in ended.stderr
+
+
 def test_nodes_meet_at_an_ipv6_address_in_brackets(port):
     command = [*RUN, "--nnodes", "2", "--rdzv-endpoint", f"[::1]:{port}", VARIABLES, "variables"]
     ended = [program.end() for program in [Program(command), Program(command)]]

@@ -12,7 +12,7 @@ import pytest
 
 from examples.data import idx, synthetic
 from tests.events import scalars
-from tests.processes import ROOT, Ended, Program, mpiexec
+from tests.processes import ROOT, Ended, Program, mpiexec, on_a_terminal
 
 MULTIPROCESS = str(ROOT / "examples/mnist_multiprocess.py")
 DIST = str(ROOT / "examples/mnist_dist.py")
@@ -66,6 +66,32 @@ def test_one_process_without_a_launcher(digits):
     assert EPOCH.search(ended.stdout)
 
 
+@pytest.mark.parametrize("asked", ["-h", "--help"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        *("mnist_multiprocess", "mnist_dist", "mnist_slurm", "zoo/train", "pytorch/mnist_ddp", "template/train"),
+        *("slurm/submit", "slurm/fetch_mnist"),
+    ],
+)
+def test_help(script, asked):
+    if script.partition("/")[0] in ("pytorch", "template"):
+        pytest.importorskip("torch")
+    if script == "slurm/submit":
+        pytest.importorskip("submitit")
+    ended = python(str(ROOT / f"examples/{script}.py"), asked)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("usage: ")
+
+
+def test_an_epoch_shows_its_progress_on_a_terminal(digits):
+    code, shown = on_a_terminal([DIST, "--data-dir", str(digits), "-m", "1", "-b", "16"])
+    assert code == 0, shown
+    assert re.search(r"\d images/s, loss=\d", shown), shown
+    assert shown.rpartition("\r")[2] == ""
+    assert shown.split("\r")[-2].strip() == "", "the line is wiped out"
+
+
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("script", ["mnist_dist.py", "mnist_slurm.py", "pytorch/mnist_ddp.py"])
 def test_numbers_for_tensorboard(script, digits, tmp_path):
@@ -83,6 +109,20 @@ def test_numbers_for_tensorboard(script, digits, tmp_path):
         assert list(shown[name]) == list(range(10, steps + 1, 10)), name
     assert list(shown["speed/bytes per step"].values()) == pytest.approx([4 * 431_080] * (steps // 10), rel=0.01)
     assert list(shown["test set/accuracy"]) == [steps]
+
+
+@pytest.mark.parametrize("script", ["mnist_dist.py", "mnist_slurm.py", "pytorch/mnist_ddp.py"])
+def test_tensorboard_without_its_package(script, tmp_path):
+    if "pytorch" in script:
+        pytest.importorskip("torch")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as util\n"
+        "find_spec = util.find_spec\n"
+        "util.find_spec = lambda name, *package: None if name == 'tensorboardX' else find_spec(name, *package)\n"
+    )
+    ended = python(str(ROOT / "examples" / script), "--tensorboard", "x", env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert ended.code == 2
+    assert "tensorboardX is not installed; pip install tensorboardX tensorboard" in ended.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -166,7 +206,7 @@ def test_mpiexec_without_mpi4py(digits, tmp_path):
     (tmp_path / "mpi4py/__init__.py").write_text("raise ModuleNotFoundError('No module named mpi4py')\n")
     launched = {"PMI_RANK": "0", "PMI_SIZE": "2", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     ended = python(DIST, "--data-dir", str(digits), env=launched)
-    assert_one_line(ended, "mpi4py", 'pip install "distopt[mpi]"')
+    assert_one_line(ended, "mpi4py", "pip install mpi4py mpich")
 
 
 def test_ranks_that_all_believe_to_be_rank_0_of_1(digits):

@@ -317,7 +317,9 @@ def test_bad_arguments_are_named(alone):
         "threshold -0.1 is not": lambda loss: optimizer.backward_and_sparse_update(loss, spars=-0.1),
         "unknown dist_option 'fp8'; choose one of plain, fp32,": lambda loss: optimizer.step_by("fp8", loss),
         "clipping value of -1": lambda loss: optimizer.backward_and_update_half(loss, clipping=True, clip_Value=-1),
-        "got -5": lambda loss: optimizer.backward_and_update(loss, threshold=-5),
+        "in elements is -5; it must be an integer of at least 0": lambda loss: optimizer.backward_and_update(
+            loss, threshold=-5
+        ),
     }
     for match, step in wrong.items():
         with pytest.raises(UsageError, match=match):
@@ -330,7 +332,7 @@ def test_bad_arguments_are_named(alone):
     with pytest.raises(UsageError, match="unknown codec 'fp8'; choose one of"):
         alone(codec="fp8")
     for size in (0, "a"):
-        with pytest.raises(UsageError, match=f"a fusion buffer is a number of elements, 1 or more; got {size!r}"):
+        with pytest.raises(UsageError, match=f"fusion buffer in elements is {size!r}; it must be an integer"):
             alone(buffSize=size)
 
 

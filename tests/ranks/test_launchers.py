@@ -25,7 +25,7 @@ needs_torchrun = pytest.mark.skipif(not Path(TORCHRUN).exists(), reason="torchru
 @pytest.fixture(scope="module")
 def net(net):
     if net.is_open_mpi:
-        pytest.skip("MPICH is absent: pip install 'distopt[mpi]'")
+        pytest.skip("MPICH is absent: pip install mpi4py mpich")
     return net
 
 

@@ -16,6 +16,17 @@ from tests.ranks.test_launchers import slurm
 
 pytestmark = pytest.mark.slow(kept=1)  # seconds a case
 
+WORLD = """
+import sys
+import distopt
+from distopt import launch
+
+def work(*_):
+    sys.stdout.write(f"{distopt.init().all_reduce(1)}\\n")
+
+if __name__ == "__main__":
+    launch.main(work, 2) if sys.argv[1] == "launch.main" else work()
+"""
 SCRIPT = str(ROOT / "tests" / "ranks" / "large_sums_script.py")
 RUN = [sys.executable, "-m", "distopt", "run"]
 
@@ -82,7 +93,7 @@ def memory(tmp_path):
     if not can_mount():
         pytest.skip("mounting a /dev/shm takes privileges")
     if is_open_mpi():
-        pytest.skip("MPICH is absent: pip install 'distopt[mpi]'")
+        pytest.skip("MPICH is absent: pip install mpi4py mpich")
     folder = tmp_path / "shm"
     folder.mkdir()
     return folder
@@ -158,3 +169,18 @@ def test_processes_that_ranks_have_started_end_with_the_job(tmp_path, signum):
     program.read_lines(2)
     program.process.send_signal(signum)
     assert program.end().code == 128 + signum
+
+
+@pytest.mark.parametrize("launcher", ["launch.main", "distopt run", "mpiexec"])
+def test_a_world_that_is_never_closed_leaves_no_socket_open(tmp_path, launcher):
+    script = tmp_path / "script.py"
+    script.write_text(WORLD)
+    command = [sys.executable]
+    if launcher == "mpiexec":
+        command = [*mpiexec_command(2), *command]
+    elif launcher == "distopt run":
+        command = [*RUN, "--nproc-per-node", "2"]
+    ended = Program([*command, str(script), launcher], {"PYTHONDEVMODE": "1"}).end(100.0)
+    assert ended.code == 0, ended
+    assert ended.stdout.count("2\n") == 2
+    assert "ResourceWarning" not in ended.stderr

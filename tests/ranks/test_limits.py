@@ -40,7 +40,9 @@ def limited(limit: str, command: list[str]) -> list[str]:
     return ["sh", "-c", f'ulimit {limit} && exec "$@"', "sh", *command]
 
 
-@pytest.mark.parametrize(("launcher", "files"), [("launch.main", 24), ("launch.main", 32), ("distopt run", 24)])
+@pytest.mark.parametrize(
+    ("launcher", "files"), [("launch.main", 24), ("launch.main", 32), *(("distopt run", n) for n in (8, 12, 24))]
+)
 def test_too_few_open_files(launcher, files):
     ended = Program(limited(f"-n {files}", started(launcher, 8)), SHORT).end()
     assert ended.code not in (0, 143), ended

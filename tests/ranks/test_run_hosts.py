@@ -24,7 +24,7 @@ HERE = os.uname().nodename
 @pytest.fixture(scope="module")
 def net(net):
     if net.is_open_mpi:
-        pytest.skip("MPICH is absent: pip install 'distopt[mpi]'")
+        pytest.skip("MPICH is absent: pip install mpi4py mpich")
     return net
 
 

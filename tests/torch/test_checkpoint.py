@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from pathlib import Path
 
 import numpy as np
@@ -271,6 +271,9 @@ def test_trees_keep_their_types_and_bits():
         "counter": Counter([3, 3, 7]),
         "ordered": OrderedDict(b=torch.ones(2), a={}),
         (1, "pair"): np.float32(0.1),
+        "scalars": [np.float64(0.1), np.int8(-3), np.bool_(True), np.str_("text"), np.uint64(2**64 - 1), np.array(3)],
+        "size": torch.Size([2, 3]),
+        "counts": [defaultdict(int, a=1), defaultdict(list), defaultdict(None, b=2)],
         "a/b": torch.tensor(1),
         "a": {"b": torch.tensor(2)},
     }
@@ -285,11 +288,19 @@ def test_trees_keep_their_types_and_bits():
     assert found[3] == tree[3]
     assert (type(found["counter"]), found["counter"]) == (Counter, tree["counter"])
     assert (type(found["ordered"]), list(found["ordered"])) == (OrderedDict, ["b", "a"])
-    assert found[1, "pair"] == np.float32(0.1)
+    assert (type(found[1, "pair"]), found[1, "pair"]) == (np.float32, np.float32(0.1))
+    for name in ("scalars", "size", "counts"):
+        assert type(found[name]) is type(tree[name])
+        for each, wanted in zip(found[name], tree[name], strict=True):
+            assert (type(each), each) == (type(wanted), wanted)
+            assert getattr(each, "default_factory", None) is getattr(wanted, "default_factory", None)
     assert (found["a/b"], found["a"]["b"]) == (torch.tensor(1), torch.tensor(2))
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
+Pair = namedtuple("Pair", "a b")
+
+
 class Holder:
     def __init__(self, states) -> None:
         self.states = states
@@ -307,6 +318,12 @@ class Holder:
         (object(), "thing is a object, which cannot be saved; pass objects with state_dict"),
         (Holder({"a": [{"deep": len}]}), "a/0/deep is a builtin_function_or_method, which can be saved neither"),
         (Holder({"s": torch.ones(2, 2).to_sparse()}), "s is a Tensor, which can be saved neither"),
+        (Holder({"p": Pair(1, 2)}), "p is a Pair, which can be saved neither .*; make it a tensor"),
+        (Holder({"d": defaultdict(lambda: 3)}), "d is a defaultdict, which"),
+        (Holder({"m": torch.ones(2, device="meta")}), "m is a tensor on the device meta, which has no values"),
+        (nn.Linear(2, 2, device="meta"), "weight is a tensor on the device meta, which has no values"),
+        (Holder({"a": np.ma.masked_array([1.0], [True])}), "a is a MaskedArray, which"),
+        (Holder({"c": np.complex64(1j)}), "c is a complex64, which"),
     ],
 )
 def test_what_cannot_be_saved_is_named(tmp_path, thing, words):
@@ -421,7 +438,7 @@ def test_samples_that_workers_have_fetched_are_not_counted(workers):
 
 
 def test_accumulated_batches_count_together():
-    sampler = ResumableSampler(10, 1, batches_per_step=4)
+    sampler = ResumableSampler(np.int64(10), np.uint8(1), batches_per_step=np.int64(4))
     next(iter(sampler))
     counts = []
     for _ in range(3):

@@ -69,4 +69,4 @@ def test_a_group_that_pytorch_keeps_is_no_leak(tmp_path: Path) -> None:
 def test_without_pytorch_the_cure_is_told() -> None:
     code = "import sys; sys.modules['torch'] = None; import distopt.torch"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
-    assert 'pip install "distopt[torch]"' in ended.stderr.splitlines()[-1]
+    assert ended.stderr.splitlines()[-1].endswith("; pip install torch")

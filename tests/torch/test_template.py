@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pickle
-import pty
 import re
 import shutil
 import signal
 import socket
-import struct
-import subprocess
 import sys
-import termios
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +20,7 @@ import pytest
 
 from distopt.errors import UsageError
 from tests.events import scalars
-from tests.processes import ROOT, Ended, Program, patience
+from tests.processes import ROOT, Ended, Program, on_a_terminal, patience
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("submitit")
@@ -116,6 +111,15 @@ def test_the_submitted_job(what, project, cluster, tmp_path):
     assert rank.args.lr == 0.5
     assert rank.args.backend == ("nccl" if what == "gpus" else "distopt")
     assert rank.checkpoint().function is rank
+
+
+@pytest.mark.parametrize("asked", ["-h", "--help", "-help"])
+def test_help_may_be_asked_for_as_elsewhere(asked, project, capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        project.options.parse("What it does.", ["-arch", "convnet", asked])
+    said = capsys.readouterr().out
+    assert "What it does." in said
+    assert "-slurm_nnodes" in said
 
 
 @pytest.mark.parametrize(
@@ -292,18 +296,9 @@ def test_the_page_is_served_while_the_job_runs(tmp_path, port):
 
 @pytest.mark.slow
 def test_a_terminal_shows_progress(tmp_path):
-    own, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
-    command = [sys.executable, TEMPLATE / "train.py", *OPTIONS.split(), "-epochs", "4", "-out", tmp_path]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=terminal) as process:
-        os.close(terminal)
-        shown = ""
-        with suppress(OSError):  # at the end
-            while text := os.read(own, 1 << 16):
-                shown += text.decode()
-        os.close(own)
-    assert process.returncode == 0, shown
-    assert re.search(r"[\dk] images/s, loss=\d", shown), shown
+    code, shown = on_a_terminal([TEMPLATE / "train.py", *OPTIONS.split(), "-epochs", "4", "-out", tmp_path])
+    assert code == 0, shown
+    assert re.search(r"\d images/s, loss=\d", shown), shown
 
 
 @pytest.mark.slow

@@ -8,9 +8,11 @@ import os
 import re
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import threading
+from collections import defaultdict, namedtuple
 from pathlib import Path
 
 import numpy as np
@@ -807,8 +809,63 @@ def test_two_jobs_do_not_write_to_one_folder(tmp_path):
     with Checkpoint(tmp_path, own=np.zeros(1)) as saver:
         saver.resume()
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert f"CheckpointError: another job writes checkpoints to {tmp_path}; wait" in ended.stderr
+        who = f"its rank 0 is process {os.getpid()} on host {socket.gethostname()}"
+        assert f"CheckpointError: another job writes checkpoints to {tmp_path}: {who}; wait" in ended.stderr
     assert subprocess.run(command, check=False).returncode == 0
+
+
+def test_two_checkpoints_of_a_process_do_not_write_to_one_folder(tmp_path):
+    with Checkpoint(tmp_path, own=np.zeros(1)) as saver:
+        saver.resume()
+        with pytest.raises(CheckpointError, match=r"another Checkpoint of this process writes to .*; close that first"):
+            Checkpoint(tmp_path, own=np.zeros(1)).resume()
+
+
+class Told:
+    """An object whose states are those that it is given."""
+
+    def __init__(self, **states) -> None:
+        self.states = states
+
+    def get_states(self):
+        return self.states
+
+    def set_states(self, states):
+        self.states = states
+
+
+def test_states_come_back_with_their_types(tmp_path):
+    states = {"scalar": np.float32(0.1), "group": {"n": np.int64(3), "a": np.ones(2)}, "array": np.array(2.5), "n": 3}
+    with Checkpoint(tmp_path, told=Told(**states)) as saver:
+        saver.resume()
+        saver.save()
+    found = Told(**states)
+    load(tmp_path, told=found)
+    assert found.states.keys() == states.keys()
+    assert (type(found.states["scalar"]), found.states["scalar"]) == (np.float32, np.float32(0.1))
+    assert (type(found.states["group"]["n"]), found.states["group"]["n"]) == (np.int64, 3)
+    assert type(found.states["group"]["a"]) is type(found.states["array"]) is np.ndarray
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ((1, 2), r"Told.get_states\(\)\['value'\] is a tuple, which a checkpoint cannot give back; make it a number"),
+        (Pair(1, 2), "is a Pair"),
+        ([{"x": defaultdict(int)}], r"\['value'\]\[0\]\['x'\] is a defaultdict"),
+        ({1: "a"}, "has the key 1, which would come back as text"),
+        ({"a", "b"}, "is a set"),
+        (np.ma.masked_array([1.0], [True]), "a masked array would lose its mask; pass array.filled"),
+    ],
+)
+def test_states_that_would_come_back_as_something_else_are_refused(tmp_path, value, words):
+    saver = Checkpoint(tmp_path, told=Told(value=value))
+    with pytest.raises(UsageError, match=words):
+        saver.resume() or saver.save()
+    saver.close()
 
 
 def test_an_error_in_the_body_waits_for_this_rank_only(tmp_path):
@@ -829,8 +886,8 @@ def test_an_error_in_the_body_waits_for_this_rank_only(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": -1, "a": np.zeros(1)}, "every=-1"),
-        ({"keep": 0, "a": np.zeros(1)}, "keep=0"),
+        ({"every": -1, "a": np.zeros(1)}, "every is -1"),
+        ({"keep": 0, "a": np.zeros(1)}, "keep is 0"),
         ({"a": 3}, "a is a int, which cannot be saved; pass an object with get_states"),
         ({"a": {}}, "a is a dict"),
         ({"a": {"x": "text"}}, "a is a dict"),
@@ -858,7 +915,7 @@ def test_misuse_is_told(tmp_path):
     weights.note = {1, 2}
     saver = Checkpoint(tmp_path, weights=weights)
     saver.resume()
-    with pytest.raises(UsageError, match=r"neither as an array nor as JSON: .*set"):
+    with pytest.raises(UsageError, match=r"get_states\(\)\['note'\] is a set, which"):
         saver.save()
     saver.close()
 

@@ -39,7 +39,7 @@ def test_equal_environments_pass():
 
 
 def test_the_mpi_library_is_compared_where_mpi_carries_the_data():
-    pytest.importorskip("mpi4py.MPI", reason="mpi4py is absent: pip install 'distopt[mpi]'", exc_type=ImportError)
+    pytest.importorskip("mpi4py.MPI", reason="mpi4py is absent: pip install mpi4py mpich", exc_type=ImportError)
     assert environment("mpi")["MPI library"]
     assert "MPI library" not in environment("shm")
 

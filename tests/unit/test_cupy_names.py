@@ -45,7 +45,7 @@ print("missing:", *missing)
 """
 
 
-@pytest.mark.skipif(find_spec("cupy") is None, reason="needs the real CuPy; pip install 'distopt[cuda13]'")
+@pytest.mark.skipif(find_spec("cupy") is None, reason="needs the real CuPy; pip install cupy-cuda13x")
 def test_the_real_cupy_has_all_that_the_stand_in_has():
     build.build()
     names = subprocess.run([sys.executable, "-c", LIST], capture_output=True, text=True, check=True).stdout

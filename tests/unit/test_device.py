@@ -72,7 +72,7 @@ def test_seed_starts_the_generator_anew():
     np.testing.assert_array_equal(first, cpu.rng.random(4))
     assert not np.array_equal(first, cpu.rng.random(4))
     for seed in (-1, 2.5, "a", None):
-        with pytest.raises(UsageError, match=f"integer of at least 0; got {seed!r}"):
+        with pytest.raises(UsageError, match=f"seed of random numbers is {seed!r}; it must be an integer"):
             cpu.SetRandSeed(seed)
 
 
@@ -80,7 +80,7 @@ def test_seed_starts_the_generator_anew():
     ("count", "missing"),
     [
         (None, "install NVIDIA's driver"),
-        ("no cupy", r"pip install 'distopt\["),
+        ("no cupy", "pip install --upgrade cupy-cuda13x nvidia-nccl-cu13 "),
         ("no _cuda", "install the CUDA toolkit"),
     ],
 )

@@ -184,9 +184,9 @@ def test_settings_name_the_variable(monkeypatch):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(host, "version_of", lambda name: None if name == "tqdm" else "1.0")
-    assert host.packages().found == "not installed: tqdm"
-    assert host.packages().cure == "pip install tqdm"
+    monkeypatch.setattr(host, "version_of", lambda name: None if name == "safetensors" else "1.0")
+    assert host.packages().found == "not installed: safetensors"
+    assert host.packages().cure == "pip install safetensors"
 
 
 # -- machine -----------------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def test_mpi_library_row(answer, monkeypatch):
 def test_without_mpi(answer, error, state):
     answer["mpi"] = error
     assert mpi.library().state == state
-    assert "distopt[mpi]" in mpi.library().cure
+    assert "pip install mpi4py mpich" in mpi.library().cure
 
 
 @pytest.mark.parametrize(

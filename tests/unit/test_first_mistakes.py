@@ -145,10 +145,23 @@ MISTAKES = {
     ),
     "a world size of text": (
         main_of("launch.main(work, '2')"),
-        "error: world size '2' is not a positive int",
+        "error: world_size is '2'; it must be an integer of at least 1",
     ),
-    "a world size of 0": (main_of("launch.main(work, 0)"), "error: world size 0 is not a positive int"),
-    "a negative world size": (main_of("launch.main(work, -2)"), "error: world size -2 is not a positive int"),
+    "a world size of 0": (
+        main_of("launch.main(work, 0)"),
+        "error: world_size is 0; it must be an integer of at least 1",
+    ),
+    "a negative world size": (
+        main_of("launch.main(work, -2)"),
+        "error: world_size is -2; it must be an integer of at least 1",
+    ),
+    "a working directory that has been deleted": (
+        main_of(
+            "launch.main(work, 2)",
+            "import os, tempfile\nfolder = tempfile.mkdtemp(); os.chdir(folder); os.rmdir(folder)",
+        ),
+        "error: rank 0 cannot be started: the working directory has been deleted; change to another",
+    ),
     "a huge world size": (
         main_of("launch.main(work, 50_000)"),
         "error: world size 50000 is too large for * cores; pass * at most",
@@ -173,7 +186,7 @@ def test_a_mistake_gets_one_line(tmp_path, name):
     ("text", "expected"),
     [
         (main_of("launch.spawn(lambda *ranks: None, 2)"), f"<lambda> {NOT_SENT}"),
-        (main_of("launch.spawn(work, None)"), "world size None is not a positive int"),
+        (main_of("launch.spawn(work, None)"), "world_size is None; it must be an integer of at least 1"),
         (OTHER + "launch.spawn(work, 3)", NO_GUARD),
     ],
     ids=["a lambda", "no world size", "no guard"],

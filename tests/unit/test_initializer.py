@@ -87,9 +87,9 @@ def test_plain_values():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: initializer.gaussian(Tensor((3, 4)), 0.0, 0.01), "takes fan_in and fan_out.* got 0.0 and 0.01. t.gau"),
+        (lambda: initializer.gaussian(Tensor((3, 4)), 0.0, 0.01), r"fan_in is 0.0; .*; t.gaussian\(mean, std\)"),
         (lambda: initializer.gaussian(Tensor((3, 4))), "takes fan_in and fan_out"),
-        (lambda: initializer.gaussian(Tensor((3, 4)), -3), "takes fan_in and fan_out"),
+        (lambda: initializer.gaussian(Tensor((3, 4)), -3), "fan_in is -3; it must be an integer of at least 0"),
         (lambda: initializer.eye(Tensor((3,))), r"eye fills matrices \[n, m\]; got a tensor of shape \[3\]"),
         (lambda: initializer.orthogonal(Tensor((3, 4, 5))), "orthogonal fills matrices"),
     ],

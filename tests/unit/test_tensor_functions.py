@@ -221,7 +221,7 @@ def test_to_numpy_takes_whatever_has_values():
         (lambda a, b: tensor.einsum("ij,jk->ik", a, b), "einsum does not take"),
         (lambda a, b: tensor.sum(a, axis=2), r"sum does not take .*axis 2 is out of bounds"),
         (lambda a, b: tensor.transpose(a, (0, 0)), "transpose does not take"),
-        (lambda a, b: tensor.repeat(a, -1), "repeat does not take"),
+        (lambda a, b: tensor.repeat(a, -1), "a number of repeats is -1; it must be an integer of at least 0"),
         (lambda a, b: tensor.sum_rows(b), r"a matrix \[rows, columns\] is needed"),
         (lambda a, b: tensor.pow(a, None), "tensors, arrays and numbers, not with None"),
         (lambda a, b: a < "1", "tensors, arrays and numbers, not with '1'"),

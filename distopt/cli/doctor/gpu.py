@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ...errors import DistoptError
+from ...errors import DistoptError, pip_install
 from .ask import ask, version_of
 from .report import Finding, absent, failed, ok
 
@@ -91,7 +91,7 @@ def nccl() -> Finding:
 
 def _install() -> str:
     """How to install a missing CUDA package; empty without a driver."""
-    return f'pip install "distopt[cuda{_major()}]"' if _major() else ""
+    return pip_install(f"cuda{_major()}") if _major() else ""
 
 
 def _major() -> str:

@@ -14,7 +14,7 @@ from ...settings import Settings
 from .ask import ask, version_of
 from .report import Finding, absent, failed, ok
 
-_REQUIRED = ("numpy", "safetensors", "threadpoolctl", "tqdm")
+_REQUIRED = ("numpy", "safetensors", "threadpoolctl")
 _PR_GET_CHILD_SUBREAPER = 37  # linux/prctl.h
 _SHM = Path("/dev/shm")
 _PROBE_BYTES = 1 << 20
@@ -71,7 +71,7 @@ def core() -> Finding:
         answer = ask("core")
     except (ImportError, DistoptError) as error:
         return failed(
-            str(error), "build it: pip install --force-reinstall distopt, or pip install -e . in the source tree"
+            str(error), "build it anew, in the folder of its source: pip install --force-reinstall --no-deps ."
         )
     isas = ", ".join(f"[{isa}]" if isa == answer["isa"] else isa for isa in answer["isas"])
     return ok(f"{answer['compiler']}, {answer['flags']}; instruction sets: {isas}", **answer)

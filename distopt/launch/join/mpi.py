@@ -38,7 +38,7 @@ from types import ModuleType
 from typing import Any
 
 from ... import _core
-from ...errors import LaunchError, MissingDependencyError
+from ...errors import LaunchError, MissingDependencyError, pip_install
 from ...settings import Settings
 from ..isolation import spare_reads
 from ..stopwatch import Stopwatch
@@ -191,7 +191,7 @@ def import_mpi() -> ModuleType:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without libmpi
         started = f" although {info.name} started this process ({info.source})" if info else ""
-        raise MissingDependencyError(f'MPI cannot be used{started}: {error}; pip install "distopt[mpi]"') from error
+        raise MissingDependencyError(f"MPI cannot be used{started}: {error}; {pip_install('mpi')}") from error
     module: ModuleType = MPI
     if not module.Is_initialized():
         _initialize(module, info)

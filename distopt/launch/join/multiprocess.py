@@ -18,7 +18,7 @@ from pathlib import Path
 from secrets import token_bytes
 from typing import Any
 
-from ...errors import LaunchError, UsageError
+from ...errors import LaunchError, UsageError, check_integer
 from ...settings import Settings
 from ..gate import listener_of
 from ..threads import cap_threads
@@ -144,17 +144,14 @@ class MultiprocessJob(Job):
         world_size: number of processes.
 
     Raises:
-        LaunchError: rank or world size is invalid.
+        LaunchError: the ticket is not that of other ranks, or `local_rank` is not one of `world_size` ranks.
+        UsageError: a number is no integer.
     """
 
     def __init__(self, ticket: Ticket, local_rank: int, world_size: int) -> None:
         if not isinstance(ticket, Ticket):
             raise LaunchError(f"the ticket is a {type(ticket).__name__}; make one Ticket() and pass it to every rank")
-        for name, value in (("world_size", world_size), ("local_rank", local_rank)):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise LaunchError(f"{name}={value!r} is not an integer; pass {name} as an int to every rank")
-        if world_size < 1:
-            raise LaunchError(f"world_size={world_size} is not positive; pass the number of processes of the job")
+        world_size, local_rank = check_integer("world_size", world_size, 1), check_integer("local_rank", local_rank)
         if not 0 <= local_rank < world_size:
             raise LaunchError(
                 f"local_rank={local_rank} is outside 0 ... {world_size - 1}; number the {world_size} processes from 0"

@@ -64,6 +64,7 @@ class HostGroup:
     """
 
     def __init__(self, ticket: bytes, rank: int, size: int, timeout: float, absence: Absence | None = None) -> None:
+        self._links: dict[int, socket.socket] = {}  # rank 0: every other rank; the others: rank 0
         if len(ticket) != 16:
             raise LaunchError(f"a ticket has 16 bytes, not {len(ticket)}; pass the launcher's as it is")
         if not 0 <= rank < size:
@@ -72,7 +73,6 @@ class HostGroup:
         self.size = size
         self.pids: tuple[int, ...] = (os.getpid(),)
         self._timeout = timeout
-        self._links: dict[int, socket.socket] = {}  # rank 0: every other rank; the others: rank 0
         if size == 1:
             return
         absence = absence or Absence()
@@ -147,6 +147,9 @@ class HostGroup:
         for link in self._links.values():
             link.close()
         self._links = {}
+
+    def __del__(self) -> None:  # of a job that its script never closes
+        self.close()
 
     def _send_all(self, payload: bytes) -> None:
         for q, link in self._links.items():

@@ -22,7 +22,17 @@ from typing import TYPE_CHECKING, Any
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
 from ..ending import ENDING_SIGNALS, caught_signals, waitable_children
-from ..gate import CONNECT_SECONDS, LONGEST_CALL_SECONDS, RefusedError, StrangerError, call, is_own, listen, turn
+from ..gate import (
+    CONNECT_SECONDS,
+    LONGEST_CALL_SECONDS,
+    RefusedError,
+    SilentError,
+    StrangerError,
+    call,
+    is_own,
+    listen,
+    turn,
+)
 from ..heal.slots import Slots
 from ..stopwatch import Stopwatch
 from .nodes import BEAT_SECONDS, NO_RANK, SILENT_SECONDS, Node, Owner
@@ -172,6 +182,11 @@ class _Agent:
                     raise LaunchError(
                         f"what listens at {options.endpoint} is not a node of this job: it has another --rdzv-id or "
                         "DISTOPT_JOB_SECRET, or is not distopt run; give all nodes the same, or another port"
+                    ) from None
+                if now > options.timeout and isinstance(error, SilentError):
+                    raise LaunchError(
+                        f"what listens at {options.endpoint} has not answered as distopt run does within "
+                        f"{options.timeout:g} s; if it is another program, give all nodes another port"
                     ) from None
                 if now > options.timeout:
                     raise LaunchError(

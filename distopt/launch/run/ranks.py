@@ -33,7 +33,7 @@ from .orphans import Orphans
 
 _LOOK_SECONDS = 0.2
 _FREEZER_SECONDS = 0.09  # between looks at the control groups, which take a few files each
-_LIMITS = {
+LIMITS = {
     errno.EMFILE: "; start fewer ranks, or raise ulimit -n",
     errno.EAGAIN: "; start fewer ranks, or raise ulimit -u or the container's pids.max",
 }
@@ -66,8 +66,10 @@ def starting(rank: int) -> Iterator[None]:
     try:
         yield
     except (OSError, subprocess.SubprocessError) as error:
-        cure = _LIMITS.get(error.errno or 0, "") if isinstance(error, OSError) else ""
-        raise UsageError(f"rank {rank} cannot be started: {error}{cure}") from None
+        fact = f"{error}{LIMITS.get(error.errno or 0, '') if isinstance(error, OSError) else ''}"
+        if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd, which multiprocessing calls
+            fact = "the working directory has been deleted; change to another"
+        raise UsageError(f"rank {rank} cannot be started: {fact}") from None
 
 
 def first_of(failures: Iterable[Failure], *, between_hosts: bool = False) -> Failure:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...errors import DistoptError, Preempted, RankFailedError, UsageError
+from ...errors import DistoptError, Preempted, RankFailedError, UsageError, check_integer
 from ..ending import ENDING_SIGNALS, PREEMPTION_SIGNALS, caught_signals, waitable_children
 from ..gate import turn
 from ..join.env import RUN, LauncherInfo, environment, launcher, origin
@@ -49,7 +49,7 @@ def spawn(fn: Callable[..., object], world_size: int, args: Sequence[Any] = ()) 
     waited for.
 
     Raises:
-        UsageError: `world_size` is not a positive int, or is more than 32 times the number of cores; `fn` cannot be
+        UsageError: `world_size` is no positive integer, or is more than 32 times the number of cores; `fn` cannot be
             called with these arguments; or they cannot be sent. No rank has been started.
         RankFailedError: a rank raised, exited with a code other than 0, or was killed by a signal. The others have
             been ended.
@@ -156,8 +156,7 @@ def _run(fn: Callable[..., object], world_size: int, args: Sequence[Any]) -> int
     """
     check_script(fn)
     check_call(fn, ("rank", "world_size"), args)
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise UsageError(f"world size {world_size!r} is not a positive int; pass the number of processes to start")
+    world_size = check_integer("world_size", world_size, 1)
     if world_size > (limit := _RANKS_PER_CORE * len(cores())):
         raise UsageError(f"world size {world_size} is too large for {len(cores())} cores; pass {limit} at most")
     preempting = [signum for signum in PREEMPTION_SIGNALS if signal.getsignal(signum) is signal.SIG_DFL]

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import cupy
 import numpy as np
 
-from ...errors import MissingDependencyError
+from ...errors import MissingDependencyError, pip_install
 from ...settings import Settings
 
 try:
@@ -129,16 +129,16 @@ def share_workspace(device: int, stream: int, with_stream: int | None) -> None:
 
 
 def _load_products(device: int) -> Any:
-    named = Settings.from_env().cublas_library
+    named, major = Settings.from_env().cublas_library, cupy.cuda.runtime.runtimeGetVersion() // 1000
     if named is None:
         # CuPy loads the library for its own handle; of that name the process then has that one.
         cupy.cuda.Device(device).cublas_handle  # noqa: B018
-        named = f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}"
+        named = f"libcublas.so.{major}"
     try:
         _products[device] = native.products(named, tf32=os.environ.get("CUPY_TF32", "0") == "1")
     except RuntimeError as error:
         raise MissingDependencyError(
-            f"products need cuBLAS ({error}); pip install 'distopt[cuda12]' or 'distopt[cuda13]', or set "
-            "DISTOPT_CUBLAS_LIBRARY to the path of a libcublas.so"
+            f"products need cuBLAS ({error}); {pip_install(f'cuda{major}')}, or set DISTOPT_CUBLAS_LIBRARY to the path "
+            "of a libcublas.so"
         ) from None
     return _products[device]

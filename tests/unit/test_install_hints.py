@@ -1,0 +1,53 @@
+"""What messages, documents and the Makefile have pip install."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from distopt.errors import _PACKAGES, pip_install
+
+ROOT = Path(__file__).parents[2]
+# On the package index, the name is another project's. From a folder or a wheel, it follows a slash.
+BY_NAME = re.compile(r"""\b(pip3?|uv|uv pip) (install|add)\b[^\n`]*[\s"'=]distopt(?![\w./-])""")
+
+
+def tracked() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a checkout of git's")
+    return [ROOT / name for name in listed.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "command", ['install "NAME[mpi]"', "install NAME", "install -U 'NAME[mpi]' x", "add NAME; more"]
+)
+def test_the_pattern_finds_such_commands_and_not_those_of_a_folder_or_wheel(command):
+    assert BY_NAME.search(f"x; pip {command}".replace("NAME", "distopt"))
+    assert not BY_NAME.search(f"x; pip {command}".replace("NAME", "./distopt"))
+
+
+def test_no_file_has_pip_install_distopt_by_its_name():
+    found = {
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in tracked()
+        if path.is_file()
+        for line in path.read_text(errors="replace").splitlines()
+        if BY_NAME.search(line)
+    }
+    assert not found
+
+
+def test_the_package_requires_what_it_imports_and_nothing_else():
+    project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = {re.match(r"[\w-]+", requirement)[0] for requirement in project["dependencies"]}
+    code = "".join(path.read_text() for path in (ROOT / "distopt").rglob("*.py"))
+    assert required == {name for name in (*required, "tqdm") if re.search(rf"^\s*(import|from) {name}\b", code, re.M)}
+
+
+def test_hints_name_the_packages_of_the_extras():
+    project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra in _PACKAGES:
+        wanted = [re.match(r"[\w-]+", requirement)[0] for requirement in project["optional-dependencies"][extra]]
+        assert pip_install(extra).replace("--upgrade ", "") == f"pip install {' '.join(wanted)}"
