@@ -16,6 +16,7 @@ from ..errors import UsageError
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Signals that schedulers send before they end a job: by themselves, or because a job script or submitit asks for it.
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SAVING_SECONDS = 30.0  # after a signal from outside, on which ranks may save what they have
 _MAX_TEXT = 1 << 16  # characters; the most that launchers forward at once
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -19,6 +19,7 @@ import torch
 from .. import _core
 from ..comm.base import DTYPES, OPS, Array
 from ..errors import Call, CommunicatorError, MismatchError
+from .tensors import bytes_of
 
 if TYPE_CHECKING:
     from .gloo import Gloo, Transfer
@@ -35,11 +36,6 @@ _INLINE_BYTES_OF_TWO = 4 << 20
 _WHOLE_BYTES = 64 << 10
 _MOST_SCRATCH, _LARGEST_SCRATCH_BYTES = 32, 4 << 20  # arrays, and first messages, that are kept
 NOTHING = np.empty(0, np.uint8)
-
-
-def bytes_of(array: Array) -> Array:
-    """Local. Its memory as a flat array of bytes."""
-    return array.reshape(-1).view(np.uint8)
 
 
 @dataclass(slots=True)

@@ -30,8 +30,7 @@ from ..errors import (
     StalledError,
     UsageError,
 )
-from .between import bytes_of
-from .tensors import array_of
+from .tensors import array_of, bytes_of
 
 if TYPE_CHECKING:
     from ..comm.base import Array

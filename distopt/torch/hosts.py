@@ -24,8 +24,8 @@ import torch
 
 from ..comm.base import Array, Communicator, MessageWork, RaggedWork, Request, Work
 from ..errors import CommunicatorClosedError, CommunicatorError, PeerLostError, UsageError
-from .between import NOTHING, Between, Exchange, Meeting, Operation, bytes_of, fold
-from .tensors import array_of
+from .between import NOTHING, Between, Exchange, Meeting, Operation, fold
+from .tensors import array_of, bytes_of
 
 if TYPE_CHECKING:
     from ..launch.topology import Topology

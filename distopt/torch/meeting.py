@@ -95,7 +95,7 @@ def _connect(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float)
     offered = address or next(iter(own_addresses()), "")
     note = [identity, host, pid, token_bytes(16).hex(), offered]
     store.set(str(rank), json.dumps(note))
-    _await_all(store, ranks, timeout)
+    _await_all(store, rank, ranks, timeout)
     notes = [json.loads(each) for each in store.multi_get([str(q) for q in range(size)])]
     processes = [Process(q, name, pid) for q, (_, name, pid, *_) in zip(ranks, notes, strict=True)]
     _known.update((process.rank, process) for process in processes)
@@ -124,13 +124,14 @@ def _connect(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float)
         raise
 
 
-def _await_all(store: dist.Store, ranks: Sequence[int], timeout: float) -> None:
+def _await_all(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float) -> None:
     """Collective. Return when all have left their notes."""
     try:
         store.wait([str(q) for q in range(len(ranks))], timedelta(seconds=timeout))
     except RuntimeError as error:
         absent = [rank for q, rank in enumerate(ranks) if not store.check([str(q)])]
         if absent:
+            store.delete_key(str(rank))  # a later group may use the same store and name
             names = ", ".join(_known[rank].name if rank in _known else f"rank {rank}" for rank in absent)
             raise LaunchError(
                 f"{names} did not join the group of ranks {list(ranks)} within {timeout:g} s; every rank must make the "

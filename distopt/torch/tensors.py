@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..comm.base import DTYPES, OPS, ReduceOp
+from ..comm.base import DTYPES, OPS, Array, ReduceOp
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 # Types that communicators reduce, apart from bfloat16 and, as pairs, sums of complex numbers. NumPy reduces the rest.
@@ -125,18 +125,23 @@ def array_of(row: torch.Tensor, dtype: np.dtype[Any] | None = None) -> np.ndarra
         dtype: what its bytes are taken for (default: its own type, one that NumPy has).
 
     Raises:
-        UsageError: its storage has been emptied.
+        ValueError: its storage has been emptied.
     """
     dtype = dtype or _NUMPY[row.dtype]
     address, count = row.data_ptr(), row.nbytes // dtype.itemsize
     if count and not address:
-        raise UsageError(
+        raise ValueError(
             f"the storage of a tensor of {list(row.shape)} {row.dtype} is empty; resize it before the tensor is used"
         )
     memory = _memory_at(address)
     memory.tensor = row  # type: ignore[attr-defined] # lives as long as the array
     array: np.ndarray[Any, Any] = np.frombuffer(memory, dtype, count)  # type: ignore[call-overload] # any buffer
     return array
+
+
+def bytes_of(array: Array) -> Array:
+    """Local. The memory of an array as a flat array of bytes."""
+    return array.reshape(-1).view(np.uint8)
 
 
 def as_numbers(row: torch.Tensor, op: ReduceOp) -> tuple[np.ndarray[Any, Any], str | None] | None:

@@ -128,6 +128,7 @@ def test_arguments_grouping_and_order_of_the_calls(tmp_path: Path) -> None:
                     "ncclRecv count=3 type=7 peer=1 depth=1",
                 ]
             ),
+            "ncclAllReduce in_place=1 count=1 type=2 op=0 depth=0",  # no elements
             "ncclCommRegister bytes=4194304 depth=0",
             "ncclAllReduce in_place=1 count=1048576 type=7 op=0 depth=0",
             "ncclAllReduce in_place=1 count=1 type=2 op=0 depth=0",  # the barrier

@@ -165,7 +165,7 @@ def test_garbage_and_strangers_are_turned_away_and_the_job_runs(port):
     for ended in ends(strangers):
         assert ended.code == 2
         assert re.fullmatch(
-            rf"distopt run: what listens at 127.0.0.1:{port} is not a node of this .* or another port\n", ended.stderr
+            rf"distopt run: the program at 127.0.0.1:{port} is no node of this .* or another port\n", ended.stderr
         )
     ended = ends([owner, node(port, SCRIPT, "variables", env={"DISTOPT_JOB_SECRET": "s"})])
     assert [one.code for one in ended] == [0, 0], ended

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import LaunchError, UsageError
 from ...settings import Settings
-from ..ending import ENDING_SIGNALS, caught_signals, waitable_children
+from ..ending import ENDING_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
 from ..gate import (
     CONNECT_SECONDS,
     LONGEST_CALL_SECONDS,
@@ -180,13 +180,13 @@ class _Agent:
                 foreign_since = min(foreign_since, now) if isinstance(error, StrangerError) else float("inf")
                 if now > foreign_since + _FOREIGN_SECONDS:
                     raise LaunchError(
-                        f"what listens at {options.endpoint} is not a node of this job: it has another --rdzv-id or "
+                        f"the program at {options.endpoint} is no node of this job: it has another --rdzv-id or "
                         "DISTOPT_JOB_SECRET, or is not distopt run; give all nodes the same, or another port"
                     ) from None
                 if now > options.timeout and isinstance(error, SilentError):
                     raise LaunchError(
-                        f"what listens at {options.endpoint} has not answered as distopt run does within "
-                        f"{options.timeout:g} s; if it is another program, give all nodes another port"
+                        f"the program at {options.endpoint} has not answered as distopt run does within "
+                        f"{options.timeout:g} s; if it is another, give all nodes another port"
                     ) from None
                 if now > options.timeout:
                     raise LaunchError(
@@ -334,6 +334,8 @@ class _Agent:
             else:
                 self._make_room()
                 self._ranks.signal(signum)
+                if interrupts:
+                    self._kill_at = min(self._kill_at, self._clock.seconds() + SAVING_SECONDS)
             if self._options.heal and self._ended:  # while a node is waited for
                 self._say("failed", failures=[], signals=self._signals)
                 if self._owner is None and signum in ENDING_SIGNALS:

@@ -163,7 +163,7 @@ class _Announced:
     def __init__(self, sink: int) -> None:
         self._sink = sink
 
-    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+    def __reduce__(self) -> tuple[Callable[[Any, str], Any], tuple[Any, str]]:
         return _announce, (DupFd(self._sink), getattr(sys.modules["__main__"].__spec__, "name", ""))
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..ending import ENDING_SIGNALS
+from ..ending import ENDING_SIGNALS, SAVING_SECONDS
 from ..gate import Gate, Link, is_own
 from ..stopwatch import Stopwatch
 from .ranks import Failure, first_of
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 NO_RANK = 0xFFFFFFFF  # of a node that leaves its number to the owner
 _FAILURE_SECONDS = 1.0  # from SIGTERM to SIGKILL, after a failure
-_SIGNAL_SECONDS = 30.0  # after a signal from outside, on which the ranks may save their states
 _ANSWER_SECONDS = 5.0  # for an agent to say that its ranks have been killed
 BEAT_SECONDS = 0.3  # between two signs of life of an agent that heals
 SILENT_SECONDS = 1.2  # without one, after which it counts as cut off
@@ -299,7 +298,7 @@ class Owner(Gate):
         if self._killed or any(failure.is_final for failure in self._failures.values()):
             patience = 0.0
         elif any(signum in ENDING_SIGNALS or 128 + signum in codes for signum in self._signals):
-            patience = _SIGNAL_SECONDS
+            patience = SAVING_SECONDS
         if self._end_by == float("inf"):
             self._failed_at = self._clock.seconds()
         by = self._clock.seconds() + patience + _ANSWER_SECONDS

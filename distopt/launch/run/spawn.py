@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...errors import DistoptError, Preempted, RankFailedError, UsageError, check_integer
-from ..ending import ENDING_SIGNALS, PREEMPTION_SIGNALS, caught_signals, waitable_children
+from ..ending import ENDING_SIGNALS, PREEMPTION_SIGNALS, SAVING_SECONDS, caught_signals, waitable_children
 from ..gate import turn
 from ..join.env import RUN, LauncherInfo, environment, launcher, origin
 from ..join.meeting import meeting
@@ -29,7 +29,6 @@ from .child import Child, check_call, check_script
 from .ranks import LocalRanks, first_of, starting
 
 _GRACE_SECONDS = 2.0
-_INTERRUPT_SECONDS = 30.0  # after Ctrl-C, on which ranks may save what they have
 _LOOK_SECONDS = 0.2
 _RANKS_PER_CORE = 32  # more are taken for a mistake
 _USER_ERROR = UsageError.exit_code
@@ -223,7 +222,7 @@ def _interrupt(local: LocalRanks, caught: list[int], selector: selectors.BaseSel
     """Have the ranks end by Ctrl-C; return when they have, when their time is over or, all killed, at the second."""
     local.signal(signal.SIGINT)
     clock = Stopwatch()
-    while local.running and clock.seconds() < _INTERRUPT_SECONDS:
+    while local.running and clock.seconds() < SAVING_SECONDS:
         turn(selector, _LOOK_SECONDS)
         local.look()
         if caught.count(signal.SIGINT) > 1:
