@@ -12,8 +12,7 @@ from .ends import LAUNCHERS, PROGRAMS, run
 @pytest.mark.slow(kept=1)
 @pytest.mark.parametrize("destroys", [False, True])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_job_ends(program: str, destroys: bool, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("ENDS_FOLDER", str(tmp_path / "checkpoint"))
+def test_a_job_ends(program: str, destroys: bool) -> None:
     launcher = LAUNCHERS[(list(PROGRAMS).index(program) + destroys) % len(LAUNCHERS)]
     code, text = run(launcher, 2, program, destroys=destroys)
     assert code == 0, text
