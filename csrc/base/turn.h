@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include <atomic>
+#include <utility>
 
 #include "base/errors.h"
 
@@ -18,12 +19,12 @@ class Turn {
     ~Held() {
       if (turn_ != nullptr) turn_->give_back();
     }
-    Held(const Held&) = delete;
-    Held& operator=(const Held&) = delete;
+    Held(Held&& other) noexcept : turn_(std::exchange(other.turn_, nullptr)) {}
+    Held& operator=(Held&&) = delete;
     explicit operator bool() const { return turn_ != nullptr; }
 
    private:
-    Turn* const turn_;
+    Turn* turn_;
   };
 
   // A caller's, which may last. Two threads in one communicator would make the order of operations a matter of luck.

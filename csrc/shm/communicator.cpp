@@ -27,7 +27,9 @@ void ShmCommunicator::close() {
   if (turn_.taken())
     throw CommunicatorError(ErrorKind::usage,
                             "another thread waits in this communicator; close it when that wait has ended");
-  messages_.close();
+  // Another thread that asks for its turn meanwhile finds the communicator closed.
+  const auto turn = turn_.of_caller();
+  const auto turn_of_messages = messages_.close();
   closed_ = true;
   queue_.clear();
   ended_.clear();
@@ -43,6 +45,13 @@ void ShmCommunicator::require_open() const {
                              peers_.me().name() + " has closed this communicator",
                              "use it before close()",
                              {peers_.me()}});
+}
+
+Turn::Held ShmCommunicator::take_turn() {
+  require_open();
+  auto turn = turn_.of_caller();
+  require_open();  // another thread may have closed it
+  return turn;
 }
 
 void ShmCommunicator::raise_recorded_failure() const {
@@ -113,8 +122,7 @@ std::string ShmCommunicator::waiting_for(const std::vector<int>& ranks) const {
 // -- operations -------------------------------------------------------------------------------------------------------
 
 bool ShmCommunicator::start(std::shared_ptr<Operation> operation) {
-  require_open();
-  const auto turn = turn_.of_caller();
+  const auto turn = take_turn();
   enqueue(std::move(operation));
   if (!only_brief()) return false;
   advance();
@@ -185,8 +193,7 @@ void ShmCommunicator::help() {
 
 bool ShmCommunicator::test(const Operation& operation) {
   if (operation.finished()) return true;
-  require_open();
-  const auto turn = turn_.of_caller();
+  const auto turn = take_turn();
   advance();
   if (operation.finished()) return true;
   messages_.help();
@@ -196,23 +203,20 @@ bool ShmCommunicator::test(const Operation& operation) {
 }
 
 void ShmCommunicator::progress() {
-  require_open();
-  const auto turn = turn_.of_caller();
+  const auto turn = take_turn();
   advance();
   messages_.help();
 }
 
 void ShmCommunicator::wait(const Operation& operation, double timeout_seconds) {
   if (operation.finished()) return;
-  require_open();
-  const auto turn = turn_.of_caller();
+  const auto turn = take_turn();
   wait_until([&] { return operation.finished(); }, timeout_seconds);
 }
 
 bool ShmCommunicator::wait_briefly(const Operation& operation) {
   if (operation.finished()) return true;
-  require_open();
-  const auto turn = turn_.of_caller();
+  const auto turn = take_turn();
   for (int polls = brief_polls; only_brief() && peers_.glance(blocker_, polls);) {
     advance();
     if (operation.finished()) return true;
@@ -221,8 +225,7 @@ bool ShmCommunicator::wait_briefly(const Operation& operation) {
 }
 
 std::shared_ptr<char> ShmCommunicator::empty(std::uint64_t count, DType dtype, std::uint64_t bytes_available) {
-  require_open();
-  const auto turn = turn_.of_caller();
+  const auto turn = take_turn();
   std::size_t bytes = 0;
   std::size_t total = 0;
   const bool overflows = __builtin_mul_overflow(count, item_bytes(dtype), &bytes) ||

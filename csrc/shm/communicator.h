@@ -5,6 +5,7 @@
 // other work. It has no thread.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -60,6 +61,7 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
 
  private:
   void require_open() const;
+  Turn::Held take_turn();
   void raise_recorded_failure() const;
   [[noreturn]] void fail(const Failure& failure);
   void enqueue(std::shared_ptr<Operation> operation);
@@ -85,7 +87,7 @@ class ShmCommunicator : public std::enable_shared_from_this<ShmCommunicator> {
   Blocker blocker_{Signal::posted, 0, 0};
   Turn turn_;
   bool has_failed_ = false;  // here, maybe in the middle of an operation, which goes on no more
-  bool closed_ = false;
+  std::atomic<bool> closed_{false};
   const Origin origin_;
 };
 

@@ -72,7 +72,8 @@ Messages::Messages(Segment& segment, Peers& peers, const Limits& limits, const H
       outgoing_(static_cast<std::size_t>(segment.world_size())),
       incoming_(static_cast<std::size_t>(segment.world_size())) {}
 
-void Messages::close() {
+Turn::Held Messages::close() {
+  auto turn = turn_.awaited();
   if (waiting_.load(std::memory_order_acquire) != 0)
     throw CommunicatorError(ErrorKind::usage,
                             "another thread sends or receives; close the communicator when it has ended");
@@ -80,12 +81,15 @@ void Messages::close() {
   for (Incoming& stream : incoming_) stream = {};
   aside_.clear();
   awaiting_.clear();
+  return turn;
 }
 
 // No thread holds it for longer than it takes to copy the available data.
 Turn::Held Messages::take_turn() {
   require_open_();
-  return turn_.awaited();
+  auto turn = turn_.awaited();
+  require_open_();  // another thread may have closed the communicator
+  return turn;
 }
 
 void Messages::start(std::shared_ptr<Message> message) {

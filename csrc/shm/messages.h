@@ -71,8 +71,9 @@ class Messages {
   // anything is.
   bool help();
 
-  // Forgets all that is under way. Throws where another thread waits.
-  void close();
+  // Forgets all that is under way; no thread moves a message as long as the turn is held. Throws where another thread
+  // waits.
+  Turn::Held close();
 
  private:
   class Count;

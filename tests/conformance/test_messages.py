@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from distopt.errors import MismatchError, StalledError, UsageError
+from distopt.errors import CommunicatorClosedError, MismatchError, StalledError, UsageError
 from distopt.settings import Settings
 
 from .ranks import PATIENT, LocalJob, connect, run_ranks, run_ranks_ok
@@ -19,7 +20,7 @@ from .ranks import PATIENT, LocalJob, connect, run_ranks, run_ranks_ok
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from distopt.comm.base import Communicator, Work
+    from distopt.comm.base import Communicator, MessageWork, Work
 
 LARGE = 3_000_001
 
@@ -314,3 +315,32 @@ def interrupt(job: LocalJob) -> None:
 
 def test_ctrl_c_interrupts_a_wait() -> None:
     run_ranks_ok(interrupt, 2)
+
+
+def close_under_polls(job: LocalJob) -> None:
+    """Threads poll messages that do not end, some of them under way, while another closes the communicator."""
+    whole = connect(job)
+    rank, size = job.topology.rank, job.topology.world_size
+    for _ in range(15):
+        comm = whole.subgroup(range(size))
+        received = [comm.receive(np.zeros(1000, np.float32), (rank - 1) % size, tag=tag) for tag in range(50)]
+        sent = [comm.send(np.ones(100_000, np.float32), (rank + 1) % size, tag=100 + tag) for tag in range(20)]
+        threads = [threading.Thread(target=poll_until_closed, args=(received,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        comm.close()
+        for thread in threads:
+            thread.join()
+        with pytest.raises(CommunicatorClosedError):
+            sent[-1].wait()
+        whole.barrier()
+
+
+def poll_until_closed(works: list[MessageWork]) -> None:
+    with contextlib.suppress(CommunicatorClosedError):  # by another thread, or by another rank
+        while not all(work.done() for work in works):
+            pass
+
+
+def test_close_while_other_threads_poll() -> None:
+    run_ranks_ok(close_under_polls, 2)
