@@ -97,7 +97,8 @@ class CallbackFuture(torch.futures.Future[Any]):
     def wait(self) -> Any:
         """See `torch.futures.Future.wait`."""
         self._seen = True
-        self._help_on()
+        if not self.done():
+            self._help_on()
         return super().wait()
 
     def complete(self, value: object, error: BaseException | None) -> None:

@@ -244,9 +244,18 @@ class OperationQueue:
             self._condition.wait_for(lambda: work.told)
 
     def tell_within_callback(self, work: PendingWork) -> None:
-        """Local. If this thread runs a callback that waits for those of `work`, run them, and all before them."""
+        """Local. If this thread runs a callback that waits for those of `work`, run them, and all before them.
+
+        Raises:
+            RuntimeError: the callback is of `work` itself, or of one whose callbacks wait for this one.
+        """
         if self._teller == threading.get_ident():  # which only this thread writes there
             while not work.told:
+                if not self._untold:
+                    raise RuntimeError(
+                        "a callback waits for another callback that runs after it; return the future instead of "
+                        "waiting for it, or wait where no callback runs"
+                    )
                 self._untold.popleft().tell()
 
     def drain(self, deadline: float) -> int:

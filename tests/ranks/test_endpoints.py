@@ -70,7 +70,7 @@ def test_a_program_that_listens_and_says_nothing_is_told():
         meet = ["--nnodes", "2", "--rdzv-timeout", "1", "--rdzv-endpoint", f"localhost:{other.getsockname()[1]}"]
         ended = Program([*RUN, *meet, VARIABLES, "variables"]).end()
     assert ended.code == 2
-    assert "has not answered as distopt run does within 1 s; if it is another program, give" in ended.stderr
+    assert "has not answered as distopt run does within 1 s; if it is another, give" in ended.stderr
 
 
 def test_nodes_meet_at_an_ipv6_address_in_brackets(port):

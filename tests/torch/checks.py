@@ -869,6 +869,27 @@ def check_callbacks_wait_for_each_other(r: Ranks) -> None:
     same(first.then(lambda _: later.wait()).wait(), torch.full((5,), 2.0 * sum(q + 1 for q in r.all)))
 
 
+def check_callbacks_wait_for_their_own_future(r: Ranks) -> None:
+    """It has ended; only a callback that comes later has not, and to wait for that would last for ever."""
+    works = [dist.all_reduce(torch.full((5,), float(r.rank + i)), async_op=True) for i in range(20)]
+    ends = [work.get_future().then(lambda f: f.wait()[0] * 2).then(lambda f: f.wait().sum()) for work in works]
+    for i, end in enumerate(torch.futures.wait_all(ends)):
+        same(end, torch.tensor(10.0 * sum(q + i for q in r.all)))
+
+    if r.rank == 1:
+        dist.recv(torch.empty(1), 0)  # until both callbacks are there
+    future = dist.all_reduce(torch.ones(5), async_op=True).get_future()
+    if r.rank == 0:
+        later: list[torch.futures.Future] = []
+        waits = future.then(lambda _: later[0].wait())
+        later.append(future.then(lambda f: f.value()[0]))
+        dist.send(torch.empty(1), 1)
+        with pytest.raises(RuntimeError, match="waits for another callback that runs after it"):
+            waits.wait()
+        future = later[0]
+    same(torch.as_tensor(future.wait()[0]).view(-1)[0], torch.tensor(float(r.size)))
+
+
 def check_hooks(r: Ranks) -> None:
     """Those of PyTorch, and one whose callbacks start collectives: the same bits on all ranks and in every run."""
     for name in ddp_hooks.HOOKS:
