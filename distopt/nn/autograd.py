@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 from ..errors import UsageError
 from .kernels import kernels_of
-from .mode import mode, noted
+from .kernels.recorder import noted
+from .mode import mode
 from .tensor import Array, Operation, Tensor
 
 

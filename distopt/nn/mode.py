@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
-
-T = TypeVar("T")
+from typing import Any, NamedTuple
 
 
 class Ran(NamedTuple):
@@ -14,13 +11,6 @@ class Ran(NamedTuple):
     op: Any
     inputs: tuple[Any, ...]
     out: Any
-
-
-class Call(NamedTuple):
-    """A function that modifies arrays, and its arguments."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
 
 
 class Mode:
@@ -33,7 +23,6 @@ class Mode:
         ran: while the forward pass of a step is recorded, the operations that have run, and descriptions of other
             events that a replay would not repeat.
         last_change: when memory was last changed in place, see `distopt.nn.changes`.
-        calls: while a pass is recorded, the calls that computed arrays.
     """
 
     freezes: int = 0
@@ -41,14 +30,6 @@ class Mode:
     loss_scale: float = 1024.0
     ran: list[Ran | str] | None = None
     last_change: int = -1
-    calls: list[Call] | None = None
 
 
 mode = Mode()
-
-
-def noted(function: Callable[..., T], *args: Any) -> T:
-    """Return `function(*args)`, and record the call if recording is on."""
-    if mode.calls is not None:
-        mode.calls.append(Call(function, args))
-    return function(*args)

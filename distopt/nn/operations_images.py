@@ -13,7 +13,8 @@ from typing import ClassVar, Protocol, TypeAlias
 from ..kernels import array_module
 from .kernels import kernels_of
 from .kernels.geometry import Padding, Pair, out_size, pool_out, with_border, without_border
-from .mode import mode, noted
+from .kernels.recorder import noted
+from .mode import mode
 from .tensor import Array, Operation
 
 Into: TypeAlias = "Sequence[Array | None]"

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from ... import _core
 from ...errors import UsageError
-from ..mode import noted
 from .geometry import out_size, pool_out, with_border, without_border
 from .pool import empty
+from .recorder import noted
 
 Array = NDArray[Any]
 Pair = tuple[int, int]

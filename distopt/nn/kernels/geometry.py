@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from ...errors import ShapeError
-from ..mode import noted
+from .recorder import noted
 
 Pair: TypeAlias = tuple[int, int]
 Padding: TypeAlias = tuple[int, ...]

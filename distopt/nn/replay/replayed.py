@@ -16,6 +16,7 @@ from typing import Any
 
 from .. import autograd
 from ..device import Device
+from ..kernels.recorder import recorder
 from ..mode import Ran, mode
 from ..tensor import Operation, Tensor
 from .step import CaptureError, Piece, RecordedStep
@@ -38,13 +39,13 @@ class ReplayedStep(RecordedStep):
         return f"recorded as {len(self.forward) + sum(len(piece.work) for piece in self.pieces)} calls of kernels"
 
     def begin(self) -> None:
-        mode.ran, mode.calls = [], []
+        mode.ran, recorder.calls = [], []
 
     def abort(self) -> None:
-        mode.ran = mode.calls = None
+        mode.ran = recorder.calls = None
 
     def end_forward(self, loss: Tensor) -> None:
-        ran, self.forward = mode.ran or [], mode.calls
+        ran, self.forward = mode.ran or [], recorder.calls
         self.abort()
         self._ran = [entry for entry in ran if isinstance(entry, Ran)]
         hindrance = next((entry for entry in ran if isinstance(entry, str)), None) or self._foreign()
@@ -68,11 +69,11 @@ class ReplayedStep(RecordedStep):
         self.failure = CaptureError("the optimizer does not take all gradients")
         piece = Piece([], [])
         for visit in visits:
-            mode.calls = piece.work
+            recorder.calls = piece.work
             try:
                 final = autograd.visit_one(visit, pending)
             finally:
-                mode.calls = None
+                recorder.calls = None
             piece.pairs.extend((param, grad.array) for param, grad in final)
             if not self.pieces or self.pieces[-1] is not piece:
                 self.pieces.append(piece)
