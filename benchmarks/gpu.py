@@ -26,7 +26,7 @@ import numpy as np
 from distopt import launch, opt
 from distopt.cli.values import at_least
 from distopt.errors import MissingDependencyError
-from distopt.nn import device
+from distopt.nn.devices import device
 
 from .models import compiled, resnet, sgd
 from .output import put, table

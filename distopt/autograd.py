@@ -12,17 +12,11 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from .errors import explain_absent
-from .nn import autograd as _autograd
-from .nn import functions
-from .nn.autograd import gradient_order
-from .nn.elementwise import *  # noqa: F403 - a face of this module and of those below
-from .nn.functions import *  # noqa: F403
-from .nn.functions import logical_and as _and
-from .nn.functions import logical_not as _not
-from .nn.functions import logical_or as _or
-from .nn.functions import logical_xor as _xor
-from .nn.indices import *  # noqa: F403
-from .nn.layer import (
+from .nn.core import backward as _autograd
+from .nn.core.backward import gradient_order
+from .nn.core.mode import mode
+from .nn.core.tensor import Operation, Tensor
+from .nn.layers.layer import (
     AvgPool1d,
     AvgPool2d,
     BatchNorm2d,
@@ -33,10 +27,16 @@ from .nn.layer import (
     Pooling2d,
     SeparableConv2d,
 )
-from .nn.mode import mode
-from .nn.rearrange import *  # noqa: F403
-from .nn.scripted import Operator
-from .nn.tensor import Operation, Tensor
+from .nn.ops import functions
+from .nn.ops.elementwise import *  # noqa: F403 - a face of this module and of those below
+from .nn.ops.functions import *  # noqa: F403
+from .nn.ops.functions import logical_and as _and
+from .nn.ops.functions import logical_not as _not
+from .nn.ops.functions import logical_or as _or
+from .nn.ops.functions import logical_xor as _xor
+from .nn.ops.index import *  # noqa: F403
+from .nn.ops.shape import *  # noqa: F403
+from .nn.singa.scripted import Operator
 
 __all__ = [
     "AvgPool1d",
@@ -66,7 +66,7 @@ training: bool  # a property of the module, see below
 
 
 def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Local. Yield (parameter, gradient) for all parameters behind `y`; see `distopt.nn.autograd.backward`.
+    """Local. Yield (parameter, gradient) for all parameters behind `y`; see `distopt.nn.core.backward.backward`.
 
     As in SINGA, the graph can be used again, by an optimizer too, until `y` is gone or an optimizer has used it.
     """

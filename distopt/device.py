@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .errors import explain_absent
-from .nn.device import *  # noqa: F403 - a face of that module
-from .nn.device import __all__
+from .nn.devices.device import *  # noqa: F403 - a face of that module
+from .nn.devices.device import __all__
 
 _ABSENT = {
     **dict.fromkeys(

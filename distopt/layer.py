@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .errors import explain_absent
-from .nn.layer import *  # noqa: F403 - a face of that module
-from .nn.layer import __all__
-from .nn.layer_images import *  # noqa: F403 - through the module above, type checkers do not find them
+from .nn.layers.images import *  # noqa: F403 - through the module above, type checkers do not find them
+from .nn.layers.layer import *  # noqa: F403 - a face of that module
+from .nn.layers.layer import __all__
 
 _RECURRENT = "CudnnRNN", "GRU", "LSTM", "RNN", "RNN_Base"
 _OF_LANGUAGE = "Attention", "Embedding", "MultiHeadAttention", "Transformer"

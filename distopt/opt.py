@@ -15,12 +15,12 @@ from .compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, Top
 from .dist_opt import DEFAULT_CHECK_EVERY
 from .errors import UsageError, explain_absent
 from .launch import Job, Ticket
-from .nn import optim
-from .nn.optim import *  # noqa: F403 - a face of that module
-from .nn.optim import SGD, Optimizer
-from .nn.optim_base import check_gradient
-from .nn.raw import RawTensor
-from .nn.tensor import Array, Tensor
+from .nn.core.raw import RawTensor
+from .nn.core.tensor import Array, Tensor
+from .nn.optim import rules as optim
+from .nn.optim.optimizer import check_gradient
+from .nn.optim.rules import *  # noqa: F403 - a face of that module
+from .nn.optim.rules import SGD, Optimizer
 from .sync.by_hand import Fusion, memory_of
 from .sync.engine import DEFAULT_BUCKET_ELEMENTS, NonFinite
 

@@ -11,12 +11,12 @@ import numpy as np
 
 from ..errors import StateError, UsageError
 from ..files import load_arrays, save_arrays
-from .device import Device
-from .layer_base import Layer
-from .layer_images import SyncBatchNorm2d
-from .mode import mode as process_mode
+from .core.mode import mode as process_mode
+from .core.tensor import Tensor
+from .devices.device import Device
+from .layers.base import Layer
+from .layers.images import SyncBatchNorm2d
 from .replay.graphs import StepGraphs
-from .tensor import Tensor
 
 _FORMAT = {"format": "distopt states", "version": "1"}
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from .device import Device
-from .tensor import Tensor
+from .core.tensor import Tensor
+from .devices.device import Device
 
 
 class _Slot:

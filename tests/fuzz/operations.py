@@ -21,8 +21,8 @@ from distopt.comm.single import SingleCommunicator
 from distopt.errors import UsageError
 from distopt.launch.topology import Topology
 from distopt.model import Model
-from distopt.nn import operations
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.tensor import Tensor
+from distopt.nn.ops import operations
 
 __all__ = ["Change", "Program", "Take", "run"]
 

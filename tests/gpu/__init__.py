@@ -7,7 +7,7 @@ import pytest
 
 def require_gpu() -> None:
     """Skip the module that calls it where nothing can be computed on a GPU, with the reason."""
-    from distopt.nn import device
+    from distopt.nn.devices import device
 
     cupy, missing = device.find_cupy()
     if cupy is None:

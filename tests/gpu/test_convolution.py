@@ -17,9 +17,10 @@ import cupy  # noqa: E402
 
 from distopt import autograd  # noqa: E402
 from distopt.errors import MissingDependencyError, UsageError  # noqa: E402
-from distopt.nn import device, operations_images  # noqa: E402
+from distopt.nn.core.tensor import Tensor  # noqa: E402
+from distopt.nn.devices import device  # noqa: E402
 from distopt.nn.kernels import gpu, gpu_cudnn  # noqa: E402
-from distopt.nn.tensor import Tensor  # noqa: E402
+from distopt.nn.ops import images as operations_images  # noqa: E402
 from tests import reference  # noqa: E402
 from tests.gpu.hosted import hosted, to_device  # noqa: E402
 from tests.unit import test_ops as on_cpu  # noqa: E402

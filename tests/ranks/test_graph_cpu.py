@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distopt import autograd, opt, tensor
-from distopt.nn import operations
+from distopt.nn.ops import operations
 from tests.ranks import graph_refused, small_net
 from tests.ranks.graph_refused import told_and_trained
 from tests.ranks.graph_steps import BODIES, Net

@@ -8,10 +8,11 @@ import pytest
 
 from distopt import autograd, layer
 from distopt.errors import UsageError
-from distopt.nn import operations, operations_images
-from distopt.nn.autograd import backward
-from distopt.nn.mode import mode
-from distopt.nn.tensor import MatMul, Operation, Tensor
+from distopt.nn.core.backward import backward
+from distopt.nn.core.mode import mode
+from distopt.nn.core.tensor import MatMul, Operation, Tensor
+from distopt.nn.ops import images as operations_images
+from distopt.nn.ops import operations
 
 
 @pytest.fixture(autouse=True)

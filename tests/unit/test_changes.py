@@ -7,9 +7,10 @@ import pytest
 
 from distopt import autograd, device, layer, model, opt, tensor
 from distopt.errors import UsageError
-from distopt.nn import changes, operations
-from distopt.nn.mode import mode
-from distopt.nn.tensor import Operation, Tensor
+from distopt.nn.core import changes
+from distopt.nn.core.mode import mode
+from distopt.nn.core.tensor import Operation, Tensor
+from distopt.nn.ops import operations
 
 F32 = np.float32
 

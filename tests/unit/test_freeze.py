@@ -7,8 +7,8 @@ import pytest
 
 from distopt import autograd, layer, model, opt, tensor
 from distopt.errors import UsageError
-from distopt.nn import operations
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.tensor import Tensor
+from distopt.nn.ops import operations
 from tests.unit.test_accumulation import Native, Twin, batch, build, tensors
 
 

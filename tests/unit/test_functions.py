@@ -8,7 +8,7 @@ import pytest
 
 from distopt import autograd
 from distopt.errors import ShapeError, UsageError
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.tensor import Tensor
 from tests.unit.test_autograd import central_difference, loss_of
 
 

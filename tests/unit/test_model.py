@@ -6,9 +6,9 @@ import safetensors.numpy
 
 from distopt import autograd, device, layer, opt, tensor
 from distopt.errors import StateError, UsageError
-from distopt.nn import optim
+from distopt.nn.core.tensor import Tensor
 from distopt.nn.model import Model
-from distopt.nn.tensor import Tensor
+from distopt.nn.optim import rules as optim
 
 
 @pytest.fixture(autouse=True)

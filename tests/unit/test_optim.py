@@ -5,9 +5,9 @@ import pytest
 
 from distopt import autograd
 from distopt.errors import StateError, UsageError
-from distopt.nn import optim
-from distopt.nn.optim import ExponentialDecay
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.tensor import Tensor
+from distopt.nn.optim import rules as optim
+from distopt.nn.optim.rules import ExponentialDecay
 
 FALLING = ExponentialDecay(0.8, 2, 0.5)
 

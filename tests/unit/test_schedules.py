@@ -5,8 +5,8 @@ import pytest
 
 from distopt import opt, tensor
 from distopt.errors import UsageError
-from distopt.nn import optim
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.tensor import Tensor
+from distopt.nn.optim import rules as optim
 
 
 def step_tensor(step):

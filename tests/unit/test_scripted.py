@@ -5,8 +5,8 @@ import pytest
 
 from distopt import autograd, layer, opt
 from distopt.errors import UsageError
-from distopt.nn.raw import RawTensor
-from distopt.nn.tensor import Tensor
+from distopt.nn.core.raw import RawTensor
+from distopt.nn.core.tensor import Tensor
 
 
 @pytest.fixture(autouse=True)

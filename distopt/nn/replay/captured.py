@@ -7,9 +7,9 @@ import gc
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
-from .. import autograd
-from ..device import Device
-from ..tensor import Array, Tensor
+from ..core import backward as autograd
+from ..core.tensor import Array, Tensor
+from ..devices.device import Device
 from .step import Piece, RecordedStep
 
 

@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
-from ..device import Device, tell_once
-from ..mode import mode
-from ..tensor import Tensor
+from ..core.mode import mode
+from ..core.tensor import Tensor
+from ..devices.device import Device, tell_once
 from .captured import CapturedStep
 from .replayed import ReplayedStep
 from .step import CaptureError, OptimizerCall, RecordedStep, early_text, text_of

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
-from .. import autograd
-from ..device import Device
+from ..core import backward as autograd
+from ..core.mode import Ran, mode
+from ..core.tensor import Operation, Tensor
+from ..devices.device import Device
 from ..kernels.recorder import recorder
-from ..mode import Ran, mode
-from ..tensor import Operation, Tensor
 from .step import CaptureError, Piece, RecordedStep
 
 _OF_A_CALL = {"inputs", "needs", "order", "saved"}  # attributes of an operation

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ...errors import DistoptError
-from .. import autograd
-from ..device import Device
-from ..tensor import Array, Tensor
+from ..core import backward as autograd
+from ..core.tensor import Array, Tensor
+from ..devices.device import Device
 
 
 class CaptureError(DistoptError):

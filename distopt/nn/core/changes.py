@@ -1,0 +1,78 @@
+"""Changes of memory in place, which a backward pass must not overlook.
+
+Operations and changes are numbered by one clock. A pass that meets an operation older than a change looks whether the
+memory that the operation saved for its gradient is concerned; else nothing is compared, and nothing when a recorded
+step is repeated. Tensors that share memory, as a tensor and its reshaped form, share its changes. Changes made through
+an array itself, as `Tensor.array`, are not seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ...errors import UsageError
+from .mode import mode
+
+Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
+
+clock = itertools.count()
+# When memory that still exists, by its address and size, was last changed; when optimizers last updated parameters.
+_changes: dict[tuple[int, int], tuple[int, Any]] = {}
+_updates: weakref.WeakKeyDictionary[Any, Mapping[Any, int]] = weakref.WeakKeyDictionary()
+
+
+def changed(array: Array) -> None:
+    """Local. Note that the values of `array` change."""
+    place, owner = _place(array), array
+    while isinstance(owner.base, (np.ndarray, type(owner))):
+        owner = owner.base
+    mode.last_change = next(clock)
+    _changes[place] = mode.last_change, weakref.ref(owner, lambda _: _changes.pop(place, None))
+
+
+def updated(optimizer: object, params: Mapping[Any, int]) -> None:
+    """Local. Note that a step of `optimizer` is complete, which keeps by the clock when it has changed `params`."""
+    mode.last_change = next(clock)
+    _updates[optimizer] = params
+
+
+def check(op: Any) -> None:
+    """Local. Whether the values are there that `op` saved for its gradient.
+
+    Raises:
+        UsageError: they were changed.
+    """
+    if mode.last_change < op.order:
+        return
+    places = [place for place, (when, _) in _changes.items() if when > op.order]
+    for params in _updates.values():
+        places += [_place(param.array) for param, when in params.items() if when > op.order]
+    for start, size in map(_place, _arrays([value for name, value in vars(op).items() if name != "inputs"])):
+        if any(start < begin + length and begin < start + size for begin, length in places):
+            raise UsageError(
+                f"values that the gradient of {type(op).__name__} needs were changed in place after it was computed; "
+                "change a copy (Tensor.clone), or wait until the backward pass is over"
+            )
+
+
+def _arrays(value: Any) -> Iterator[Array]:
+    """The arrays in a nest of tuples and lists."""
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _arrays(item)
+    elif hasattr(value, "nbytes") and hasattr(value, "dtype") and value.nbytes:
+        yield value
+
+
+def _place(array: Array) -> tuple[int, int]:
+    """Address and bytes of the memory in which all elements of an array lie, and the gaps between them."""
+    start = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+    if array.flags.c_contiguous:
+        return start, array.nbytes
+    ends = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+    return start + sum(end for end in ends if end < 0), array.itemsize + sum(map(abs, ends))

@@ -1,0 +1,66 @@
+"""Gradients of several losses, added up for one update."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+from ...errors import UsageError
+from ..core.tensor import Array, Tensor
+
+
+class Accumulation:
+    """The sums of gradients that an optimizer has collected inside `no_sync`. All methods are local.
+
+    Attributes:
+        active: whether a loss is only to be added.
+        sums: by parameter; a step takes them.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self.sums: dict[Tensor, Array] = {}
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Be active in the body of a `with`; may be nested."""
+        before, self.active = self.active, True
+        try:
+            yield
+        finally:
+            self.active = before
+
+    def add(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Add the gradients that a backward pass yields."""
+        for param, grad in list(pairs):  # the whole pass first: one that fails adds nothing
+            if param in self.sums:
+                self.sums[param] += grad.array
+            else:
+                self.sums[param] = grad.array.copy()
+
+    def taken(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the pairs with the sums added to them, and then the sums of further parameters; none is left."""
+        sums, self.sums = self.sums, {}
+        for param, grad in pairs:
+            if param in sums:
+                grad.array += sums.pop(param)
+            yield param, grad
+        for param, array in sums.items():
+            if not param.requires_grad:  # it was frozen since
+                continue
+            if param.grad is None:
+                param.grad = Tensor.of(array, param.device, requires_grad=False)
+            else:
+                param.grad.array[...] = array
+            yield param, param.grad
+
+    def check_empty(self) -> None:
+        """Check that there are no sums, which states do not include.
+
+        Raises:
+            UsageError: there are.
+        """
+        if self.sums:
+            raise UsageError(
+                "there are gradients of no_sync that no update has used yet; save states after the next step outside it"
+            )

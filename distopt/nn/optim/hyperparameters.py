@@ -1,0 +1,75 @@
+"""Attributes of optimizers (`distopt.nn.optim.optimizer.Optimizer`) that are more than a value."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+from ...errors import UsageError
+from ..core.tensor import Tensor
+from .schedules import Constant, DecayScheduler, checked, number_of
+
+
+class Hyperparameter:
+    """An attribute of an optimizer: assigned a number or a schedule, and read as a schedule.
+
+    `Optimizer.values` has its value at this step.
+
+    Args:
+        below: exclusive upper bound of a number.
+    """
+
+    def __init__(self, below: float = math.inf) -> None:
+        self._below = below
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: Any, owner: type | None = None) -> DecayScheduler:
+        schedule: DecayScheduler = optimizer._schedules[self._name]
+        return schedule
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        if not isinstance(value, (Real, DecayScheduler)):
+            raise UsageError(f"{self._name} is a number or a DecayScheduler, not {value!r}")
+        schedule = value if isinstance(value, DecayScheduler) else Constant(checked(self._name, value, self._below))
+        optimizer.values[self._name] = number_of(schedule(optimizer._steps))
+        optimizer._schedules[self._name] = schedule
+        for param, slots in optimizer._slots.items():  # a momentum that is assigned later needs one more
+            optimizer._slots[param] = {**optimizer._new_slots(param), **slots}
+
+
+class CurrentValue:
+    """A hyperparameter's value at this step as SINGA's scripts see it; see `Optimizer.as_tensor`.
+
+    Assigning a number or a tensor of one element changes it until the next step.
+
+    Args:
+        of: the hyperparameter's name.
+    """
+
+    def __init__(self, of: str) -> None:
+        self._of = of
+
+    def __get__(self, optimizer: Any, owner: type | None = None) -> Tensor:
+        value: Tensor = optimizer.as_tensor(optimizer.values[self._of])
+        return value
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        optimizer.values[self._of] = number_of(value)
+
+
+class SlotView:
+    """A slot as SINGA's scripts see it; see `Optimizer.tensors_of`.
+
+    Args:
+        slot: its name.
+    """
+
+    def __init__(self, slot: str) -> None:
+        self._slot = slot
+
+    def __get__(self, optimizer: Any, owner: type | None = None) -> dict[str | None, Tensor]:
+        slots: dict[str | None, Tensor] = optimizer.tensors_of(self._slot)
+        return slots

@@ -1,0 +1,1 @@
+"""What scripts for SINGA define in its way: operators with `forward` and `backward` on raw tensors. Imports `core`."""
