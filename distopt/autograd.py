@@ -15,7 +15,8 @@ from .errors import explain_absent
 from .nn.core import backward as _autograd
 from .nn.core.backward import gradient_order
 from .nn.core.mode import mode
-from .nn.core.tensor import Operation, Tensor
+from .nn.core.operation import Operation
+from .nn.core.tensor import Tensor
 from .nn.layers.layer import (
     AvgPool1d,
     AvgPool2d,

@@ -15,8 +15,9 @@ from .compress import BFloat16, Codec, ErrorFeedback, Fp16, Fp32, Threshold, Top
 from .dist_opt import DEFAULT_CHECK_EVERY
 from .errors import UsageError, explain_absent
 from .launch import Job, Ticket
+from .nn.core.array import Array
 from .nn.core.raw import RawTensor
-from .nn.core.tensor import Array, Tensor
+from .nn.core.tensor import Tensor
 from .nn.optim import rules as optim
 from .nn.optim.optimizer import check_gradient
 from .nn.optim.rules import *  # noqa: F403 - a face of that module

@@ -8,9 +8,11 @@ import pytest
 
 from distopt import autograd, layer
 from distopt.errors import UsageError
+from distopt.nn.core.arithmetic import MatMul
 from distopt.nn.core.backward import backward
 from distopt.nn.core.mode import mode
-from distopt.nn.core.tensor import MatMul, Operation, Tensor
+from distopt.nn.core.operation import Operation
+from distopt.nn.core.tensor import Tensor
 from distopt.nn.ops import images as operations_images
 from distopt.nn.ops import operations
 

@@ -9,7 +9,8 @@ from distopt import autograd, device, layer, model, opt, tensor
 from distopt.errors import UsageError
 from distopt.nn.core import changes
 from distopt.nn.core.mode import mode
-from distopt.nn.core.tensor import Operation, Tensor
+from distopt.nn.core.operation import Operation
+from distopt.nn.core.tensor import Tensor
 from distopt.nn.ops import operations
 
 F32 = np.float32

@@ -25,8 +25,10 @@ from typing import NamedTuple
 from ...errors import UsageError
 from ..kernels import kernels_of
 from ..kernels.recorder import noted
+from .array import Array
 from .mode import mode
-from .tensor import Array, Operation, Tensor
+from .operation import Operation
+from .tensor import Tensor
 
 
 class Walk(Operation):

@@ -11,14 +11,13 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from ...errors import UsageError
+from .array import Array
 from .mode import mode
-
-Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 
 clock = itertools.count()
 # When memory that still exists, by its address and size, was last changed; when optimizers last updated parameters.

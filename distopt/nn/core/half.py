@@ -10,13 +10,12 @@ activations, which are float16 too, from underflowing; gradients of parameters a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from ..kernels import kernels_of
-
-Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
+from .array import Array
 
 
 def compute(op: Any, arrays: Sequence[Array]) -> Array:

@@ -1,44 +1,32 @@
-"""Tensors, and operations that compute tensors from tensors.
+"""Tensors: arrays with the information that training needs.
 
-A `Tensor` is an array with the information that training needs. An `Operation` computes one tensor and, while
-`mode.training` is on, stays attached to it as its `creator`. The tensors and creators behind a loss are the graph that
-`distopt.nn.core.backward` traverses. Arithmetic on tensors also uses operations, so it has gradients like any layer.
+A tensor that an operation (`core.operation`) has computed keeps it as its `creator`. The tensors and creators behind a
+loss are the graph that `core.backward` walks. Arithmetic on tensors uses operations, too, and so has gradients.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from contextlib import suppress
+from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ...errors import ShapeError, UsageError
-from ...kernels import array_module
+from ...errors import UsageError, check_integer
+from ...kernels import check_unmasked
 from ..devices.device import Device, device_of, get_default_device
-from . import changes, half
-from .mode import Ran, mode
-from .outside import OutsideGraph, settled
-from .raw import raw
-from .values import Array, c_contiguous, float16, float32, float64, int32, int64
-
-Slope: TypeAlias = Callable[..., Array]
-
-__all__ = [
-    "Array",
-    "Operation",
-    "Tensor",
-    "float16",
-    "float32",
-    "float64",
-    "from_raw_tensor",
-    "int32",
-    "int64",
-]
+from . import changes
+from .arithmetic import Add, Div, MatMul, Mul, Reshape, Sub
+from .array import Array, c_contiguous, element_type, float16, float32, float64, in_range, narrowed, settled
+from .mode import mode
+from .operation import Operation
+from .raw import RawTensor, raw
 
 
-class Tensor(OutsideGraph):
+class Tensor:
     """An array on a device.
 
     Args:
@@ -54,6 +42,8 @@ class Tensor(OutsideGraph):
         name: name of a parameter, unique in its model, such as "conv1.W".
 
     Attributes:
+        array: the values, a C-contiguous NumPy or CuPy array. It may be changed in place.
+        device: where they are.
         grad: the last gradient of a parameter. If set, `backward` writes into that tensor's memory.
         creator: the operation that computed this tensor; None for inputs and parameters.
 
@@ -61,7 +51,10 @@ class Tensor(OutsideGraph):
         UsageError: no tensor has that shape, data or dtype.
     """
 
-    __slots__ = ("__weakref__", "_requires_grad", "creator", "grad", "name", "stores_grad")
+    __slots__ = ("__weakref__", "_requires_grad", "array", "creator", "device", "grad", "name", "stores_grad")
+    array: Array
+    device: Device
+    __array_ufunc__ = None  # makes NumPy scalars defer to this class in arithmetic
 
     def __init__(
         self,
@@ -74,14 +67,49 @@ class Tensor(OutsideGraph):
         creator: Operation | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(shape, device, dtype, data)
+        self._allocate(shape, device, dtype, data)
         if stores_grad and self.dtype == float16:
-            super().__init__(shape, device, float32, data)  # the master weights of half precision
+            self._allocate(shape, device, float32, data)  # the master weights of half precision
         self.grad: Tensor | None = None
         self.creator = creator
         self._requires_grad = requires_grad
         self.stores_grad = stores_grad
         self.name = name
+
+    def _allocate(self, shape: Sequence[int], device: Device | None, dtype: DTypeLike | None, data: Any) -> None:
+        """Set `array` and `device`; the arguments are those of the constructor."""
+        if device is not None and not isinstance(device, Device):
+            raise UsageError(f"{device!r} is no device; device.get_default_device() is one")
+        try:
+            dtype = None if dtype is None else element_type(dtype)
+            if data is None:
+                self.device = get_default_device() if device is None else device
+                self.array = self.device.xp.zeros(
+                    [check_integer("a size of the shape", n) for n in shape], float32 if dtype is None else dtype
+                )
+            else:
+                self._take(data, device, dtype)
+        except UsageError:
+            raise
+        except (TypeError, ValueError) as error:
+            what = f"shape {shape!r}" if data is None else f"such data, a {type(data).__name__}"
+            raise UsageError(f"no tensor has {what} ({error}); pass a tuple of sizes or an array of numbers") from None
+
+    def _take(self, data: Any, device: Device | None, dtype: np.dtype[Any] | None) -> None:
+        if type(data) is not np.ndarray:
+            check_unmasked(data)
+            tensor = isinstance(data, Tensor)
+            home, values = (data.device, data.array) if tensor else (device_of(data), data)
+            if tensor or isinstance(data, RawTensor) or home.kind != "cpu":
+                self.device = home if device is None else device
+                dtype = data.dtype if dtype is None else dtype
+                if self.device is home and dtype == data.dtype and not tensor:
+                    self.data = data
+                else:
+                    self.array = self.device.xp.array(home.host(values), dtype, order="C")
+                return
+        self.device = get_default_device() if device is None else device
+        self.array = self.device.xp.array(data, narrowed(data) if dtype is None else dtype, order="C")
 
     @classmethod
     def of(cls, array: Array, device: Device | None = None, requires_grad: bool = True) -> Tensor:
@@ -97,9 +125,66 @@ class Tensor(OutsideGraph):
         tensor._requires_grad, tensor.stores_grad = requires_grad, False
         return tensor
 
+    @classmethod
+    def from_dlpack(cls, array: Any) -> Tensor:
+        """Local. A tensor that shares the memory of an array of any library, such as a PyTorch tensor; keeps its dtype.
+
+        Raises:
+            UsageError: the array is not C-contiguous.
+        """
+        if array.__dlpack_device__()[0] == 1:  # kDLCPU of dlpack.h
+            array = np.asarray(array) if isinstance(array, np.ndarray) else np.from_dlpack(array)
+        else:
+            import cupy
+
+            array = array if isinstance(array, cupy.ndarray) else cupy.from_dlpack(array)
+        return cls.of(array, device_of(array))
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self.array.__dlpack_device__()
+        return device
+
+    # -- attributes --------------------------------------------------------------------------------------------------
     def __repr__(self) -> str:
         label = f"{self.name}, " if self.name else ""
         return f"Tensor({label}{list(self.shape)}, {self.dtype}, {self.device!r})"
+
+    @property
+    def data(self) -> Array:
+        """The values as a raw tensor of SINGA's, which shares their memory; see `distopt.nn.core.raw`."""
+        return raw(self.array)
+
+    @data.setter
+    def data(self, array: Array) -> None:
+        self.array = c_contiguous(array.view(np.ndarray) if isinstance(array, RawTensor) else array)
+        self.device = device_of(array)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The dimensions."""
+        shape: tuple[int, ...] = self.array.shape
+        return shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the elements."""
+        dtype: np.dtype[Any] = self.array.dtype
+        return dtype
+
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    def memsize(self) -> int:
+        """Bytes of the elements."""
+        return self.size() * self.dtype.itemsize
 
     @property
     def requires_grad(self) -> bool:
@@ -119,11 +204,216 @@ class Tensor(OutsideGraph):
         """Whether it was computed from parameters, so that a backward pass goes through it."""
         return self.creator is not None and True in self.creator.needs
 
-    def is_dummy(self) -> bool:
-        """Whether it has no name."""
-        return self.name is None
+    # -- to the host -------------------------------------------------------------------------------------------------
+    def to_numpy(self) -> np.ndarray[Any, Any]:
+        """A copy of the values, as a NumPy array."""
+        return np.array(self.device.host(self.array))
 
-    # -- arithmetic --------------------------------------------------------------------------------------------------
+    numpy = to_numpy  # PyTorch's name
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """The same, for `numpy.asarray` and NumPy's functions.
+
+        Raises:
+            UsageError: `copy` is False.
+        """
+        if copy is False:
+            raise UsageError("an array of a tensor's values is a copy; Tensor.array is the tensor's own memory")
+        return np.array(self.device.host(self.array), dtype)
+
+    def item(self) -> float:
+        """The value of a tensor of one element. Waits for the device; raises the errors of `Device.check`.
+
+        Raises:
+            UsageError: there are more elements, or none.
+        """
+        if self.size() != 1:
+            raise UsageError(f"a tensor of shape {self.shape} is not a number; take one element, or its to_numpy()")
+        value: float = self.array.item()
+        self.device.check()
+        return value
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec else str(self)
+
+    def __bool__(self) -> bool:
+        """The truth of one element; of several it is unknown, so that `a == b` cannot be taken for one answer."""
+        if self.size() != 1:
+            raise UsageError(
+                f"a tensor of shape {self.shape} is neither true nor false; compare it by `is`, or its to_numpy()"
+            )
+        return bool(self.item())
+
+    # -- overwriting -------------------------------------------------------------------------------------------------
+    def changed(self) -> Tensor:
+        """Local. Report a change in place; return this tensor.
+
+        The replay of a recorded step would not repeat it, and a graph may need the old values.
+        """
+        if mode.ran is not None:
+            mode.ran.append("a tensor is changed in place")
+        changes.changed(self.array)
+        return self
+
+    def copy_from_numpy(self, array: np.ndarray[Any, Any], offset: int = 0) -> None:
+        """Overwrite the values with those of `array`, converted to this tensor's dtype.
+
+        Args:
+            array: any shape.
+            offset: index of the first element to overwrite; 0 needs an array of the tensor's size.
+
+        Raises:
+            UsageError: the sizes do not fit.
+        """
+        check_unmasked(array)
+        array = np.asarray(array)
+        offset = check_integer("offset", offset)
+        if offset < 0 or array.size != self.size() - offset:
+            raise UsageError(
+                f"an array of shape {array.shape} does not fill a tensor of shape {self.shape} from element {offset}"
+            )
+        source = self.device.xp.asarray(array, dtype=self.dtype)
+        self.changed().array.reshape(-1)[offset:] = source.reshape(-1)
+
+    def copy_data(self, other: Tensor) -> None:
+        """Overwrite the values with those of `other`, a tensor of the same size on any device."""
+        self.copy_from_numpy(other.device.host(other.array))
+
+    def copy_from(self, source: Tensor | np.ndarray[Any, Any], offset: int = 0) -> None:
+        """As `copy_data` from a tensor, as `copy_from_numpy` from an array."""
+        self.copy_from_numpy(source.device.host(source.array) if isinstance(source, Tensor) else source, offset)
+
+    def set_value(self, value: float) -> Tensor:
+        """Overwrite every element with `value`; return this tensor.
+
+        Raises:
+            UsageError: the elements cannot hold it.
+        """
+        try:
+            self.array.fill(value)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise UsageError(f"elements of {self.dtype} cannot hold {value!r} ({error}); convert by to_type") from None
+        return self.changed()
+
+    def gaussian(self, mean: float = 0.0, std: float = 1.0) -> Tensor:
+        """Overwrite the values with normal random numbers from the device's `host_rng`; return this tensor."""
+        return self._draw("standard_normal", std, mean)
+
+    def uniform(self, low: float = 0.0, high: float = 1.0) -> Tensor:
+        """Overwrite the values with random numbers in [low, high) from the device's `host_rng`; return this tensor."""
+        return self._draw("random", high - low, low)
+
+    def bernoulli(self, p: float) -> Tensor:
+        """Overwrite each element with 1 with probability `p`, else 0, from the device's `host_rng`; return this."""
+        draw = self.device.host_rng.random(self.shape, dtype=float32) < p
+        self.changed().array[...] = self.device.xp.asarray(draw)
+        return self
+
+    def _draw(self, method: str, scale: float, shift: float) -> Tensor:
+        # float16 is rounded from float32, for NumPy draws no float16.
+        dtype = np.dtype(float64 if self.dtype == float64 else float32)
+        draw = getattr(self.device.host_rng, method)(self.shape, dtype=dtype)
+        self.changed().array[...] = self.device.xp.asarray(draw * dtype.type(scale) + dtype.type(shift))
+        return self
+
+    def to_type(self, dtype: DTypeLike) -> Tensor:
+        """Convert the values to `dtype`, in new memory; return this tensor. "float" is float32, "int" int32.
+
+        Raises:
+            UsageError: there is no such type.
+        """
+        self.array = self.array.astype(element_type(dtype))
+        return self.changed()
+
+    def to_device(self, device: Device) -> None:
+        """Move the values to `device`."""
+        if device is not self.device:
+            self.array, self.device = device.xp.asarray(self.device.host(self.array)), device
+            self.changed()
+
+    def to_host(self) -> None:
+        """Move the values to the CPU."""
+        self.to_device(get_default_device())
+
+    # -- new tensors outside the graph -------------------------------------------------------------------------------
+    def copy(self) -> Tensor:
+        """A new tensor that shares the memory of this one, outside the graph, as in SINGA."""
+        return self.of(self.array, self.device)
+
+    def clone(self) -> Tensor:
+        """A new tensor with the same values in memory of its own, outside the graph; no parameter even if this is."""
+        return self.of(self.array.copy(), self.device)
+
+    def as_type(self, dtype: DTypeLike) -> Tensor:
+        """A new tensor with the values converted to `dtype`, outside the graph. "float" is float32, "int" int32.
+
+        Raises:
+            UsageError: there is no such type.
+        """
+        return self.of(self.array.astype(element_type(dtype)), self.device)
+
+    def transpose(self, axes: Sequence[int] | None = None) -> Tensor:
+        """A new tensor with the dimensions in the order `axes` (default: reversed), outside the graph."""
+        return self.compute("transpose", self.clone(), axes)  # NumPy's result may share memory
+
+    def repeat(self, repeats: int | Sequence[int], axis: int | None = None) -> Tensor:
+        """A new tensor that repeats each element, or slice along `axis`, as `numpy.repeat` does; outside the graph."""
+        times = [check_integer("a number of repeats", n, 0) for n in np.ravel(repeats).tolist()]
+        return self.compute("repeat", self, times, axis=axis)
+
+    def __getitem__(self, keys: int | slice | tuple[int | slice, ...]) -> Tensor:
+        """A copy of a part, outside the graph. An index keeps its dimension, with size 1, as in SINGA.
+
+        Raises:
+            UsageError: an index is outside its dimension, or something else than an int or a slice.
+        """
+        keys = keys if isinstance(keys, tuple) else (keys,)
+        if len(keys) > len(self.shape):
+            raise UsageError(f"{len(keys)} indices are too many for a tensor of shape {self.shape}")
+        parts = []
+        for key, size in zip(keys, self.shape, strict=False):
+            if not isinstance(key, slice):
+                try:
+                    index = range(size)[check_integer("an index", key)]
+                except (IndexError, UsageError):
+                    raise UsageError(f"{key!r} does not index the shape {self.shape}; ints and slices do") from None
+                key = slice(index, index + 1)
+            parts.append(key)
+        return self.of(self.array[tuple(parts)].copy(), self.device)
+
+    __iter__ = None  # Python would otherwise iterate by `__getitem__`
+
+    def compute(self, name: str, *operands: Any, **options: Any) -> Tensor:
+        """Local. A new tensor outside the graph: the result of a function that NumPy and CuPy have.
+
+        Args:
+            name: of the function.
+            operands: its arguments: tensors, lists of tensors, and other values; `self` is none unless it is passed.
+            options: its further arguments, by name.
+
+        Returns:
+            A tensor of at least one dimension, on the device of this one, in the type of `settled`; bool becomes 0.0
+            and 1.0.
+
+        Raises:
+            UsageError: the function refuses the arguments.
+        """
+        tensors = [t for x in operands for t in (x if isinstance(x, list) else [x]) if isinstance(t, Tensor)]
+        xp = self.device.xp
+        try:
+            result = getattr(xp, name)(*map(_arrays, operands), **options)
+        except (TypeError, ValueError, IndexError) as error:
+            shapes = ", ".join(str(t.shape) for t in tensors)
+            raise UsageError(f"{name} does not take tensors of shape {shapes}: {error}") from None
+        if result.dtype.kind == "b":
+            result = result.astype(float32)
+        result = settled(result, *[t.array for t in tensors])
+        return self.of(xp.ascontiguousarray(result) if result.ndim else result.reshape(1), self.device)
+
+    # -- arithmetic, part of the graph -------------------------------------------------------------------------------
     def reshape(self, shape: Sequence[int]) -> Tensor:
         """The same elements with other dimensions, where one may be -1."""
         return self._computed(Reshape(shape), self)
@@ -194,10 +484,98 @@ class Tensor(OutsideGraph):
         return out
 
     def operand(self, value: Any) -> Tensor:
-        given = super().operand(value)
-        if given is not value:
-            given.requires_grad = False
-        return given
+        """`value` as a tensor: a number or array has the dtype of this one, or float32 if only the value is a float.
+
+        Integers that the dtype of this one cannot hold keep their NumPy dtype, and so does the result; beyond
+        64 bits they are floats.
+
+        Raises:
+            UsageError: it is neither a tensor nor a number nor an array of numbers.
+        """
+        if isinstance(value, Tensor):
+            return value
+        check_unmasked(value)
+        given = value if hasattr(value, "dtype") else np.asarray(value)
+        if given.dtype.kind == "O" and isinstance(value, int):
+            with suppress(OverflowError):
+                given = np.asarray(float(value))
+        if given.dtype.kind not in "biuf":
+            raise UsageError(f"tensors compute with tensors, arrays and numbers, not with {value!r}")
+        dtype = np.dtype(float32) if given.dtype.kind == "f" != self.dtype.kind else self.dtype
+        if dtype.kind in "iu" and not in_range(given, dtype):
+            dtype = given.dtype
+        xp = self.device.xp
+        # Not `asarray`: on a GPU, it copies from the host, which a graph would not repeat.
+        array = xp.ascontiguousarray(given, dtype) if given.ndim else xp.full((), given.item(), dtype)
+        return self.of(array, self.device, requires_grad=False)
+
+    # -- comparison, outside the graph -------------------------------------------------------------------------------
+    def __eq__(self, other: object) -> Any:
+        """1.0 where equal, else 0.0; False for anything that is not a number, as None.
+
+        Dictionaries and sets of tensors still work by identity, because they compare only keys of equal hash.
+        """
+        return self._compared("equal", other)
+
+    def __ne__(self, other: object) -> Any:
+        """1.0 where not equal, else 0.0; True for anything that is not a number, as None."""
+        return self._compared("not_equal", other)
+
+    __hash__ = object.__hash__
+
+    def _compared(self, name: str, other: object) -> Any:
+        try:
+            value = self.operand(other)
+        except UsageError:
+            return NotImplemented
+        return self.compute(name, self, value)
+
+    def __lt__(self, other: Any) -> Tensor:
+        return self.compute("less", self, self.operand(other))
+
+    def __le__(self, other: Any) -> Tensor:
+        return self.compute("less_equal", self, self.operand(other))
+
+    def __gt__(self, other: Any) -> Tensor:
+        return self.compute("greater", self, self.operand(other))
+
+    def __ge__(self, other: Any) -> Tensor:
+        return self.compute("greater_equal", self, self.operand(other))
+
+    def __floordiv__(self, other: Any) -> Tensor:
+        return self.compute("floor_divide", self, self.operand(other))
+
+    # -- SINGA's -----------------------------------------------------------------------------------------------------
+    deepcopy = contiguous = clone
+
+    def T(self) -> Tensor:  # noqa: N802 - SINGA's name
+        """As `transpose`: a copy, where SINGA's shares memory."""
+        return self.transpose()
+
+    def reset_like(self, other: Tensor) -> None:
+        """Become zeros of the shape, dtype and device of `other`."""
+        self.array, self.device = other.device.xp.zeros(other.shape, other.dtype), other.device
+        self.changed()
+
+    def l1(self) -> float:
+        """Mean of the absolute values, as in SINGA."""
+        return float(np.abs(self.device.host(self.array)).mean(dtype=float64))
+
+    def l2(self) -> float:
+        """Euclidean norm divided by the number of elements, as in SINGA."""
+        return float(np.sqrt(np.square(self.device.host(self.array), dtype=float64).sum())) / self.size()
+
+    def is_empty(self) -> bool:
+        """Whether there are no dimensions, as in SINGA."""
+        return self.shape == ()
+
+    def is_transpose(self) -> bool:
+        """False: the elements are always in the order of their indices."""
+        return False
+
+    def is_dummy(self) -> bool:
+        """Whether it has no name."""
+        return self.name is None
 
 
 def from_raw_tensor(raw: Any) -> Tensor:
@@ -205,200 +583,7 @@ def from_raw_tensor(raw: Any) -> Tensor:
     return Tensor.of(raw.view(np.ndarray) if isinstance(raw, np.ndarray) else raw, device_of(raw))
 
 
-class Operation:
-    """One step of a forward pass. Subclasses implement `forward` and `gradients`; an instance is used for one call.
-
-    Attributes:
-        native: whether, on the CPU, it computes only through kernels of `distopt.nn.kernels.cpu`.
-        saved: arrays that `forward` keeps for `gradients`, released after the backward pass, as are `inputs`.
-        inputs: the arguments, once recorded.
-        needs: for each input, whether a backward pass needs its gradient.
-        half: whether it runs in half precision, see `distopt.nn.core.half`.
-        own_type: whether its result has a type of its own in half precision: float32 for a loss, any for a cast.
-        order: of the recorded call by `changes.clock`; descending order is a valid order for the backward pass.
-    """
-
-    native: ClassVar[bool] = False
-    saved: Any = None
-    inputs: tuple[Tensor, ...] | None = None
-    needs: tuple[bool, ...] = ()
-    half: bool = False
-    own_type: ClassVar[bool] = False
-    order: int
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        """Compute; record the call in training mode."""
-        if not inputs:
-            raise UsageError(f"{type(self).__name__} needs at least one tensor")
-        kind = type(self).__name__
-        try:
-            device, arrays = inputs[0].device, [t.array for t in inputs]
-            if arrays[0].dtype.char == "e":
-                self.half = True
-            data = device.timed(kind, self._compute, arrays) if device.verbosity else self._compute(arrays)
-        except (AttributeError, TypeError):
-            if strange := [type(x).__name__ for x in inputs if not isinstance(x, Tensor)]:
-                raise TypeError(f"{kind} takes tensors, got {strange[0]}; make one with tensor.from_numpy") from None
-            if self.native and inputs[0].dtype.kind != "f":
-                raise UsageError(f"{kind} takes floats, got {inputs[0].dtype}; convert them by to_type") from None
-            raise
-        out = Tensor.of(data, device)
-        if mode.training:
-            self.inputs, self.order, out.creator = inputs, next(changes.clock), self
-            self.needs = tuple([(t.stores_grad and t._requires_grad) or t.in_graph for t in inputs])
-        if mode.ran is not None:
-            mode.ran.append(Ran(self, inputs, out))
-        return out
-
-    def _compute(self, arrays: list[Array]) -> Array:
-        return half.compute(self, arrays) if self.half else self.forward(*arrays)
-
-    def walk(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
-        """`gradients`, in half precision where the forward pass was.
-
-        Raises:
-            UsageError: values that it needs were changed in place meanwhile.
-        """
-        changes.check(self)
-        return half.gradients(self, dy, into) if self.half else self.gradients(dy, into)
-
-    def forward(self, *inputs: Array) -> Array:
-        """The result, C-contiguous. Must not change the inputs."""
-        raise NotImplementedError
-
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
-        """The gradients of the inputs, given that of the result; None where `needs` is False.
-
-        Args:
-            dy: gradient of the result, which this call may overwrite or return.
-            into: for each input that is a parameter, memory for its gradient. Writing the gradient there and returning
-                that array saves a copy; any other array returned is copied there.
-
-        Returns:
-            C-contiguous arrays. No two of them may share memory, since their receivers may overwrite them.
-        """
-        raise NotImplementedError
-
-    def backward(self, dy: Array = None) -> Any:
-        """Local. The gradients of the inputs, for scripts that walk a graph by hand, as SINGA's unit tests do.
-
-        Args:
-            dy: gradient of the result, an array (default: 1, for a loss). It is not changed.
-
-        Returns:
-            A raw tensor, or a tuple of several; inputs that have no gradient, or do not require one, are left out.
-
-        Raises:
-            UsageError: the operation was not recorded, or a backward pass has released it.
-        """
-        if self.inputs is None:
-            raise UsageError(
-                f"{type(self).__name__} was not recorded, or its graph was walked before; compute it in training mode"
-            )
-        x, needs = self.inputs[0], self.needs
-        xp, dtype = x.device.xp, x.dtype if x.dtype.kind == "f" else float32
-        self.needs = tuple([t.requires_grad for t in self.inputs])
-        try:
-            gradients = self.walk(xp.ones(1, dtype) if dy is None else xp.array(dy), [None] * len(needs))
-        finally:
-            self.needs = needs
-        pairs = zip(gradients, self.inputs, strict=True)
-        wanted = tuple([raw(g) for g, t in pairs if g is not None and t.requires_grad])
-        return wanted[0] if len(wanted) == 1 else wanted
-
-
-class Broadcast(Operation):
-    """An element-wise operation on arrays, with NumPy's broadcasting.
-
-    Attributes:
-        reads: whether `gradients` needs the operands, in `saved`.
-        slopes: for each operand, a function of the gradient of the result and, if `reads`, of the operands: its
-            gradient, before the sum over the axes along which it was repeated.
-    """
-
-    reads: ClassVar[bool] = False
-    slopes: ClassVar[tuple[Slope, ...]] = ()
-
-    def value(self, *operands: Array) -> Array:
-        """The result, in NumPy's type for it. A `ValueError` says that the shapes do not fit."""
-        raise NotImplementedError
-
-    def forward(self, *operands: Array) -> Array:
-        self.saved = operands if self.reads else None
-        try:
-            y = self.value(*operands)
-        except ShapeError:
-            raise
-        except ValueError:
-            shapes = " and ".join(str(list(x.shape)) for x in operands)
-            raise ShapeError(
-                f"{type(self).__name__} of shapes {shapes}: dimensions, counted from the last, must be equal or 1"
-            ) from None
-        return settled(y, *operands)
-
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
-        operands = self.saved if self.reads else ()
-        pairs = enumerate(zip(self.slopes, self.needs, strict=True))
-        return [self.reduced(slope(dy, *operands), i) if need else None for i, (slope, need) in pairs]
-
-    def reduced(self, gradient: Array, which: int) -> Array:
-        """The sum of `gradient` over the axes along which input number `which` was repeated, in its type."""
-        assert self.inputs is not None
-        x = self.inputs[which].array
-        if gradient.shape != x.shape:
-            extra = gradient.ndim - x.ndim
-            axes = [i + extra for i, n in enumerate(x.shape) if n == 1]
-            gradient = gradient.sum(axis=(*range(extra), *axes), keepdims=True).reshape(x.shape)
-        dtype = x.dtype if x.dtype.kind == "f" else float32
-        return (gradient if gradient.dtype == dtype else gradient.astype(dtype))[...]
-
-
-def broadcast(name: str, value: Callable[..., Array], *slopes: Slope, reads: bool = True) -> type[Broadcast]:
-    """Local. A kind of `Broadcast` by its attributes."""
-    return type(name, (Broadcast,), {"value": staticmethod(value), "slopes": slopes, "reads": reads})
-
-
-# No two gradients may share memory.
-Add = broadcast("Add", operator.add, lambda dy: dy, lambda dy: dy.copy(), reads=False)
-Sub = broadcast("Sub", operator.sub, lambda dy: dy, operator.neg, reads=False)
-Mul = broadcast("Mul", operator.mul, lambda dy, a, b: dy * b, lambda dy, a, b: dy * a)
-Div = broadcast("Div", operator.truediv, lambda dy, a, b: dy / b, lambda dy, a, b: -dy * a / (b * b))
-
-
-class MatMul(Broadcast):
-    """a [..., n, k] @ b [..., k, m]; the dimensions before the last two are broadcast."""
-
-    reads = True
-
-    def value(self, a: Array, b: Array) -> Array:
-        if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
-            raise ShapeError(f"shapes {a.shape} and {b.shape} have no matrix product; [n, k] @ [k, m] has")
-        return a @ b
-
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
-        a, b = self.saved
-        matmul = array_module(dy).matmul
-        if a.ndim == b.ndim == 2 and a.dtype == b.dtype:
-            da = matmul(dy, b.T, out=into[0]) if self.needs[0] else None
-            return da, matmul(a.T, dy, out=into[1]) if self.needs[1] else None
-        da = self.reduced(matmul(dy, b.swapaxes(-1, -2)), 0) if self.needs[0] else None
-        return da, self.reduced(matmul(a.swapaxes(-1, -2), dy), 1) if self.needs[1] else None
-
-
-class Reshape(Operation):
-    """The elements of x with other dimensions."""
-
-    native = True
-
-    def __init__(self, shape: Sequence[int]) -> None:
-        self.shape = tuple(shape)
-
-    def forward(self, x: Array) -> Array:
-        self.saved = x.shape
-        try:
-            return x.reshape(self.shape)
-        except (TypeError, ValueError):
-            raise ShapeError(f"a tensor of shape {x.shape} cannot take the shape {self.shape}") from None
-
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
-        return (dy.reshape(self.saved),)
+def _arrays(operand: Any) -> Any:
+    if isinstance(operand, Tensor):
+        return operand.array
+    return [_arrays(item) for item in operand] if isinstance(operand, list) else operand

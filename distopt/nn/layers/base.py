@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from ...errors import ShapeError, StateError, UsageError, check_assignment
-from ..core.tensor import Operation, Tensor
+from ..core.operation import Operation
+from ..core.tensor import Tensor
 
 
 class Layer:

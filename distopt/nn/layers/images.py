@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 from ...errors import ShapeError, UsageError, check_integer
 from ..core.mode import mode
-from ..core.tensor import Operation, Tensor
+from ..core.operation import Operation
+from ..core.tensor import Tensor
 from ..kernels.geometry import Padding, Pair, same_padding
 from ..ops import images as operations
 from ..optim.schedules import checked

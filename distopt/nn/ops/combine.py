@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import reduce
 
 from ...kernels import array_module
-from ..core.tensor import Array, Broadcast, broadcast, float32
+from ..core.arithmetic import Broadcast, broadcast
+from ..core.array import Array, float32
 
 # a to the power b, float32 for integers. The gradient of b is 0 where a is 0.
 Pow = broadcast(

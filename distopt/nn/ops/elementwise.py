@@ -9,8 +9,9 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from ...kernels import array_module
-from ..core.outside import settled
-from ..core.tensor import Array, Operation, Tensor
+from ..core.array import Array, settled
+from ..core.operation import Operation
+from ..core.tensor import Tensor
 
 Formula: TypeAlias = Callable[..., Array]  # of (array module, x, *options), and of (array module, x, y, *options)
 

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ...errors import ShapeError, UsageError
-from ..core.tensor import Add, Div, MatMul, Mul, Sub, Tensor
+from ..core.arithmetic import Add, Div, MatMul, Mul, Sub
+from ..core.tensor import Tensor
 from . import combine, elementwise, operations, rows
 from . import index as indices
 from . import shape as rearrange
@@ -113,7 +114,7 @@ def gemm(
         transA: see A.
         transB: see B.
     """
-    operands = (A, B) if C is None else (A, B, C)
+    operands: tuple[Tensor, ...] = (A, B) if C is None else (A, B, C)
     return rows.Gemm(alpha, beta, bool(transA), bool(transB))(*operands)
 
 

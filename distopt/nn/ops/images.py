@@ -11,8 +11,9 @@ from operator import iadd, imul, setitem
 from typing import ClassVar, Protocol, TypeAlias
 
 from ...kernels import array_module
+from ..core.array import Array
 from ..core.mode import mode
-from ..core.tensor import Array, Operation
+from ..core.operation import Operation
 from ..kernels import kernels_of
 from ..kernels.geometry import Padding, Pair, out_size, pool_out, with_border, without_border
 from ..kernels.recorder import noted

@@ -12,7 +12,9 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from ...errors import ShapeError, UsageError, check_integer
 from ...kernels import array_module
-from ..core.tensor import Array, Operation, Tensor, float32, int32
+from ..core.array import Array, float32, int32
+from ..core.operation import Operation
+from ..core.tensor import Tensor
 from .operations import wants_gradient
 from .shape import axes_of
 

@@ -1,7 +1,7 @@
 """The operations of neural networks, on the kernels of `distopt.nn.kernels`; images are in `operations_images`.
 
 Shapes: images are [N, C, H, W], rows are [N, features]. Weights come after their inputs. Parameter gradients are
-written into the memory provided (`into`, see `distopt.nn.core.tensor.Operation`).
+written into the memory provided (`into`, see `Operation`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 
 from ...errors import ShapeError, UsageError
 from ...kernels import array_module
+from ..core.array import Array, settled
 from ..core.mode import mode
-from ..core.outside import settled
-from ..core.tensor import Array, Operation, Tensor
+from ..core.operation import Operation
+from ..core.tensor import Tensor
 from ..kernels import kernels_of
 from .images import Weighted
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from ...errors import ShapeError
 from ...kernels import array_module
-from ..core.outside import settled
-from ..core.tensor import Array, Broadcast, Operation
+from ..core.arithmetic import Broadcast
+from ..core.array import Array, settled
+from ..core.operation import Operation
 
 
 class AddBias(Broadcast):

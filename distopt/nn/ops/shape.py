@@ -14,8 +14,11 @@ import numpy as np
 
 from ...errors import ShapeError, UsageError, check_integer
 from ...kernels import array_module
+from ..core.arithmetic import Broadcast, Reshape
+from ..core.array import Array
+from ..core.operation import Operation
 from ..core.raw import raw
-from ..core.tensor import Array, Broadcast, Operation, Reshape, Tensor
+from ..core.tensor import Tensor
 from .operations import Cat
 
 __all__ = [

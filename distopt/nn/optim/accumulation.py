@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterable, Iterator
 
 from ...errors import UsageError
-from ..core.tensor import Array, Tensor
+from ..core.array import Array
+from ..core.tensor import Tensor
 
 
 class Accumulation:

@@ -15,8 +15,9 @@ from ...errors import StateError, UsageError, check_assignment, check_count
 from ...kernels import kernels_of
 from ..core import backward as autograd
 from ..core import changes
+from ..core.array import Array, float32
 from ..core.mode import mode
-from ..core.tensor import Array, Tensor, float32
+from ..core.tensor import Tensor
 from ..devices.device import get_default_device
 from .accumulation import Accumulation
 from .hyperparameters import CurrentValue, Hyperparameter

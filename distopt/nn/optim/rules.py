@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from numpy.typing import DTypeLike
 
 from ...errors import UsageError
-from ..core.tensor import Array, float32
+from ..core.array import Array, float32
 from ..kernels import kernels_of
 from .hyperparameters import CurrentValue, Hyperparameter, SlotView
 from .optimizer import Optimizer

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import UsageError, number_or_nan
-from ..core.tensor import Tensor, float32
+from ..core.array import float32
+from ..core.tensor import Tensor
 
 
 class DecayScheduler:

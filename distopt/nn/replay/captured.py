@@ -8,7 +8,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..core import backward as autograd
-from ..core.tensor import Array, Tensor
+from ..core.array import Array
+from ..core.tensor import Tensor
 from ..devices.device import Device
 from .step import Piece, RecordedStep
 

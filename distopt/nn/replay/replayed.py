@@ -16,7 +16,8 @@ from typing import Any
 
 from ..core import backward as autograd
 from ..core.mode import Ran, mode
-from ..core.tensor import Operation, Tensor
+from ..core.operation import Operation
+from ..core.tensor import Tensor
 from ..devices.device import Device
 from ..kernels.recorder import recorder
 from .step import CaptureError, Piece, RecordedStep

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from ...errors import DistoptError
 from ..core import backward as autograd
-from ..core.tensor import Array, Tensor
+from ..core.array import Array
+from ..core.tensor import Tensor
 from ..devices.device import Device
 
 

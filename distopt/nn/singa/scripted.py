@@ -8,9 +8,10 @@ from typing import Any
 
 from ...errors import UsageError
 from ...kernels import array_module
-from ..core.outside import settled
+from ..core.array import Array, settled
+from ..core.operation import Operation
 from ..core.raw import raw
-from ..core.tensor import Array, Operation, Tensor
+from ..core.tensor import Tensor
 
 
 class Operator:
