@@ -15,7 +15,7 @@ from .core.mode import mode as process_mode
 from .core.tensor import Tensor
 from .devices.device import Device
 from .layers.base import Layer
-from .layers.images import SyncBatchNorm2d
+from .layers.normalization import SyncBatchNorm2d
 from .replay.graphs import StepGraphs
 
 _FORMAT = {"format": "distopt states", "version": "1"}

@@ -23,7 +23,7 @@ MISTAKES = {
     "options": Mistake("codecs", "distopt.compress.state", ' if key.split("/", 1)[0] in names}', "}"),
     "overlap": Mistake("communicators", "distopt.comm.base", "if count and -part", "if False and -part"),
     "in place": Mistake("operations", "distopt.nn.core.changes", "if mode.last_change < op.order:", "if True:"),
-    "alias": Mistake("operations", "distopt.nn.ops.combine", "(operator.add, xs) if len(xs) > 1 else xs[0].copy()",
+    "alias": Mistake("operations", "distopt.nn.ops.elementwise", "(operator.add, xs) if len(xs) > 1 else xs[0].copy()",
                      "(operator.add, xs)"),
 }  # fmt: skip
 

@@ -18,6 +18,11 @@ Arrays: TypeAlias = Sequence[Array | None]  # one for each input of an operation
 T = TypeVar("T")  # always Tensor
 
 
+def wants_gradient(tensor: Any) -> bool:
+    """Local. Whether a backward pass needs the gradient of `tensor`, which may else be constant data of a script."""
+    return bool((tensor.stores_grad and tensor.requires_grad) or tensor.in_graph)
+
+
 class Operation:
     """One step of a forward pass. Subclasses implement `forward` and `gradients`; an instance is used for one call.
 

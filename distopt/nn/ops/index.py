@@ -1,33 +1,26 @@
-"""Operations that choose elements by index, padding among them, and functions of types and shapes.
-
-All names are SINGA's. An axis may be negative and then counts from the last.
-"""
+"""Operations that choose elements by index, padding among them. A negative axis counts from the last."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import ArrayLike
 
 from ...errors import ShapeError, UsageError, check_integer
 from ...kernels import array_module
 from ..core.array import Array, float32, int32
-from ..core.operation import Operation
+from ..core.operation import Arrays, Operation, wants_gradient
 from ..core.tensor import Tensor
-from .operations import wants_gradient
-from .shape import axes_of
+from .shape import NoGradient, axes_of
 
 __all__ = [
-    "cast",
-    "constant_of_shape",
     "embedding",
     "gather",
     "nonzero",
     "onehot",
     "pad",
     "scatter_elements",
-    "shape",
 ]
 
 
@@ -69,7 +62,7 @@ class Gather(Operation):
         self.saved = x.shape[self.axis]
         return _taken(x, self.index, self.axis)
 
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
         return (_put_back(dy, self.index, self.axis, self.saved),)
 
 
@@ -86,7 +79,7 @@ class Embedding(Operation):
         self.saved = _whole(x).astype(np.int64), len(w)
         return _taken(w, self.saved[0], 0)
 
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
         index, words = self.saved
         dx = array_module(dy).zeros(index.shape, dy.dtype) if self.needs[0] else None
         return dx, _put_back(dy, index, 0, words)
@@ -111,7 +104,7 @@ class ScatterElements(Operation):
             raise UsageError(f"an index of the elements to scatter does not lie in the tensor: {error}") from None
         return y
 
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
         assert self.inputs is not None
         updates = dy[self.key] if wants_gradient(self.inputs[1]) else None
         dy[self.key] = 0
@@ -158,7 +151,7 @@ class Pad(Operation):
         self.saved = x.shape
         return array_module(x).pad(x, self.widths, self.mode, **self.options)
 
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
         if self.mode == "constant":
             inner = [slice(low, low + n) for n, (low, _) in zip(self.saved, self.widths, strict=True)]
             return (dy[tuple(inner)].copy(),)
@@ -189,58 +182,9 @@ def pad(x: Tensor, mode: str, pads: Sequence[int], constant: float = 0.0) -> Ten
     return Pad([(pads[i], pads[n + i]) for i in range(n)], mode, constant)(x)
 
 
-# -- types and numbers ---------------------------------------------------------------------------------------------
-class Cast(Operation):
-    """x in the type `to`. There is a gradient between floats."""
-
-    own_type = True
-
-    def __init__(self, to: DTypeLike) -> None:
-        self.to = np.dtype(to)
-
-    def forward(self, x: Array) -> Array:
-        self.saved = x.dtype
-        return x.astype(self.to)
-
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
-        return (dy.astype(self.saved) if self.saved.kind == self.to.kind == "f" else None,)
-
-
-class NoGradient(Operation):
-    """A function of an array that has no gradient."""
-
-    def __init__(self, function: Callable[[Array], Array]) -> None:
-        self.forward = function  # type: ignore[method-assign]
-
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
-        return (None,)
-
-
-def cast(x: Tensor, to: DTypeLike) -> Tensor:
-    """The values of x in the type `to`."""
-    return Cast(to)(x)
-
-
-def shape(x: Tensor) -> Tensor:
-    """The dimensions of x as a tensor, int32 [dimensions]."""
-    return NoGradient(lambda array: array_module(array).asarray(np.array(array.shape, int32)))(x)
-
-
 def nonzero(x: Tensor) -> Tensor:
     """The positions of the elements of x that are not 0, int32 [dimensions, count]."""
     return NoGradient(lambda array: array_module(array).stack(array.nonzero()).astype(int32))(x)
-
-
-def constant_of_shape(x: Tensor, value: float = 0) -> Tensor:
-    """A tensor of float32 whose dimensions are the elements of x, and whose elements are `value`."""
-
-    def forward(array: Array) -> Array:
-        lengths = [int(n) for n in array.reshape(-1).tolist()]
-        if array.ndim != 1 or min(lengths, default=0) < 0:
-            raise ShapeError(f"a shape is a tensor [dimensions] of lengths, 0 or more; got {array.tolist()}")
-        return array_module(array).full(lengths, value, float32)
-
-    return NoGradient(forward)(x)
 
 
 def onehot(axis: int, indices: Tensor, depth: int | ArrayLike, values: Sequence[float] | ArrayLike) -> Tensor:

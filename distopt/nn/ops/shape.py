@@ -1,11 +1,8 @@
-"""Operations that move, cut and repeat.
-
-All names are SINGA's. An axis may be negative and then counts from the last.
-"""
+"""Operations that move, cut and repeat elements. A negative axis counts from the last."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
@@ -15,18 +12,19 @@ import numpy as np
 from ...errors import ShapeError, UsageError, check_integer
 from ...kernels import array_module
 from ..core.arithmetic import Broadcast, Reshape
-from ..core.array import Array
-from ..core.operation import Operation
+from ..core.array import Array, float32, int32
+from ..core.operation import Arrays, Operation
 from ..core.raw import raw
 from ..core.tensor import Tensor
-from .operations import Cat
 
 __all__ = [
     "cat",
+    "constant_of_shape",
     "depth_to_space",
     "expand",
     "flatten",
     "reshape",
+    "shape",
     "slice",
     "space_to_depth",
     "split",
@@ -72,7 +70,7 @@ def _dense(array: Array) -> Array:
     return array if array.flags.c_contiguous else array.copy()
 
 
-# -- order and shape -----------------------------------------------------------------------------------------------
+# -- order and shape --------------------------------------------------------------------------------------------------
 class Permute(Operation):
     """The elements of x, given the dimensions `parts`, then these in another order, then the dimensions `joined`."""
 
@@ -84,7 +82,7 @@ class Permute(Operation):
         y = _dense(x.reshape(self.parts).transpose(self.axes))
         return y if self.joined is None else y.reshape(self.joined)
 
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
         back = dy.reshape([self.parts[i] for i in self.axes]).transpose(np.argsort(self.axes).tolist())
         return (_dense(back).reshape(self.saved),)
 
@@ -171,7 +169,7 @@ def unsqueeze(x: Tensor, axis: int | Sequence[int] = -1) -> Tensor:
     return Reshape([1 if i in axes else next(rest) for i in range(x.ndim() + len(axes))])(x)
 
 
-# -- parts ---------------------------------------------------------------------------------------------------------
+# -- parts ------------------------------------------------------------------------------------------------------------
 class Slice(Operation):
     """The part of x that slices, one for each dimension, select."""
 
@@ -182,22 +180,10 @@ class Slice(Operation):
         self.saved = x.shape
         return x[self.key].copy()
 
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
         dx = array_module(dy).zeros(self.saved, dy.dtype)
         dx[self.key] = dy
         return (dx,)
-
-
-class Part(Slice):
-    """A part of x, as `split` divides it along `axis`."""
-
-    axis: int
-
-    def backward(self, dy: Array = None, *others: Array) -> Any:
-        """As `Operation.backward`; given the gradients of all parts, in their order, that of x."""
-        if not others:
-            return super().backward(dy)
-        return raw(array_module(dy).concatenate((dy, *others), self.axis))
 
 
 def slice(
@@ -226,6 +212,18 @@ def slice(
     return Slice(key)(x)
 
 
+class Part(Slice):
+    """A part of x, as `split` divides it along `axis`."""
+
+    axis: int
+
+    def backward(self, dy: Array = None, *others: Array) -> Any:
+        """As `Operation.backward`; given the gradients of all parts, in their order, that of x."""
+        if not others:
+            return super().backward(dy)
+        return raw(array_module(dy).concatenate((dy, *others), self.axis))
+
+
 def split(
     x: Tensor, axis: int, parts: Sequence[int] | None = None, num_output: int | None = None
 ) -> tuple[Tensor, ...]:
@@ -245,6 +243,21 @@ def split(
     return tuple(tensors)
 
 
+class Cat(Operation):
+    """Arrays joined along dimension `axis`."""
+
+    def __init__(self, axis: int) -> None:
+        self.axis = axis
+
+    def forward(self, *parts: Array) -> Array:
+        self.saved = [*accumulate(part.shape[self.axis] for part in parts)][:-1]
+        return array_module(parts[0]).concatenate(parts, self.axis)
+
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
+        parts = array_module(dy).split(dy, self.saved, self.axis)
+        return [part.copy() if need else None for part, need in zip(parts, self.needs, strict=True)]
+
+
 def cat(xs: Sequence[Tensor], axis: int = 0) -> Tensor:
     """The tensors `xs`, one at least, joined along dimension `axis`."""
     if not xs:
@@ -257,7 +270,7 @@ def cat(xs: Sequence[Tensor], axis: int = 0) -> Tensor:
         raise ShapeError(f"shapes {shapes} cannot be joined: all but dimension {axis} must be equal") from None
 
 
-# -- repetition ----------------------------------------------------------------------------------------------------
+# -- repetition -------------------------------------------------------------------------------------------------------
 class Repeat(Operation):
     """x repeated along each dimension, as a whole, or each element for itself.
 
@@ -278,7 +291,7 @@ class Repeat(Operation):
         y = array_module(x).broadcast_to(x.reshape(before), after).copy()
         return y.reshape([n * k for n, k in zip(lengths, self.times, strict=True)])
 
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
         shape, after = self.saved
         repeated = tuple(range(int(self.each), len(after), 2))
         return (dy.reshape(after).sum(axis=repeated).reshape(shape),)
@@ -314,7 +327,7 @@ class Expand(Broadcast):
     def value(self, x: Array) -> Array:
         return array_module(x).broadcast_to(x, self.shape).copy()
 
-    def gradients(self, dy: Array, into: Sequence[Array | None]) -> Sequence[Array | None]:
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
         return (self.reduced(dy, 0),)
 
 
@@ -324,3 +337,31 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
         return Expand(np.broadcast_shapes(x.shape, tuple(check_integer("a size of the shape", n) for n in shape)))(x)
     except ValueError:
         raise ShapeError(f"shape {x.shape} does not expand to {tuple(shape)}: only dimensions of length 1 do") from None
+
+
+# -- shapes as tensors ------------------------------------------------------------------------------------------------
+class NoGradient(Operation):
+    """A function of an array that has no gradient."""
+
+    def __init__(self, function: Callable[[Array], Array]) -> None:
+        self.forward = function  # type: ignore[method-assign]
+
+    def gradients(self, dy: Array, into: Arrays) -> Arrays:
+        return (None,)
+
+
+def shape(x: Tensor) -> Tensor:
+    """The dimensions of x as a tensor, int32 [dimensions]."""
+    return NoGradient(lambda array: array_module(array).asarray(np.array(array.shape, int32)))(x)
+
+
+def constant_of_shape(x: Tensor, value: float = 0) -> Tensor:
+    """A tensor of float32 whose dimensions are the elements of x, and whose elements are `value`."""
+
+    def forward(array: Array) -> Array:
+        lengths = [int(n) for n in array.reshape(-1).tolist()]
+        if array.ndim != 1 or min(lengths, default=0) < 0:
+            raise ShapeError(f"a shape is a tensor [dimensions] of lengths, 0 or more; got {array.tolist()}")
+        return array_module(array).full(lengths, value, float32)
+
+    return NoGradient(forward)(x)

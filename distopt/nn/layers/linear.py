@@ -1,4 +1,4 @@
-"""Layers: operations with parameters, whose shapes are determined by the first input."""
+"""Layers that multiply rows [N, inputs] by a weight."""
 
 from __future__ import annotations
 
@@ -6,32 +6,14 @@ from collections.abc import Sequence
 
 from ...errors import ShapeError, UsageError, check_integer
 from ..core.tensor import Tensor
-from ..ops import functions, operations
-from ..optim.schedules import checked
-from . import images as layer_images
+from ..ops import matrix
 from . import initializer
-from .base import Layer as Layer  # noqa: PLC0414 - one of the names above
 from .base import TensorLayer, has_relu
-from .images import *  # noqa: F403 - the other half of this module
 
 __all__ = [
-    "Add",
-    "BinaryCrossEntropy",
-    "Cat",
-    "CrossEntropy",
-    "Dropout",
-    "Flatten",
     "Gemm",
-    "Layer",
     "Linear",
-    "MeanSquareError",
-    "ReLU",
-    "Reshape",
-    "Sigmoid",
-    "SoftMax",
-    "SoftMaxCrossEntropy",
 ]
-__all__ += layer_images.__all__
 
 
 class Linear(TensorLayer):
@@ -75,7 +57,7 @@ class Linear(TensorLayer):
         if x.shape[1] != self.in_features:
             raise ShapeError(f"{self._label} expects {self.in_features} inputs, got {x.shape[1]}")
         self._check_dtype(x, self.W)
-        operation = operations.Linear(self.relu)
+        operation = matrix.Linear(self.relu)
         return operation(x, self.W, self.b) if self.bias else operation(x, self.W)
 
 
@@ -131,97 +113,4 @@ class Gemm(TensorLayer):
             raise ShapeError(f"{self._label} expects {inputs} inputs, got {self._inputs(x)}")
         self._check_dtype(x, self.W)
         bias = self.b if self.bias else None
-        return functions.gemm(x, self.W, bias, self.alpha, self.beta, self.transA, self.transB)
-
-
-class ReLU(TensorLayer):
-    """max(x, 0)."""
-
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        return functions.relu(x)
-
-
-class Sigmoid(TensorLayer):
-    """1 / (1 + exp(-x))."""
-
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        return functions.sigmoid(x)
-
-
-class SoftMax(TensorLayer):
-    """exp(x) / sum(exp(x)) over the last dimension."""
-
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        return functions.softmax(x)
-
-
-class Flatten(TensorLayer):
-    """Reshape to a matrix: dimensions before `axis` become rows, the others columns."""
-
-    def __init__(self, axis: int = 1) -> None:
-        self.axis = axis
-
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        return functions.flatten(x, self.axis)
-
-
-class Reshape(TensorLayer):
-    """The same elements with the dimensions `shape`, where one may be -1."""
-
-    def forward(self, x: Tensor, shape: Sequence[int]) -> Tensor:  # noqa: D102
-        return x.reshape(shape)
-
-
-class Dropout(TensorLayer):
-    """In training, zeroes elements with probability `ratio` and scales the others by 1 / (1 - ratio)."""
-
-    def __init__(self, ratio: float = 0.5) -> None:
-        self.ratio = checked("dropout ratio", ratio, below=1)
-
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        return functions.dropout(x, self.ratio)
-
-
-class Add(TensorLayer):
-    """The sum of two tensors."""
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:  # noqa: D102
-        return functions.add(a, b)
-
-
-class Cat(TensorLayer):
-    """A list of tensors joined along dimension `axis`."""
-
-    def __init__(self, axis: int = 0) -> None:
-        self.axis = axis
-
-    def forward(self, xs: Sequence[Tensor]) -> Tensor:  # noqa: D102
-        return functions.cat(xs, self.axis)
-
-
-class SoftMaxCrossEntropy(TensorLayer):
-    """Mean cross entropy of softmax(logits); see `functions.softmax_cross_entropy`."""
-
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:  # noqa: D102
-        return functions.softmax_cross_entropy(logits, labels)
-
-
-class CrossEntropy(TensorLayer):
-    """Mean cross entropy of probabilities; see `functions.cross_entropy`."""
-
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:  # noqa: D102
-        return functions.cross_entropy(x, t)
-
-
-class BinaryCrossEntropy(TensorLayer):
-    """Mean cross entropy of probabilities of two classes each; see `functions.binary_cross_entropy`."""
-
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:  # noqa: D102
-        return functions.binary_cross_entropy(x, t)
-
-
-class MeanSquareError(TensorLayer):
-    """Mean over all elements of (x - target)**2."""
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:  # noqa: D102
-        return functions.mse_loss(x, target)
+        return matrix.gemm(x, self.W, bias, self.alpha, self.beta, self.transA, self.transB)
