@@ -65,8 +65,7 @@ __all__ = [
     "training",
 ]
 _FILES = _elementwise, _index, _loss, _matrix, _pooling, _reduction, _shape
-_FUNCTIONS = [name for file in _FILES for name in file.__all__]
-__all__ += _FUNCTIONS
+__all__ += [name for file in _FILES for name in file.__all__]
 
 training: bool  # a property of the module, see below
 

@@ -27,10 +27,12 @@ from .launch import Job
 from .nn.core import backward as autograd
 from .nn.core.mode import mode
 from .nn.core.tensor import Tensor
-from .nn.devices.device import Device, find_gpu, get_default_device, tell_once
+from .nn.devices.device import Device, get_default_device
+from .nn.devices.discovery import find_gpu
+from .nn.notices import tell_once
 from .nn.optim.accumulation import Accumulation
 from .nn.optim.hyperparameters import CurrentValue, Hyperparameter
-from .nn.optim.rules import Optimizer
+from .nn.optim.optimizer import Optimizer
 from .settings import Settings
 from .sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from .sync.layout import Layout, under

@@ -18,15 +18,17 @@ from .launch import Job, Ticket
 from .nn.core.array import Array
 from .nn.core.raw import RawTensor
 from .nn.core.tensor import Tensor
-from .nn.optim import rules as optim
-from .nn.optim.optimizer import check_gradient
-from .nn.optim.rules import *  # noqa: F403 - a face of that module
-from .nn.optim.rules import SGD, Optimizer
+from .nn.optim import rules, schedules
+from .nn.optim.optimizer import Optimizer, check_gradient
+from .nn.optim.rules import *  # noqa: F403 - a face of these modules
+from .nn.optim.rules import SGD
+from .nn.optim.schedules import *  # noqa: F403
 from .sync.by_hand import Fusion, memory_of
 from .sync.engine import DEFAULT_BUCKET_ELEMENTS, NonFinite
 
-__all__ = ["DIST_OPTIONS", "DistOpt"]
-__all__ += optim.__all__
+__all__ = ["DIST_OPTIONS", "DistOpt", "Optimizer"]
+__all__ += rules.__all__
+__all__ += schedules.__all__
 
 # The values of the scripts' `dist_option`.
 PARTIAL = "partialUpdate"

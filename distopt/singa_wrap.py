@@ -15,7 +15,7 @@ from .errors import absent_name
 from .launch.join.multiprocess import Ticket as NcclIdHolder
 from .nn.core.raw import RawTensor as Tensor
 from .nn.core.tensor import from_raw_tensor
-from .nn.devices.device import gpu_is_usable
+from .nn.devices.discovery import gpu_is_usable
 
 __all__ = ["USE_CUDA", "USE_DIST", "Gaussian", "NcclIdHolder", "Tensor"]
 

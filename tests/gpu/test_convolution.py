@@ -15,10 +15,10 @@ require_gpu()
 
 import cupy  # noqa: E402
 
-from distopt import autograd  # noqa: E402
+from distopt import autograd, device  # noqa: E402
 from distopt.errors import MissingDependencyError, UsageError  # noqa: E402
 from distopt.nn.core.tensor import Tensor  # noqa: E402
-from distopt.nn.devices import device  # noqa: E402
+from distopt.nn.devices.discovery import find_cudnn  # noqa: E402
 from distopt.nn.kernels import gpu, gpu_cudnn  # noqa: E402
 from distopt.nn.ops import convolution, pooling  # noqa: E402
 from tests import reference  # noqa: E402
@@ -30,7 +30,7 @@ from tests.unit.test_ops import array, dtype, near, test_conv2d, test_conv2d_max
 
 @pytest.fixture(params=["cudnn", "lowering"], autouse=True)
 def road(request, monkeypatch):
-    cudnn, missing = device.find_cudnn()
+    cudnn, missing = find_cudnn()
     if request.param == "cudnn" and cudnn is None:
         pytest.skip(missing)
     monkeypatch.setattr(on_cpu, "cpu", hosted)

@@ -13,7 +13,7 @@ from distopt.errors import MissingDependencyError, UsageError
 
 @pytest.fixture
 def untold(monkeypatch):
-    monkeypatch.setattr("distopt.nn.devices.device._told", set())
+    monkeypatch.setattr("distopt.nn.notices._told", set())
     monkeypatch.delenv("DISTOPT_DEVICE", raising=False)
 
 

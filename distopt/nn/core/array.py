@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ...errors import UsageError
-from ..devices.device import tell_once
+from ..notices import tell_once
 
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray
 

@@ -1,39 +1,21 @@
-"""Devices: each has an array module, random generators and a profile of its operations.
-
-Method names follow SINGA.
-"""
+"""Devices: each has an array module, random generators and a profile of its operations. Method names follow SINGA."""
 
 from __future__ import annotations
 
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable
-from importlib import import_module
+from collections.abc import Callable
 from time import perf_counter
 from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 
-from ...errors import MissingDependencyError, UsageError, check_integer, pip_install
-from ...settings import Settings
-
-__all__ = [
-    "Device",
-    "create_cpu_device",
-    "create_cuda_gpu",
-    "create_cuda_gpu_on",
-    "create_cuda_gpus",
-    "create_cuda_gpus_on",
-    "enable_lazy_alloc",
-    "get_default_device",
-    "get_gpu_ids",
-    "get_num_gpus",
-]
+from ...errors import UsageError, check_integer
+from .label_flag import check_labels
 
 T = TypeVar("T")
-_INSTALL = f"{pip_install('cuda13')} (with a driver for CUDA 12: cupy-cuda12x and so on)"
 
 _log = logging.getLogger("distopt")
 
@@ -125,8 +107,8 @@ class Device:
         Raises:
             UsageError: a label of a cross entropy was out of range; its loss and gradients are NaN.
         """
-        if self.kind == "cuda" and self._index in _label_flags:
-            _label_flags[self._index].check()
+        if self.kind == "cuda":
+            check_labels(self._index)
 
     # -- profile -----------------------------------------------------------------------------------------------------
     def SetVerbosity(self, verbosity: int) -> None:  # noqa: N802
@@ -178,92 +160,13 @@ class Device:
         self.graph_generation += 1
 
 
-class LabelFlag:
-    """Host memory in which GPU kernels record a label that is out of range.
-
-    Attributes:
-        address: device-accessible address of four int64: whether one was found, its sample, the label, the number of
-            classes.
-    """
-
-    def __init__(self, cupy: Any) -> None:
-        memory = cupy.cuda.alloc_pinned_memory(32)
-        self.address: int = memory.ptr
-        self._values = np.frombuffer(memory, np.int64, 4)
-        self._values[:] = 0
-
-    def check(self) -> None:
-        """Raise an error if a label was recorded, once.
-
-        Raises:
-            UsageError: a label was out of range.
-        """
-        found, sample, label, classes = self._values.tolist()
-        if found:
-            self._values[0] = 0
-            raise UsageError(f"label {label} of sample {sample} is outside 0 ... {classes - 1}")
-
-
-_label_flags: dict[int, LabelFlag] = {}
-
-
-def label_flag(index: int) -> LabelFlag:
-    """Local. The flag of GPU `index`, which must be the current one."""
-    if index not in _label_flags:
-        import cupy
-
-        _label_flags[index] = LabelFlag(cupy)
-    return _label_flags[index]
-
-
 _cpu = Device("cpu", 0, np)
 _gpus: dict[int, Device] = {}
-_told: set[str] = set()
 
 
 def get_default_device() -> Device:
     """The CPU. All calls return the same object."""
     return _cpu
-
-
-create_cpu_device = get_default_device
-
-
-def create_cuda_gpu() -> Device:
-    """The first GPU that is visible; see `create_cuda_gpu_on`."""
-    return create_cuda_gpu_on(0)
-
-
-def create_cuda_gpus_on(device_ids: Iterable[int]) -> list[Device]:
-    """`create_cuda_gpu_on` of each number; the last of the GPUs becomes the current one."""
-    return [create_cuda_gpu_on(device_id) for device_id in device_ids]
-
-
-def create_cuda_gpus(count: int) -> list[Device]:
-    """The first `count` GPUs that are visible; see `create_cuda_gpus_on`."""
-    return create_cuda_gpus_on(range(check_integer("the number of GPUs", count, 0)))
-
-
-def create_cuda_gpu_on(device_id: int) -> Device:
-    """GPU number `device_id` of those visible to this process; it becomes the current one.
-
-    If no GPU can be used, this returns the CPU and logs once what is missing. `DISTOPT_DEVICE=cpu` selects the CPU
-    without a notice; `DISTOPT_DEVICE=cuda` makes a missing GPU an error.
-
-    Raises:
-        MissingDependencyError: DISTOPT_DEVICE=cuda and no GPU can be used.
-        UsageError: there are GPUs, but none with this number.
-    """
-    device, missing = find_gpu(device_id)
-    if device is not None:
-        return device
-    if missing:
-        tell_once(f"using the CPU: {missing} (DISTOPT_DEVICE=cpu stops this notice)")
-    return _cpu
-
-
-def enable_lazy_alloc(enable: bool) -> None:
-    """Accepted for SINGA's scripts, and ignored: a tensor's memory is taken when the tensor is made."""
 
 
 def device_of(array: Any) -> Device:
@@ -272,97 +175,12 @@ def device_of(array: Any) -> Device:
     if cupy is None or isinstance(array, np.ndarray) or not isinstance(array, cupy.ndarray):
         return _cpu
     index = array.device.id
-    return _gpus[index] if index in _gpus else _gpu(cupy, index)
+    return _gpus[index] if index in _gpus else gpu(cupy, index)
 
 
-def gpu_is_usable() -> bool:
-    """Local. Whether `create_cuda_gpu` would return a GPU.
-
-    This loads CUDA's driver, which does not work any more in processes forked afterwards.
-    """
-    return Settings.from_env().device != "cpu" and find_cupy()[0] is not None
-
-
-def get_num_gpus() -> int:
-    """Number of GPUs that `create_cuda_gpu_on` accepts, 0 if it would return the CPU; see `gpu_is_usable`."""
-    return find_cupy()[0].cuda.runtime.getDeviceCount() if gpu_is_usable() else 0
-
-
-def get_gpu_ids() -> list[int]:
-    """Their numbers, from 0."""
-    return [*range(get_num_gpus())]
-
-
-def tell_once(text: str) -> None:
-    """Local. Log `text` as a warning, unless this process has done so before."""
-    if text not in _told:
-        _told.add(text)
-        _log.warning("%s", text)
-
-
-def find_gpu(device_id: int) -> tuple[Device | None, str]:
-    """Local. Like `create_cuda_gpu_on`, but without a notice: if no GPU can be used, None and what is missing.
-
-    Raises:
-        MissingDependencyError: DISTOPT_DEVICE=cuda and no GPU can be used.
-        UsageError: there are GPUs, but none with this number.
-    """
-    wish = Settings.from_env().device
-    if wish == "cpu":
-        return None, ""
-    cupy, missing = find_cupy()
-    if cupy is not None:
-        seen, device_id = cupy.cuda.runtime.getDeviceCount(), check_integer("device_id", device_id)
-        if not 0 <= device_id < seen:
-            raise UsageError(f"there is no GPU {device_id}: {seen} visible (numbered from 0), see CUDA_VISIBLE_DEVICES")
-        try:
-            return _gpu(cupy, device_id), ""
-        except (RuntimeError, MemoryError) as error:
-            cure = "end the processes that nvidia-smi lists, or choose another by CUDA_VISIBLE_DEVICES"
-            missing = f"GPU {device_id} cannot be used ({error}); {cure}"
-    if wish == "cuda":
-        raise MissingDependencyError(f"DISTOPT_DEVICE=cuda, but {missing}")
-    return None, missing
-
-
-def _gpu(cupy: Any, index: int) -> Device:
+def gpu(cupy: Any, index: int) -> Device:
+    """Local. GPU `index`, which becomes the current one of `cupy`. All calls return the same object."""
     cupy.cuda.Device(index).use()
     if index not in _gpus:
         _gpus[index] = Device("cuda", index, cupy)
     return _gpus[index]
-
-
-def find_cupy() -> tuple[Any, str]:
-    """Local. CuPy if it sees a GPU that distopt can use; otherwise None, and what is missing and how to fix it."""
-    try:
-        import_module("distopt._cuda")
-    except ImportError as error:
-        return None, (
-            f"distopt was built without _cuda ({error}); install the CUDA toolkit (nvcc), then distopt again with "
-            "DISTOPT_CUDA=ON (docs/gpu.md)"
-        )
-    try:
-        import cupy
-    except ImportError as error:
-        return None, f"CuPy cannot be imported ({error}); {_INSTALL}"
-    try:
-        cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        return None, f"no GPU answers ({error}); install NVIDIA's driver, or a newer one, or check CUDA_VISIBLE_DEVICES"
-    return cupy, ""
-
-
-def find_cudnn() -> tuple[Any, str]:
-    """Local. cuDNN's Python package if it has found cuDNN; otherwise None, and what is missing and how to fix it.
-
-    The package looks for libcudnn.so.9 in the folders of LD_LIBRARY_PATH, then in the wheel nvidia-cudnn-cu12 or -cu13.
-    """
-    try:
-        import cudnn
-    except (ImportError, OSError, AssertionError) as error:  # AssertionError: two cuDNNs, or one that cannot be loaded
-        return None, f"cudnn-frontend cannot be imported ({error}); {_INSTALL}"
-    try:
-        cudnn.backend_version()
-    except RuntimeError as error:
-        return None, f"cudnn-frontend {cudnn.__version__} finds no libcudnn.so.9 ({error}); {_INSTALL}"
-    return cudnn, ""

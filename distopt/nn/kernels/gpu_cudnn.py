@@ -24,7 +24,7 @@ import cupy
 
 from ...errors import MissingDependencyError
 from ...settings import Settings
-from ..devices.device import find_cudnn
+from ..devices.discovery import find_cudnn
 from .gpu_base import Array, code_of, current_stream
 
 ALIGNMENT_BYTES = 16  # alignment of every array that cudnn-frontend promises to engines

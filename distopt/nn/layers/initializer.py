@@ -11,26 +11,20 @@ from math import prod, sqrt
 
 import numpy as np
 
-from ...errors import UsageError, check_integer
+from ...errors import UsageError
 from ..core.tensor import Tensor
 
 __all__ = [
     "constant",
     "eye",
-    "gaussian",
-    "glorot",
     "glorot_normal",
     "glorot_uniform",
     "he_normal",
     "he_uniform",
     "lecun_normal",
     "lecun_uniform",
-    "msra",
     "orthogonal",
     "uniform",
-    "xavier",
-    "xavier_normal",
-    "xavier_uniform",
     "zero",
 ]
 
@@ -79,10 +73,6 @@ def glorot_normal(t: Tensor) -> None:
     t.gaussian(0.0, sqrt(2 / sum(_fans(t))))
 
 
-xavier_uniform = glorot_uniform
-xavier_normal = glorot_normal
-
-
 def orthogonal(t: Tensor, gain: float = 1.0) -> None:
     """A random matrix with orthonormal rows or columns, whichever are fewer, times `gain`.
 
@@ -124,38 +114,3 @@ def constant(t: Tensor, value: float = 0.0) -> None:
 def zero(t: Tensor) -> None:
     """Every element 0."""
     t.set_value(0.0)
-
-
-# -- SINGA's older names -----------------------------------------------------------------------------------------------
-def gaussian(t: Tensor, fan_in: int = 0, fan_out: int = 0) -> None:
-    """Normal with variance 2 over the mean of the fans that are given (He et al., arXiv 1502.01852).
-
-    `Tensor.gaussian` takes mean and standard deviation.
-
-    Raises:
-        UsageError: no fan is given, or one is not a count.
-    """
-    try:
-        fans = check_integer("fan_in", fan_in, 0), check_integer("fan_out", fan_out, 0)
-    except UsageError as error:
-        raise UsageError(f"{error}; t.gaussian(mean, std) takes mean and standard deviation") from None
-    given = [fan for fan in fans if fan]
-    if not given:
-        raise UsageError("initializer.gaussian takes fan_in and fan_out; one of them may be 0, not both")
-    t.gaussian(0.0, sqrt(2 * len(given) / sum(given)))
-
-
-def xavier(t: Tensor) -> None:
-    """`glorot_uniform` for a matrix; of other tensors, only the first two dimensions count as fans."""
-    limit = sqrt(6 / sum(t.shape[:2]))
-    t.uniform(-limit, limit)
-
-
-def glorot(t: Tensor) -> None:
-    """`glorot_normal` for a matrix; of other tensors, only the first two dimensions count as fans."""
-    t.gaussian(0.0, sqrt(2 / sum(t.shape[:2])))
-
-
-def msra(t: Tensor) -> None:
-    """`he_normal` for a matrix; of other tensors, only the first dimension counts as fan_in."""
-    t.gaussian(0.0, sqrt(2 / t.shape[0]))

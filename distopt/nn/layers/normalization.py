@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ...errors import UsageError, check_integer
 from ..core.mode import mode
+from ..core.numbers import checked
 from ..core.tensor import Tensor
 from ..ops import normalization
-from ..optim.schedules import checked
 from .base import TensorLayer
 
 __all__ = [

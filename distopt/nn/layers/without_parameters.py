@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..core.numbers import checked
 from ..core.tensor import Tensor
 from ..ops import elementwise, loss, reduction, shape
-from ..optim.schedules import checked
 from .base import TensorLayer
 
 __all__ = [

@@ -7,8 +7,9 @@ from numbers import Real
 from typing import Any
 
 from ...errors import UsageError
+from ..core.numbers import checked, number_of
 from ..core.tensor import Tensor
-from .schedules import Constant, DecayScheduler, checked, number_of
+from .schedules import Constant, DecayScheduler
 
 
 class Hyperparameter:

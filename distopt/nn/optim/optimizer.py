@@ -17,11 +17,12 @@ from ..core import backward as autograd
 from ..core import changes
 from ..core.array import Array, float32
 from ..core.mode import mode
+from ..core.numbers import number_of
 from ..core.tensor import Tensor
 from ..devices.device import get_default_device
 from .accumulation import Accumulation
 from .hyperparameters import CurrentValue, Hyperparameter
-from .schedules import DecayScheduler, number_of
+from .schedules import DecayScheduler
 
 
 class Optimizer:

@@ -15,22 +15,9 @@ from ..core.array import Array, float32
 from ..kernels import kernels_of
 from .hyperparameters import CurrentValue, Hyperparameter, SlotView
 from .optimizer import Optimizer
-from .schedules import Constant, CosineDecay, DecayScheduler, ExponentialDecay, LinearWarmUp, StepDecay
+from .schedules import Constant, DecayScheduler
 
-__all__ = [
-    "SGD",
-    "AdaGrad",
-    "Adam",
-    "AdamW",
-    "Constant",
-    "CosineDecay",
-    "DecayScheduler",
-    "ExponentialDecay",
-    "LinearWarmUp",
-    "Optimizer",
-    "RMSProp",
-    "StepDecay",
-]
+__all__ = ["SGD", "AdaGrad", "Adam", "AdamW", "RMSProp"]
 
 
 class SGD(Optimizer):

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
 from ...errors import UsageError, number_or_nan
 from ..core.array import float32
+from ..core.numbers import checked, number_of
 from ..core.tensor import Tensor
+
+__all__ = ["Constant", "CosineDecay", "DecayScheduler", "ExponentialDecay", "LinearWarmUp", "StepDecay"]
 
 
 class DecayScheduler:
@@ -166,33 +167,6 @@ def _positive(what: str, value: Any) -> float:
     if not 0 < number < math.inf:
         raise UsageError(f"{what} is a number of steps, 1 or more; got {value!r}")
     return number
-
-
-def checked(what: str, value: Any, below: float = math.inf) -> float:
-    """Local. `value` as a float.
-
-    Raises:
-        UsageError: it is not a number, negative, or not less than `below`.
-    """
-    number = number_or_nan(value)
-    if not 0 <= number < below:
-        limits = "a finite number of at least 0" if below == math.inf else f"a number in [0, {below})"
-        raise UsageError(f"{what} {value!r} is not {limits}")
-    return number
-
-
-def number_of(value: Any) -> float:
-    """Local. A number, or a tensor or array of one element, as a float.
-
-    Raises:
-        UsageError: it is something else.
-    """
-    if isinstance(value, float):
-        return value
-    array = value.to_numpy() if isinstance(value, Tensor) else np.asarray(value)
-    if array.size != 1 or array.dtype.kind not in "biuf":
-        raise UsageError(f"{value!r} is neither a number nor a tensor of one element; schedules and states need one")
-    return float(array.item())
 
 
 def _like(step: Any, value: Any) -> Any:

@@ -26,7 +26,8 @@ from typing import Any
 
 from ..core.mode import mode
 from ..core.tensor import Tensor
-from ..devices.device import Device, tell_once
+from ..devices.device import Device
+from ..notices import tell_once
 from .captured import CapturedStep
 from .replayed import ReplayedStep
 from .step import CaptureError, OptimizerCall, RecordedStep, early_text, text_of
