@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from .errors import explain_absent
-from .nn.core import backward as _autograd
-from .nn.core.backward import gradient_order
+from .nn.core import autograd as _autograd
+from .nn.core.autograd import gradient_order
 from .nn.core.mode import mode
 from .nn.core.operation import Operation
 from .nn.core.tensor import Tensor
@@ -71,7 +71,7 @@ training: bool  # a property of the module, see below
 
 
 def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Local. Yield (parameter, gradient) for all parameters behind `y`; see `distopt.nn.core.backward.backward`.
+    """Local. Yield (parameter, gradient) for all parameters behind `y`; see `distopt.nn.core.autograd.backward`.
 
     As in SINGA, the graph can be used again, by an optimizer too, until `y` is gone or an optimizer has used it.
     """

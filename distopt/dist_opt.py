@@ -24,7 +24,7 @@ from .compress import CODECS, Codec, CommunicationStatistics
 from .compress.state import States
 from .errors import UsageError, absent_name, check_assignment, names_of
 from .launch import Job
-from .nn.core import backward as autograd
+from .nn.core import autograd
 from .nn.core.mode import mode
 from .nn.core.tensor import Tensor
 from .nn.devices.device import Device, get_default_device

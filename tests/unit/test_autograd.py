@@ -9,7 +9,7 @@ import pytest
 from distopt import autograd, layer
 from distopt.errors import UsageError
 from distopt.nn.core.arithmetic import MatMul
-from distopt.nn.core.backward import backward
+from distopt.nn.core.autograd import backward
 from distopt.nn.core.mode import mode
 from distopt.nn.core.operation import Operation
 from distopt.nn.core.tensor import Tensor

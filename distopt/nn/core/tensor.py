@@ -1,7 +1,7 @@
 """Tensors: arrays with the information that training needs.
 
 A tensor that an operation (`core.operation`) has computed keeps it as its `creator`. The tensors and creators behind a
-loss are the graph that `core.backward` walks. Arithmetic on tensors uses operations, too, and so has gradients.
+loss are the graph that `core.autograd` walks. Arithmetic on tensors uses operations, too, and so has gradients.
 """
 
 from __future__ import annotations

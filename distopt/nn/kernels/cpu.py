@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ... import _core
 from ...errors import UsageError
 from .geometry import out_size, pool_out, with_border, without_border
-from .pool import empty
+from .memory import empty
 from .recorder import noted
 
 Array = NDArray[Any]

@@ -13,8 +13,7 @@ from numpy.typing import DTypeLike
 
 from ...errors import StateError, UsageError, check_assignment, check_count
 from ...kernels import kernels_of
-from ..core import backward as autograd
-from ..core import changes
+from ..core import autograd, changes
 from ..core.array import Array, float32
 from ..core.mode import mode
 from ..core.numbers import number_of

@@ -7,7 +7,7 @@ import gc
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
-from ..core import backward as autograd
+from ..core import autograd
 from ..core.array import Array
 from ..core.tensor import Tensor
 from ..devices.device import Device

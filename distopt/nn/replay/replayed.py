@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
-from ..core import backward as autograd
+from ..core import autograd
 from ..core.mode import Ran, mode
 from ..core.operation import Operation
 from ..core.tensor import Tensor

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ...errors import DistoptError
-from ..core import backward as autograd
+from ..core import autograd
 from ..core.array import Array
 from ..core.tensor import Tensor
 from ..devices.device import Device
