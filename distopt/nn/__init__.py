@@ -1,5 +1,5 @@
 """Tensors, operations, layers, models and optimizers over NumPy and CuPy.
 
-From below: `devices`, `kernels`, `core`, `ops`, `layers`; `optim` and `replay` stand on `core`; `model` on all of them.
-This room imports errors, settings, files and flat kernels; it never knows another rank, a launcher or a codec.
+Imports go down: `model`; `layers` and `ops`, `optim`, `replay`, `singa`, `staging`; `core`; `kernels`; `devices`. From
+outside, the room imports errors, settings, files and `distopt.kernels`. It never knows another rank, launcher or codec.
 """

@@ -1,4 +1,4 @@
-"""Transfer of batches to the device, while the device still computes on the previous batch."""
+"""Transfer of batches to the device while it still computes on the previous batch."""
 
 from __future__ import annotations
 

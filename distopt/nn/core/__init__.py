@@ -1,4 +1,4 @@
-"""Tensors, the operations that compute them, and the backward pass through what they have computed.
+"""Tensors, the base of the operations that compute them, and the backward pass.
 
-Imports kernels and devices only; knows no layer, no optimizer and no other rank.
+Imports kernels and devices only; never knows a layer, an optimizer or another rank.
 """

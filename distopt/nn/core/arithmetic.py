@@ -18,9 +18,9 @@ class Broadcast(Operation):
     """An element-wise operation on arrays, with NumPy's broadcasting.
 
     Attributes:
-        reads: whether `gradients` needs the operands, in `saved`.
-        slopes: for each operand, a function of the gradient of the result and, if `reads`, of the operands: its
-            gradient, before the sum over the axes along which it was repeated.
+        reads: whether `gradients` needs the operands, which `forward` then keeps in `saved`.
+        slopes: for each operand, a function that returns its gradient before the sum over repeated axes. Its arguments
+            are the gradient of the result and, if `reads`, the operands.
     """
 
     reads: ClassVar[bool] = False
@@ -61,7 +61,7 @@ class Broadcast(Operation):
 
 
 def broadcast(name: str, value: Callable[..., Array], *slopes: Slope, reads: bool = True) -> type[Broadcast]:
-    """Local. A kind of `Broadcast` by its attributes."""
+    """Local. A subclass of `Broadcast` with these attributes."""
     return type(name, (Broadcast,), {"value": staticmethod(value), "slopes": slopes, "reads": reads})
 
 

@@ -1,4 +1,4 @@
-"""Arrays of NumPy and CuPy: their types, and what tensors and operations ask of them."""
+"""Types of elements, and checks of the NumPy and CuPy arrays that tensors hold."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def narrowed(data: Any) -> DTypeLike:
 
 
 def element_type(dtype: DTypeLike) -> np.dtype[Any]:
-    """Local. The type of that name; "float" and "int" are those of SINGA, where NumPy's are of 64 bits.
+    """Local. The element type of that name. As in SINGA, "float" and "int" have 32 bits, where NumPy's have 64.
 
     Raises:
         UsageError: there is no such type.
@@ -57,10 +57,10 @@ def c_contiguous(array: Array) -> Array:
 
 
 def settled(y: Array, *operands: Array) -> Array:
-    """Local. `y`, computed from `operands`, as an array of the type that they give it.
+    """Local. `y`, the result of a computation on `operands`, as an array of the type that tensors give it.
 
-    The floats among the operands decide; without one, non-integer results are float32. NumPy would make float64
-    of int32 and float32, and of functions of int32.
+    A float result has the common type of the floats among the operands, or float32 if there are none. NumPy alone would
+    make float64 of int32 and float32, and of functions of int32.
     """
     if y.dtype != operands[0].dtype and y.dtype.kind == "f":
         floats = [x.dtype for x in operands if x.dtype.kind == "f"]
@@ -69,7 +69,7 @@ def settled(y: Array, *operands: Array) -> Array:
 
 
 def in_range(values: Array, dtype: np.dtype[Any]) -> bool:
-    """Local. Whether the integer type `dtype` has all of these integers."""
+    """Local. Whether the integer type `dtype` can hold all `values`, which are integers."""
     if not values.size or np.can_cast(values.dtype, dtype):
         return True
     limits = np.iinfo(dtype)

@@ -1,16 +1,16 @@
 """Gradients: traversal of the graph behind a loss, in reverse.
 
-While `training` is on, every operation stays attached to the tensor that it computes (`core.tensor`). The tensors
-and operations behind a loss are its *graph*; its leaves with `stores_grad` are the parameters. Parameters without
-`requires_grad` are frozen, as constants. `backward` visits the operations in reverse order of
-execution, so each after all operations that used its result. From each it obtains the gradients of the inputs. It
-accumulates those of intermediate tensors for the operations that computed them, and writes those of parameters into
+While `training` is on, every operation stays attached to the tensor that it computes (`core.tensor`). The tensors and
+operations behind a loss are its *graph*; its leaves with `stores_grad` are the parameters. A parameter without
+`requires_grad` is frozen, and counts as a constant. `backward` visits the operations in reverse order of execution, so
+each after all operations that used its result, and computes the gradients of the operation's inputs. It accumulates the
+gradients of intermediate tensors for the operations that computed them, and writes the gradients of parameters into
 their `grad`. A parameter's gradient is *final* once the last operation that uses it has been visited. It is yielded at
 that moment, before the rest of the pass.
 
 Nothing reads a parameter after its gradient has been yielded, since all operations that use it have been visited, so
-the consumer may update the parameter in place at once. A visited operation releases its inputs and everything it saved,
-so that memory is freed during the pass; but on request it keeps them, and the graph can be used for another pass.
+the consumer may update the parameter in place at once. A visited operation releases its inputs and everything that it
+saved, so that memory is freed during the pass. On request it keeps them, so that the graph serves for another pass.
 
 `Model.train` and training steps turn recording on (`mode.training`); dropout and batch normalization follow the same
 switch.
@@ -35,8 +35,8 @@ class Walk(Operation):
     """A custom backward pass, which takes the place of the operation behind a loss.
 
     Args:
-        pairs: gives the pairs that `backward` yields, from its `dy` and `pauses`.
-        parameters: gives those that `gradient_order` returns.
+        pairs: returns the pairs that `backward` yields, given its `dy` and `pauses`.
+        parameters: returns the parameters that `gradient_order` returns.
     """
 
     needs = (True,)
@@ -63,7 +63,7 @@ def backward(
         dy: gradient of `loss`, of its shape, or a number for all elements (default: 1).
         pauses: parameters at whose gradients the consumer has work to do. If steps are captured in CUDA graphs, a
             graph ends at each of them, and the gradients in between are yielded only then.
-        retain_graph: whether the graph can be used again, by the values that parameters then have.
+        retain_graph: whether the graph can be used again, with the values that the parameters have by then.
 
     Raises:
         UsageError: nothing was recorded behind `loss`, its graph has been used before, or an operation has no gradient
@@ -154,7 +154,7 @@ class Visit(NamedTuple):
             gradient is needed.
         adds: for each input, whether to add to an earlier gradient.
         final: the parameters whose gradients are final after the visit.
-        scale: factor of all gradients during the pass, that of the loss in half precision.
+        scale: factor of all gradients during the pass: `mode.loss_scale` in half precision, else 1.
     """
 
     op: Operation

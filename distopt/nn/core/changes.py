@@ -1,9 +1,9 @@
 """Changes of memory in place, which a backward pass must not overlook.
 
-Operations and changes are numbered by one clock. A pass that meets an operation older than a change looks whether the
-memory that the operation saved for its gradient is concerned; else nothing is compared, and nothing when a recorded
-step is repeated. Tensors that share memory, as a tensor and its reshaped form, share its changes. Changes made through
-an array itself, as `Tensor.array`, are not seen.
+One clock numbers operations and changes. When a backward pass meets an operation that is older than a change, it
+compares the changed memory with the memory that the operation saved for its gradient. Otherwise it compares nothing;
+nor does the replay of a recorded step. Tensors that share memory, such as a tensor and its reshaped form, share its
+changes. A change through an array itself, such as `Tensor.array`, goes unnoticed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from .array import Array
 from .mode import mode
 
 clock = itertools.count()
-# When memory that still exists, by its address and size, was last changed; when optimizers last updated parameters.
+# By address and size in bytes, when memory that still exists was last changed, and a reference to its owner.
 _changes: dict[tuple[int, int], tuple[int, Any]] = {}
+# By optimizer, when it last updated each parameter.
 _updates: weakref.WeakKeyDictionary[Any, Mapping[Any, int]] = weakref.WeakKeyDictionary()
 
 
@@ -35,16 +36,16 @@ def changed(array: Array) -> None:
 
 
 def updated(optimizer: object, params: Mapping[Any, int]) -> None:
-    """Local. Note that a step of `optimizer` is complete, which keeps by the clock when it has changed `params`."""
+    """Local. Note that `optimizer` has completed a step; `params` maps parameters to the times of their updates."""
     mode.last_change = next(clock)
     _updates[optimizer] = params
 
 
 def check(op: Any) -> None:
-    """Local. Whether the values are there that `op` saved for its gradient.
+    """Local. Check that the values that `op` saved for its gradient have not changed since.
 
     Raises:
-        UsageError: they were changed.
+        UsageError: they have.
     """
     if mode.last_change < op.order:
         return
@@ -69,7 +70,7 @@ def _arrays(value: Any) -> Iterator[Array]:
 
 
 def _place(array: Array) -> tuple[int, int]:
-    """Address and bytes of the memory in which all elements of an array lie, and the gaps between them."""
+    """Address and size in bytes of the memory from the first to the last element of an array, gaps included."""
     start = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
     if array.flags.c_contiguous:
         return start, array.nbytes

@@ -4,7 +4,7 @@ After Micikevicius et al., arXiv 1710.03740, sections 3.1 to 3.3. An operation w
 float32, on weights rounded to float16. Its result, and arrays saved for the backward pass, are stored in float16;
 vectors, such as biases and the statistics of a normalization, stay float32, and so do losses. Parameters are float32
 master weights, so optimizers, communication and files never see float16. `mode.loss_scale` keeps the gradients of
-activations, which are float16 too, from underflowing; gradients of parameters are without the factor.
+activations, which are float16 too, from underflowing; gradients of parameters do not contain the factor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .array import Array
 
 def compute(op: Any, arrays: Sequence[Array]) -> Array:
     """Local. The result of `op`, computed in float32, and in float16 unless the operation has its `own_type`."""
-    # Values that float16 has; vectors, integers and wider types as they are.
+    # Rounds float32 arrays to values of float16, except vectors.
     result = op.forward(*[_widened(_stored(array)) for array in arrays])
     if op.own_type:
         return result

@@ -18,11 +18,11 @@ class Mode:
 
     Attributes:
         loss_scale: factor of a loss in half precision, a power of two; see `distopt.nn.core.half`.
-        freezes: how often a parameter has begun or ceased to train; see `Tensor.requires_grad`.
-        training: set through `autograd.training` or `Model.train` and `Model.eval`.
-        ran: while the forward pass of a step is recorded, the operations that have run, and descriptions of other
-            events that a replay would not repeat.
-        last_change: when memory was last changed in place, see `distopt.nn.core.changes`.
+        freezes: number of times that a parameter was frozen or unfrozen; see `Tensor.requires_grad`.
+        training: whether operations are recorded; set by `autograd.training`, `Model.train` and `Model.eval`.
+        ran: while the forward pass of a step is recorded, the operations that have run, and descriptions of events that
+            a replay would not repeat; else None.
+        last_change: time of the last change of memory in place, see `distopt.nn.core.changes`.
     """
 
     freezes: int = 0

@@ -19,7 +19,7 @@ T = TypeVar("T")  # always Tensor
 
 
 def wants_gradient(tensor: Any) -> bool:
-    """Local. Whether a backward pass needs the gradient of `tensor`, which may else be constant data of a script."""
+    """Local. Whether a backward pass needs the gradient of `tensor`; it does not if the tensor is constant data."""
     return bool((tensor.stores_grad and tensor.requires_grad) or tensor.in_graph)
 
 
@@ -34,8 +34,8 @@ class Operation:
         inputs: the arguments, once recorded.
         needs: for each input, whether a backward pass needs its gradient.
         half: whether it runs in half precision, see `distopt.nn.core.half`.
-        own_type: whether its result has a type of its own in half precision: float32 for a loss, any for a cast.
-        order: of the recorded call by `changes.clock`; descending order is a valid order for the backward pass.
+        own_type: whether it chooses the type of its result in half precision, too: float32 for a loss, any for a cast.
+        order: number of the recorded call by `changes.clock`; a backward pass may visit operations in descending order.
     """
 
     native: ClassVar[bool] = False
@@ -91,8 +91,8 @@ class Operation:
 
         Args:
             dy: gradient of the result, which this call may overwrite or return.
-            into: for each input that is a parameter, memory for its gradient. Writing the gradient there and returning
-                that array saves a copy; any other array returned is copied there.
+            into: for each input that is a parameter, memory for its gradient. A gradient that is written there, and
+                whose array is returned, is not copied; any other array is copied there by the caller.
 
         Returns:
             C-contiguous arrays. No two of them may share memory, since their receivers may overwrite them.

@@ -1,6 +1,6 @@
-"""Raw tensors of SINGA's scripts: arrays with the methods of SINGA's C++ tensors.
+"""Raw tensors for scripts of SINGA: arrays with the methods of SINGA's C++ tensors.
 
-`Tensor.data` and the gradients of `Operation.backward` are such arrays. The library itself works with `Tensor.array`.
+`Tensor.data` and the gradients from `Operation.backward` are raw tensors. distopt itself works with `Tensor.array`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Shape(tuple[int, ...]):
 class RawTensor(np.ndarray[Any, Any]):
     """A NumPy array that also has the methods of SINGA's C++ tensors; it shares memory with its tensor.
 
-    A call makes a new one of zeros: `RawTensor(shape, device=None, dtype=float32)`. On a GPU it is a CuPy array.
+    `RawTensor(shape, device=None, dtype=float32)` makes a new one of zeros; on a GPU this is a CuPy array.
     """
 
     def __new__(cls, shape: Sequence[int], device: Device | None = None, dtype: DTypeLike = np.float32) -> Any:

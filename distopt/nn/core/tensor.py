@@ -43,7 +43,7 @@ class Tensor:
 
     Attributes:
         array: the values, a C-contiguous NumPy or CuPy array. It may be changed in place.
-        device: where they are.
+        device: the device that holds `array`.
         grad: the last gradient of a parameter. If set, `backward` writes into that tensor's memory.
         creator: the operation that computed this tensor; None for inputs and parameters.
 
@@ -188,9 +188,9 @@ class Tensor:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether its gradient is computed, if it is a parameter or `Operation.backward` is called.
+        """Whether the gradient of this tensor is computed, if it is a parameter or `Operation.backward` is called.
 
-        A parameter without is frozen: optimizers leave it alone. May be assigned between steps, equally on all ranks.
+        False freezes a parameter: optimizers leave it alone. All ranks may assign the same value between two steps.
         """
         return self._requires_grad
 
@@ -201,7 +201,7 @@ class Tensor:
 
     @property
     def in_graph(self) -> bool:
-        """Whether it was computed from parameters, so that a backward pass goes through it."""
+        """Whether this tensor was computed from parameters that train, so that a backward pass goes through it."""
         return self.creator is not None and True in self.creator.needs
 
     # -- to the host -------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class Tensor:
     numpy = to_numpy  # PyTorch's name
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        """The same, for `numpy.asarray` and NumPy's functions.
+        """A copy of the values, for `numpy.asarray` and NumPy's functions.
 
         Raises:
             UsageError: `copy` is False.
@@ -240,7 +240,7 @@ class Tensor:
         return format(self.item(), spec) if spec else str(self)
 
     def __bool__(self) -> bool:
-        """The truth of one element; of several it is unknown, so that `a == b` cannot be taken for one answer."""
+        """The truth of one element. Several elements have none, so that `a == b` cannot pass for one answer."""
         if self.size() != 1:
             raise UsageError(
                 f"a tensor of shape {self.shape} is neither true nor false; compare it by `is`, or its to_numpy()"
@@ -249,9 +249,9 @@ class Tensor:
 
     # -- overwriting -------------------------------------------------------------------------------------------------
     def changed(self) -> Tensor:
-        """Local. Report a change in place; return this tensor.
+        """Local. Report that this tensor changes in place; return it.
 
-        The replay of a recorded step would not repeat it, and a graph may need the old values.
+        The replay of a recorded step would not repeat the change, and a graph may need the old values.
         """
         if mode.ran is not None:
             mode.ran.append("a tensor is changed in place")
@@ -365,10 +365,10 @@ class Tensor:
         return self.compute("repeat", self, times, axis=axis)
 
     def __getitem__(self, keys: int | slice | tuple[int | slice, ...]) -> Tensor:
-        """A copy of a part, outside the graph. An index keeps its dimension, with size 1, as in SINGA.
+        """A copy of a part, outside the graph. As in SINGA, an index keeps its dimension, which then has size 1.
 
         Raises:
-            UsageError: an index is outside its dimension, or something else than an int or a slice.
+            UsageError: an index is out of range, or is neither an int nor a slice.
         """
         keys = keys if isinstance(keys, tuple) else (keys,)
         if len(keys) > len(self.shape):
@@ -391,12 +391,12 @@ class Tensor:
 
         Args:
             name: of the function.
-            operands: its arguments: tensors, lists of tensors, and other values; `self` is none unless it is passed.
-            options: its further arguments, by name.
+            operands: the arguments: tensors, lists of tensors, and other values. `self` is not among them by itself.
+            options: arguments by name.
 
         Returns:
-            A tensor of at least one dimension, on the device of this one, in the type of `settled`; bool becomes 0.0
-            and 1.0.
+            A tensor of at least one dimension, on this tensor's device, of the type that `settled` gives. Booleans
+            become 0.0 and 1.0.
 
         Raises:
             UsageError: the function refuses the arguments.
@@ -459,9 +459,9 @@ class Tensor:
         return self._in_place(operator.itruediv, operator.truediv, other)
 
     def _in_place(self, change: Callable[[Array, Array], Array], compute: Callable[..., Tensor], other: Any) -> Tensor:
-        """This tensor, changed in place; a new one if it, or the other, is part of a graph with parameters.
+        """Change this tensor in place, and return it; or a new tensor, if one of the two is in a graph with parameters.
 
-        A backward pass that still needs the old values raises an error.
+        A later backward pass that needs the old values raises an error.
         """
         given = self.operand(other)
         if self.in_graph or given.in_graph:
@@ -474,9 +474,9 @@ class Tensor:
         return self
 
     def _computed(self, operation: Operation, *operands: Any) -> Tensor:
-        """The result of an arithmetic operation: part of the graph only if a parameter is below it.
+        """The result of an arithmetic operation. It is in the graph only if it depends on a parameter that trains.
 
-        Otherwise sums that scripts keep over many steps would keep every step's tensors alive.
+        Otherwise a sum that a script keeps over many steps would keep the tensors of every step alive.
         """
         out = operation(*map(self.operand, operands))
         if True not in operation.needs:
@@ -484,10 +484,10 @@ class Tensor:
         return out
 
     def operand(self, value: Any) -> Tensor:
-        """`value` as a tensor: a number or array has the dtype of this one, or float32 if only the value is a float.
+        """`value` as a tensor. A number or array takes this tensor's dtype, or float32 if only `value` is a float.
 
-        Integers that the dtype of this one cannot hold keep their NumPy dtype, and so does the result; beyond
-        64 bits they are floats.
+        Integers outside the range of this tensor's dtype keep NumPy's dtype, as does the result; integers of more than
+        64 bits become floats.
 
         Raises:
             UsageError: it is neither a tensor nor a number nor an array of numbers.
@@ -511,14 +511,14 @@ class Tensor:
 
     # -- comparison, outside the graph -------------------------------------------------------------------------------
     def __eq__(self, other: object) -> Any:
-        """1.0 where equal, else 0.0; False for anything that is not a number, as None.
+        """1.0 where equal, else 0.0. The comparison with anything but numbers, such as None, is False.
 
-        Dictionaries and sets of tensors still work by identity, because they compare only keys of equal hash.
+        Dictionaries and sets compare only keys of equal hash, so tensors as keys still work by identity.
         """
         return self._compared("equal", other)
 
     def __ne__(self, other: object) -> Any:
-        """1.0 where not equal, else 0.0; True for anything that is not a number, as None."""
+        """1.0 where not equal, else 0.0. The comparison with anything but numbers, such as None, is True."""
         return self._compared("not_equal", other)
 
     __hash__ = object.__hash__
@@ -566,7 +566,7 @@ class Tensor:
         return float(np.sqrt(np.square(self.device.host(self.array), dtype=float64).sum())) / self.size()
 
     def is_empty(self) -> bool:
-        """Whether there are no dimensions, as in SINGA."""
+        """Whether the tensor has zero dimensions, which SINGA calls empty."""
         return self.shape == ()
 
     def is_transpose(self) -> bool:
@@ -574,7 +574,7 @@ class Tensor:
         return False
 
     def is_dummy(self) -> bool:
-        """Whether it has no name."""
+        """Whether this tensor has no name."""
         return self.name is None
 
 

@@ -31,9 +31,9 @@ class Device:
     Attributes:
         kind: as given.
         xp: as given.
-        host_rng: NumPy generator for initial parameters, so that a seed gives the same ones on every device. On the
-            CPU, the same object as `rng`.
-        recording: the pass of a training step that is being captured, "forward" or "backward", or empty.
+        host_rng: NumPy generator for initial parameters, so that a seed gives the same parameters on every device. On
+            the CPU it is the same object as `rng`.
+        recording: the pass that is being captured in a CUDA graph, "forward" or "backward"; else empty.
         graph_generation: incremented when recorded steps become invalid.
         verbosity: if 1 or more, every operation is timed.
     """
@@ -56,7 +56,7 @@ class Device:
 
     @property
     def rng(self) -> Any:
-        """Random generator of this device's array module, used for dropout masks.
+        """Random generator of this device's array module, for dropout masks.
 
         Raises:
             UsageError: a training step is being captured; every replay would draw the same numbers.

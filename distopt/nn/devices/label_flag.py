@@ -13,8 +13,8 @@ class LabelFlag:
     """Host memory in which GPU kernels record a label that is out of range.
 
     Attributes:
-        address: device-accessible address of four int64: whether one was found, its sample, the label, the number of
-            classes.
+        address: address, valid on the GPU, of four int64: whether a label was recorded, its sample, the label, and the
+            number of classes.
     """
 
     def __init__(self, cupy: Any) -> None:

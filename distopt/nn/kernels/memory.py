@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 _ALIGNMENT = 64  # bytes: a cache line and the widest vector
-_SMALL = 4096  # bytes: below, malloc is as quick
-_KEPT = 4096  # calls of `empty` that a block survives without use
+_SMALL = 4096  # bytes; malloc is as fast for smaller arrays
+_KEPT = 4096  # number of calls of `empty` after which an unused block is freed
 
 
 @dataclass

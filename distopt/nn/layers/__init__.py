@@ -1,4 +1,5 @@
-"""Layers: operations with parameters whose shapes the first input gives, and the initial values of parameters.
+"""Layers, whose first input determines the shapes of their parameters; and initial values of parameters.
 
-Imports `ops` and what lies below; knows no optimizer and no other rank: `SyncBatchNorm2d` is given a sum over ranks.
+Imports `ops` and the rooms below; never knows an optimizer or another rank: `SyncBatchNorm2d` receives a function that
+sums over the ranks. A new layer is a class in the file of its subject, and its name in that file's `__all__`.
 """

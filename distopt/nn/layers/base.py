@@ -1,8 +1,8 @@
 """The base of layers and models.
 
 A layer finds its sub-layers and parameters among its attributes, so a model only needs `self.conv1 = Conv2d(...)`. A
-parameter's name is its path, such as "conv1.W". Layers in lists, tuples and dictionaries are found, too, by index or
-key, and those that a function refers to, by the name of its variable ("downsample.conv.W").
+parameter's name is its path, such as "conv1.W". Layers in lists, tuples and dictionaries are found, too, and named by
+index or key; a layer that a function refers to is named by the function's variable ("downsample.conv.W").
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Layer:
             value.name = f"{self.name}.{key}" if self.name else key
 
     def _check_change(self, key: str, value: object) -> None:
-        """Whether assigning an attribute to an initialized layer has the effect that it seems to have."""
+        """Check that assigning this attribute of an initialized layer has the effect that it seems to have."""
         own = vars(self).get(key)
         if _is_parameter(own) and not _is_parameter(value):
             raise UsageError(
@@ -64,13 +64,13 @@ class Layer:
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
     def own_states(self) -> dict[str, Tensor]:
-        """Tensors, other than parameters, to save with a model, by attribute name; without those of sub-layers."""
+        """Tensors other than parameters to save with a model, by attribute name; sub-layers have their own."""
         return {}
 
     def register_layers(self, *layers: Layer | OrderedDict[str, Layer]) -> None:
         """Make layers attributes of this one, named "CLASS_INDEX" ("ReLU_0"), or by the keys of one OrderedDict.
 
-        Those names have precedence over places in lists, and over functions that refer to the layers.
+        These names take precedence over positions in lists and over variables of functions.
 
         Raises:
             UsageError: a name is taken.
@@ -143,7 +143,7 @@ class Layer:
         _overwrite(self.get_states(), states)
 
     def check_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
-        """Local. Whether `set_states` would accept them.
+        """Local. Check that `set_states` would accept these states.
 
         Raises:
             StateError: see `set_params`.
@@ -202,7 +202,7 @@ class Layer:
             raise type(error)(f"{self._label}: {error}") from None
 
     def _channels(self, x: Tensor, given: int | None) -> int:
-        """The number of channels: as given, or else that of the first input `x`."""
+        """The number of channels: `given`, or that of the first input `x`."""
         if len(x.shape) != 4:
             raise ShapeError(f"{self._label} expects images [N, C, H, W], got {list(x.shape)}")
         return x.shape[1] if given is None else given
@@ -256,7 +256,7 @@ def _walk(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Layer]]:
 
 
 def _rank(attribute: tuple[str, object]) -> int:
-    """Sorts attributes so that a layer is named by the attribute that it is, before it is met elsewhere."""
+    """Sort key of attributes: first those that are layers, so that a layer is named by its own attribute."""
     return 0 if isinstance(attribute[1], Layer) else 2 if isinstance(attribute[1], FunctionType) else 1
 
 

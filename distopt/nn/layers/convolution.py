@@ -38,7 +38,7 @@ class Conv2d(Windowed):
         group: number of groups of channels, each with its own kernels.
         bias: whether to add a bias.
         pad_mode: "SAME_UPPER" or "SAME_LOWER": instead of `padding`, pad so that images keep their size (divided by the
-            stride), an odd row or column below and right, or above and left.
+            stride). An odd row or column comes below or right (UPPER), or above or left (LOWER).
         activation: "RELU", or "NOTSET" or None for none.
         pool: a `MaxPool2d` to apply to the result.
 

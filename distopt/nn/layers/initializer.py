@@ -1,8 +1,8 @@
 """Initial values of parameters, drawn on the host: a seed (`Device.SetRandSeed`) gives equal values on every device.
 
-All functions overwrite a tensor. Fans: the weight [in, out] of a linear layer has fan_in = in and fan_out = out; that
-of a convolution over 1 to 3 dimensions, [M, C, kh, kw], has fan_in = C * kh * kw and fan_out = M * kh * kw. For tensors
-of other dimensions, both are the root of the number of elements.
+All functions overwrite a tensor. The weight [in, out] of a linear layer has fan_in = in and fan_out = out; the weight
+[M, C, kh, kw] of a convolution over 1 to 3 dimensions has fan_in = C * kh * kw and fan_out = M * kh * kw. For a tensor
+of another number of dimensions, both are the square root of the number of elements.
 """
 
 from __future__ import annotations

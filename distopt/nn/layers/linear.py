@@ -20,7 +20,7 @@ class Linear(TensorLayer):
     """x [N, in] @ W + b, optionally with ReLU.
 
     `Linear(out_features)` takes the number of inputs from the first input; `Linear(in_features, out_features)`
-    checks it. As in SINGA, `bias` may follow as a third positional argument.
+    checks it. As in SINGA, `bias` may be a third positional argument.
 
     Attributes:
         W: [in, out].

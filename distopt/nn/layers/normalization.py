@@ -72,11 +72,11 @@ class SyncBatchNorm2d(BatchNorm2d):
     the sums; a CUDA graph cannot hold them, so such a step runs unrecorded.
 
     Args:
-        channels: see `BatchNorm2d`, as are the next two.
-        momentum: see there.
-        eps: see there.
-        reduce: sums over ranks, for example a DistOpt's `reduce` (default: that of the model's optimizer; without one,
-            or if that optimizer has none, statistics are those of this rank).
+        channels: see `BatchNorm2d`.
+        momentum: see `BatchNorm2d`.
+        eps: see `BatchNorm2d`.
+        reduce: sums an array over the ranks, such as a DistOpt's `reduce` (default: the `reduce` of the model's
+            optimizer; if it has none, statistics are those of this rank).
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class SyncBatchNorm2d(BatchNorm2d):
         self.reduce, self._is_given = reduce, reduce is not None
 
     def take(self, reduce: normalization.Reduce | None) -> None:
-        """Local. Sum by the `reduce` of the model's optimizer, unless the constructor was given another."""
+        """Local. Use `reduce`, that of the model's optimizer, unless the constructor was given another."""
         if not self._is_given:
             self.reduce = reduce
 

@@ -1,4 +1,4 @@
-"""Borders of images, of two widths or four: a kernel takes two; four become part of the images before."""
+"""Borders of four different widths around images. Kernels take two widths, so such a border joins the images first."""
 
 from __future__ import annotations
 

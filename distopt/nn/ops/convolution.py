@@ -22,8 +22,8 @@ class Conv2d(Weighted):
         stride: of the convolution.
         padding: of the convolution.
         relu: whether to apply ReLU.
-        pool: kernel, stride and padding of a `MaxPool2d`, the latter of two numbers: the convolution's result is pooled
-            while it is in the cache.
+        pool: kernel, stride and padding (two numbers) of a `MaxPool2d`, which pools the convolution's result while this
+            is in the cache.
     """
 
     native = True
@@ -45,7 +45,7 @@ class Conv2d(Weighted):
 
 
 class GroupedConv2d(Weighted):
-    """`Conv2d` in groups: of w [M, C / groups, kh, kw], each of `groups` runs of kernels sees its own run of channels.
+    """`Conv2d` with w [M, C / groups, kh, kw]: each of `groups` runs of kernels sees only its own run of channels.
 
     Args:
         groups: divides both C and M.
@@ -105,12 +105,10 @@ class GroupedConv2d(Weighted):
 class DepthwiseConv2d(Weighted):
     """Cross-correlation of each channel of x [N, C, H, W] with its own kernel of w [C, 1, kh, kw].
 
-    Plus b [C] if given, optionally with ReLU.
+    Plus b [C] if given, optionally with ReLU. Makes one pass over the images for each element of a kernel.
     """
 
     at_once = True
-
-    # One pass over the images for each kernel element.
 
     def __init__(self, stride: Pair, padding: Padding, relu: bool = False) -> None:
         self.stride, self.padding, self.relu = stride, padding, relu

@@ -53,7 +53,7 @@ def _put_back(dy: Array, index: Array, axis: int, length: int) -> Array:
 
 
 class Gather(Operation):
-    """The elements of x at positions `index`, an array of integers, along `axis`, which its dimensions replace."""
+    """The elements of x at the positions `index` along `axis`; the dimensions of `index` replace that one."""
 
     def __init__(self, axis: int, index: Array) -> None:
         self.axis, self.index = axis, index
@@ -73,7 +73,7 @@ def gather(x: Tensor, axis: int, indices: Tensor | ArrayLike) -> Tensor:
 
 
 class Embedding(Operation):
-    """The rows of w [words, features] at the positions x, an array of integers. x has the gradient 0."""
+    """The rows of w [words, features] at the positions x, an array of integers, whose gradient is 0."""
 
     def forward(self, x: Array, w: Array) -> Array:
         self.saved = _whole(x).astype(np.int64), len(w)
@@ -91,7 +91,7 @@ def embedding(x: Tensor, w: Tensor) -> Tensor:
 
 
 class ScatterElements(Operation):
-    """x, with `updates` at the positions `key`, one array of integers for each dimension; none is named twice."""
+    """A copy of x with `updates` at the positions `key`: an array of integers for each dimension, no position twice."""
 
     def __init__(self, key: Sequence[Array]) -> None:
         self.key = tuple(key)
@@ -116,9 +116,9 @@ def scatter_elements(x: Tensor, indices: Tensor | ArrayLike, updates: Tensor | A
 
     Args:
         x: any tensor.
-        indices: as many dimensions as x; the other coordinates of an element are those of its index.
+        indices: as many dimensions as x. Along the other axes, an element has the same position as its index.
         updates: the new values, of the shape of `indices`.
-        axis: see there.
+        axis: the axis along which `indices` are positions.
     """
     (axis,) = axes_of(x, axis)
     index, new = (
@@ -197,7 +197,7 @@ def onehot(axis: int, indices: Tensor, depth: int | ArrayLike, values: Sequence[
         values: the values for "off" and "on".
     """
     (axis,) = axes_of(indices, axis, more=1)
-    length = np.asarray(depth).item()  # which may be a float in ONNX
+    length = np.asarray(depth).item()  # in ONNX, it may be a float
     n = check_integer("depth", int(length) if isinstance(length, float) and length.is_integer() else length, 0)
     off, on = np.asarray(values).tolist()
 

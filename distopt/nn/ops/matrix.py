@@ -1,4 +1,4 @@
-"""Matrix products, and other operations on rows [N, features]. Weights come after their inputs."""
+"""Matrix products and other operations on rows [N, features]. Weights come after their inputs."""
 
 from __future__ import annotations
 

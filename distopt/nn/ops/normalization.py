@@ -18,7 +18,7 @@ class BatchNorm2d(Weighted):
 
     Args:
         running_mean: [C]; updated in place during training, used otherwise.
-        running_var: likewise.
+        running_var: [C]; likewise.
         momentum: weight of the batch in the running statistics.
         eps: added to the variance.
     """
@@ -52,11 +52,11 @@ class SyncBatchNorm2d(BatchNorm2d):
     Both passes sum an array over the ranks, and are collective.
 
     Args:
-        running_mean: see `BatchNorm2d`, as are the next three.
-        running_var: see there.
-        momentum: see there.
-        eps: see there.
-        reduce: sums over ranks.
+        running_mean: see `BatchNorm2d`.
+        running_var: see `BatchNorm2d`.
+        momentum: see `BatchNorm2d`.
+        eps: see `BatchNorm2d`.
+        reduce: sums an array over the ranks.
     """
 
     native = True
@@ -87,7 +87,7 @@ class SyncBatchNorm2d(BatchNorm2d):
         noted(setitem, totals, 1, dbeta)
         noted(imul, totals, saved.gamma)
         noted(self.reduce, totals)
-        # They depend on every x, which adds an affine function of x.
+        # Mean and variance depend on every x; through them the gradient gains an affine function of x.
         slope, shift = (kernels.empty(mean.shape, mean.dtype) for _ in range(2))
         noted(_through_statistics, totals, sums, saved.inverse_deviation, slope, shift)
         more, _ = kernels.batch_norm2d(saved.x, slope, shift, mean, var, 0.0, self.eps, False)
@@ -95,7 +95,7 @@ class SyncBatchNorm2d(BatchNorm2d):
 
 
 def _all_statistics(sums: Array, mean: Array, var: Array, running: tuple[Array, Array], momentum: float) -> None:
-    """Mean and biased variance from the `channel_sums` of all ranks; they move the running ones."""
+    """Compute mean and biased variance from the `channel_sums` of all ranks, and update the running statistics."""
     count, channels = sums[-1], len(mean)
     wide = sums[:channels] / count
     mean[...] = wide
@@ -106,9 +106,10 @@ def _all_statistics(sums: Array, mean: Array, var: Array, running: tuple[Array, 
 
 
 def _through_statistics(totals: Array, sums: Array, inverse_deviation: Array, slope: Array, shift: Array) -> None:
-    """Scale and shift of normalized x in its gradient, from sums over all ranks: gamma times those of gamma and beta.
+    """Compute scale and shift of the normalized x in its gradient.
 
-    Gamma counts before the sum, since ranks have different ones between partial updates.
+    `totals` are the gradients of gamma and beta, times gamma, summed over all ranks. Each rank multiplies by gamma
+    before the sum, since between partial updates the ranks have different gammas.
     """
     factor = inverse_deviation / -sums[-1]
     slope[...], shift[...] = factor * totals[0], factor * totals[1]

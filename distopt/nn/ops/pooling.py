@@ -26,7 +26,7 @@ class _Pool2d(Operation):
 
     def evened(self, x: Array) -> tuple[Array, tuple[Pair, Pair, Pair]]:
         """Images and window as kernels take them."""
-        pool_out(x.shape, self.kernel, self.stride, self.padding)  # likewise
+        pool_out(x.shape, self.kernel, self.stride, self.padding)  # its error names the padding that was given
         x, padding = evened(x, self.kernel, self.stride, self.padding, self.fill)
         return x, (self.kernel, self.stride, padding)
 

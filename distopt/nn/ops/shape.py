@@ -35,7 +35,7 @@ __all__ = [
     "upsample",
 ]
 
-_slice = slice  # the name is SINGA's below
+_slice = slice  # a function below has this name
 
 
 def axes_of(x: Tensor, *axes: int, more: int = 0) -> list[int]:
@@ -43,12 +43,12 @@ def axes_of(x: Tensor, *axes: int, more: int = 0) -> list[int]:
 
     Args:
         x: the tensor that they belong to.
-        axes: any of [-n, n), where n is the number of dimensions of x plus `more`.
-        more: see there.
+        axes: numbers in [-n, n), where n is the number of dimensions of x plus `more`.
+        more: number of dimensions that the caller adds to x.
 
     Raises:
-        ShapeError: an axis is not of these, or is named twice.
-        UsageError: an axis is no integer.
+        ShapeError: an axis is out of range, or is named twice.
+        UsageError: an axis is not an integer.
     """
     n = x.ndim() + more
     axes = tuple(check_integer("an axis", axis) for axis in axes)
@@ -61,7 +61,7 @@ def axes_of(x: Tensor, *axes: int, more: int = 0) -> list[int]:
 
 
 def several(numbers: int | Sequence[int]) -> Sequence[int]:
-    """Local. The numbers of an argument that is one or several."""
+    """Local. The argument as a sequence, if it is a single number."""
     return numbers if np.ndim(numbers) else [numbers]  # type: ignore[list-item, return-value]
 
 
@@ -72,7 +72,7 @@ def _dense(array: Array) -> Array:
 
 # -- order and shape --------------------------------------------------------------------------------------------------
 class Permute(Operation):
-    """The elements of x, given the dimensions `parts`, then these in another order, then the dimensions `joined`."""
+    """Reshape x to the dimensions `parts`, put these in the order `axes`, then reshape to the dimensions `joined`."""
 
     def __init__(self, parts: Sequence[int], axes: Sequence[int], joined: Sequence[int] | None = None) -> None:
         self.parts, self.axes, self.joined = parts, axes, joined
@@ -272,11 +272,12 @@ def cat(xs: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 # -- repetition -------------------------------------------------------------------------------------------------------
 class Repeat(Operation):
-    """x repeated along each dimension, as a whole, or each element for itself.
+    """x repeated along each dimension, as a whole or element by element.
 
     Args:
-        times: how often, for each dimension of the result; if x has fewer, it gets more, of length 1, at the front.
-        each: whether each element is repeated for itself.
+        times: number of repetitions for each dimension of the result. If x has fewer dimensions, dimensions of length 1
+            are added at its front.
+        each: whether each element is repeated by itself.
     """
 
     def __init__(self, times: Sequence[int], each: bool) -> None:

@@ -10,16 +10,16 @@ from ..kernels import kernels_of
 
 
 class Weighted(Operation):
-    """An operation on (x, w) or (x, w, b), whose kernel needs memory for dw and db.
+    """An operation on (x, w) or (x, w, b) whose kernel writes dw and db into memory that it is given.
 
     Attributes:
-        at_once: whether it needs memory for both, even if only one is wanted.
+        at_once: whether the kernel needs memory for both, even if only one is wanted.
     """
 
     at_once: ClassVar[bool] = False
 
     def gradient_memory(self, into: Arrays) -> list[Array]:
-        """Memory for the gradients of all inputs but the first, which need not be parameters; None if not wanted."""
+        """Memory for the gradient of each input but the first, parameter or not; None where no gradient is wanted."""
         assert self.inputs is not None
         empty = kernels_of(self.inputs[0].array).empty
         return [

@@ -1,4 +1,5 @@
-"""Optimizers: rules, their hyperparameters and schedules, and sums of several gradients.
+"""Optimizers: update rules, hyperparameters, schedules, and the accumulation of gradients over several losses.
 
-Imports `core` and the kernels; knows no layer, and of gradients neither where they come from nor who else has some.
+Imports `core` and the kernels; never knows a layer or another rank. A new rule is a class in `rules`, and its name in
+the `__all__` there; so is a schedule in `schedules`.
 """

@@ -1,4 +1,4 @@
-"""Gradients of several losses, added up for one update."""
+"""Accumulation: the gradients of several losses, added up for one update."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Accumulation:
     """The sums of gradients that an optimizer has collected inside `no_sync`. All methods are local.
 
     Attributes:
-        active: whether a loss is only to be added.
-        sums: by parameter; a step takes them.
+        active: whether a loss only adds its gradients.
+        sums: the sum of each parameter's gradients, until a step takes them.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Be active in the body of a `with`; may be nested."""
+        """Make `active` true in the body of a `with`, which may be nested."""
         before, self.active = self.active, True
         try:
             yield
@@ -47,7 +47,7 @@ class Accumulation:
                 grad.array += sums.pop(param)
             yield param, grad
         for param, array in sums.items():
-            if not param.requires_grad:  # it was frozen since
+            if not param.requires_grad:  # frozen since its gradient was added
                 continue
             if param.grad is None:
                 param.grad = Tensor.of(array, param.device, requires_grad=False)
@@ -56,10 +56,10 @@ class Accumulation:
             yield param, param.grad
 
     def check_empty(self) -> None:
-        """Check that there are no sums, which states do not include.
+        """Check that no sums wait for an update: states do not include them.
 
         Raises:
-            UsageError: there are.
+            UsageError: sums are waiting.
         """
         if self.sums:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Attributes of optimizers (`distopt.nn.optim.optimizer.Optimizer`) that are more than a value."""
+"""Descriptors of optimizers: hyperparameters that may be schedules, and SINGA's views of values and slots."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Hyperparameter:
         schedule = value if isinstance(value, DecayScheduler) else Constant(checked(self._name, value, self._below))
         optimizer.values[self._name] = number_of(schedule(optimizer._steps))
         optimizer._schedules[self._name] = schedule
-        for param, slots in optimizer._slots.items():  # a momentum that is assigned later needs one more
+        for param, slots in optimizer._slots.items():  # a momentum that was 0 until now needs a slot
             optimizer._slots[param] = {**optimizer._new_slots(param), **slots}
 
 

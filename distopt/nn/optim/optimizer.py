@@ -1,4 +1,4 @@
-"""The base of optimizers: states, and how a gradient reaches its rule."""
+"""The base of optimizers: steps, hyperparameters, slots and states."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Optimizer:
 
     A subclass defines one of two methods. `apply(param_name, param_value, param_grad)` is SINGA's: it gets tensors, and
     it may keep any state. `_apply(param, grad, slots)` is distopt's: it gets arrays, and those
-    that `slots` names, which begin as zeros. State kept elsewhere belongs in `get_states` and `set_states`
-    too, as a dict of arrays; `DistOpt` averages it over the ranks where partial updates have let it drift.
+    that `slots` names, which begin as zeros. State kept elsewhere belongs in `get_states` and `set_states`, too, as a
+    dict of arrays; `DistOpt` averages it over the ranks where partial updates have let it drift.
 
     Args:
         lr: learning rate, a number or a schedule.
@@ -41,8 +41,8 @@ class Optimizer:
         clip_grad_norm: see `clip_gradients`.
 
     Attributes:
-        lr: the schedule; a number that is assigned becomes a constant one. As that of every other hyperparameter, an
-            assignment takes effect with the next step.
+        lr: the schedule of the learning rate. An assigned number becomes a constant schedule. An assignment takes
+            effect with the next step, as with every hyperparameter.
         lr_value: the learning rate of this step, as a tensor of shape (1,).
         values: all hyperparameters of this step, by name.
         grad_norm: the norm that `clip_gradients` measured in the last update, None before.
@@ -151,7 +151,7 @@ class Optimizer:
         Raises:
             UsageError: shapes or dtypes differ.
         """
-        training, mode.training = mode.training, False  # if `apply` computes with tensors, that is not a forward pass
+        training, mode.training = mode.training, False  # a rule that computes with tensors is not a forward pass
         if self._device is not param.device:
             self._device = param.device
         try:
@@ -182,10 +182,10 @@ class Optimizer:
         )
 
     def constants(self) -> dict[str, Any]:
-        """Local. What decides about the next update besides parameters, gradients and slots, by name.
+        """Local. Everything that decides the next update besides parameters, gradients and slots, by name.
 
-        `DistOpt` compares it over the ranks, in every step: numbers, truth values and texts, the same on all ranks. A
-        subclass with more constants adds them to those of this method.
+        The values are numbers, booleans and strings. `DistOpt` checks in every step that all ranks have the same. A
+        subclass with more constants adds them to this dict.
         """
         return {
             "optimizer": type(self).__name__,
@@ -243,8 +243,8 @@ class Optimizer:
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
         """Local. Continue from the result of `get_states`; parameters are identified by name.
 
-        Tensors, as `Model.load_states` returns them, will do too. Names without a colon, other than "step_counter", are
-        left to subclasses. Gradients of `no_sync` are dropped.
+        Values may be tensors, as `Model.load_states` returns them. Names without a colon, other than "step_counter",
+        are left to subclasses. Gradients accumulated in `no_sync` are dropped.
 
         Raises:
             StateError: the states are not those of this optimizer or do not fit its parameters; nothing was changed.
@@ -260,7 +260,7 @@ class Optimizer:
                 self._claim(param)
 
     def check_states(self, states: Mapping[str, np.ndarray[Any, Any] | Tensor]) -> None:
-        """Local. Whether `set_states` would accept them.
+        """Local. Check that `set_states` would accept these states.
 
         Raises:
             StateError: see `set_states`.
@@ -299,7 +299,7 @@ class Optimizer:
         return slots
 
     def _claim(self, param: Tensor) -> dict[str, Array]:
-        """Slots of a parameter seen for the first time: loaded ones, or new ones of zeros."""
+        """The slots of a parameter that is met for the first time: loaded ones, or zeros."""
         xp = param.device.xp
         loaded = self._unclaimed_for(param)
         if loaded is None:
@@ -349,7 +349,7 @@ class Optimizer:
 
 
 def check_gradient(param: Tensor, grad: Tensor) -> None:
-    """Local. Whether `grad` can be the gradient of `param`.
+    """Local. Check that `grad` can be the gradient of `param`.
 
     Raises:
         UsageError: shapes or dtypes differ.

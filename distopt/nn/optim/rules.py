@@ -1,7 +1,7 @@
 """Optimizers: rules that update a parameter in place from its gradient.
 
-Rules, names and the order of arguments are SINGA's; those that it lacks are named after PyTorch's. Every hyperparameter
-is a number or a schedule. `clip_grad_norm` is that of `Optimizer.clip_gradients`.
+Rules, names and the order of arguments are SINGA's, or PyTorch's where SINGA has none. Every hyperparameter is a number
+or a schedule. For `clip_grad_norm` see `Optimizer.clip_gradients`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Adam(Optimizer):
     """
 
     slots = ("m", "v")
-    _decoupled = False  # weight decay apart from the gradient
+    _decoupled = False  # whether weight decay acts on the parameter, not on the gradient
     m, v = SlotView("m"), SlotView("v")
     beta_1, beta_1_value = Hyperparameter(below=1), CurrentValue("beta_1")
     beta_2, beta_2_value = Hyperparameter(below=1), CurrentValue("beta_2")

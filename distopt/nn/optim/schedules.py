@@ -17,8 +17,8 @@ __all__ = ["Constant", "CosineDecay", "DecayScheduler", "ExponentialDecay", "Lin
 class DecayScheduler:
     """A hyperparameter, such as the learning rate, as a function of the step.
 
-    A subclass defines one of two methods. `call(step)` is SINGA's: the step is a tensor of shape (1,), and the value
-    such a tensor or a number. `__call__(step)` is ours: optimizers pass the step as an int, and the value is a number.
+    A subclass defines one of two methods. `call(step)` is SINGA's: it takes the step as a tensor of shape (1,), and
+    returns such a tensor or a number. `__call__(step)` is distopt's: it takes an int, and returns a number.
 
     Args:
         init_value: the value at step 0.
@@ -31,7 +31,7 @@ class DecayScheduler:
         self.init_value = checked("init_value", init_value)
 
     def __call__(self, step: Any) -> Any:
-        """Local. The value at `step`, counted from 0: of a number a number, of a tensor of one element one of (1,)."""
+        """Local. The value at `step`, from 0: a number for a number, a tensor [1] for a tensor of one element."""
         return _like(step, self.call(step if isinstance(step, Tensor) else Tensor(data=[step], dtype=float32)))
 
     def call(self, step: Tensor) -> Any:
@@ -142,7 +142,7 @@ class LinearWarmUp(_Formula):
     Args:
         schedule: the schedule that follows, or a number.
         warm_up_steps: the step from which on it follows.
-        start_factor: the share of its first value at step 0; the default is that of PyTorch's LinearLR.
+        start_factor: the value at step 0 relative to that first value; the default is that of PyTorch's LinearLR.
 
     Raises:
         UsageError: a number makes no sense.

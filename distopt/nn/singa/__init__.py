@@ -1,1 +1,4 @@
-"""What scripts for SINGA define in its way: operators with `forward` and `backward` on raw tensors. Imports `core`."""
+"""Operators as scripts for SINGA define them, by `forward` and `backward` on raw tensors.
+
+Imports `core`. Raw tensors themselves are in `core.raw`, since every tensor has one as its `data`.
+"""
