@@ -31,8 +31,9 @@ from .nn.devices.device import Device, get_default_device
 from .nn.devices.discovery import find_gpu
 from .nn.notices import tell_once
 from .nn.optim.accumulation import Accumulation
-from .nn.optim.hyperparameters import CurrentValue, Hyperparameter
+from .nn.optim.hyperparameters import Hyperparameter
 from .nn.optim.optimizer import Optimizer
+from .nn.singa.views import CurrentValue
 from .settings import Settings
 from .sync.engine import DEFAULT_BUCKET_ELEMENTS, Engine, NonFinite
 from .sync.layout import Layout, under

@@ -225,7 +225,7 @@ def selu(x: Tensor, alpha: float = 1.67326, gamma: float = 1.0507) -> Tensor:
     return _Selu(alpha, gamma)(x)
 
 
-# -- by kernels, and with a state -------------------------------------------------------------------------------------
+# -- activations by kernels, dropout, casts ----------------------------------------------------------------------------
 class ReLU(Operation):
     """max(x, 0)."""
 

@@ -1,4 +1,4 @@
-"""Losses: the mean over a batch, of shape (1,). Targets have no gradient, except that of the mean square error."""
+"""Losses: means over a batch, of shape (1,)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Descriptors of optimizers: hyperparameters that may be schedules, and SINGA's views of values and slots."""
+"""Hyperparameters of optimizers, which are numbers or schedules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from ...errors import UsageError
 from ..core.numbers import checked, number_of
-from ..core.tensor import Tensor
 from .schedules import Constant, DecayScheduler
 
 
@@ -39,38 +38,3 @@ class Hyperparameter:
         optimizer._schedules[self._name] = schedule
         for param, slots in optimizer._slots.items():  # a momentum that was 0 until now needs a slot
             optimizer._slots[param] = {**optimizer._new_slots(param), **slots}
-
-
-class CurrentValue:
-    """A hyperparameter's value at this step as SINGA's scripts see it; see `Optimizer.as_tensor`.
-
-    Assigning a number or a tensor of one element changes it until the next step.
-
-    Args:
-        of: the hyperparameter's name.
-    """
-
-    def __init__(self, of: str) -> None:
-        self._of = of
-
-    def __get__(self, optimizer: Any, owner: type | None = None) -> Tensor:
-        value: Tensor = optimizer.as_tensor(optimizer.values[self._of])
-        return value
-
-    def __set__(self, optimizer: Any, value: Any) -> None:
-        optimizer.values[self._of] = number_of(value)
-
-
-class SlotView:
-    """A slot as SINGA's scripts see it; see `Optimizer.tensors_of`.
-
-    Args:
-        slot: its name.
-    """
-
-    def __init__(self, slot: str) -> None:
-        self._slot = slot
-
-    def __get__(self, optimizer: Any, owner: type | None = None) -> dict[str | None, Tensor]:
-        slots: dict[str | None, Tensor] = optimizer.tensors_of(self._slot)
-        return slots
